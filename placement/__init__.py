@@ -1,0 +1,1 @@
+"""Decide where every operator of a PyTorch model runs, and in which order."""

@@ -1,0 +1,236 @@
+"""Devices and the links between them, detected on this machine or described in YAML."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+class ClusterError(ValueError):
+    """The cluster description is wrong; the message names the file, the field and the value."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A serial worker: a pinned group of CPU cores, or one accelerator.
+
+    Attributes:
+        name: unique, e.g. ``cpu:0``, ``cuda:0``.
+        kind: ``cpu`` (shares host memory with every other CPU device), ``cuda``, or any
+            other word for a device that can only be simulated.
+        cores: CPU core numbers the worker is pinned to (empty: not pinned).
+        threads: intra-operator threads.
+        memory_bytes: capacity for parameters, activations and workspace.
+        busy_w, idle_w: watts while working and while waiting; None if unknown.
+        like, speed: a device that is not at hand: ``speed`` times as fast as device ``like``.
+    """
+
+    name: str
+    kind: str = "cpu"
+    cores: tuple[int, ...] = ()
+    threads: int = 1
+    memory_bytes: int = 2**63 - 1
+    busy_w: float | None = None
+    idle_w: float | None = None
+    like: str | None = None
+    speed: float = 1.0
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ClusterError(f"device {self.name!r}: threads = {self.threads}, must be >= 1")
+        if self.memory_bytes <= 0:
+            raise ClusterError(f"device {self.name!r}: memory_bytes = {self.memory_bytes} <= 0")
+        if not self.speed > 0:
+            raise ClusterError(f"device {self.name!r}: speed = {self.speed}, must be > 0")
+        for what in ("busy_w", "idle_w"):
+            watts = getattr(self, what)
+            if watts is not None and watts < 0:
+                raise ClusterError(f"device {self.name!r}: {what} = {watts} watts is negative")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two devices: ``latency_s + bytes / bandwidth_bytes_per_s``.
+
+    Links with the same ``channel`` name share one serial channel; without a name each
+    ordered pair is its own. ``blocking``: the sender's worker is busy meanwhile.
+    """
+
+    src: str
+    dst: str
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = float("inf")
+    blocking: bool = False
+    channel: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.latency_s >= 0 and self.bandwidth_bytes_per_s > 0):
+            raise ClusterError(
+                f"link {self.src} -> {self.dst}: latency_s = {self.latency_s} must be >= 0 and "
+                f"bandwidth_bytes_per_s = {self.bandwidth_bytes_per_s} must be > 0"
+            )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices, and declared links where they are not measured (see ``Profile.links``)."""
+
+    name: str
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [d.name for d in self.devices]
+        if not names:
+            raise ClusterError(f"cluster {self.name!r} has no devices")
+        if len(set(names)) != len(names):
+            raise ClusterError(f"cluster {self.name!r}: device names repeat: {sorted(names)}")
+        for link in self.links:
+            for end in (link.src, link.dst):
+                if end not in names:
+                    raise ClusterError(
+                        f"link {link.src} -> {link.dst}: no device {end!r}; devices are {names}"
+                    )
+
+    @property
+    def num_devices(self) -> int:
+        """``D``."""
+        return len(self.devices)
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """``[D]``."""
+        return tuple(d.name for d in self.devices)
+
+    def index(self, name: str) -> int:
+        """Number of the device called ``name``.
+
+        Raises:
+            ClusterError: no such device.
+        """
+        if name not in self.device_names:
+            raise ClusterError(
+                f"no device {name!r} in cluster {self.name!r}; it has {list(self.device_names)}"
+            )
+        return self.device_names.index(name)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of devices (kind, threads, memory, model) and declared links."""
+        text = json.dumps([[asdict(d) for d in self.devices], [asdict(x) for x in self.links]])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @classmethod
+    def detect(cls, max_cpu_devices: int = 4) -> Cluster:
+        """This machine.
+
+        Without a GPU: one single-thread CPU device per usable core, ``max_cpu_devices`` at
+        most. With GPUs: one CPU device with every core, plus every CUDA device.
+        Only the cores this process may use are counted.
+        """
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+        if cores is None:
+            cores = list(range(os.cpu_count() or 1))
+        memory, model = _host_memory_bytes(), _cpu_model()
+        gpus = _cuda_devices()
+        if gpus:
+            host = Device("cpu:0", "cpu", tuple(cores), len(cores), memory, model=model)
+            return cls("this-machine", (host, *gpus))
+        chosen = cores[:max_cpu_devices]
+        # CPU devices share one memory: each is promised an equal part of it.
+        return cls(
+            "this-machine",
+            tuple(
+                Device(f"cpu:{i}", "cpu", (core,), 1, memory // len(chosen), model=model)
+                for i, core in enumerate(chosen)
+            ),
+        )
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Cluster:
+        """Read ``name``, ``devices`` and ``links`` (fields of ``Device`` and ``Link``).
+
+        Raises:
+            ClusterError: not readable, not YAML, or a field that is unknown or wrong.
+        """
+        import yaml
+
+        try:
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ClusterError(f"{path}: cannot be read as a cluster: {error}") from error
+        if not isinstance(data, dict) or not isinstance(data.get("devices"), list):
+            raise ClusterError(f"{path}: a cluster file needs a list 'devices:'")
+        unknown = set(data) - {"name", "devices", "links"}
+        if unknown:
+            raise ClusterError(f"{path}: unknown keys {sorted(unknown)}")
+        try:
+            devices = tuple(_from_dict(Device, d) for d in data["devices"])
+            links = tuple(_from_dict(Link, d) for d in data.get("links") or [])
+            return cls(str(data.get("name", Path(path).stem)), devices, links)
+        except ClusterError as error:
+            raise ClusterError(f"{path}: {error}") from error
+
+
+def _from_dict(kind: type, data: Any) -> Any:
+    known = {f.name: f for f in fields(kind)}
+    if not isinstance(data, dict):
+        raise ClusterError(f"a {kind.__name__.lower()} must be a mapping, not {data!r}")
+    unknown = set(data) - set(known)
+    if unknown:
+        raise ClusterError(
+            f"{kind.__name__.lower()} {data.get('name', '')!r}: unknown field "
+            f"{sorted(unknown)}; fields are {sorted(known)}"
+        )
+    values = dict(data)
+    if "cores" in values:
+        values["cores"] = tuple(values["cores"])
+    for key in ("latency_s", "bandwidth_bytes_per_s", "speed", "busy_w", "idle_w"):
+        if values.get(key) is not None:
+            # YAML reads 1e9 as a string: accept it, and name the field if it is no number.
+            try:
+                values[key] = float(values[key])
+            except (TypeError, ValueError):
+                raise ClusterError(f"{key} = {values[key]!r} is not a number") from None
+    if "memory_bytes" in values:
+        values["memory_bytes"] = int(float(values["memory_bytes"]))
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ClusterError(f"{kind.__name__.lower()} {data}: {error}") from error
+
+
+def _host_memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 2**63 - 1
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return "unknown cpu"
+
+
+def _cuda_devices() -> tuple[Device, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    found = []
+    for i in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(i)
+        found.append(
+            Device(f"cuda:{i}", "cuda", (), 1, facts.total_memory, model=facts.name)
+        )
+    return tuple(found)

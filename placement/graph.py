@@ -1,0 +1,267 @@
+"""The operator graph: what runs, what flows between operators, what it weighs.
+
+Everything else in the project stands on one convention made here: **operators are
+numbered in topological order**, so every algorithm is a forward loop and nobody sorts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int32]
+
+
+class GraphError(ValueError):
+    """The graph is not a valid operator graph; the message says where."""
+
+
+@dataclass(frozen=True, eq=False)
+class OpGraph:
+    """An operator graph with ``N`` operators, ``T`` tensors, ``E`` uses and ``P`` parameters.
+
+    A *tensor* has one producer and any number of consumers; on each device it is sent to
+    once however many consumers it has there. ``tensor_src == -1`` marks a model input,
+    which is present in host memory when its micro-batch is admitted.
+
+    Attributes:
+        name: human name of the model.
+        op_name: ``[N]`` unique operator names.
+        op_kind: ``[N]`` kinds, e.g. ``aten.conv2d.default``.
+        op_module: ``[N]`` path of the module the operator belongs to (``""`` = root).
+        op_signature: ``[N]`` kind with shapes, dtypes and constants: what decides the cost.
+        tensor_src: int32 ``[T]`` producing operator, -1 for a model input.
+        tensor_bytes: int64 ``[T]`` size.
+        tensor_root: int32 ``[T]`` the tensor whose memory this one shares (itself if none).
+        use_tensor, use_dst: int32 ``[E]`` the uses, unique, sorted by (tensor, consumer).
+        param_bytes: int64 ``[P]`` size of each distinct parameter or buffer; tied ones once.
+        param_use_op, param_use: int32 ``[U]`` which operator reads which parameter.
+        group: int32 ``[N]`` colocation group; operators of a group share a device.
+        is_backward: bool ``[N]``.
+        output_tensor: int32 ``[O]`` tensors that leave the model.
+        program: what executes the graph (see ``placement.capture``), or None.
+    """
+
+    name: str
+    op_name: tuple[str, ...]
+    op_kind: tuple[str, ...]
+    op_module: tuple[str, ...]
+    op_signature: tuple[str, ...]
+    tensor_src: Ints
+    tensor_bytes: NDArray[np.int64]
+    tensor_root: Ints
+    use_tensor: Ints
+    use_dst: Ints
+    param_bytes: NDArray[np.int64]
+    param_use_op: Ints
+    param_use: Ints
+    group: Ints
+    is_backward: NDArray[np.bool_]
+    output_tensor: Ints
+    program: Any = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def build(
+        cls,
+        name: str,
+        op_name: Sequence[str],
+        tensor_src: ArrayLike,
+        tensor_bytes: ArrayLike,
+        uses: ArrayLike,
+        *,
+        op_kind: Sequence[str] | None = None,
+        op_module: Sequence[str] | None = None,
+        op_signature: Sequence[str] | None = None,
+        tensor_root: ArrayLike | None = None,
+        param_bytes: ArrayLike = (),
+        param_uses: ArrayLike = (),
+        group: ArrayLike | None = None,
+        is_backward: ArrayLike | None = None,
+        output_tensor: ArrayLike = (),
+        program: Any = None,
+    ) -> OpGraph:
+        """Build and check a graph; ``uses`` is ``[E, 2]`` (tensor, consumer) in any order.
+
+        ``param_uses`` is ``[U, 2]`` (operator, parameter). Colocation labels may be any
+        integers; they are renumbered 0, 1, ... by first appearance. Duplicate uses are merged.
+
+        Raises:
+            GraphError: lengths differ, a number is out of range, names repeat, or a use
+                points backwards (operators must be numbered in topological order).
+        """
+        n = len(op_name)
+        src = np.asarray(tensor_src, dtype=np.int32).reshape(-1)
+        size = np.asarray(tensor_bytes, dtype=np.int64).reshape(-1)
+        pairs = np.unique(np.asarray(uses, dtype=np.int32).reshape(-1, 2), axis=0)
+        puses = np.unique(np.asarray(param_uses, dtype=np.int32).reshape(-1, 2), axis=0)
+        root = np.arange(len(src)) if tensor_root is None else np.asarray(tensor_root)
+        labels = np.arange(n) if group is None else np.asarray(group).reshape(-1)
+        graph = cls(
+            name=name,
+            op_name=tuple(op_name),
+            op_kind=tuple(op_kind) if op_kind is not None else ("op",) * n,
+            op_module=tuple(op_module) if op_module is not None else ("",) * n,
+            op_signature=tuple(op_signature) if op_signature is not None else ("op",) * n,
+            tensor_src=src,
+            tensor_bytes=size,
+            tensor_root=root.astype(np.int32),
+            use_tensor=np.ascontiguousarray(pairs[:, 0]),
+            use_dst=np.ascontiguousarray(pairs[:, 1]),
+            param_bytes=np.asarray(param_bytes, dtype=np.int64).reshape(-1),
+            param_use_op=np.ascontiguousarray(puses[:, 0]),
+            param_use=np.ascontiguousarray(puses[:, 1]),
+            group=_renumber(labels),
+            is_backward=(
+                np.zeros(n, bool) if is_backward is None else np.asarray(is_backward, dtype=bool)
+            ),
+            output_tensor=np.asarray(output_tensor, dtype=np.int32).reshape(-1),
+            program=program,
+        )
+        graph._check()
+        return graph
+
+    def _check(self) -> None:
+        n, t, p = self.num_ops, self.num_tensors, len(self.param_bytes)
+        if n == 0:
+            raise GraphError(f"graph {self.name!r} has no operators")
+        for what in ("op_kind", "op_module", "op_signature", "group", "is_backward"):
+            if len(getattr(self, what)) != n:
+                raise GraphError(f"{what} has {len(getattr(self, what))} entries, expected {n}")
+        for what in ("tensor_bytes", "tensor_root"):
+            if len(getattr(self, what)) != t:
+                raise GraphError(f"{what} has {len(getattr(self, what))} entries, expected {t}")
+        if len(set(self.op_name)) != n:
+            twice = sorted({x for x in self.op_name if self.op_name.count(x) > 1})
+            raise GraphError(f"operator names must be unique; repeated: {twice[:5]}")
+        for what, low, high in (
+            ("tensor_src", -1, n),
+            ("tensor_root", 0, t),
+            ("use_tensor", 0, t),
+            ("use_dst", 0, n),
+            ("param_use_op", 0, n),
+            ("param_use", 0, p),
+            ("output_tensor", 0, t),
+        ):
+            a = getattr(self, what)
+            if len(a) and (a.min() < low or a.max() >= high):
+                bad = int(np.flatnonzero((a < low) | (a >= high))[0])
+                raise GraphError(f"{what}[{bad}] = {a[bad]} is outside {low}..{high - 1}")
+        if len(self.tensor_bytes) and self.tensor_bytes.min() < 0:
+            raise GraphError("tensor_bytes must not be negative")
+        back = np.flatnonzero(self.tensor_src[self.use_tensor] >= self.use_dst)
+        if len(back):
+            e = int(back[0])
+            a, b = int(self.tensor_src[self.use_tensor[e]]), int(self.use_dst[e])
+            raise GraphError(
+                f"operator {b} ({self.op_name[b]!r}) uses a tensor of operator {a} "
+                f"({self.op_name[a]!r}): operators must be numbered in topological order"
+            )
+
+    @property
+    def num_ops(self) -> int:
+        """``N``."""
+        return len(self.op_name)
+
+    @property
+    def num_tensors(self) -> int:
+        """``T``."""
+        return len(self.tensor_src)
+
+    @cached_property
+    def num_groups(self) -> int:
+        """Number of colocation groups; groups are numbered 0..num_groups-1."""
+        return int(self.group.max()) + 1
+
+    @cached_property
+    def use_ptr(self) -> Ints:
+        """int32 ``[T + 1]``: the consumers of tensor t are ``use_dst[use_ptr[t]:use_ptr[t+1]]``."""
+        return _csr(self.use_tensor, self.num_tensors)
+
+    @cached_property
+    def out_ptr(self) -> Ints:
+        """int32 ``[N + 1]``: operator n produces ``out_tensor[out_ptr[n]:out_ptr[n+1]]``."""
+        return _csr(np.sort(self.tensor_src[self.tensor_src >= 0]), self.num_ops)
+
+    @cached_property
+    def out_tensor(self) -> Ints:
+        """int32 ``[T - inputs]``: produced tensors, by producer and then by number."""
+        order = np.argsort(self.tensor_src, kind="stable").astype(np.int32)
+        return order[self.tensor_src[order] >= 0]
+
+    @cached_property
+    def in_ptr(self) -> Ints:
+        """int32 ``[N + 1]``: operator n consumes ``in_tensor[in_ptr[n]:in_ptr[n+1]]``."""
+        return _csr(np.sort(self.use_dst), self.num_ops)
+
+    @cached_property
+    def in_tensor(self) -> Ints:
+        """int32 ``[E]``: consumed tensors, by consumer and then by number."""
+        return self.use_tensor[np.lexsort((self.use_tensor, self.use_dst))]
+
+    @cached_property
+    def edges(self) -> Ints:
+        """int32 ``[E', 2]``: distinct (producer, consumer) pairs, sorted; inputs left out."""
+        src = self.tensor_src[self.use_tensor]
+        pairs = np.stack([src, self.use_dst], axis=1)[src >= 0]
+        return np.unique(pairs, axis=0).astype(np.int32).reshape(-1, 2)
+
+    @cached_property
+    def op_param_bytes(self) -> NDArray[np.int64]:
+        """int64 ``[N]``: bytes of the parameters each operator reads (tied ones at each)."""
+        total = np.zeros(self.num_ops, np.int64)
+        np.add.at(total, self.param_use_op, self.param_bytes[self.param_use])
+        return total
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of structure, shapes, dtypes and colocation; never of weights or names.
+
+        The operator *names* are part of it, because a plan refers to operators by name.
+        """
+        h = hashlib.sha256(b"opgraph-1")
+        for text in (*self.op_name, *self.op_signature):
+            h.update(text.encode() + b"\0")
+        for a in (
+            self.tensor_src,
+            self.tensor_bytes,
+            self.tensor_root,
+            self.use_tensor,
+            self.use_dst,
+            self.param_bytes,
+            self.param_use_op,
+            self.param_use,
+            self.group,
+            self.is_backward,
+            self.output_tensor,
+        ):
+            h.update(np.ascontiguousarray(a).astype("<i8").tobytes() + b"|")
+        return h.hexdigest()
+
+    def without_program(self) -> OpGraph:
+        """The same graph as pure data (picklable, small)."""
+        return replace(self, program=None)
+
+    def __repr__(self) -> str:
+        mib = self.param_bytes.sum() / 2**20
+        return (
+            f"OpGraph({self.name!r}, {self.num_ops} operators, {self.num_tensors} tensors, "
+            f"{len(self.edges)} edges, {mib:.1f} MiB parameters, {self.fingerprint[:12]})"
+        )
+
+
+def _csr(sorted_keys: NDArray[np.integer[Any]], size: int) -> Ints:
+    return np.searchsorted(sorted_keys, np.arange(size + 1)).astype(np.int32)
+
+
+def _renumber(labels: NDArray[Any]) -> Ints:
+    """Dense labels 0, 1, ... in order of first appearance."""
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int32)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[inverse.reshape(-1)].astype(np.int32)

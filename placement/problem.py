@@ -1,0 +1,322 @@
+"""The decision problem: a graph on a cluster, with costs, micro-batches and an objective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.cluster import Cluster
+from placement.graph import OpGraph
+from placement.profile import Profile
+
+Floats = NDArray[np.float64]
+Placement = NDArray[np.int32]  # [N] device of each operator
+Objective = Literal["period", "latency"]
+OBJECTIVES: tuple[Objective, ...] = ("period", "latency")
+
+
+class ProblemError(ValueError):
+    """The problem, or a placement for it, is not valid; the message has the numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """``N`` operators on ``D`` devices.
+
+    Attributes:
+        graph, cluster, profile: what, where, and at which cost.
+        objective: what a planner minimises: ``period`` (steady-state seconds per
+            micro-batch) or ``latency`` (seconds of one micro-batch alone).
+        num_microbatches: ``M`` of a pipelined run.
+        max_in_flight: at most this many micro-batches between first and last operator.
+    """
+
+    graph: OpGraph
+    cluster: Cluster
+    profile: Profile
+    objective: Objective = "period"
+    num_microbatches: int = 32
+    max_in_flight: int = 4
+
+    def __post_init__(self) -> None:
+        self.profile.check(self.graph)
+        if self.profile.device_names != self.cluster.device_names:
+            raise ProblemError(
+                f"profile is for devices {list(self.profile.device_names)}, the cluster has "
+                f"{list(self.cluster.device_names)}; use profile.for_cluster(cluster)"
+            )
+        if self.objective not in OBJECTIVES:
+            raise ProblemError(f"objective {self.objective!r} is unknown; use one of {OBJECTIVES}")
+        if self.num_microbatches < 1 or self.max_in_flight < 1:
+            raise ProblemError(
+                f"num_microbatches = {self.num_microbatches} and max_in_flight = "
+                f"{self.max_in_flight} must be at least 1"
+            )
+        if not np.isfinite(self.group_compute_s).any(axis=1).all():
+            g = int(np.flatnonzero(~np.isfinite(self.group_compute_s).any(axis=1))[0])
+            ops = np.flatnonzero(self.graph.group == g)
+            names = [self.graph.op_name[i] for i in ops[:4]]
+            raise ProblemError(f"no device can run every operator of colocation group {names}")
+
+    @property
+    def num_ops(self) -> int:
+        """``N``."""
+        return self.graph.num_ops
+
+    @property
+    def num_devices(self) -> int:
+        """``D``."""
+        return self.cluster.num_devices
+
+    @property
+    def compute_s(self) -> Floats:
+        """float64 ``[N, D]`` seconds alone; inf = cannot run there."""
+        return self.profile.compute_s
+
+    @cached_property
+    def loaded_s(self) -> Floats:
+        """float64 ``[N, D]`` seconds while the other devices are busy (``compute_s`` if unknown)."""
+        loaded = self.profile.loaded_s
+        return self.compute_s if loaded is None else np.maximum(loaded, self.compute_s)
+
+    @cached_property
+    def group_compute_s(self) -> Floats:
+        """float64 ``[G, D]`` summed seconds of each colocation group."""
+        total = np.zeros((self.graph.num_groups, self.num_devices))
+        np.add.at(total, self.graph.group, self.compute_s)
+        return total
+
+    @cached_property
+    def supported(self) -> NDArray[np.bool_]:
+        """bool ``[N, D]``: the operator *and its whole colocation group* can run there."""
+        return np.isfinite(self.group_compute_s)[self.graph.group]
+
+    @cached_property
+    def link_latency_s(self) -> Floats:
+        """float64 ``[D, D]``; 0 on the diagonal."""
+        return self._links[0]
+
+    @cached_property
+    def link_s_per_byte(self) -> Floats:
+        """float64 ``[D, D]``; 0 on the diagonal."""
+        return self._links[1]
+
+    @cached_property
+    def link_blocking(self) -> NDArray[np.bool_]:
+        """bool ``[D, D]``: the sender's worker is busy during the transfer."""
+        return self._links[2]
+
+    @cached_property
+    def link_channel(self) -> NDArray[np.int32]:
+        """int32 ``[D, D]``: the serial channel of each ordered pair, 0..num_channels-1."""
+        return self._links[3]
+
+    @cached_property
+    def num_channels(self) -> int:
+        """Number of serial channels."""
+        return int(self.link_channel.max()) + 1
+
+    @cached_property
+    def _links(self) -> tuple[Floats, Floats, NDArray[np.bool_], NDArray[np.int32]]:
+        d = self.num_devices
+        latency, per_byte = np.zeros((d, d)), np.zeros((d, d))
+        blocking = np.zeros((d, d), bool)
+        channel = np.arange(d * d, dtype=np.int32).reshape(d, d)
+        named: dict[str, int] = {}
+        for link in self.profile.links:
+            a, b = self.cluster.index(link.src), self.cluster.index(link.dst)
+            if a == b:
+                continue
+            latency[a, b] = link.latency_s
+            per_byte[a, b] = 1.0 / link.bandwidth_bytes_per_s
+            blocking[a, b] = link.blocking
+            if link.channel is not None:
+                channel[a, b] = named.setdefault(link.channel, d * d + len(named))
+        _, dense = np.unique(channel, return_inverse=True)
+        return latency, per_byte, blocking, dense.reshape(d, d).astype(np.int32)
+
+    def transfer_s(self, tensor: int, src: int, dst: int) -> float:
+        """Seconds to move ``tensor`` from device ``src`` to ``dst`` (0 when equal)."""
+        if src == dst:
+            return 0.0
+        if self.profile.transfer_s is not None:
+            return float(self.profile.transfer_s[tensor, src, dst])
+        size = float(self.graph.tensor_bytes[tensor])
+        return float(self.link_latency_s[src, dst] + size * self.link_s_per_byte[src, dst])
+
+    @cached_property
+    def mean_transfer_s(self) -> Floats:
+        """float64 ``[T]`` transfer seconds averaged over ordered pairs of distinct devices."""
+        d = self.num_devices
+        if d == 1:
+            return np.zeros(self.graph.num_tensors)
+        off = ~np.eye(d, dtype=bool)
+        if self.profile.transfer_s is not None:
+            return self.profile.transfer_s[:, off].mean(axis=1)
+        size = self.graph.tensor_bytes.astype(np.float64)
+        return self.link_latency_s[off].mean() + size * self.link_s_per_byte[off].mean()
+
+    @cached_property
+    def upward_rank_s(self) -> Floats:
+        """float64 ``[N]`` longest remaining path of mean compute plus mean transfer (HEFT)."""
+        g = self.graph
+        finite = np.isfinite(self.compute_s)
+        mean = np.where(finite, self.compute_s, 0.0).sum(axis=1) / finite.sum(axis=1)
+        rank = mean.copy()
+        for n in range(g.num_ops - 1, -1, -1):
+            tail = 0.0
+            for t in g.out_tensor[g.out_ptr[n] : g.out_ptr[n + 1]]:
+                users = g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]
+                if len(users):
+                    tail = max(tail, self.mean_transfer_s[t] + rank[users].max())
+            rank[n] += tail
+        return rank
+
+    @cached_property
+    def priority(self) -> NDArray[np.int32]:
+        """int32 ``[N]`` position of each operator by (highest upward rank, smallest number)."""
+        order = np.lexsort((np.arange(self.num_ops), -self.upward_rank_s))
+        position = np.empty(self.num_ops, np.int32)
+        position[order] = np.arange(self.num_ops)
+        return position
+
+    @cached_property
+    def memory_bytes(self) -> NDArray[np.int64]:
+        """int64 ``[D]`` capacity of each device."""
+        return np.array([d.memory_bytes for d in self.cluster.devices], np.int64)
+
+    @cached_property
+    def memory_may_bind(self) -> bool:
+        """False when even everything on the smallest device, in every flight, would fit."""
+        g = self.graph
+        everything = int(g.param_bytes.sum()) + self.max_in_flight * int(g.tensor_bytes.sum())
+        if self.profile.workspace_bytes is not None:
+            everything += int(self.profile.workspace_bytes.max())
+        return everything > int(self.memory_bytes.min())
+
+    def param_bytes_on(self, placement: Placement) -> NDArray[np.int64]:
+        """int64 ``[D]`` parameter bytes each device holds (tied parameters once per device)."""
+        g = self.graph
+        held = np.zeros((len(g.param_bytes), self.num_devices), bool)
+        held[g.param_use, placement[g.param_use_op]] = True
+        return g.param_bytes @ held
+
+    def check_placement(self, placement: ArrayLike) -> Placement:
+        """``placement`` as int32 ``[N]``.
+
+        Raises:
+            ProblemError: wrong length, unknown device, unsupported operator or a colocation
+                group that is split; the message names the operator.
+        """
+        p = np.asarray(placement)
+        if p.shape != (self.num_ops,):
+            raise ProblemError(f"placement has shape {p.shape}, expected ({self.num_ops},)")
+        p = p.astype(np.int32)
+        if p.min() < 0 or p.max() >= self.num_devices:
+            n = int(np.flatnonzero((p < 0) | (p >= self.num_devices))[0])
+            raise ProblemError(
+                f"operator {n} ({self.graph.op_name[n]!r}) is on device {p[n]}; "
+                f"there are {self.num_devices}"
+            )
+        bad = np.flatnonzero(~np.isfinite(self.compute_s[np.arange(self.num_ops), p]))
+        if len(bad):
+            n = int(bad[0])
+            raise ProblemError(
+                f"operator {n} ({self.graph.op_name[n]!r}) cannot run on "
+                f"{self.cluster.device_names[p[n]]!r}"
+            )
+        first = np.full(self.graph.num_groups, -1, np.int32)
+        first[self.graph.group[::-1]] = p[::-1]
+        split = np.flatnonzero(first[self.graph.group] != p)
+        if len(split):
+            n = int(split[0])
+            raise ProblemError(
+                f"operator {n} ({self.graph.op_name[n]!r}) is on device {p[n]}, "
+                f"its colocation group on {first[self.graph.group[n]]}"
+            )
+        return p
+
+    def with_objective(self, objective: Objective) -> Problem:
+        """The same problem with another objective."""
+        return replace(self, objective=objective)
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """A planner's answer.
+
+    Attributes:
+        placement: int32 ``[N]``.
+        value_s: the problem's objective of ``placement`` in the simulator; inf if infeasible.
+        lower_bound_s: no placement can be better; None unless proved.
+        stats: ``seconds``, ``evaluations`` and whatever else the planner counts.
+    """
+
+    placement: Placement
+    value_s: float
+    lower_bound_s: float | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+class Planner(Protocol):
+    """``planner(problem) -> Solution``; a frozen dataclass whose fields are its parameters."""
+
+    def __call__(self, problem: Problem) -> Solution: ...
+
+
+def lower_bounds(problem: Problem) -> dict[str, float]:
+    """Bounds that hold for every placement: seconds for ``latency`` and for ``period``.
+
+    Latency: the critical path with every operator at its fastest device. Period: the
+    fractional load balance without communication (an LP), and the heaviest colocation
+    group at its cheapest device.
+    """
+    g = problem.graph
+    fastest = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
+    finish = fastest.copy()
+    for src, dst in g.edges[np.argsort(g.edges[:, 1], kind="stable")]:
+        finish[dst] = max(finish[dst], finish[src] + fastest[dst])
+    groups = problem.group_compute_s
+    heaviest = float(groups.min(axis=1).max())
+    return {"latency": float(finish.max()), "period": max(heaviest, balance_bound(groups))}
+
+
+def balance_bound(seconds: Sequence[Sequence[float]] | Floats) -> float:
+    """Optimum of: spread each row of ``[G, D]`` seconds over the devices, minimise the largest load.
+
+    The dual is ``max over prices y >= 0, sum y = 1 of sum_g min_d y_d * s[g, d]``; HiGHS
+    solves the primal, rows that cost the same everywhere are merged first.
+    """
+    s = np.asarray(seconds, dtype=np.float64)
+    s = s[s.min(axis=1) > 0]
+    if len(s) == 0:
+        return 0.0
+    if np.allclose(s, s[:, :1], rtol=1e-12, atol=0):
+        return float(s[:, 0].sum() / s.shape[1])
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_matrix
+
+    rows, devices = np.nonzero(np.isfinite(s))
+    k, d = len(rows), s.shape[1]
+    unit = float(s[rows, devices].max())
+    cost = s[rows, devices] / unit
+    load = coo_matrix(
+        (np.append(cost, -np.ones(d)), (np.append(devices, np.arange(d)), [*range(k), *[k] * d]))
+    )
+    once = coo_matrix((np.ones(k), (rows, np.arange(k))), shape=(len(s), k + 1))
+    answer = linprog(
+        np.append(np.zeros(k), 1.0),
+        A_ub=load,
+        b_ub=np.zeros(d),
+        A_eq=once,
+        b_eq=np.ones(len(s)),
+        method="highs",
+    )
+    if not answer.success:
+        return 0.0  # zero is always a valid bound
+    return max(0.0, float(answer.fun) * unit * (1 - 1e-9))

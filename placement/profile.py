@@ -1,0 +1,185 @@
+"""Measured (or imported, or predicted) costs of a graph's operators on a cluster's devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.cluster import Cluster, Link
+from placement.graph import OpGraph
+
+Floats = NDArray[np.float64]
+
+
+class ProfileError(ValueError):
+    """The profile does not fit, is damaged, or lacks a measurement."""
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Seconds per operator and device, link fits, and where they come from.
+
+    Attributes:
+        device_names: ``[D]``.
+        compute_s: float64 ``[N, D]`` median seconds alone on the machine; inf = cannot run there.
+        spread_s: float64 ``[N, D]`` interquartile range over the repeats.
+        loaded_s: float64 ``[N, D]`` seconds while every *other* device is busy too (shared
+            caches, memory bandwidth, interpreter), or None where that was not measured.
+        links: fitted links; a missing pair costs nothing.
+        transfer_s: float64 ``[T, D, D]`` seconds per tensor and device pair, for workloads
+            that give a matrix instead of bytes and links; replaces ``links``.
+        workspace_bytes: int64 ``[N]`` memory an operator needs only while it runs.
+        predicted: bool ``[N, D]`` entries that were predicted, not measured.
+        graph_fingerprint: of the measured graph.
+        provenance: when, where, versions, repeats.
+    """
+
+    device_names: tuple[str, ...]
+    compute_s: Floats
+    spread_s: Floats
+    links: tuple[Link, ...] = ()
+    loaded_s: Floats | None = None
+    transfer_s: Floats | None = None
+    workspace_bytes: NDArray[np.int64] | None = None
+    predicted: NDArray[np.bool_] | None = None
+    graph_fingerprint: str = ""
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.compute_s.ndim != 2 or self.compute_s.shape[1] != len(self.device_names):
+            raise ProfileError(
+                f"compute_s has shape {self.compute_s.shape}, expected "
+                f"[N, {len(self.device_names)}] for devices {list(self.device_names)}"
+            )
+        if np.isnan(self.compute_s).any() or (self.compute_s < 0).any():
+            n, d = np.argwhere(np.isnan(self.compute_s) | (self.compute_s < 0))[0]
+            raise ProfileError(f"compute_s[{n}, {d}] = {self.compute_s[n, d]} is not a time")
+        stuck = np.flatnonzero(np.isinf(self.compute_s).all(axis=1))
+        if len(stuck):
+            raise ProfileError(f"operator {int(stuck[0])} can run on no device of the profile")
+
+    def for_cluster(self, cluster: Cluster) -> Profile:
+        """This profile with the columns of ``cluster``, in its order.
+
+        A device with ``like``/``speed`` is scaled from the measured device it names;
+        links that the cluster declares replace measured ones.
+
+        Raises:
+            ProfileError: a device of the cluster was not measured.
+        """
+        columns, factors = [], []
+        for device in cluster.devices:
+            source = device.like or device.name
+            if source not in self.device_names:
+                raise ProfileError(
+                    f"device {device.name!r} was not measured (profile has "
+                    f"{list(self.device_names)}); run: placement profile, or give it "
+                    f"'like: <measured device>' and 'speed: <factor>'"
+                )
+            columns.append(self.device_names.index(source))
+            factors.append(1.0 / device.speed)
+        scale = np.asarray(factors)
+
+        def take(a: Floats | None) -> Floats | None:
+            return None if a is None else a[:, columns] * scale
+
+        declared = {(x.src, x.dst) for x in cluster.links}
+        names = cluster.device_names
+        kept = [
+            x
+            for x in self.links
+            if x.src in names and x.dst in names and (x.src, x.dst) not in declared
+        ]
+        compute, spread = take(self.compute_s), take(self.spread_s)
+        assert compute is not None and spread is not None
+        pairs = None if self.transfer_s is None else self.transfer_s[:, columns][:, :, columns]
+        return Profile(
+            device_names=names,
+            compute_s=compute,
+            spread_s=spread,
+            links=(*kept, *cluster.links),
+            loaded_s=take(self.loaded_s),
+            transfer_s=pairs,
+            workspace_bytes=self.workspace_bytes,
+            predicted=None if self.predicted is None else self.predicted[:, columns],
+            graph_fingerprint=self.graph_fingerprint,
+            provenance=self.provenance,
+        )
+
+    def check(self, graph: OpGraph) -> None:
+        """Raise ``ProfileError`` unless this profile was made for ``graph``."""
+        if self.compute_s.shape[0] != graph.num_ops:
+            raise ProfileError(
+                f"profile has {self.compute_s.shape[0]} operators, graph {graph.name!r} has "
+                f"{graph.num_ops}; measure it: placement profile"
+            )
+        if self.graph_fingerprint and self.graph_fingerprint != graph.fingerprint:
+            raise ProfileError(
+                f"profile is of graph {self.graph_fingerprint[:12]}, not of {graph.name!r} "
+                f"{graph.fingerprint[:12]}; measure it: placement profile"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write one ``.npz`` file, atomically (arrays and JSON text; no pickle)."""
+        arrays = {
+            k: getattr(self, k)
+            for k in (
+                "compute_s",
+                "spread_s",
+                "loaded_s",
+                "transfer_s",
+                "workspace_bytes",
+                "predicted",
+            )
+            if getattr(self, k) is not None
+        }
+        head = json.dumps(
+            {
+                "device_names": self.device_names,
+                "links": [asdict(x) for x in self.links],
+                "graph_fingerprint": self.graph_fingerprint,
+                "provenance": self.provenance,
+            }
+        )
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".npz.tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez_compressed(file, head=np.array(head), **arrays)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a file written by ``save``.
+
+        Raises:
+            ProfileError: missing, truncated or not a profile.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as data:
+                head = json.loads(str(data["head"]))
+                arrays = {k: data[k] for k in data.files if k != "head"}
+            return cls(
+                device_names=tuple(head["device_names"]),
+                links=tuple(Link(**x) for x in head["links"]),
+                graph_fingerprint=head["graph_fingerprint"],
+                provenance=head["provenance"],
+                **arrays,
+            )
+        except ProfileError:
+            raise
+        except Exception as error:  # zip, json and numpy each raise their own kinds
+            raise ProfileError(
+                f"{path}: not a readable profile ({error}); measure again: placement profile"
+            ) from error

@@ -1,0 +1,84 @@
+"""The order decision: for every device, the sequence of (operator, micro-batch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.problem import Placement, Problem
+
+
+class ScheduleError(ValueError):
+    """A schedule that is not an order of this problem's work, or that would deadlock."""
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """``order[d]`` is int32 ``[K_d, 2]``: (operator, micro-batch) in the order device d runs them."""
+
+    order: tuple[NDArray[np.int32], ...]
+    num_microbatches: int
+
+    def check(self, problem: Problem, placement: Placement) -> None:
+        """Every (operator, micro-batch) once, on its device, and no cyclic waiting.
+
+        Raises:
+            ScheduleError: naming the device and the operator.
+        """
+        n, m = problem.num_ops, self.num_microbatches
+        if len(self.order) != problem.num_devices:
+            raise ScheduleError(
+                f"schedule is for {len(self.order)} devices, problem has {problem.num_devices}"
+            )
+        seen = np.zeros((m, n), np.int64)
+        for d, rows in enumerate(self.order):
+            if len(rows) == 0:
+                continue
+            ops, batches = rows[:, 0], rows[:, 1]
+            if ops.min() < 0 or ops.max() >= n or batches.min() < 0 or batches.max() >= m:
+                raise ScheduleError(f"device {d}: an entry is outside {n} operators x {m} batches")
+            wrong = np.flatnonzero(placement[ops] != d)
+            if len(wrong):
+                op = int(ops[wrong[0]])
+                raise ScheduleError(
+                    f"device {d} is told to run operator {op} ({problem.graph.op_name[op]!r}), "
+                    f"which is placed on device {placement[op]}"
+                )
+            np.add.at(seen, (batches, ops), 1)
+        if (seen != 1).any():
+            b, op = map(int, np.argwhere(seen != 1)[0])
+            raise ScheduleError(
+                f"operator {op} ({problem.graph.op_name[op]!r}) of micro-batch {b} is scheduled "
+                f"{seen[b, op]} times, expected once"
+            )
+        self._check_no_deadlock(problem)
+
+    def _check_no_deadlock(self, problem: Problem) -> None:
+        """Walk every device's order until all are done; whoever is stuck is in a cycle."""
+        g, n = problem.graph, problem.num_ops
+        done = np.zeros((self.num_microbatches, n), bool)
+        at = [0] * len(self.order)
+        preds = [
+            [int(s) for t in g.in_tensor[g.in_ptr[i] : g.in_ptr[i + 1]] if (s := g.tensor_src[t]) >= 0]
+            for i in range(n)
+        ]
+        moved = True
+        while moved:
+            moved = False
+            for d, rows in enumerate(self.order):
+                while at[d] < len(rows):
+                    op, batch = rows[at[d]]
+                    if not all(done[batch, p] for p in preds[op]):
+                        break
+                    done[batch, op] = True
+                    at[d] += 1
+                    moved = True
+        for d, rows in enumerate(self.order):
+            if at[d] < len(rows):
+                op, batch = map(int, rows[at[d]])
+                raise ScheduleError(
+                    f"schedule deadlocks: device {d} waits at operator {op} "
+                    f"({g.op_name[op]!r}) of micro-batch {batch} for work that comes later"
+                )

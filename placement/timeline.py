@@ -1,0 +1,149 @@
+"""Who ran what, when: the one type that the simulator predicts and the executor measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """``M`` micro-batches of ``N`` operators on ``D`` devices; all times in seconds from 0.
+
+    Attributes:
+        device_names: ``[D]``.
+        placement: int32 ``[N]``.
+        start_s, end_s: float64 ``[M, N]``.
+        transfers: int32 ``[X, 4]``: tensor, micro-batch, source device, destination device.
+        transfer_start_s, transfer_end_s: float64 ``[X]``.
+        peak_bytes: int64 ``[D]``, or None where memory was not tracked.
+        measured: True if it comes from real devices.
+        busy_w, idle_w: float64 ``[D]`` watts, or None when unknown.
+    """
+
+    device_names: tuple[str, ...]
+    placement: Ints
+    start_s: Floats
+    end_s: Floats
+    transfers: Ints = field(default_factory=lambda: np.zeros((0, 4), np.int32))
+    transfer_start_s: Floats = field(default_factory=lambda: np.zeros(0))
+    transfer_end_s: Floats = field(default_factory=lambda: np.zeros(0))
+    peak_bytes: NDArray[np.int64] | None = None
+    measured: bool = False
+    busy_w: Floats | None = None
+    idle_w: Floats | None = None
+
+    @property
+    def num_microbatches(self) -> int:
+        """``M``."""
+        return self.start_s.shape[0]
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """First start to last end of the whole run."""
+        return float(self.end_s.max() - self.start_s.min())
+
+    @cached_property
+    def latency_s(self) -> float:
+        """First start to last end of micro-batch 0 (alone when ``M == 1``)."""
+        return float(self.end_s[0].max() - self.start_s[0].min())
+
+    @cached_property
+    def period_s(self) -> float:
+        """Steady-state seconds per micro-batch (see ``steady_period``)."""
+        return steady_period(self.end_s.max(axis=1) - float(self.start_s.min()))
+
+    @cached_property
+    def busy_s(self) -> Floats:
+        """float64 ``[D]`` seconds each device spent in operators."""
+        busy = np.zeros(len(self.device_names))
+        np.add.at(busy, self.placement, (self.end_s - self.start_s).sum(axis=0))
+        return busy
+
+    @cached_property
+    def utilisation(self) -> Floats:
+        """float64 ``[D]`` ``busy_s`` as a share of the makespan."""
+        return self.busy_s / max(self.makespan_s, 1e-30)
+
+    @cached_property
+    def energy_j(self) -> float | None:
+        """``sum_d busy_w * busy_s + idle_w * (makespan - busy_s)``; None if power is unknown."""
+        if self.busy_w is None or self.idle_w is None:
+            return None
+        idle_s = np.maximum(self.makespan_s - self.busy_s, 0.0)
+        return float(self.busy_w @ self.busy_s + self.idle_w @ idle_s)
+
+    def to_trace(self, op_name: tuple[str, ...] | None = None) -> dict[str, Any]:
+        """Chrome/Perfetto trace: one track per device, one per pair of devices that talk.
+
+        Times are microseconds. Load it at https://ui.perfetto.dev or chrome://tracing.
+        """
+        names = op_name or tuple(f"op{n}" for n in range(self.start_s.shape[1]))
+        events: list[dict[str, Any]] = []
+        for d, device in enumerate(self.device_names):
+            events.append(_track(0, d, device))
+        base = len(self.device_names)
+        pairs = sorted({(int(a), int(b)) for _, _, a, b in self.transfers})
+        tid = {pair: base + i for i, pair in enumerate(pairs)}
+        for (a, b), i in tid.items():
+            events.append(_track(0, i, f"{self.device_names[a]} -> {self.device_names[b]}"))
+        for m in range(self.num_microbatches):
+            for n, name in enumerate(names):
+                events.append(
+                    _slice(
+                        name,
+                        int(self.placement[n]),
+                        self.start_s[m, n],
+                        self.end_s[m, n],
+                        {"micro_batch": m, "operator": n},
+                    )
+                )
+        for (t, m, a, b), start, end in zip(
+            self.transfers.tolist(), self.transfer_start_s, self.transfer_end_s, strict=True
+        ):
+            args = {"micro_batch": m, "tensor": t}
+            events.append(_slice(f"tensor {t}", tid[a, b], start, end, args))
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _track(pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _slice(name: str, tid: int, start: float, end: float, args: dict[str, int]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ph": "X",
+        "ts": float(start) * 1e6,
+        "dur": float(end - start) * 1e6,
+        "pid": 0,
+        "tid": tid,
+        "args": args,
+    }
+
+
+def steady_period(finish_s: Floats) -> float:
+    """Seconds per micro-batch in steady state from the finish time of each, float64 ``[M]``.
+
+    Exact where the gaps of the last half repeat with some pattern of ``k <= M // 4``
+    micro-batches (to 1e-9); otherwise the slope over the last half.
+    """
+    finish = np.sort(np.asarray(finish_s, dtype=np.float64))
+    m = len(finish)
+    if m == 1:
+        return float(finish[0])
+    gaps = np.diff(finish)
+    tail = gaps[(m - 1) // 2 :]
+    tolerance = 1e-9 * max(float(finish[-1]) / m, 1e-300)
+    for k in range(1, m // 4 + 1):
+        if len(tail) >= 2 * k and np.abs(tail[k:] - tail[:-k]).max() <= tolerance:
+            return float(tail[-k:].sum() / k)
+    first = (m - 1) // 2
+    return float((finish[-1] - finish[first]) / (m - 1 - first))
