@@ -46,19 +46,27 @@ class Timeline:
         return self.start_s.shape[0]
 
     @cached_property
+    def begin_s(self) -> float:
+        """When the first operator, or the transfer of its input, starts."""
+        first = float(self.start_s.min())
+        return min(first, float(self.transfer_start_s.min(initial=first)))
+
+    @cached_property
     def makespan_s(self) -> float:
         """First start to last end of the whole run."""
-        return float(self.end_s.max() - self.start_s.min())
+        return float(self.end_s.max()) - self.begin_s
 
     @cached_property
     def latency_s(self) -> float:
         """First start to last end of micro-batch 0 (alone when ``M == 1``)."""
-        return float(self.end_s[0].max() - self.start_s[0].min())
+        first = float(self.start_s[0].min())
+        inputs = self.transfer_start_s[self.transfers[:, 1] == 0]
+        return float(self.end_s[0].max()) - min(first, float(inputs.min(initial=first)))
 
     @cached_property
     def period_s(self) -> float:
         """Steady-state seconds per micro-batch (see ``steady_period``)."""
-        return steady_period(self.end_s.max(axis=1) - float(self.start_s.min()))
+        return steady_period(self.end_s.max(axis=1) - self.begin_s)
 
     @cached_property
     def busy_s(self) -> Floats:

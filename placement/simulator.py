@@ -1,0 +1,436 @@
+"""Predict the timeline of a placement: one numba kernel, and what it means in plain Python.
+
+**Meaning** (``simulate_reference`` is the executable definition; the kernel equals it).
+
+* A device is a serial worker. A free device takes, among the (operator, micro-batch) whose
+  inputs have arrived, the smallest micro-batch, then the highest upward rank, then the
+  smallest operator number; with a ``Schedule`` it takes the next entry of its order.
+* A tensor is sent once per (micro-batch, destination device). It is queued on the channel of
+  its device pair when its producer ends and leaves when the channel is free. Tensors of one
+  producer are queued by tensor number, then by first consumer. A blocking link keeps the
+  sender's worker busy until its transfer ends.
+* At equal times all ends come first, then admissions, then starts, each in device order.
+* At most ``max_in_flight`` micro-batches are between first operator and last; the next is
+  admitted when one finishes. A given ``Schedule`` limits itself and all are admitted at 0.
+* Model inputs are present for every device that shares host memory (kind ``cpu``) at
+  admission, and are sent to the others from the first CPU device.
+* Operators take ``compute_s`` in a run of one micro-batch. In a pipelined run they take
+  ``compute_s + share * (loaded_s - compute_s)``, where ``share`` is how much of the time the
+  other devices are busy (their mean load over the largest load).
+* Memory: parameters, plus every tensor from the start of its producer (or of its transfer)
+  until its last consumer or outgoing transfer on that device ended (outputs: until their
+  micro-batch finished), plus the workspace of running operators. Frees come before
+  allocations at equal times.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.problem import Placement, Problem
+from placement.schedule import Schedule
+from placement.timeline import Timeline, steady_period
+
+Floats = NDArray[np.float64]
+
+
+def durations(problem: Problem, placement: Placement, num_microbatches: int) -> Floats:
+    """float64 ``[N]`` seconds each operator takes in a run of ``num_microbatches``."""
+    rows = np.arange(problem.num_ops)
+    alone = problem.compute_s[rows, placement]
+    if num_microbatches == 1 or problem.profile.loaded_s is None or problem.num_devices == 1:
+        return alone
+    load = np.bincount(placement, weights=alone, minlength=problem.num_devices)
+    if not np.isfinite(load).all() or load.max() == 0:
+        return alone
+    share = (load.sum() - load) / load.max() / (problem.num_devices - 1)
+    return alone + share[placement] * (problem.loaded_s[rows, placement] - alone)
+
+
+def simulate(
+    problem: Problem,
+    placement: ArrayLike,
+    schedule: Schedule | None = None,
+    num_microbatches: int | None = None,
+) -> Timeline:
+    """Predicted ``Timeline`` of a placement int32 ``[N]`` (peak memory included).
+
+    ``num_microbatches`` defaults to the schedule's, else to the problem's.
+
+    Raises:
+        ProblemError: the placement is not one (shape, device, support, colocation).
+        ScheduleError: the schedule does not fit, or deadlocks.
+    """
+    from placement import kernels
+
+    p, m = _checked(problem, placement, schedule, num_microbatches)
+    order, order_ptr = _flat_order(problem, schedule)
+    sent = _num_transfers(problem, p) * m
+    start, end = np.empty((m, problem.num_ops)), np.empty((m, problem.num_ops))
+    transfers = np.empty((sent, 4), np.int32)
+    transfer_start, transfer_end = np.empty(sent), np.empty(sent)
+    finish = np.empty(m)
+    tables = kernels.tables(problem)
+    status = kernels.run(
+        *tables,
+        p,
+        durations(problem, p, m),
+        m,
+        m if schedule is not None else min(m, problem.max_in_flight),
+        order,
+        order_ptr,
+        finish,
+        True,
+        start,
+        end,
+        transfers,
+        transfer_start,
+        transfer_end,
+    )
+    assert status == 0, "a topological order cannot deadlock, and schedules were checked"
+    peak = kernels.peak_bytes(
+        *kernels.memory_tables(problem),
+        p,
+        problem.param_bytes_on(p),
+        start,
+        end,
+        transfers,
+        transfer_start,
+        transfer_end,
+    )
+    return _timeline(problem, p, start, end, transfers, transfer_start, transfer_end, peak)
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """What a batch of ``B`` placements is worth, float64 ``[B]``; inf = cannot run.
+
+    ``peak_bytes`` is int64 ``[B, D]``, or None where memory cannot bind; ``feasible`` is
+    bool ``[B]``: supported everywhere and within the memory of every device.
+    """
+
+    latency_s: Floats
+    period_s: Floats
+    peak_bytes: NDArray[np.int64] | None
+    feasible: NDArray[np.bool_]
+
+
+def evaluate(problem: Problem, placements: ArrayLike) -> Values:
+    """Latency (one micro-batch) and period of placements int32 ``[B, N]``, in one kernel call.
+
+    Colocation is not checked here (searches move whole groups).
+    """
+    latency, _, ok1 = _batch(problem, placements, 1)
+    period, peak, ok = _batch(problem, placements, problem.num_microbatches)
+    return Values(latency, period, peak, ok & ok1)
+
+
+def score(problem: Problem, placements: ArrayLike) -> Floats:
+    """The problem's objective of placements int32 ``[B, N]``: float64 ``[B]`` seconds.
+
+    inf where an operator is unsupported or memory is exceeded.
+    """
+    m = 1 if problem.objective == "latency" else problem.num_microbatches
+    value, _, ok = _batch(problem, placements, m)
+    return np.where(ok, value, np.inf)
+
+
+def _batch(
+    problem: Problem, placements: ArrayLike, num_microbatches: int
+) -> tuple[Floats, NDArray[np.int64] | None, NDArray[np.bool_]]:
+    from placement import kernels
+
+    p = np.ascontiguousarray(np.atleast_2d(np.asarray(placements, dtype=np.int32)))
+    finish = np.empty((len(p), num_microbatches))
+    track = problem.memory_may_bind
+    peak = np.zeros((len(p), problem.num_devices), np.int64)
+    kernels.run_batch(
+        kernels.tables(problem),
+        kernels.memory_tables(problem),
+        p,
+        problem.compute_s,
+        problem.loaded_s,
+        num_microbatches,
+        min(num_microbatches, problem.max_in_flight),
+        track,
+        finish,
+        peak,
+    )
+    ok = np.isfinite(finish[:, -1])
+    if num_microbatches == 1:
+        value = finish[:, 0]
+    else:
+        value = np.array([steady_period(row) if good else np.inf for row, good in zip(finish, ok, strict=True)])
+    if not track:
+        return value, None, ok
+    for i in np.flatnonzero(ok):
+        peak[i] += problem.param_bytes_on(p[i])
+    return value, peak, ok & (peak <= problem.memory_bytes).all(axis=1)
+
+
+def list_schedule(problem: Problem, placement: ArrayLike, num_microbatches: int) -> Schedule:
+    """The order in which the list scheduler would run ``placement``, made explicit."""
+    timeline = simulate(problem, placement, num_microbatches=num_microbatches)
+    batch, op = np.divmod(
+        np.lexsort((timeline.end_s.ravel(), timeline.start_s.ravel())), problem.num_ops
+    )
+    rows = np.stack([op, batch], axis=1).astype(np.int32)
+    on = timeline.placement[op]
+    return Schedule(tuple(rows[on == d] for d in range(problem.num_devices)), num_microbatches)
+
+
+def _checked(
+    problem: Problem,
+    placement: ArrayLike,
+    schedule: Schedule | None,
+    num_microbatches: int | None,
+) -> tuple[Placement, int]:
+    p = problem.check_placement(placement)
+    if schedule is not None:
+        schedule.check(problem, p)
+        return p, schedule.num_microbatches
+    return p, num_microbatches or problem.num_microbatches
+
+
+def _flat_order(
+    problem: Problem, schedule: Schedule | None
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Orders of all devices one after another ``[K, 2]``, and where each begins ``[D + 1]``."""
+    if schedule is None:
+        return np.zeros((0, 2), np.int32), np.zeros(problem.num_devices + 1, np.int32)
+    sizes = [len(rows) for rows in schedule.order]
+    flat = np.concatenate([np.reshape(r, (-1, 2)) for r in schedule.order]).astype(np.int32)
+    return flat, np.cumsum([0, *sizes]).astype(np.int32)
+
+
+def host_of(problem: Problem) -> tuple[int, NDArray[np.bool_]]:
+    """The device that model inputs come from, and bool ``[D]`` which share its memory."""
+    is_cpu = np.array([d.kind == "cpu" for d in problem.cluster.devices])
+    if not is_cpu.any():
+        return 0, np.ones(problem.num_devices, bool)
+    return int(np.argmax(is_cpu)), is_cpu
+
+
+def _num_transfers(problem: Problem, placement: Placement) -> int:
+    """Transfers of one micro-batch: distinct (tensor, remote consumer device)."""
+    g = problem.graph
+    host, shares = host_of(problem)
+    src, dst = g.tensor_src[g.use_tensor], placement[g.use_dst]
+    at = np.where(src >= 0, placement[src], host)
+    remote = np.where(src >= 0, at != dst, ~shares[dst])
+    return len(np.unique(np.stack([g.use_tensor[remote], dst[remote]]), axis=1).T)
+
+
+def _timeline(
+    problem: Problem,
+    placement: Placement,
+    start: Floats,
+    end: Floats,
+    transfers: NDArray[np.int32],
+    transfer_start: Floats,
+    transfer_end: Floats,
+    peak: NDArray[np.int64] | None,
+) -> Timeline:
+    devices = problem.cluster.devices
+    known = all(d.busy_w is not None and d.idle_w is not None for d in devices)
+    return Timeline(
+        device_names=problem.cluster.device_names,
+        placement=placement,
+        start_s=start,
+        end_s=end,
+        transfers=transfers,
+        transfer_start_s=transfer_start,
+        transfer_end_s=transfer_end,
+        peak_bytes=peak,
+        busy_w=np.array([d.busy_w for d in devices], float) if known else None,
+        idle_w=np.array([d.idle_w for d in devices], float) if known else None,
+    )
+
+
+def simulate_reference(
+    problem: Problem,
+    placement: ArrayLike,
+    schedule: Schedule | None = None,
+    num_microbatches: int | None = None,
+) -> Timeline:
+    """The same timeline, slowly and readably: an event heap over dictionaries."""
+    p, num_batches = _checked(problem, placement, schedule, num_microbatches)
+    g, n, d_count = problem.graph, problem.num_ops, problem.num_devices
+    seconds = durations(problem, p, num_batches)
+    host, shares_host = host_of(problem)
+    consumers = [g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]] for t in range(g.num_tensors)]
+    produced = [g.out_tensor[g.out_ptr[i] : g.out_ptr[i + 1]] for i in range(n)]
+    model_inputs = np.flatnonzero(g.tensor_src < 0)
+    num_inputs = np.diff(g.in_ptr)
+
+    start, end = np.empty((num_batches, n)), np.empty((num_batches, n))
+    sent: list[tuple[int, int, int, int, float, float]] = []
+    events: list[tuple[float, int]] = []  # (time, device): something may happen there
+    missing: dict[tuple[int, int], int] = {}  # inputs that have not been sent off yet
+    arrival: dict[tuple[int, int], float] = {}  # when the last known input arrives
+    waiting: list[dict[tuple[int, int], float]] = [{} for _ in range(d_count)]
+    running: list[tuple[int, int] | None] = [None] * d_count
+    free_at = [0.0] * d_count  # end of the running operator or of blocking transfers
+    channel_free = [0.0] * problem.num_channels
+    next_entry = [0] * d_count
+    unfinished: dict[int, int] = {}
+    admitted = 0
+    window = num_batches if schedule is not None else problem.max_in_flight
+
+    def deliver(tensor: int, batch: int, src: int, now: float, local: NDArray[np.bool_]) -> float:
+        """Send a tensor to every device that needs it; when blocking transfers end."""
+        blocked_until = now
+        arrives: dict[int, float] = {}
+        for op in consumers[tensor]:
+            dst = int(p[op])
+            if dst not in arrives:
+                arrives[dst] = now
+                if not local[dst]:
+                    channel = problem.link_channel[src, dst]
+                    begin = max(now, channel_free[channel])
+                    finish = begin + problem.transfer_s(tensor, src, dst)
+                    channel_free[channel] = arrives[dst] = finish
+                    sent.append((tensor, batch, src, dst, begin, finish))
+                    if problem.link_blocking[src, dst]:
+                        blocked_until = max(blocked_until, finish)
+            key = (batch, int(op))
+            missing[key] -= 1
+            arrival[key] = max(arrival[key], arrives[dst])
+            if missing[key] == 0:
+                make_ready(key)
+        return blocked_until
+
+    def make_ready(key: tuple[int, int]) -> None:
+        device = int(p[key[1]])
+        waiting[device][key] = arrival[key]
+        heapq.heappush(events, (arrival[key], device))
+
+    def admit(now: float) -> None:
+        nonlocal admitted
+        while admitted < num_batches and len(unfinished) < window:
+            batch, admitted = admitted, admitted + 1
+            unfinished[batch] = n
+            for op in range(n):
+                missing[batch, op] = int(num_inputs[op])
+                arrival[batch, op] = now
+                if num_inputs[op] == 0:
+                    make_ready((batch, op))
+            for tensor in model_inputs:
+                deliver(int(tensor), batch, host, now, shares_host)
+
+    def choose(device: int, now: float) -> tuple[int, int] | None:
+        if schedule is None:
+            here = [key for key, at in waiting[device].items() if at <= now]
+            return min(here, key=lambda k: (k[0], problem.priority[k[1]]), default=None)
+        if next_entry[device] == len(schedule.order[device]):
+            return None
+        op, batch = map(int, schedule.order[device][next_entry[device]])
+        key = (batch, op)
+        if waiting[device].get(key, np.inf) > now:
+            return None
+        next_entry[device] += 1
+        return key
+
+    admit(0.0)
+    while events:
+        now = events[0][0]
+        while events and events[0][0] == now:
+            heapq.heappop(events)
+        for device in range(d_count):
+            key = running[device]
+            if key is not None and free_at[device] == now:
+                batch, op = key
+                running[device] = None
+                end[batch, op] = now
+                for tensor in produced[op]:
+                    own = np.arange(d_count) == device
+                    until = deliver(int(tensor), batch, device, now, own)
+                    free_at[device] = max(free_at[device], until)
+                if free_at[device] > now:
+                    heapq.heappush(events, (free_at[device], device))
+                unfinished[batch] -= 1
+                if unfinished[batch] == 0:
+                    del unfinished[batch]
+        admit(now)
+        for device in range(d_count):
+            if running[device] is None and free_at[device] <= now:
+                key = choose(device, now)
+                if key is not None:
+                    del waiting[device][key]
+                    running[device] = key
+                    start[key] = now
+                    free_at[device] = now + seconds[key[1]]
+                    heapq.heappush(events, (free_at[device], device))
+
+    rows = np.array([s[:4] for s in sent], np.int32).reshape(-1, 4)
+    begin, finish = np.array([s[4] for s in sent]), np.array([s[5] for s in sent])
+    peak = _peak_bytes_reference(problem, p, start, end, rows, begin, finish)
+    return _timeline(problem, p, start, end, rows, begin, finish, peak)
+
+
+def _peak_bytes_reference(
+    problem: Problem,
+    placement: Placement,
+    start: Floats,
+    end: Floats,
+    transfers: NDArray[np.int32],
+    transfer_start: Floats,
+    transfer_end: Floats,
+) -> NDArray[np.int64]:
+    """int64 ``[D]``: each stored tensor is an interval on a device; the largest sum of them."""
+    g, m = problem.graph, start.shape[0]
+    host, _ = host_of(problem)
+    life: dict[tuple[int, int, int], list[float]] = {}  # (stored tensor, batch, device)
+
+    def extend(tensor: int, batch: int, device: int, begin: float, until: float) -> None:
+        span = life.setdefault((tensor, batch, device), [begin, until])
+        span[0], span[1] = min(span[0], begin), max(span[1], until)
+
+    def stored_as(tensor: int, device: int) -> int:
+        """At home a tensor lives in its root's memory; a copy sent elsewhere is its own."""
+        src = g.tensor_src[tensor]
+        return int(g.tensor_root[tensor]) if src < 0 or placement[src] == device else tensor
+
+    for batch in range(m):
+        for tensor in range(g.num_tensors):
+            src = g.tensor_src[tensor]
+            if src >= 0:
+                home = int(placement[src])
+                extend(int(g.tensor_root[tensor]), batch, home, start[batch, src], end[batch, src])
+            for op in g.use_dst[g.use_ptr[tensor] : g.use_ptr[tensor + 1]]:
+                device = int(placement[op])
+                extend(stored_as(tensor, device), batch, device, start[batch, op], end[batch, op])
+        for tensor in g.output_tensor:
+            src = g.tensor_src[tensor]
+            if src >= 0:
+                home, done = int(placement[src]), end[batch].max()
+                extend(int(g.tensor_root[tensor]), batch, home, end[batch, src], done)
+    for (tensor, batch, a, b), begin, until in zip(
+        transfers.tolist(), transfer_start, transfer_end, strict=True
+    ):
+        extend(stored_as(tensor, b), batch, b, begin, until)
+        if g.tensor_src[tensor] >= 0:
+            extend(stored_as(tensor, a), batch, a, until, until)
+
+    peak = problem.param_bytes_on(placement)
+    for device in range(problem.num_devices):
+        changes = []
+        for (tensor, _, where), (begin, until) in life.items():
+            if where == device:
+                size = int(g.tensor_bytes[tensor])
+                changes += [(begin, 1, size), (until, 0, -size)]
+        if problem.profile.workspace_bytes is not None:
+            for op in np.flatnonzero(placement == device):
+                size = int(problem.profile.workspace_bytes[op])
+                for batch in range(m):
+                    changes += [(start[batch, op], 1, size), (end[batch, op], 0, -size)]
+        now = most = 0
+        for _, _, change in sorted(changes):
+            now += change
+            most = max(most, now)
+        peak[device] += most
+    return peak
