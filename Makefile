@@ -1,0 +1,49 @@
+# Every verb sets itself up: the first one creates .venv and installs the tested versions into it.
+# Another interpreter: make test PYTHON=python3.12
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: help demo test lint types bench clean
+.DEFAULT_GOAL := help
+
+help:  ## list the verbs
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+	  || sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED)  ## capture, measure, place, train, execute, compare and export a real model
+	$(BIN)/python -m experiments.demo
+
+test: $(INSTALLED)  ## the whole test suite, on two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(INSTALLED)  ## style, formatting, and which package may import which
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(INSTALLED)  ## static types
+	$(BIN)/mypy
+
+bench: $(INSTALLED)  ## the speeds that the README quotes
+	$(BIN)/python -m experiments.bench
+
+clean:  ## remove the environment, caches and run outputs
+	rm -rf .venv build dist outputs multirun wandb .pytest_cache .mypy_cache .ruff_cache \
+	  .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# .venv/.installing exists only while pip runs: finding it here means that an earlier installation
+# was interrupted and may have left half a package, which pip would take for installed.
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "make: no '$(PYTHON)' on the PATH; install Python 3.11 or later, or name one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("make: %s is Python %d.%d, but 3.11 or later is needed; name another one: make PYTHON=/path/to/python3.11 ..." % (sys.executable, v[0], v[1]))'
+	@if [ -e .venv/.installing ] || { [ -e .venv ] && ! $(BIN)/python -m pip --version >/dev/null 2>&1; }; then \
+	  echo "An earlier installation into .venv is incomplete: starting again."; rm -rf .venv; fi
+	@mkdir -p .venv && touch .venv/.installing
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv || \
+	  { echo "make: '$(PYTHON) -m venv' failed (on Debian or Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@echo "Installing the tested versions into .venv (a few minutes, about 2 GB) ..."
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[cp,plots,models,dev]'
+	@rm .venv/.installing && touch $@

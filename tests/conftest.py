@@ -1,0 +1,52 @@
+"""What every test stands on: one thread per process, nothing sent anywhere, fixed seeds."""
+
+from __future__ import annotations
+
+import os
+
+# Two test processes share two cores. A thread pool per process would spend the suite waiting for
+# each other in OpenMP's spin loops. Must be set before numpy or torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+os.environ["WANDB_MODE"] = "disabled"
+os.environ["WANDB_SILENT"] = "true"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["MPLBACKEND"] = "Agg"
+os.environ["HYDRA_FULL_ERROR"] = "1"
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+# The same examples every time, and no deadline: the machine may be busy.
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Every test starts from the same global random state."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:  # importing it here would cost every process seconds
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Reference data that lies beside a developer's checkout; tests that need it skip without."""
+    folder = Path(__file__).parents[2] / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"no reference data: {folder} does not exist")
+    return folder

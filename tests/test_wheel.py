@@ -1,0 +1,110 @@
+"""The wheel, built and installed into a fresh environment, works from any other directory.
+
+The fresh environment borrows the dependencies of the running one through a .pth file, so that
+nothing is downloaded. The checkout itself is not on its path: an editable installation of the
+checkout in the running environment is hooked in by a .pth file too, and those are only read in a
+site-packages folder of the environment's own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Standard output of a command that must succeed, without the checkout on its path."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    result = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=cwd,
+        env=env,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", folder, cwd=ROOT)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Root of a fresh virtual environment that holds the wheel and borrows its dependencies."""
+    venv = tmp_path_factory.mktemp("fresh")
+    run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=venv)
+    python = venv / "bin" / "python"
+    site = Path(
+        run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=venv).strip()
+    )
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    # --ignore-installed: the running environment may hold the checkout, and must keep it.
+    pip = ("-m", "pip", "install", "--no-deps", "--no-index", "--ignore-installed")
+    run(python, *pip, "--disable-pip-version-check", wheel, cwd=venv)
+    return venv
+
+
+@pytest.fixture
+def python(installed: Path) -> Path:
+    return installed / "bin" / "python"
+
+
+def test_the_wheel_contains_the_packages_and_nothing_else(wheel: Path) -> None:
+    files = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in files if ".dist-info/" not in name}
+    assert tops == {"placement", "envs", "agents", "conf"}
+    assert "placement/py.typed" in files
+    configs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")}
+    assert configs, "conf/ holds no YAML files"
+    assert configs <= set(files)
+
+
+@pytest.mark.parametrize("package", ["placement", "envs", "agents", "conf"])
+def test_packages_come_from_the_fresh_environment(
+    python: Path, installed: Path, tmp_path: Path, package: str
+) -> None:
+    where = run(python, "-c", f"import {package}; print({package}.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(installed)
+
+
+def test_the_packages_are_ours(python: Path, tmp_path: Path) -> None:
+    code = "from placement.ownership import check_packages; check_packages()"
+    run(python, "-c", code, cwd=tmp_path)
+
+
+def test_hydra_finds_every_config(python: Path, tmp_path: Path) -> None:
+    code = """
+from importlib.resources import files
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.config_repository import ConfigRepository
+path = ConfigSearchPathImpl()
+path.append("test", "pkg://conf")
+repository = ConfigRepository(path)
+for file in files("conf").rglob("*.yaml"):
+    name = str(file.relative_to(files("conf")))
+    assert repository.load_config(name) is not None, name
+    print(name)
+"""
+    found = run(python, "-c", code, cwd=tmp_path).split()
+    assert len(found) == len(list((ROOT / "conf").rglob("*.yaml"))) > 0
+
+
+@pytest.mark.parametrize("command", ["placement", "placement-compare", "placement-train"])
+def test_commands_print_their_help(installed: Path, tmp_path: Path, command: str) -> None:
+    assert command in run(installed / "bin" / command, "--help", cwd=tmp_path)
+    assert not list(tmp_path.iterdir()), "asking for help must not write anything"
