@@ -1,0 +1,791 @@
+"""From a PyTorch module to an operator graph, and the program that runs the graph.
+
+``torch.export`` (Ansel et al., "PyTorch 2", ASPLOS 2024) traces the module once. Its
+*training* representation is used as it is: it keeps ``conv2d``, ``linear``, ``batch_norm`` and
+attention as eager PyTorch has them, so one operator of the graph is one call of eager. Only
+where an in-place operator would make the order of two readers matter is the graph
+functionalised, because a distributed run keeps no other order than that of the edges.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import operator
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from placement.graph import OpGraph
+
+_SHORT_DTYPE = {
+    "float": "f",
+    "bfloat": "bf",
+    "int": "i",
+    "uint": "u",
+    "complex": "c",
+    "bool": "b",
+}
+
+
+class CaptureError(ValueError):
+    """The module cannot be captured; the message names the construct and what to do."""
+
+
+class InputError(ValueError):
+    """The inputs of a call are not those the program was captured for."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """In a template: graph tensor number ``tensor``."""
+
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Param:
+    """In a template: ``program.params[index]``."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One operator call.
+
+    Attributes:
+        target: the operator, e.g. ``torch.ops.aten.linear.default``.
+        args, kwargs: its arguments, with ``Ref`` and ``Param`` in the place of tensors, at any
+            depth of lists, tuples and dicts. A ``torch.device`` among them is the one the module
+            was captured on: whoever runs the step elsewhere puts the device there.
+        outputs: graph tensors that the call produces; unused elements of a tuple are left out.
+        multi: whether the call returns a tuple or list, of which
+        output_index: ``outputs[i]`` is element ``output_index[i]``.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int, ...]
+    multi: bool
+    output_index: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What executes an ``OpGraph`` with ``N`` operators and ``P`` parameters.
+
+    Attributes:
+        steps: ``[N]`` operator calls; step ``n`` is operator ``n``.
+        params: ``[P]`` the module's own parameters, buffers and constants (not copies).
+        param_names: ``[P]`` the first name of each in the module.
+        input_tensors: graph tensor numbers of the tensors among the inputs, in input order.
+        input_names: names of the module's arguments, as the example gave them.
+        arg_names: names of the arguments that a call may give by position.
+        input_spec: the inputs as JSON; see ``inputs_from_spec``.
+        leaf_names: name of every leaf of the inputs, e.g. ``input_ids`` or ``state[0]``.
+        example_leaves: every leaf of the example inputs: a tensor (the caller's own) or a constant.
+        output_leaves: every leaf of the outputs: ``Ref``, ``Param`` or a constant.
+        in_tree, out_tree: the structures (``torch.utils._pytree``) around these leaves.
+    """
+
+    steps: tuple[Step, ...]
+    params: tuple[Tensor, ...]
+    param_names: tuple[str, ...]
+    input_tensors: tuple[int, ...]
+    input_names: tuple[str, ...]
+    arg_names: tuple[str, ...]
+    input_spec: dict[str, Any]
+    leaf_names: tuple[str, ...]
+    example_leaves: tuple[Any, ...]
+    output_leaves: tuple[Any, ...]
+    in_tree: Any
+    out_tree: Any
+
+    @property
+    def example_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of the example inputs, by reference, in the order of ``input_tensors``."""
+        return tuple(x for x in self.example_leaves if isinstance(x, Tensor))
+
+    @property
+    def input_specs(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        """(name, shape, dtype) of every input tensor, in the order of ``input_tensors``."""
+        return tuple(
+            (name, tuple(x.shape), _dtype_name(x.dtype))
+            for name, x in zip(self.leaf_names, self.example_leaves, strict=True)
+            if isinstance(x, Tensor)
+        )
+
+    def flatten_inputs(
+        self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Tensor]:
+        """The tensors of a call, in the order of ``input_tensors``.
+
+        An argument may be given by position or by name, whichever the example used.
+
+        Raises:
+            InputError: an argument is missing or unknown, or a tensor's shape or dtype or a
+                constant is not that of the example.
+        """
+        given = self._by_name(args, kwargs or {})
+        leaves, tree = pytree.tree_flatten([given[name] for name in self.input_names])
+        if tree != self.in_tree:
+            raise InputError(
+                f"inputs are nested as {tree}, but were captured as {self.in_tree}: give them as "
+                "captured, or capture the module again with inputs like these"
+            )
+        tensors = []
+        for name, example, got in zip(self.leaf_names, self.example_leaves, leaves, strict=True):
+            if isinstance(example, Tensor):
+                if not isinstance(got, Tensor):
+                    raise InputError(f"input {name!r} must be a tensor, got {type(got).__name__}")
+                if got.shape != example.shape or got.dtype != example.dtype:
+                    raise InputError(
+                        f"input {name!r} is {_describe(got)}, but was captured as "
+                        f"{_describe(example)}: give that, or capture the module again"
+                    )
+                tensors.append(got)
+            elif isinstance(got, Tensor) or type(got) is not type(example) or got != example:
+                shown = _describe(got) if isinstance(got, Tensor) else repr(got)
+                raise InputError(
+                    f"input {name!r} is {shown}, but was captured with the constant {example!r}: "
+                    "capture the module again to change it"
+                )
+        return tensors
+
+    def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        expected = ", ".join(self.input_names)
+        if len(args) > len(self.arg_names):
+            raise InputError(f"{len(args)} positional inputs given, expected ({expected})")
+        given = dict(zip(self.arg_names, args, strict=False))
+        twice = sorted(given.keys() & kwargs.keys())
+        given.update(kwargs)
+        missing = [name for name in self.input_names if name not in given]
+        unknown = [name for name in given if name not in self.input_names]
+        for what, names in (("given twice", twice), ("missing", missing), ("unknown", unknown)):
+            if names:
+                raise InputError(
+                    f"input {names[0]!r} is {what}: the module was captured with ({expected}); "
+                    "give these, or capture it again"
+                )
+        return given
+
+    def random_inputs(self, seed: int = 0) -> list[Tensor]:
+        """Inputs for a timing run: normal where floating point, else the example's own values."""
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            torch.randn(x.shape, generator=generator).to(x) if x.is_floating_point() else x
+            for x in self.example_tensors
+        ]
+
+    def unflatten_outputs(self, leaves: Sequence[Any]) -> Any:
+        """The module's own output structure around ``leaves`` (one per ``output_leaves``)."""
+        return pytree.tree_unflatten(list(leaves), self.out_tree)
+
+
+def fill(
+    template: Any,
+    tensors: Mapping[int, Tensor] | Sequence[Tensor],
+    params: Sequence[Tensor],
+    device: torch.device | None = None,
+) -> Any:
+    """``template`` with tensors in the place of ``Ref`` and ``Param``.
+
+    ``device``, if given, takes the place of every ``torch.device``.
+    """
+    if isinstance(template, Ref):
+        return tensors[template.tensor]
+    if isinstance(template, Param):
+        return params[template.index]
+    if isinstance(template, list | tuple):
+        return type(template)(fill(x, tensors, params, device) for x in template)
+    if isinstance(template, dict):
+        return {k: fill(x, tensors, params, device) for k, x in template.items()}
+    if device is not None and isinstance(template, torch.device):
+        return device
+    return template
+
+
+def run_program(program: Program, inputs: Sequence[Tensor]) -> list[Any]:
+    """Run every step in order on the devices where the tensors already are.
+
+    Args:
+        inputs: flattened input tensors, as ``flatten_inputs`` returns them.
+
+    Returns:
+        One value per output leaf; ``unflatten_outputs`` gives them their structure. A tensor is
+        freed after its last use.
+    """
+    last_use: dict[int, int] = {}
+    for n, step in enumerate(program.steps):
+        for leaf in leaves_of((step.args, step.kwargs)):
+            if isinstance(leaf, Ref):
+                last_use[leaf.tensor] = n
+    for leaf in program.output_leaves:
+        if isinstance(leaf, Ref):
+            last_use[leaf.tensor] = len(program.steps)
+    dying: dict[int, list[int]] = {}
+    for tensor, n in last_use.items():
+        dying.setdefault(n, []).append(tensor)
+
+    live = dict(zip(program.input_tensors, inputs, strict=True))
+    with torch.no_grad():
+        for n, step in enumerate(program.steps):
+            value = step.target(
+                *fill(step.args, live, program.params), **fill(step.kwargs, live, program.params)
+            )
+            for tensor, index in zip(step.outputs, step.output_index, strict=True):
+                if tensor in last_use:
+                    live[tensor] = value[index] if step.multi else value
+            del value
+            for tensor in dying.get(n, ()):
+                del live[tensor]
+    return [fill(leaf, live, program.params) for leaf in program.output_leaves]
+
+
+def leaves_of(template: Any) -> Iterator[Any]:
+    """Every leaf of nested lists, tuples and dicts (values), in order."""
+    if isinstance(template, list | tuple):
+        for x in template:
+            yield from leaves_of(x)
+    elif isinstance(template, dict):
+        for x in template.values():
+            yield from leaves_of(x)
+    else:
+        yield template
+
+
+def capture(module: nn.Module, example_inputs: Any, *, name: str | None = None) -> OpGraph:
+    """The operator graph of ``module`` for inputs shaped like ``example_inputs``, for inference.
+
+    The module is captured as it computes in evaluation mode without gradients; its own mode is
+    left as it was. ``graph.program`` (a ``Program``) runs it with the module's own parameters.
+    Views, and in-place operators, share the colocation group of the operator whose memory they
+    use; tied parameters count once; parameters that no operator reads are left out.
+
+    Args:
+        example_inputs: a tensor; a tuple of positional arguments; a mapping of keyword arguments;
+            or ``(args, kwargs)``, a tuple and a dict. Only shapes, dtypes and constants matter.
+        name: name of the graph; the name of the module's class if not given.
+
+    Raises:
+        CaptureError: the module fails on these inputs, does not export (data-dependent control
+            flow or shapes, unsupported types), or changes its buffers or its inputs.
+    """
+    args, kwargs = split_inputs(example_inputs)
+    spec = input_spec(example_inputs)
+    exported = _export(module, args, kwargs)
+    calls = [node for node in exported.graph.nodes if node.op == "call_function"]
+    if not all(_is_plain(node) for node in calls):
+        exported = _functionalise(exported)
+    arg_names, input_names = _argument_names(module, args, kwargs)
+    return _build(
+        exported,
+        name or type(module).__name__,
+        arg_names=arg_names,
+        input_names=input_names,
+        values=[*args, *kwargs.values()],
+        spec=spec,
+    )
+
+
+def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs in any accepted form as ``(args, kwargs)``.
+
+    Raises:
+        CaptureError: neither a tensor, a tuple nor a mapping.
+    """
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, tuple):
+        if len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], Mapping):
+            return inputs[0], dict(inputs[1])
+        return inputs, {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    raise CaptureError(
+        f"example inputs must be a tensor, a tuple (positional), a dict (keyword) or (tuple, dict)"
+        f"; got {type(inputs).__name__}"
+    )
+
+
+def input_spec(inputs: Any) -> dict[str, Any]:
+    """``inputs`` as JSON: ``{"args": [...], "kwargs": {...}}``, shapes instead of values.
+
+    A tensor is ``{"shape": [...], "dtype": "float32"}``, a tuple ``{"tuple": [...]}``; lists,
+    dicts and constants are themselves.
+
+    Raises:
+        CaptureError: an input is of a type that JSON cannot hold.
+    """
+    args, kwargs = split_inputs(inputs)
+
+    def encode(x: Any, where: str) -> Any:
+        if isinstance(x, Tensor):
+            return {"shape": list(x.shape), "dtype": _dtype_name(x.dtype)}
+        if x is None or type(x) in (bool, int, float, str):
+            return x
+        if type(x) in (list, tuple):
+            items = [encode(y, f"{where}[{i}]") for i, y in enumerate(x)]
+            return items if type(x) is list else {"tuple": items}
+        if isinstance(x, dict) and all(isinstance(k, str) for k in x):
+            return {k: encode(y, f"{where}[{k!r}]") for k, y in x.items()}
+        raise CaptureError(
+            f"input {where} is a {type(x).__module__}.{type(x).__qualname__}: inputs must be "
+            "tensors, numbers, strings, None, or lists, tuples and dicts of them"
+        )
+
+    return {
+        "args": [encode(x, f"args[{i}]") for i, x in enumerate(args)],
+        "kwargs": {k: encode(x, k) for k, x in kwargs.items()},
+    }
+
+
+def inputs_from_spec(spec: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``(args, kwargs)`` of the shapes and dtypes of ``input_spec``: integers 0, others 1.
+
+    Raises:
+        InputError: the specification is damaged.
+    """
+
+    def decode(x: Any) -> Any:
+        if isinstance(x, list):
+            return [decode(y) for y in x]
+        if not isinstance(x, dict):
+            return x
+        if x.keys() == {"shape", "dtype"}:
+            dtype = getattr(torch, str(x["dtype"]), None)
+            shape = x["shape"]
+            sane = isinstance(shape, list) and all(type(d) is int and d >= 0 for d in shape)
+            if not isinstance(dtype, torch.dtype) or not sane:
+                raise InputError(
+                    f"{x} describes no tensor: expected e.g. "
+                    "{'shape': [1, 3, 224, 224], 'dtype': 'float32'}"
+                )
+            integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+            return (torch.zeros if integral else torch.ones)(shape, dtype=dtype)
+        if x.keys() == {"tuple"}:
+            return tuple(decode(y) for y in x["tuple"])
+        return {k: decode(y) for k, y in x.items()}
+
+    args, kwargs = spec.get("args"), spec.get("kwargs")
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise InputError(
+            f"input specification must have a list 'args' and a dict 'kwargs', got {sorted(spec)}"
+        )
+    return tuple(decode(x) for x in args), {k: decode(x) for k, x in kwargs.items()}
+
+
+def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The exported program of ``module`` in evaluation mode, which is restored afterwards."""
+    was_training = [m for m in module.modules() if m.training]
+    try:
+        for m in was_training:
+            m.training = False
+        # The warnings are about torch's own plumbing (e.g. the flat weights of an LSTM).
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            return torch.export.export(module, args, kwargs, strict=False)
+    except Exception as error:
+        raise _export_error(module, args, kwargs, error) from error
+    finally:
+        for m in was_training:
+            m.training = True
+
+
+def _export_error(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+) -> CaptureError:
+    """Name the construct that does not export, the user's line, and the remedy."""
+    text = str(error).strip().partition("\n")[0]
+    kind = type(error).__name__
+    where = _user_line(error)
+    try:
+        with torch.no_grad():
+            module(*args, **kwargs)
+    except Exception as own:
+        return CaptureError(
+            f"{type(module).__name__} itself fails on the example inputs{_user_line(own)}: "
+            f"{type(own).__name__}: {own}"
+        )
+    if "DataDependent" in kind or "data-dependent" in text:
+        return CaptureError(
+            f"a Python branch, loop or index depends on the values of a tensor{where}: "
+            "use torch.where or masks instead, or make the value a constant of the module "
+            f"({text})"
+        )
+    if "Cache" in text and "not a known type" in text:
+        return CaptureError(
+            f"the module returns a key/value cache: set config.use_cache = False ({text})"
+        )
+    return CaptureError(
+        f"torch.export cannot trace the module{where}: {kind}: {text}. Rewrite that line, or "
+        "capture a submodule that leaves it out"
+    )
+
+
+def _user_line(error: BaseException) -> str:
+    """`` at file:line: `source` `` of the deepest frame outside torch and this file, or nothing."""
+    torch_home = str(Path(torch.__file__).parent)
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        if not file.startswith((torch_home, "<")) and file != __file__:
+            source = linecache.getline(file, line).strip()
+            found = f" at {file}:{line}" + (f" `{source}`" if source else "")
+        trace = trace.tb_next
+    return found
+
+
+def _node_line(node: fx.Node) -> str:
+    """The user's line that made ``node``, as torch recorded it."""
+    found = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.stack_trace or "")
+    return f" at {found[-1][0]}:{found[-1][1]} `{found[-1][2]}`" if found else ""
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether the node can run as traced: an operator, in place only where nobody can notice.
+
+    In place is safe where the argument's memory is fresh and no other operator or output sees it.
+    """
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return all(
+        isinstance(arg, fx.Node) and len(arg.users) == 1 and _is_fresh(arg)
+        for arg in _mutated(node)
+    )
+
+
+def _mutated(node: fx.Node) -> list[Any]:
+    """The arguments that an operator writes to."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    found: list[Any] = []
+    for i, a in enumerate(target._schema.arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
+            found.extend(leaves_of(value))
+    return found
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether the node's memory is its own, or was handed on by a safe in-place operator."""
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+        return False
+    storage = _storage(node.meta["val"])
+    aliased = [a for a in node.all_input_nodes if storage in map(_storage, _tensors_of(a))]
+    return not aliased or (_is_plain(node) and aliased == _mutated(node))
+
+
+def _tensors_of(node: fx.Node) -> list[Tensor]:
+    return [x for x in leaves_of(node.meta.get("val")) if isinstance(x, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of the memory behind a tensor; fake tensors of a trace share it as real ones do."""
+    return tensor.untyped_storage()._cdata
+
+
+def _functionalise(exported: Any) -> Any:
+    """The program without in-place operators and wrapper regions (autocast)."""
+    for node in exported.graph.nodes:
+        if node.op == "call_function":
+            _refuse_control_flow(node)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        exported = exported.run_decompositions({})
+    signature = exported.graph_signature
+    for what, names in (
+        ("buffer", list(signature.buffers_to_mutate.values())),
+        ("input", list(signature.user_inputs_to_mutate.values())),
+    ):
+        if names:
+            raise CaptureError(
+                f"the module changes its {what} {names[0]!r} in place, so that its calls are not "
+                "independent: "
+                + (
+                    "make the update conditional on self.training"
+                    if what == "buffer"
+                    else f"work on a copy ({names[0]} = {names[0]}.clone())"
+                )
+            )
+    return exported
+
+
+def _refuse_control_flow(node: fx.Node) -> None:
+    wrappers = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        construct = node.target.name()
+        if construct not in wrappers:
+            raise CaptureError(
+                f"the module uses the construct torch {construct!r}{_node_line(node)}, which has "
+                "no fixed list of operators: use torch.where for a choice, unroll a loop, or "
+                "choose a plain implementation (e.g. attn_implementation='sdpa')"
+            )
+
+
+def _argument_names(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of forward's positional arguments, and of those that the example gives."""
+    positional = []
+    for p in inspect.signature(module.forward).parameters.values():
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            positional.append(p.name)
+        elif p.kind is p.VAR_POSITIONAL:
+            extra = range(len(args) - len(positional))
+            positional.extend(f"{p.name}[{i}]" for i in extra)
+    return tuple(positional), (*positional[: len(args)], *kwargs)
+
+
+def _build(
+    exported: Any,
+    name: str,
+    *,
+    arg_names: tuple[str, ...],
+    input_names: tuple[str, ...],
+    values: list[Any],
+    spec: dict[str, Any],
+) -> OpGraph:
+    """Number operators, tensors and parameters of the exported program."""
+    paths, in_tree = pytree.tree_flatten_with_path(values)
+    leaf_names = tuple(
+        input_names[path[0].idx] + pytree.keystr(path[1:])  # type: ignore[attr-defined]
+        for path, _ in paths
+    )
+    example_leaves = tuple(leaf for _, leaf in paths)
+
+    builder = _Builder(exported)
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    inputs = placeholders[len(placeholders) - len(example_leaves) :]
+    for node, leaf in zip(inputs, example_leaves, strict=True):
+        builder.add_input(node, leaf)
+    input_tensors = tuple(range(len(builder.tensor_src)))
+    for node in placeholders[: len(placeholders) - len(example_leaves)]:
+        builder.add_param(node)
+    for node in exported.graph.nodes:
+        if node.op == "call_function":
+            builder.add_call(node)
+    outputs = tuple(builder.template(x) for x in exported.graph.output_node().args[0])
+
+    if not builder.steps:
+        raise CaptureError(f"{name} has no operators: there is nothing to place")
+    program = Program(
+        steps=tuple(builder.steps),
+        params=tuple(builder.params),
+        param_names=tuple(builder.param_names),
+        input_tensors=input_tensors,
+        input_names=input_names,
+        arg_names=arg_names,
+        input_spec=spec,
+        leaf_names=leaf_names,
+        example_leaves=example_leaves,
+        output_leaves=outputs,
+        in_tree=in_tree,
+        out_tree=exported.call_spec.out_spec,
+    )
+    return OpGraph.build(
+        name,
+        builder.op_name,
+        builder.tensor_src,
+        builder.tensor_bytes,
+        builder.uses,
+        op_kind=[str(step.target) for step in builder.steps],
+        op_module=builder.op_module,
+        op_signature=builder.op_signature,
+        tensor_root=builder.tensor_root,
+        param_bytes=[p.numel() * p.element_size() for p in builder.params],
+        param_uses=builder.param_uses,
+        group=builder.group,
+        output_tensor=sorted({x.tensor for x in outputs if isinstance(x, Ref)}),
+        program=program,
+    )
+
+
+class _Builder:
+    """Collects the arrays of the graph while the nodes of the trace pass by once."""
+
+    def __init__(self, exported: Any) -> None:
+        self.exported = exported
+        self.value: dict[fx.Node, Any] = {}  # what a node is in a template
+        self.root_of: dict[int, int] = {}  # storage -> the tensor that owns it
+        self.param_at: dict[Any, int] = {}
+        self.params: list[Tensor] = []
+        self.param_names: list[str] = []
+        self.steps: list[Step] = []
+        self.op_name: list[str] = []
+        self.op_module: list[str] = []
+        self.op_signature: list[str] = []
+        self.group: list[int] = []
+        self.tensor_src: list[int] = []
+        self.tensor_bytes: list[int] = []
+        self.tensor_root: list[int] = []
+        self.uses: list[tuple[int, int]] = []
+        self.param_uses: list[tuple[int, int]] = []
+        self.param_storages: set[int] = set()
+
+    def add_input(self, node: fx.Node, leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            self.value[node] = Ref(self._add_tensor(-1, node.meta["val"]))
+        else:
+            self.value[node] = leaf
+
+    def add_param(self, node: fx.Node) -> None:
+        """A parameter, buffer or constant; the same memory seen the same way is one."""
+        signature = self.exported.graph_signature
+        names = {
+            **signature.inputs_to_parameters,
+            **signature.inputs_to_buffers,
+            **signature.inputs_to_lifted_tensor_constants,
+        }
+        if not node.users:
+            return
+        full_name = names[node.name]
+        stored = self.exported.state_dict
+        real = stored[full_name] if full_name in stored else self.exported.constants[full_name]
+        key = (_storage(real), real.storage_offset(), real.shape, real.stride(), real.dtype)
+        if key not in self.param_at:
+            self.param_at[key] = len(self.params)
+            self.params.append(real)
+            self.param_names.append(full_name)
+        self.value[node] = Param(self.param_at[key])
+        self.param_storages.add(_storage(node.meta["val"]))
+
+    def add_call(self, node: fx.Node) -> None:
+        target = node.target
+        if target is operator.getitem:
+            return  # folded into its producer
+        if target is torch.ops.aten._assert_tensor_metadata.default:
+            return  # always true: flatten_inputs checks shapes and dtypes
+        if not isinstance(target, torch._ops.OpOverload) or not _is_static(node):
+            raise CaptureError(
+                f"{target} gives a number or a shape that depends on the values of a tensor"
+                f"{_node_line(node)}: shapes and scalars must be fixed; use masks or torch.where, "
+                "or make the value a constant of the module"
+            )
+        if not _is_plain(node):
+            raise CaptureError(
+                f"{target} writes to memory that others read{_node_line(node)}: "
+                "use the operator that is not in place"
+            )
+        n = len(self.steps)
+        args = tuple(self.template(x) for x in node.args)
+        kwargs = {k: self.template(x) for k, x in node.kwargs.items()}
+        self.group.append(n)
+        outputs, index = self._add_outputs(n, node)
+        multi = isinstance(node.meta["val"], list | tuple)
+        self.steps.append(Step(target, args, kwargs, outputs, multi, index))
+        for leaf in leaves_of((args, kwargs)):
+            if isinstance(leaf, Ref):
+                self.uses.append((leaf.tensor, n))
+            elif isinstance(leaf, Param):
+                self.param_uses.append((n, leaf.index))
+        self.op_name.append(node.name)
+        self.op_module.append(_module_path(node))
+        self.op_signature.append(_signature(node))
+
+    def _add_outputs(self, n: int, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        value = node.meta["val"]
+        if isinstance(value, Tensor):
+            tensor = self._add_tensor(n, value)
+            self.value[node] = Ref(tensor)
+            return (tensor,), (0,)
+        if value is None:
+            return (), ()
+        readers: dict[int, list[fx.Node]] = {}
+        for user in node.users:
+            assert user.target is operator.getitem, f"{user} takes all outputs of {node}"
+            readers.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
+        outputs = []
+        for i in sorted(readers):
+            outputs.append(self._add_tensor(n, value[i]))
+            for user in readers[i]:
+                self.value[user] = Ref(outputs[-1])
+        return tuple(outputs), tuple(sorted(readers))
+
+    def _add_tensor(self, src: int, fake: Tensor) -> int:
+        """Number a tensor; one that shares memory joins the group of the memory's owner."""
+        t = len(self.tensor_src)
+        storage = _storage(fake)
+        # Every device has its own copy of a parameter, so a view of one is free to be anywhere.
+        root = t if storage in self.param_storages else self.root_of.setdefault(storage, t)
+        self.tensor_src.append(src)
+        self.tensor_bytes.append(fake.numel() * fake.element_size())
+        self.tensor_root.append(root)
+        owner = self.tensor_src[root]
+        if owner >= 0 and self.group[owner] != self.group[src]:
+            old, new = self.group[src], self.group[owner]
+            self.group = [new if g == old else g for g in self.group]
+        return t
+
+    def template(self, arg: Any) -> Any:
+        """An argument of a node, with ``Ref`` and ``Param`` for nodes and plain containers."""
+        if isinstance(arg, fx.Node):
+            return self.value[arg]
+        if isinstance(arg, list):
+            return [self.template(x) for x in arg]
+        if isinstance(arg, tuple):
+            return tuple(self.template(x) for x in arg)
+        if isinstance(arg, dict):
+            return {k: self.template(x) for k, x in arg.items()}
+        return arg
+
+
+def _is_static(node: fx.Node) -> bool:
+    """Whether the node gives nothing but tensors of fixed shapes."""
+    values = [x for x in leaves_of(node.meta.get("val")) if x is not None]
+    return all(isinstance(x, Tensor) and all(type(d) is int for d in x.shape) for x in values)
+
+
+def _module_path(node: fx.Node) -> str:
+    """Path of the deepest module around the node; a module's repeated calls are one path."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return re.sub(r"@\d+", "", path)
+
+
+def _signature(node: fx.Node) -> str:
+    """Kind, shapes, dtypes and constants of a call; where it runs is not part of it."""
+    parts = [_show(x) for x in node.args]
+    parts += [
+        f"{k}={_show(x)}" for k, x in node.kwargs.items() if k not in ("device", "pin_memory")
+    ]
+    return f"{node.target}({', '.join(parts)})"
+
+
+def _show(arg: Any) -> str:
+    if isinstance(arg, fx.Node):
+        value = arg.meta.get("val")
+        return _describe(value) if isinstance(value, Tensor) else repr(value)
+    if isinstance(arg, list | tuple):
+        return f"[{', '.join(_show(x) for x in arg)}]"
+    if isinstance(arg, torch.device):
+        return "device"
+    if isinstance(arg, torch.dtype):
+        return _short_dtype(arg)
+    return repr(arg)
+
+
+def _describe(tensor: Tensor) -> str:
+    """E.g. ``f32[1,3,224,224]``."""
+    return f"{_short_dtype(tensor.dtype)}[{','.join(str(d) for d in tensor.shape)}]"
+
+
+def _short_dtype(dtype: torch.dtype) -> str:
+    kind, bits = re.fullmatch(r"([a-z]+)(.*)", _dtype_name(dtype)).groups()  # type: ignore[union-attr]
+    return _SHORT_DTYPE.get(kind, kind) + bits
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

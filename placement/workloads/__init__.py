@@ -1,0 +1,129 @@
+"""Models to place: one file per family, one function per model.
+
+A workload is a function that returns ``(module, inputs)``: a module in evaluation mode with
+random weights of a fixed seed, and example inputs as ``placement.capture`` takes them. Every
+public function of the files of this folder is one, and its name is how ``load`` finds it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class WorkloadError(ValueError):
+    """The workload is unknown, cannot be made, or is not a workload."""
+
+
+def names() -> tuple[str, ...]:
+    """The shipped workloads, sorted; reads the files without importing them."""
+    return tuple(sorted(_family_of()))
+
+
+def load(spec: str, **options: Any) -> tuple[Any, Any]:
+    """Make the workload ``spec``: a shipped name or the user's own ``package.module:function``.
+
+    Args:
+        options: arguments of the workload's function, e.g. ``batch=8``.
+
+    Returns:
+        ``(module, inputs)``: a ``torch.nn.Module`` and example inputs for ``capture``.
+
+    Raises:
+        WorkloadError: unknown name or option, failing import or function, or a result that is
+            not ``(module, inputs)``.
+    """
+    if ":" in spec:
+        home, _, function_name = spec.partition(":")
+    else:
+        families = _family_of()
+        if spec not in families:
+            raise WorkloadError(
+                f"unknown workload {spec!r}: choose one of {', '.join(sorted(families))}, "
+                "or give your own as package.module:function"
+            )
+        home, function_name = f"{__name__}.{families[spec]}", spec
+    try:
+        function = getattr(importlib.import_module(home), function_name)
+    except WorkloadError:
+        raise
+    except AttributeError as error:
+        raise WorkloadError(f"workload {spec!r}: {error}") from error
+    except Exception as error:
+        raise WorkloadError(
+            f"workload {spec!r}: importing {home!r} failed: {type(error).__name__}: {error}. "
+            "Is its folder on PYTHONPATH?"
+        ) from error
+    _check_options(spec, function, options)
+    try:
+        made = function(**options)
+    except WorkloadError:
+        raise
+    except Exception as error:
+        raise WorkloadError(
+            f"workload {spec!r}: the function failed: {type(error).__name__}: {error}"
+        ) from error
+
+    from torch import nn
+
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        shown = type(made).__name__
+        if isinstance(made, tuple):
+            shown = f"({', '.join(type(x).__name__ for x in made)})"
+        raise WorkloadError(
+            f"workload {spec!r} returned {shown}, expected (module, inputs): a torch.nn.Module "
+            "and a tensor, a tuple of arguments or a dict of keyword arguments"
+        )
+    return made
+
+
+def _check_options(spec: str, function: Any, options: dict[str, Any]) -> None:
+    if not callable(function):
+        raise WorkloadError(f"workload {spec!r} is a {type(function).__name__}, not a function")
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise WorkloadError(
+            f"workload {spec!r}: {error}; it takes {inspect.signature(function)}"
+        ) from error
+
+
+def _family_of() -> dict[str, str]:
+    """Workload name -> file (without ``.py``) that defines it."""
+    return {
+        node.name: file.stem
+        for file in Path(__file__).parent.glob("*.py")
+        if file.stem != "__init__"
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """Random weights and inputs inside are those of ``seed``; the caller's stream is untouched."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def import_transformers() -> Any:
+    """The optional package ``transformers``.
+
+    Raises:
+        WorkloadError: it is not installed.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise WorkloadError(
+            f"this workload needs the package transformers ({error}): "
+            'pip install "device-placement-rl[models]"'
+        ) from error
