@@ -23,15 +23,9 @@ ROOT = Path(__file__).parents[1]
 def run(*command: str | Path, cwd: Path) -> str:
     """Standard output of a command that must succeed, without the checkout on its path."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    result = subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        cwd=cwd,
-        env=env,
-    )
-    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    words = [str(word) for word in command]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=90, cwd=cwd, env=env)
+    assert result.returncode == 0, f"{words}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
 
@@ -49,10 +43,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv = tmp_path_factory.mktemp("fresh")
     run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=venv)
     python = venv / "bin" / "python"
-    site = Path(
-        run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=venv).strip()
-    )
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    where = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=venv)
+    borrowed = sysconfig.get_path("purelib")
+    (Path(where.strip()) / "dependencies.pth").write_text(borrowed + "\n")
     # --ignore-installed: the running environment may hold the checkout, and must keep it.
     pip = ("-m", "pip", "install", "--no-deps", "--no-index", "--ignore-installed")
     run(python, *pip, "--disable-pip-version-check", wheel, cwd=venv)
