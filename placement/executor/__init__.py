@@ -1,0 +1,6 @@
+"""Run placements for real: one worker per device, in a pipeline, measured like predicted."""
+
+from placement.executor.executor import Executor
+from placement.executor.runner import Runner, RunnerError
+
+__all__ = ["Executor", "Runner", "RunnerError"]

@@ -1,0 +1,202 @@
+"""The thread that runs one device's operators.
+
+All state of a device belongs to its thread; devices talk only through inboxes, so there are
+no locks to take and none to forget. A worker follows the same rule as the simulator's list
+scheduler: of what is ready, the smallest micro-batch, then the highest rank; or it follows a
+given ``Schedule``.
+
+Consecutive operators share their time marks (the end of one is the start of the next), so the
+cost of dispatching an operator is part of the operator, in the profile as in the pipeline.
+"""
+
+from __future__ import annotations
+
+import heapq
+import queue
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placement.executor.backend import Backend
+from placement.executor.share import Call, Share
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on a device, and in which operator (None: between operators)."""
+
+    error: BaseException
+    device: int
+    op: int | None
+
+
+class _Flight:
+    """One micro-batch on one device."""
+
+    __slots__ = ("env", "left", "missing", "uses")
+
+    def __init__(self, share: Share) -> None:
+        self.env: list[Any] = [None] * len(share.users)
+        self.missing = share.num_inputs.copy()
+        self.uses = share.num_uses.copy()
+        self.left = len(share.ops)
+
+
+class Worker(threading.Thread):
+    """Runs the operators of one device.
+
+    Messages in the inbox: ``(batch, tensor, value, source device, mark)`` brings a tensor,
+    ``(batch, -1, {tensor: value}, -1, None)`` admits a micro-batch, None ends the thread.
+    Messages to ``results``: ``(batch, tensor, value)`` is an output of the model,
+    ``(batch, -1, device)`` says that this device has finished the micro-batch, and a
+    ``Failure`` ends the run.
+
+    Attributes:
+        slices: (batch, operator, start mark, end mark) if ``record``.
+        arrivals: (batch, tensor, source device, sent ns, received ns) if ``record``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        share: Share,
+        backend: Backend,
+        calls: dict[int, Call],
+        priority: list[int],
+        results: queue.SimpleQueue[Any],
+        record: bool,
+        order: list[tuple[int, int]] | None,
+    ) -> None:
+        super().__init__(name=f"placement-{name}", daemon=True)
+        self.share = share
+        self.backend = backend
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.workers: list[Worker] = []
+        self.slices: list[tuple[int, int, Any, Any]] = []
+        self.arrivals: list[tuple[int, int, int, int, int]] = []
+        self._results = results
+        self._calls = calls
+        self._priority = priority
+        self._record = record
+        self._order = None if order is None else iter(order)
+        self._stopped = False
+
+    def stop(self) -> None:
+        """End the thread after the operator that is running now; work in flight is dropped."""
+        self._stopped = True
+        self.inbox.put(None)
+
+    def run(self) -> None:
+        self._running: int | None = None
+        try:
+            with ExitStack() as stack, torch.inference_mode():
+                self.backend.enter(stack)
+                self._loop()
+        except BaseException as error:
+            # The thread ends here; the error goes on in the thread that called.
+            self._results.put(Failure(error, self.share.device, self._running))
+
+    def _loop(self) -> None:
+        share, backend, inbox, record = self.share, self.backend, self.inbox, self._record
+        calls, priority, inputs, outputs = self._calls, self._priority, share.inputs, share.outputs
+        users, results = share.users, share.results
+        num_ops = len(priority)
+        by_priority = sorted(range(num_ops), key=priority.__getitem__)
+        flights: dict[int, _Flight] = {}
+        ready: list[int] = []  # heap of batch * num_ops + priority
+        expected: int | None = None  # with a schedule: the key that comes next
+        order = self._order
+        mark = backend.mark()
+
+        def became_ready(batch: int, op: int) -> None:
+            heapq.heappush(ready, batch * num_ops + priority[op])
+
+        def receive(message: tuple[Any, ...]) -> None:
+            batch, tensor, value, source, sent = message
+            flight = flights.get(batch)
+            if flight is None:
+                flight = flights[batch] = _Flight(share)
+            if tensor >= 0:
+                if isinstance(value, Exception):
+                    raise value
+                if record:
+                    self.arrivals.append((batch, tensor, source, sent, backend.mark()))
+                arrived = ((tensor, value),)
+            else:
+                arrived = tuple(value.items())
+                for op in share.sources:
+                    became_ready(batch, op)
+            missing = flight.missing
+            for t, v in arrived:
+                flight.env[t] = backend.receive(v)
+                for op in users[t]:
+                    missing[op] -= 1
+                    if missing[op] == 0:
+                        became_ready(batch, op)
+
+        while True:
+            while not inbox.empty():
+                message = inbox.get()
+                if self._stopped:
+                    return
+                receive(message)
+            if order is not None:
+                if expected is None and (entry := next(order, None)) is not None:
+                    expected = entry[1] * num_ops + priority[entry[0]]
+                runnable = expected is not None and expected in ready
+            else:
+                runnable = bool(ready)
+            if not runnable:
+                message = inbox.get()
+                if self._stopped:
+                    return
+                receive(message)
+                mark = backend.mark()
+                continue
+            if order is None:
+                key = heapq.heappop(ready)
+            else:
+                assert expected is not None
+                key, expected = expected, None
+                ready.remove(key)
+                heapq.heapify(ready)
+            batch, position = divmod(key, num_ops)
+            op = self._running = by_priority[position]
+            flight = flights[batch]
+            env, missing, uses = flight.env, flight.missing, flight.uses
+            calls[op](env)
+            if record:
+                begin, mark = mark, backend.mark()
+                self.slices.append((batch, op, begin, mark))
+            for t in outputs[op]:
+                for user in users[t]:
+                    missing[user] -= 1
+                    if missing[user] == 0:
+                        became_ready(batch, user)
+                for peer in share.peers[t]:
+                    self._send(peer, batch, t, env[t], mark)
+                if results[t]:
+                    self._return(batch, t, env[t])
+                if not users[t]:
+                    env[t] = None
+            for t in inputs[op]:
+                uses[t] -= 1
+                if uses[t] == 0:
+                    env[t] = None
+            flight.left -= 1
+            if flight.left == 0:
+                del flights[batch]
+                self._return(batch, -1, share.device)
+            self._running = None
+
+    def _send(self, peer: int, batch: int, tensor: int, value: Tensor, sent: Any) -> None:
+        inbox, source = self.workers[peer].inbox, self.share.device
+        self.backend.ship(value, lambda v: inbox.put((batch, tensor, v, source, sent)))
+
+    def _return(self, batch: int, tensor: int, value: Any) -> None:
+        results = self._results
+        self.backend.ship(value, lambda v: results.put((batch, tensor, v)))
