@@ -81,20 +81,26 @@ def test_the_packages_are_ours(python: Path, tmp_path: Path) -> None:
 
 
 def test_hydra_finds_every_config(python: Path, tmp_path: Path) -> None:
-    code = """
-from importlib.resources import files
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.config_repository import ConfigRepository
-path = ConfigSearchPathImpl()
-path.append("test", "pkg://conf")
-repository = ConfigRepository(path)
-for file in files("conf").rglob("*.yaml"):
-    name = str(file.relative_to(files("conf")))
-    assert repository.load_config(name) is not None, name
-    print(name)
+    # The entry configs compose, and every group offers exactly the files of the checkout.
+    conf = ROOT / "conf"
+    entries = sorted(path.stem for path in conf.glob("*.yaml"))
+    groups = {
+        folder.relative_to(conf).as_posix(): sorted(path.stem for path in folder.glob("*.yaml"))
+        for folder in conf.rglob("*")
+        if any(folder.glob("*.yaml"))
+    }
+    code = f"""
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+with initialize_config_module("conf", version_base="1.3"):
+    for name in {entries!r}:
+        compose(name)
+    loader = GlobalHydra.instance().config_loader()
+    for group, options in {groups!r}.items():
+        assert loader.get_group_options(group) == options, group
 """
-    found = run(python, "-c", code, cwd=tmp_path).split()
-    assert len(found) == len(list((ROOT / "conf").rglob("*.yaml"))) > 0
+    assert entries and groups, "conf/ holds no YAML files"
+    run(python, "-c", code, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("command", ["placement", "placement-compare", "placement-train"])
