@@ -136,7 +136,7 @@ class Cluster:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
         if cores is None:
             cores = list(range(os.cpu_count() or 1))
-        memory, model = _host_memory_bytes(), _cpu_model()
+        memory, model = _host_memory_bytes(), cpu_model()
         gpus = _cuda_devices()
         if gpus:
             host = Device("cpu:0", "cpu", tuple(cores), len(cores), memory, model=model)
@@ -212,7 +212,7 @@ def _host_memory_bytes() -> int:
         return 2**63 - 1
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
