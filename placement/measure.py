@@ -1,0 +1,288 @@
+"""Measure a captured graph on the devices of this machine: operators in situ, and links.
+
+Operators are timed where they will run: the whole graph runs on each device through the same
+workers as a placed pipeline, so caches are as warm, threads as many and dispatch as dear as
+they will be. Devices take turns, round after round, so drift of the machine falls on all alike.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from placement.capture import capture
+from placement.cluster import Cluster, Link
+from placement.executor.runner import Runner
+from placement.graph import OpGraph
+from placement.profile import Profile, ProfileError
+
+Floats = NDArray[np.float64]
+Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
+
+_LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
+
+
+def measure(
+    graph: OpGraph,
+    cluster: Cluster,
+    *,
+    repeats: int = 10,
+    progress: Progress | None = None,
+) -> Profile:
+    """Profile of ``graph`` (with its program) on every device of ``cluster``.
+
+    Args:
+        repeats: rounds; in each, every device runs the graph alone, then all devices run it
+            at the same time (``loaded_s``).
+        progress: called as the work proceeds.
+
+    Raises:
+        ProfileError: a device of the cluster is not on this machine.
+    """
+    say = progress or (lambda what, share: None)
+    _check_here(cluster)
+    inputs = graph.program.random_inputs()
+    devices = range(cluster.num_devices)
+    began = time.time()
+    runners = [_single(graph, cluster, d) for d in devices]
+    alone = np.empty((repeats, graph.num_ops, cluster.num_devices))
+    loaded = np.empty_like(alone)
+    try:
+        for d in devices:
+            say(f"warming up {cluster.device_names[d]}", 0.0)
+            _run(runners[d], inputs, 2)
+        for r in range(repeats):
+            say(f"round {r + 1} of {repeats}", r / repeats)
+            for d in devices:
+                # The first of the two finds the caches as another device left them.
+                alone[r, :, d] = _run(runners[d], inputs, 2)
+            if cluster.num_devices > 1:
+                loaded[r] = _run_together(runners, inputs, 3)
+        say("links", 1.0)
+        links = measure_links(cluster, repeats=max(3, repeats // 2))
+    finally:
+        for runner in runners:
+            runner.close()
+    low, middle, high = np.percentile(alone, [25, 50, 75], axis=0)
+    return Profile(
+        device_names=cluster.device_names,
+        compute_s=middle,
+        spread_s=high - low,
+        links=links,
+        loaded_s=np.median(loaded, axis=0) if cluster.num_devices > 1 else None,
+        graph_fingerprint=graph.fingerprint,
+        provenance=provenance(repeats=repeats, seconds=round(time.time() - began, 2)),
+    )
+
+
+def load_or_measure(
+    graph: OpGraph,
+    cluster: Cluster,
+    *,
+    repeats: int = 10,
+    progress: Progress | None = None,
+    folder: str | Path | None = None,
+) -> Profile:
+    """The saved profile of this graph on this cluster's devices, or a new one, then saved.
+
+    A cluster may hold devices that are described in terms of a measured one (``like``); those
+    that are measured must be on this machine. A profile that cannot be saved (no space, no
+    permission) is returned all the same, with a warning.
+    """
+    described = [d for d in cluster.devices if d.like is not None]
+    if described:
+        here = Cluster.detect()
+        return load_or_measure(
+            graph, here, repeats=repeats, progress=progress, folder=folder
+        ).for_cluster(cluster)
+    path = cached_path(graph, cluster, folder)
+    if path.exists():
+        profile = Profile.load(path)
+        profile.check(graph)
+        return profile.for_cluster(cluster)
+    profile = measure(graph, cluster, repeats=repeats, progress=progress)
+    try:
+        profile.save(path)
+    except OSError as error:
+        import warnings
+
+        warnings.warn(
+            f"the profile could not be saved to {path} ({error.strerror}): it will be measured "
+            "again next time; set PLACEMENT_HOME to a folder with space",
+            stacklevel=2,
+        )
+    return profile.for_cluster(cluster)
+
+
+def cached_path(graph: OpGraph, cluster: Cluster, folder: str | Path | None = None) -> Path:
+    """Where ``load_or_measure`` keeps a profile: by fingerprint of graph and cluster."""
+    home = Path(folder or os.environ.get("PLACEMENT_HOME") or Path.home() / ".cache/placement")
+    return home / "profiles" / f"{graph.fingerprint[:16]}-{cluster.fingerprint[:16]}.npz"
+
+
+def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:
+    """Latency and bandwidth of every ordered pair of devices, fitted over tensor sizes.
+
+    A chain of two operators runs on one device, and split over the pair; what the split costs
+    more is the transfer: handing over, waking the other worker, and reading memory that the
+    other device wrote. A line through the medians gives latency and bandwidth.
+    """
+    pairs = [(a, b) for a in range(cluster.num_devices) for b in range(cluster.num_devices)]
+    extra: dict[tuple[int, int], Floats] = {
+        (a, b): np.empty(len(_LINK_BYTES)) for a, b in pairs if a != b
+    }
+    for i, size in enumerate(_LINK_BYTES):
+        graph = capture(_Chain(), torch.ones(size // 4), name="link")
+        inputs = graph.program.random_inputs()
+        apart = {pair: _placed(graph, cluster, list(pair)) for pair in extra}
+        together = {b: _placed(graph, cluster, [b, b]) for _, b in extra}
+        try:
+            spans: dict[Any, list[float]] = {key: [] for key in (*apart, *together)}
+            for _ in range(repeats + 1):
+                for key, runner in (*apart.items(), *together.items()):
+                    spans[key].append(_span(runner, inputs))
+            middle = {key: float(np.median(v[1:])) for key, v in spans.items()}
+        finally:
+            for runner in (*apart.values(), *together.values()):
+                runner.close()
+        for a, b in extra:
+            extra[a, b][i] = max(middle[a, b] - middle[b], 0.0)
+    return tuple(
+        fit_link(cluster.device_names[a], cluster.device_names[b], _LINK_BYTES, seconds)
+        for (a, b), seconds in extra.items()
+    )
+
+
+def fit_link(src: str, dst: str, sizes: Sequence[int], seconds: Floats) -> Link:
+    """Least squares of ``latency_s + bytes / bandwidth`` with both terms at least 0.
+
+    Relative errors count, so that the small transfers decide the latency.
+    """
+    from scipy.optimize import nnls
+
+    size = np.asarray(sizes, np.float64)
+    weight = 1.0 / np.maximum(seconds, 1e-6)
+    # Scaled columns: bytes and ones differ by seven orders of magnitude.
+    (latency, slope), _ = nnls(
+        np.stack([weight, weight * size / size.max()], axis=1), seconds * weight
+    )
+    per_byte = slope / size.max()
+    return Link(src, dst, float(latency), float(1.0 / per_byte) if per_byte > 0 else float("inf"))
+
+
+def provenance(**facts: Any) -> dict[str, Any]:
+    """When and where a measurement was made, with which versions."""
+    from placement.cluster import cpu_model
+
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **facts,
+    }
+
+
+class _Chain(nn.Module):
+    """Produce a tensor, read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1.0).sum()
+
+
+def _check_here(cluster: Cluster) -> None:
+    cores = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    for device in cluster.devices:
+        missing = (
+            sorted(set(device.cores) - cores)
+            if device.kind == "cpu" and cores is not None
+            else []
+        )
+        if missing:
+            raise ProfileError(
+                f"device {device.name!r} uses cores {missing}, this machine offers {sorted(cores)}"
+                ": describe it with 'like: <measured device>' and 'speed: <factor>'"
+            )
+        if device.kind == "cuda" and not torch.cuda.is_available():
+            raise ProfileError(
+                f"device {device.name!r}: torch {torch.__version__} sees no CUDA device here: "
+                "describe it with 'like: <measured device>' and 'speed: <factor>'"
+            )
+        if device.kind not in ("cpu", "cuda"):
+            raise ProfileError(
+                f"device {device.name!r} of kind {device.kind!r} cannot be measured: describe it "
+                "with 'like: <measured device>' and 'speed: <factor>'"
+            )
+
+
+def _single(graph: OpGraph, cluster: Cluster, device: int) -> Runner:
+    return _placed(graph, cluster, [device] * graph.num_ops)
+
+
+def _placed(graph: OpGraph, cluster: Cluster, placement: list[int]) -> Runner:
+    return Runner(graph, cluster, placement, max_in_flight=1, record=True)
+
+
+def _run(runner: Runner, inputs: Sequence[Tensor], times: int) -> Floats:
+    """float64 ``[N]`` seconds of each operator in the last of ``times`` runs."""
+    for _ in runner.stream_tensors(inputs for _ in range(times)):
+        pass
+    return _last_seconds(runner, runner.next_batch - 1)
+
+
+def _last_seconds(runner: Runner, batch: int) -> Floats:
+    seconds = np.zeros(runner.graph.num_ops)
+    for worker in runner.workers:
+        clock = worker.backend.resolve_ns
+        for b, op, begin, end in worker.slices:
+            if b == batch:
+                seconds[op] = (clock(end) - clock(begin)) * 1e-9
+        worker.slices.clear()
+        worker.arrivals.clear()
+    return seconds
+
+
+def _run_together(runners: list[Runner], inputs: Sequence[Tensor], times: int) -> Floats:
+    """float64 ``[N, D]`` seconds in the middle of ``times`` runs that all devices do at once."""
+    found = np.empty((runners[0].graph.num_ops, len(runners)))
+    gate = threading.Barrier(len(runners))
+
+    def work(d: int) -> None:
+        gate.wait()
+        for _ in runners[d].stream_tensors(inputs for _ in range(times)):
+            pass
+        found[:, d] = _last_seconds(runners[d], runners[d].next_batch - 1 - times // 2)
+
+    threads = [threading.Thread(target=work, args=(d,)) for d in range(len(runners))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return found
+
+
+def _span(runner: Runner, inputs: Sequence[Tensor]) -> float:
+    """Seconds from the end of the first operator to the end of the second."""
+    for _ in runner.stream_tensors([inputs]):
+        pass
+    end = {}
+    for worker in runner.workers:
+        for _, op, _, until in worker.slices:
+            end[op] = worker.backend.resolve_ns(until)
+        worker.slices.clear()
+        worker.arrivals.clear()
+    return (end[1] - end[0]) * 1e-9
