@@ -9,12 +9,16 @@ functionalised, because a distributed run keeps no other order than that of the 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import linecache
+import logging
 import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,10 @@ _SHORT_DTYPE = {
     "complex": "c",
     "bool": "b",
 }
+
+
+# Regions that functionalisation dissolves into plain operators.
+_WRAPPERS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 
 
 class CaptureError(ValueError):
@@ -283,9 +291,16 @@ def capture(module: nn.Module, example_inputs: Any, *, name: str | None = None) 
     args, kwargs = split_inputs(example_inputs)
     spec = input_spec(example_inputs)
     exported = _export(module, args, kwargs)
-    calls = [node for node in exported.graph.nodes if node.op == "call_function"]
-    if not all(_is_plain(node) for node in calls):
+    calls = _calls(exported)
+    _check_static(calls)
+    if _first_unsafe(calls) is not None:
         exported = _functionalise(exported)
+        unsafe = _first_unsafe(_calls(exported))
+        if unsafe is not None:
+            raise CaptureError(
+                f"{unsafe.target} cannot be made one plain operator{_node_line(unsafe)}: rewrite "
+                "that line without it"
+            )
     arg_names, input_names = _argument_names(module, args, kwargs)
     return _build(
         exported,
@@ -385,27 +400,57 @@ def inputs_from_spec(spec: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The exported program of ``module`` in evaluation mode, which is restored afterwards."""
-    was_training = [m for m in module.modules() if m.training]
+    """The exported program of ``module`` in evaluation mode; the module is left as it was."""
+    before = [(m, dict(vars(m))) for m in module.modules()]
     try:
-        for m in was_training:
+        for m, _ in before:
             m.training = False
-        # The warnings are about torch's own plumbing (e.g. the flat weights of an LSTM).
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            return torch.export.export(module, args, kwargs, strict=False)
+        with _quiet() as messages:
+            exported = torch.export.export(module, args, kwargs, strict=False)
     except Exception as error:
         raise _export_error(module, args, kwargs, error) from error
     finally:
-        for m in was_training:
-            m.training = True
+        for m, attributes in before:
+            for name in vars(m).keys() - attributes.keys():
+                delattr(m, name)
+            vars(m).update(attributes)
+    for message in messages:
+        for path in re.findall(r"self\.([\w.]+)(?=[, ])", message):
+            parent, _, name = path.rpartition(".")
+            # A new attribute is a left-over nobody reads; one that existed is read by later calls.
+            if isinstance(vars(module.get_submodule(parent)).get(name), Tensor):
+                raise CaptureError(
+                    f"the module keeps state between calls in its attribute {path!r}, so that "
+                    "its calls are not independent: make the state an input and an output"
+                )
+    return exported
+
+
+@contextmanager
+def _quiet() -> Iterator[list[str]]:
+    """Trace without gradients and torch's own reports; its warnings about attributes are given."""
+    found: list[str] = []
+    disabled = logging.root.manager.disable
+    try:
+        logging.disable(logging.CRITICAL)
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            contextlib.redirect_stderr(io.StringIO()),
+            torch.no_grad(),
+        ):
+            warnings.simplefilter("always")
+            yield found
+            texts = [str(w.message) for w in caught]
+            found.extend(text for text in texts if "assigned during export" in text)
+    finally:
+        logging.disable(disabled)
 
 
 def _export_error(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> CaptureError:
     """Name the construct that does not export, the user's line, and the remedy."""
-    text = str(error).strip().partition("\n")[0]
+    text = _first_line(error)
     kind = type(error).__name__
     where = _user_line(error)
     try:
@@ -414,7 +459,7 @@ def _export_error(
     except Exception as own:
         return CaptureError(
             f"{type(module).__name__} itself fails on the example inputs{_user_line(own)}: "
-            f"{type(own).__name__}: {own}"
+            f"{type(own).__name__}: {_first_line(own)}"
         )
     if "DataDependent" in kind or "data-dependent" in text:
         return CaptureError(
@@ -422,14 +467,20 @@ def _export_error(
             "use torch.where or masks instead, or make the value a constant of the module "
             f"({text})"
         )
-    if "Cache" in text and "not a known type" in text:
+    unknown = re.search(r"Found <class '(.+)'> in output", text)
+    if unknown:
         return CaptureError(
-            f"the module returns a key/value cache: set config.use_cache = False ({text})"
+            f"the module returns a {unknown[1]}: let it return tensors, constants, or tuples, "
+            "lists and dicts of them (for a key/value cache: set config.use_cache = False)"
         )
     return CaptureError(
         f"torch.export cannot trace the module{where}: {kind}: {text}. Rewrite that line, or "
         "capture a submodule that leaves it out"
     )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def _user_line(error: BaseException) -> str:
@@ -448,23 +499,41 @@ def _user_line(error: BaseException) -> str:
 
 def _node_line(node: fx.Node) -> str:
     """The user's line that made ``node``, as torch recorded it."""
-    found = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.stack_trace or "")
-    return f" at {found[-1][0]}:{found[-1][1]} `{found[-1][2]}`" if found else ""
+    found = re.findall(r'File "([^"<]+)", line (\d+), in .*\n\s*(.*)', node.stack_trace or "")
+    if found:
+        return f" at {found[-1][0]}:{found[-1][1]} `{found[-1][2]}`"
+    path = _module_path(node)
+    return f" in module {path!r}" if path else ""
 
 
-def _is_plain(node: fx.Node) -> bool:
-    """Whether the node can run as traced: an operator, in place only where nobody can notice.
+def _first_unsafe(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """The first call that cannot run as traced, or None; ``nodes`` in graph order.
 
-    In place is safe where the argument's memory is fresh and no other operator or output sees it.
+    An operator may work in place where nobody can notice: the memory it writes to is fresh, not
+    a view, and no other operator or output reads the argument.
     """
-    if node.target is operator.getitem:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return all(
-        isinstance(arg, fx.Node) and len(arg.users) == 1 and _is_fresh(arg)
-        for arg in _mutated(node)
-    )
+    fresh: set[fx.Node] = set()
+    for node in nodes:
+        if node.target is operator.getitem:
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return node
+        written = _mutated(node)
+        if not all(arg in fresh and len(arg.users) == 1 for arg in written):
+            return node
+        storages = {_storage(x) for x in _tensors_of(node)}
+        aliased = [
+            arg
+            for arg in node.all_input_nodes
+            if not storages.isdisjoint(map(_storage, _tensors_of(arg)))
+        ]
+        if aliased == written:  # both empty, or in place on what was fresh
+            fresh.add(node)
+    return None
+
+
+def _calls(exported: Any) -> list[fx.Node]:
+    return [node for node in exported.graph.nodes if node.op == "call_function"]
 
 
 def _mutated(node: fx.Node) -> list[Any]:
@@ -479,59 +548,56 @@ def _mutated(node: fx.Node) -> list[Any]:
     return found
 
 
-def _is_fresh(node: fx.Node) -> bool:
-    """Whether the node's memory is its own, or was handed on by a safe in-place operator."""
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
-        return False
-    storage = _storage(node.meta["val"])
-    aliased = [a for a in node.all_input_nodes if storage in map(_storage, _tensors_of(a))]
-    return not aliased or (_is_plain(node) and aliased == _mutated(node))
-
-
 def _tensors_of(node: fx.Node) -> list[Tensor]:
     return [x for x in leaves_of(node.meta.get("val")) if isinstance(x, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:
     """Identity of the memory behind a tensor; fake tensors of a trace share it as real ones do."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _functionalise(exported: Any) -> Any:
-    """The program without in-place operators and wrapper regions (autocast)."""
-    for node in exported.graph.nodes:
-        if node.op == "call_function":
-            _refuse_control_flow(node)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        exported = exported.run_decompositions({})
+    """The program without in-place operators and wrapper regions (autocast, grad mode)."""
+    try:
+        with _quiet():
+            exported = exported.run_decompositions({})
+    except Exception as error:
+        raise CaptureError(
+            f"the module has an in-place operator that cannot be removed: {_first_line(error)}"
+        ) from error
     signature = exported.graph_signature
-    for what, names in (
-        ("buffer", list(signature.buffers_to_mutate.values())),
-        ("input", list(signature.user_inputs_to_mutate.values())),
-    ):
-        if names:
-            raise CaptureError(
-                f"the module changes its {what} {names[0]!r} in place, so that its calls are not "
-                "independent: "
-                + (
-                    "make the update conditional on self.training"
-                    if what == "buffer"
-                    else f"work on a copy ({names[0]} = {names[0]}.clone())"
-                )
-            )
+    for buffer in signature.buffers_to_mutate.values():
+        raise CaptureError(
+            f"the module changes its buffer {buffer!r} in evaluation mode too, so that its calls "
+            "are not independent: make the update depend on self.training"
+        )
+    for name in signature.user_inputs_to_mutate.values():
+        raise CaptureError(
+            f"the module changes its input {name!r} in place: let it work on a copy "
+            f"({name} = {name}.clone())"
+        )
     return exported
 
 
-def _refuse_control_flow(node: fx.Node) -> None:
-    wrappers = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        construct = node.target.name()
-        if construct not in wrappers:
+def _check_static(nodes: Sequence[fx.Node]) -> None:
+    """Every operator must give tensors of fixed shapes, and there must be no control flow."""
+    for node in nodes:
+        target = node.target
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            construct = str(target)
+            if construct not in _WRAPPERS:
+                raise CaptureError(
+                    f"the module uses the construct {construct!r}{_node_line(node)}, which is no "
+                    "fixed list of operators: use torch.where for a choice, unroll a loop, or "
+                    "choose a plain implementation (e.g. attn_implementation='sdpa')"
+                )
+        values = [x for x in leaves_of(node.meta.get("val")) if x is not None]
+        if not all(isinstance(x, Tensor) and all(type(d) is int for d in x.shape) for x in values):
             raise CaptureError(
-                f"the module uses the construct torch {construct!r}{_node_line(node)}, which has "
-                "no fixed list of operators: use torch.where for a choice, unroll a loop, or "
-                "choose a plain implementation (e.g. attn_implementation='sdpa')"
+                f"{target} gives a number or a shape that depends on the values of a tensor"
+                f"{_node_line(node)}: use masks or torch.where, or make the value a constant of "
+                "the module"
             )
 
 
@@ -574,9 +640,8 @@ def _build(
     input_tensors = tuple(range(len(builder.tensor_src)))
     for node in placeholders[: len(placeholders) - len(example_leaves)]:
         builder.add_param(node)
-    for node in exported.graph.nodes:
-        if node.op == "call_function":
-            builder.add_call(node)
+    for node in _calls(exported):
+        builder.add_call(node)
     outputs = tuple(builder.template(x) for x in exported.graph.output_node().args[0])
 
     if not builder.steps:
@@ -668,17 +733,7 @@ class _Builder:
             return  # folded into its producer
         if target is torch.ops.aten._assert_tensor_metadata.default:
             return  # always true: flatten_inputs checks shapes and dtypes
-        if not isinstance(target, torch._ops.OpOverload) or not _is_static(node):
-            raise CaptureError(
-                f"{target} gives a number or a shape that depends on the values of a tensor"
-                f"{_node_line(node)}: shapes and scalars must be fixed; use masks or torch.where, "
-                "or make the value a constant of the module"
-            )
-        if not _is_plain(node):
-            raise CaptureError(
-                f"{target} writes to memory that others read{_node_line(node)}: "
-                "use the operator that is not in place"
-            )
+        assert isinstance(target, torch._ops.OpOverload)
         n = len(self.steps)
         args = tuple(self.template(x) for x in node.args)
         kwargs = {k: self.template(x) for k, x in node.kwargs.items()}
@@ -740,12 +795,6 @@ class _Builder:
         if isinstance(arg, dict):
             return {k: self.template(x) for k, x in arg.items()}
         return arg
-
-
-def _is_static(node: fx.Node) -> bool:
-    """Whether the node gives nothing but tensors of fixed shapes."""
-    values = [x for x in leaves_of(node.meta.get("val")) if x is not None]
-    return all(isinstance(x, Tensor) and all(type(d) is int for d in x.shape) for x in values)
 
 
 def _module_path(node: fx.Node) -> str:

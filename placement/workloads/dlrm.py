@@ -6,6 +6,7 @@ pairwise products of all feature vectors.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,11 +53,12 @@ class DLRM(nn.Module):
         features = torch.stack([x, *rows], 1)
         products = torch.bmm(features, features.transpose(1, 2)).flatten(1)
         chosen = products.index_select(1, self.get_buffer("pairs"))
-        return self.top(torch.cat([x, chosen], 1)).sigmoid()
+        score: Tensor = self.top(torch.cat([x, chosen], 1)).sigmoid()
+        return score
 
 
 def _mlp(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])

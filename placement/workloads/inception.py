@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from placement.workloads import seeded
 
-# Channels of the branches: 1x1; 1x1 then 3x3; 1x1 then 5x5; pooling then 1x1. None: halve the image.
+# Channels of the branches: 1x1; 1x1, 3x3; 1x1, 5x5; pooling, 1x1. None halves the image.
 _GOOGLENET: tuple[tuple[int, ...] | None, ...] = (
     (64, 96, 128, 16, 32, 32),
     (128, 128, 192, 32, 96, 64),
