@@ -208,9 +208,7 @@ def _check_here(cluster: Cluster) -> None:
     cores = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     for device in cluster.devices:
         missing = (
-            sorted(set(device.cores) - cores)
-            if device.kind == "cpu" and cores is not None
-            else []
+            sorted(set(device.cores) - cores) if device.kind == "cpu" and cores is not None else []
         )
         if missing:
             raise ProfileError(

@@ -1,0 +1,388 @@
+"""The executor: the plain module's numbers, the simulator's rules, and clean ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import placement.executor.runner as runner_module
+from placement.capture import InputError, capture, split_inputs
+from placement.cluster import Cluster, Device
+from placement.executor import Executor, Runner, RunnerError
+from placement.executor.backend import Courier, CpuBackend, backend_for
+from placement.graph import OpGraph
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.schedule import Schedule
+from placement.simulator import list_schedule, simulate
+from placement.workloads import tiny
+
+pytestmark = pytest.mark.timeout(60)
+
+CORES = sorted(os.sched_getaffinity(0))
+# Three devices even where there are fewer cores: what they compute must not depend on it.
+CLUSTER = Cluster(
+    "tests", tuple(Device(f"cpu:{i}", "cpu", (CORES[i % len(CORES)],)) for i in range(3))
+)
+
+
+def problem_of(graph: OpGraph, cluster: Cluster = CLUSTER, **options: int) -> Problem:
+    seconds = np.full((graph.num_ops, cluster.num_devices), 1e-5)
+    return Problem(graph, cluster, Profile(cluster.device_names, seconds, seconds * 0), **options)
+
+
+def random_placement(graph: OpGraph, seed: int, num_devices: int = 3) -> np.ndarray:
+    groups = np.random.default_rng(seed).integers(0, num_devices, graph.num_groups)
+    return groups[graph.group].astype(np.int32)
+
+
+def alive() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("placement-")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running():
+    yield
+    gc.collect()
+    assert alive() == []
+
+
+@pytest.mark.parametrize(
+    "make", [tiny.tiny_mlp, tiny.tiny_cnn, tiny.tiny_branches, tiny.tiny_views]
+)
+def test_random_placements_compute_what_the_module_computes(make):
+    module, inputs = make()
+    args, kwargs = split_inputs(inputs)
+    with torch.no_grad():
+        expected = module(*args, **kwargs)
+    graph = capture(module, inputs)
+    for seed in range(4):
+        with Runner(graph, CLUSTER, random_placement(graph, seed)) as runner:
+            torch.testing.assert_close(runner(*args, **kwargs), expected)
+            for outputs in runner.stream([inputs] * 5):
+                torch.testing.assert_close(outputs, expected)
+
+
+def test_results_come_in_order_and_inputs_are_taken_as_there_is_room():
+    module, _ = tiny.tiny_mlp(batch=1)
+    items = [torch.full((1, 16), float(i)) for i in range(20)]
+    graph = capture(module, items[0])
+    taken = []
+
+    def source():
+        for i, x in enumerate(items):
+            taken.append(i)
+            yield x
+
+    with Runner(graph, CLUSTER, random_placement(graph, 0), max_in_flight=3) as runner:
+        for i, y in enumerate(runner.stream(source())):
+            torch.testing.assert_close(y, module(items[i]).detach())
+            # Three in flight, and three finished ones at most that wait to be handed out.
+            assert len(taken) <= i + 1 + 2 * 3
+    assert len(taken) == 20
+
+
+def test_each_micro_batch_alone_when_one_is_in_flight():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    problem = problem_of(graph, num_microbatches=6, max_in_flight=1)
+    timeline = Executor(problem).run(random_placement(graph, 1))
+    assert (timeline.start_s[1:].min(axis=1) >= timeline.end_s[:-1].max(axis=1)).all()
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids).relu())
+
+
+def test_an_operator_that_raises_ends_the_stream_with_its_own_error_and_name():
+    graph = capture(Fails(), torch.zeros(2, dtype=torch.long))
+    good, bad = torch.tensor([0, 3]), torch.tensor([0, 9])
+    with Runner(graph, CLUSTER, [0, 1, 2]) as runner:
+        stream = runner.stream([good, good, bad, good])
+        with pytest.raises(IndexError) as caught:
+            list(stream)
+        assert caught.value.__notes__ == [
+            "raised on device 'cpu:0' in operator 'embedding' (module 'table')"
+        ]
+        assert alive() == []
+        assert runner(good).shape == (2, 2)  # and the runner works again
+
+
+def test_a_source_that_raises_passes_its_error_on():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+
+    def source():
+        yield inputs
+        raise OSError("disk on fire")
+
+    with Runner(graph, CLUSTER, random_placement(graph, 0)) as runner:
+        with pytest.raises(OSError, match="disk on fire"):
+            list(runner.stream(source()))
+        assert alive() == []
+
+
+def test_inputs_of_another_shape_are_refused_and_leave_the_runner_usable():
+    module, inputs = tiny.tiny_mlp()
+    with Runner(capture(module, inputs), CLUSTER, np.zeros(6, int)) as runner:
+        with pytest.raises(InputError, match=r"f32\[3,16\]"):
+            runner(torch.zeros(3, 16))
+        with pytest.raises(InputError):
+            list(runner.stream([inputs, (torch.zeros(3, 16),)]))
+        assert runner(*inputs).shape == (2, 16)
+
+
+def test_a_closed_stream_stops_the_workers():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    runner = Runner(graph, CLUSTER, random_placement(graph, 2))
+    stream = runner.stream(inputs for _ in range(10**9))
+    next(stream)
+    assert alive()
+    stream.close()
+    assert alive() == []
+    runner.close()
+    with pytest.raises(RunnerError, match="closed"):
+        runner(*inputs)
+
+
+def test_ctrl_c_in_mid_stream_is_raised_and_leaves_nothing_running():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    runner = Runner(graph, CLUSTER, random_placement(graph, 2))
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in runner.stream(inputs for _ in range(10**9)):
+            pass
+    timer.join()
+    assert alive() == []
+    assert runner(*inputs).shape == (2, 16)
+    runner.close()
+
+
+def test_a_slow_consumer_only_slows_the_stream():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    with Runner(graph, CLUSTER, random_placement(graph, 0), max_in_flight=2) as runner:
+        seen = 0
+        for _ in runner.stream([inputs] * 6):
+            time.sleep(0.01)
+            seen += 1
+        assert seen == 6
+
+
+def test_one_user_at_a_time():
+    module, inputs = tiny.tiny_mlp()
+    with Runner(capture(module, inputs), CLUSTER, np.zeros(6, int)) as runner:
+        stream = runner.stream([inputs, inputs])
+        next(stream)
+        with pytest.raises(RunnerError, match="in use"):
+            runner(*inputs)
+        stream.close()
+
+
+def test_a_forgotten_runner_ends_its_threads():
+    module, inputs = tiny.tiny_mlp()
+    runner = Runner(capture(module, inputs), CLUSTER, np.zeros(6, int))
+    runner(*inputs)
+    gone = weakref.ref(runner)
+    del runner
+    gc.collect()
+    assert gone() is None
+    assert alive() == []
+
+
+def test_tensors_are_freed_after_their_last_use():
+    """Memory stays flat over many micro-batches: nothing of an old one is kept anywhere."""
+    module, inputs = tiny.tiny_branches()
+    graph = capture(module, inputs)
+    with Runner(graph, CLUSTER, random_placement(graph, 3)) as runner:
+
+        def count() -> int:
+            for _ in runner.stream([inputs] * 50):
+                pass
+            gc.collect()
+            return sum(type(x) is torch.Tensor for x in gc.get_objects())
+
+        assert count() == count()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_measured_timeline_obeys_the_model(seed):
+    """Serial devices, producers before consumers, and exactly the simulator's transfers."""
+    module, inputs = tiny.tiny_views() if seed % 2 else tiny.tiny_branches()
+    graph = capture(module, inputs)
+    problem = problem_of(graph, num_microbatches=5, max_in_flight=3)
+    placement = random_placement(graph, seed)
+    timeline = Executor(problem).run(placement)
+    for d in range(problem.num_devices):
+        mine = placement == d
+        start, end = timeline.start_s[:, mine].ravel(), timeline.end_s[:, mine].ravel()
+        order = np.argsort(start, kind="stable")
+        assert (start[order][1:] >= end[order][:-1]).all()
+    for a, b in graph.edges:
+        assert (timeline.start_s[:, b] >= timeline.start_s[:, a]).all()
+        if placement[a] == placement[b]:
+            assert (timeline.start_s[:, b] >= timeline.end_s[:, a]).all()
+    predicted = simulate(problem, placement)
+    assert sorted(map(tuple, timeline.transfers)) == sorted(map(tuple, predicted.transfers))
+    assert timeline.measured and timeline.period_s > 0
+
+
+def test_a_schedule_is_followed_to_the_letter():
+    """
+    Two branches on one device. The list scheduler would run micro-batch 0 first; the schedule
+    runs the first operators of both, then the second ones:
+
+        cpu:0   a0 a1 b0 b1 ...        (letters: operators, digits: micro-batches)
+    """
+    module, inputs = tiny.tiny_mlp(layers=2)
+    graph = capture(module, inputs)
+    problem = problem_of(graph)
+    placement = np.zeros(graph.num_ops, np.int32)
+    rows = [(op, batch) for op in range(graph.num_ops) for batch in range(2)]
+    nothing = np.zeros((0, 2), np.int32)
+    schedule = Schedule((np.array(rows, np.int32), nothing, nothing), 2)
+    timeline = Executor(problem).run(placement, schedule)
+    order = np.argsort(timeline.start_s.T.ravel(), kind="stable")
+    assert order.tolist() == list(range(len(rows)))
+
+
+def test_a_list_schedule_made_explicit_runs():
+    module, inputs = tiny.tiny_branches()
+    graph = capture(module, inputs)
+    problem = problem_of(graph, num_microbatches=4)
+    placement = random_placement(graph, 1)
+    schedule = list_schedule(problem, placement, 4)
+    timeline = Executor(problem).run(placement, schedule)
+    for d, rows in enumerate(schedule.order):
+        start = [timeline.start_s[b, op] for op, b in rows]
+        assert start == sorted(start), f"device {d}"
+
+
+class Staged(CpuBackend):
+    """A CPU that behaves like a GPU: what leaves it is copied by a courier, late.
+
+    It drives the code that every device behind its launching thread uses.
+    """
+
+    def enter(self, stack: ExitStack) -> None:
+        super().enter(stack)
+        self.courier = Courier()
+        stack.callback(self.courier.close)
+
+    def receive(self, value):
+        return value.clone()
+
+    def ship(self, value, deliver) -> None:
+        copy = value.clone() if isinstance(value, torch.Tensor) else value
+        self.courier.send(lambda: time.sleep(1e-3), copy, deliver)
+
+
+def test_devices_that_run_behind_their_thread_use_the_same_path(monkeypatch):
+    made = {"cpu:1": Staged}
+    monkeypatch.setattr(runner_module, "backend_for", lambda d: made.get(d.name, CpuBackend)(d))
+    module, inputs = tiny.tiny_views()
+    graph = capture(module, inputs)
+    args, kwargs = split_inputs(inputs)
+    with torch.no_grad():
+        expected = module(*args, **kwargs)
+    for seed in range(3):
+        with Runner(graph, CLUSTER, random_placement(graph, seed)) as runner:
+            for outputs in runner.stream([inputs] * 4):
+                torch.testing.assert_close(outputs, expected)
+
+
+def test_an_error_that_shows_only_later_reaches_the_caller(monkeypatch):
+    """A GPU reports a failed kernel when somebody waits for its result."""
+
+    class Broken(Staged):
+        def ship(self, value, deliver) -> None:
+            def wait() -> None:
+                raise RuntimeError("device-side assert")
+
+            self.courier.send(wait, value, deliver)
+
+    made = {"cpu:1": Broken}
+    monkeypatch.setattr(runner_module, "backend_for", lambda d: made.get(d.name, CpuBackend)(d))
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    for placement in ([0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 0, 1]):  # on the way, and at the end
+        with (
+            Runner(graph, CLUSTER, placement) as runner,
+            pytest.raises(RuntimeError, match="device-side assert"),
+        ):
+            runner(*inputs)
+
+
+def test_what_cannot_run_says_so():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    with pytest.raises(RunnerError, match="no program"):
+        Runner(graph.without_program(), CLUSTER, np.zeros(6, int))
+    with pytest.raises(RunnerError, match=r"expected \(6,\)"):
+        Runner(graph, CLUSTER, [0, 1])
+    with pytest.raises(RunnerError, match="max_in_flight = 0"):
+        Runner(graph, CLUSTER, np.zeros(6, int), max_in_flight=0)
+    with pytest.raises(ValueError, match="simulated, not run"):
+        backend_for(Device("tpu:0", "tpu"))
+
+
+def test_workers_are_pinned_and_keep_the_callers_threads():
+    """The thread count of a device is the worker's own; the caller's does not change."""
+    before = torch.get_num_threads(), os.sched_getaffinity(0)
+    seen = {}
+
+    class Spy(CpuBackend):
+        def enter(self, stack: ExitStack) -> None:
+            super().enter(stack)
+            seen["threads"] = torch.get_num_threads()
+            seen["cores"] = os.sched_getaffinity(0)
+
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    device = Device("cpu:0", "cpu", (CORES[-1],), threads=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner_module, "backend_for", Spy)
+        with Runner(graph, Cluster("one", (device,)), np.zeros(6, int)) as runner:
+            runner(*inputs)
+    assert seen == {"threads": 2, "cores": {CORES[-1]}}
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
+
+
+def test_the_runner_keeps_the_modules_own_parameters():
+    """No copies on a CPU: a changed weight shows in the next call."""
+    module, inputs = tiny.tiny_mlp()
+    with Runner(capture(module, inputs), CLUSTER, [0, 1, 2, 0, 1, 2]) as runner:
+        before = runner(*inputs)
+        with torch.no_grad():
+            module[0].weight.zero_()
+            torch.testing.assert_close(runner(*inputs), module(*inputs))
+        assert not torch.equal(runner(*inputs), before)
+
+
+def test_memory_limits_do_not_matter_to_the_executor():
+    """It runs what it is told; refusing is the planner's and the plan's business."""
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    small = Cluster("small", tuple(replace(d, memory_bytes=1) for d in CLUSTER.devices))
+    timeline = Executor(problem_of(graph, small)).run(np.zeros(6, int), num_microbatches=1)
+    assert timeline.num_microbatches == 1
