@@ -1,0 +1,296 @@
+"""What planners share: scoring under a budget, symmetry of devices, moves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.planners import PlannerError, load
+from placement.problem import Placement, Planner, Problem, Solution
+from placement.simulator import evaluate, score, simulate
+
+Floats = NDArray[np.float64]
+Choice = NDArray[np.int32]  # [G] device of each colocation group
+
+DEFAULT_EVALUATIONS = 2000
+INFEASIBLE = 1e30  # costs above this do not fit: INFEASIBLE * (1 + overflow)
+
+
+class Search:
+    """Scores placements within a budget and remembers the best one and when it was found.
+
+    Planners move whole colocation groups, so a candidate is a *choice* int32 ``[G]``: the
+    device of each group. Its *cost* is the objective in seconds where it fits in memory, and
+    otherwise larger than every objective and growing with the bytes that do not fit.
+
+    The first evaluation is always made, so that there is always an answer. The clock starts
+    when the simulator's kernel is loaded.
+
+    Raises:
+        PlannerError: a budget that is not positive.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        seconds: float | None = None,
+        evaluations: int | None = None,
+        default_evaluations: int | None = None,
+    ) -> None:
+        """``default_evaluations`` holds where neither budget is given; None is no limit."""
+        for what, limit in (("seconds", seconds), ("evaluations", evaluations)):
+            if limit is not None and not limit > 0:
+                raise PlannerError(f"{what} = {limit} must be positive; leave it out for no limit")
+        if seconds is None and evaluations is None:
+            evaluations = default_evaluations
+        self.problem = problem
+        self.allowed: NDArray[np.bool_] = np.isfinite(problem.group_compute_s)  # [G, D]
+        self.num_evaluations = 0
+        self.best: Choice | None = None
+        self.best_cost = np.inf
+        self.curve: list[tuple[float, int, float]] = []
+        self._max_seconds = np.inf if seconds is None else seconds
+        self._max_evaluations = np.inf if evaluations is None else evaluations
+        self._seconds_per_evaluation = 0.0
+        # The same run as the objective's, but one that also tells the peak memory.
+        self._run = (
+            replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
+        )
+        _load_kernel(problem, self.allowed)
+        self._started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the search began."""
+        return time.perf_counter() - self._started
+
+    @property
+    def used(self) -> float:
+        """Share of the budget that is spent, 0..1 (the scarcer of the two)."""
+        return min(
+            1.0,
+            max(self.num_evaluations / self._max_evaluations, self.seconds / self._max_seconds),
+        )
+
+    @property
+    def left(self) -> bool:
+        """Whether another evaluation may be made."""
+        return self.num_evaluations == 0 or self.used < 1.0
+
+    def costs(self, choices: ArrayLike) -> Floats:
+        """Costs float64 ``[B]`` of choices int32 ``[B, G]``.
+
+        Fewer than ``B`` where the budget ended: the first of them were scored.
+        """
+        rows = np.atleast_2d(np.asarray(choices, dtype=np.int32))
+        done: list[Floats] = []
+        at = 0
+        while at < len(rows) and self.left:
+            part = rows[at : at + self._chunk()]
+            before = time.perf_counter()
+            cost = self._cost(part)
+            took = (time.perf_counter() - before) / len(part)
+            self._seconds_per_evaluation = max(took, 0.9 * self._seconds_per_evaluation)
+            at += len(part)
+            i = int(np.argmin(cost))
+            self._keep(part[i], float(cost[i]), self.num_evaluations + i + 1)
+            self.num_evaluations += len(part)
+            done.append(cost)
+        return np.concatenate(done) if done else np.zeros(0)
+
+    def cost(self, choice: Choice) -> float:
+        """Cost of one choice; inf where the budget has ended."""
+        found = self.costs(choice)
+        return float(found[0]) if len(found) else np.inf
+
+    def run(self, planner: str | Planner) -> Solution:
+        """Run another planner on what is left of this budget, and consider its answer."""
+        callee: Any = load(planner) if isinstance(planner, str) else planner
+        limits: dict[str, float | int] = {}
+        if np.isfinite(self._max_seconds):
+            limits["seconds"] = max(1e-3, self._max_seconds - self.seconds)
+        if np.isfinite(self._max_evaluations):
+            limits["evaluations"] = max(1, int(self._max_evaluations) - self.num_evaluations)
+        if is_dataclass(callee) and not isinstance(callee, type):
+            known = {f.name for f in fields(callee)}
+            callee = replace(callee, **{k: v for k, v in limits.items() if k in known})
+        answer: Solution = callee(self.problem)
+        self.num_evaluations += int(answer.stats.get("evaluations", 1))
+        choice = self.choice(answer.placement)
+        self._keep(choice, float(self._cost(choice[None])[0]), self.num_evaluations)
+        return answer
+
+    def choice(self, placement: Placement) -> Choice:
+        """The choice int32 ``[G]`` of a placement that obeys colocation."""
+        choice = np.zeros(self.problem.graph.num_groups, np.int32)
+        choice[self.problem.graph.group] = self.problem.check_placement(placement)
+        return choice
+
+    def solution(self, lower_bound_s: float | None = None, **stats: Any) -> Solution:
+        """The best that was found, with ``seconds``, ``evaluations``, ``curve`` and ``stats``.
+
+        Where nothing fits in memory the least violating placement, worth inf, and a text
+        ``infeasible`` with the bytes.
+        """
+        assert self.best is not None, "the first evaluation is always made"
+        placement = self.best[self.problem.graph.group]
+        fits = self.best_cost < INFEASIBLE
+        value = self.best_cost if fits else np.inf
+        curve = [*self.curve, (self.seconds, self.num_evaluations, value)]
+        if not fits:
+            stats["infeasible"] = _too_large(self._run, placement)
+        told = {"seconds": self.seconds, "evaluations": self.num_evaluations, "curve": curve}
+        return Solution(placement, value, lower_bound_s, told | stats)
+
+    def _keep(self, choice: Choice, cost: float, evaluation: int) -> None:
+        if self.best is None or cost < self.best_cost:
+            self.best, self.best_cost = choice.copy(), cost
+            value = cost if cost < INFEASIBLE else np.inf
+            self.curve.append((self.seconds, evaluation, value))
+
+    def _chunk(self) -> int:
+        """How many evaluations to make before looking at the clock again."""
+        size = min(256.0, max(1.0, self._max_evaluations - self.num_evaluations))
+        if np.isfinite(self._max_seconds):
+            # A tenth of what is left: the last chunks are single evaluations.
+            affordable = 0.1 * (self._max_seconds - self.seconds)
+            known = self._seconds_per_evaluation
+            size = min(size, max(1.0, affordable / known if known else 1.0))
+        return int(size)
+
+    def _cost(self, choices: Choice) -> Floats:
+        placements = choices[:, self.problem.graph.group]
+        if not self.problem.memory_may_bind:
+            return score(self.problem, placements)
+        values = evaluate(self._run, placements)
+        assert values.peak_bytes is not None, "memory is tracked where it may bind"
+        capacity = self.problem.memory_bytes
+        excess = np.maximum(values.peak_bytes - capacity, 0) / capacity
+        overflow = excess.sum(axis=1)
+        return np.where(overflow > 0, INFEASIBLE * (1 + overflow), values.period_s)
+
+
+def _load_kernel(problem: Problem, allowed: NDArray[np.bool_]) -> None:
+    """Compile, or read from the cache, once per process and outside of every budget."""
+    from placement import kernels
+
+    if not kernels.run_batch.signatures:
+        score(problem, allowed.argmax(axis=1)[problem.graph.group])
+
+
+def _too_large(problem: Problem, placement: Placement) -> str:
+    """Where a placement does not fit, in bytes."""
+    peak = simulate(problem, placement).peak_bytes
+    assert peak is not None, "a prediction tracks memory"
+    over = [
+        f"device {device.name!r} needs {int(need)} bytes, has {device.memory_bytes}"
+        for device, need in zip(problem.cluster.devices, peak, strict=True)
+        if need > device.memory_bytes
+    ]
+    return "no placement found that fits in memory; the closest: " + ", ".join(over)
+
+
+def device_classes(problem: Problem) -> NDArray[np.int32]:
+    """int32 ``[D]``: devices of the same class may be swapped and nothing changes.
+
+    Classes are numbered by first appearance.
+    """
+    count = problem.num_devices
+    classes = np.arange(count, dtype=np.int32)
+    for b in range(count):
+        for a in range(b):
+            if classes[a] == a and _swappable(problem, a, b):
+                classes[b] = a
+                break
+    return np.unique(classes, return_inverse=True)[1].astype(np.int32)
+
+
+def _swappable(problem: Problem, a: int, b: int) -> bool:
+    swap = np.arange(problem.num_devices)
+    swap[[a, b]] = b, a
+    kinds = np.array([d.kind == "cpu" for d in problem.cluster.devices])
+    by_device = (problem.compute_s, problem.loaded_s, problem.memory_bytes, kinds)
+    if not all(np.array_equal(x[..., a], x[..., b]) for x in by_device):
+        return False
+    by_pair: list[NDArray[Any]] = [problem.link_blocking]
+    by_pair += [problem.link_latency_s, problem.link_s_per_byte]
+    if problem.profile.transfer_s is not None:
+        by_pair.append(problem.profile.transfer_s)
+    if not all(np.array_equal(x, x[..., swap, :][..., swap]) for x in by_pair):
+        return False
+    channel = problem.link_channel
+    return np.array_equal(_first_seen(channel), _first_seen(channel[swap][:, swap]))
+
+
+def _first_seen(labels: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The same partition with labels 0, 1, ... by first appearance."""
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    rank = np.argsort(np.argsort(first))
+    return rank[inverse].reshape(labels.shape).astype(np.int32)
+
+
+def single_devices(problem: Problem) -> Choice:
+    """int32 ``[D, G]``: everything on one device; what it cannot run, on the first that can."""
+    allowed = np.isfinite(problem.group_compute_s)
+    first = allowed.argmax(axis=1)
+    rows = [np.where(allowed[:, d], d, first) for d in range(problem.num_devices)]
+    return np.array(rows, np.int32)
+
+
+def random_choice(rng: np.random.Generator, allowed: NDArray[np.bool_]) -> Choice:
+    """int32 ``[G]``: every group on a device drawn uniformly from those that can run it."""
+    return np.where(allowed, rng.random(allowed.shape), -1.0).argmax(axis=1).astype(np.int32)
+
+
+Move = tuple[NDArray[np.intp], int]  # the groups that move, the device they move to
+Moves = Callable[[np.random.Generator, Choice], Move]
+
+
+def moves(problem: Problem) -> Moves:
+    """``propose(rng, choice)`` -> a random move from ``choice``.
+
+    A move changes the device of one group, or (every second time) of a run: consecutive
+    groups, in operator order, that share its device, of a length drawn log-uniformly. The
+    new device is one that a producer or consumer of the group is on (every second time), or
+    any other that can run it. Groups that cannot run there stay.
+    """
+    g = problem.graph
+    allowed = np.isfinite(problem.group_compute_s)
+    num_groups = g.num_groups
+    movable = np.flatnonzero(allowed.sum(axis=1) > 1)
+    pairs = g.group[g.edges] if len(g.edges) else np.zeros((0, 2), np.int32)
+    both = np.concatenate([pairs, pairs[:, ::-1]])
+    both = np.unique(both[both[:, 0] != both[:, 1]], axis=0)
+    start = np.searchsorted(both[:, 0], np.arange(num_groups + 1))
+    near = both[:, 1]
+    log_groups = np.log(num_groups + 1)
+
+    def propose(rng: np.random.Generator, choice: Choice) -> Move:
+        group = int(movable[rng.integers(len(movable))])
+        old = choice[group]
+        target = old
+        if rng.random() < 0.5 and start[group] < start[group + 1]:
+            target = choice[near[rng.integers(start[group], start[group + 1])]]
+        if target == old or not allowed[group, target]:
+            others = np.flatnonzero(allowed[group])
+            others = others[others != old]
+            target = others[rng.integers(len(others))]
+        last = group + 1
+        if rng.random() < 0.5:
+            stop = min(num_groups, group + int(np.exp(rng.random() * log_groups)))
+            while last < stop and choice[last] == old:
+                last += 1
+        body = np.arange(group, last)
+        return body[allowed[body, target]], int(target)
+
+    return propose
+
+
+def can_move(problem: Problem) -> bool:
+    """Whether any group has a choice of devices."""
+    return bool((np.isfinite(problem.group_compute_s).sum(axis=1) > 1).any())

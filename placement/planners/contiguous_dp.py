@@ -1,0 +1,284 @@
+"""Contiguous stages by dynamic programming, on devices in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.planners._search import INFEASIBLE, Choice, Search, device_classes
+from placement.problem import Problem, Solution
+from placement.simulator import host_of
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+Stage = tuple[int, int, int]  # device, first block, block after the last
+
+
+@dataclass(frozen=True)
+class ContiguousDp:
+    """Cuts the operators, in their order, into at most D stages; the slowest stage is least.
+
+    The dynamic program over (devices used, operators placed) in the manner of the linearised
+    program of Tarnawski et al. (NeurIPS 2020), for unlike devices: every subset and every
+    order of the devices is considered, devices that may be swapped count as one. The cost of
+    a stage is the larger of
+
+    * compute (``loaded_s`` in a pipeline) plus the blocking sends of its outputs, and
+    * the transfers of its inputs, as if they came over one channel,
+
+    where a transfer takes the mean over the other devices: exact where links are alike. Each
+    tensor is received once per stage; a blocking send is charged once per tensor, although
+    it is repeated for each further stage. Then the best split for each set of devices is
+    simulated and the best of those is the answer, for the period as for the latency.
+
+    A colocation group is placed whole, at its first operator. Memory: parameters must fit;
+    where the simulator finds that activations do not, they are counted too and the program
+    runs again.
+
+    Attributes:
+        max_blocks: groups are merged into this many blocks of about equal seconds first; the
+            program is exact up to there (``stats["num_blocks"]``, ``stats["num_groups"]``).
+        max_states: with more sets of devices than this, devices are used in one order, by
+            total seconds, fastest first (``stats["all_orders"]`` is False then).
+        candidates: simulate the splits of at most so many sets of devices.
+        seconds, evaluations: budget of the simulations; None is no limit.
+    """
+
+    max_blocks: int = 400
+    max_states: int = 512
+    candidates: int = 32
+    seconds: float | None = None
+    evaluations: int | None = None
+
+    def __call__(self, problem: Problem) -> Solution:
+        search = Search(problem, self.seconds, self.evaluations)
+        block = merge_blocks(problem, self.max_blocks)
+        classes = device_classes(problem)
+        states, all_orders = _states(problem, classes, self.max_states)
+        costs = stage_costs(problem, block)
+        # Activations of one micro-batch are counted not at all, once, once per flight; if
+        # nothing fits even so, memory is forgotten and the least violating split is told.
+        flights = problem.max_in_flight if problem.objective == "period" else 1
+        times = [0, 1, flights] if problem.memory_may_bind else [0]
+        bottleneck_s = None
+        for count in [*dict.fromkeys(times), None]:
+            splits = _solve(costs.seconds(count), states)
+            if problem.objective == "latency":
+                splits.sort(key=lambda split: costs.latency_s(split[1]))
+            rows = [_choice(stages, block, classes) for _, stages in splits[: self.candidates]]
+            if not len(rows):
+                continue
+            search.costs(rows)
+            bottleneck_s = min(value for value, _ in splits)
+            if search.best_cost < INFEASIBLE:
+                break
+        return search.solution(
+            bottleneck_s=bottleneck_s,
+            num_blocks=int(block.max()) + 1,
+            num_groups=problem.graph.num_groups,
+            all_orders=all_orders,
+        )
+
+
+def merge_blocks(problem: Problem, max_blocks: int) -> Ints:
+    """int32 ``[G]``: the block of each group, non-decreasing, all of about equal seconds."""
+    groups = problem.graph.num_groups
+    if groups <= max_blocks:
+        return np.arange(groups, dtype=np.int32)
+    seconds = problem.group_compute_s.min(axis=1)
+    weight = seconds / max(seconds.sum(), 1e-300) + 1.0 / groups
+    middle = np.cumsum(weight) - weight / 2
+    block = np.floor(middle / weight.sum() * max_blocks).astype(np.int32)
+    return np.unique(block, return_inverse=True)[1].astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class StageCosts:
+    """What the stage of blocks ``[j, i)`` costs; arrays are ``[C + 1, C + 1]``, ``j < i``.
+
+    Attributes:
+        compute: float64 ``[D, C + 1, C + 1]`` seconds, inf where not supported.
+        blocked: float64, the same shape: blocking sends of the stage's outputs.
+        received: float64, the same shape: transfers of the stage's inputs.
+        param_bytes: float64 parameters, tied ones once.
+        activation_bytes: float64 tensors produced or used, of one micro-batch.
+        memory_bytes: int64 ``[D]``.
+    """
+
+    compute: Floats
+    blocked: Floats
+    received: Floats
+    param_bytes: Floats
+    activation_bytes: Floats
+    memory_bytes: NDArray[np.int64]
+
+    def seconds(self, activations: int | None) -> Floats:
+        """float64 ``[D, C + 1, C + 1]`` cost of a stage; inf where it is empty or too large.
+
+        Memory is parameters and ``activations`` times the activations; None: no limit.
+        """
+        cost = np.maximum(self.compute + self.blocked, self.received)
+        cost[:, *np.tril_indices(cost.shape[1])] = np.inf
+        if activations is not None:
+            need = self.param_bytes + activations * self.activation_bytes
+            cost[need > self.memory_bytes[:, None, None]] = np.inf
+        return cost
+
+    def latency_s(self, stages: list[Stage]) -> float:
+        """One micro-batch through the stages, each waiting for the one before."""
+        return sum(float(self.compute[s] + self.received[s]) for s in stages)
+
+
+def stage_costs(problem: Problem, block: Ints) -> StageCosts:
+    """Costs of every stage on every device, ``block`` int32 ``[G]`` being the block of a group."""
+    g, num_devices = problem.graph, problem.num_devices
+    size = int(block.max()) + 2
+    at = block[g.group]  # [N]
+    run_s = problem.loaded_s if problem.objective == "period" else problem.compute_s
+    if num_devices == 1:
+        run_s = problem.compute_s
+
+    made = np.flatnonzero(g.tensor_src >= 0)
+    given = g.tensor_src[g.use_tensor] < 0  # uses of model inputs
+    producer = np.stack([made, at[g.tensor_src[made]]])
+    uses = np.stack([g.use_tensor, at[g.use_dst]])
+    both = np.concatenate([producer, uses[:, ~given]], axis=1)
+    first = np.full(g.num_tensors, size)
+    last = np.full(g.num_tensors, -1)
+    np.minimum.at(first, both[0], both[1])
+    np.maximum.at(last, both[0], both[1])
+
+    host, shares_host = host_of(problem)
+    compute, blocked, received = (np.empty((num_devices, size, size)) for _ in range(3))
+    for d in range(num_devices):
+        per_block = np.zeros(size - 1)
+        finite = np.isfinite(run_s[:, d])
+        np.add.at(per_block, at[finite], run_s[finite, d])
+        total = np.append(0.0, np.cumsum(per_block))
+        impossible = np.append(0, np.cumsum(np.bincount(at[~finite], minlength=size - 1)))
+        compute[d] = np.where(
+            impossible[None, :] > impossible[:, None], np.inf, total[None, :] - total[:, None]
+        )
+        others = [e for e in range(num_devices) if e != d]
+        arrive = _mean_transfer(problem, [(e, d) for e in others])
+        # A tensor is received where it is used and not made.
+        received[d] = _touched(both, arrive, size) - _touched(producer, arrive, size)
+        if not shares_host[d]:
+            received[d] += _touched(uses[:, given], _mean_transfer(problem, [(host, d)]), size)
+        block_s = _mean_transfer(problem, [(d, e) for e in others], problem.link_blocking)
+        # A tensor is sent where it is made and not everything that uses it is.
+        within = _within(first[made], last[made], block_s[made], size)
+        blocked[d] = _touched(producer, block_s, size) - within
+
+    roots = np.stack([g.tensor_root[both[0]], both[1]])
+    params = np.stack([g.param_use, at[g.param_use_op]])
+    return StageCosts(
+        compute=compute,
+        blocked=np.maximum(blocked, 0.0),
+        received=np.maximum(received, 0.0),
+        param_bytes=_touched(params, g.param_bytes.astype(np.float64), size),
+        activation_bytes=_touched(roots, g.tensor_bytes.astype(np.float64), size),
+        memory_bytes=problem.memory_bytes,
+    )
+
+
+def _mean_transfer(
+    problem: Problem, pairs: list[tuple[int, int]], only: NDArray[np.bool_] | None = None
+) -> Floats:
+    """float64 ``[T]``: seconds of each tensor, mean over device pairs (0 where not ``only``)."""
+    total = np.zeros(problem.graph.num_tensors)
+    for a, b in pairs:
+        if only is None or only[a, b]:
+            if problem.profile.transfer_s is not None:
+                total += problem.profile.transfer_s[:, a, b]
+            else:
+                total += problem.link_latency_s[a, b]
+                total += problem.link_s_per_byte[a, b] * problem.graph.tensor_bytes
+    return total / max(1, len(pairs))
+
+
+def _touched(points: NDArray, weight: Floats, size: int) -> Floats:
+    """float64 ``[size, size]``: for each ``[j, i)`` the weight of the items with a point in it.
+
+    ``points`` is ``[2, K]``: (item, position). Each item is counted once per interval: for its
+    first point at or after ``j``, which rows ``previous point < j <= point`` share.
+    """
+    item, at = np.unique(points, axis=1).astype(np.int64)
+    grid = np.zeros((size, size))
+    same = np.append(False, item[1:] == item[:-1])
+    low = np.where(same, np.append(0, at[:-1] + 1), 0)
+    np.add.at(grid, (low, at + 1), weight[item])
+    np.add.at(grid, (at + 1, at + 1), -weight[item])
+    return grid.cumsum(axis=0).cumsum(axis=1)
+
+
+def _within(first: NDArray, last: NDArray, weight: Floats, size: int) -> Floats:
+    """float64 ``[size, size]``: the weight of the items with ``j <= first`` and ``last < i``."""
+    grid = np.zeros((size, size))
+    np.add.at(grid, (np.zeros_like(first), last + 1), weight)
+    np.add.at(grid, (first + 1, last + 1), -weight)
+    return grid.cumsum(axis=0).cumsum(axis=1)
+
+
+State = list[tuple[int, int]]  # (state before, device of the stage that leads here)
+
+
+def _states(problem: Problem, classes: Ints, max_states: int) -> tuple[list[State], bool]:
+    """Which sets of devices a set can come from, smaller sets first; state 0 is the empty set.
+
+    A set is how many devices of each class it has; a device stands for its class. The flag
+    tells whether these are all sets.
+    """
+    counts = np.bincount(classes)
+    if np.prod(counts + 1.0) <= max_states:
+        # Mixed radix: the set with one device less has the smaller number.
+        step = np.append(np.cumprod((counts + 1)[::-1])[::-1][1:], 1)
+        member = [int(np.flatnonzero(classes == k)[0]) for k in range(len(counts))]
+        return [
+            [(s - int(step[k]), member[k]) for k in range(len(counts)) if used[k]]
+            for s, used in enumerate(product(*(range(c + 1) for c in counts)))
+        ], True
+    total = np.where(np.isfinite(problem.compute_s), problem.compute_s, 0.0).sum(axis=0)
+    order = np.argsort(total, kind="stable")
+    return [[], *([(s, int(d)) for s in range(i + 1)] for i, d in enumerate(order))], False
+
+
+def _solve(cost: Floats, states: list[State]) -> list[tuple[float, list[Stage]]]:
+    """The split with the least slowest stage for every set of devices, best first."""
+    size = cost.shape[1]
+    best = np.full((len(states), size), np.inf)
+    best[0, 0] = 0.0
+    via = np.zeros((len(states), size), np.int32)  # which of the state's transitions
+    cut = np.zeros((len(states), size), np.int32)  # where the last stage begins
+    for s, state in enumerate(states):
+        for k, (before, device) in enumerate(state):
+            slowest = np.maximum(best[before][:, None], cost[device])
+            begin = slowest.argmin(axis=0)
+            value = slowest[begin, np.arange(size)]
+            better = value < best[s]
+            best[s, better], via[s, better], cut[s, better] = value[better], k, begin[better]
+
+    def stages(state: int) -> Iterator[Stage]:
+        end = size - 1
+        while end > 0:
+            before, device = states[state][via[state, end]]
+            begin = int(cut[state, end])
+            yield device, begin, end
+            state, end = before, begin
+
+    found = [s for s in range(1, len(states)) if np.isfinite(best[s, -1])]
+    found.sort(key=lambda s: best[s, -1])
+    return [(float(best[s, -1]), list(stages(s))[::-1]) for s in found]
+
+
+def _choice(stages: list[Stage], block: Ints, classes: Ints) -> Choice:
+    """int32 ``[G]``: a further stage of the same class takes the next device of that class."""
+    free = {k: list(np.flatnonzero(classes == k)) for k in range(int(classes.max()) + 1)}
+    device = np.empty(int(block.max()) + 1, np.int32)
+    for d, begin, end in stages:
+        device[begin:end] = free[int(classes[d])].pop(0)
+    return device[block]

@@ -1,0 +1,86 @@
+"""Hill climbing with restarts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.planners._search import (
+    DEFAULT_EVALUATIONS,
+    Choice,
+    Search,
+    can_move,
+    moves,
+    random_choice,
+)
+from placement.problem import Planner, Problem, Solution
+
+
+@dataclass(frozen=True)
+class LocalSearch:
+    """First-improvement hill climbing over random moves (one group, or a run of groups).
+
+    A move that changes nothing is accepted too: the slowest device alone decides the period,
+    so most of the landscape is flat. After ``patience`` moves per (group, other device)
+    without improvement it restarts from the best so far with ``kick`` of the groups moved
+    at random (with ``start="random"`` from a new random placement).
+
+    Attributes:
+        start: planner that gives the first placement (a name or a planner), or ``random``;
+            its evaluations count.
+        patience: restart after this many times ``G * (D - 1)`` moves without improvement.
+        kick: share of the groups that a restart moves, 0..1.
+        seconds, evaluations: budget; with neither, 2,000 evaluations.
+        seed: of the draws.
+    """
+
+    start: str | Planner = "best_of"
+    patience: float = 1.0
+    kick: float = 0.05
+    seconds: float | None = None
+    evaluations: int | None = None
+    seed: int = 0
+
+    def __call__(self, problem: Problem) -> Solution:
+        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
+        rng = np.random.default_rng(self.seed)
+        current, cost = begin(search, self.start, rng)
+        restarts = 0
+        if can_move(problem):
+            propose = moves(problem)
+            num_moves = problem.graph.num_groups * (problem.num_devices - 1)
+            stale = 0
+            while search.left:
+                if stale >= self.patience * num_moves:
+                    restarts, stale = restarts + 1, 0
+                    current = self._restart(search, rng)
+                    cost = search.cost(current)
+                    continue
+                groups, device = propose(rng, current)
+                trial = current.copy()
+                trial[groups] = device
+                found = search.cost(trial)
+                stale = 0 if found < cost else stale + 1
+                if found <= cost:
+                    current, cost = trial, found
+        return search.solution(restarts=restarts)
+
+    def _restart(self, search: Search, rng: np.random.Generator) -> Choice:
+        fresh = random_choice(rng, search.allowed)
+        if self.start == "random":
+            return fresh
+        assert search.best is not None, "a restart follows a first climb"
+        kicked = rng.random(len(fresh)) < self.kick
+        kicked[rng.integers(len(fresh))] = True
+        return np.where(kicked, fresh, search.best).astype(np.int32)
+
+
+def begin(search: Search, start: str | Planner, rng: np.random.Generator) -> tuple[Choice, float]:
+    """The first choice int32 ``[G]`` of a search, and its cost."""
+    if start == "random":
+        search.cost(random_choice(rng, search.allowed))
+    else:
+        search.run(start)
+    assert search.best is not None, "a start is always scored"
+    return search.best.copy(), search.best_cost

@@ -1,0 +1,74 @@
+"""Simulated annealing, cold and calibrated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.planners._search import (
+    DEFAULT_EVALUATIONS,
+    INFEASIBLE,
+    Search,
+    can_move,
+    moves,
+)
+from placement.planners.local_search import begin
+from placement.problem import Planner, Problem, Solution
+
+
+@dataclass(frozen=True)
+class SimulatedAnnealing:
+    """Annealing (Kirkpatrick, Gelatt, Vecchi, Science 1983) over the moves of ``LocalSearch``.
+
+    The temperature falls geometrically from the first to ``last_temperature`` times the
+    first, as a function of the budget spent: the budget is always used to the end. The first
+    temperature is calibrated on the run itself: it is the one at which the median of the
+    first 100 worsenings is accepted with probability ``accept``.
+
+    Deviations: it starts cold, because a hot start forgets the placement it began with; half
+    way it returns to the best so far.
+
+    Attributes:
+        start: planner that gives the first placement (a name or a planner), or ``random``;
+            its evaluations count.
+        accept: probability with which the median worsening is accepted at first, 0..1.
+        last_temperature: the last temperature as a share of the first.
+        seconds, evaluations: budget; with neither, 2,000 evaluations.
+        seed: of the draws.
+    """
+
+    start: str | Planner = "best_of"
+    accept: float = 0.02
+    last_temperature: float = 0.01
+    seconds: float | None = None
+    evaluations: int | None = None
+    seed: int = 0
+
+    def __call__(self, problem: Problem) -> Solution:
+        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
+        rng = np.random.default_rng(self.seed)
+        current, cost = begin(search, self.start, rng)
+        first = 0.0
+        if can_move(problem):
+            propose = moves(problem)
+            worsenings: list[float] = []
+            begun, returned = search.used, False
+            while search.left:
+                progress = (search.used - begun) / max(1.0 - begun, 1e-12)
+                if progress > 0.5 and not returned and search.best is not None:
+                    returned, current, cost = True, search.best, search.best_cost
+                groups, device = propose(rng, current)
+                trial = current.copy()
+                trial[groups] = device
+                found = search.cost(trial)
+                if cost < found < INFEASIBLE and len(worsenings) < 100:
+                    worsenings.append(found - cost)
+                    first = float(np.median(worsenings)) / -math.log(self.accept)
+                temperature = first * self.last_temperature**progress
+                # With probability exp(-worsening / temperature); never at temperature 0.
+                limit = -temperature * math.log(1.0 - rng.random())
+                if found <= cost or found - cost < limit:
+                    current, cost = trial, found
+        return search.solution(first_temperature_s=first)
