@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from placement.capture import capture
 from placement.cluster import Cluster, Link
+from placement.executor.executor import batched
 from placement.executor.runner import Runner
 from placement.graph import OpGraph
 from placement.profile import Profile, ProfileError
@@ -246,7 +247,7 @@ def _last_seconds(runner: Runner, batch: int) -> Floats:
     seconds = np.zeros(runner.graph.num_ops)
     for worker in runner.workers:
         clock = worker.backend.resolve_ns
-        for b, op, begin, end in worker.slices:
+        for b, op, begin, end in batched(worker.slices, 4):
             if b == batch:
                 seconds[op] = (clock(end) - clock(begin)) * 1e-9
         worker.slices.clear()
@@ -279,7 +280,7 @@ def _span(runner: Runner, inputs: Sequence[Tensor]) -> float:
         pass
     end = {}
     for worker in runner.workers:
-        for _, op, _, until in worker.slices:
+        for _, op, _, until in batched(worker.slices, 4):
             end[op] = worker.backend.resolve_ns(until)
         worker.slices.clear()
         worker.arrivals.clear()

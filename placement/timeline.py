@@ -57,11 +57,16 @@ class Timeline:
         return float(self.end_s.max()) - self.begin_s
 
     @cached_property
+    def span_s(self) -> Floats:
+        """float64 ``[M]`` first start to last end of each micro-batch (input transfers included)."""
+        first = self.start_s.min(axis=1)
+        np.minimum.at(first, self.transfers[:, 1], self.transfer_start_s)
+        return self.end_s.max(axis=1) - first
+
+    @cached_property
     def latency_s(self) -> float:
         """First start to last end of micro-batch 0 (alone when ``M == 1``)."""
-        first = float(self.start_s[0].min())
-        inputs = self.transfer_start_s[self.transfers[:, 1] == 0]
-        return float(self.end_s[0].max()) - min(first, float(inputs.min(initial=first)))
+        return float(self.span_s[0])
 
     @cached_property
     def period_s(self) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,6 +13,11 @@ from placement.executor.runner import Runner
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
 from placement.timeline import Timeline
+
+
+def batched(flat: list[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    """Rows of ``size`` of a flat list."""
+    return zip(*(flat[i::size] for i in range(size)), strict=True)
 
 
 class Executor:
@@ -31,8 +37,12 @@ class Executor:
         placement: ArrayLike,
         schedule: Schedule | None = None,
         num_microbatches: int | None = None,
+        max_in_flight: int | None = None,
     ) -> Timeline:
         """Measured timeline of ``num_microbatches`` (default: the schedule's or the problem's).
+
+        ``max_in_flight`` defaults to the problem's. With 1, every micro-batch runs alone, and
+        the median of ``timeline.span_s`` is the latency.
 
         Raises:
             ProblemError: the placement is not one of this problem.
@@ -44,27 +54,26 @@ class Executor:
             schedule.check(problem, p)
             num_microbatches = schedule.num_microbatches
         m = num_microbatches or problem.num_microbatches
+        window = m if schedule is not None else max_in_flight or problem.max_in_flight
         inputs = problem.graph.program.random_inputs()
         if schedule is not None:
             # The schedule is for exactly m micro-batches, so the warm-up runs without it.
-            with self._runner(p, None) as runner:
+            with self._runner(p, None, m) as runner:
                 _drain(runner, inputs, self.warmup)
-        with self._runner(p, schedule) as runner:
+        with self._runner(p, schedule, window) as runner:
             if schedule is None:
                 _drain(runner, inputs, self.warmup)
             first = runner.next_batch
             _drain(runner, inputs, m)
             return measured_timeline(problem, runner, first, m)
 
-    def _runner(self, placement: Placement, schedule: Schedule | None) -> Runner:
+    def _runner(self, placement: Placement, schedule: Schedule | None, window: int) -> Runner:
         problem = self.problem
         return Runner(
             problem.graph,
             problem.cluster,
             placement,
-            max_in_flight=(
-                problem.max_in_flight if schedule is None else schedule.num_microbatches
-            ),
+            max_in_flight=window,
             priority=problem.priority,
             schedule=schedule,
             record=True,
@@ -89,12 +98,12 @@ def measured_timeline(
     moved: list[tuple[int, int, int, int, float, float]] = []
     for worker in runner.workers:
         clock = worker.backend.resolve_ns
-        for batch, op, begin, until in worker.slices:
+        for batch, op, begin, until in batched(worker.slices, 4):
             if batch >= first:
                 start[batch - first, op] = (clock(begin) - zero) * 1e-9
                 end[batch - first, op] = (clock(until) - zero) * 1e-9
         here = worker.share.device
-        for batch, tensor, source, sent, received in worker.arrivals:
+        for batch, tensor, source, sent, received in batched(worker.arrivals, 5):
             if batch >= first:
                 left = runner.workers[source].backend.resolve_ns(sent)
                 moved.append(

@@ -56,8 +56,8 @@ class Worker(threading.Thread):
     ``Failure`` ends the run.
 
     Attributes:
-        slices: (batch, operator, start mark, end mark) if ``record``.
-        arrivals: (batch, tensor, source device, sent ns, received ns) if ``record``.
+        slices: batch, operator, start mark, end mark, and so on, if ``record``.
+        arrivals: batch, tensor, source device, sent and received mark, and so on, if ``record``.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Worker(threading.Thread):
         self.backend = backend
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.workers: list[Worker] = []
-        self.slices: list[tuple[int, int, Any, Any]] = []
-        self.arrivals: list[tuple[int, int, int, int, int]] = []
+        self.slices: list[Any] = []
+        self.arrivals: list[Any] = []
         self._results = results
         self._calls = calls
         self._priority = priority
@@ -124,7 +124,7 @@ class Worker(threading.Thread):
                 if isinstance(value, Exception):
                     raise value
                 if record:
-                    self.arrivals.append((batch, tensor, source, sent, backend.mark()))
+                    self.arrivals += (batch, tensor, source, sent, backend.mark())
                 arrived = ((tensor, value),)
             else:
                 arrived = tuple(value.items())
@@ -171,7 +171,8 @@ class Worker(threading.Thread):
             calls[op](env)
             if record:
                 begin, mark = mark, backend.mark()
-                self.slices.append((batch, op, begin, mark))
+                # Flat, because a list of tuples would keep the garbage collector busy.
+                self.slices += (batch, op, begin, mark)
             for t in outputs[op]:
                 for user in users[t]:
                     missing[user] -= 1
