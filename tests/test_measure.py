@@ -1,0 +1,146 @@
+"""Measuring: every operator on every device, links fitted, profiles saved and reused."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+
+from placement import measure as measure_module
+from placement.capture import capture
+from placement.cluster import Cluster, Device
+from placement.graph import OpGraph
+from placement.measure import (
+    _LINK_BYTES,
+    cached_path,
+    fit_link,
+    load_or_measure,
+    measure,
+    measure_links,
+)
+from placement.profile import Profile, ProfileError
+from placement.workloads import tiny
+
+pytestmark = pytest.mark.timeout(60)
+
+CORES = sorted(os.sched_getaffinity(0))
+CLUSTER = Cluster(
+    "tests", tuple(Device(f"cpu:{i}", "cpu", (CORES[i % len(CORES)],)) for i in range(2))
+)
+
+
+def branches() -> OpGraph:
+    return capture(*tiny.tiny_branches())
+
+
+def test_every_operator_is_measured_on_every_device_and_nothing_is_left_running():
+    import threading
+
+    graph, seen = branches(), []
+    profile = measure(
+        graph, CLUSTER, repeats=2, progress=lambda what, share: seen.append((what, share))
+    )
+    assert profile.compute_s.shape == (graph.num_ops, 2)
+    assert (profile.compute_s > 0).all() and (profile.spread_s >= 0).all()
+    assert profile.loaded_s is not None and (profile.loaded_s > 0).all()
+    profile.check(graph)
+    assert profile.provenance["repeats"] == 2 and profile.provenance["torch"]
+    assert {(x.src, x.dst) for x in profile.links} == {("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")}
+    shares = [share for _, share in seen]
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    assert not [t for t in threading.enumerate() if t.name.startswith("placement-")]
+
+
+def test_one_device_has_no_load_and_no_links():
+    one = Cluster("one", CLUSTER.devices[:1])
+    profile = measure(branches(), one, repeats=1)
+    assert profile.loaded_s is None and profile.links == ()
+
+
+def test_measured_links_are_links():
+    for link in measure_links(CLUSTER, repeats=1):
+        assert 0 <= link.latency_s < 1
+        assert link.bandwidth_bytes_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bandwidth"), [(2e-5, 1e9), (0.0, 5e8), (1e-4, float("inf"))]
+)
+def test_a_line_is_fitted_back(latency_s, bandwidth):
+    """Known answer: seconds made from a latency and a bandwidth give them back."""
+    seconds = latency_s + np.array(_LINK_BYTES) / bandwidth
+    link = fit_link("a", "b", _LINK_BYTES, seconds)
+    assert link.latency_s == pytest.approx(latency_s, abs=1e-9)
+    assert 1 / link.bandwidth_bytes_per_s == pytest.approx(1 / bandwidth, abs=1e-14)
+
+
+def test_small_transfers_decide_the_latency():
+    """Noise of a millisecond on 8 MiB must not turn 20 us of latency into 0 or 500 us."""
+    seconds = 2e-5 + np.array(_LINK_BYTES) / 1e10
+    seconds[-1] += 1e-3
+    assert fit_link("a", "b", _LINK_BYTES, seconds).latency_s == pytest.approx(2e-5, rel=0.3)
+
+
+def test_nothing_measurable_is_a_free_link():
+    link = fit_link("a", "b", _LINK_BYTES, np.zeros(len(_LINK_BYTES)))
+    assert link.latency_s == 0 and link.bandwidth_bytes_per_s == float("inf")
+
+
+def test_a_saved_profile_is_reused_by_fingerprint(tmp_path, monkeypatch):
+    graph = branches()
+    first = load_or_measure(graph, CLUSTER, repeats=1, folder=tmp_path)
+    assert cached_path(graph, CLUSTER, tmp_path).exists()
+    monkeypatch.setattr(measure_module, "measure", None)  # calling it would fail
+    again = load_or_measure(branches(), CLUSTER, folder=tmp_path)
+    np.testing.assert_array_equal(again.compute_s, first.compute_s)
+
+
+def test_another_shape_or_cluster_is_measured_anew(tmp_path):
+    small, large = branches(), capture(*tiny.tiny_branches(batch=3))
+    paths = {
+        cached_path(small, CLUSTER, tmp_path),
+        cached_path(large, CLUSTER, tmp_path),
+        cached_path(small, Cluster("one", CLUSTER.devices[:1]), tmp_path),
+    }
+    assert len(paths) == 3
+
+
+def test_described_devices_are_scaled_from_measured_ones(tmp_path, monkeypatch):
+    graph = branches()
+    seconds = np.full((graph.num_ops, 2), 1e-4)
+    fake = Profile(CLUSTER.device_names, seconds, seconds * 0, provenance={})
+    monkeypatch.setattr(measure_module, "measure", lambda *a, **k: fake)
+    monkeypatch.setattr(Cluster, "detect", lambda *a: CLUSTER)
+    described = Cluster(
+        "described", (CLUSTER.devices[0], Device("fast:0", "fast", like="cpu:1", speed=4.0))
+    )
+    profile = load_or_measure(graph, described, folder=tmp_path)
+    np.testing.assert_allclose(profile.compute_s[0], [1e-4, 2.5e-5])
+
+
+def test_no_space_left_gives_the_profile_and_a_warning(tmp_path, monkeypatch):
+    def full(self, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Profile, "save", full)
+    with pytest.warns(UserWarning, match=r"No space left on device.*PLACEMENT_HOME"):
+        profile = load_or_measure(branches(), CLUSTER, repeats=1, folder=tmp_path)
+    assert profile.compute_s.min() > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (Device("cpu:0", "cpu", (10_000,)), r"cores \[10000\]"),
+        (Device("cuda:0", "cuda"), "sees no CUDA device"),
+        (Device("tpu:0", "tpu"), "cannot be measured"),
+    ],
+)
+def test_devices_that_are_not_here_are_refused(device, message):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(ProfileError, match=message + r".*like: <measured device>"),
+    ):
+        measure(branches(), Cluster("elsewhere", (device,)), repeats=1)
