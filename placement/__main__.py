@@ -1,0 +1,128 @@
+"""The ``placement`` command; ``placement VERB --help`` explains each verb.
+
+Exit codes: 0 done; 1 the answer is no (not valid, not equal, nothing fits); 2 bad input;
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from placement import cli
+from placement.cli import plan, profile, run, show
+
+_EXIT_CODES = "exit codes: 0 done; 1 the answer is no; 2 bad input; 130 interrupted"
+_OURS = ("placement", "envs", "agents")
+
+
+class Verb(NamedTuple):
+    help: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    example: str
+
+
+VERBS = {
+    "profile": Verb(
+        "measure every operator on every device",
+        profile.configure,
+        profile.run,
+        profile.EXAMPLE,
+    ),
+    "plan": Verb("let a planner decide", plan.configure, plan.run, plan.EXAMPLE),
+    "run": Verb(
+        "carry a plan out, check its results, measure it", run.configure, run.run, run.EXAMPLE
+    ),
+    "validate": Verb(
+        "check a plan: against itself, a model, devices",
+        show.configure_validate,
+        show.run_validate,
+        show.VALIDATE_EXAMPLE,
+    ),
+    "show": Verb("summarise a plan", show.configure, show.run, show.EXAMPLE),
+    "diff": Verb("what two plans differ in", show.configure_diff, show.run_diff, show.DIFF_EXAMPLE),
+    "schema": Verb(
+        "print the JSON schema of plans",
+        show.configure_schema,
+        show.run_schema,
+        show.SCHEMA_EXAMPLE,
+    ),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command; ``args.verb`` is the name of the verb."""
+    parser = argparse.ArgumentParser(
+        prog="placement",
+        description="Decide where every operator of a model runs, prove it, run it.",
+        epilog=_EXIT_CODES,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, verb in VERBS.items():
+        sub = verbs.add_parser(
+            name,
+            help=verb.help,
+            description=verb.help,
+            epilog=f"{verb.example}\n{_EXIT_CODES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.configure(sub)
+        sub.add_argument("--json", action="store_true", help="one JSON object for machines")
+        sub.add_argument("--debug", action="store_true", help="show where an error comes from")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse gives up on positional arguments that follow an option.
+    if rest and not (hasattr(args, "options") and all(_is_option(text) for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.options += rest
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return _checked(args)
+    except KeyboardInterrupt:
+        cli.say("interrupted")
+        return cli.INTERRUPTED
+    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return cli.OK
+    except Exception as error:
+        # A mistake of the user has a class of ours; anything else is a mistake of ours.
+        if type(error).__module__.partition(".")[0] not in _OURS and not isinstance(error, OSError):
+            raise
+        if args.debug:
+            traceback.print_exc()
+        cli.say(f"error: {error}")
+        return cli.BAD_INPUT
+
+
+def _checked(args: argparse.Namespace) -> int:
+    from placement.ownership import check_packages
+
+    check_packages()
+    code = VERBS[args.verb].run(args)
+    sys.stdout.flush()
+    return code
+
+
+def _is_option(text: str) -> bool:
+    return "=" in text and not text.startswith("-")
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    cli.say(f"warning: {message}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The verbs of the ``placement`` command, and what they share.
+
+Data goes to standard output, everything else to standard error. A verb's file has
+``configure(parser)`` and ``run(args) -> exit code``; both import what is slow when they need it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from placement.cluster import Cluster
+    from placement.graph import OpGraph
+
+WIDTH = 80
+OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+Progress = Callable[[str, float | None], None]  # (what is being done, share done or None)
+
+
+class UsageError(ValueError):
+    """A command that cannot be carried out as given; the message says what to type."""
+
+
+def say(text: str) -> None:
+    """One message on standard error."""
+    print(f"placement: {text}", file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on standard output."""
+    print(json.dumps(value, indent=1, allow_nan=False))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table of at most 80 columns; the first column is text, the others are figures."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(
+            column, justify="right" if i else "left", overflow="ellipsis" if i == 0 else "fold"
+        )
+    for row in rows:
+        table.add_row(*row)
+    # Names come from files: no markup, no emoji.
+    out = Console(markup=False, emoji=False, highlight=False)
+    out.width = min(out.width, WIDTH)
+    out.print(table)
+
+
+@contextmanager
+def progress(quiet: bool = False) -> Iterator[Progress]:
+    """What reports progress: a bar on a terminal, else a line now and then after 2 seconds."""
+    if quiet:
+        yield lambda what, share: None
+        return
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+
+        with Bar(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=None)
+
+            def show(what: str, share: float | None) -> None:
+                bar.update(task, description=what, total=share and 1.0, completed=share or 0.0)
+
+            yield show
+        return
+    last = time.monotonic() - 8.0
+
+    def write(what: str, share: float | None) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 10.0:
+            last = time.monotonic()
+            say(what + ("" if share is None else f" ({share:.0%})"))
+
+    yield write
+
+
+def load_workload(spec: str) -> tuple[Any, Any]:
+    """``(module, inputs)`` of a shipped workload or of the user's ``package.module:function``."""
+    from placement import workloads
+
+    if ":" in spec and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: it must not hide installed packages
+    loaded: tuple[Any, Any] = workloads.load(spec)
+    return loaded
+
+
+def capture_workload(spec: str, report: Progress) -> OpGraph:
+    """The graph of a workload, named after it."""
+    report(f"loading {spec}", None)
+    module, inputs = load_workload(spec)
+    from placement.capture import capture
+
+    report(f"capturing {spec}", None)
+    return capture(module, inputs, name=spec)
+
+
+def cluster_of(path: str | None) -> Cluster:
+    """The cluster of a YAML file, or this machine."""
+    from placement.cluster import Cluster
+
+    return Cluster.detect() if path is None else Cluster.from_yaml(path)
+
+
+def write_trace(path: str, trace: dict[str, Any]) -> None:
+    """A Chrome/Perfetto trace, whole or not at all."""
+    from placement.files import write_atomic
+
+    write_atomic(path, json.dumps(trace))
+    say(f"trace written to {path}; open it at https://ui.perfetto.dev")
+
+
+def seconds(value: float) -> str:
+    """Seconds with a fitting unit, e.g. ``12.3 ms``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if value * scale >= 1.0 or unit == "µs":
+            return f"{value * scale:.3g} {unit}" if value * scale < 999.5 else f"{value:.0f} s"
+    raise AssertionError("the last unit always fits")
+
+
+def mebibytes(value: float) -> str:
+    """Bytes as MiB, or the word for no limit."""
+    return "unlimited" if value >= 2**62 else f"{value / 2**20:,.1f} MiB"
+
+
+def is_file(spec: str) -> bool:
+    """Whether ``spec`` is an existing file rather than the name of a workload.
+
+    Raises:
+        UsageError: it looks like a file, but there is none.
+    """
+    if Path(spec).is_file():
+        return True
+    if "/" in spec or Path(spec).suffix in (".json", ".txt", ".npz", ".onnx", ".yaml"):
+        raise UsageError(f"{spec}: no such file")
+    return False

@@ -1,0 +1,106 @@
+"""``placement profile``: measure every operator on every device."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from placement import cli
+
+if TYPE_CHECKING:
+    from placement.cluster import Cluster
+    from placement.graph import OpGraph
+    from placement.profile import Profile
+
+EXAMPLE = """examples:
+  placement profile resnet50
+  placement profile my_package.my_module:my_function --out profile.npz
+"""
+NUM_SHOWN = 10
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workload", help="a shipped model, or your own package.module:function")
+    parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
+    parser.add_argument("--out", metavar="FILE", help="where to save; default: the cache folder")
+    parser.add_argument("--repeats", type=int, default=10, help="rounds (default %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from placement.measure import cached_path, measure
+
+    if args.repeats < 1:
+        raise cli.UsageError(f"--repeats {args.repeats}: must be at least 1")
+    with cli.progress() as report:
+        cluster = measurable(cli.cluster_of(args.cluster))
+        graph = cli.capture_workload(args.workload, report)
+        profile = measure(graph, cluster, repeats=args.repeats, progress=report)
+    show(graph, cluster, profile, as_json=args.json)
+    path = args.out or cached_path(graph, cluster)
+    try:
+        profile.save(path)
+    except (OSError, ValueError) as error:
+        advice = "" if args.out else "; or set PLACEMENT_HOME to another folder"
+        raise cli.UsageError(f"the profile above was not saved: {error}{advice}") from error
+    cli.say(f"profile saved to {path}")
+    return cli.OK
+
+
+def measurable(cluster: Cluster) -> Cluster:
+    """The cluster itself, or this machine where it is described in terms of this machine."""
+    from placement.cluster import Cluster
+
+    return Cluster.detect() if any(d.like for d in cluster.devices) else cluster
+
+
+def show(graph: OpGraph, cluster: Cluster, profile: Profile, *, as_json: bool) -> None:
+    """The most expensive operators, and where devices of unlike kind differ most."""
+    kinds = [d.kind for d in cluster.devices]
+    unlike = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    expensive = np.argsort(-profile.compute_s.min(axis=1), kind="stable")[:NUM_SHOWN]
+    ratio = profile.compute_s[:, unlike[0]] / profile.compute_s[:, unlike].min(axis=1)
+    gain = profile.compute_s[:, unlike].max(axis=1) - profile.compute_s[:, unlike].min(axis=1)
+    differ = np.argsort(-gain, kind="stable")[: NUM_SHOWN if len(unlike) > 1 else 0]
+    if as_json:
+        cli.print_json(
+            {
+                "workload": graph.name,
+                "num_ops": graph.num_ops,
+                "graph_fingerprint": graph.fingerprint,
+                "devices": list(profile.device_names),
+                "total_s": dict(
+                    zip(profile.device_names, profile.compute_s.sum(axis=0).tolist(), strict=True)
+                ),
+                "most_expensive": [_row(graph, profile, int(n)) for n in expensive],
+                "most_different": [_row(graph, profile, int(n)) for n in differ],
+                "provenance": profile.provenance,
+            }
+        )
+        return
+    rows = [_cells(graph, profile, int(n)) for n in expensive]
+    rows.append(["all operators", "", *map(cli.seconds, profile.compute_s.sum(axis=0))])
+    columns = ["operator", "kind", *profile.device_names]
+    cli.print_table(f"{graph.name}: the most expensive operators", columns, rows)
+    if len(differ):
+        cli.print_table(
+            "where devices of unlike kind differ most",
+            [*columns, f"{profile.device_names[unlike[0]]} / fastest"],
+            [[*_cells(graph, profile, int(n)), f"{ratio[n]:.2g}"] for n in differ],
+        )
+
+
+def _row(graph: OpGraph, profile: Profile, n: int) -> dict[str, object]:
+    times = [x if np.isfinite(x) else None for x in profile.compute_s[n].tolist()]
+    return {
+        "operator": graph.op_name[n],
+        "kind": graph.op_kind[n],
+        "module": graph.op_module[n],
+        "compute_s": dict(zip(profile.device_names, times, strict=True)),
+    }
+
+
+def _cells(graph: OpGraph, profile: Profile, n: int) -> list[str]:
+    times = [cli.seconds(x) if np.isfinite(x) else "-" for x in profile.compute_s[n]]
+    return [graph.op_name[n], graph.op_kind[n].removesuffix(".default"), *times]

@@ -1,0 +1,237 @@
+"""``placement run``: carry a plan out on this machine and hold it against its prediction."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from placement import cli
+
+if TYPE_CHECKING:
+    from placement.executor import Runner
+    from placement.plan import Measured, Plan, Spread
+
+EXAMPLE = """examples:
+  placement run plan.json --against-single-device
+  placement run plan.json --model my_package.my_module:my_function --trace trace.json
+
+Exit code 1: the results differ from those of the plain module.
+"""
+ROUNDS = 5
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="plan.json")
+    parser.add_argument(
+        "--model", metavar="package.module:function", help="the module, unless a shipped one"
+    )
+    parser.add_argument(
+        "--against-single-device", action="store_true", help="measure the best device alone too"
+    )
+    parser.add_argument(
+        "--batches", type=int, metavar="K", help="micro-batches of a run; default: the plan's"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="write the measured timeline")
+    parser.add_argument("--out", metavar="FILE", help="write the plan with what was measured")
+
+
+def run(args: argparse.Namespace) -> int:
+    from placement.plan import load_plan
+
+    plan = load_plan(args.plan)
+    batches = args.batches if args.batches is not None else plan.num_microbatches
+    if batches < 1:
+        raise cli.UsageError(f"--batches {batches}: must be at least 1")
+    with cli.progress() as report:
+        report("loading the model", None)
+        module, inputs = cli.load_workload(model_of(plan, args.model))
+        report("capturing the model", None)
+        with plan.bind(module, inputs) as runner:
+            wrong = difference(runner, module, inputs)
+            if wrong:
+                cli.say(f"the results differ from those of the plain module: {wrong}")
+                return cli.NO
+            runners = {"plan": runner}
+            single = plan.fallback.device if plan.fallback else None
+            if args.against_single_device and single:
+                runners["single"] = alone(plan, runner, single)
+            try:
+                measured = measure(runners, inputs, batches, report)
+            finally:
+                for other in runners.values():
+                    other.close()
+        if args.trace:
+            report("recording a trace", None)
+            trace = recorded_trace(plan, module, inputs, batches)
+    _show(plan, measured, single, as_json=args.json)
+    if args.out:
+        plan.model_copy(update={"measured": measured["plan"]}).save(args.out)
+        cli.say(f"plan written to {args.out}")
+    if args.trace:
+        cli.write_trace(args.trace, trace)
+    return cli.OK
+
+
+def model_of(plan: Plan, given: str | None) -> str:
+    """The workload to load. A plan is data: the code that it names runs only if it is ours."""
+    from placement import workloads
+
+    named = plan.graph.workload
+    if given is not None:
+        return given
+    if named is None or named not in workloads.names():
+        raise cli.UsageError(
+            "the plan is of a model of yours: name it, for example --model "
+            + (named if named and ":" in named else "package.module:function")
+        )
+    return named
+
+
+def difference(runner: Runner, module: Any, inputs: Any) -> str:
+    """How the runner's outputs differ from the plain module's; empty if they are close."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from placement.capture import split_inputs
+
+    args, kwargs = split_inputs(inputs)
+    was_training = [m for m in module.modules() if m.training]
+    module.eval()
+    with torch.no_grad():
+        expected = pytree.tree_leaves(module(*args, **kwargs))
+    for m in was_training:
+        m.training = True
+    actual = pytree.tree_leaves(runner(*args, **kwargs))
+    try:
+        for a, b in zip(actual, expected, strict=True):
+            if isinstance(b, torch.Tensor):
+                torch.testing.assert_close(a, b)
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def alone(plan: Plan, runner: Runner, device: str) -> Runner:
+    """The same program on one device."""
+    from placement.executor import Runner
+
+    placement = np.full(runner.graph.num_ops, runner.cluster.index(device), np.int32)
+    return Runner(
+        runner.graph,
+        runner.cluster,
+        placement,
+        max_in_flight=plan.max_in_flight,
+        priority=plan.priority,
+    )
+
+
+def measure(
+    runners: dict[str, Runner], inputs: Any, batches: int, report: cli.Progress
+) -> dict[str, Measured]:
+    """Latency of single calls and period of streams; the runners take turns, round by round."""
+    import platform
+
+    from placement.capture import split_inputs
+    from placement.plan import Measured, now
+    from placement.timeline import steady_period
+
+    args, kwargs = split_inputs(inputs)
+
+    def period(runner: Runner) -> float:
+        began = time.perf_counter()
+        ends = [time.perf_counter() - began for _ in runner.stream([(args, kwargs)] * batches)]
+        return steady_period(np.array(ends))
+
+    latency: dict[str, list[float]] = {name: [] for name in runners}
+    periods: dict[str, list[float]] = {name: [] for name in runners}
+    for r in range(-1, ROUNDS):  # round -1 warms up
+        for name, runner in runners.items():
+            report(f"measuring, round {max(r, 0) + 1} of {ROUNDS}", max(r, 0) / ROUNDS)
+            one = float(np.median([_timed(lambda x=runner: x(*args, **kwargs)) for _ in range(3)]))  # type: ignore[misc]
+            many = period(runner)
+            if r >= 0:
+                latency[name].append(one)
+                periods[name].append(many)
+    return {
+        name: Measured(
+            latency_s=_spread(latency[name]),
+            period_s=_spread(periods[name]),
+            n=ROUNDS,
+            when=now(),
+            machine=platform.node()[:200],
+        )
+        for name in runners
+    }
+
+
+def recorded_trace(plan: Plan, module: Any, inputs: Any, batches: int) -> dict[str, Any]:
+    """The measured timeline of one more run, with everything recorded."""
+    from placement.cli.show import costless_problem
+    from placement.executor.executor import measured_timeline
+
+    with plan.bind(module, inputs, record=True) as runner:
+        for _ in runner.stream([inputs] * plan.max_in_flight):
+            pass
+        first = runner.next_batch
+        for _ in runner.stream([inputs] * batches):
+            pass
+        problem = costless_problem(runner.graph, runner.cluster)
+        timeline = measured_timeline(problem, runner, first, batches)
+        return timeline.to_trace(runner.graph.op_name)
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _spread(values: list[float]) -> Spread:
+    from placement.plan import Spread
+
+    low, middle, high = np.percentile(values, [25, 50, 75])
+    return Spread(median_s=float(middle), iqr_s=float(high - low))
+
+
+def _show(plan: Plan, measured: dict[str, Measured], single: str | None, *, as_json: bool) -> None:
+    mine, other = measured["plan"], measured.get("single")
+    predicted = {"latency": plan.predicted.latency_s, "period": plan.predicted.period_s}
+    ratios = None
+    if other is not None:
+        ratios = {
+            "latency": other.latency_s.median_s / mine.latency_s.median_s,
+            "period": other.period_s.median_s / mine.period_s.median_s,
+        }
+    if as_json:
+        cli.print_json(
+            {
+                "numerics_equal": True,
+                "predicted": {f"{k}_s": v for k, v in predicted.items()},
+                "measured": mine.model_dump(),
+                "single_device": None
+                if other is None
+                else {"device": single, "measured": other.model_dump()},
+                "speedup_over_single_device": ratios,
+            }
+        )
+        return
+    rows = []
+    for what, spread in (("latency", mine.latency_s), ("period", mine.period_s)):
+        row = [
+            what,
+            cli.seconds(predicted[what]),
+            f"{cli.seconds(spread.median_s)} ± {cli.seconds(spread.iqr_s / 2)}",
+            f"{spread.median_s / predicted[what]:.2f}" if predicted[what] else "-",
+        ]
+        if other is not None and ratios is not None:
+            alone_s = (other.latency_s if what == "latency" else other.period_s).median_s
+            row += [cli.seconds(alone_s), f"{ratios[what]:.2f}x"]
+        rows.append(row)
+    columns = ["", "predicted", "measured", "ratio"]
+    if other is not None:
+        columns += [f"{single} alone", "speed-up"]
+    cli.print_table(f"{plan.graph.name}: results equal the plain module's", columns, rows)

@@ -1,0 +1,226 @@
+"""``placement show | diff | validate | schema``: look at plans; torch only where a model is."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from placement import cli
+
+if TYPE_CHECKING:
+    from placement.cluster import Cluster
+    from placement.graph import OpGraph
+    from placement.plan import Plan
+    from placement.problem import Problem
+
+EXAMPLE = """example:
+  placement show plan.json
+"""
+DIFF_EXAMPLE = """example:
+  placement diff before.json after.json
+"""
+VALIDATE_EXAMPLE = """examples:
+  placement validate plan.json
+  placement validate plan.json --model my_package.my_module:my_function --cluster cluster.yaml
+
+Exit code 1: the plan is not valid; every reason is listed.
+"""
+SCHEMA_EXAMPLE = """example:
+  placement schema > plan.schema.json
+"""
+NUM_SHOWN = 20
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="plan.json")
+
+
+def configure_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="a.json")
+    parser.add_argument("b", metavar="b.json")
+
+
+def configure_validate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="plan.json")
+    parser.add_argument("--model", metavar="package.module:function", help="check it against this")
+    parser.add_argument("--cluster", metavar="FILE", help="check it against these devices (YAML)")
+
+
+def configure_schema(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run(args: argparse.Namespace) -> int:
+    from placement.plan import load_plan
+
+    plan = load_plan(args.plan)
+    if args.json:
+        print(plan.model_dump_json(indent=1))
+    else:
+        show_plan(plan)
+    return cli.OK
+
+
+def run_schema(args: argparse.Namespace) -> int:
+    from placement.plan import schema_text
+
+    print(schema_text(), end="")
+    return cli.OK
+
+
+def show_plan(plan: Plan) -> None:
+    """Summary: the values, and what each device does."""
+    values = [["latency", *_values(plan, "latency")], ["period", *_values(plan, "period")]]
+    cli.print_table(
+        f"{plan.graph.name} ({plan.graph.num_ops} operators) by {plan.planner.name}, "
+        f"for {plan.objective}, {plan.num_microbatches} micro-batches, "
+        f"{plan.max_in_flight} in flight",
+        ["", "predicted", "measured", "proved bound", "gap", "best device alone"],
+        values,
+    )
+    on = list(plan.assignment.values())
+    cli.print_table(
+        "devices",
+        ["device", "operators", "stages", "busy", "peak memory", "of"],
+        [
+            [
+                d.name,
+                str(on.count(d.name)),
+                str(sum(s.device == d.name for s in plan.stages)),
+                cli.seconds(plan.predicted.busy_s[d.name]),
+                cli.mebibytes(plan.predicted.peak_bytes[d.name]),
+                cli.mebibytes(plan.limits.memory_bytes[d.name]),
+            ]
+            for d in plan.cluster.devices
+        ],
+    )
+    print(
+        f"graph {plan.graph.fingerprint[:12]}, cluster {plan.cluster.fingerprint[:12]}, "
+        f"made {plan.provenance.created}"
+    )
+
+
+def _values(plan: Plan, what: str) -> list[str]:
+    predicted = getattr(plan.predicted, f"{what}_s")
+    bound = getattr(plan.lower_bound_s, what) if plan.lower_bound_s else None
+    measured = getattr(plan.measured, f"{what}_s").median_s if plan.measured else None
+    single = getattr(plan.fallback, f"{what}_s") if plan.fallback else None
+    return [
+        cli.seconds(predicted),
+        "-" if measured is None else cli.seconds(measured),
+        "-" if bound is None else cli.seconds(bound),
+        f"{predicted / bound - 1:.1%}" if bound else "-",
+        "-" if single is None else cli.seconds(single),
+    ]
+
+
+def run_diff(args: argparse.Namespace) -> int:
+    from placement.plan import load_plan
+
+    a, b = load_plan(args.a), load_plan(args.b)
+    moved = {
+        op: [a.assignment.get(op), b.assignment.get(op)]
+        for op in dict.fromkeys([*a.assignment, *b.assignment])
+        if a.assignment.get(op) != b.assignment.get(op)
+    }
+    settings = {
+        key: [was, now]
+        for key, was, now in (
+            ("planner", a.planner.name, b.planner.name),
+            ("objective", a.objective, b.objective),
+            ("num_microbatches", a.num_microbatches, b.num_microbatches),
+            ("max_in_flight", a.max_in_flight, b.max_in_flight),
+            ("graph", a.graph.fingerprint[:12], b.graph.fingerprint[:12]),
+            ("cluster", a.cluster.fingerprint[:12], b.cluster.fingerprint[:12]),
+        )
+        if was != now
+    }
+    metrics = {
+        f"predicted {what}": [getattr(p.predicted, f"{what}_s") for p in (a, b)]
+        for what in ("latency", "period")
+    }
+    if a.measured and b.measured:
+        for what in ("latency", "period"):
+            metrics[f"measured {what}"] = [
+                getattr(p.measured, f"{what}_s").median_s for p in (a, b)
+            ]
+    if args.json:
+        cli.print_json({"moved": moved, "settings": settings, "metrics_s": metrics})
+        return cli.OK
+    rows = [
+        [what, cli.seconds(was), cli.seconds(now), f"{now / was - 1:+.1%}" if was else "-"]
+        for what, (was, now) in metrics.items()
+    ]
+    rows += [[key, str(was), str(now), ""] for key, (was, now) in settings.items()]
+    cli.print_table("what differs", ["", "a", "b", "change"], rows)
+    if moved:
+        shown = [[op, str(was), str(now)] for op, (was, now) in list(moved.items())[:NUM_SHOWN]]
+        more = len(moved) - len(shown)
+        cli.print_table(
+            f"{len(moved)} operators moved" + (f", the first {NUM_SHOWN}" if more else ""),
+            ["operator", "a", "b"],
+            shown,
+        )
+    else:
+        print("every operator is on the same device")
+    return cli.OK
+
+
+def run_validate(args: argparse.Namespace) -> int:
+    from placement.plan import read_plan
+
+    plan = read_plan(args.plan)
+    failures, notes = plan.inconsistencies(), []
+    if not failures:
+        model = args.model or _shipped(plan)
+        if model is None:
+            notes.append(
+                "not checked against the model; name it: --model "
+                + (plan.graph.workload or "package.module:function")
+            )
+        else:
+            with cli.progress() as report:
+                graph = cli.capture_workload(model, report)
+            failures += plan.graph_differences(graph) or _order_failures(plan, graph)
+        if args.cluster:
+            failures += plan.cluster_differences(cli.cluster_of(args.cluster))
+        notes += [f"this machine cannot run it: {x}" for x in plan.missing_devices()]
+    if args.json:
+        cli.print_json({"valid": not failures, "failures": failures, "notes": notes})
+    else:
+        for line in failures:
+            print(f"- {line}")
+        for line in notes:
+            cli.say(line)
+        print(f"{args.plan}: " + (f"not valid, {len(failures)} failures" if failures else "valid"))
+    return cli.NO if failures else cli.OK
+
+
+def _shipped(plan: Plan) -> str | None:
+    """The plan's workload if it is one of ours: code that a plan names is not run otherwise."""
+    from placement import workloads
+
+    return plan.graph.workload if plan.graph.workload in workloads.names() else None
+
+
+def _order_failures(plan: Plan, graph: OpGraph) -> list[str]:
+    schedule = plan.schedule(graph)
+    if schedule is None:
+        return []
+    cluster = plan.cluster.build()
+    try:
+        schedule.check(costless_problem(graph, cluster), plan.placement(graph, cluster))
+    except ValueError as error:
+        return [f"order: {error}"]
+    return []
+
+
+def costless_problem(graph: OpGraph, cluster: Cluster) -> Problem:
+    """The problem for what asks only about graph and devices."""
+    import numpy as np
+
+    from placement.problem import Problem
+    from placement.profile import Profile
+
+    nothing: Any = np.zeros((graph.num_ops, cluster.num_devices))
+    return Problem(graph, cluster, Profile(cluster.device_names, nothing, nothing))

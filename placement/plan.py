@@ -1,0 +1,796 @@
+"""The plan: a decision as a file that other programs and other machines can trust.
+
+A plan is JSON of a strict, versioned schema (``docs/plan.schema.json``). It is data and nothing
+else: loading one imports nothing that it names. It knows operators and devices by *name*, and
+holds fingerprints, so that it is refused, with the reason, for a model or a machine that it was
+not made for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
+
+from placement.cluster import Cluster, Device, Link
+from placement.files import write_atomic
+from placement.graph import OpGraph
+from placement.ownership import DISTRIBUTION
+from placement.problem import Placement, Problem, Solution, lower_bounds
+
+if TYPE_CHECKING:
+    from placement.executor import Runner
+    from placement.schedule import Schedule
+
+SCHEMA_VERSION = 1
+MAX_FILE_BYTES = 256 * 2**20
+
+# Names are shown in terminals and pages: control and direction-changing characters are refused.
+_PRINTABLE = r"^[^\u0000-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]*$"
+Name = Annotated[str, Field(max_length=1024, pattern=_PRINTABLE)]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{12,64}$")]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Seconds = Annotated[FiniteFloat, Field(ge=0)]
+
+_PARTS = {
+    "names": "the operators' names",
+    "operators": "kinds, shapes, dtypes or constants of operators",
+    "structure": "which operator uses which tensor",
+    "tensors": "tensor sizes",
+    "parameters": "parameter sizes or their users",
+    "colocation": "colocation groups",
+    "backward": "which operators are backward",
+}
+
+
+class PlanError(ValueError):
+    """The plan file is damaged or inconsistent; the message says where."""
+
+
+class PlanMismatch(PlanError):
+    """The plan is for another model or other devices; the message names the parts that differ."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class PlannerInfo(_Strict):
+    """Which planner decided, with which hyper-parameters."""
+
+    name: Name
+    parameters: dict[Name, JsonValue] = {}
+
+
+class GraphInfo(_Strict):
+    """The model: ``fingerprint`` of the whole, ``parts`` of what it consists of."""
+
+    name: Name
+    fingerprint: Hash
+    num_ops: Annotated[int, Field(ge=1)]
+    parts: dict[Name, Hash]
+    workload: Name | None = None
+    input_spec: dict[str, JsonValue] | None = None
+
+
+class DeviceInfo(_Strict):
+    """As ``placement.cluster.Device``."""
+
+    name: Name
+    kind: Name
+    cores: tuple[Count, ...]
+    threads: Count
+    memory_bytes: Count
+    busy_w: Seconds | None
+    idle_w: Seconds | None
+    like: Name | None
+    speed: FiniteFloat
+    model: Name
+
+
+class LinkInfo(_Strict):
+    """As ``placement.cluster.Link``; no bandwidth is an unlimited one. Measured or declared."""
+
+    src: Name
+    dst: Name
+    latency_s: Seconds
+    bandwidth_bytes_per_s: FiniteFloat | None
+    blocking: bool
+    channel: Name | None
+    declared: bool
+
+
+class ClusterInfo(_Strict):
+    """The devices that the decision is about, and the links as it was made with them."""
+
+    name: Name
+    fingerprint: Hash
+    devices: tuple[DeviceInfo, ...]
+    links: tuple[LinkInfo, ...]
+
+    @classmethod
+    def of(cls, problem: Problem) -> ClusterInfo:
+        """From a problem: its devices, and its profile's links."""
+        declared = set(problem.cluster.links)
+        info = cls.model_construct(
+            name=problem.cluster.name,
+            fingerprint="",
+            devices=tuple(DeviceInfo(**asdict(d)) for d in problem.cluster.devices),
+            links=tuple(
+                LinkInfo(
+                    **asdict(x)
+                    | {"declared": x in declared}
+                    | ({} if np.isfinite(x.bandwidth_bytes_per_s) else _UNLIMITED)
+                )
+                for x in problem.profile.links
+            ),
+        )
+        return cls(**dict(info) | {"fingerprint": info.build().fingerprint})
+
+    def build(self) -> Cluster:
+        """The ``Cluster`` (with declared links only, as it was).
+
+        Raises:
+            ClusterError: the description is not a valid cluster.
+        """
+        links = []
+        for link in self.links:
+            values = link.model_dump(exclude={"declared"})
+            if values["bandwidth_bytes_per_s"] is None:
+                values["bandwidth_bytes_per_s"] = float("inf")
+            if link.declared:
+                links.append(Link(**values))
+        return Cluster(
+            self.name, tuple(Device(**d.model_dump()) for d in self.devices), tuple(links)
+        )
+
+
+_UNLIMITED = {"bandwidth_bytes_per_s": None}
+
+
+class Stage(_Strict):
+    """Operators ``first`` to ``last`` (by number, both included): a piece on one device."""
+
+    device: Name
+    first: Name
+    last: Name
+    num_ops: Count
+
+
+class Predicted(_Strict):
+    """What the simulator says; ``busy_s`` is per micro-batch."""
+
+    latency_s: Seconds
+    period_s: Seconds
+    busy_s: dict[Name, Seconds]
+    peak_bytes: dict[Name, Count]
+
+
+class Spread(_Strict):
+    """Median and interquartile range of repeated measurements."""
+
+    median_s: Seconds
+    iqr_s: Seconds
+
+
+class Measured(_Strict):
+    """What a run on real devices gave: ``n`` repeats, when (ISO 8601) and on what."""
+
+    latency_s: Spread
+    period_s: Spread
+    n: Count
+    when: Name
+    machine: Name
+
+
+class Bounds(_Strict):
+    """Proved: no placement has a lower latency, or period."""
+
+    latency: Seconds
+    period: Seconds
+
+
+class Limits(_Strict):
+    """Memory of each device, and what the predicted peak leaves free of it."""
+
+    memory_bytes: dict[Name, Count]
+    headroom_bytes: dict[Name, int]
+
+
+class Fallback(_Strict):
+    """The best single device: where to go back to."""
+
+    device: Name
+    latency_s: Seconds
+    period_s: Seconds
+
+
+class Provenance(_Strict):
+    """Which version made the plan, when, and where its profile comes from."""
+
+    version: Name
+    git_commit: Name | None
+    created: Name
+    profile: dict[str, JsonValue]
+
+
+class Plan(_Strict):
+    """One decision for one graph on one cluster.
+
+    Attributes:
+        assignment: operator name -> device name, in the order of operator numbers.
+        priority: ``[N]`` rank of each operator where several are ready (smallest first).
+        order: for every device the (operator, micro-batch) in the order they run, or null: then
+            the list rule of ``priority`` decides.
+        stages: the assignment as maximal runs of operators on one device.
+        device_map: module path -> device name, for the outermost modules that live whole on
+            one device.
+    """
+
+    schema_version: Literal[1] = 1
+    planner: PlannerInfo
+    graph: GraphInfo
+    cluster: ClusterInfo
+    objective: Literal["period", "latency"]
+    num_microbatches: Annotated[int, Field(ge=1)]
+    max_in_flight: Annotated[int, Field(ge=1)]
+    assignment: dict[Name, Name]
+    priority: tuple[Count, ...]
+    order: dict[Name, tuple[tuple[Name, Count], ...]] | None = None
+    stages: tuple[Stage, ...]
+    device_map: dict[Name, Name]
+    predicted: Predicted
+    measured: Measured | None = None
+    lower_bound_s: Bounds | None = None
+    limits: Limits
+    fallback: Fallback | None = None
+    provenance: Provenance
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, whole or not at all.
+
+        Raises:
+            FileError: it cannot be written there.
+        """
+        write_atomic(path, self.model_dump_json(indent=1) + "\n")
+
+    def placement(self, graph: OpGraph, cluster: Cluster) -> Placement:
+        """The assignment as int32 ``[N]`` of ``graph`` on ``cluster``.
+
+        Raises:
+            PlanMismatch: made for another graph or other devices; names the parts that differ.
+        """
+        differs = [*self.graph_differences(graph), *self.cluster_differences(cluster)]
+        if differs:
+            raise PlanMismatch(
+                f"the plan was made for {self.graph.name!r} ({self.graph.fingerprint[:12]}) on "
+                f"{[d.name for d in self.cluster.devices]}: {'; '.join(differs)}. Measure and "
+                f"plan again: placement profile {self.graph.workload or 'WORKLOAD'}, "
+                f"placement plan {self.graph.workload or 'WORKLOAD'}"
+            )
+        return np.array([cluster.index(self.assignment[x]) for x in graph.op_name], np.int32)
+
+    def graph_differences(self, graph: OpGraph) -> list[str]:
+        """In which parts ``graph`` is not the one of the plan; empty if it is."""
+        if graph.fingerprint == self.graph.fingerprint:
+            names = set(graph.op_name) ^ set(self.assignment)
+            return [f"operators without a device: {_some(sorted(names))}"] if names else []
+        here = graph_parts(graph)
+        parts = [text for key, text in _PARTS.items() if here[key] != self.graph.parts.get(key)]
+        said = [f"the model {graph.name!r} ({graph.fingerprint[:12]}) differs in"]
+        said.append(", ".join(parts) or "its fingerprint")
+        if graph.num_ops != self.graph.num_ops:
+            said.append(f"({self.graph.num_ops} operators in the plan, {graph.num_ops} here)")
+        new = [x for x in graph.op_name if x not in self.assignment]
+        if new:
+            said.append(f"(not in the plan: {_some(new)})")
+        return [" ".join(said)]
+
+    def cluster_differences(self, cluster: Cluster) -> list[str]:
+        """In which devices and links ``cluster`` is not the one of the plan; empty if it is."""
+        planned, found = self.cluster.build(), []
+        here = {d.name: d for d in cluster.devices}
+        for device in planned.devices:
+            if device.name not in here:
+                found.append(f"there is no device {device.name!r}, only {list(here)}")
+                continue
+            for f in fields(Device):
+                was, now = getattr(device, f.name), getattr(here[device.name], f.name)
+                if was != now:
+                    found.append(f"device {device.name!r} has {f.name} {now!r}, planned {was!r}")
+        added = [name for name in here if name not in planned.device_names]
+        if added:
+            found.append(f"device {added[0]!r} is new")
+        if not found and planned.device_names != cluster.device_names:
+            found.append(f"devices are in the order {list(here)}")
+        if set(planned.links) != set(cluster.links):
+            found.append("declared links differ")
+        return found
+
+    def missing_devices(self) -> list[str]:
+        """Why this machine cannot run the plan: one line per device in use that it lacks."""
+        used, missing = set(self.assignment.values()), []
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+        for d in self.cluster.build().devices:
+            if d.name not in used:
+                continue
+            if d.like is not None or d.kind not in ("cpu", "cuda"):
+                missing.append(f"device {d.name!r} ({d.kind}) exists in the simulator only")
+            elif d.kind == "cpu" and cores is not None and not set(d.cores) <= cores:
+                missing.append(
+                    f"device {d.name!r} needs the cores {list(d.cores)}; "
+                    f"this process may use {sorted(cores)}"
+                )
+            elif d.kind == "cuda":
+                import torch
+
+                if int(d.name.rpartition(":")[2] or 0) >= torch.cuda.device_count():
+                    missing.append(
+                        f"device {d.name!r} is not there; {torch.cuda.device_count()} CUDA devices"
+                    )
+        return missing
+
+    def bind(self, module: Any, example_inputs: Any = None, *, record: bool = False) -> Runner:
+        """``module`` on the devices of the plan: call the runner, or stream through it.
+
+        The module is captured with ``example_inputs``, or with inputs of the shapes and dtypes
+        of the plan; ``record`` keeps what a measured ``Timeline`` needs. The runner uses the
+        list rule also where the plan has an order, because an order is for one number of
+        micro-batches.
+
+        Raises:
+            PlanMismatch: another module than the plan's, or this machine lacks a device.
+            CaptureError: the module cannot be captured.
+        """
+        from placement.capture import capture, inputs_from_spec
+        from placement.executor import Runner
+
+        missing = self.missing_devices()
+        if missing:
+            raise PlanMismatch(
+                f"this machine cannot run the plan: {'; '.join(missing)}. Plan for this machine: "
+                f"placement plan {self.graph.workload or 'WORKLOAD'}"
+            )
+        if example_inputs is None:
+            if self.graph.input_spec is None:
+                raise PlanError("the plan has no input shapes: give bind(module, example_inputs)")
+            example_inputs = inputs_from_spec(self.graph.input_spec)
+        graph, cluster = capture(module, example_inputs), self.cluster.build()
+        return Runner(
+            graph,
+            cluster,
+            self.placement(graph, cluster),
+            max_in_flight=self.max_in_flight,
+            priority=self.priority,
+            record=record,
+        )
+
+    def schedule(self, graph: OpGraph) -> Schedule | None:
+        """The order, if the plan has one, with operators by number in ``graph``."""
+        from placement.schedule import Schedule
+
+        if self.order is None:
+            return None
+        number = {name: i for i, name in enumerate(graph.op_name)}
+        rows = [
+            [(number[op], batch) for op, batch in self.order.get(d.name, ())]
+            for d in self.cluster.devices
+        ]
+        return Schedule(
+            tuple(np.array(r, np.int32).reshape(-1, 2) for r in rows), self.num_microbatches
+        )
+
+    def inconsistencies(self) -> list[str]:
+        """What contradicts itself in the file: one line each, with key and value."""
+        found = []
+        devices = [d.name for d in self.cluster.devices]
+        try:
+            built = self.cluster.build()
+        except ValueError as error:
+            return [f"cluster: {error}"]
+        if built.fingerprint != self.cluster.fingerprint:
+            found.append(
+                f"cluster.fingerprint = {self.cluster.fingerprint[:12]}..., but the devices listed "
+                f"give {built.fingerprint[:12]}..."
+            )
+        for op, device in self.assignment.items():
+            if device not in devices:
+                found.append(
+                    f"assignment[{op!r}] = {device!r}: no such device, there are {devices}"
+                )
+        for key, named in (
+            ("device_map", self.device_map.values()),
+            ("order", self.order or ()),
+            ("fallback.device", [self.fallback.device] if self.fallback else ()),
+        ):
+            found += [
+                f"{key}: no device {d!r}, there are {devices}" for d in set(named) - {*devices}
+            ]
+        n = self.graph.num_ops
+        if len(self.assignment) != n:
+            found.append(f"assignment has {len(self.assignment)} operators, graph.num_ops = {n}")
+        elif sorted(self.priority) != list(range(n)):
+            found.append(f"priority must hold each of 0..{n - 1} once")
+        if self.stages != _stages(list(self.assignment), list(self.assignment.values())):
+            found.append("stages do not follow from assignment")
+        for key, table in (
+            ("predicted.busy_s", self.predicted.busy_s),
+            ("predicted.peak_bytes", self.predicted.peak_bytes),
+            ("limits.memory_bytes", self.limits.memory_bytes),
+            ("limits.headroom_bytes", self.limits.headroom_bytes),
+        ):
+            if set(table) != set(devices):
+                found.append(f"{key} is about {sorted(table)}, devices are {devices}")
+                return found
+        for d in self.cluster.devices:
+            peak, limit = self.predicted.peak_bytes[d.name], self.limits.memory_bytes[d.name]
+            if peak > limit:
+                found.append(f"device {d.name!r} needs {peak} bytes, its limit is {limit}")
+        return found + self._order_inconsistencies()
+
+    def _order_inconsistencies(self) -> list[str]:
+        if self.order is None:
+            return []
+        found = []
+        times: Counter[tuple[str, int]] = Counter()
+        for device, rows in self.order.items():
+            times.update(rows)
+            for op, batch in rows:
+                if self.assignment.get(op) != device or batch >= self.num_microbatches:
+                    found.append(
+                        f"order[{device!r}] runs {op!r}, micro-batch {batch}: not its work"
+                    )
+        for op in self.assignment:
+            for batch in range(self.num_microbatches):
+                if times[op, batch] != 1:
+                    found.append(
+                        f"order runs {op!r}, micro-batch {batch}, {times[op, batch]} times"
+                    )
+        return found
+
+
+def make_plan(
+    problem: Problem,
+    solution: Solution,
+    *,
+    planner: str,
+    parameters: Mapping[str, Any] | None = None,
+    schedule: Schedule | None = None,
+    workload: str | None = None,
+    input_spec: dict[str, Any] | None = None,
+    measured: Measured | None = None,
+) -> Plan:
+    """The plan of a planner's answer, with predictions, proved bounds and fallback.
+
+    Args:
+        planner: its name, e.g. ``heft``; ``parameters``: its fields (see ``parameters_of``).
+        schedule: an order, if the planner decided one.
+        workload: how ``placement.workloads.load`` finds the module.
+        input_spec: shapes of the inputs; those of the captured program if not given.
+
+    Raises:
+        PlanError: the placement does not fit (with the bytes), or a name cannot be written.
+        ProblemError: the placement is not one of this problem.
+    """
+    from placement.simulator import simulate
+
+    graph, devices = problem.graph, problem.cluster.device_names
+    p = problem.check_placement(solution.placement)
+    one = simulate(problem, p, num_microbatches=1)
+    many = simulate(problem, p, schedule)
+    assert one.peak_bytes is not None and many.peak_bytes is not None
+    peak = np.maximum(one.peak_bytes, many.peak_bytes)
+    excess = memory_excess(problem, peak)
+    if excess:
+        raise PlanError(f"the placement does not fit: {'; '.join(excess)}")
+    bound = lower_bounds(problem)
+    if solution.lower_bound_s is not None:
+        bound[problem.objective] = max(bound[problem.objective], solution.lower_bound_s)
+    on = [devices[d] for d in p]
+    if input_spec is None and graph.program is not None:
+        input_spec = graph.program.input_spec
+    try:
+        return Plan(
+            planner=PlannerInfo(name=planner, parameters=dict(parameters or {})),
+            graph=GraphInfo(
+                name=graph.name,
+                fingerprint=graph.fingerprint,
+                num_ops=graph.num_ops,
+                parts=graph_parts(graph),
+                workload=workload,
+                input_spec=input_spec,
+            ),
+            cluster=ClusterInfo.of(problem),
+            objective=problem.objective,
+            num_microbatches=many.num_microbatches,
+            max_in_flight=problem.max_in_flight,
+            assignment=dict(zip(graph.op_name, on, strict=True)),
+            priority=tuple(problem.priority.tolist()),
+            order=None if schedule is None else _named_order(schedule, graph, devices),
+            stages=_stages(graph.op_name, on),
+            device_map=module_map(graph, on),
+            predicted=Predicted(
+                latency_s=one.latency_s,
+                period_s=many.period_s,
+                busy_s=_per_device(devices, many.busy_s / many.num_microbatches),
+                peak_bytes=_per_device(devices, peak),
+            ),
+            measured=measured,
+            lower_bound_s=Bounds(latency=bound["latency"], period=bound["period"]),
+            limits=Limits(
+                memory_bytes=_per_device(devices, problem.memory_bytes),
+                headroom_bytes=_per_device(devices, problem.memory_bytes - peak),
+            ),
+            fallback=_fallback(problem),
+            provenance=Provenance(
+                version=_version(),
+                git_commit=_git_commit(),
+                created=now(),
+                profile=_plain(problem.profile.provenance),
+            ),
+        )
+    except ValidationError as error:
+        raise PlanError(f"graph {graph.name!r}: {_explain(error)}") from error
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan and check that it does not contradict itself.
+
+    Raises:
+        PlanError: missing, too large, not UTF-8, truncated, of another schema version, with
+            unknown keys or wrong values, or inconsistent; the message names the key.
+    """
+    plan = read_plan(path)
+    wrong = plan.inconsistencies()
+    if wrong:
+        raise PlanError(
+            f"{path}: {_some(wrong, sep='; ')}. Was it edited by hand? "
+            "Make it again: placement plan"
+        )
+    return plan
+
+
+def read_plan(path: str | Path) -> Plan:
+    """As ``load_plan``, without the check for contradictions (see ``Plan.inconsistencies``)."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise PlanError(f"{path}: {size} bytes, a plan has at most {MAX_FILE_BYTES}")
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: not a plan: byte {error.start} is not UTF-8") from error
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        data = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_no_constant)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(
+            f"{path}: not valid JSON ({error}): truncated, or edited by hand? "
+            "Make it again: placement plan"
+        ) from error
+    if not isinstance(data, dict) or "schema_version" not in data:
+        raise PlanError(f"{path}: not a plan: there is no key 'schema_version'")
+    version = data["schema_version"]
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise PlanError(
+            f"{path}: schema_version = {_short(version)}, this version reads {SCHEMA_VERSION}: "
+            "install the version that wrote the plan, or make it again: placement plan"
+        )
+    try:
+        return Plan.model_validate_json(text)
+    except ValidationError as error:
+        raise PlanError(f"{path}: {_explain(error)}") from error
+
+
+def schema_text() -> str:
+    """The JSON schema of the file, as published in ``docs/plan.schema.json``."""
+    return json.dumps(Plan.model_json_schema(), indent=1) + "\n"
+
+
+def graph_parts(graph: OpGraph) -> dict[str, str]:
+    """A short hash of each part of the graph's fingerprint, so that a difference has a name."""
+
+    def short(*items: Any) -> str:
+        h = hashlib.sha256()
+        for item in items:
+            if isinstance(item, tuple):
+                h.update("\0".join(item).encode() + b"\0\0")
+            else:
+                h.update(np.ascontiguousarray(item).astype("<i8").tobytes() + b"|")
+        return h.hexdigest()[:12]
+
+    return {
+        "names": short(graph.op_name),
+        "operators": short(graph.op_signature),
+        "structure": short(
+            graph.tensor_src,
+            graph.tensor_root,
+            graph.use_tensor,
+            graph.use_dst,
+            graph.output_tensor,
+        ),
+        "tensors": short(graph.tensor_bytes),
+        "parameters": short(graph.param_bytes, graph.param_use_op, graph.param_use),
+        "colocation": short(graph.group),
+        "backward": short(graph.is_backward),
+    }
+
+
+def module_map(graph: OpGraph, on: Sequence[str]) -> dict[str, str]:
+    """Module path -> device, for the outermost modules whose operators are all on one device.
+
+    Args:
+        on: ``[N]`` device name of each operator.
+    """
+    where: dict[str, str | None] = {}
+    for path, device in zip(graph.op_module, on, strict=True):
+        for above in _ancestry(path):
+            if where.setdefault(above, device) != device:
+                where[above] = None
+    return {
+        path: device
+        for path, device in where.items()
+        if device is not None and not any(where[x] for x in _ancestry(path)[:-1])
+    }
+
+
+def memory_excess(problem: Problem, peak_bytes: Any) -> list[str]:
+    """One line for each device whose peak, int64 ``[D]``, is above its memory."""
+    return [
+        f"device {d.name!r} needs {int(need):,} bytes, it has {d.memory_bytes:,}"
+        for d, need in zip(problem.cluster.devices, peak_bytes, strict=True)
+        if need > d.memory_bytes
+    ]
+
+
+def parameters_of(planner: Any) -> dict[str, Any]:
+    """A planner's fields as JSON (what JSON cannot hold, as text)."""
+    return _plain(
+        {f.name: getattr(planner, f.name) for f in fields(planner)} if is_dataclass(planner) else {}
+    )
+
+
+def now() -> str:
+    """UTC time to the second, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _stages(names: Sequence[str], on: Sequence[str]) -> tuple[Stage, ...]:
+    cuts = [0, *(i for i in range(1, len(on)) if on[i] != on[i - 1]), len(on)]
+    return tuple(
+        Stage(device=on[a], first=names[a], last=names[b - 1], num_ops=b - a)
+        for a, b in pairwise(cuts)
+        if b > a
+    )
+
+
+def _named_order(
+    schedule: Schedule, graph: OpGraph, devices: Sequence[str]
+) -> dict[str, tuple[tuple[str, int], ...]]:
+    return {
+        device: tuple((graph.op_name[op], batch) for op, batch in rows.tolist())
+        for device, rows in zip(devices, schedule.order, strict=True)
+    }
+
+
+def _fallback(problem: Problem) -> Fallback | None:
+    """The single device with the best objective that can hold everything."""
+    from placement.simulator import evaluate
+
+    able = np.flatnonzero(np.isfinite(problem.compute_s).all(axis=0))
+    if len(able) == 0:
+        return None
+    values = evaluate(problem, np.repeat(able[:, None], problem.num_ops, axis=1))
+    score = values.latency_s if problem.objective == "latency" else values.period_s
+    score = np.where(values.feasible, score, np.inf)
+    best = int(score.argmin())
+    if not np.isfinite(score[best]):
+        return None
+    return Fallback(
+        device=problem.cluster.device_names[able[best]],
+        latency_s=float(values.latency_s[best]),
+        period_s=float(values.period_s[best]),
+    )
+
+
+def _per_device(devices: Sequence[str], values: Any) -> dict[str, Any]:
+    return dict(zip(devices, values.tolist(), strict=True))
+
+
+def _ancestry(path: str) -> list[str]:
+    """``a.b`` -> ``["", "a", "a.b"]``."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:i]) for i in range(len(parts) + 1)]
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON; what JSON cannot hold becomes text."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not np.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _version() -> str:
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout that runs, with ``+changes`` if it was changed; else None."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty=+changes"]
+    try:
+        answer = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = [k for k, times in Counter(k for k, _ in pairs).items() if times > 1]
+        raise PlanError(f"the key {_short(twice[0])} appears twice in one object")
+    if "_target_" in found:
+        raise PlanError("the key '_target_' is not part of a plan: plans hold data, never code")
+    return found
+
+
+def _no_constant(word: str) -> None:
+    raise PlanError(f"{word} is not a number that JSON knows")
+
+
+def _explain(error: ValidationError) -> str:
+    """Each wrong key with its value and what is expected there."""
+    return _some([_explain_one(dict(e)) for e in error.errors(include_url=False)], sep="; ")
+
+
+def _explain_one(e: dict[str, Any]) -> str:
+    where = ".".join(_short(x, 80, plain=True) for x in e["loc"])
+    if e["type"] == "missing":
+        return f"the key {where!r} is missing"
+    if e["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(e["loc"][-1]), _ALL_KEYS, 1)
+        return f"unknown key {where!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"{where} = {_short(e['input'])}: {e['msg'][:1].lower()}{e['msg'][1:]}"
+
+
+_ALL_KEYS = sorted({key for kind in [*_Strict.__subclasses__()] for key in kind.model_fields})
+
+
+def _short(value: Any, limit: int = 60, plain: bool = False) -> str:
+    text = str(value) if plain else repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _some(items: Sequence[str], sep: str = ", ", limit: int = 5) -> str:
+    more = len(items) - limit
+    return sep.join(items[:limit]) + (f"{sep}and {more} more" if more > 0 else "")
