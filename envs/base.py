@@ -1,0 +1,122 @@
+"""The rules of an environment, written once for ``B`` episodes at a time, and its two faces.
+
+``Rules`` play ``B`` episodes side by side. ``PlacementEnv`` shows one of them as a Gymnasium
+environment; ``envs.vec.PlacementVecEnv`` shows all of them to stable-baselines3.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from envs.problems import EnvError, ProblemSet
+from placement.problem import ProblemError
+from placement.simulator import simulate
+
+Observation = dict[str, NDArray[Any]]
+
+
+class Rules(Protocol):
+    """``B`` episodes over a ``ProblemSet``; row ``b`` of every array belongs to episode ``b``.
+
+    Attributes:
+        problems: what is placed.
+        ids: int64 ``[B]`` the problem of each episode.
+        choices: int32 ``[B, G]`` the device of each group so far, -1 = not decided.
+    """
+
+    problems: ProblemSet
+    observation_space: spaces.Dict
+    action_space: spaces.Space[Any]
+    ids: NDArray[np.int64]
+    choices: NDArray[np.int32]
+
+    def start(self, rows: NDArray[np.integer[Any]], ids: NDArray[np.integer[Any]]) -> None:
+        """Begin new episodes in ``rows`` with problems ``ids``."""
+
+    def observe(self) -> Observation:
+        """Observations ``[B, ...]``, in new arrays every time."""
+
+    def masks(self) -> NDArray[np.bool_]:
+        """bool ``[B, A]`` legal actions, flattened as ``MaskablePPO`` wants them."""
+
+    def act(self, actions: NDArray[Any]) -> NDArray[np.bool_]:
+        """Take one action per episode; bool ``[B]`` which are over."""
+
+
+class PlacementEnv(gym.Env[Observation, Any]):
+    """One episode of some ``Rules`` as a Gymnasium environment (see its subclasses)."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}
+
+    def __init__(self, rules: Rules, render_mode: str | None) -> None:
+        if render_mode not in (None, "ansi"):
+            raise EnvError(f"render_mode = {render_mode!r} is unknown; use 'ansi' or None")
+        self.rules = rules
+        self.problems = rules.problems
+        self.observation_space = rules.observation_space
+        self.action_space = rules.action_space
+        self.render_mode = render_mode
+        self._last: tuple[int, NDArray[np.int32]] | None = None
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Start an episode with a random problem, or with number ``options["problem"]``.
+
+        Raises:
+            EnvError: there is no problem of that number.
+        """
+        super().reset(seed=seed)
+        count = len(self.problems.problems)
+        chosen = (options or {}).get("problem")
+        problem = int(self.np_random.integers(count)) if chosen is None else int(chosen)
+        if not 0 <= problem < count:
+            raise EnvError(f"options['problem'] = {problem}, there are {count} (0..{count - 1})")
+        self.rules.start(np.array([0]), np.array([problem]))
+        return self._observation(), {"problem": problem}
+
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Gymnasium's step; ``info`` of the last one has ``problem``, ``value_s``, ``placement``."""
+        done = bool(self.rules.act(np.asarray(action)[None])[0])
+        problem = int(self.rules.ids[0])
+        info: dict[str, Any] = {"problem": problem}
+        reward = 0.0
+        if done:
+            seconds, rewards = self.problems.outcomes(self.rules.ids, self.rules.choices)
+            reward = float(rewards[0])
+            placement = self.problems.placements(problem, self.rules.choices)[0]
+            info |= {"value_s": float(seconds[0]), "placement": placement}
+            self._last = problem, placement
+        return self._observation(), reward, done, False, info
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """bool ``[A]`` legal actions (sb3-contrib's ``MaskablePPO`` asks for this)."""
+        return self.rules.masks()[0]
+
+    def render(self) -> str | None:  # type: ignore[override]
+        """Gantt chart of the last finished episode as text."""
+        if self.render_mode is None:
+            return None
+        if self._last is None:
+            return "no placement yet: finish an episode first\n"
+        from placement.report.gantt import text_gantt
+
+        problem, placement = self._last
+        try:
+            timeline = simulate(self.problems.problems[problem], placement)
+        except ProblemError as error:
+            return f"the last placement cannot run: {error}\n"
+        return text_gantt(timeline, 100)
+
+    def _observation(self) -> Observation:
+        return {key: rows[0].copy() for key, rows in self.rules.observe().items()}
+
+
+def id_space(high: int) -> spaces.Box:
+    """int64 ``[1]``: a number 0..high that stable-baselines3 carries exactly (a Box, see docs)."""
+    return spaces.Box(0, high, (1,), np.int64)

@@ -1,0 +1,223 @@
+"""What every environment stands on: a set of problems, what a placement is worth, the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.planners._search import device_classes, single_devices
+from placement.problem import Placement, Planner, Problem
+from placement.simulator import score
+from placement.timeline import Timeline
+
+Floats = NDArray[np.float64]
+Evaluator = Callable[[Problem, Placement], Floats]  # placements [B, N] -> seconds [B]
+
+# A placement may be at worst exp(4) ~ 55 times slower than the reference before it counts as
+# that; one that cannot run is worse than every one that can.
+WORST_REWARD = -4.0
+INFEASIBLE_REWARD = -5.0
+MAX_ID = 2**24 - 1  # the largest integer that survives stable-baselines3's cast to float32
+
+
+class EnvError(ValueError):
+    """An environment was given something it cannot use; the message says what to give."""
+
+
+class Runtime(Protocol):
+    """What ``placement.executor.Executor`` is: a placement goes in, a ``Timeline`` comes out."""
+
+    def run(
+        self, placement: Placement, schedule: None = None, num_microbatches: int | None = None
+    ) -> Timeline: ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An ``Evaluator`` that runs placements for real: ``Measured(Executor)``.
+
+    Attributes:
+        runtime: called once per problem; makes what runs its placements.
+        repeats: runs per placement; the median counts.
+    """
+
+    runtime: Callable[[Problem], Runtime]
+    repeats: int = 1
+    _made: dict[int, tuple[Problem, Runtime]] = field(default_factory=dict, repr=False)
+
+    def __call__(self, problem: Problem, placements: Placement) -> Floats:
+        """Seconds float64 ``[B]`` of placements int32 ``[B, N]``; inf where memory is exceeded."""
+        if id(problem) not in self._made:  # the problem is kept too, so that its id stays taken
+            self._made[id(problem)] = problem, self.runtime(problem)
+        runtime = self._made[id(problem)][1]
+        # Repeats are the outer loop: drift of the machine hits every placement alike.
+        seconds = [[_measure(problem, runtime, p) for p in placements] for _ in range(self.repeats)]
+        return np.median(np.array(seconds), axis=0)
+
+
+def _measure(problem: Problem, runtime: Runtime, placement: Placement) -> float:
+    if problem.objective == "latency":
+        timeline = runtime.run(placement, num_microbatches=1)
+        seconds = timeline.latency_s
+    else:
+        timeline = runtime.run(placement, num_microbatches=problem.num_microbatches)
+        seconds = timeline.period_s
+    peak = timeline.peak_bytes
+    fits = peak is None or bool((peak <= problem.memory_bytes).all())
+    return seconds if fits else np.inf
+
+
+@dataclass(frozen=True, eq=False)
+class ProblemSet:
+    """``P`` problems of different sizes, padded to ``G`` groups, ``N`` operators, ``D`` devices.
+
+    What is placed is the *colocation group* (operators of a group share a device), so an
+    action is a device per group.
+
+    Attributes:
+        problems: ``[P]``.
+        reference_s: float64 ``[P]`` what reward 0 means.
+        evaluator: what a placement is worth (``placement.simulator.score`` or ``Measured``).
+    """
+
+    problems: tuple[Problem, ...]
+    reference_s: Floats
+    evaluator: Evaluator = score
+
+    @classmethod
+    def build(
+        cls,
+        problems: Sequence[Problem],
+        reference_s: Sequence[float] | None = None,
+        baseline: Planner | None = None,
+        evaluator: Evaluator | Runtime = score,
+    ) -> ProblemSet:
+        """``reference_s`` if given, else what ``baseline`` reaches, else the best single device.
+
+        Raises:
+            EnvError: no problems, or references that are not one positive number per problem.
+        """
+        if isinstance(problems, Problem) or not len(problems):
+            raise EnvError("problems must be a list with at least one Problem: problems=[problem]")
+        if hasattr(evaluator, "run"):
+            runtime: Any = evaluator
+            evaluator = Measured(lambda _: runtime)
+        if reference_s is None:
+            reference_s = [_reference_s(p, baseline, evaluator) for p in problems]
+        given = np.asarray(reference_s, dtype=np.float64)
+        if given.shape != (len(problems),) or not (np.isfinite(given) & (given > 0)).all():
+            raise EnvError(
+                f"reference_s = {given.tolist()} must be one positive number of seconds for "
+                f"each of the {len(problems)} problems"
+            )
+        return cls(tuple(problems), given, evaluator)
+
+    @cached_property
+    def num_groups(self) -> NDArray[np.int64]:
+        """int64 ``[P]`` colocation groups of each problem."""
+        return np.array([p.graph.num_groups for p in self.problems])
+
+    @cached_property
+    def num_devices(self) -> NDArray[np.int64]:
+        """int64 ``[P]`` devices of each problem."""
+        return np.array([p.num_devices for p in self.problems])
+
+    @cached_property
+    def max_groups(self) -> int:
+        """``G``."""
+        return int(self.num_groups.max())
+
+    @cached_property
+    def max_devices(self) -> int:
+        """``D``."""
+        return int(self.num_devices.max())
+
+    @cached_property
+    def legal(self) -> NDArray[np.bool_]:
+        """bool ``[P, G, D]`` where a group can run; a group that is only padding: device 0."""
+        mask = np.zeros((len(self.problems), self.max_groups, self.max_devices), bool)
+        for i, problem in enumerate(self.problems):
+            groups, devices = problem.group_compute_s.shape
+            mask[i, :groups, :devices] = np.isfinite(problem.group_compute_s)
+            mask[i, groups:, 0] = True
+        return mask
+
+    def values(self, problem: int, choices: NDArray[np.integer[Any]]) -> Floats:
+        """Seconds float64 ``[B]`` of device choices int ``[B, >= G of the problem]``.
+
+        inf for a choice that cannot run; only the others reach the evaluator.
+        """
+        groups = int(self.num_groups[problem])
+        rows = np.asarray(choices)[:, :groups]
+        known = self.legal[problem]
+        legal = known[np.arange(groups), np.clip(rows, 0, self.max_devices - 1)].all(axis=1)
+        legal &= ((rows >= 0) & (rows < self.max_devices)).all(axis=1)
+        seconds = np.full(len(rows), np.inf)
+        if legal.any():
+            seconds[legal] = self.evaluator(
+                self.problems[problem], self.placements(problem, rows[legal])
+            )
+        return seconds
+
+    def outcomes(
+        self, ids: NDArray[np.integer[Any]], choices: NDArray[np.integer[Any]]
+    ) -> tuple[Floats, Floats]:
+        """Seconds and rewards float64 ``[B]`` of choices ``[B, G]`` for problems int ``[B]``.
+
+        One evaluator call, so one kernel call, per distinct problem.
+        """
+        seconds, rewards = np.empty(len(ids)), np.empty(len(ids))
+        for i in np.unique(ids):
+            rows = np.flatnonzero(ids == i)
+            seconds[rows] = self.values(int(i), choices[rows])
+            rewards[rows] = self.rewards(int(i), seconds[rows])
+        return seconds, rewards
+
+    def placements(self, problem: int, choices: NDArray[np.integer[Any]]) -> Placement:
+        """int32 ``[B, N]`` device of each operator."""
+        return np.asarray(choices)[:, self.problems[problem].graph.group].astype(np.int32)
+
+    def rewards(self, problem: int, seconds: Floats) -> Floats:
+        """float64 ``[B]``: ``log(reference / seconds)``, bounded below; see the constants."""
+        good = np.isfinite(seconds)
+        ratio = self.reference_s[problem] / np.maximum(np.where(good, seconds, 1.0), 1e-300)
+        return np.where(good, np.maximum(np.log(ratio), WORST_REWARD), INFEASIBLE_REWARD)
+
+
+def _reference_s(problem: Problem, baseline: Planner | None, evaluator: Evaluator) -> float:
+    if baseline is not None:
+        placements = baseline(problem).placement[None]
+    else:
+        placements = single_devices(problem)[:, problem.graph.group]
+    best = max(float(np.min(evaluator(problem, placements))), 1e-12)
+    # Nothing fits: reward 0 is the whole work on the fastest devices, one after another.
+    return best if np.isfinite(best) else max(float(problem.group_compute_s.min(1).sum()), 1e-12)
+
+
+def group_order(problem: Problem) -> NDArray[np.int32]:
+    """int32 ``[G]`` groups by the highest priority (upward rank) of their operators."""
+    first = np.full(problem.graph.num_groups, problem.num_ops, np.int64)
+    np.minimum.at(first, problem.graph.group, problem.priority)
+    return np.argsort(first, kind="stable").astype(np.int32)
+
+
+def canonical(problem: Problem, placement: Placement) -> Placement:
+    """int32 ``[N]`` the same placement with interchangeable devices in order of first use.
+
+    Of the empty devices of one class only the first is legal in the sequential environment;
+    this is the one of the equivalent placements that it can express.
+    """
+    classes = device_classes(problem)
+    choice = np.zeros(problem.graph.num_groups, np.int32)
+    choice[problem.graph.group] = placement
+    used = list(dict.fromkeys(choice[group_order(problem)].tolist()))
+    used += [d for d in range(problem.num_devices) if d not in used]
+    renamed = np.empty(problem.num_devices, np.int32)
+    for c in range(int(classes.max()) + 1):
+        renamed[[d for d in used if classes[d] == c]] = np.flatnonzero(classes == c)
+    return renamed[placement]

@@ -1,0 +1,127 @@
+"""Many episodes at once for stable-baselines3, in one process: one numba call per step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from stable_baselines3.common.vec_env import VecEnv
+
+from envs.base import Observation, Rules
+
+
+class PlacementVecEnv(VecEnv):
+    """``B`` episodes of ``rules`` (``OneShotRules`` or ``SequentialRules``) as a ``VecEnv``.
+
+    Finished episodes are evaluated with one call per distinct problem and start again at once.
+    Problems are dealt like cards: a shuffled deck of all of them, then the next deck.
+
+    Attributes:
+        best_s: float64 ``[P]`` the best value ever seen of each problem, inf at first.
+        best_choices: int32 ``[P, G]`` its choice of devices.
+        num_evaluations: placements evaluated so far.
+    """
+
+    def __init__(self, rules: Rules, seed: int = 0) -> None:
+        self.rules = rules
+        count = len(rules.problems.problems)
+        self.best_s = np.full(count, np.inf)
+        self.best_choices = np.zeros((count, rules.problems.max_groups), np.int32)
+        self.num_evaluations = 0
+        self.render_mode = None
+        super().__init__(len(rules.ids), rules.observation_space, rules.action_space)
+        self._rng = np.random.default_rng(seed)
+        self._deck: list[int] = []
+        self._actions: NDArray[Any] = np.zeros(0)
+        self._length = np.zeros(self.num_envs, np.int64)
+        self._started = time.perf_counter()
+
+    def reset(self) -> Observation:
+        """Start every episode; observations ``[B, ...]``."""
+        self._begin(np.arange(self.num_envs))
+        return self.rules.observe()
+
+    def step_async(self, actions: NDArray[Any]) -> None:
+        """Remember the actions ``[B, ...]``."""
+        self._actions = np.asarray(actions)
+
+    def step_wait(
+        self,
+    ) -> tuple[Observation, NDArray[np.float32], NDArray[np.bool_], list[dict[str, Any]]]:
+        """Observations, rewards float32 ``[B]``, dones bool ``[B]``, and infos.
+
+        The info of a finished episode has ``problem``, ``value_s``, ``terminal_observation``
+        and ``episode`` (what stable-baselines3's ``Monitor`` reports).
+        """
+        done = self.rules.act(self._actions)
+        self._length += 1
+        rewards = np.zeros(self.num_envs, np.float32)
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        over = np.flatnonzero(done)
+        if len(over) == 0:
+            return self.rules.observe(), rewards, done, infos
+        ids, choices = self.rules.ids[over].copy(), self.rules.choices[over]
+        seconds, rewards[over] = self.rules.problems.outcomes(ids, choices)
+        self._remember(ids, choices, seconds)
+        last = self.rules.observe()
+        elapsed = round(time.perf_counter() - self._started, 6)
+        for b, problem, value in zip(over.tolist(), ids.tolist(), seconds.tolist(), strict=True):
+            infos[b] = {
+                "problem": problem,
+                "value_s": value,
+                "terminal_observation": {k: rows[b] for k, rows in last.items()},
+                "episode": {"r": float(rewards[b]), "l": int(self._length[b]), "t": elapsed},
+            }
+        self._begin(over)
+        return self.rules.observe(), rewards, done, infos
+
+    def _begin(self, rows: NDArray[np.integer[Any]]) -> None:
+        while len(self._deck) < len(rows):
+            self._deck += self._rng.permutation(len(self.best_s)).tolist()
+        self.rules.start(rows, np.array(self._deck[: len(rows)], np.int64))
+        self._deck = self._deck[len(rows) :]
+        self._length[rows] = 0
+
+    def _remember(
+        self, ids: NDArray[np.int64], choices: NDArray[np.int32], seconds: NDArray[np.float64]
+    ) -> None:
+        self.num_evaluations += len(ids)
+        for i, problem in enumerate(ids):
+            if seconds[i] < self.best_s[problem]:
+                self.best_s[problem] = seconds[i]
+                self.best_choices[problem] = choices[i]
+
+    def seed(self, seed: int | None = None) -> Sequence[int | None]:
+        """Seed the choice of problems (one generator deals for all episodes)."""
+        self._rng = np.random.default_rng(seed)
+        self._deck = []
+        return [seed] * self.num_envs
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        """The rules' attribute, once per episode."""
+        return [getattr(self.rules, attr_name)] * len(self._rows(indices))
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        """Not supported: episodes share their rules."""
+        raise NotImplementedError("episodes of a PlacementVecEnv share their rules")
+
+    def env_method(
+        self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any
+    ) -> list[Any]:
+        """Only ``action_masks``, which is what stable-baselines3's contrib package asks for."""
+        if method_name != "action_masks":
+            raise NotImplementedError(f"PlacementVecEnv has no method {method_name!r}")
+        return list(self.rules.masks()[self._rows(indices)])
+
+    def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
+        """Never."""
+        return [False] * len(self._rows(indices))
+
+    def _rows(self, indices: None | int | Iterable[int]) -> list[int]:
+        return list(self._get_indices(indices))
