@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from placement.capture import capture
     from placement.cluster import Cluster, Device, Link
     from placement.executor import Executor, Runner
     from placement.graph import OpGraph
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from placement.schedule import Schedule
     from placement.simulator import simulate
     from placement.timeline import Timeline
-    from placement.capture import capture
 
 # Imported when first asked for: `import placement` loads nothing else.
 _HOME = {
