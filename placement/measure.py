@@ -11,6 +11,7 @@ import os
 import platform
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +26,7 @@ from placement.capture import capture
 from placement.cluster import Cluster, Link
 from placement.executor.executor import batched
 from placement.executor.runner import Runner
+from placement.files import FileError
 from placement.graph import OpGraph
 from placement.profile import Profile, ProfileError
 
@@ -115,12 +117,10 @@ def load_or_measure(
     profile = measure(graph, cluster, repeats=repeats, progress=progress)
     try:
         profile.save(path)
-    except OSError as error:
-        import warnings
-
+    except FileError as error:
         warnings.warn(
-            f"the profile could not be saved to {path} ({error.strerror}): it will be measured "
-            "again next time; set PLACEMENT_HOME to a folder with space",
+            f"the profile is not saved ({error}), so it will be measured again next time; or set "
+            "PLACEMENT_HOME to a folder with space",
             stacklevel=2,
         )
     return profile.for_cluster(cluster)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import Cluster, Link
+from placement.files import write_atomic
 from placement.graph import OpGraph
 
 Floats = NDArray[np.float64]
@@ -35,6 +35,9 @@ class Profile:
         links: fitted links; a missing pair costs nothing.
         transfer_s: float64 ``[T, D, D]`` seconds per tensor and device pair, for workloads
             that give a matrix instead of bytes and links; replaces ``links``.
+        io_s: float64 ``[T, D]`` seconds a device needs to write a tensor to host memory, or to
+            read it from there (0 where it shares that memory), for workloads that state it;
+            the analytic objectives use it (see ``placement.objectives``).
         workspace_bytes: int64 ``[N]`` memory an operator needs only while it runs.
         predicted: bool ``[N, D]`` entries that were predicted, not measured.
         graph_fingerprint: of the measured graph.
@@ -47,6 +50,7 @@ class Profile:
     links: tuple[Link, ...] = ()
     loaded_s: Floats | None = None
     transfer_s: Floats | None = None
+    io_s: Floats | None = None
     workspace_bytes: NDArray[np.int64] | None = None
     predicted: NDArray[np.bool_] | None = None
     graph_fingerprint: str = ""
@@ -107,6 +111,7 @@ class Profile:
             links=(*kept, *cluster.links),
             loaded_s=take(self.loaded_s),
             transfer_s=pairs,
+            io_s=None if self.io_s is None else self.io_s[:, columns],
             workspace_bytes=self.workspace_bytes,
             predicted=None if self.predicted is None else self.predicted[:, columns],
             graph_fingerprint=self.graph_fingerprint,
@@ -127,7 +132,11 @@ class Profile:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write one ``.npz`` file, atomically (arrays and JSON text; no pickle)."""
+        """Write one ``.npz`` file, atomically (arrays and JSON text; no pickle).
+
+        Raises:
+            FileError: the folder is read-only, or the disk is full.
+        """
         arrays = {
             k: getattr(self, k)
             for k in (
@@ -135,6 +144,7 @@ class Profile:
                 "spread_s",
                 "loaded_s",
                 "transfer_s",
+                "io_s",
                 "workspace_bytes",
                 "predicted",
             )
@@ -148,16 +158,9 @@ class Profile:
                 "provenance": self.provenance,
             }
         )
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".npz.tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez_compressed(file, head=np.array(head), **arrays)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, allow_pickle=False, head=np.array(head), **arrays)
+        write_atomic(path, buffer.getvalue())
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -11,6 +11,7 @@ import pytest
 from placement import measure as measure_module
 from placement.capture import capture
 from placement.cluster import Cluster, Device
+from placement.files import FileError
 from placement.graph import OpGraph
 from placement.measure import (
     _LINK_BYTES,
@@ -122,10 +123,10 @@ def test_described_devices_are_scaled_from_measured_ones(tmp_path, monkeypatch):
 
 def test_no_space_left_gives_the_profile_and_a_warning(tmp_path, monkeypatch):
     def full(self, path):
-        raise OSError(28, "No space left on device")
+        raise FileError("cannot write profile: no space left")
 
     monkeypatch.setattr(Profile, "save", full)
-    with pytest.warns(UserWarning, match=r"No space left on device.*PLACEMENT_HOME"):
+    with pytest.warns(UserWarning, match=r"no space left.*PLACEMENT_HOME"):
         profile = load_or_measure(branches(), CLUSTER, repeats=1, folder=tmp_path)
     assert profile.compute_s.min() > 0
 

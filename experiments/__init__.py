@@ -1,0 +1,1 @@
+"""What reproduces each published number: one command, one committed table."""

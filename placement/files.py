@@ -1,0 +1,62 @@
+"""Write files so that a reader sees the old content or the new, never half of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+
+
+class FileError(ValueError):
+    """A file cannot be written; the message says which, why, and what to do."""
+
+
+def write_atomic(path: str | Path, content: str | bytes) -> Path:
+    """Write ``content`` (text as UTF-8) beside ``path``, then rename it; folders are made.
+
+    A device or a pipe (``/dev/null``, ``/dev/stdout``) is written to: renaming would replace it.
+
+    Raises:
+        FileError: no permission, a read-only or full disk, or a file where a folder should be.
+    """
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            path.write_bytes(data)
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {_reason(error, path, len(data))}") from error
+    finally:
+        _discard(temporary)
+    return path
+
+
+def _discard(temporary: Path) -> None:
+    try:
+        temporary.unlink(missing_ok=True)
+    except OSError:  # what stopped the writing may stop this too, and has been reported
+        return
+
+
+def _reason(error: OSError, path: Path, num_bytes: int) -> str:
+    folder = next((p for p in path.parents if p.is_dir()), Path("/"))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(folder).free
+        return (
+            f"no space left in {folder} ({num_bytes} bytes needed, {free} free); "
+            "free some or choose another folder"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return (
+            f"no permission to write in {folder}; choose a folder of yours, or: chmod u+w {folder}"
+        )
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return f"a part of {path.parent} is a file, not a folder; choose another folder"
+    return error.strerror or str(error)
