@@ -42,6 +42,13 @@ _SHORT_DTYPE = {
 # Regions that functionalisation dissolves into plain operators.
 _WRAPPERS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 
+_DROPOUTS = (
+    torch.ops.aten.dropout.default,
+    torch.ops.aten.feature_dropout.default,
+    torch.ops.aten.alpha_dropout.default,
+    torch.ops.aten.feature_alpha_dropout.default,
+)
+
 
 class CaptureError(ValueError):
     """The module cannot be captured; the message names the construct and what to do."""
@@ -405,8 +412,10 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     try:
         for m, _ in before:
             m.training = False
+        # The trace tells inputs apart by identity, so one tensor given twice must become two.
+        inputs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         with _quiet() as messages:
-            exported = torch.export.export(module, args, kwargs, strict=False)
+            exported = torch.export.export(module, *inputs, strict=False)
     except Exception as error:
         raise _export_error(module, args, kwargs, error) from error
     finally:
@@ -521,19 +530,30 @@ def _first_unsafe(nodes: Sequence[fx.Node]) -> fx.Node | None:
         written = _mutated(node)
         if not all(arg in fresh and len(arg.users) == 1 for arg in written):
             return node
-        storages = {_storage(x) for x in _tensors_of(node)}
-        aliased = [
-            arg
-            for arg in node.all_input_nodes
-            if not storages.isdisjoint(map(_storage, _tensors_of(arg)))
-        ]
+        memory = set(node.meta["memory"])
+        aliased = [arg for arg in node.all_input_nodes if memory.intersection(arg.meta["memory"])]
         if aliased == written:  # both empty, or in place on what was fresh
             fresh.add(node)
     return None
 
 
 def _calls(exported: Any) -> list[fx.Node]:
+    """The call nodes in order.
+
+    On the way every node's ``meta["memory"]`` becomes the identities of its tensors' memory.
+    """
+    handed_on: dict[int, int] = {}
+    for node in exported.graph.nodes:
+        memory = [_storage(x) for x in leaves_of(node.meta.get("val")) if isinstance(x, Tensor)]
+        if _is_idle_dropout(node):
+            handed_on[memory[0]] = node.args[0].meta["memory"][0]
+        node.meta["memory"] = [handed_on.get(m, m) for m in memory]
     return [node for node in exported.graph.nodes if node.op == "call_function"]
+
+
+def _is_idle_dropout(node: fx.Node) -> bool:
+    """Dropout in evaluation mode hands on its input, but torch records a new tensor for it."""
+    return node.target in _DROPOUTS and not node.args[2]
 
 
 def _mutated(node: fx.Node) -> list[Any]:
@@ -548,10 +568,6 @@ def _mutated(node: fx.Node) -> list[Any]:
     return found
 
 
-def _tensors_of(node: fx.Node) -> list[Tensor]:
-    return [x for x in leaves_of(node.meta.get("val")) if isinstance(x, Tensor)]
-
-
 def _storage(tensor: Tensor) -> int:
     """Identity of the memory behind a tensor; fake tensors of a trace share it as real ones do."""
     return int(tensor.untyped_storage()._cdata)
@@ -559,12 +575,16 @@ def _storage(tensor: Tensor) -> int:
 
 def _functionalise(exported: Any) -> Any:
     """The program without in-place operators and wrapper regions (autocast, grad mode)."""
+    for node in filter(_is_idle_dropout, exported.graph.nodes):
+        # Else torch would take a write to its output for one that its input does not see.
+        node.target, node.args = torch.ops.aten.alias.default, node.args[:1]
     try:
         with _quiet():
             exported = exported.run_decompositions({})
     except Exception as error:
         raise CaptureError(
-            f"the module has an in-place operator that cannot be removed: {_first_line(error)}"
+            "the module has an in-place operator or an autocast or gradient-mode region that torch "
+            f"cannot remove: {_first_line(error)}"
         ) from error
     signature = exported.graph_signature
     for buffer in signature.buffers_to_mutate.values():
@@ -684,7 +704,6 @@ class _Builder:
     def __init__(self, exported: Any) -> None:
         self.exported = exported
         self.value: dict[fx.Node, Any] = {}  # what a node is in a template
-        self.root_of: dict[int, int] = {}  # storage -> the tensor that owns it
         self.param_at: dict[Any, int] = {}
         self.params: list[Tensor] = []
         self.param_names: list[str] = []
@@ -698,11 +717,10 @@ class _Builder:
         self.tensor_root: list[int] = []
         self.uses: list[tuple[int, int]] = []
         self.param_uses: list[tuple[int, int]] = []
-        self.param_storages: set[int] = set()
 
     def add_input(self, node: fx.Node, leaf: Any) -> None:
         if isinstance(leaf, Tensor):
-            self.value[node] = Ref(self._add_tensor(-1, node.meta["val"]))
+            self.value[node] = Ref(self._add_tensor(-1, node))
         else:
             self.value[node] = leaf
 
@@ -725,7 +743,6 @@ class _Builder:
             self.params.append(real)
             self.param_names.append(full_name)
         self.value[node] = Param(self.param_at[key])
-        self.param_storages.add(_storage(node.meta["val"]))
 
     def add_call(self, node: fx.Node) -> None:
         target = node.target
@@ -753,7 +770,7 @@ class _Builder:
     def _add_outputs(self, n: int, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
         value = node.meta["val"]
         if isinstance(value, Tensor):
-            tensor = self._add_tensor(n, value)
+            tensor = self._add_tensor(n, node)
             self.value[node] = Ref(tensor)
             return (tensor,), (0,)
         if value is None:
@@ -761,20 +778,30 @@ class _Builder:
         readers: dict[int, list[fx.Node]] = {}
         for user in node.users:
             assert user.target is operator.getitem, f"{user} takes all outputs of {node}"
-            readers.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
+            if user.users:
+                readers.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
         outputs = []
         for i in sorted(readers):
-            outputs.append(self._add_tensor(n, value[i]))
+            outputs.append(self._add_tensor(n, readers[i][0]))
             for user in readers[i]:
                 self.value[user] = Ref(outputs[-1])
         return tuple(outputs), tuple(sorted(readers))
 
-    def _add_tensor(self, src: int, fake: Tensor) -> int:
-        """Number a tensor; one that shares memory joins the group of the memory's owner."""
+    def _add_tensor(self, src: int, node: fx.Node) -> int:
+        """Number the tensor of ``node``; if it is a view, operator ``src`` joins its base's group.
+
+        A view of a parameter is free to be anywhere: every device has its own copy of it.
+        """
         t = len(self.tensor_src)
-        storage = _storage(fake)
-        # Every device has its own copy of a parameter, so a view of one is free to be anywhere.
-        root = t if storage in self.param_storages else self.root_of.setdefault(storage, t)
+        fake = node.meta["val"]
+        call = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(call, fx.Node)
+        bases = [
+            self.tensor_root[self.value[arg].tensor]
+            for arg in call.all_input_nodes
+            if isinstance(self.value[arg], Ref) and arg.meta["memory"] == node.meta["memory"]
+        ]
+        root = min(bases, default=t)
         self.tensor_src.append(src)
         self.tensor_bytes.append(fake.numel() * fake.element_size())
         self.tensor_root.append(root)

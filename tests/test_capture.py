@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from collections import UserDict
 from types import SimpleNamespace
 
@@ -69,7 +70,8 @@ def check(module, inputs):
 def assert_memory_is_shared_as_stated(graph):
     """Two live tensors have one storage exactly where ``tensor_root`` says so."""
     program = graph.program
-    live = dict(zip(program.input_tensors, program.random_inputs(), strict=True))
+    inputs = [x.clone() for x in program.random_inputs()]
+    live = dict(zip(program.input_tensors, inputs, strict=True))
     params = {p.untyped_storage().data_ptr() for p in program.params}
     with torch.no_grad():
         for step in program.steps:
@@ -169,6 +171,15 @@ def test_views_of_parameters_are_free():
     assert graph.param_use.tolist() == [0, 0]
 
 
+def test_one_tensor_given_as_two_inputs_is_two_tensors():
+    graph = check(Module(lambda m, x, y: x.view(-1) + y.view(-1)), (X, X))
+    assert graph.tensor_root.tolist() == [0, 1, 0, 1, 4]
+    program = graph.program
+    sub = capture(Module(lambda m, x, y: x - y), (X, X)).program
+    assert torch.equal(run_program(sub, [X + 3, X])[0], torch.full((2, 4), 3.0))
+    assert program.example_tensors[0] is program.example_tensors[1] is X
+
+
 def test_one_operator_that_views_two_bases_joins_their_groups():
     def forward(m, x):
         a, b = torch.broadcast_tensors(x.exp(), x.sin())
@@ -228,29 +239,26 @@ def view_taken_before_the_write(m, x):
     return row + 1
 
 
-def output_written_after_it_was_returned(m, x):
+def write_to_the_input_of_an_idle_dropout(m, x):
     y = m.linear(x)
-    out = {"y": y}
-    y.add_(1)
-    return out
+    z = nn.functional.dropout(y, 0.5, training=False)
+    z += 1
+    return y, z
 
 
 @pytest.mark.parametrize(
     "forward",
     [
+        write_to_the_input_of_an_idle_dropout,
         relu_with_two_readers,
         write_through_a_view,
         write_to_one_of_several_outputs,
         view_taken_before_the_write,
-        output_written_after_it_was_returned,
     ],
 )
 def test_in_place_operators_that_others_could_notice_are_functionalised(forward):
     graph = check(Module(forward), X)
-    # Any order that the edges allow must give the same: the latest operator first.
-    assert not any(kind.endswith("_") for kind in kinds(graph)) or forward in (
-        output_written_after_it_was_returned,
-    )
+    assert not any(kind.endswith("_") for kind in kinds(graph))
     assert_any_order_gives_the_same(graph)
 
 
@@ -287,7 +295,9 @@ def assert_any_order_gives_the_same(graph):
                 )
                 for t, i in zip(step.outputs, step.output_index, strict=True):
                     live[t] = value[i] if step.multi else value
-        for a, b in zip(fill(list(program.output_leaves), live, program.params), expected):
+        for a, b in zip(
+            fill(list(program.output_leaves), live, program.params), expected, strict=True
+        ):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
@@ -310,7 +320,7 @@ def test_several_outputs_of_one_operator():
         return a + c
 
     graph = check(Module(forward), X)
-    assert kinds(graph) == ["split_with_sizes", "add"] or kinds(graph) == ["split", "add"]
+    assert kinds(graph) == ["split_with_sizes", "add"]
     step = graph.program.steps[0]
     assert step.multi and step.output_index == (0, 2)
     assert graph.tensor_src[list(step.outputs)].tolist() == [0, 0]
@@ -376,17 +386,17 @@ def test_tied_parameters_count_once_and_slices_of_one_memory_by_themselves():
 # ---------------------------------------------------------------- regions
 
 
-def test_autocast_and_grad_regions_become_plain_operators():
+@pytest.mark.parametrize(
+    "region", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad]
+)
+def test_autocast_and_gradient_regions_become_plain_operators(region):
     def forward(m, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with region():
             y = m.linear(x)
-        with torch.enable_grad():
-            z = m.linear(x)
-        return y, z
+        return y + 1
 
     graph = check(Module(forward), X)
-    assert kinds(graph).count("linear") == 2
-    assert any("bf16[2,4]" in s for s in graph.op_signature)
+    assert {"linear", "add"} < set(kinds(graph)) <= {"linear", "add", "_to_copy", "detach"}
 
 
 def test_dropout_and_batch_norm_are_captured_in_evaluation_mode_and_the_mode_is_kept():
@@ -414,10 +424,6 @@ def test_attributes_set_during_the_trace_are_removed():
 # ---------------------------------------------------------------- inputs
 
 
-def two(m, x, *rest):
-    return m.linear(x) + (rest[0] if rest else 0)
-
-
 class Named(nn.Module):
     def forward(self, a, b=None, scale=2.0):
         return (a if b is None else a - b["value"][0]) * scale
@@ -439,6 +445,15 @@ def test_every_form_of_inputs(inputs):
     graph = check(Named(), inputs)
     args, kwargs = split_inputs(inputs)
     assert input_spec((args, kwargs)) == graph.program.input_spec
+
+
+def test_any_number_of_positional_inputs():
+    class Sum(nn.Module):
+        def forward(self, first, *rest, scale=1.0):
+            return first * scale + sum(rest)
+
+    graph = check(Sum(), ((X, X + 1, X + 2), {"scale": 3.0}))
+    assert graph.program.input_names == ("first", "rest[0]", "rest[1]", "scale")
 
 
 def test_arguments_may_be_given_by_position_or_by_name():
@@ -517,7 +532,7 @@ def test_input_specification_is_json_and_captures_the_same_graph():
     ],
 )
 def test_a_damaged_input_specification_is_refused(spec):
-    with pytest.raises(InputError, match="expected e.g.|must have a list"):
+    with pytest.raises(InputError, match=r"expected e\.g\.|must have a list"):
         inputs_from_spec(spec)
 
 
@@ -546,8 +561,6 @@ def test_tensors_are_freed_after_their_last_use():
             value = target(*args)
             token = object()
             alive.add(token)
-            import weakref
-
             weakref.finalize(value, alive.discard, token)
             peak = max(peak, len(alive))
             return value
@@ -645,7 +658,7 @@ def change_constant(m, x):
     ("forward", "message"),
     [
         (branch, r"branch.*depends on the values.*test_capture\.py:\d+ `if x\.sum\(\) > 0:`"),
-        (number, r"aten\.item\.default gives a number.*x\.sum\(\)\.item\(\)`"),
+        (number, r"aten\.item\.default gives a number.*test_capture\.py:\d+ `"),
         (lambda m, x: x.nonzero(), r"aten\.nonzero\.default gives .* a shape that depends"),
         (
             lambda m, x: torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,)),
@@ -676,7 +689,7 @@ def test_a_key_value_cache_says_how_to_switch_it_off():
         n_embd=8, n_layer=1, n_head=1, vocab_size=10, bos_token_id=0, eos_token_id=0
     )
     module = transformers.GPT2LMHeadModel(config).eval()
-    with pytest.raises(CaptureError, match="Cache.*config.use_cache = False"):
+    with pytest.raises(CaptureError, match=r"Cache.*config\.use_cache = False"):
         capture(module, {"input_ids": torch.zeros(1, 4, dtype=torch.long)})
 
 

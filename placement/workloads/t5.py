@@ -26,5 +26,5 @@ def _t5(batch: int, length: int, **config: Any) -> tuple[Any, Any]:
     settings = transformers.T5Config(use_cache=False, **config)
     with seeded():
         module = transformers.T5ForConditionalGeneration(settings).eval()
-        ids = torch.randint(settings.vocab_size, (2, batch, length))
-        return module, {"input_ids": ids[0], "decoder_input_ids": ids[1]}
+        source, target = (torch.randint(settings.vocab_size, (batch, length)) for _ in range(2))
+        return module, {"input_ids": source, "decoder_input_ids": target}
