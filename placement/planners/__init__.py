@@ -36,8 +36,9 @@ def load(name: str, **options: Any) -> Planner:
         PlannerError: no such planner, no such option, or a value of the wrong type; the
             message lists the planners, or the planner's fields with types and defaults.
     """
-    planner: Any = find(name)
-    if not is_dataclass(planner):
+    planner = find(name)
+    configurable = is_dataclass(planner)
+    if not configurable:
         if options:
             raise PlannerError(f"{name} is not a dataclass and takes no options, got {options}")
         made: Planner = planner() if isinstance(planner, type) else planner
@@ -52,7 +53,7 @@ def load(name: str, **options: Any) -> Planner:
             values[key] = _convert(value, hints[key])
         except (TypeError, ValueError):
             raise PlannerError(
-                f"planner {name!r}: {key} = {value!r} is not {_text(known[key])}; "
+                f"planner {name!r}: {key} = {value!r} is not of type {known[key].type}; "
                 f"{_describe(planner)}"
             ) from None
     try:

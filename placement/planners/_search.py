@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.cluster import Cluster, Device
+from placement.graph import OpGraph
 from placement.planners import PlannerError, load
 from placement.problem import Placement, Planner, Problem, Solution
+from placement.profile import Profile
 from placement.simulator import evaluate, score, simulate
 
 Floats = NDArray[np.float64]
@@ -61,7 +65,7 @@ class Search:
         self._run = (
             replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
         )
-        _load_kernel(problem, self.allowed)
+        _load_kernel()
         self._started = time.perf_counter()
 
     @property
@@ -175,12 +179,12 @@ class Search:
         return np.where(overflow > 0, INFEASIBLE * (1 + overflow), values.period_s)
 
 
-def _load_kernel(problem: Problem, allowed: NDArray[np.bool_]) -> None:
-    """Compile, or read from the cache, once per process and outside of every budget."""
-    from placement import kernels
-
-    if not kernels.run_batch.signatures:
-        score(problem, allowed.argmax(axis=1)[problem.graph.group])
+@cache
+def _load_kernel() -> None:
+    """Compile the simulator, or read it from its cache: once, and outside of every budget."""
+    graph = OpGraph.build("one", ["one"], [], [], [])
+    profile = Profile(("one",), np.zeros((1, 1)), np.zeros((1, 1)))
+    evaluate(Problem(graph, Cluster("one", (Device("one"),)), profile), [[0]])
 
 
 def _too_large(problem: Problem, placement: Placement) -> str:
