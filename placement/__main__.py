@@ -117,7 +117,7 @@ def _checked(args: argparse.Namespace) -> int:
 
 
 def _is_option(text: str) -> bool:
-    return "=" in text and not text.startswith("-")
+    return not text.startswith("-")
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

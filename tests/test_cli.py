@@ -1,0 +1,480 @@
+"""The ``placement`` command: what it prints, what it writes, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.__main__ import VERBS, main
+from placement.cli import NO, OK, seconds
+from placement.cluster import Cluster, Device
+from placement.plan import Plan, load_plan
+from placement.profile import Profile
+
+ROOT = Path(__file__).parents[1]
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+KEYS = [
+    "planner",
+    "objective",
+    "value_s",
+    "lower_bound_s",
+    "seconds",
+    "evaluations",
+    "feasible",
+    "assignment",
+]
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a cluster of two workers on this machine, and a made-up profile of tiny_mlp.
+
+    Every operator takes 1 ms on ``a`` and on ``b``, transfers are free: 6 operators.
+    """
+    from placement.cli import capture_workload
+
+    folder = tmp_path_factory.mktemp("cli")
+    cluster = Cluster("two", (Device("a", cores=(CORES[0],)), Device("b", cores=(CORES[-1],))))
+    lines = [f"- {{name: {d.name}, cores: {list(d.cores)}}}" for d in cluster.devices]
+    (folder / "two.yaml").write_text("devices:\n" + "\n".join(lines) + "\n")
+    graph = capture_workload("tiny_mlp", lambda what, share: None)
+    profile = Profile(
+        ("a", "b"),
+        np.full((6, 2), 1e-3),
+        np.zeros((6, 2)),
+        graph_fingerprint=graph.fingerprint,
+    )
+    profile.save(folder / "profile.npz")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def plan_path(home: Path) -> Path:
+    """A plan of tiny_mlp: the first half on ``a``, the second on ``b``."""
+    path = home / "plan.json"
+    assert main(plan_args(home, "contiguous_dp", "--out", str(path))) == OK
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "cache"))
+
+
+def plan_args(home: Path, planner: str, *more: str) -> list[str]:
+    given = ["--cluster", str(home / "two.yaml"), "--profile", str(home / "profile.npz")]
+    return ["plan", "tiny_mlp", "--planner", planner, *given, *more]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int = OK) -> Any:
+    """The one JSON object that a command prints on standard output."""
+    assert main([*map(str, argv), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def error(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
+    """The one line that a refused command prints on standard error."""
+    assert main(list(map(str, argv))) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("placement: error: ")]
+    assert len(lines) == 1 and "Traceback" not in err and out == ""
+    return lines[0]
+
+
+def changed(path: Path, to: Path, **top: Any) -> Path:
+    to.write_text(json.dumps(json.loads(path.read_text()) | top))
+    return to
+
+
+# -- plan ------------------------------------------------------------------------------------
+
+
+def test_plan_for_machines(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    got = answer(capsys, *plan_args(home, "contiguous_dp"))
+    assert list(got) == KEYS
+    assert got["planner"] == "contiguous_dp" and got["objective"] == "period"
+    assert got["value_s"] == pytest.approx(3e-3) and got["lower_bound_s"] == pytest.approx(3e-3)
+    assert got["feasible"] is True
+    assert sorted(got["assignment"].values()) == ["a"] * 3 + ["b"] * 3
+    assert list(got["assignment"])[0] == "linear"
+
+
+def test_plan_for_latency(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    got = answer(capsys, *plan_args(home, "heft", "--objective", "latency"))
+    assert got["value_s"] == got["lower_bound_s"] == pytest.approx(6e-3)
+
+
+def test_plan_options_seed_and_budget(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [*plan_args(home, "local_search", "--evaluations", "30", "seconds=60"), "--seed", "3"]
+    first, again = answer(capsys, *args), answer(capsys, *args)
+    assert 0 < first["evaluations"] <= 30
+    assert first["assignment"] == again["assignment"]
+
+
+def test_budget_of_a_planner_without_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan_args(home, "heft", "--seed", "1")) == OK
+    assert "planner 'heft' has no seed: --seed 1 is not used" in capsys.readouterr().err
+
+
+def test_plan_nothing_fits(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text("devices: [{name: a, memory_bytes: 10}, {name: b, memory_bytes: 10}]")
+    args = plan_args(home, "heft", "--cluster", str(small), "--out", str(tmp_path / "plan.json"))
+    assert main([*args, "--json"]) == NO
+    out, err = capsys.readouterr()
+    got = json.loads(out)
+    assert list(got) == KEYS and got["feasible"] is False and got["value_s"] is None
+    assert "no placement that fits was found" in err and "10" in err
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_plan_writes_plan_and_trace(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    args = plan_args(home, "round_robin", "--out", str(out), "--trace", str(trace))
+    assert main([*args, "--microbatches", "4"]) == OK
+    plan = load_plan(out)
+    assert plan.num_microbatches == 4 and plan.graph.workload == "tiny_mlp"
+    assert plan.graph.input_spec == {
+        "args": [{"shape": [2, 16], "dtype": "float32"}],
+        "kwargs": {},
+    }
+    slices = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert sum("operator" in e["args"] for e in slices) == 4 * 6
+    assert f"placement run {out}" in capsys.readouterr().err
+
+
+# -- show, diff, schema ----------------------------------------------------------------------
+
+
+def test_show(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(plan_path)]) == OK
+    text = capsys.readouterr().out
+    assert "contiguous_dp" in text and "3 ms" in text and "6 ms" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert answer(capsys, "show", plan_path)["planner"]["name"] == "contiguous_dp"
+
+
+def test_show_hostile_names(
+    plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = json.loads(plan_path.read_text())["graph"]
+    graph["name"] = "[red]<script>:smile: ../../x[/red]"
+    hostile = changed(plan_path, tmp_path / "h.json", graph=graph)
+    assert main(["show", str(hostile)]) == OK
+    assert graph["name"] in " ".join(capsys.readouterr().out.split()), "shown as it is"
+
+
+def test_show_needs_no_torch(plan_path: Path, tmp_path: Path) -> None:
+    # A module that fails when it is imported stands in torch's place, and in others'.
+    for name in ("torch", "numba", "scipy", "matplotlib", "gymnasium"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('must not be imported')")
+    result = subprocess.run(
+        [sys.executable, "-m", "placement", "show", str(plan_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "contiguous_dp" in result.stdout and result.stderr == ""
+
+
+def test_diff(home: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "diff", plan_path, plan_path) == {
+        "moved": {},
+        "settings": {},
+        "metrics_s": {
+            "predicted latency": pytest.approx([6e-3, 6e-3]),
+            "predicted period": pytest.approx([3e-3, 3e-3]),
+        },
+    }
+    other = home / "other.json"
+    main(plan_args(home, "single_device", "--out", str(other)))
+    capsys.readouterr()
+    got = answer(capsys, "diff", plan_path, other)
+    assert len(got["moved"]) == 3 and set(map(tuple, got["moved"].values())) <= {
+        ("a", "b"),
+        ("b", "a"),
+    }
+    assert got["settings"] == {"planner": ["contiguous_dp", "single_device"]}
+    assert got["metrics_s"]["predicted period"] == pytest.approx([3e-3, 6e-3])
+    assert main(["diff", str(plan_path), str(other)]) == OK
+    assert "3 operators moved" in (text := capsys.readouterr().out) and "+100.0%" in text
+
+
+def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == OK
+    assert json.loads(capsys.readouterr().out)["additionalProperties"] is False
+
+
+# -- validate --------------------------------------------------------------------------------
+
+
+def test_validate(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "validate", plan_path)["valid"] is True
+    assert main(["validate", str(plan_path)]) == OK
+    assert capsys.readouterr().out.endswith("plan.json: valid\n")
+
+
+def test_validate_lists_every_failure(
+    plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads(plan_path.read_text())
+    data["assignment"] |= {"linear": "x", "relu": "y"}
+    bad = changed(plan_path, tmp_path / "bad.json", assignment=data["assignment"])
+    got = answer(capsys, "validate", bad, code=NO)
+    assert not got["valid"] and len(got["failures"]) == 3
+    assert got["failures"][0].startswith("assignment['linear'] = 'x': no such device")
+
+
+def test_validate_against_another_model_and_cluster(
+    plan_path: Path, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got = answer(capsys, "validate", plan_path, "--model", "tiny_cnn", code=NO)
+    assert "the model 'tiny_cnn'" in got["failures"][0]
+    other = tmp_path / "other.yaml"
+    other.write_text((home / "two.yaml").read_text().replace("name: b", "name: b, threads: 2"))
+    got = answer(capsys, "validate", plan_path, "--cluster", other, code=NO)
+    assert got["failures"] == ["device 'b' has threads 2, planned 1"]
+
+
+def test_validate_finds_an_order_that_deadlocks(
+    plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = load_plan(plan_path)
+    ops = {d: [op for op, on in plan.assignment.items() if on == d] for d in ("a", "b")}
+    order = {d: [[op, 0] for op in names] for d, names in ops.items()}
+    good = changed(plan_path, tmp_path / "good.json", order=order, num_microbatches=1)
+    assert answer(capsys, "validate", good)["failures"] == []
+    order["b"].reverse()
+    bad = changed(plan_path, tmp_path / "bad.json", order=order, num_microbatches=1)
+    (failure,) = answer(capsys, "validate", bad, code=NO)["failures"]
+    assert "schedule deadlocks: device 1 waits at" in failure
+
+
+def test_code_that_a_plan_names_is_not_run(
+    plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hostile.py").write_text("open('was_run', 'w')")
+    graph = json.loads(plan_path.read_text())["graph"] | {"workload": "hostile:make"}
+    path = changed(plan_path, tmp_path / "plan.json", graph=graph)
+    (note,) = answer(capsys, "validate", path)["notes"]
+    assert note == "not checked against the model; name it: --model hostile:make"
+    assert "--model hostile:make" in error(capsys, "run", path)
+    assert not (tmp_path / "was_run").exists()
+
+
+# -- profile and run: on real devices --------------------------------------------------------
+
+
+def test_profile(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "profile.npz"
+    args = ["profile", "tiny_mlp", "--cluster", home / "two.yaml", "--repeats", "1"]
+    got = answer(capsys, *args, "--out", out)
+    assert len(got["most_expensive"]) == 6 and got["most_different"] == []
+    assert set(got["most_expensive"][0]["compute_s"]) == {"a", "b"}
+    assert Profile.load(out).compute_s.shape == (6, 2)
+    assert Profile.load(out).graph_fingerprint == got["graph_fingerprint"]
+
+
+def test_profile_that_cannot_be_saved_is_still_shown(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    profile = Profile.load(home / "profile.npz")
+    monkeypatch.setattr("placement.measure.measure", lambda *_, **__: profile)
+    (tmp_path / "file").write_text("")
+    args = ["profile", "tiny_mlp", "--cluster", str(home / "two.yaml")]
+    assert main([*args, "--out", str(tmp_path / "file" / "profile.npz")]) == 2
+    out, err = capsys.readouterr()
+    assert "all operators" in out and "6 ms" in out
+    assert "error: the profile above was not saved" in err
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "file"))
+    assert main(args) == 2
+    assert "set PLACEMENT_HOME to another folder" in capsys.readouterr().err
+
+
+def test_profile_shows_where_unlike_devices_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    from placement.cli.profile import show
+    from placement.graph import OpGraph
+
+    graph = OpGraph.build("g", ["x", "y"], [0, 1], [8, 8], [(0, 1)])
+    cluster = Cluster("c", (Device("cpu:0"), Device("cuda:0", kind="cuda")))
+    times = np.array([[4e-3, 1e-3], [3e-3, 9e-3]])
+    show(graph, cluster, Profile(cluster.device_names, times, times * 0), as_json=False)
+    text = capsys.readouterr().out
+    y, x = (line.split() for line in text.split("differ most")[1].splitlines() if "ms" in line)
+    assert (y[0], y[-1]) == ("y", "1") and (x[0], x[-1]) == ("x", "4")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_run(plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, out = tmp_path / "trace.json", tmp_path / "measured.json"
+    got = answer(
+        capsys,
+        *("run", plan_path, "--against-single-device", "--batches", "4"),
+        *("--trace", trace, "--out", out),
+    )
+    assert got["numerics_equal"] is True
+    assert got["measured"]["latency_s"]["median_s"] > 0 and got["measured"]["n"] == 5
+    assert got["single_device"]["device"] == load_plan(plan_path).fallback.device  # type: ignore[union-attr]
+    assert set(got["speedup_over_single_device"]) == {"latency", "period"}
+    slices = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert sum("operator" in e["args"] for e in slices) == 4 * 6
+    measured = load_plan(out).measured
+    assert measured is not None and measured.model_dump() == got["measured"]
+
+
+def test_run_refuses_wrong_results(plan_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    import torch
+
+    from placement.executor import Runner
+
+    monkeypatch.setattr(Runner, "__call__", lambda self, x: torch.zeros_like(x))
+    assert main(["run", str(plan_path)]) == NO
+    assert "the results differ from those of the plain module" in capsys.readouterr().err
+
+
+def test_run_of_the_users_own_module(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """From the user's file to an executed plan, with devices described by measured ones."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_model_file.py").write_text(
+        "from torch import nn, ones\n"
+        "def make():\n"
+        "    return nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), ones(1, 4)\n"
+    )
+    cluster = str(home / "two.yaml")
+    plan = ["plan", "my_model_file:make", "--planner", "heft", "--cluster", cluster]
+    assert main([*plan, "--out", "plan.json"]) == OK
+    assert len(list((tmp_path / "cache").rglob("*.npz"))) == 1, "the profile is kept"
+    capsys.readouterr()
+    got = answer(capsys, "run", "plan.json", "--model", "my_model_file:make", "--batches", "4")
+    assert got["numerics_equal"] is True and got["single_device"] is None
+
+
+# -- how it says no --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([verb, "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert f"placement {verb}" in text.split("example", 1)[1] and "exit codes" in text
+    assert "--json" in text
+
+
+def test_errors_are_one_line(home: Path, tmp_path: Path, capsys: Any) -> None:
+    def plan(planner: str, *more: str) -> str:
+        return error(capsys, *plan_args(home, planner, *more))
+
+    assert "nowhere.json: cannot be read: No such file" in error(capsys, "show", "nowhere.json")
+    assert "no planner 'magic'" in plan("magic")
+    assert "has no option 'sed'; its options are" in plan("local_search", "sed=1")
+    assert "'seed': planner options are given as option=value" in plan("heft", "seed")
+    assert "no planner 'magic'" in plan("magic", "--debug")
+    assert "unknown workload 'resnet'" in error(capsys, "plan", "resnet", "--planner", "heft")
+    assert "no such file" in error(capsys, "plan", "x/y.json", "--planner", "heft")
+    assert "--repeats 0" in error(capsys, "profile", "tiny_mlp", "--repeats", "0")
+    assert "num_microbatches = 0" in plan("heft", "--microbatches", "0")
+    assert "no_such.yaml" in plan("heft", "--cluster", "no_such.yaml")
+    assert "not a readable profile" in plan("heft", "--profile", str(home / "two.yaml"))
+    (tmp_path / "file").write_text("")
+    assert main(plan_args(home, "heft", "--out", str(tmp_path / "file" / "p.json"))) == 2
+    assert "is a file, not a folder" in capsys.readouterr().err
+
+
+def test_profile_of_another_model(home: Path, capsys: Any) -> None:
+    args = [*plan_args(home, "heft")]
+    args[1] = "tiny_cnn"
+    assert "profile has 6 operators" in error(capsys, *args)
+
+
+def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["fly"], ["show"], ["show", "a", "--seed"], ["plan", "x"]):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_another_distribution_owns_agents(plan_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("placement.ownership._claims", lambda: iter([("openai-agents", "agents")]))
+    assert main(["show", str(plan_path)]) == 2
+    assert "'openai-agents' also installs a package 'agents'" in capsys.readouterr().err
+
+
+def test_interrupt_leaves_nothing(
+    home: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)  # half-way through the writing
+    folder = tmp_path / "out"
+    folder.mkdir()
+    assert main(plan_args(home, "heft", "--out", str(folder / "plan.json"))) == 130
+    out, err = capsys.readouterr()
+    assert "placement: interrupted" in err and "Traceback" not in err
+    assert list(folder.iterdir()) == []
+
+
+def test_our_own_mistakes_are_not_hidden(plan_path: Path, monkeypatch: Any) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Plan, "inconsistencies", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["show", str(plan_path)])
+
+
+def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "nowhere.json", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_warnings_are_one_line(plan_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    import warnings
+
+    def warn(self: Plan) -> list[str]:
+        warnings.warn("look out", stacklevel=1)
+        return []
+
+    monkeypatch.setattr(Plan, "inconsistencies", warn)
+    assert main(["show", str(plan_path)]) == OK
+    assert capsys.readouterr().err == "placement: warning: look out\n"
+
+
+def test_reader_that_leaves_early(plan_path: Path) -> None:
+    code = (
+        "import sys; from placement.__main__ import main; "
+        f"sys.exit(main(['show', {str(plan_path)!r}, '--json']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 0
+    process.stderr.close()
+
+
+def test_seconds_have_a_fitting_unit() -> None:
+    shown = [seconds(x) for x in (0.0, 3e-7, 4.2e-5, 0.01234, 0.9996, 1.5, 2000.0)]
+    assert shown == ["0 µs", "0.3 µs", "42 µs", "12.3 ms", "1 s", "1.5 s", "2000 s"]

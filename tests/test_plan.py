@@ -1,0 +1,441 @@
+"""Plans: what is written is read back; what is wrong is refused with a message that helps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.cluster import Cluster, Device, Link
+from placement.files import FileError
+from placement.graph import OpGraph
+from placement.plan import (
+    Measured,
+    Plan,
+    PlanError,
+    PlanMismatch,
+    Spread,
+    graph_parts,
+    load_plan,
+    make_plan,
+    module_map,
+    parameters_of,
+    read_plan,
+    schema_text,
+)
+from placement.planners import load
+from placement.problem import Problem, Solution
+from placement.profile import Profile
+from placement.simulator import list_schedule
+
+ROOT = Path(__file__).parents[1]
+
+
+def chain(num_ops: int = 4, **changes: Any) -> OpGraph:
+    """``op0 -> op1 -> ...``, 8 bytes between, modules ``m.a``, ``m.b`` and the root."""
+    values: dict[str, Any] = dict(
+        op_module=["m.a", "m.a", "m.b", *[""] * (num_ops - 3)],
+        op_signature=[f"kind(f32[{i}])" for i in range(num_ops)],
+        param_bytes=[100],
+        param_uses=[(0, 0)],
+        output_tensor=[num_ops - 1],
+    )
+    return OpGraph.build(
+        "chain",
+        [f"op{i}" for i in range(num_ops)],
+        list(range(num_ops)),
+        changes.pop("tensor_bytes", [8] * num_ops),
+        changes.pop("uses", [(i, i + 1) for i in range(num_ops - 1)]),
+        **values | changes,
+    )
+
+
+def problem(graph: OpGraph | None = None, **changes: Any) -> Problem:
+    """Two cores; ``cpu:1`` is twice as fast; a link of 1 ms from the first to the second."""
+    graph = graph or chain()
+    cluster = Cluster(
+        "pair",
+        (Device("cpu:0", cores=(0,), memory_bytes=1000), Device("cpu:1", memory_bytes=1000)),
+    )
+    seconds = np.tile([2.0, 1.0], (graph.num_ops, 1))
+    profile = Profile(
+        cluster.device_names,
+        seconds,
+        np.zeros_like(seconds),
+        links=(Link("cpu:0", "cpu:1", 1e-3), Link("cpu:1", "cpu:0", 1e-3, 1e9)),
+        graph_fingerprint=graph.fingerprint,
+        provenance={"when": "now", "repeats": 3},
+    )
+    return Problem(graph, cluster, profile, **{"num_microbatches": 8, **changes})
+
+
+def plan_of(p: Problem, placement: list[int], **changes: Any) -> Plan:
+    return make_plan(p, Solution(np.array(placement, np.int32), 1.0), planner="by_hand", **changes)
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return plan_of(problem(), [0, 0, 1, 1])
+
+
+@pytest.fixture
+def path(plan: Plan, tmp_path: Path) -> Path:
+    plan.save(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def edited(path: Path, *keys: Any, value: Any) -> Path:
+    """The file with one value changed, as by hand."""
+    data = json.loads(path.read_text())
+    at = data
+    for key in keys[:-1]:
+        at = at[key]
+    at[keys[-1]] = value
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_values(plan: Plan) -> None:
+    # One micro-batch alone:   cpu:0  |op0 2 s|op1 2 s|
+    #                          cpu:1                   1 ms |op2 1 s|op3 1 s|
+    # Pipelined: cpu:0 works all the time, 4 s per micro-batch.
+    assert plan.predicted.latency_s == pytest.approx(6.001)
+    assert plan.predicted.period_s == pytest.approx(4.0)
+    assert plan.predicted.busy_s == pytest.approx({"cpu:0": 4.0, "cpu:1": 2.0})
+    assert plan.lower_bound_s is not None
+    # Fractional balance: x on cpu:1, 4 - x on cpu:0, 1 * x = 2 * (4 - x).
+    assert plan.lower_bound_s.model_dump() == pytest.approx({"latency": 4.0, "period": 8 / 3})
+    assert plan.fallback is not None
+    assert plan.fallback.model_dump() == pytest.approx(
+        {"device": "cpu:1", "latency_s": 4.0, "period_s": 4.0}
+    )
+    assert [(s.device, s.first, s.last, s.num_ops) for s in plan.stages] == [
+        ("cpu:0", "op0", "op1", 2),
+        ("cpu:1", "op2", "op3", 2),
+    ]
+    assert plan.device_map == {"m.a": "cpu:0", "m.b": "cpu:1"}
+    headroom = 1000 - plan.predicted.peak_bytes["cpu:0"]
+    assert plan.limits.headroom_bytes["cpu:0"] == headroom
+    assert plan.predicted.peak_bytes["cpu:0"] >= 100  # the parameter
+    assert plan.provenance.profile == {"when": "now", "repeats": 3}
+
+
+def test_round_trip(plan: Plan, path: Path) -> None:
+    p = problem()
+    again = load_plan(path)
+    assert again == plan
+    np.testing.assert_array_equal(again.placement(p.graph, p.cluster), [0, 0, 1, 1])
+    assert again.cluster.build() == p.cluster
+    assert again.cluster.links[0].bandwidth_bytes_per_s is None  # JSON knows no infinity
+    assert again.cluster.links[1].bandwidth_bytes_per_s == 1e9
+
+
+@given(st.lists(st.integers(0, 1), min_size=4, max_size=9), st.integers(1, 9))
+def test_round_trip_of_any_placement(placement: list[int], m: int) -> None:
+    p = problem(chain(len(placement)), num_microbatches=m)
+    plan = plan_of(p, placement)
+    again = Plan.model_validate_json(plan.model_dump_json())
+    assert again == plan and again.inconsistencies() == []
+    assert again.placement(p.graph, p.cluster).tolist() == placement
+    assert sum(s.num_ops for s in again.stages) == len(placement)
+    assert all(a.device != b.device for a, b in zip(again.stages, again.stages[1:], strict=False))
+
+
+def test_order_is_kept_and_checked() -> None:
+    p = problem(num_microbatches=2)
+    schedule = list_schedule(p, [0, 0, 1, 1], 2)
+    plan = plan_of(p, [0, 0, 1, 1], schedule=schedule)
+    back = plan.schedule(p.graph)
+    assert back is not None and plan.order is not None
+    for a, b in zip(back.order, schedule.order, strict=True):
+        np.testing.assert_array_equal(a, b)
+    lost = plan.model_copy(update={"order": {**plan.order, "cpu:1": plan.order["cpu:1"][1:]}})
+    assert lost.inconsistencies() == ["order runs 'op2', micro-batch 0, 0 times"]
+    swapped = {"cpu:0": plan.order["cpu:1"], "cpu:1": plan.order["cpu:0"]}
+    (first, *_) = plan.model_copy(update={"order": swapped}).inconsistencies()
+    assert first == "order['cpu:0'] runs 'op2', micro-batch 0: not its work"
+
+
+def test_measured_is_kept(tmp_path: Path) -> None:
+    spread = Spread(median_s=1.0, iqr_s=0.1)
+    measured = Measured(latency_s=spread, period_s=spread, n=5, when="today", machine="here")
+    plan_of(problem(), [0] * 4, measured=measured).save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json").measured == measured
+
+
+def test_planner_parameters_are_json() -> None:
+    assert parameters_of(load("local_search", seed=3))["seed"] == 3
+    assert parameters_of(lambda problem: None) == {}
+    assert parameters_of(Device("x", cores=(0, 1)))["cores"] == [0, 1]
+    assert parameters_of(Link("a", "b"))["bandwidth_bytes_per_s"] == "inf"
+
+
+def test_module_map_names_the_outermost_whole_modules() -> None:
+    graph = chain(5, op_module=["a.x", "a.x", "a.y", "b.z", "b"])
+    assert module_map(graph, ["p", "p", "q", "q", "q"]) == {"a.x": "p", "a.y": "q", "b": "q"}
+    assert module_map(graph, ["p"] * 5) == {"": "p"}
+
+
+# -- refused: another model, other devices ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"op_signature": [f"kind(f64[{i}])" for i in range(4)]}, "dtypes or constants"),
+        ({"uses": [(0, 1), (1, 2), (0, 3)]}, "which operator uses which tensor"),
+        ({"tensor_bytes": [8, 8, 8, 16]}, "tensor sizes"),
+        ({"param_bytes": [101]}, "parameter sizes"),
+        ({"group": [0, 1, 2, 2]}, "colocation groups"),
+        ({"is_backward": [False] * 3 + [True]}, "which operators are backward"),
+    ],
+)
+def test_mismatch_names_the_part(plan: Plan, changes: dict[str, Any], part: str) -> None:
+    other = chain(**changes)
+    with pytest.raises(PlanMismatch, match=part) as caught:
+        plan.placement(other, problem().cluster)
+    differing = [k for k, v in graph_parts(other).items() if v != plan.graph.parts[k]]
+    assert len(differing) == 1, "one change, one part"
+    assert "placement profile" in str(caught.value)
+
+
+def test_mismatch_of_size_and_names(plan: Plan) -> None:
+    with pytest.raises(PlanMismatch, match=r"4 operators in the plan, 5 here.*not in the plan"):
+        plan.placement(chain(5), problem().cluster)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([], r"no device 'cpu:0', only \['z'\]"),
+        ([Device("cpu:0", cores=(0,), threads=2, memory_bytes=1000)], "has threads 2, planned 1"),
+        ([Device("cpu:0", cores=(3,), memory_bytes=1000)], r"has cores \(3,\), planned \(0,\)"),
+    ],
+)
+def test_mismatch_names_the_device(plan: Plan, devices: list[Device], message: str) -> None:
+    rest = [Device("cpu:1", memory_bytes=1000)] if devices else [Device("z")]
+    with pytest.raises(PlanMismatch, match=message):
+        plan.placement(chain(), Cluster("other", tuple(devices + rest)))
+
+
+def test_mismatch_of_further_devices_order_and_links(plan: Plan) -> None:
+    first, second = problem().cluster.devices
+    third = Device("cpu:2")
+    for cluster, message in (
+        (Cluster("c", (first, second, third)), "device 'cpu:2' is new"),
+        (Cluster("c", (second, first)), "in the order"),
+        (Cluster("c", (first, second), (Link("cpu:0", "cpu:1"),)), "declared links differ"),
+    ):
+        with pytest.raises(PlanMismatch, match=message):
+            plan.placement(chain(), cluster)
+
+
+# -- refused: damaged files ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (["assignment", "op1"], "tpu:9", r"assignment\['op1'\] = 'tpu:9': no such device.*cpu:1"),
+        (["assignment", "op9"], "cpu:0", "5 operators, graph.num_ops = 4"),
+        (["assignment", "op1"], "cpu:1", "stages do not follow from assignment"),
+        (["assignment", "op1"], 1, "assignment.op1 = 1: input should be a valid string"),
+        (["schema_version"], 2, "schema_version = 2, this version reads 1"),
+        (["schema_version"], True, "schema_version = True"),
+        (["planer"], {}, "unknown key 'planer'; did you mean 'planner'"),
+        (["planner", "_target_"], "os.system", "'_target_' is not part of a plan"),
+        (["planner", "parameters", "_target_"], "os.system", "'_target_' is not part"),
+        (["predicted", "latency_s"], "fast", "predicted.latency_s = 'fast': input should be"),
+        (["predicted", "latency_s"], -1.0, "predicted.latency_s = -1.0: .*greater than or equal"),
+        (["predicted", "busy_s"], {}, r"predicted.busy_s is about \[\], devices are"),
+        (["predicted", "peak_bytes", "cpu:0"], 5000, "'cpu:0' needs 5000 bytes, its limit is 1000"),
+        (["num_microbatches"], 1.5, "num_microbatches = 1.5: input should be a valid integer"),
+        (["objective"], "speed", "objective = 'speed': input should be 'period' or 'latency'"),
+        (["priority"], [0, 0, 1, 2], r"priority must hold each of 0\.\.3 once"),
+        (["cluster", "devices", 0, "threads"], 7, "cluster.fingerprint = .*the devices listed"),
+        (["cluster", "devices", 0, "threads"], 0, "cluster: device 'cpu:0': threads = 0"),
+        (["cluster", "devices", 0, "name"], "cpu:1", "device names repeat"),
+        (["fallback", "device"], "x", "fallback.device: no device 'x'"),
+        (["graph", "name"], "\x1b[2J", "graph.name = .*should match pattern"),
+        (["graph", "name"], "x" * 2000, "graph.name = 'xxx.*at most 1024"),
+        (["graph", "fingerprint"], "../../x", "graph.fingerprint = '../../x'"),
+    ],
+)
+def test_edited_by_hand(path: Path, keys: list[Any], value: Any, message: str) -> None:
+    edited(path, *keys, value=value)
+    with pytest.raises(PlanError, match=message) as caught:
+        load_plan(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_missing_key(path: Path) -> None:
+    data = json.loads(path.read_text())
+    del data["predicted"]["period_s"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="the key 'predicted.period_s' is missing"):
+        load_plan(path)
+
+
+def test_truncated(path: Path) -> None:
+    text = path.read_text()
+    for length in (0, 1, 100, len(text) // 2, len(text) - 3):
+        path.write_text(text[:length])
+        with pytest.raises(PlanError, match=r"not valid JSON .*Make it again: placement plan"):
+            load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe plan", "byte 0 is not UTF-8"),
+        (b"[]", "no key 'schema_version'"),
+        (b"{}", "no key 'schema_version'"),
+        (b'{"schema_version": NaN}', "NaN is not a number"),
+        (b'{"schema_version": 1, "schema_version": 1}', "'schema_version' appears twice"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"schema_version": ' + b"9" * 10_000 + b"}", "not valid JSON"),
+        (b'{"schema_version": 1}', "the key 'planner' is missing"),
+    ],
+)
+def test_not_a_plan(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(PlanError, match=message):
+        load_plan(tmp_path / "x.json")
+
+
+def test_operator_twice(path: Path) -> None:
+    text = path.read_text()
+    path.write_text(text.replace('"op0": "cpu:0"', '"op0": "cpu:0", "op0": "cpu:0"'))
+    with pytest.raises(PlanError, match="the key 'op0' appears twice"):
+        load_plan(path)
+
+
+def test_no_file_folder_or_too_much(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlanError, match=r"nowhere\.json: cannot be read: No such file"):
+        load_plan(path.with_name("nowhere.json"))
+    with pytest.raises(PlanError, match="cannot be read: Is a directory"):
+        load_plan(path.parent)
+    monkeypatch.setattr("placement.plan.MAX_FILE_BYTES", 100)
+    with pytest.raises(PlanError, match="bytes, a plan has at most 100"):
+        load_plan(path)
+
+
+def test_reading_leaves_contradictions_to_the_caller(path: Path) -> None:
+    edited(path, "assignment", "op1", value="tpu:9")
+    assert len(read_plan(path).inconsistencies()) == 2  # the device, and the stages
+
+
+# -- refused: what cannot be written ---------------------------------------------------------
+
+
+def test_placement_that_does_not_fit() -> None:
+    with pytest.raises(PlanError, match=r"does not fit: device 'cpu:0' needs 1,1\d\d bytes.*1,000"):
+        plan_of(problem(chain(tensor_bytes=[8, 8, 8, 1000])), [0] * 4)
+
+
+def test_saving_is_whole_or_not_at_all(
+    plan: Plan, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = path.read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(FileError, match="no space left"):
+        plan.save(path)
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+def test_saving_below_a_file(plan: Plan, path: Path) -> None:
+    with pytest.raises(FileError, match="is a file, not a folder"):
+        plan.save(path / "plan.json")
+
+
+def test_hostile_names_are_only_text(tmp_path: Path) -> None:
+    names = ["../../x", "<script>alert(1)</script>", "[red]op[/red]", "__import__('os')"]
+    graph = replace(chain(), name="../../etc/passwd", op_name=tuple(names))
+    p = problem(graph)
+    plan_of(p, [0, 1, 0, 1]).save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert list(again.assignment) == names
+    assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
+    with pytest.raises(PlanError, match="should match pattern"):
+        plan_of(problem(replace(graph, op_name=("a\x1b[2J", "b", "c", "d"))), [0] * 4)
+
+
+# -- this machine ----------------------------------------------------------------------------
+
+
+def test_missing_devices() -> None:
+    def lacking(device: Device) -> list[str]:
+        base = problem()
+        cluster = Cluster("c", (device, base.cluster.devices[1]))
+        profile = replace(base.profile, device_names=cluster.device_names, links=())
+        return plan_of(replace(base, cluster=cluster, profile=profile), [0] * 4).missing_devices()
+
+    assert lacking(Device("cpu:0")) == []
+    (line,) = lacking(Device("cpu:9", cores=(9999,)))
+    assert line.startswith("device 'cpu:9' needs the cores [9999]")
+    assert lacking(Device("npu", kind="npu")) == ["device 'npu' (npu) exists in the simulator only"]
+    assert lacking(Device("fast", like="cpu:1", speed=2.0))[0].endswith("simulator only")
+
+
+def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from placement import capture, workloads
+
+    module, inputs = workloads.load("tiny_branches")
+    graph = capture(module, inputs)
+    plan = plan_of(problem(graph, num_microbatches=2), [i % 2 for i in range(graph.num_ops)])
+    plan.save(tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json")
+    with plan.bind(module) as runner:  # with inputs of the recorded shapes
+        np.testing.assert_array_equal(runner.placement, [i % 2 for i in range(graph.num_ops)])
+        torch.testing.assert_close(runner(*inputs), module(*inputs))
+        for out in runner.stream([inputs] * 3):
+            torch.testing.assert_close(out, module(*inputs))
+    with pytest.raises(PlanMismatch, match="kinds, shapes, dtypes"):
+        plan.bind(module, (torch.randn(5, 16),))
+    other, _ = workloads.load("tiny_mlp")
+    with pytest.raises(PlanMismatch, match="operators in the plan, 6 here"):
+        plan.bind(other)
+
+
+# -- what is published, and what it costs ----------------------------------------------------
+
+
+def test_published_schema_is_the_schema() -> None:
+    published = (ROOT / "docs" / "plan.schema.json").read_text()
+    assert published == schema_text(), "run: placement schema > docs/plan.schema.json"
+
+
+def test_schedule_of_no_order(plan: Plan) -> None:
+    assert plan.schedule(chain()) is None
+
+
+def test_package_loads_what_is_asked_for() -> None:
+    code = """
+import sys, placement
+assert "placement.graph" not in sys.modules and "numpy" not in sys.modules
+assert placement.load_plan.__module__ == "placement.plan" and "capture" in dir(placement)
+assert "torch" not in sys.modules
+for name in placement.__all__:
+    getattr(placement, name)
+assert callable(placement.capture), "a submodule must not hide the function"
+try:
+    placement.nothing
+except AttributeError as error:
+    assert "nothing" in str(error)
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=100)
