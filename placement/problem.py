@@ -16,8 +16,8 @@ from placement.profile import Profile
 
 Floats = NDArray[np.float64]
 Placement = NDArray[np.int32]  # [N] device of each operator
-Objective = Literal["period", "latency"]
-OBJECTIVES: tuple[Objective, ...] = ("period", "latency")
+Objective = Literal["period", "latency", "max_load", "piecewise_latency"]
+OBJECTIVES: tuple[Objective, ...] = ("period", "latency", "max_load", "piecewise_latency")
 
 
 class ProblemError(ValueError):
@@ -30,8 +30,9 @@ class Problem:
 
     Attributes:
         graph, cluster, profile: what, where, and at which cost.
-        objective: what a planner minimises: ``period`` (steady-state seconds per
-            micro-batch) or ``latency`` (seconds of one micro-batch alone).
+        objective: what a planner minimises: of the timeline, ``period`` (steady-state seconds
+            per micro-batch) or ``latency`` (seconds of one micro-batch alone); without one,
+            ``max_load`` or ``piecewise_latency`` (see ``placement.objectives``).
         num_microbatches: ``M`` of a pipelined run.
         max_in_flight: at most this many micro-batches between first and last operator.
     """
@@ -148,6 +149,31 @@ class Problem:
             return float(self.profile.transfer_s[tensor, src, dst])
         size = float(self.graph.tensor_bytes[tensor])
         return float(self.link_latency_s[src, dst] + size * self.link_s_per_byte[src, dst])
+
+    @cached_property
+    def io_s(self) -> Floats:
+        """float64 ``[T, D]`` seconds device ``d`` is busy to send a tensor off, or to receive it.
+
+        The profile's ``io_s`` where the workload states it, otherwise the mean transfer to and
+        from the other devices. Model inputs come from host memory, free where that is shared.
+        """
+        if self.profile.io_s is not None:
+            return self.profile.io_s
+        size = self.graph.tensor_bytes.astype(np.float64)[:, None]
+        shares_host = np.array([d.kind == "cpu" for d in self.cluster.devices])
+        host = int(np.argmax(shares_host))
+        off = 1.0 - np.eye(self.num_devices)
+        scale = 1.0 / max(1, 2 * (self.num_devices - 1))
+        pair_s = self.profile.transfer_s
+        if pair_s is None:
+            latency, per_byte = self.link_latency_s, self.link_s_per_byte
+            between = scale * ((latency + latency.T).sum(0) + size * (per_byte + per_byte.T).sum(0))
+            from_host = latency[host] + size * per_byte[host]
+        else:
+            between = scale * ((pair_s * off).sum(axis=1) + (pair_s * off).sum(axis=2))
+            from_host = pair_s[:, host] * off[host]
+        from_host = np.where(shares_host | (not shares_host.any()), 0.0, from_host)
+        return np.where(self.graph.tensor_src[:, None] >= 0, between, from_host)
 
     @cached_property
     def mean_transfer_s(self) -> Floats:
@@ -270,43 +296,86 @@ class Planner(Protocol):
 
 
 def lower_bounds(problem: Problem) -> dict[str, float]:
-    """Bounds that hold for every placement: seconds for ``latency`` and for ``period``.
+    """Bounds in seconds that hold for every placement, by objective.
 
-    Latency: the critical path with every operator at its fastest device. Period: the
-    fractional load balance without communication (an LP), and the heaviest colocation
-    group at its cheapest device.
+    Latency: the critical path with every operator at its fastest device. Period and largest
+    load: the fractional load balance without communication (an LP), and the heaviest
+    colocation group at its cheapest device.
     """
     g = problem.graph
     fastest = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
     finish = fastest.copy()
     for src, dst in g.edges[np.argsort(g.edges[:, 1], kind="stable")]:
         finish[dst] = max(finish[dst], finish[src] + fastest[dst])
+    path = float(finish.max())
     groups = problem.group_compute_s
-    heaviest = float(groups.min(axis=1).max())
-    return {"latency": float(finish.max()), "period": max(heaviest, balance_bound(groups))}
+    load = max(float(groups.min(axis=1).max()), balance_bound(groups))
+    return {"latency": path, "period": load, "max_load": load, "piecewise_latency": path}
 
 
 def balance_bound(seconds: Sequence[Sequence[float]] | Floats) -> float:
     """Optimum of: spread each row of ``[G, D]`` seconds over the devices, minimise the largest load.
 
-    The dual is ``max over prices y >= 0, sum y = 1 of sum_g min_d y_d * s[g, d]``; HiGHS
-    solves the primal, rows that cost the same everywhere are merged first.
+    Summed up from the ``balance_prices``, so that it holds whatever a solver's tolerance.
+    """
+    s = np.asarray(seconds, dtype=np.float64)
+    return float(priced(s, balance_prices(s)).sum()) * (1 - 1e-12)
+
+
+def priced(seconds: Floats, prices: Floats) -> Floats:
+    """float64 ``[G]``: each row of ``seconds [G, D]`` where it is cheapest; inf entries are out."""
+    finite = np.isfinite(seconds)
+    return np.where(finite, np.where(finite, seconds, 0.0) * prices, np.inf).min(axis=1)
+
+
+def balance_prices(seconds: Floats) -> Floats:
+    """float64 ``[D]`` prices ``y >= 0`` of a second on each device, ``sum y = 1``.
+
+    For *any* such prices ``sum_g min_d y_d * seconds[g, d]`` is at most the largest load of
+    every assignment; these make it largest (the dual of the fractional load balance). Equal
+    devices get equal prices; with two kinds of device the optimum is one of the rows' ratios,
+    with more kinds HiGHS solves the LP.
     """
     s = np.asarray(seconds, dtype=np.float64)
     s = s[s.min(axis=1) > 0]
-    if len(s) == 0:
-        return 0.0
-    if np.allclose(s, s[:, :1], rtol=1e-12, atol=0):
-        return float(s[:, 0].sum() / s.shape[1])
+    kinds, kind, count = np.unique(s, axis=1, return_inverse=True, return_counts=True)
+    kind = kind.reshape(-1)
+    if len(s) == 0 or len(count) == 1:
+        return np.full(seconds.shape[1], 1.0 / seconds.shape[1])
+    return (_two_prices if len(count) == 2 else _lp_prices)(kinds, count)[kind]
+
+
+def _two_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
+    """Prices of two kinds of device, float64 ``[2]``: try every row's ratio, and the extremes."""
+    first, second = s[:, 0], s[:, 1]
+    both = np.isfinite(s).all(axis=1)
+    only = [s[~np.isfinite(s[:, 1 - k]), k].sum() for k in (0, 1)]
+    a, b = first[both], second[both]
+    order = np.argsort(b / a, kind="stable")
+    a, b, ratio = a[order], b[order], (b / a)[order]
+    # At the ratio r = y_0 / y_1 a row costs min(r * first, second): second where b / a <= r.
+    below, above = np.append(0.0, np.cumsum(b))[1:], (a.sum() - np.cumsum(a))
+    value = (ratio * (only[0] + above) + only[1] + below) / (ratio * count[0] + count[1])
+    best = int(np.argmax(value)) if len(value) else -1
+    extremes = (only[0] / count[0], only[1] / count[1])
+    if best < 0 or max(extremes) > value[best]:
+        return np.array([1.0 / count[0], 0.0] if extremes[0] > extremes[1] else [0.0, 1.0 / count[1]])
+    return np.array([ratio[best], 1.0]) / (ratio[best] * count[0] + count[1])
+
+
+def _lp_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
+    """Prices of several kinds of device, float64 ``[K]``, from the LP's marginals."""
     from scipy.optimize import linprog
     from scipy.sparse import coo_matrix
 
-    rows, devices = np.nonzero(np.isfinite(s))
+    rows, kinds = np.nonzero(np.isfinite(s))
     k, d = len(rows), s.shape[1]
-    unit = float(s[rows, devices].max())
-    cost = s[rows, devices] / unit
+    unit = float(s[rows, kinds].max())
     load = coo_matrix(
-        (np.append(cost, -np.ones(d)), (np.append(devices, np.arange(d)), [*range(k), *[k] * d]))
+        (
+            np.append(s[rows, kinds] / unit, -count.astype(np.float64)),
+            (np.append(kinds, np.arange(d)), [*range(k), *[k] * d]),
+        )
     )
     once = coo_matrix((np.ones(k), (rows, np.arange(k))), shape=(len(s), k + 1))
     answer = linprog(
@@ -317,6 +386,6 @@ def balance_bound(seconds: Sequence[Sequence[float]] | Floats) -> float:
         b_eq=np.ones(len(s)),
         method="highs",
     )
-    if not answer.success:
-        return 0.0  # zero is always a valid bound
-    return max(0.0, float(answer.fun) * unit * (1 - 1e-9))
+    prices = np.maximum(-answer.ineqlin.marginals, 0.0) if answer.success else np.zeros(d)
+    total = float(prices @ count)
+    return prices / total if total > 0 else np.full(d, 1.0 / count.sum())

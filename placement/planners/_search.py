@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement import objectives
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.planners import PlannerError, load
@@ -171,12 +172,15 @@ class Search:
         placements = choices[:, self.problem.graph.group]
         if not self.problem.memory_may_bind:
             return score(self.problem, placements)
-        values = evaluate(self._run, placements)
-        assert values.peak_bytes is not None, "memory is tracked where it may bind"
+        if self.problem.objective in objectives.ANALYTIC:
+            value_s, held_bytes = objectives.evaluate(self.problem, placements)
+        else:
+            values = evaluate(self._run, placements)
+            assert values.peak_bytes is not None, "memory is tracked where it may bind"
+            value_s, held_bytes = values.period_s, values.peak_bytes
         capacity = self.problem.memory_bytes
-        excess = np.maximum(values.peak_bytes - capacity, 0) / capacity
-        overflow = excess.sum(axis=1)
-        return np.where(overflow > 0, INFEASIBLE * (1 + overflow), values.period_s)
+        overflow = (np.maximum(held_bytes - capacity, 0) / capacity).sum(axis=1)
+        return np.where(overflow > 0, INFEASIBLE * (1 + overflow), value_s)
 
 
 @cache
@@ -189,7 +193,10 @@ def _load_kernel() -> None:
 
 def _too_large(problem: Problem, placement: Placement) -> str:
     """Where a placement does not fit, in bytes."""
-    peak = simulate(problem, placement).peak_bytes
+    if problem.objective in objectives.ANALYTIC:
+        peak = problem.param_bytes_on(placement)
+    else:
+        peak = simulate(problem, placement).peak_bytes
     assert peak is not None, "a prediction tracks memory"
     over = [
         f"device {device.name!r} needs {int(need)} bytes, has {device.memory_bytes}"

@@ -1,0 +1,96 @@
+"""What the importers share: checked fields, and operators put in topological order."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+class FormatError(ValueError):
+    """The file is not what its format allows; the message names file, field and node."""
+
+
+def field(record: Any, name: str, where: str) -> Any:
+    """``record[name]``.
+
+    Raises:
+        FormatError: ``record`` is not an object, or has no such field.
+    """
+    if not isinstance(record, dict):
+        raise FormatError(f"{where}: expected an object, found {str(record)[:40]!r}")
+    if name not in record:
+        raise FormatError(f"{where}: field {name!r} is missing; it has {sorted(record)}")
+    return record[name]
+
+
+def number(value: Any, what: str, low: float = 0.0) -> float:
+    """``value`` as a finite float of at least ``low``; ``what`` names file, node and field.
+
+    Raises:
+        FormatError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FormatError(f"{what} = {str(value)[:40]!r} is not a number")
+    if not (math.isfinite(value) and value >= low):
+        raise FormatError(f"{what} = {value} must be finite and at least {low:g}")
+    return float(value)
+
+
+def whole(value: Any, what: str, low: int = 0) -> int:
+    """``value`` as an int of at least ``low``.
+
+    Raises:
+        FormatError: it is none.
+    """
+    given = number(value, what, low)
+    if given != int(given):
+        raise FormatError(f"{what} = {value} must be a whole number")
+    return int(given)
+
+
+def topological(
+    names: Sequence[str], edges: Sequence[tuple[int, int]], path: str
+) -> tuple[list[int], list[int]]:
+    """Nodes in topological order (first in the file first), and the position of each node.
+
+    Raises:
+        FormatError: the edges have a cycle; the message names it.
+    """
+    n = len(names)
+    after: list[list[int]] = [[] for _ in range(n)]
+    missing = [0] * n
+    for u, v in edges:
+        after[u].append(v)
+        missing[v] += 1
+    ready = [v for v in range(n) if missing[v] == 0]
+    order: list[int] = []
+    while ready:
+        u = heapq.heappop(ready)
+        order.append(u)
+        for v in after[u]:
+            missing[v] -= 1
+            if missing[v] == 0:
+                heapq.heappush(ready, v)
+    if len(order) < n:
+        cycle = [names[v] for v in _cycle(after, missing)]
+        shown = cycle if len(cycle) <= 8 else [*cycle[:7], "..."]
+        raise FormatError(f"{path}: edges form a cycle: {' -> '.join([*shown, cycle[0]])}")
+    position = [0] * n
+    for i, v in enumerate(order):
+        position[v] = i
+    return order, position
+
+
+def _cycle(after: list[list[int]], missing: list[int]) -> list[int]:
+    """Walk backwards among the nodes that never became ready until one repeats."""
+    before = {v: u for u in range(len(after)) if missing[u] for v in after[u]}
+    v = next(u for u in range(len(after)) if missing[u])
+    seen: dict[int, int] = {}
+    walk: list[int] = []
+    while v not in seen:
+        seen[v] = len(walk)
+        walk.append(v)
+        v = before[v]
+    return walk[seen[v] :][::-1]

@@ -1,0 +1,107 @@
+"""Workloads of Moirai (github.com/moirai-placement/moirai) as JSON: unlike devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.cluster import Cluster, Device
+from placement.graph import OpGraph
+from placement.importers._read import FormatError, field, number, topological, whole
+from placement.problem import Problem, ProblemError
+from placement.profile import Profile
+
+
+def looks_like(data: Any) -> bool:
+    """Whether parsed JSON is (or wants to be) a file of this format."""
+    return isinstance(data, dict) and ("num_devices" in data) and ("nodes" in data)
+
+
+def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
+    """The problem of a parsed file: devices ``device:0..``, times and transfers in seconds.
+
+    ``nodes`` have an ``id`` and a list ``time`` of milliseconds per device, ``edges`` a ``src``,
+    a ``dst`` and a matrix ``transfer`` of milliseconds from device to device. Edges of a node
+    that carry equal matrices carry the same tensor; with unlike ones, a tensor each. Nothing is
+    said about memory: it is unlimited, and tensors have no bytes.
+
+    Raises:
+        FormatError: naming the file, the field and the node.
+    """
+    num_devices = whole(field(data, "num_devices", path), f"{path}: num_devices", 1)
+    records, edges = field(data, "nodes", path), field(data, "edges", path)
+    if not isinstance(records, list) or not isinstance(edges, list) or not records:
+        raise FormatError(f"{path}: 'nodes' must be a non-empty list and 'edges' a list")
+    at: dict[Any, int] = {}
+    times: list[list[float]] = []
+    for i, node in enumerate(records):
+        key = field(node, "id", f"{path}: nodes[{i}]")
+        where = f"{path}: node {key}"
+        if not isinstance(key, int | str) or str(key) in at:
+            raise FormatError(f"{where}: ids must be integers or texts, each used once")
+        at[str(key)] = i
+        row = field(node, "time", where)
+        if not isinstance(row, list) or len(row) != num_devices:
+            raise FormatError(f"{where}: time = {row!r} must be a list of {num_devices} numbers")
+        times.append([number(x, f"{where}: time[{d}]") / 1e3 for d, x in enumerate(row)])
+
+    names = list(at)
+    pairs: list[tuple[int, int]] = []
+    matrices: list[NDArray[np.float64]] = []
+    for i, edge in enumerate(edges):
+        ends = []
+        for end in ("src", "dst"):
+            key = str(field(edge, end, f"{path}: edges[{i}]"))
+            if key not in at:
+                raise FormatError(f"{path}: edges[{i}]: {end} = {key} is not the id of a node")
+            ends.append(at[key])
+        where = f"{path}: edge {names[ends[0]]} -> {names[ends[1]]}"
+        pairs.append((ends[0], ends[1]))
+        matrices.append(_matrix(field(edge, "transfer", where), num_devices, where))
+
+    order, position = topological(names, pairs, path)
+    tensors: dict[tuple[int, bytes], int] = {}
+    uses = []
+    for (u, v), matrix in zip(pairs, matrices, strict=True):
+        tensor = tensors.setdefault((position[u], matrix.tobytes()), len(tensors))
+        uses.append((tensor, position[v]))
+    shape = (-1, num_devices, num_devices)
+    transfer_s = np.frombuffer(b"".join(m for _, m in tensors), np.float64).reshape(shape)
+    graph = OpGraph.build(
+        str(data.get("model", Path(path).stem)),
+        [names[v] for v in order],
+        np.array([u for u, _ in tensors], np.int32),
+        np.zeros(len(tensors), np.int64),
+        np.array(uses, np.int32).reshape(-1, 2),
+    )
+    cluster = Cluster(
+        "moirai", tuple(Device(f"device:{d}", "accelerator") for d in range(num_devices))
+    )
+    compute_s = np.array(times)[order]
+    profile = Profile(
+        device_names=cluster.device_names,
+        compute_s=compute_s,
+        spread_s=np.zeros_like(compute_s),
+        transfer_s=transfer_s,
+        provenance={"format": "moirai", "file": Path(path).name},
+    )
+    try:
+        return Problem(graph, cluster, profile, objective=objective or "period")  # type: ignore[arg-type]
+    except ProblemError as error:
+        raise FormatError(f"{path}: {error}") from error
+
+
+def _matrix(rows: Any, num_devices: int, where: str) -> NDArray[np.float64]:
+    """float64 ``[D, D]`` seconds; what a file says of the diagonal is ignored."""
+    if not isinstance(rows, list) or len(rows) != num_devices:
+        raise FormatError(f"{where}: transfer must be {num_devices} lists of {num_devices} numbers")
+    matrix = np.zeros((num_devices, num_devices))
+    for a, row in enumerate(rows):
+        if not isinstance(row, list) or len(row) != num_devices:
+            raise FormatError(f"{where}: transfer[{a}] must be a list of {num_devices} numbers")
+        for b, x in enumerate(row):
+            matrix[a, b] = number(x, f"{where}: transfer[{a}][{b}]") / 1e3 if a != b else 0.0
+    return matrix

@@ -1,0 +1,163 @@
+"""Profiles of PipeDream (Narayanan et al., SOSP 2019), github.com/msr-fiddle/pipedream."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.importers._read import FormatError, number, topological
+from placement.problem import Problem, ProblemError
+from placement.profile import Profile
+
+# "node7 -- Conv2d(3, 64) -- forward_compute_time=1.0, ... -- stage_id=2"; descriptions may
+# hold anything, so the fields are what follows the last " -- " before them.
+_NODE = re.compile(r"(\S+) -- (.*) -- ([A-Za-z_]+=.*?)(?: -- stage_id=\S*)?$")
+_EDGE = re.compile(r"(\S+) -- (\S+)$")
+FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+
+
+def looks_like(text: str) -> bool:
+    """Whether the first line that is not blank is a node or an edge."""
+    line = next(x for x in text.splitlines() if x.strip())
+    return " -- " in line
+
+
+def read(
+    text: str,
+    path: str,
+    *,
+    objective: str | None = None,
+    devices: int = 4,
+    bandwidth: float = 12e9,
+    memory: int = 16 * 2**30,
+    mode: str = "training",
+) -> Problem:
+    """The problem of a ``graph.txt`` on ``devices`` equal accelerators ``acc:0..``.
+
+    The files give milliseconds of one GPU and bytes, but no devices: the defaults are four of
+    16 GiB, every pair joined both ways by ``bandwidth`` bytes per second (PCIe 3.0 x16).
+    ``mode`` ``inference`` has the forward operators; ``training`` also a backward operator
+    ``<node>.backward`` of each, on its forward operator's device: it takes what the forward
+    operator made (which therefore stays in memory) and the gradients from the backward
+    operators of that one's consumers, each as large as the activation it belongs to.
+
+    Raises:
+        FormatError: naming the file, the line or node and the field.
+    """
+    if mode not in ("inference", "training"):
+        raise FormatError(f"{path}: mode = {mode!r} must be 'inference' or 'training'")
+    if devices < 1 or not bandwidth > 0 or memory < 1:
+        raise FormatError(
+            f"{path}: devices = {devices} must be at least 1, bandwidth = {bandwidth} bytes per "
+            f"second and memory = {memory} bytes must be positive"
+        )
+    at: dict[str, int] = {}
+    described: list[str] = []
+    values: list[list[float]] = []
+    links: list[tuple[int, str, str]] = []
+    for i, line in enumerate(text.splitlines(), start=1):
+        node, edge = _NODE.match(line.strip()), _EDGE.match(line.strip())
+        if node:
+            name = node[1]
+            if name in at:
+                raise FormatError(f"{path}, line {i}: node {name} is described twice")
+            at[name] = len(at)
+            described.append(node[2].strip())
+            values.append(_fields(node[3], f"{path}, line {i}: node {name}"))
+        elif edge:
+            links.append((i, edge[1], edge[2]))
+        elif line.strip():
+            raise FormatError(
+                f"{path}, line {i}: neither 'node -- description -- {FIELDS[0]}=..., ...' nor "
+                f"'node -- node': {line.strip()[:60]!r}"
+            )
+    if not at:
+        raise FormatError(f"{path}: there are edges but no nodes")
+    for i, *ends in links:
+        for end in ends:
+            if end not in at:
+                raise FormatError(f"{path}, line {i}: edge {ends[0]} -- {ends[1]}: no node {end}")
+    names = list(at)
+    pairs = sorted({(at[a], at[b]) for _, a, b in links})
+    order, position = topological(names, pairs, path)
+    kind = [described[v].split("(")[0].strip() or "op" for v in order]
+    names, described = [names[v] for v in order], [described[v] for v in order]
+    table = np.array(values)[order]
+    pairs = sorted((position[a], position[b]) for a, b in pairs)
+
+    n = len(order)
+    size = np.ceil(table[:, 2]).astype(np.int64)
+    params = np.ceil(table[:, 3]).astype(np.int64)
+    stored = np.flatnonzero(params)
+    seconds = table[:, 0] / 1e3
+    uses, backward = list(pairs), np.zeros(n, bool)
+    tensor_src, group = np.arange(n), np.arange(n)
+    param_uses = [(int(op), k) for k, op in enumerate(stored)]
+    if mode == "training":
+        # Backward operators follow in reverse order: that of operator v is number 2n-1-v, and
+        # its tensor, the gradient of v's *inputs*, one per operator that made an input.
+        back = 2 * n - 1 - np.arange(n)
+        names += [f"{names[v]}.backward" for v in range(n - 1, -1, -1)]
+        kind += [f"{kind[v]}.backward" for v in range(n - 1, -1, -1)]
+        described += [f"{described[v]} backward" for v in range(n - 1, -1, -1)]
+        uses += [(v, int(back[v])) for v in range(n)]
+        uses += [(n + k, int(back[u])) for k, (u, _) in enumerate(pairs)]
+        tensor_src = np.append(tensor_src, [back[v] for _, v in pairs])
+        size = np.append(size, [size[u] for u, _ in pairs])
+        seconds = np.append(seconds, table[::-1, 1] / 1e3)
+        group = np.append(group, group[::-1])
+        backward = np.append(backward, np.ones(n, bool))
+        param_uses += [(int(back[op]), k) for k, op in enumerate(stored)]
+    sinks = sorted(set(range(n)) - {u for u, _ in pairs})
+    graph = OpGraph.build(
+        Path(path).stem,
+        names,
+        tensor_src.astype(np.int32),
+        size.astype(np.int64),
+        np.array(uses, np.int32).reshape(-1, 2),
+        op_kind=kind,
+        op_signature=described,
+        param_bytes=params[stored],
+        param_uses=np.array(param_uses, np.int32).reshape(-1, 2),
+        group=group,
+        is_backward=backward,
+        output_tensor=sinks,
+    )
+    parts = tuple(Device(f"acc:{i}", "acc", memory_bytes=int(memory)) for i in range(devices))
+    ends = [x.name for x in parts]
+    joins = tuple(
+        Link(a, b, bandwidth_bytes_per_s=float(bandwidth)) for a in ends for b in ends if a != b
+    )
+    cluster = Cluster("pipedream", parts, joins)
+    compute_s = np.repeat(seconds[:, None], devices, axis=1)
+    profile = Profile(
+        device_names=cluster.device_names,
+        compute_s=compute_s,
+        spread_s=np.zeros_like(compute_s),
+        links=joins,
+        provenance={"format": "pipedream", "file": Path(path).name, "mode": mode},
+    )
+    try:
+        return Problem(graph, cluster, profile, objective=objective or "period")  # type: ignore[arg-type]
+    except ProblemError as error:
+        raise FormatError(f"{path}: {error}") from error
+
+
+def _fields(text: str, where: str) -> list[float]:
+    """The four numbers of a node; a list ``[a; b]`` of several activations is added up."""
+    found = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    values = []
+    for name in FIELDS:
+        if name not in found:
+            raise FormatError(f"{where}: field {name!r} is missing; it has {sorted(found)}")
+        try:
+            numbers = [float(x) for x in found[name].strip("[]").split(";")]
+        except ValueError:
+            raise FormatError(f"{where}: {name} = {found[name]!r} is not a number") from None
+        values.append(math.fsum(number(x, f"{where}: {name}") for x in numbers))
+    return values
