@@ -2,7 +2,7 @@
 
     python -m experiments.fidelity [WORKLOAD ...] [--placements 20] [--rounds 3]
 
-For every workload: a fresh profile, then single-device, planned and random placements; each is
+For every workload: profiles, before and after every round, and single-device, planned and random placements; each is
 run for real in interleaved rounds (so that drift falls on all alike), latency with one
 micro-batch at a time and period in a pipeline, and the medians are compared with the simulator.
 Writes ``experiments/results/fidelity.csv`` and ``fidelity.md``.
@@ -14,7 +14,7 @@ import argparse
 import csv
 import io
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from placement.executor import Executor
 from placement.files import write_atomic
 from placement.measure import measure, provenance
 from placement.problem import Placement, Problem
+from placement.profile import Profile
 from placement.simulator import simulate
 from placement.workloads import load
 
@@ -73,8 +74,8 @@ def study(workload: str, count: int, rounds: int, repeats: int) -> list[Row]:
     graph = capture(module, inputs, name=workload)
     cluster = Cluster.detect()
     print(f"{workload}: {graph.num_ops} operators; measuring", file=sys.stderr, flush=True)
-    profile = measure(graph, cluster, repeats=repeats)
-    problem = Problem(graph, cluster, profile, num_microbatches=16)
+    profiles = [measure(graph, cluster, repeats=repeats)]
+    problem = Problem(graph, cluster, profiles[0], num_microbatches=16)
     placements = candidates(problem, count)
     executor = Executor(problem)
     latency: dict[str, list[float]] = {name: [] for name in placements}
@@ -84,7 +85,10 @@ def study(workload: str, count: int, rounds: int, repeats: int) -> list[Row]:
             alone = executor.run(placement, num_microbatches=4, max_in_flight=1)
             latency[name].append(float(np.median(alone.span_s)))
             period[name].append(executor.run(placement).period_s)
+        # The machine drifts by 10 % and more within minutes: profile as often as we run.
+        profiles.append(measure(graph, cluster, repeats=repeats))
         print(f"{workload}: round {r + 1} of {rounds}", file=sys.stderr, flush=True)
+    problem = replace(problem, profile=merged(profiles))
     return [
         Row(
             workload,
@@ -96,6 +100,17 @@ def study(workload: str, count: int, rounds: int, repeats: int) -> list[Row]:
         )
         for name, placement in placements.items()
     ]
+
+
+def merged(profiles: list[Profile]) -> Profile:
+    """Medians over several profiles of the same graph and cluster."""
+    compute = np.median([p.compute_s for p in profiles], axis=0)
+    loaded = [p.loaded_s for p in profiles if p.loaded_s is not None]
+    return replace(
+        profiles[-1],
+        compute_s=compute,
+        loaded_s=np.median(loaded, axis=0) if loaded else None,
+    )
 
 
 def summary(rows: list[Row]) -> str:
@@ -124,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("workloads", nargs="*", default=WORKLOADS)
     parser.add_argument("--placements", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=6)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows: list[Row] = []

@@ -20,6 +20,7 @@ from placement.measure import (
     load_or_measure,
     measure,
     measure_links,
+    typical,
 )
 from placement.profile import Profile, ProfileError
 from placement.workloads import tiny
@@ -52,6 +53,16 @@ def test_every_operator_is_measured_on_every_device_and_nothing_is_left_running(
     shares = [share for _, share in seen]
     assert shares == sorted(shares) and shares[-1] == 1.0
     assert not [t for t in threading.enumerate() if t.name.startswith("placement-")]
+
+
+def test_medians_add_up_to_the_median_run():
+    """
+    Three runs of two operators; each run is hit once, by another operator:
+
+        run 0: 1+1 = 2    run 1: 1+3 = 4    run 2: 3+1 = 4    medians 1, 1; median run 4
+    """
+    rounds = np.array([[1.0, 1.0], [1.0, 3.0], [3.0, 1.0]])[:, :, None]
+    np.testing.assert_allclose(typical(rounds)[:, 0], [2.0, 2.0])
 
 
 def test_one_device_has_no_load_and_no_links():
