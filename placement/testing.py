@@ -42,8 +42,9 @@ def check_planner(planner: Planner, problems: Sequence[Problem] | None = None) -
         where = f"{planner!r} on {problem.graph.name!r} ({problem.objective})"
         began = time.perf_counter()
         answer = planner(problem)
-        _check_budget(planner, answer, time.perf_counter() - began, where)
+        took_s = time.perf_counter() - began
         _check_solution(problem, answer, where)
+        _check_budget(planner, answer, took_s, where)
         if getattr(planner, "seconds", None) is None:
             again = planner(problem)
             same = np.array_equal(again.placement, answer.placement)
@@ -87,7 +88,7 @@ def _check_solution(problem: Problem, answer: Solution, where: str) -> None:
 
 def _check_budget(planner: Planner, answer: Solution, took_s: float, where: str) -> None:
     evaluations = getattr(planner, "evaluations", None)
-    used = answer.stats.get("evaluations", 0)
+    used = answer.stats["evaluations"]
     within = evaluations is None or used <= evaluations
     _need(within, where, f"used {used} evaluations, {evaluations} were allowed")
     seconds = getattr(planner, "seconds", None)

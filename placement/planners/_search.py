@@ -173,13 +173,13 @@ class Search:
         if not self.problem.memory_may_bind:
             return score(self.problem, placements)
         if self.problem.objective in objectives.ANALYTIC:
-            value_s, held_bytes = objectives.evaluate(self.problem, placements)
+            value_s, peak_bytes = objectives.evaluate(self.problem, placements)
         else:
             values = evaluate(self._run, placements)
-            assert values.peak_bytes is not None, "memory is tracked where it may bind"
-            value_s, held_bytes = values.period_s, values.peak_bytes
+            value_s, peak_bytes = values.period_s, values.peak_bytes
+            assert peak_bytes is not None, "memory is tracked where it may bind"
         capacity = self.problem.memory_bytes
-        overflow = (np.maximum(held_bytes - capacity, 0) / capacity).sum(axis=1)
+        overflow = (np.maximum(peak_bytes - capacity, 0) / capacity).sum(axis=1)
         return np.where(overflow > 0, INFEASIBLE * (1 + overflow), value_s)
 
 

@@ -23,21 +23,19 @@ class LocalSearch:
 
     A move that changes nothing is accepted too: the slowest device alone decides the period,
     so most of the landscape is flat. After ``patience`` moves per (group, other device)
-    without improvement it restarts from the best so far with ``kick`` of the groups moved
-    at random (with ``start="random"`` from a new random placement).
+    without improvement it restarts from the best so far with some groups moved at random;
+    how many is drawn log-uniformly, from one to all.
 
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
             its evaluations count.
         patience: restart after this many times ``G * (D - 1)`` moves without improvement.
-        kick: share of the groups that a restart moves, 0..1.
         seconds, evaluations: budget; with neither, 2,000 evaluations.
         seed: of the draws.
     """
 
     start: str | Planner = "best_of"
     patience: float = 1.0
-    kick: float = 0.05
     seconds: float | None = None
     evaluations: int | None = None
     seed: int = 0
@@ -54,7 +52,7 @@ class LocalSearch:
             while search.left:
                 if stale >= self.patience * num_moves:
                     restarts, stale = restarts + 1, 0
-                    current = self._restart(search, rng)
+                    current = _kicked(search, rng)
                     cost = search.cost(current)
                     continue
                 groups, device = propose(rng, current)
@@ -66,14 +64,15 @@ class LocalSearch:
                     current, cost = trial, found
         return search.solution(restarts=restarts)
 
-    def _restart(self, search: Search, rng: np.random.Generator) -> Choice:
-        fresh = random_choice(rng, search.allowed)
-        if self.start == "random":
-            return fresh
-        assert search.best is not None, "a restart follows a first climb"
-        kicked = rng.random(len(fresh)) < self.kick
-        kicked[rng.integers(len(fresh))] = True
-        return np.where(kicked, fresh, search.best).astype(np.int32)
+
+def _kicked(search: Search, rng: np.random.Generator) -> Choice:
+    """The best choice so far with a random number of groups on random devices."""
+    assert search.best is not None, "a restart follows a first climb"
+    choice = search.best.copy()
+    count = int(np.exp(rng.random() * np.log(len(choice) + 1)))
+    groups = rng.choice(len(choice), count, replace=False)
+    choice[groups] = random_choice(rng, search.allowed[groups])
+    return choice
 
 
 def begin(search: Search, start: str | Planner, rng: np.random.Generator) -> tuple[Choice, float]:
