@@ -81,7 +81,7 @@ class PlacementEnv(gym.Env[Observation, Any]):
         return self._observation(), {"problem": problem}
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Gymnasium's step; ``info`` of the last one has ``problem``, ``value_s``, ``placement``."""
+        """``info`` of the last step has ``problem``, ``value_s`` and ``placement``."""
         done = bool(self.rules.act(np.asarray(action)[None])[0])
         problem = int(self.rules.ids[0])
         info: dict[str, Any] = {"problem": problem}

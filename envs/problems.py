@@ -108,7 +108,12 @@ class ProblemSet:
             runtime: Any = evaluator
             evaluator = Measured(lambda _: runtime)
         if reference_s is None:
-            reference_s = [_reference_s(p, baseline, evaluator) for p in problems]
+            reference_s = [
+                single_device_s(p, evaluator)
+                if baseline is None
+                else _baseline_s(p, baseline, evaluator)
+                for p in problems
+            ]
         given = np.asarray(reference_s, dtype=np.float64)
         if given.shape != (len(problems),) or not (np.isfinite(given) & (given > 0)).all():
             raise EnvError(
@@ -189,14 +194,16 @@ class ProblemSet:
         return np.where(good, np.maximum(np.log(ratio), WORST_REWARD), INFEASIBLE_REWARD)
 
 
-def _reference_s(problem: Problem, baseline: Planner | None, evaluator: Evaluator) -> float:
-    if baseline is not None:
-        placements = baseline(problem).placement[None]
-    else:
-        placements = single_devices(problem)[:, problem.graph.group]
-    best = max(float(np.min(evaluator(problem, placements))), 1e-12)
-    # Nothing fits: reward 0 is the whole work on the fastest devices, one after another.
-    return best if np.isfinite(best) else max(float(problem.group_compute_s.min(1).sum()), 1e-12)
+def single_device_s(problem: Problem, evaluator: Evaluator) -> float:
+    """Seconds of the best single device; where none has the memory, of all the work in a row."""
+    best = float(np.min(evaluator(problem, single_devices(problem)[:, problem.graph.group])))
+    fallback = float(problem.group_compute_s.min(axis=1).sum())
+    return max(best if np.isfinite(best) else fallback, 1e-12)
+
+
+def _baseline_s(problem: Problem, baseline: Planner, evaluator: Evaluator) -> float:
+    seconds = float(evaluator(problem, baseline(problem).placement[None])[0])
+    return max(seconds, 1e-12) if np.isfinite(seconds) else single_device_s(problem, evaluator)
 
 
 def group_order(problem: Problem) -> NDArray[np.int32]:

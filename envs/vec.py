@@ -65,7 +65,7 @@ class PlacementVecEnv(VecEnv):
             return self.rules.observe(), rewards, done, infos
         ids, choices = self.rules.ids[over].copy(), self.rules.choices[over]
         seconds, rewards[over] = self.rules.problems.outcomes(ids, choices)
-        self._remember(ids, choices, seconds)
+        self.remember(ids, choices, seconds)
         last = self.rules.observe()
         elapsed = round(time.perf_counter() - self._started, 6)
         for b, problem, value in zip(over.tolist(), ids.tolist(), seconds.tolist(), strict=True):
@@ -85,9 +85,10 @@ class PlacementVecEnv(VecEnv):
         self._deck = self._deck[len(rows) :]
         self._length[rows] = 0
 
-    def _remember(
+    def remember(
         self, ids: NDArray[np.int64], choices: NDArray[np.int32], seconds: NDArray[np.float64]
     ) -> None:
+        """Count evaluated choices int32 ``[B, G]`` and keep the best of each problem."""
         self.num_evaluations += len(ids)
         for i, problem in enumerate(ids):
             if seconds[i] < self.best_s[problem]:
@@ -123,5 +124,5 @@ class PlacementVecEnv(VecEnv):
         """Never."""
         return [False] * len(self._rows(indices))
 
-    def _rows(self, indices: None | int | Iterable[int]) -> list[int]:
+    def _rows(self, indices: int | Iterable[int] | None) -> list[int]:
         return list(self._get_indices(indices))

@@ -1,0 +1,1 @@
+"""The learned planner: features, encoder, PPO policy, training, ``PolicyPlanner``."""

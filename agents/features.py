@@ -1,0 +1,218 @@
+"""What a policy sees of a problem: numbers without units, so that scale does not matter.
+
+Times are logarithms of ratios to the graph's mean group, or shares of its totals, so that the
+same graph on a machine of half the speed, or twice as long a model, looks the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.problems import group_order
+from placement.problem import Placement, Problem
+
+GROUP_FEATURES = (
+    "log seconds over the mean group",
+    "share of the seconds",
+    "top level over the critical path (longest way here)",
+    "bottom level over the critical path (longest way out)",
+    "slack over the critical path",
+    "log transfer seconds of the outputs over the mean group",
+    "log transfer seconds of the inputs over the mean group",
+    "log transfer seconds of the outputs over own seconds",
+    "share of the parameter bytes",
+    "share of the tensor bytes",
+    "log slowest over fastest device",
+    "log number of producers",
+    "log number of consumers",
+    "log number of operators",
+    "share of backward operators",
+    "position by priority",
+)
+DEVICE_FEATURES = (
+    "log seconds of everything here over the fastest device",
+    "log memory over the parameters of everything",
+    "log mean seconds to send the mean tensor out over the mean group",
+    "log mean seconds to receive it",
+    "share of the warm start's work",
+)
+PAIR_FEATURES = (
+    "log seconds here over the fastest device",
+    "log seconds here over the mean group",
+    "parameters over the device's memory",
+    "1 if the warm start puts it here",
+    "share of the neighbours' bytes that the warm start has here",
+    "log transfer seconds if only this group moved here, over the mean group",
+    "1 if there is a warm start",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Features of one problem: ``G`` groups, ``D`` devices, ``E`` edges between groups.
+
+    Attributes:
+        group: float32 ``[G, 16]``.
+        device: float32 ``[D, 5]``.
+        pair: float32 ``[G, D, 7]``.
+        edges: int64 ``[2, E]`` producer and consumer, distinct; may have cycles.
+        legal: bool ``[G, D]``.
+        warm: int64 ``[G]`` the warm start's device, -1 = there is none.
+    """
+
+    group: NDArray[np.float32]
+    device: NDArray[np.float32]
+    pair: NDArray[np.float32]
+    edges: NDArray[np.int64]
+    legal: NDArray[np.bool_]
+    warm: NDArray[np.int64]
+
+
+def features(problem: Problem, warm: Placement | None = None) -> Features:
+    """Features of ``problem``; the policy starts at the placement ``warm`` int32 ``[N]``."""
+    g, groups, devices = problem.graph, problem.graph.num_groups, problem.num_devices
+    seconds = problem.group_compute_s
+    legal = np.isfinite(seconds)
+    finite = np.where(legal, seconds, 0.0)
+    mean = finite.sum(axis=1) / legal.sum(axis=1)
+    fastest, slowest = seconds.min(axis=1), finite.max(axis=1)
+    unit = max(float(mean.mean()), 1e-15)
+
+    src, dst = g.tensor_src[g.use_tensor], g.use_dst
+    made = src >= 0
+    tensor = g.use_tensor[made]
+    a, b = g.group[src[made]], g.group[dst[made]]
+    apart = a != b
+    # A tensor counts once per pair of groups, however many operators use it there.
+    rows = np.unique(np.stack([tensor[apart], a[apart], b[apart]], axis=1), axis=0)
+    tensor, a, b = rows[:, 0], rows[:, 1], rows[:, 2]
+    edges = np.unique(rows[:, 1:], axis=0)
+    move_s, size = problem.mean_transfer_s[tensor], g.tensor_bytes[tensor].astype(np.float64)
+    sent_s = np.bincount(a, move_s, groups)
+    received_s = np.bincount(b, move_s, groups)
+    out_bytes = np.bincount(a, size, groups)
+
+    top, bottom = _levels(problem)
+    path = max(float((top + bottom).max()), 1e-15)
+    position = np.empty(groups)
+    position[group_order(problem)] = np.arange(groups)
+    params = np.bincount(g.group, g.op_param_bytes, groups)
+    count = np.bincount(g.group, minlength=groups)
+    group = np.stack(
+        [
+            _log(mean, unit),
+            mean / max(mean.sum(), 1e-15) * groups / 4,
+            top / path,
+            bottom / path,
+            1 - (top + bottom) / path,
+            _log(sent_s, unit),
+            _log(received_s, unit),
+            _log(sent_s, np.maximum(mean, 1e-3 * unit)),
+            _share(params),
+            _share(out_bytes),
+            _log(slowest, np.maximum(fastest, 1e-3 * unit)),
+            np.log1p(np.bincount(edges[:, 1], minlength=groups)),
+            np.log1p(np.bincount(edges[:, 0], minlength=groups)),
+            np.log(count),
+            np.bincount(g.group, g.is_backward, groups) / count,
+            position / groups,
+        ],
+        axis=1,
+    )
+
+    everything = np.where(legal, seconds, fastest[:, None]).sum(axis=0)
+    capacity = problem.memory_bytes.astype(np.float64)
+    send_s, receive_s = _link_s(problem)
+    choice = np.full(groups, -1, np.int64)
+    load = np.zeros(devices)
+    held = np.zeros((groups, devices))
+    near = np.zeros((groups, devices))
+    cut_s = np.zeros((groups, devices))
+    if warm is not None:
+        choice[g.group] = warm
+        load = np.bincount(choice, fastest, devices)
+        held[np.arange(groups), choice] = 1.0
+        np.add.at(near, (a, choice[b]), size)
+        np.add.at(near, (b, choice[a]), size)
+        near /= np.maximum(near.sum(axis=1, keepdims=True), 1.0)
+        for d in range(devices):
+            cut_s[:, d] = np.bincount(a, move_s * (choice[b] != d), groups)
+            cut_s[:, d] += np.bincount(b, move_s * (choice[a] != d), groups)
+    device = np.stack(
+        [
+            _log(everything, everything.min()),
+            _log(capacity, max(float(g.param_bytes.sum()), 1.0)),
+            _log(send_s, unit),
+            _log(receive_s, unit),
+            load / max(load.sum(), 1e-15),
+        ],
+        axis=1,
+    )
+    pair = np.stack(
+        [
+            _log(finite, np.maximum(fastest, 1e-3 * unit)[:, None]),
+            _log(finite, unit),
+            np.minimum(params[:, None] / capacity, 2.0),
+            held,
+            near,
+            _log(cut_s, unit),
+            np.full((groups, devices), 0.0 if warm is None else 1.0),
+        ],
+        axis=2,
+    )
+    return Features(
+        group=group.astype(np.float32),
+        device=device.astype(np.float32),
+        pair=pair.astype(np.float32),
+        edges=np.ascontiguousarray(edges.T, dtype=np.int64),
+        legal=legal,
+        warm=choice,
+    )
+
+
+def _log(value: Any, unit: Any) -> NDArray[np.float64]:
+    """log(value / unit), bounded so that nothing and infinity stay numbers."""
+    ratio = np.asarray(value, dtype=np.float64) / np.maximum(unit, 1e-300)
+    return np.log(np.clip(ratio, 1e-3, 1e4))
+
+
+def _share(value: NDArray[Any]) -> NDArray[np.float64]:
+    """Share of the total, times the number of rows: 1 is the mean; log1p of it."""
+    return np.log1p(value / max(float(value.sum()), 1e-300) * len(value))
+
+
+def _levels(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """float64 ``[G]`` longest way to, and from, any operator of a group (HEFT's mean costs)."""
+    g = problem.graph
+    bottom = problem.upward_rank_s
+    finite = np.isfinite(problem.compute_s)
+    mean = np.where(finite, problem.compute_s, 0.0).sum(axis=1) / finite.sum(axis=1)
+    top = np.zeros(g.num_ops)
+    for n in range(g.num_ops):
+        for t in g.out_tensor[g.out_ptr[n] : g.out_ptr[n + 1]]:
+            users = g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]
+            top[users] = np.maximum(top[users], top[n] + mean[n] + problem.mean_transfer_s[t])
+    # The operator on the longest way speaks for its group.
+    order = np.lexsort((top + bottom, g.group))
+    last = np.searchsorted(g.group[order], np.arange(g.num_groups), side="right") - 1
+    chosen = order[last]
+    return top[chosen], bottom[chosen]
+
+
+def _link_s(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """float64 ``[D]`` mean seconds to send, and to receive, the mean tensor."""
+    devices = problem.num_devices
+    given = problem.profile.transfer_s
+    if given is not None:
+        seconds = given.mean(axis=0) if len(given) else np.zeros((devices, devices))
+    else:
+        sizes = problem.graph.tensor_bytes
+        mean = float(sizes.mean()) if len(sizes) else 0.0
+        seconds = problem.link_latency_s + mean * problem.link_s_per_byte
+    seconds = np.where(np.eye(devices, dtype=bool), 0.0, seconds)
+    others = max(devices - 1, 1)
+    return seconds.sum(axis=1) / others, seconds.sum(axis=0) / others

@@ -1,0 +1,385 @@
+"""Train a policy on a set of problems with stock stable-baselines3 PPO."""
+
+from __future__ import annotations
+
+import csv
+import io
+import platform
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import stable_baselines3
+import torch
+from numpy.typing import NDArray
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+
+from agents.encoder import NetworkConfig, PlacementNet
+from agents.policy import OneShotPolicy, SequentialPolicy
+from agents.store import GraphStore
+from agents.trained import Formulation, PolicyError, TrainedPolicy, decode, make_rules
+from envs.problems import Evaluator, ProblemSet, Runtime, canonical, single_device_s
+from envs.vec import PlacementVecEnv
+from placement.files import write_atomic
+from placement.problem import Placement, Planner, Problem, Solution
+from placement.simulator import score
+
+Row = dict[str, float]
+POLICIES = {"one_shot": OneShotPolicy, "sequential": SequentialPolicy}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """``total_steps`` is the dial; everything else has a default that follows from it.
+
+    Attributes:
+        total_steps: environment steps (sequential: one group; one-shot: one placement).
+        formulation: ``sequential`` or ``one_shot``.
+        seed: the same seed gives the same policy.
+        num_envs: episodes side by side.
+        steps_per_env: steps of each between updates; 0 = a twentieth of ``total_steps`` in all.
+        learning_rate, last_learning_rate: from the first step to the last, linearly.
+        entropy, last_entropy: the same for the weight of the entropy.
+        epochs, minibatches: passes over a rollout, and parts it is cut into.
+        gamma, gae_lambda: the reward is terminal: keep gamma at 1.
+        num_checks: greedy evaluations of all problems during training.
+        patience: stop after so many checks without a better greedy or best placement; 0 = never.
+        max_seconds: stop after this long; 0 = no limit.
+        max_evaluations: stop after so many evaluated placements; 0 = no limit.
+        network: size of a new network (ignored when training goes on from a policy).
+    """
+
+    total_steps: int = 20_000
+    formulation: Formulation = "sequential"
+    seed: int = 0
+    num_envs: int = 32
+    steps_per_env: int = 0
+    learning_rate: float = 1e-3
+    last_learning_rate: float = 5e-5
+    entropy: float = 0.02
+    last_entropy: float = 0.003
+    epochs: int = 4
+    minibatches: int = 4
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    num_checks: int = 10
+    patience: int = 0
+    max_seconds: float = 0.0
+    max_evaluations: int = 0
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+
+    def __post_init__(self) -> None:
+        for what in ("total_steps", "num_envs", "epochs", "minibatches", "num_checks"):
+            if getattr(self, what) < 1:
+                raise PolicyError(f"{what} = {getattr(self, what)} must be at least 1")
+        if self.formulation not in POLICIES:
+            raise PolicyError(
+                f"formulation {self.formulation!r} is unknown; use one of {list(POLICIES)}"
+            )
+
+    @property
+    def rollout_steps(self) -> int:
+        """Steps of each environment between two updates."""
+        wanted = self.steps_per_env or self.total_steps // (20 * self.num_envs)
+        return min(max(wanted, 4), 200) if not self.steps_per_env else wanted
+
+
+def train(
+    problems: Sequence[Problem],
+    *,
+    config: TrainConfig | None = None,
+    baseline: Planner | None = None,
+    warm: Sequence[Placement | None] | None = None,
+    reference_s: Sequence[float] | None = None,
+    policy: TrainedPolicy | None = None,
+    evaluator: Evaluator | Runtime = score,
+    out_dir: str | Path | None = None,
+    callback: Callable[[Row], bool | None] | None = None,
+    progress: bool = False,
+) -> TrainedPolicy:
+    """Train on ``problems``; the weights of the best greedy check are returned.
+
+    The untrained policy starts at ``warm`` (int32 ``[N]`` per problem), or at what ``baseline``
+    answers; without either it starts cold. Reward 0 is ``reference_s``, by default the value of
+    the warm start, or of the best single device where there is none. Problems whose warm start
+    is given are never answered worse: ``best`` begins there.
+
+    Args:
+        policy: go on from this one (its formulation and network count).
+        evaluator: simulator (default), ``envs.problems.Measured(Executor)``, or a runtime.
+        out_dir: ``metrics.csv``, ``policy.npz`` (every better check) and ``best.npz`` go there.
+        callback: called with every row of the metrics; return False to stop.
+        progress: show a progress bar.
+
+    Raises:
+        EnvError, PolicyError: wrong problems, references, warm starts or configuration.
+        FileError: ``out_dir`` cannot be written.
+    """
+    config = config or TrainConfig()
+    formulation = config.formulation if policy is None else policy.formulation
+    if warm is None:
+        warm = [None if baseline is None else baseline(p).placement for p in problems]
+    if len(warm) != len(problems):
+        raise PolicyError(f"{len(warm)} warm starts for {len(problems)} problems")
+    starts = [None if w is None else canonical(p, w) for p, w in zip(problems, warm, strict=True)]
+    chosen, warm_s = _problem_set(problems, starts, reference_s, evaluator)
+    store = GraphStore(problems, starts)
+    with _one_thread():
+        _seed(config.seed)
+        net = PlacementNet(config.network) if policy is None else deepcopy(policy.net)
+        env = PlacementVecEnv(make_rules(formulation, chosen, config.num_envs), config.seed)
+        for i in np.flatnonzero([w is not None for w in starts]):
+            env.remember(np.array([i]), _choice(chosen, int(i), starts[i]), warm_s[i : i + 1])
+        steps = config.rollout_steps
+        model = PPO(
+            POLICIES[formulation],
+            env,
+            learning_rate=lambda left: _between(
+                config.last_learning_rate, config.learning_rate, left
+            ),
+            n_steps=steps,
+            batch_size=max(2, steps * config.num_envs // config.minibatches),
+            n_epochs=config.epochs,
+            gamma=config.gamma,
+            gae_lambda=config.gae_lambda,
+            ent_coef=config.entropy,
+            policy_kwargs={"net": net, "store": store},
+            seed=config.seed,
+            device="cpu",
+        )
+        watch = _Watch(config, formulation, chosen, store, env, net, out_dir, callback, progress)
+        # Without log_interval stable-baselines3 prints nothing and keeps the last figures.
+        model.learn(config.total_steps, callback=watch, log_interval=None)  # type: ignore[arg-type]
+    return watch.trained()
+
+
+class _Watch(BaseCallback):
+    """After every update: metrics, schedules, greedy checks, files, reasons to stop."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        formulation: Formulation,
+        problems: ProblemSet,
+        store: GraphStore,
+        env: PlacementVecEnv,
+        net: PlacementNet,
+        out_dir: str | Path | None,
+        report: Callable[[Row], bool | None] | None,
+        progress: bool,
+    ) -> None:
+        super().__init__()
+        self.config, self.formulation = config, formulation
+        self.problems, self.store, self.env, self.net = problems, store, env, net
+        self.out_dir = None if out_dir is None else Path(out_dir)
+        self.report = report
+        self.progress = progress
+        self.rows: list[Row] = []
+        self.stop = False
+        self.best_greedy = -np.inf
+        self.best_weights = deepcopy(net.state_dict())
+        self.greedy_s = np.full(len(problems.problems), np.inf)
+        self.checks = 0
+        self.idle_checks = 0
+        self.best_seen = -np.inf
+        self.rewards: list[float] = []
+        self.started = time.perf_counter()
+        self.bar: Any = None
+
+    def _on_training_start(self) -> None:
+        if self.progress:
+            from rich.progress import Progress
+
+            self.bar = Progress(transient=True)
+            self.bar.start()
+            self.task = self.bar.add_task("training", total=self.config.total_steps)
+
+    def _on_rollout_start(self) -> None:
+        left = self.model._current_progress_remaining
+        self.model.ent_coef = _between(  # type: ignore[attr-defined]
+            self.config.last_entropy, self.config.entropy, left
+        )
+        self._record()
+
+    def _on_step(self) -> bool:
+        self.rewards += [i["episode"]["r"] for i in self.locals["infos"] if "episode" in i]
+        config = self.config
+        if config.max_seconds and time.perf_counter() - self.started > config.max_seconds:
+            self.stop = True
+        if config.max_evaluations and self.env.num_evaluations >= config.max_evaluations:
+            self.stop = True
+        return not self.stop
+
+    def _on_training_end(self) -> None:
+        self._record(last=True)
+        if self.bar is not None:
+            self.bar.stop()
+
+    def _record(self, last: bool = False) -> None:
+        """One row of metrics; a greedy check where one is due."""
+        due = self.checks * self.config.total_steps // self.config.num_checks
+        if last or self.num_timesteps >= due:
+            self._check()
+        values = self.model.logger.name_to_value
+        row: Row = {
+            "steps": self.num_timesteps,
+            "seconds": time.perf_counter() - self.started,
+            "evaluations": self.env.num_evaluations,
+            "reward_mean": float(np.mean(self.rewards)) if self.rewards else np.nan,
+            "greedy_speedup": self._speedup(self.greedy_s),
+            "best_speedup": self._speedup(self.env.best_s),
+            "entropy": -float(values.get("train/entropy_loss", np.nan)),
+            "approx_kl": float(values.get("train/approx_kl", np.nan)),
+            "clip_fraction": float(values.get("train/clip_fraction", np.nan)),
+            "value_loss": float(values.get("train/value_loss", np.nan)),
+            "policy_loss": float(values.get("train/policy_gradient_loss", np.nan)),
+            "explained_variance": float(values.get("train/explained_variance", np.nan)),
+            "learning_rate": float(values.get("train/learning_rate", np.nan)),
+        }
+        row |= {f"best_s_{i}": float(v) for i, v in enumerate(self.env.best_s)}
+        self.rewards = []
+        self.rows.append(row)
+        self._write_metrics()
+        if self.bar is not None:
+            text = f"training  greedy {row['greedy_speedup']:.3f}x  best {row['best_speedup']:.3f}x"
+            self.bar.update(self.task, completed=self.num_timesteps, description=text)
+        if self.report is not None and self.report(row) is False:
+            self.stop = True
+
+    def _check(self) -> None:
+        """Decode greedily, keep the weights if they are the best so far."""
+        self.checks += 1
+        ids = np.arange(len(self.problems.problems))
+        choices = decode(self.net, self.formulation, self.problems, self.store, ids)
+        self.greedy_s, rewards = self.problems.outcomes(ids, choices)
+        self.env.remember(ids, choices, self.greedy_s)
+        greedy = float(rewards.mean())
+        better = greedy > self.best_greedy
+        if better:
+            self.best_greedy = greedy
+            self.best_weights = deepcopy(self.net.state_dict())
+            if self.out_dir is not None:
+                self.trained().save(self.out_dir / "policy.npz")
+        seen = self._speedup(self.env.best_s)
+        self.idle_checks = 0 if better or seen > self.best_seen else self.idle_checks + 1
+        self.best_seen = max(self.best_seen, seen)
+        if self.config.patience and self.idle_checks >= self.config.patience:
+            self.stop = True
+        if self.out_dir is not None:
+            self._write_best(self.out_dir / "best.npz")
+
+    def _speedup(self, seconds: Any) -> float:
+        """Geometric mean over the problems of reference over ``seconds``."""
+        rewards = [self.problems.rewards(i, seconds[i : i + 1])[0] for i in range(len(seconds))]
+        return float(np.exp(np.mean(rewards)))
+
+    def _write_metrics(self) -> None:
+        if self.out_dir is not None:
+            text = io.StringIO()
+            writer = csv.DictWriter(text, list(self.rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+            write_atomic(self.out_dir / "metrics.csv", text.getvalue())
+
+    def _write_best(self, path: Path) -> None:
+        file = io.BytesIO()
+        arrays = {f"placement_{i}": s.placement for i, s in enumerate(self._best())}
+        np.savez_compressed(file, value_s=self.env.best_s, **arrays)
+        write_atomic(path, file.getvalue())
+
+    def _best(self) -> tuple[Solution, ...]:
+        stats = {"evaluations": self.env.num_evaluations}
+        return tuple(
+            Solution(
+                self.problems.placements(i, self.env.best_choices[i : i + 1])[0],
+                float(self.env.best_s[i]),
+                None,
+                stats,
+            )
+            for i in range(len(self.problems.problems))
+        )
+
+    def trained(self) -> TrainedPolicy:
+        """The policy of the best check."""
+        net = PlacementNet(self.net.config)
+        net.load_state_dict(self.best_weights)
+        last = self.rows[-1] if self.rows else {}
+        card = {
+            "config": asdict(self.config),
+            "problems": [
+                {
+                    "graph": p.graph.name,
+                    "fingerprint": p.graph.fingerprint,
+                    "devices": list(p.cluster.device_names),
+                    "objective": p.objective,
+                }
+                for p in self.problems.problems
+            ],
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "stable_baselines3": stable_baselines3.__version__,
+            },
+            "steps": self.num_timesteps,
+            "seconds": time.perf_counter() - self.started,
+            "evaluations": self.env.num_evaluations,
+            "greedy_speedup": float(np.exp(self.best_greedy)),
+            "best_speedup": float(last.get("best_speedup", np.nan)),
+        }
+        return TrainedPolicy(net, self.formulation, card, self._best())
+
+
+def _problem_set(
+    problems: Sequence[Problem],
+    starts: Sequence[Placement | None],
+    reference_s: Sequence[float] | None,
+    evaluator: Evaluator | Runtime,
+) -> tuple[ProblemSet, NDArray[np.float64]]:
+    """The problems with their references, and what the warm starts are worth (inf: none)."""
+    chosen = ProblemSet.build(problems, [1.0] * len(problems), evaluator=evaluator)
+    warm_s = np.full(len(problems), np.inf)
+    for i, placement in enumerate(starts):
+        if placement is not None:
+            warm_s[i] = chosen.values(i, _choice(chosen, i, placement))[0]
+    if reference_s is None:
+        reference_s = [
+            max(seconds, 1e-12) if np.isfinite(seconds) else single_device_s(p, chosen.evaluator)
+            for p, seconds in zip(problems, warm_s.tolist(), strict=True)
+        ]
+    return ProblemSet.build(problems, reference_s, evaluator=chosen.evaluator), warm_s
+
+
+def _choice(problems: ProblemSet, problem: int, placement: Placement | None) -> NDArray[np.int32]:
+    """int32 ``[1, G]`` the device of each group of a placement."""
+    choice = np.zeros((1, problems.max_groups), np.int32)
+    choice[0, problems.problems[problem].graph.group] = placement
+    return choice
+
+
+def _between(last: float, first: float, left: float) -> float:
+    """``first`` where all progress is ``left`` (1), ``last`` where none is (0)."""
+    return last + (first - last) * left
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """These networks are small: more threads only wait for each other, and change rounding."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
