@@ -28,8 +28,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, Valid
 from placement.cluster import Cluster, Device, Link
 from placement.files import write_atomic
 from placement.graph import OpGraph
+from placement.objectives import ANALYTIC
 from placement.ownership import DISTRIBUTION
-from placement.problem import Placement, Problem, Solution, lower_bounds
+from placement.problem import Objective, Placement, Problem, Solution, lower_bounds
 
 if TYPE_CHECKING:
     from placement.executor import Runner
@@ -171,8 +172,9 @@ class Stage(_Strict):
 
 
 class Predicted(_Strict):
-    """What the simulator says; ``busy_s`` is per micro-batch."""
+    """What the simulator says; ``value_s`` is of the objective, ``busy_s`` per micro-batch."""
 
+    value_s: Seconds
     latency_s: Seconds
     period_s: Seconds
     busy_s: dict[Name, Seconds]
@@ -194,13 +196,6 @@ class Measured(_Strict):
     n: Count
     when: Name
     machine: Name
-
-
-class Bounds(_Strict):
-    """Proved: no placement has a lower latency, or period."""
-
-    latency: Seconds
-    period: Seconds
 
 
 class Limits(_Strict):
@@ -236,6 +231,7 @@ class Plan(_Strict):
         order: for every device the (operator, micro-batch) in the order they run, or null: then
             the list rule of ``priority`` decides.
         stages: the assignment as maximal runs of operators on one device.
+        lower_bound_s: objective -> proved: no placement is better.
         device_map: module path -> device name, for the outermost modules that live whole on
             one device.
     """
@@ -244,7 +240,7 @@ class Plan(_Strict):
     planner: PlannerInfo
     graph: GraphInfo
     cluster: ClusterInfo
-    objective: Literal["period", "latency"]
+    objective: Objective
     num_microbatches: Annotated[int, Field(ge=1)]
     max_in_flight: Annotated[int, Field(ge=1)]
     assignment: dict[Name, Name]
@@ -254,7 +250,7 @@ class Plan(_Strict):
     device_map: dict[Name, Name]
     predicted: Predicted
     measured: Measured | None = None
-    lower_bound_s: Bounds | None = None
+    lower_bound_s: dict[Name, Seconds]
     limits: Limits
     fallback: Fallback | None = None
     provenance: Provenance
@@ -485,7 +481,7 @@ def make_plan(
         PlanError: the placement does not fit (with the bytes), or a name cannot be written.
         ProblemError: the placement is not one of this problem.
     """
-    from placement.simulator import simulate
+    from placement.simulator import score, simulate
 
     graph, devices = problem.graph, problem.cluster.device_names
     p = problem.check_placement(solution.placement)
@@ -493,12 +489,11 @@ def make_plan(
     many = simulate(problem, p, schedule)
     assert one.peak_bytes is not None and many.peak_bytes is not None
     peak = np.maximum(one.peak_bytes, many.peak_bytes)
+    if problem.objective in ANALYTIC:  # these count parameters only
+        peak = problem.param_bytes_on(p)
     excess = memory_excess(problem, peak)
     if excess:
         raise PlanError(f"the placement does not fit: {'; '.join(excess)}")
-    bound = lower_bounds(problem)
-    if solution.lower_bound_s is not None:
-        bound[problem.objective] = max(bound[problem.objective], solution.lower_bound_s)
     on = [devices[d] for d in p]
     if input_spec is None and graph.program is not None:
         input_spec = graph.program.input_spec
@@ -523,13 +518,15 @@ def make_plan(
             stages=_stages(graph.op_name, on),
             device_map=module_map(graph, on),
             predicted=Predicted(
+                value_s=float(score(problem, p)[0]),
                 latency_s=one.latency_s,
                 period_s=many.period_s,
                 busy_s=_per_device(devices, many.busy_s / many.num_microbatches),
                 peak_bytes=_per_device(devices, peak),
             ),
             measured=measured,
-            lower_bound_s=Bounds(latency=bound["latency"], period=bound["period"]),
+            lower_bound_s=lower_bounds(problem)
+            | {problem.objective: proved_bound_s(problem, solution)},
             limits=Limits(
                 memory_bytes=_per_device(devices, problem.memory_bytes),
                 headroom_bytes=_per_device(devices, problem.memory_bytes - peak),
@@ -544,6 +541,11 @@ def make_plan(
         )
     except ValidationError as error:
         raise PlanError(f"graph {graph.name!r}: {_explain(error)}") from error
+
+
+def proved_bound_s(problem: Problem, solution: Solution) -> float:
+    """The best lower bound of the objective that is proved, by the planner or in general."""
+    return max(lower_bounds(problem)[problem.objective], solution.lower_bound_s or 0.0)
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -691,16 +693,15 @@ def _named_order(
 
 def _fallback(problem: Problem) -> Fallback | None:
     """The single device with the best objective that can hold everything."""
-    from placement.simulator import evaluate
+    from placement.simulator import evaluate, score
 
     able = np.flatnonzero(np.isfinite(problem.compute_s).all(axis=0))
     if len(able) == 0:
         return None
-    values = evaluate(problem, np.repeat(able[:, None], problem.num_ops, axis=1))
-    score = values.latency_s if problem.objective == "latency" else values.period_s
-    score = np.where(values.feasible, score, np.inf)
-    best = int(score.argmin())
-    if not np.isfinite(score[best]):
+    placements = np.repeat(able[:, None], problem.num_ops, axis=1)
+    value, values = score(problem, placements), evaluate(problem, placements)
+    best = int(value.argmin())
+    if not np.isfinite(value[best]):
         return None
     return Fallback(
         device=problem.cluster.device_names[able[best]],

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from placement import cli
-from placement.problem import OBJECTIVES, Planner, Problem, Solution
 
 if TYPE_CHECKING:
-    from placement.plan import Plan
+    from placement.problem import Planner, Problem, Solution
 
 EXAMPLE = """examples:
   placement plan resnet50 --planner local_search --seconds 10 --out plan.json
   placement plan bert_base --planner heft --objective latency --json
+  placement plan graph.txt --devices 4 --bandwidth 1e9 --planner contiguous_dp
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
 lower_bound_s, seconds, evaluations, feasible, assignment.
 """
+
+
+_FILE_OPTIONS = (
+    ("devices", int, "K"),
+    ("bandwidth", float, "BYTES_PER_S"),
+    ("memory", int, "BYTES"),
+    ("mode", str, "NAME"),
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,22 +36,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "workload", help="a shipped model, your own package.module:function, or a problem file"
     )
     parser.add_argument("--planner", required=True, metavar="NAME", help="e.g. heft")
-    parser.add_argument("--objective", choices=OBJECTIVES, default="period")
+    parser.add_argument(
+        "--objective",
+        metavar="NAME",
+        help="period, latency, max_load or piecewise_latency; default: period, or the file's",
+    )
     parser.add_argument("--seconds", type=float, help="budget of the planner")
     parser.add_argument("--evaluations", type=int, help="budget of the planner")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
     parser.add_argument("--profile", metavar="FILE", help="measured before; default: the cache")
-    parser.add_argument("--microbatches", type=int, default=32, metavar="M")
-    parser.add_argument("--in-flight", type=int, default=4, metavar="W")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="of a pipelined run (32)")
+    parser.add_argument("--in-flight", type=int, metavar="W", help="micro-batches at a time (4)")
+    for name, kind, unit in _FILE_OPTIONS:
+        parser.add_argument(f"--{name}", type=kind, metavar=unit, help="of a PipeDream file")
     parser.add_argument("--out", metavar="FILE", help="write the plan")
     parser.add_argument("--trace", metavar="FILE", help="write the predicted timeline")
     parser.add_argument("options", nargs="*", metavar="option=value", help="of the planner")
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement.plan import make_plan, parameters_of
-
     planner = load_planner(args)
     with cli.progress() as report:
         problem = load_problem(args, report)
@@ -52,34 +63,40 @@ def run(args: argparse.Namespace) -> int:
         began = time.perf_counter()
         solution = planner(problem)
         took = time.perf_counter() - began
-    feasible = bool(np.isfinite(solution.value_s))
-    plan = None
-    if feasible:
-        plan = make_plan(
-            problem,
-            solution,
-            planner=args.planner,
-            parameters=parameters_of(planner),
-            workload=args.workload,
-        )
     if args.json:
-        cli.print_json(_answer(args, problem, solution, plan, took))
-    elif plan is not None:
-        from placement.cli.show import show_plan
-
-        show_plan(plan)
-    if plan is None:
+        cli.print_json(_answer(args, problem, solution, took))
+    if not isfinite(solution.value_s):
         cli.say(f"no placement that fits was found: {solution.stats.get('infeasible', '')}")
         return cli.NO
-    if args.out:
-        plan.save(args.out)
-        cli.say(f"plan written to {args.out}; next: placement run {args.out}")
+    if args.out or not args.json:
+        _show_and_save(args, planner, problem, solution)
     if args.trace:
         from placement.simulator import simulate
 
         timeline = simulate(problem, solution.placement)
         cli.write_trace(args.trace, timeline.to_trace(problem.graph.op_name))
     return cli.OK
+
+
+def _show_and_save(
+    args: argparse.Namespace, planner: Planner, problem: Problem, solution: Solution
+) -> None:
+    from placement.cli.show import show_plan
+    from placement.plan import make_plan, parameters_of
+
+    plan = make_plan(
+        problem,
+        solution,
+        planner=args.planner,
+        parameters=parameters_of(planner),
+        workload=None if problem.graph.program is None else args.workload,
+    )
+    if not args.json:
+        show_plan(plan)
+    if args.out:
+        plan.save(args.out)
+        runs = "" if problem.graph.program is None else f"; next: placement run {args.out}"
+        cli.say(f"plan written to {args.out}{runs}")
 
 
 def load_planner(args: argparse.Namespace) -> Planner:
@@ -104,10 +121,23 @@ def load_planner(args: argparse.Namespace) -> Planner:
 
 
 def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
-    """The problem of a workload on a cluster, measured where it has not been."""
+    """The problem in a file, or of a workload on a cluster, measured where it has not been."""
+    chosen = {"num_microbatches": args.microbatches, "max_in_flight": args.in_flight}
+    changes = {key: value for key, value in chosen.items() if value is not None}
+    for_file = {name: getattr(args, name) for name, _, _ in _FILE_OPTIONS}
     if cli.is_file(args.workload):
-        raise cli.UsageError(f"{args.workload}: problem files cannot be read yet")
+        from placement import importers
+
+        for name in ("cluster", "profile"):
+            if getattr(args, name) is not None:
+                raise cli.UsageError(f"--{name} is for workloads; a problem file has its own")
+        problem = importers.load(args.workload, objective=args.objective, **for_file)
+        return replace(problem, **changes)
+    for name, value in for_file.items():
+        if value is not None:
+            raise cli.UsageError(f"--{name} is for problem files; {args.workload!r} is none")
     from placement.measure import load_or_measure
+    from placement.problem import Problem
     from placement.profile import Profile
 
     cluster = cli.cluster_of(args.cluster)
@@ -116,14 +146,7 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         profile = load_or_measure(graph, cluster, progress=report)
     else:
         profile = Profile.load(args.profile).for_cluster(cluster)
-    return Problem(
-        graph,
-        cluster,
-        profile,
-        objective=args.objective,
-        num_microbatches=args.microbatches,
-        max_in_flight=args.in_flight,
-    )
+    return Problem(graph, cluster, profile, objective=args.objective or "period", **changes)
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -134,25 +157,21 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def _answer(
-    args: argparse.Namespace,
-    problem: Problem,
-    solution: Solution,
-    plan: Plan | None,
-    took: float,
+    args: argparse.Namespace, problem: Problem, solution: Solution, took: float
 ) -> dict[str, Any]:
     """What machines read; the keys are a contract."""
-    bound = solution.lower_bound_s
-    if plan is not None and plan.lower_bound_s is not None:
-        bound = getattr(plan.lower_bound_s, problem.objective)
+    from placement.plan import proved_bound_s
+
+    feasible = isfinite(solution.value_s)
     devices = problem.cluster.device_names
     return {
         "planner": args.planner,
-        "objective": problem.objective,
-        "value_s": float(solution.value_s) if plan is not None else None,
-        "lower_bound_s": bound,
+        "objective": args.objective or problem.objective,
+        "value_s": float(solution.value_s) if feasible else None,
+        "lower_bound_s": proved_bound_s(problem, solution),
         "seconds": float(solution.stats.get("seconds", took)),
         "evaluations": solution.stats.get("evaluations"),
-        "feasible": plan is not None,
+        "feasible": feasible,
         "assignment": {
             op: devices[d]
             for op, d in zip(problem.graph.op_name, solution.placement.tolist(), strict=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from math import isfinite
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from placement import cli
 
@@ -57,6 +56,8 @@ def measurable(cluster: Cluster) -> Cluster:
 
 def show(graph: OpGraph, cluster: Cluster, profile: Profile, *, as_json: bool) -> None:
     """The most expensive operators, and where devices of unlike kind differ most."""
+    import numpy as np
+
     kinds = [d.kind for d in cluster.devices]
     unlike = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     expensive = np.argsort(-profile.compute_s.min(axis=1), kind="stable")[:NUM_SHOWN]
@@ -92,7 +93,7 @@ def show(graph: OpGraph, cluster: Cluster, profile: Profile, *, as_json: bool) -
 
 
 def _row(graph: OpGraph, profile: Profile, n: int) -> dict[str, object]:
-    times = [x if np.isfinite(x) else None for x in profile.compute_s[n].tolist()]
+    times = [x if isfinite(x) else None for x in profile.compute_s[n].tolist()]
     return {
         "operator": graph.op_name[n],
         "kind": graph.op_kind[n],
@@ -102,5 +103,5 @@ def _row(graph: OpGraph, profile: Profile, n: int) -> dict[str, object]:
 
 
 def _cells(graph: OpGraph, profile: Profile, n: int) -> list[str]:
-    times = [cli.seconds(x) if np.isfinite(x) else "-" for x in profile.compute_s[n]]
+    times = [cli.seconds(x) if isfinite(x) else "-" for x in profile.compute_s[n]]
     return [graph.op_name[n], graph.op_kind[n].removesuffix(".default"), *times]

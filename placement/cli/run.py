@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from placement import cli
 
 if TYPE_CHECKING:
@@ -117,6 +115,8 @@ def difference(runner: Runner, module: Any, inputs: Any) -> str:
 
 def alone(plan: Plan, runner: Runner, device: str) -> Runner:
     """The same program on one device."""
+    import numpy as np
+
     from placement.executor import Runner
 
     placement = np.full(runner.graph.num_ops, runner.cluster.index(device), np.int32)
@@ -134,6 +134,8 @@ def measure(
 ) -> dict[str, Measured]:
     """Latency of single calls and period of streams; the runners take turns, round by round."""
     import platform
+
+    import numpy as np
 
     from placement.capture import split_inputs
     from placement.plan import Measured, now
@@ -191,6 +193,8 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def _spread(values: list[float]) -> Spread:
+    import numpy as np
+
     from placement.plan import Spread
 
     low, middle, high = np.percentile(values, [25, 50, 75])

@@ -71,6 +71,9 @@ def run_schema(args: argparse.Namespace) -> int:
 def show_plan(plan: Plan) -> None:
     """Summary: the values, and what each device does."""
     values = [["latency", *_values(plan, "latency")], ["period", *_values(plan, "period")]]
+    if plan.objective not in ("latency", "period"):
+        value, bound = plan.predicted.value_s, plan.lower_bound_s.get(plan.objective)
+        values.insert(0, [plan.objective, cli.seconds(value), "-", *_gap(value, bound), "-"])
     cli.print_table(
         f"{plan.graph.name} ({plan.graph.num_ops} operators) by {plan.planner.name}, "
         f"for {plan.objective}, {plan.num_microbatches} micro-batches, "
@@ -102,16 +105,18 @@ def show_plan(plan: Plan) -> None:
 
 def _values(plan: Plan, what: str) -> list[str]:
     predicted = getattr(plan.predicted, f"{what}_s")
-    bound = getattr(plan.lower_bound_s, what) if plan.lower_bound_s else None
     measured = getattr(plan.measured, f"{what}_s").median_s if plan.measured else None
     single = getattr(plan.fallback, f"{what}_s") if plan.fallback else None
     return [
         cli.seconds(predicted),
         "-" if measured is None else cli.seconds(measured),
-        "-" if bound is None else cli.seconds(bound),
-        f"{predicted / bound - 1:.1%}" if bound else "-",
+        *_gap(predicted, plan.lower_bound_s.get(what)),
         "-" if single is None else cli.seconds(single),
     ]
+
+
+def _gap(value: float, bound: float | None) -> list[str]:
+    return [cli.seconds(bound), f"{value / bound - 1:.1%}"] if bound else ["-", "-"]
 
 
 def run_diff(args: argparse.Namespace) -> int:
