@@ -1,0 +1,496 @@
+"""The best contiguous split, exactly: dynamic programming over downward-closed sets."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.cluster import Cluster, Device
+from placement.graph import OpGraph
+from placement.objective_kernels import move_tables
+from placement.objectives import Blocks, blocks, device_loads
+from placement.planners import PlannerError, _ideals
+from placement.problem import Problem, Solution, balance_prices, lower_bounds, priced
+from placement.profile import Profile
+from placement.simulator import score
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+Stage = tuple[int, NDArray[np.intp]]  # kind of device, items
+Edges = set[tuple[int, int]]
+
+_TRIVIAL_S = 1e-9
+_FAR = 1e300  # a load that every split beats
+_STEPS = 2_000_000  # sets between two looks at the clock
+
+
+@dataclass(frozen=True)
+class IdealDp:
+    """Least ``max_load`` of all contiguous splits (Tarnawski et al., NeurIPS 2020).
+
+    The forward graph is cut by a chain of ideals (downward-closed sets), at most one stage per
+    device, backward operators go with their forward mates. First the authors' reductions:
+    colocation groups become items, groups of backward operators alone are ordered by the
+    mirror image of their edges, cycles are fused, forward items that cost nothing and have
+    one neighbour join it (not one that other devices support: a deviation).
+
+    Then every stage is met once: see ``_ideals.extend``. Loads not below that of the best
+    linearised split (one topological order: ideals are prefixes) are never followed. So the
+    time depends on how good that is; there is no limit on graphs or ideals, but on memory and
+    time. Where a limit is hit the answer is the best split found so far, at least the
+    linearised one, with a warning and ``stats["contiguous_optimum"]`` False.
+
+    Under another objective the split is the same and is scored by that objective. Equal
+    devices are interchangeable; unlike ones are used in every order (``max_states``).
+    ``lower_bound_s`` holds for every split, contiguous or not.
+
+    Attributes:
+        memory_bytes: of the ideals and the tables over them.
+        seconds: budget; None is no limit.
+        max_states: sets of devices, ``prod(devices of a kind + 1)``.
+    """
+
+    memory_bytes: int = 2**30
+    seconds: float | None = None
+    max_states: int = 4096
+
+    def __call__(self, problem: Problem) -> Solution:
+        """Raises: PlannerError, more than ``max_states`` sets of devices."""
+        _load_kernels()
+        started = time.perf_counter()
+        deadline = started + (np.inf if self.seconds is None else self.seconds)
+        item, edges = contract(problem)
+        b = blocks(problem, item)
+        kinds = _kinds(problem, b)
+        if kinds.num_states > self.max_states:
+            raise PlannerError(
+                f"{len(kinds.count)} kinds of devices make {kinds.num_states} sets of devices, "
+                f"more than max_states = {self.max_states}; use local_search, or raise max_states"
+            )
+        dp_started = time.perf_counter()
+        best = _Split(_FAR)
+        for order in _orders(b.num_blocks, edges):
+            best = min(best, _linearised(problem, b, order, kinds, deadline), key=_load)
+        linearised_s = best.load_s
+        message = ""
+        sets = 0
+        ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes)
+        if ideals is None:
+            message = f"the ideals need more than memory_bytes = {self.memory_bytes}"
+        else:
+            exact, finished = _solve(problem, b, ideals, kinds, linearised_s, deadline)
+            sets = exact.sets
+            best = min(best, exact, key=_load)
+            if not finished:
+                message = f"seconds = {self.seconds} were over before all stages were seen"
+        ended = time.perf_counter()
+        if message:
+            warnings.warn(
+                f"ideal_dp: {message}; the split is the best found, not proved optimal",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        stats: dict[str, Any] = {
+            "seconds": ended - started,
+            "dp_seconds": ended - dp_started,
+            "evaluations": 1,
+            "num_items": b.num_blocks,
+            "ideals": 0 if ideals is None else ideals.count,
+            "sets": sets,
+            "linearised_s": linearised_s if linearised_s < _FAR else np.inf,
+            "contiguous_optimum": not message,
+        }
+        if message:
+            stats["message"] = message
+        bound = lower_bounds(problem)[problem.objective]
+        if best.load_s == _FAR:
+            stats["infeasible"] = _nothing_fits(problem)
+            allowed = np.isfinite(problem.group_compute_s)
+            anywhere = allowed.argmax(axis=1).astype(np.int32)[problem.graph.group]
+            return Solution(anywhere, np.inf, bound, stats)
+        placement = _placement(item, kinds, best.stages)
+        stats["max_load_s"] = float(device_loads(problem, placement).max())
+        return Solution(placement, float(score(problem, placement)[0]), bound, stats)
+
+
+def contract(problem: Problem) -> tuple[Ints, Edges]:
+    """The item of each operator, int32 ``[N]``, and the edges between items that order them.
+
+    Items are numbered topologically; edges are those of the forward operators, and the mirrored
+    ones of backward operators without a forward mate.
+    """
+    g = problem.graph
+    group, back, n = g.group, g.is_backward, g.num_groups
+    u, v = g.edges[:, 0], g.edges[:, 1]
+    a, b = group[u], group[v]
+    forward = ~back[u] & ~back[v] & (a != b)
+    meets_backward = np.zeros(n, bool)  # a forward operator of the group has a backward neighbour
+    mixed = back[u] != back[v]
+    meets_backward[np.where(back[u], b, a)[mixed]] = True
+    orphan = np.ones(n, bool)
+    orphan[group[~back]] = False
+    mirrored = back[u] & back[v] & (a != b) & (orphan[a] | orphan[b])
+    true_edges = np.unique(np.stack([a, b], axis=1)[forward], axis=0)
+    mirror_edges = np.unique(np.stack([b, a], axis=1)[mirrored], axis=0)
+    seconds = np.where(np.isfinite(problem.compute_s), problem.compute_s, 0.0).max(axis=1)
+    forward_s = np.bincount(group[~back], weights=seconds[~back], minlength=n)
+    backward_s = np.bincount(group[back], weights=seconds[back], minlength=n)
+
+    # Cycles between groups become one item.
+    item = _components(n, np.concatenate([true_edges, mirror_edges]))
+    num_items = int(item.max()) + 1
+    cost_s = np.maximum(
+        np.bincount(item, weights=forward_s, minlength=num_items),
+        np.bincount(item, weights=backward_s, minlength=num_items),
+    )
+    cheap = (cost_s < _TRIVIAL_S) & ~np.isin(np.arange(num_items), item[meets_backward])
+    can_run = np.ones((num_items, problem.num_devices), bool)
+    np.logical_and.at(can_run, item, np.isfinite(problem.group_compute_s))
+    # A pair joined by an edge of each sort counts as two neighbours, as in the original.
+    edges = [np.unique(item[e], axis=0) for e in (true_edges, mirror_edges) if len(e)]
+    joined = np.concatenate([np.zeros((0, 2), np.int64), *edges])
+    joined = joined[joined[:, 0] != joined[:, 1]]
+    into = _merge_trivial(num_items, joined.tolist(), cheap, can_run)
+    item = into[item]
+    pairs = {(x, y) for x, y in into[joined].tolist() if x != y}
+    first = np.full(num_items, g.num_ops)
+    np.minimum.at(first, item[group], np.arange(g.num_ops))
+    return _number(item[group], pairs, first)
+
+
+def _components(n: int, edges: NDArray[Any]) -> NDArray[np.intp]:
+    """Strongly connected component of each of ``n`` nodes, numbered from 0 (Tarjan)."""
+    after: list[list[int]] = [[] for _ in range(n)]
+    for a, b in edges.tolist():
+        after[a].append(b)
+    index, low, label = [-1] * n, [0] * n, [-1] * n
+    stack: list[int] = []
+    seen = found = 0
+    for root in range(n):
+        if index[root] >= 0:
+            continue
+        walk = [(root, iter(after[root]))]
+        index[root] = low[root] = seen
+        seen += 1
+        stack.append(root)
+        while walk:
+            v, rest = walk[-1]
+            w = next(rest, None)
+            if w is None:
+                walk.pop()
+                if walk:
+                    low[walk[-1][0]] = min(low[walk[-1][0]], low[v])
+                if low[v] == index[v]:
+                    while True:
+                        w = stack.pop()
+                        label[w] = found
+                        if w == v:
+                            break
+                    found += 1
+            elif index[w] < 0:
+                index[w] = low[w] = seen
+                seen += 1
+                stack.append(w)
+                walk.append((w, iter(after[w])))
+            elif label[w] < 0:
+                low[v] = min(low[v], index[w])
+    return np.array(label, np.intp)
+
+
+def _merge_trivial(
+    n: int, edges: list[list[int]], cheap: NDArray[np.bool_], can_run: NDArray[np.bool_]
+) -> NDArray[np.intp]:
+    """For each of ``n`` nodes the one it ends up in: cheap ones join their only neighbour."""
+    near: list[Counter[int]] = [Counter() for _ in range(n)]
+    for a, b in edges:
+        near[a][b] += 1
+        near[b][a] += 1
+    into = np.arange(n)
+    todo = [v for v in range(n) if cheap[v]]
+    while todo:
+        v = todo.pop()
+        if into[v] != v or near[v].total() != 1:
+            continue
+        w = next(iter(near[v]))
+        if (can_run[v] != can_run[w]).any():
+            continue
+        into[v] = w
+        del near[w][v]
+        if cheap[w]:
+            todo.append(w)
+    while (into[into] != into).any():
+        into = into[into]
+    return into
+
+
+def _number(item: NDArray[Any], pairs: Edges, first: NDArray[Any]) -> tuple[Ints, Edges]:
+    """Items numbered topologically, those whose first operator comes first before others."""
+    used = np.unique(item).tolist()
+    after: dict[int, list[int]] = {x: [] for x in used}
+    missing = dict.fromkeys(used, 0)
+    for x, y in pairs:
+        after[x].append(y)
+        missing[y] += 1
+    ready = [(int(first[x]), x) for x in used if missing[x] == 0]
+    heapq.heapify(ready)
+    number = np.full(len(first), -1, np.int32)
+    count = 0
+    while ready:
+        _, x = heapq.heappop(ready)
+        number[x] = count
+        count += 1
+        for y in after[x]:
+            missing[y] -= 1
+            if missing[y] == 0:
+                heapq.heappush(ready, (int(first[y]), y))
+    assert count == len(used), "cycles were fused"
+    return number[item], {(int(number[x]), int(number[y])) for x, y in pairs}
+
+
+@dataclass(frozen=True, eq=False)
+class _Kinds:
+    """Devices that may be swapped are one of ``K`` kinds; a state counts devices of each.
+
+    Attributes:
+        members: devices of each kind.
+        count, step: int64 ``[K]`` devices, and how far apart states are that differ by one.
+        memory_bytes: int64 ``[K]``.
+        price: float64 ``[K]`` of a second (see ``problem.balance_prices``).
+        work: float64 ``[M]`` priced seconds of each item.
+    """
+
+    members: list[list[int]]
+    count: NDArray[np.int64]
+    step: NDArray[np.int64]
+    memory_bytes: NDArray[np.int64]
+    price: Floats
+    work: Floats
+
+    @property
+    def num_states(self) -> int:
+        """Number of sets of devices."""
+        return math.prod(int(c) + 1 for c in self.count)
+
+    @property
+    def used(self) -> NDArray[np.int64]:
+        """int64 ``[S, K]`` devices of each kind in a state."""
+        return np.arange(self.num_states)[:, None] // self.step % (self.count + 1)
+
+
+def _kinds(problem: Problem, b: Blocks) -> _Kinds:
+    about = np.concatenate([b.compute_s, b.io_s, problem.memory_bytes[None].astype(np.float64)])
+    members: dict[bytes, list[int]] = {}
+    for d in range(problem.num_devices):
+        members.setdefault(about[:, d].tobytes(), []).append(d)
+    first = [group[0] for group in members.values()]
+    count = np.array([len(group) for group in members.values()], np.int64)
+    step = [math.prod(int(c) + 1 for c in count[:k]) for k in range(len(count))]
+    prices = balance_prices(b.compute_s)
+    return _Kinds(
+        members=list(members.values()),
+        count=count,
+        step=np.array([min(s, 2**62) for s in step], np.int64),
+        memory_bytes=problem.memory_bytes[first],
+        price=prices[first],
+        work=priced(b.compute_s, prices),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Ideals:
+    """Ideals of a DAG, smaller ones first (see ``_ideals.enumerate_ideals``).
+
+    ``work_s [I]`` is the priced work inside; ``bits`` None says that ideal ``i`` is the first
+    ``i`` items.
+    """
+
+    count: int
+    link_ptr: NDArray[np.int64]
+    link_node: Ints
+    link_ideal: Ints
+    work_s: Floats
+    bits: NDArray[np.uint64] | None = None
+
+    def between(self, small: int, large: int) -> NDArray[np.intp]:
+        """Items of ideal ``large`` that are not in ``small``."""
+        if self.bits is None:
+            return np.arange(small, large)
+        words = (self.bits[large] & ~self.bits[small]).astype("<u8")
+        return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+
+
+@dataclass(frozen=True, eq=False)
+class _Split:
+    """A chain of stages (kind of device, items) and its largest load; ``_FAR`` if there is none."""
+
+    load_s: float
+    stages: list[Stage] = field(default_factory=list)
+    sets: int = 0
+
+
+def _load(split: _Split) -> float:
+    return split.load_s
+
+
+def _csr(n: int, pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
+    """``values[ptr[i] : ptr[i + 1]]`` are, in order, the ``b`` of the pairs ``(i, b)``."""
+    table = np.array(sorted(pairs), np.int32).reshape(-1, 2)
+    return np.searchsorted(table[:, 0], np.arange(n + 1)).astype(np.int32), table[:, 1].copy()
+
+
+def _enumerate(n: int, edges: Edges, kinds: _Kinds, memory_bytes: int) -> _Ideals | None:
+    """The ideals of ``n`` items; None if they and the tables over them would not fit."""
+    # Bits, hash, origin and work of each; two to four slots of the hash table; value, ideal and
+    # kind of each state. Arrays grow by doubling and exist twice while they do.
+    bytes_each = 8 * (-(-n // 64)) * 2 + 56 + 13 * kinds.num_states
+    code = np.random.default_rng(0).integers(0, 2**64, n, dtype=np.uint64)
+    before, after = _csr(n, [(b, a) for a, b in edges]), _csr(n, list(edges))
+    count, bits, ptr, node, ideal, origin, added = _ideals.enumerate_ideals(
+        *before, *after, code, bytes_each, memory_bytes
+    )
+    if count == 0:
+        return None
+    work_s = np.zeros(count)
+    _ideals.add_up(origin[:count], added[:count], kinds.work, work_s)
+    return _Ideals(count, ptr[: count + 1], node, ideal, work_s, bits[:count])
+
+
+def _orders(n: int, edges: Edges) -> Iterator[NDArray[np.intp]]:
+    """Two topological orders: breadth first, as items are numbered, and depth first."""
+    yield np.arange(n)
+    ptr, after = _csr(n, list(edges))
+    missing = np.bincount(after, minlength=n).tolist()
+    ready = [v for v in range(n - 1, -1, -1) if missing[v] == 0]
+    order = []
+    while ready:
+        v = ready.pop()
+        order.append(v)
+        for w in after[ptr[v] : ptr[v + 1]][::-1].tolist():
+            missing[w] -= 1
+            if missing[w] == 0:
+                ready.append(w)
+    yield np.array(order, np.intp)
+
+
+def _linearised(
+    problem: Problem, b: Blocks, order: NDArray[np.intp], kinds: _Kinds, deadline: float
+) -> _Split:
+    """The best split of items in this order; the first guesses of its load keep it short."""
+    n = len(order)
+    rank = np.empty(n, np.int32)
+    rank[order] = np.arange(n)
+    line = replace(
+        b,
+        compute_s=b.compute_s[order],
+        src=np.where(b.src >= 0, rank[b.src], -1).astype(np.int32),
+        use_dst=rank[b.use_dst],
+        own_bytes=b.own_bytes[order],
+        tied_dst=rank[b.tied_dst],
+    )
+    in_order = replace(kinds, work=kinds.work[order])
+    prefixes = _Ideals(
+        count=n + 1,
+        link_ptr=np.minimum(np.arange(n + 2), n),
+        link_node=np.arange(n, dtype=np.int32),
+        link_ideal=np.arange(1, n + 1, dtype=np.int32),
+        work_s=np.append(0.0, np.cumsum(in_order.work)),
+    )
+    least = prefixes.work_s[-1]
+    for guess in (1.2 * least, 2 * least, 8 * least, _FAR):
+        split, _ = _solve(problem, line, prefixes, in_order, guess, deadline)
+        if split.load_s < _FAR:
+            break
+    return replace(split, stages=[(kind, order[items]) for kind, items in split.stages])
+
+
+def _solve(
+    problem: Problem, b: Blocks, ideals: _Ideals, kinds: _Kinds, below_s: float, deadline: float
+) -> tuple[_Split, bool]:
+    """The best split whose load is below ``below_s``, and whether the search was finished."""
+    tables = move_tables(problem, b)
+    touches = (*tables[1:6], *tables[8:10])
+    devices = [group[0] for group in kinds.members]
+    costs = (
+        np.ascontiguousarray(b.compute_s[:, devices]),
+        b.own_bytes,
+        np.ascontiguousarray(b.io_s[:, devices]),
+        b.tied_bytes,
+    )
+    used = kinds.used
+    total = ideals.work_s[-1]
+    # The slack is for rounding: a state must not be dropped because of it.
+    left = np.maximum(total - ideals.work_s - 1e-9 * total, 0.0)
+    shape = (ideals.count, kinds.num_states)
+    value = np.full(shape, np.inf)
+    value[0, 0] = 0.0
+    from_ideal, from_kind = np.zeros(shape, np.int32), np.zeros(shape, np.int8)
+    best = np.array([below_s])
+    at = sets = 0
+    while at < ideals.count and (at == 0 or time.perf_counter() < deadline):
+        at, met = _ideals.extend(
+            (ideals.link_ptr, ideals.link_node, ideals.link_ideal),
+            costs,
+            touches,
+            (kinds.memory_bytes, used, kinds.count, kinds.step),
+            (left, (kinds.count - used) @ kinds.price),
+            value,
+            from_ideal,
+            from_kind,
+            best,
+            at,
+            _STEPS,
+        )
+        sets += met
+    finished = at >= ideals.count
+    state = int(value[-1].argmin())
+    if not value[-1, state] < below_s:
+        return _Split(_FAR, sets=sets), finished
+    stages: list[Stage] = []
+    load_s, here = float(value[-1, state]), ideals.count - 1
+    while here > 0:
+        kind = int(from_kind[here, state])
+        if kind >= len(kinds.count):  # a device that stays empty
+            state -= int(kinds.step[kind - len(kinds.count)])
+            continue
+        before = int(from_ideal[here, state])
+        stages.append((kind, ideals.between(before, here)))
+        here, state = before, state - int(kinds.step[kind])
+    return _Split(load_s, stages[::-1], sets), finished
+
+
+def _placement(item: Ints, kinds: _Kinds, stages: list[Stage]) -> Ints:
+    """int32 ``[N]``: each stage takes the next device of its kind."""
+    free = [iter(members) for members in kinds.members]
+    device = np.empty(int(item.max()) + 1, np.int32)
+    for kind, items in stages:
+        device[items] = next(free[kind])
+    return device[item]
+
+
+def _nothing_fits(problem: Problem) -> str:
+    devices = ", ".join(f"{d.name} {d.memory_bytes}" for d in problem.cluster.devices)
+    need = int(problem.graph.param_bytes.sum())
+    return f"no contiguous split of {need} bytes of parameters fits in memory (bytes: {devices})"
+
+
+@cache
+def _load_kernels() -> None:
+    """Compile the kernels, or read them from their cache: once, outside of every budget."""
+    graph = OpGraph.build("two", ["a", "b"], [0], [0], [(0, 1)])
+    zeros = np.zeros((2, 1))
+    one = Problem(graph, Cluster("one", (Device("one"),)), Profile(("one",), zeros, zeros))
+    b = blocks(one, np.arange(2, dtype=np.int32))
+    kinds = _kinds(one, b)
+    ideals = _enumerate(2, {(0, 1)}, kinds, 2**20)
+    assert ideals is not None
+    _solve(one, b, ideals, kinds, _FAR, np.inf)
