@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from placement import planners
-from placement.capture import capture
 from placement.cluster import Cluster
 from placement.compare import mape, spearman
 from placement.executor import Executor
@@ -29,6 +28,7 @@ from placement.files import write_atomic
 from placement.measure import measure, provenance
 from placement.problem import Placement, Problem
 from placement.profile import Profile
+from placement.program import capture
 from placement.simulator import simulate
 from placement.workloads import load
 

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from placement import planners
-from placement.capture import capture, split_inputs
 from placement.cluster import Cluster
 from placement.executor import Runner
 from placement.files import write_atomic
 from placement.measure import measure, provenance
 from placement.problem import Problem
+from placement.program import capture, split_inputs
 from placement.simulator import simulate
 from placement.workloads import load
 

@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from placement.capture import capture
     from placement.cluster import Cluster, Device, Link
     from placement.executor import Executor, Runner
     from placement.graph import OpGraph
     from placement.plan import Plan, load_plan, make_plan
     from placement.problem import Problem, Solution
     from placement.profile import Profile
+    from placement.program import capture
     from placement.schedule import Schedule
     from placement.simulator import simulate
     from placement.timeline import Timeline
@@ -31,7 +31,7 @@ _HOME = {
     "Schedule": "schedule",
     "Solution": "problem",
     "Timeline": "timeline",
-    "capture": "capture",
+    "capture": "program",
     "load_plan": "plan",
     "make_plan": "plan",
     "simulate": "simulator",

@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from placement.capture import capture
 from placement.cluster import Cluster, Link
 from placement.executor.executor import batched
 from placement.executor.runner import Runner
 from placement.files import FileError
 from placement.graph import OpGraph
 from placement.profile import Profile, ProfileError
+from placement.program import capture
 
 Floats = NDArray[np.float64]
 Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)

@@ -351,8 +351,8 @@ class Plan(_Strict):
             PlanMismatch: another module than the plan's, or this machine lacks a device.
             CaptureError: the module cannot be captured.
         """
-        from placement.capture import capture, inputs_from_spec
         from placement.executor import Runner
+        from placement.program import capture, inputs_from_spec
 
         missing = self.missing_devices()
         if missing:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from placement import workloads
-from placement.capture import (
+from placement.program import (
     CaptureError,
     InputError,
     Param,
@@ -602,7 +602,7 @@ def test_fingerprint_minds_constants_of_operators():
 
 def test_fingerprint_is_the_same_in_another_process():
     code = (
-        "from placement import workloads\nfrom placement.capture import capture\n"
+        "from placement import workloads\nfrom placement.program import capture\n"
         "print(capture(*workloads.load('inception_tiny')).fingerprint)"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

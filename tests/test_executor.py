@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 import placement.executor.runner as runner_module
-from placement.capture import InputError, capture, split_inputs
 from placement.cluster import Cluster, Device
 from placement.executor import Executor, Runner, RunnerError
 from placement.executor.backend import Courier, CpuBackend, backend_for
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
+from placement.program import InputError, capture, split_inputs
 from placement.schedule import Schedule
 from placement.simulator import list_schedule, simulate
 from placement.workloads import tiny

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from placement import measure as measure_module
-from placement.capture import capture
 from placement.cluster import Cluster, Device
 from placement.files import FileError
 from placement.graph import OpGraph
@@ -23,6 +22,7 @@ from placement.measure import (
     typical,
 )
 from placement.profile import Profile, ProfileError
+from placement.program import capture
 from placement.workloads import tiny
 
 pytestmark = pytest.mark.timeout(60)

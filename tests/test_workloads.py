@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from placement import workloads
-from placement.capture import capture, run_program, split_inputs
+from placement.program import capture, run_program, split_inputs
 from placement.workloads import WorkloadError
 
 REDUCED = (

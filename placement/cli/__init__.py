@@ -101,7 +101,7 @@ def capture_workload(spec: str, report: Progress) -> OpGraph:
     """The graph of a workload, named after it."""
     report(f"loading {spec}", None)
     module, inputs = load_workload(spec)
-    from placement.capture import capture
+    from placement.program import capture
 
     report(f"capturing {spec}", None)
     return capture(module, inputs, name=spec)

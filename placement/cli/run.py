@@ -94,7 +94,7 @@ def difference(runner: Runner, module: Any, inputs: Any) -> str:
     import torch
     from torch.utils import _pytree as pytree
 
-    from placement.capture import split_inputs
+    from placement.program import split_inputs
 
     args, kwargs = split_inputs(inputs)
     was_training = [m for m in module.modules() if m.training]
@@ -137,8 +137,8 @@ def measure(
 
     import numpy as np
 
-    from placement.capture import split_inputs
     from placement.plan import Measured, now
+    from placement.program import split_inputs
     from placement.timeline import steady_period
 
     args, kwargs = split_inputs(inputs)

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from placement.capture import Param, Program, Ref, split_inputs
 from placement.cluster import Cluster
 from placement.executor.backend import backend_for
 from placement.executor.share import compile_calls, shares
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
+from placement.program import Param, Program, Ref, split_inputs
 from placement.schedule import Schedule
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from placement.capture import Param, Program, Ref, leaves_of
 from placement.graph import OpGraph
+from placement.program import Param, Program, Ref, leaves_of
 
 Call = Callable[[list[Any]], None]
 
