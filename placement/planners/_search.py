@@ -173,13 +173,13 @@ class Search:
         if not self.problem.memory_may_bind:
             return score(self.problem, placements)
         if self.problem.objective in objectives.ANALYTIC:
-            value_s, peak_bytes = objectives.evaluate(self.problem, placements)
+            value_s, need = objectives.evaluate(self.problem, placements)
         else:
             values = evaluate(self._run, placements)
-            value_s, peak_bytes = values.period_s, values.peak_bytes
-            assert peak_bytes is not None, "memory is tracked where it may bind"
+            assert values.peak_bytes is not None, "memory is tracked where it may bind"
+            value_s, need = values.period_s, values.peak_bytes
         capacity = self.problem.memory_bytes
-        overflow = (np.maximum(peak_bytes - capacity, 0) / capacity).sum(axis=1)
+        overflow = (np.maximum(need - capacity, 0) / capacity).sum(axis=1)
         return np.where(overflow > 0, INFEASIBLE * (1 + overflow), value_s)
 
 
@@ -193,10 +193,10 @@ def _load_kernel() -> None:
 
 def _too_large(problem: Problem, placement: Placement) -> str:
     """Where a placement does not fit, in bytes."""
-    if problem.objective in objectives.ANALYTIC:
+    analytic = problem.objective in objectives.ANALYTIC
+    peak = None if analytic else simulate(problem, placement).peak_bytes
+    if analytic:
         peak = problem.param_bytes_on(placement)
-    else:
-        peak = simulate(problem, placement).peak_bytes
     assert peak is not None, "a prediction tracks memory"
     over = [
         f"device {device.name!r} needs {int(need)} bytes, has {device.memory_bytes}"
