@@ -152,6 +152,39 @@ def test_plan_writes_plan_and_trace(
     assert f"placement run {out}" in capsys.readouterr().err
 
 
+def test_plan_of_a_problem_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A chain of two operators, 3 ms on an accelerator or 6 ms on a processor each."""
+    node = {"supportedOnFpga": 1, "cpuLatency": 6.0, "fpgaLatency": 3.0, "isBackwardNode": 0}
+    nodes = [node | {"id": i, "name": f"n{i}", "colorClass": i, "size": 1.0} for i in (7, 8)]
+    file = tmp_path / "problem.json"
+    edges = [{"sourceId": 7, "destId": 8, "cost": 0.5, "size": 1.0}]
+    limits = {"maxSizePerFPGA": 10.0, "maxFPGAs": 1, "maxCPUs": 1}
+    file.write_text(json.dumps({"nodes": nodes, "edges": edges} | limits))
+    got = answer(capsys, "plan", file, "--planner", "single_device")
+    assert list(got) == KEYS and got["objective"] == "max_load"
+    assert got["value_s"] == pytest.approx(6e-3)
+    assert set(got["assignment"].values()) == {"acc:0"} and len(got["assignment"]) == 2
+    # Its authors' latency is the analytic one; the answer names what was asked for.
+    got = answer(capsys, "plan", file, "--planner", "single_device", "--objective", "latency")
+    assert got["objective"] == "latency"
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(file), "--planner", "single_device", "--out", str(out)]) == OK
+    assert "max_load" in capsys.readouterr().out
+    assert answer(capsys, "validate", out)["valid"] is True
+    assert "--cluster is for workloads" in error(
+        capsys, "plan", file, "--planner", "heft", "--cluster", "x.yaml"
+    )
+    file.write_text("{}")
+    assert "unknown JSON format" in error(capsys, "plan", file, "--planner", "heft")
+
+
+def test_plan_of_public_workloads(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = shared / "data" / "pipedream" / "alexnet.txt"
+    args = ["plan", file, "--planner", "single_device", "--devices", "2", "--bandwidth", "1e9"]
+    got = answer(capsys, *args, "--memory", str(2**40))
+    assert got["feasible"] and 0 < got["lower_bound_s"] <= got["value_s"]
+
+
 # -- show, diff, schema ----------------------------------------------------------------------
 
 

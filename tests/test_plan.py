@@ -58,12 +58,15 @@ def chain(num_ops: int = 4, **changes: Any) -> OpGraph:
     )
 
 
-def problem(graph: OpGraph | None = None, **changes: Any) -> Problem:
+def problem(graph: OpGraph | None = None, memory_bytes: int = 1000, **changes: Any) -> Problem:
     """Two cores; ``cpu:1`` is twice as fast; a link of 1 ms from the first to the second."""
     graph = graph or chain()
     cluster = Cluster(
         "pair",
-        (Device("cpu:0", cores=(0,), memory_bytes=1000), Device("cpu:1", memory_bytes=1000)),
+        (
+            Device("cpu:0", cores=(0,), memory_bytes=memory_bytes),
+            Device("cpu:1", memory_bytes=memory_bytes),
+        ),
     )
     seconds = np.tile([2.0, 1.0], (graph.num_ops, 1))
     profile = Profile(
@@ -170,6 +173,16 @@ def test_measured_is_kept(tmp_path: Path) -> None:
     measured = Measured(latency_s=spread, period_s=spread, n=5, when="today", machine="here")
     plan_of(problem(), [0] * 4, measured=measured).save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json").measured == measured
+
+
+def test_analytic_objective() -> None:
+    # max_load with free transfers to host memory: cpu:0 has 2 x 2 s, cpu:1 has 2 x 1 s.
+    p = problem(objective="max_load")
+    plan = plan_of(replace(p, profile=replace(p.profile, links=())), [0, 0, 1, 1])
+    assert plan.predicted.value_s == pytest.approx(4.0)
+    assert plan.lower_bound_s["max_load"] == pytest.approx(8 / 3)
+    assert plan.predicted.peak_bytes == {"cpu:0": 100, "cpu:1": 0}  # parameters only
+    assert plan.fallback is not None and plan.fallback.device == "cpu:1"
 
 
 def test_planner_parameters_are_json() -> None:
@@ -396,7 +409,8 @@ def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:
 
     module, inputs = workloads.load("tiny_branches")
     graph = capture(module, inputs)
-    plan = plan_of(problem(graph, num_microbatches=2), [i % 2 for i in range(graph.num_ops)])
+    here = problem(graph, 2**30, num_microbatches=2)
+    plan = plan_of(here, [i % 2 for i in range(graph.num_ops)])
     plan.save(tmp_path / "plan.json")
     plan = load_plan(tmp_path / "plan.json")
     with plan.bind(module) as runner:  # with inputs of the recorded shapes
