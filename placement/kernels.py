@@ -1,8 +1,12 @@
 """The simulator's numba kernels. What they compute is defined in ``placement.simulator``.
 
-``tables`` and ``memory_tables`` lay a problem out as flat arrays once (cached on the
-problem); ``run`` simulates one placement, ``run_batch`` many. Every kernel is plain Python
-too (``run.py_func``), which is how the tests step through it.
+``tables`` lays a problem out as flat arrays once (cached on the problem); ``run`` simulates
+one placement, ``run_batch`` many. Both work in a ``scratch`` that is allocated once.
+
+What makes it fast: the operators that are ready on a device are a two-level bit set in
+priority order, those whose inputs are still on the way a nearly sorted queue; a local
+delivery is a transfer over a link that costs nothing, so that no branch depends on the
+placement; memory is counted by references while the run goes on, so that nothing is sorted.
 """
 
 from __future__ import annotations
@@ -11,156 +15,247 @@ from typing import Any
 
 import numba as nb
 import numpy as np
+from numba.extending import intrinsic
 
 from placement.problem import Problem
 
 _FAR = 1e300  # later than any event
+_LIVE = 1 << 30  # bit of a reference count: the bytes are counted as held
 
 
 def tables(problem: Problem) -> tuple[Any, ...]:
-    """Flat arrays of a problem for ``run``: graph (CSR), priorities, links, host."""
+    """Flat arrays of a problem for ``run``: graph (CSR), priorities, links, memory.
+
+    Links have one more row than devices: row ``D`` is where model inputs come from. Pairs
+    that share memory use the last channel and cost nothing.
+    """
     cached = problem.__dict__.get("_kernel_tables")
-    if cached is None:
-        from placement.simulator import host_of
+    if cached is not None:
+        return cached
+    from placement.simulator import host_of
 
-        g = problem.graph
-        host, shares = host_of(problem)
-        by_priority = np.argsort(problem.priority).astype(np.int32)
-        given = problem.profile.transfer_s
-        matrix = np.zeros((0, 0, 0)) if given is None else np.ascontiguousarray(given, np.float64)
-        cached = (
-            g.out_ptr,
-            g.out_tensor,
-            g.use_ptr,
-            g.use_dst,
-            np.diff(g.in_ptr).astype(np.int32),
-            np.flatnonzero(g.tensor_src < 0).astype(np.int32),
-            g.tensor_bytes.astype(np.float64),
-            problem.priority,
-            by_priority,
-            problem.link_latency_s,
-            problem.link_s_per_byte,
-            problem.link_blocking,
-            problem.link_channel,
-            problem.num_channels,
-            matrix,
-            host,
-            shares,
-        )
-        problem.__dict__["_kernel_tables"] = cached
+    g, n, d = problem.graph, problem.num_ops, problem.num_devices
+    host, shares = host_of(problem)
+    # Deliveries of an operator, by tensor and consumer; those of model inputs stand last.
+    src = g.tensor_src[g.use_tensor]
+    producer = np.where(src >= 0, src, n)
+    order = np.lexsort((g.use_dst, g.use_tensor, producer))
+    edge_tensor = g.use_tensor[order]
+
+    def with_inputs(a: np.ndarray, local: Any) -> np.ndarray:
+        """``a [.., D, D]`` with the row of model inputs, and ``local`` where memory is shared."""
+        rows = np.concatenate([a, a[..., host : host + 1, :]], axis=-2).astype(a.dtype)
+        rows[..., np.arange(d), np.arange(d)] = local
+        rows[..., d, shares] = local
+        return rows
+
+    given = problem.profile.transfer_s
+    matrix = np.zeros(0) if given is None else with_inputs(np.asarray(given, np.float64), 0.0)
+    blocking = with_inputs(problem.link_blocking, False)
+    blocking[d] = False
+    from_model = g.tensor_src[g.in_tensor] < 0
+    produced_outputs = g.output_tensor[g.tensor_src[g.output_tensor] >= 0]
+    workspace = problem.profile.workspace_bytes
+    cached = (
+        np.searchsorted(producer[order], np.arange(n + 2)).astype(np.int32),  # edge_ptr
+        edge_tensor,
+        g.use_dst[order],
+        g.tensor_bytes[edge_tensor].astype(np.float64),
+        np.diff(g.in_ptr).astype(np.int32),  # num_inputs
+        problem.priority,
+        np.argsort(problem.priority).astype(np.int32),  # by_priority
+        with_inputs(problem.link_latency_s, 0.0).ravel(),
+        with_inputs(problem.link_s_per_byte, 0.0).ravel(),
+        blocking.ravel(),
+        with_inputs(problem.link_channel, problem.num_channels).ravel(),
+        problem.num_channels,
+        matrix.ravel(),
+        host,
+        g.out_ptr,
+        g.out_tensor,
+        g.in_ptr,
+        g.in_tensor,
+        np.concatenate([[0], np.cumsum(from_model)])[g.in_ptr].astype(np.int32),
+        g.in_tensor[from_model],
+        g.tensor_src,
+        g.tensor_root,
+        g.tensor_bytes,
+        produced_outputs,
+        np.bincount(produced_outputs, minlength=g.num_tensors).astype(np.int32),
+        np.zeros(0, np.int64) if workspace is None else workspace.astype(np.int64),
+    )
+    problem.__dict__["_kernel_tables"] = cached
     return cached
 
 
-def memory_tables(problem: Problem) -> tuple[Any, ...]:
-    """Flat arrays of a problem for ``peak_bytes``."""
-    cached = problem.__dict__.get("_memory_tables")
-    if cached is None:
-        g = problem.graph
-        workspace = problem.profile.workspace_bytes
-        cached = (
-            g.tensor_src,
-            g.tensor_bytes,
-            g.tensor_root,
-            g.use_ptr,
-            g.use_dst,
-            g.output_tensor,
-            np.zeros(0, np.int64) if workspace is None else workspace.astype(np.int64),
-        )
-        problem.__dict__["_memory_tables"] = cached
-    return cached
+@intrinsic
+def _lowest_bit(typingctx: Any, x: Any) -> Any:
+    """Number of the lowest set bit of a uint64 that is not 0 (one machine instruction)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        from llvmlite import ir
+
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return nb.int64(nb.uint64), codegen
 
 
 @nb.njit(cache=True, nogil=True)
-def _push(heap: Any, base: int, size: int, key: int) -> None:
-    """Insert ``key`` into the binary min-heap ``heap[base : base + size]``."""
+def scratch(n, num_tensors, num_edges, num_devices, num_channels, window, num_batches, track):
+    """Everything ``run`` writes while it runs; one run leaves it ready for the next."""
+    words = (n + 63) >> 6
+    copies = window * num_tensors * num_devices if track else 0
+    events = 2 * window * num_edges if track else 0
+    return (
+        np.empty(num_batches, np.int32),  # slot_of
+        np.empty(window, np.int32),  # free_slots
+        np.empty(window, np.int32),  # active: slots in the order of their micro-batches
+        np.empty(window, np.int32),  # batch_of
+        np.empty(window, np.int32),  # left
+        np.empty(window * n, np.int32),  # missing
+        np.empty(window * n, np.float64),  # arrival
+        np.zeros(num_devices * window * words, np.uint64),  # low
+        np.zeros(num_devices * window * ((words + 63) >> 6), np.uint64),  # high
+        np.empty(num_devices, np.int64),  # num_ready
+        np.empty(num_devices + 1, np.int64),  # base
+        np.empty(num_devices, np.int64),  # head
+        np.empty(num_devices, np.int64),  # tail
+        np.empty(2 * window * n, np.float64),  # later_s
+        np.empty(2 * window * n, np.int64),  # later
+        np.empty(num_devices, np.int64),  # running
+        np.empty(num_devices, np.int64),  # running_slot
+        np.empty(num_devices),  # wake_s
+        np.empty(num_devices + 1),  # blocked_s
+        np.empty(num_channels + 1),  # channel_s
+        np.empty(num_devices),  # arrives
+        np.empty(num_devices, np.int64),  # stamp
+        np.empty(num_devices, np.int32),  # next_entry
+        np.zeros(copies, np.int32),  # refs
+        np.empty(num_devices, np.int64),  # held
+        np.empty(events),  # event_s
+        np.empty(events, np.int64),  # event
+        np.empty(2, np.int64),  # counts: transfers recorded, memory events waiting
+    )
+
+
+@nb.njit(cache=True, nogil=True)
+def _push_timed(times, keys, size, time, key):
+    """Insert into the binary min-heap of times that carries keys."""
     i = size
     while i > 0:
         parent = (i - 1) >> 1
-        if heap[base + parent] <= key:
+        if times[parent] <= time:
             break
-        heap[base + i] = heap[base + parent]
+        times[i] = times[parent]
+        keys[i] = keys[parent]
         i = parent
-    heap[base + i] = key
+    times[i] = time
+    keys[i] = key
 
 
 @nb.njit(cache=True, nogil=True)
-def _pop(heap: Any, base: int, size: int) -> int:
-    """Remove and return the least key of ``heap[base : base + size]``."""
-    top = heap[base]
-    last = heap[base + size - 1]
-    size -= 1
-    i = 0
-    while True:
-        child = 2 * i + 1
-        if child >= size:
-            break
-        if child + 1 < size and heap[base + child + 1] < heap[base + child]:
-            child += 1
-        if heap[base + child] >= last:
-            break
-        heap[base + i] = heap[base + child]
-        i = child
-    heap[base + i] = last
-    return top
-
-
-@nb.njit(cache=True, nogil=True)
-def _push_timed(times: Any, keys: Any, base: int, size: int, time: float, key: int) -> None:
-    """``_push`` ordered by time, carrying a key."""
-    i = size
-    while i > 0:
-        parent = (i - 1) >> 1
-        if times[base + parent] <= time:
-            break
-        times[base + i] = times[base + parent]
-        keys[base + i] = keys[base + parent]
-        i = parent
-    times[base + i] = time
-    keys[base + i] = key
-
-
-@nb.njit(cache=True, nogil=True)
-def _pop_timed(times: Any, keys: Any, base: int, size: int) -> int:
+def _pop_timed(times, keys, size):
     """Remove the earliest entry and return its key."""
-    top = keys[base]
+    top = keys[0]
     size -= 1
-    time, key = times[base + size], keys[base + size]
+    time, key = times[size], keys[size]
     i = 0
     while True:
         child = 2 * i + 1
         if child >= size:
             break
-        if child + 1 < size and times[base + child + 1] < times[base + child]:
+        if child + 1 < size and times[child + 1] < times[child]:
             child += 1
-        if times[base + child] >= time:
+        if times[child] >= time:
             break
-        times[base + i] = times[base + child]
-        keys[base + i] = keys[base + child]
+        times[i] = times[child]
+        keys[i] = keys[child]
         i = child
-    times[base + i] = time
-    keys[base + i] = key
+    times[i] = time
+    keys[i] = key
     return top
+
+
+@nb.njit(cache=True, nogil=True)
+def _insert_later(times, keys, head, tail, begin, limit, time, key):
+    """Insert into the sorted queue ``[head, tail)`` of the region ``[begin, limit)``.
+
+    Times come nearly in order, so the walk from the back is short. The region has twice the
+    room of the most that can wait: moving the queue to its front is rare. Returns the new
+    head and tail.
+    """
+    if tail == limit:
+        for i in range(tail - head):
+            times[begin + i] = times[head + i]
+            keys[begin + i] = keys[head + i]
+        tail = begin + tail - head
+        head = begin
+    i = tail
+    while i > head and times[i - 1] > time:
+        times[i] = times[i - 1]
+        keys[i] = keys[i - 1]
+        i -= 1
+    times[i] = time
+    keys[i] = key
+    return head, tail + 1
+
+
+@nb.njit(cache=True, nogil=True)
+def _set_ready(low, high, row, words, bit):
+    """Add ``bit`` to the bit set ``row``; ``high`` has one bit per word of ``low``."""
+    one = np.uint64(1)
+    low[row * words + (bit >> 6)] |= one << np.uint64(bit & 63)
+    tops = (words + 63) >> 6
+    high[row * tops + (bit >> 12)] |= one << np.uint64((bit >> 6) & 63)
+
+
+@nb.njit(cache=True, nogil=True)
+def _pop_ready(low, high, row, words):
+    """Remove and return the lowest bit of the bit set ``row``; -1 if it is empty."""
+    one = np.uint64(1)
+    tops = (words + 63) >> 6
+    for v in range(tops):
+        top = high[row * tops + v]
+        if top != 0:
+            w = (v << 6) + _lowest_bit(top)
+            word = low[row * words + w]
+            bit = _lowest_bit(word)
+            word &= word - one
+            low[row * words + w] = word
+            high[row * tops + v] = top if word != 0 else top & (top - one)
+            return (w << 6) + bit
+    return -1
+
+
+@nb.njit(cache=True, nogil=True)
+def _hold(refs, held, key, device, size):
+    """Count the bytes of a stored tensor, once."""
+    if refs[key] < _LIVE:
+        refs[key] += _LIVE
+        held[device] += size
+
+
+@nb.njit(cache=True, nogil=True)
+def _release(refs, held, key, device, size):
+    """One user less; the last one frees the bytes."""
+    refs[key] -= 1
+    if refs[key] == _LIVE:
+        refs[key] = 0
+        held[device] -= size
+
+
+@nb.njit(cache=True, nogil=True)
+def _later_event(event_s, event, counts, time, slot, tensor, device, is_begin):
+    """Remember that a transfer begins or ends at ``time``."""
+    key = (((np.int64(tensor) << 24) | slot) << 15 | device << 1) | is_begin
+    _push_timed(event_s, event, counts[1], time, key)
+    counts[1] += 1
 
 
 @nb.njit(cache=True, nogil=True)
 def run(
-    out_ptr,
-    out_tensor,
-    use_ptr,
-    use_dst,
-    num_inputs,
-    model_inputs,
-    tensor_bytes,
-    priority,
-    by_priority,
-    link_latency_s,
-    link_s_per_byte,
-    link_blocking,
-    link_channel,
-    num_channels,
-    transfer_s,
-    host,
-    shares_host,
+    problem_tables,
+    state,
     placement,
     seconds,
     num_batches,
@@ -168,6 +263,8 @@ def run(
     order,
     order_ptr,
     finish,
+    track,
+    peak,
     record,
     start,
     end,
@@ -175,105 +272,231 @@ def run(
     transfer_start,
     transfer_end,
 ):
-    """Simulate one placement; fills ``finish[M]`` and, if ``record``, the other outputs.
+    """Simulate one placement; fills ``finish [M]``.
 
-    ``order [K, 2]``/``order_ptr [D + 1]`` are a flat schedule, or empty for list scheduling.
+    If ``track``, also ``peak [D]``: the most bytes of tensors and workspace held. If
+    ``record``, also the last five. ``order [K, 2]``/``order_ptr [D + 1]`` are a flat
+    schedule, or empty for list scheduling.
     Returns 0, or 1 if nothing could move although work was left.
     """
-    n, num_devices = len(priority), len(link_latency_s)
+    (
+        edge_ptr,
+        edge_tensor,
+        edge_dst,
+        edge_bytes,
+        num_inputs,
+        priority,
+        by_priority,
+        link_latency_s,
+        link_s_per_byte,
+        link_blocking,
+        link_channel,
+        local_channel,
+        transfer_s,
+        host,
+        out_ptr,
+        out_tensor,
+        in_ptr,
+        in_tensor,
+        model_in_ptr,
+        model_in_tensor,
+        tensor_src,
+        tensor_root,
+        tensor_bytes,
+        output_tensor,
+        output_count,
+        workspace_bytes,
+    ) = problem_tables
+    (
+        slot_of,
+        free_slots,
+        active,
+        batch_of,
+        left,
+        missing,
+        arrival,
+        low,
+        high,
+        num_ready,
+        base,
+        head,
+        tail,
+        later_s,
+        later,
+        running,
+        running_slot,
+        wake_s,
+        blocked_s,
+        channel_s,
+        arrives,
+        stamp,
+        next_entry,
+        refs,
+        held,
+        event_s,
+        event,
+        counts,
+    ) = state
+    n, num_devices, num_tensors = len(priority), len(running), len(tensor_src)
+    words = (n + 63) >> 6
     fixed = len(order) > 0
-    has_matrix = transfer_s.shape[0] > 0
-    # Micro-batches in flight live in slots; (slot, operator) indexes the state below.
-    slot_of = np.empty(num_batches, np.int32)
-    free_slots = np.arange(window - 1, -1, -1).astype(np.int32)
+    has_matrix = len(transfer_s) > 0
+    for i in range(window):
+        free_slots[i] = window - 1 - i
     num_free = window
-    missing = np.empty(window * n, np.int32)
-    arrival = np.empty(window * n, np.float64)
-    left = np.empty(window, np.int32)
-    # Heaps of device d occupy [base[d], base[d + 1]): at most its operators in every flight.
-    base = np.zeros(num_devices + 1, np.int64)
+    num_active = 0
+    # Device d queues at most its operators in every flight, in [base[d], base[d + 1]).
+    base[:] = 0
     for i in range(n):
-        base[placement[i] + 1] += window
+        base[placement[i] + 1] += 2 * window
     for d in range(num_devices):
         base[d + 1] += base[d]
-    ready = np.empty(base[num_devices], np.int64)
-    num_ready = np.zeros(num_devices, np.int64)
-    later_s = np.empty(base[num_devices], np.float64)
-    later = np.empty(base[num_devices], np.int64)
-    num_later = np.zeros(num_devices, np.int64)
-    running = np.full(num_devices, -1, np.int64)  # key of the running (operator, batch)
-    wake_s = np.full(num_devices, _FAR)  # next time something happens on the device
-    blocked_s = np.zeros(num_devices)
-    channel_s = np.zeros(num_channels)
-    arrives = np.zeros(num_devices)
-    stamp = np.full(num_devices, -1, np.int64)
-    next_entry = order_ptr[:-1].copy()
-    tick = 0
-    num_sent = 0
+        head[d] = base[d]
+        tail[d] = base[d]
+        num_ready[d] = 0
+        running[d] = -1
+        wake_s[d] = _FAR  # next time something happens on the device
+        blocked_s[d] = 0.0
+        stamp[d] = -1
+        next_entry[d] = order_ptr[d]
+        held[d] = 0
+        peak[d] = 0
+    channel_s[:] = 0.0
+    counts[:] = 0
     admitted = 0
     to_do = n * num_batches
     now = 0.0
     while True:
-        # -- admit micro-batches (before the first event, and whenever one has finished)
-        while admitted < num_batches and num_free > 0:
-            batch = admitted
-            admitted += 1
-            num_free -= 1
-            slot = free_slots[num_free]
-            slot_of[batch] = slot
-            left[slot] = n
-            for i in range(n):
-                missing[slot * n + i] = num_inputs[i]
-                arrival[slot * n + i] = now
-                if num_inputs[i] == 0 and not fixed:
-                    d = placement[i]
-                    _push(ready, base[d], num_ready[d], batch * n + priority[i])
-                    num_ready[d] += 1
-            for j in range(len(model_inputs)):
-                t = model_inputs[j]
-                tick += 1
-                for u in range(use_ptr[t], use_ptr[t + 1]):
-                    i = use_dst[u]
-                    dst = placement[i]
-                    if stamp[dst] != tick:
-                        stamp[dst] = tick
-                        arrives[dst] = now
-                        if not shares_host[dst]:
-                            cost = (
-                                transfer_s[t, host, dst]
-                                if has_matrix
-                                else link_latency_s[host, dst]
-                                + tensor_bytes[t] * link_s_per_byte[host, dst]
-                            )
-                            c = link_channel[host, dst]
-                            begin = max(now, channel_s[c])
-                            channel_s[c] = begin + cost
-                            arrives[dst] = begin + cost
-                            if record:
-                                transfers[num_sent, 0] = t
-                                transfers[num_sent, 1] = batch
-                                transfers[num_sent, 2] = host
-                                transfers[num_sent, 3] = dst
-                                transfer_start[num_sent] = begin
-                                transfer_end[num_sent] = begin + cost
-                                num_sent += 1
-                    at = slot * n + i
-                    arrival[at] = max(arrival[at], arrives[dst])
-                    missing[at] -= 1
-                    if missing[at] == 0 and not fixed:
-                        if arrival[at] <= now:
-                            _push(ready, base[dst], num_ready[dst], batch * n + priority[i])
-                            num_ready[dst] += 1
+        # -- ends in device order, then admissions: both deliver (model inputs: N on D)
+        src = 0
+        while True:
+            if src < num_devices:
+                if running[src] < 0 or wake_s[src] != now:
+                    src += 1
+                    continue
+                op = running[src]
+                slot = running_slot[src]
+                running[src] = -1
+                batch = batch_of[slot]
+                if record:
+                    end[batch, op] = now
+            elif admitted < num_batches and num_free > 0:
+                op = n
+                batch = admitted
+                admitted += 1
+                num_free -= 1
+                slot = free_slots[num_free]
+                slot_of[batch] = slot
+                batch_of[slot] = batch
+                left[slot] = n
+                active[num_active] = slot
+                num_active += 1
+                for i in range(n):
+                    missing[slot * n + i] = num_inputs[i]
+                    arrival[slot * n + i] = now
+                    if num_inputs[i] == 0 and not fixed:
+                        d = placement[i]
+                        _set_ready(low, high, d * window + slot, words, priority[i])
+                        num_ready[d] += 1
+            else:
+                break
+            # Unsigned indices spare numba's test for negative ones: 10 % of the run.
+            for e in range(edge_ptr[op], edge_ptr[op + 1]):
+                t, i = edge_tensor[e], np.uint64(edge_dst[e])
+                dst = np.uint64(placement[i])
+                pair = np.uint64(src * num_devices) + dst
+                c = np.uint64(link_channel[pair])
+                if has_matrix:
+                    cost = transfer_s[(np.int64(t) * (num_devices + 1) + src) * num_devices + dst]
+                else:
+                    cost = link_latency_s[pair] + edge_bytes[e] * link_s_per_byte[pair]
+                # Sent once per device: the consumers after the first only look up when it arrives.
+                mark = np.int64(batch) * num_tensors + t
+                first = stamp[dst] != mark
+                free_s = channel_s[c]
+                begin = max(now, free_s)
+                arrives_s = begin + cost if first else arrives[dst]
+                channel_s[c] = arrives_s if first else free_s
+                arrives[dst] = arrives_s
+                stamp[dst] = mark
+                if link_blocking[pair]:
+                    blocked_s[src] = max(blocked_s[src], arrives_s)
+                if record and first and c != local_channel:
+                    x = counts[0]
+                    counts[0] += 1
+                    transfers[x, 0] = t
+                    transfers[x, 1] = batch
+                    transfers[x, 2] = host if op == n else src
+                    transfers[x, 3] = dst
+                    transfer_start[x] = begin
+                    transfer_end[x] = arrives_s
+                if track:
+                    stored = tensor_root[t] if op == n or c == local_channel else t
+                    key = (slot * num_tensors + stored) * num_devices + dst
+                    refs[key] += 1
+                    if first and c != local_channel:
+                        if begin > now:
+                            _later_event(event_s, event, counts, begin, slot, stored, dst, 1)
                         else:
-                            _push_timed(
-                                later_s,
-                                later,
-                                base[dst],
-                                num_later[dst],
-                                arrival[at],
-                                batch * n + priority[i],
-                            )
-                            num_later[dst] += 1
+                            _hold(refs, held, key, dst, tensor_bytes[stored])
+                        if op < n:
+                            root = tensor_root[t]
+                            refs[(slot * num_tensors + root) * num_devices + src] += 1
+                            _later_event(event_s, event, counts, arrives_s, slot, root, src, 0)
+                at = np.uint64(slot * n) + i
+                ready_s = max(arrival[at], arrives_s)
+                arrival[at] = ready_s
+                missing[at] -= 1
+                if missing[at] == 0 and not fixed:
+                    if ready_s <= now:
+                        _set_ready(low, high, dst * window + slot, words, priority[i])
+                        num_ready[dst] += 1
+                    else:
+                        head[dst], tail[dst] = _insert_later(
+                            later_s,
+                            later,
+                            head[dst],
+                            tail[dst],
+                            base[dst],
+                            base[dst + 1],
+                            ready_s,
+                            (np.int64(slot) << 32) | i,
+                        )
+            if op == n:
+                continue
+            if track:
+                if len(workspace_bytes) > 0:
+                    held[src] -= workspace_bytes[op]
+                for j in range(out_ptr[op], out_ptr[op + 1]):
+                    root = tensor_root[out_tensor[j]]
+                    key = (slot * num_tensors + root) * num_devices + src
+                    refs[key] += output_count[out_tensor[j]]
+                    _release(refs, held, key, src, tensor_bytes[root])
+                for j in range(in_ptr[op], in_ptr[op + 1]):
+                    t = in_tensor[j]
+                    stored = _stored(tensor_src, tensor_root, placement, t, src)
+                    key = (slot * num_tensors + stored) * num_devices + src
+                    _release(refs, held, key, src, tensor_bytes[stored])
+            to_do -= 1
+            left[slot] -= 1
+            if left[slot] == 0:
+                finish[batch] = now
+                free_slots[num_free] = slot
+                num_free += 1
+                num_active -= 1
+                k = 0
+                while active[k] != slot:
+                    k += 1
+                while k < num_active:
+                    active[k] = active[k + 1]
+                    k += 1
+                if track:
+                    for j in range(len(output_tensor)):
+                        t = output_tensor[j]
+                        root, home = tensor_root[t], placement[tensor_src[t]]
+                        key = (slot * num_tensors + root) * num_devices + home
+                        _release(refs, held, key, home, tensor_bytes[root])
+            src += 1
         # -- start work on idle devices
         for d in range(num_devices):
             if running[d] >= 0:
@@ -282,237 +505,121 @@ def run(
                 wake_s[d] = blocked_s[d]
                 continue
             wake_s[d] = _FAR
+            op, slot = -1, 0
             if fixed:
                 if next_entry[d] < order_ptr[d + 1]:
                     i = order[next_entry[d], 0]
-                    batch = order[next_entry[d], 1]
-                    at = slot_of[batch] * n + i
+                    slot = slot_of[order[next_entry[d], 1]]
+                    at = slot * n + i
                     if missing[at] == 0:
                         if arrival[at] <= now:
                             next_entry[d] += 1
-                            running[d] = batch * n + priority[i]
+                            op = i
                         else:
                             wake_s[d] = arrival[at]
             else:
-                while num_later[d] > 0 and later_s[base[d]] <= now:
-                    key = _pop_timed(later_s, later, base[d], num_later[d])
-                    num_later[d] -= 1
-                    _push(ready, base[d], num_ready[d], key)
+                while head[d] < tail[d] and later_s[head[d]] <= now:
+                    at = later[head[d]]
+                    head[d] += 1
                     num_ready[d] += 1
+                    _set_ready(low, high, d * window + (at >> 32), words, priority[at & 0xFFFFFFFF])
                 if num_ready[d] > 0:
-                    running[d] = _pop(ready, base[d], num_ready[d])
                     num_ready[d] -= 1
-                elif num_later[d] > 0:
-                    wake_s[d] = later_s[base[d]]
-            if running[d] >= 0:
-                i = by_priority[running[d] % n]
-                wake_s[d] = now + seconds[i]
+                    for k in range(num_active):
+                        slot = active[k]
+                        bit = _pop_ready(low, high, d * window + slot, words)
+                        if bit >= 0:
+                            op = by_priority[bit]
+                            break
+                elif head[d] < tail[d]:
+                    wake_s[d] = later_s[head[d]]
+            if op >= 0:
+                running[d] = op
+                running_slot[d] = slot
+                wake_s[d] = now + seconds[op]
                 if record:
-                    start[running[d] // n, i] = now
+                    start[batch_of[slot], op] = now
+                if track:
+                    if len(workspace_bytes) > 0:
+                        held[d] += workspace_bytes[op]
+                    for j in range(model_in_ptr[op], model_in_ptr[op + 1]):
+                        t = model_in_tensor[j]
+                        if link_channel[num_devices * num_devices + d] == local_channel:
+                            root = tensor_root[t]
+                            key = (slot * num_tensors + root) * num_devices + d
+                            _hold(refs, held, key, d, tensor_bytes[root])
+                    for j in range(out_ptr[op], out_ptr[op + 1]):
+                        root = tensor_root[out_tensor[j]]
+                        key = (slot * num_tensors + root) * num_devices + d
+                        refs[key] += 1
+                        _hold(refs, held, key, d, tensor_bytes[root])
         if to_do == 0:
-            return 0
+            break
         # -- the next moment at which anything happens
+        before = now
         now = _FAR
         for d in range(num_devices):
-            if wake_s[d] < now:
-                now = wake_s[d]
+            now = min(now, wake_s[d])
         if now == _FAR:
             return 1
-        # -- ends
-        for d in range(num_devices):
-            if running[d] < 0 or wake_s[d] != now:
-                continue
-            key = running[d]
-            running[d] = -1
-            batch = key // n
-            slot = slot_of[batch]
-            op = by_priority[key % n]
-            if record:
-                end[batch, op] = now
-            for j in range(out_ptr[op], out_ptr[op + 1]):
-                t = out_tensor[j]
-                tick += 1
-                for u in range(use_ptr[t], use_ptr[t + 1]):
-                    i = use_dst[u]
-                    dst = placement[i]
-                    if stamp[dst] != tick:
-                        stamp[dst] = tick
-                        arrives[dst] = now
-                        if dst != d:
-                            cost = (
-                                transfer_s[t, d, dst]
-                                if has_matrix
-                                else link_latency_s[d, dst]
-                                + tensor_bytes[t] * link_s_per_byte[d, dst]
-                            )
-                            c = link_channel[d, dst]
-                            begin = max(now, channel_s[c])
-                            channel_s[c] = begin + cost
-                            arrives[dst] = begin + cost
-                            if link_blocking[d, dst]:
-                                blocked_s[d] = max(blocked_s[d], begin + cost)
-                            if record:
-                                transfers[num_sent, 0] = t
-                                transfers[num_sent, 1] = batch
-                                transfers[num_sent, 2] = d
-                                transfers[num_sent, 3] = dst
-                                transfer_start[num_sent] = begin
-                                transfer_end[num_sent] = begin + cost
-                                num_sent += 1
-                    at = slot * n + i
-                    if arrives[dst] > arrival[at]:
-                        arrival[at] = arrives[dst]
-                    missing[at] -= 1
-                    if missing[at] == 0 and not fixed:
-                        if arrival[at] <= now:
-                            _push(ready, base[dst], num_ready[dst], batch * n + priority[i])
-                            num_ready[dst] += 1
-                        else:
-                            _push_timed(
-                                later_s,
-                                later,
-                                base[dst],
-                                num_later[dst],
-                                arrival[at],
-                                batch * n + priority[i],
-                            )
-                            num_later[dst] += 1
-            to_do -= 1
-            left[slot] -= 1
-            if left[slot] == 0:
-                finish[batch] = now
-                free_slots[num_free] = slot
-                num_free += 1
+        if track:
+            # What is held when the clock moves on is what counts: at equal times the order
+            # of allocations and frees does not matter.
+            while counts[1] > 0 and event_s[0] <= now:
+                if event_s[0] > before:
+                    before = event_s[0]
+                    for d in range(num_devices):
+                        peak[d] = max(peak[d], held[d])
+                code = _pop_timed(event_s, event, counts[1])
+                counts[1] -= 1
+                t, slot, d = code >> 39, (code >> 15) & 0xFFFFFF, (code >> 1) & 0x3FFF
+                key = (slot * num_tensors + t) * num_devices + d
+                if code & 1:
+                    _hold(refs, held, key, d, tensor_bytes[t])
+                else:
+                    _release(refs, held, key, d, tensor_bytes[t])
+            if now > before:
+                for d in range(num_devices):
+                    peak[d] = max(peak[d], held[d])
+    return 0
 
 
 @nb.njit(cache=True, nogil=True)
-def peak_bytes(
-    tensor_src,
-    tensor_bytes,
-    tensor_root,
-    use_ptr,
-    use_dst,
-    output_tensor,
-    workspace_bytes,
-    placement,
-    fixed_bytes,
-    start,
-    end,
-    transfers,
-    transfer_start,
-    transfer_end,
-):
-    """int64 ``[D]`` peak memory of a recorded run; ``fixed_bytes [D]`` are the parameters.
-
-    A tensor stored on a device is an interval: alloc and free events are sorted by time with
-    frees first, and summed.
-    """
-    m, n = start.shape
-    num_tensors, num_devices = len(tensor_src), len(fixed_bytes)
-    peak = fixed_bytes.copy()
-    begin_s = np.empty((num_devices, num_tensors))
-    until_s = np.empty((num_devices, num_tensors))
-    most = 2 * (num_tensors * num_devices + len(workspace_bytes)) * m
-    size = np.empty(most // 2, np.int64)
-    first_s = np.empty(most // 2)
-    last_s = np.empty(most // 2)
-    where = np.empty(most // 2, np.int32)
-    count = 0
-    # Transfers are recorded in time order; index them by micro-batch once.
-    by_batch = np.argsort(transfers[:, 1], kind="mergesort")
-    at = 0
-    for batch in range(m):
-        begin_s[:] = _FAR
-        until_s[:] = -1.0
-        done = end[batch].max()
-        for t in range(num_tensors):
-            src = tensor_src[t]
-            root = tensor_root[t]
-            home = placement[src] if src >= 0 else -1
-            if src >= 0:
-                begin_s[home, root] = min(begin_s[home, root], start[batch, src])
-                until_s[home, root] = max(until_s[home, root], end[batch, src])
-            for u in range(use_ptr[t], use_ptr[t + 1]):
-                i = use_dst[u]
-                d = placement[i]
-                stored = root if src < 0 or d == home else t
-                begin_s[d, stored] = min(begin_s[d, stored], start[batch, i])
-                until_s[d, stored] = max(until_s[d, stored], end[batch, i])
-        for j in range(len(output_tensor)):
-            t = output_tensor[j]
-            if tensor_src[t] >= 0:
-                home, root = placement[tensor_src[t]], tensor_root[t]
-                until_s[home, root] = max(until_s[home, root], done)
-        while at < len(by_batch) and transfers[by_batch[at], 1] == batch:
-            x = by_batch[at]
-            at += 1
-            t, a, b = transfers[x, 0], transfers[x, 2], transfers[x, 3]
-            src = tensor_src[t]
-            stored = tensor_root[t] if src < 0 or placement[src] == b else t
-            begin_s[b, stored] = min(begin_s[b, stored], transfer_start[x])
-            until_s[b, stored] = max(until_s[b, stored], transfer_end[x])
-            if src >= 0:
-                root = tensor_root[t]
-                until_s[a, root] = max(until_s[a, root], transfer_end[x])
-        for d in range(num_devices):
-            for t in range(num_tensors):
-                if until_s[d, t] >= 0.0:
-                    size[count] = tensor_bytes[t]
-                    first_s[count] = begin_s[d, t]
-                    last_s[count] = until_s[d, t]
-                    where[count] = d
-                    count += 1
-        for i in range(len(workspace_bytes)):
-            size[count] = workspace_bytes[i]
-            first_s[count] = start[batch, i]
-            last_s[count] = end[batch, i]
-            where[count] = placement[i]
-            count += 1
-    # Frees stand before allocs, and the sort is stable: frees come first at equal times.
-    times = np.concatenate((last_s[:count], first_s[:count]))
-    held = np.zeros(num_devices, np.int64)
-    highest = np.zeros(num_devices, np.int64)
-    for e in np.argsort(times, kind="mergesort"):
-        if e < count:
-            held[where[e]] -= size[e]
-        else:
-            d = where[e - count]
-            held[d] += size[e - count]
-            highest[d] = max(highest[d], held[d])
-    return peak + highest
+def _stored(tensor_src, tensor_root, placement, tensor, device):
+    """At home a tensor lives in its root's memory; a copy sent elsewhere is its own."""
+    src = tensor_src[tensor]
+    return tensor_root[tensor] if src < 0 or placement[src] == device else tensor
 
 
 @nb.njit(cache=True, nogil=True)
 def run_batch(
     problem_tables,
-    memory,
     placements,
     compute_s,
     loaded_s,
     num_batches,
     window,
-    track_memory,
+    track,
     finish,
     peak,
 ):
-    """``run`` for placements ``[B, N]``: fills ``finish [B, M]`` (inf: unsupported), ``peak [B, D]``.
+    """``run`` for placements ``[B, N]``: fills ``finish [B, M]`` (inf: unsupported).
 
-    ``peak`` holds activations and workspace only, and only if ``track_memory``.
+    If ``track``, also ``peak [B, D]``: the most bytes of tensors and workspace held.
     """
     num_devices = compute_s.shape[1]
     num_placements, n = placements.shape
+    num_tensors, num_edges = len(problem_tables[20]), len(problem_tables[1])
+    state = scratch(
+        n, num_tensors, num_edges, num_devices, problem_tables[11], window, num_batches, track
+    )
     order = np.zeros((0, 2), np.int32)
     order_ptr = np.zeros(num_devices + 1, np.int32)
-    rows = num_batches if track_memory else 0
-    start = np.empty((rows, n))
-    end = np.empty((rows, n))
-    room = len(problem_tables[3]) * rows + len(problem_tables[5]) * num_devices * rows
-    transfers = np.empty((room, 4), np.int32)
-    transfer_start = np.empty(room)
-    transfer_end = np.empty(room)
+    no_times = np.empty((0, n))
+    no_transfers = np.empty((0, 4), np.int32)
+    no_transfer_times = np.empty(0)
     seconds = np.empty(n)
     load = np.empty(num_devices)
-    nothing = np.zeros(num_devices, np.int64)
     for b in range(num_placements):
         placement = placements[b]
         load[:] = 0.0
@@ -529,9 +636,9 @@ def run_batch(
                 d = placement[i]
                 share = (total - load[d]) / busiest / (num_devices - 1)
                 seconds[i] += share * (loaded_s[i, d] - seconds[i])
-        transfers[:, 1] = num_batches  # rows that stay unused belong to no micro-batch
         run(
-            *problem_tables,
+            problem_tables,
+            state,
             placement,
             seconds,
             num_batches,
@@ -539,21 +646,12 @@ def run_batch(
             order,
             order_ptr,
             finish[b],
-            track_memory,
-            start,
-            end,
-            transfers,
-            transfer_start,
-            transfer_end,
+            track,
+            peak[b],
+            False,
+            no_times,
+            no_times,
+            no_transfers,
+            no_transfer_times,
+            no_transfer_times,
         )
-        if track_memory:
-            peak[b] = peak_bytes(
-                *memory,
-                placement,
-                nothing,
-                start,
-                end,
-                transfers,
-                transfer_start,
-                transfer_end,
-            )

@@ -19,8 +19,9 @@
   other devices are busy (their mean load over the largest load).
 * Memory: parameters, plus every tensor from the start of its producer (or of its transfer)
   until its last consumer or outgoing transfer on that device ended (outputs: until their
-  micro-batch finished), plus the workspace of running operators. Frees come before
-  allocations at equal times.
+  micro-batch finished), plus the workspace of running operators. Tensors that share memory
+  (views) hold it together, once. Model inputs count on a CPU device from the start of their
+  first consumer there. Frees come before allocations at equal times.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement import objectives
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
 from placement.timeline import Timeline, steady_period
@@ -74,16 +76,31 @@ def simulate(
     transfers = np.empty((sent, 4), np.int32)
     transfer_start, transfer_end = np.empty(sent), np.empty(sent)
     finish = np.empty(m)
+    peak = np.empty(problem.num_devices, np.int64)
     tables = kernels.tables(problem)
+    g, window = problem.graph, m if schedule is not None else min(m, problem.max_in_flight)
+    state = kernels.scratch(
+        g.num_ops,
+        g.num_tensors,
+        len(g.use_dst),
+        problem.num_devices,
+        problem.num_channels,
+        window,
+        m,
+        True,
+    )
     status = kernels.run(
-        *tables,
+        tables,
+        state,
         p,
         durations(problem, p, m),
         m,
-        m if schedule is not None else min(m, problem.max_in_flight),
+        window,
         order,
         order_ptr,
         finish,
+        True,
+        peak,
         True,
         start,
         end,
@@ -92,16 +109,7 @@ def simulate(
         transfer_end,
     )
     assert status == 0, "a topological order cannot deadlock, and schedules were checked"
-    peak = kernels.peak_bytes(
-        *kernels.memory_tables(problem),
-        p,
-        problem.param_bytes_on(p),
-        start,
-        end,
-        transfers,
-        transfer_start,
-        transfer_end,
-    )
+    peak += problem.param_bytes_on(p)
     return _timeline(problem, p, start, end, transfers, transfer_start, transfer_end, peak)
 
 
@@ -134,6 +142,8 @@ def score(problem: Problem, placements: ArrayLike) -> Floats:
 
     inf where an operator is unsupported or memory is exceeded.
     """
+    if problem.objective in objectives.ANALYTIC:
+        return objectives.score(problem, placements)
     m = 1 if problem.objective == "latency" else problem.num_microbatches
     value, _, ok = _batch(problem, placements, m)
     return np.where(ok, value, np.inf)
@@ -150,7 +160,6 @@ def _batch(
     peak = np.zeros((len(p), problem.num_devices), np.int64)
     kernels.run_batch(
         kernels.tables(problem),
-        kernels.memory_tables(problem),
         p,
         problem.compute_s,
         problem.loaded_s,
@@ -164,7 +173,8 @@ def _batch(
     if num_microbatches == 1:
         value = finish[:, 0]
     else:
-        value = np.array([steady_period(row) if good else np.inf for row, good in zip(finish, ok, strict=True)])
+        value = np.full(len(p), np.inf)
+        value[ok] = [steady_period(row) for row in finish[ok]]
     if not track:
         return value, None, ok
     for i in np.flatnonzero(ok):
@@ -381,48 +391,49 @@ def _peak_bytes_reference(
     transfer_start: Floats,
     transfer_end: Floats,
 ) -> NDArray[np.int64]:
-    """int64 ``[D]``: each stored tensor is an interval on a device; the largest sum of them."""
+    """int64 ``[D]``: each stored tensor is a set of intervals; the largest sum of them.
+
+    At home a tensor lives in its root's memory, which is held while any tensor in it is; a
+    copy sent elsewhere is its own.
+    """
     g, m = problem.graph, start.shape[0]
-    host, _ = host_of(problem)
-    life: dict[tuple[int, int, int], list[float]] = {}  # (stored tensor, batch, device)
+    _, shares_host = host_of(problem)
+    spans: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
 
-    def extend(tensor: int, batch: int, device: int, begin: float, until: float) -> None:
-        span = life.setdefault((tensor, batch, device), [begin, until])
-        span[0], span[1] = min(span[0], begin), max(span[1], until)
+    def users(tensor: int, device: int) -> NDArray[np.int32]:
+        all_users = g.use_dst[g.use_ptr[tensor] : g.use_ptr[tensor + 1]]
+        return all_users[placement[all_users] == device]
 
-    def stored_as(tensor: int, device: int) -> int:
-        """At home a tensor lives in its root's memory; a copy sent elsewhere is its own."""
-        src = g.tensor_src[tensor]
-        return int(g.tensor_root[tensor]) if src < 0 or placement[src] == device else tensor
+    def hold(stored: int, batch: int, device: int, begin: float, until: float) -> None:
+        spans.setdefault((stored, batch, device), []).append((begin, until))
 
-    for batch in range(m):
-        for tensor in range(g.num_tensors):
-            src = g.tensor_src[tensor]
+    for tensor in range(g.num_tensors):
+        src, root = int(g.tensor_src[tensor]), int(g.tensor_root[tensor])
+        for batch in range(m):
             if src >= 0:
                 home = int(placement[src])
-                extend(int(g.tensor_root[tensor]), batch, home, start[batch, src], end[batch, src])
-            for op in g.use_dst[g.use_ptr[tensor] : g.use_ptr[tensor + 1]]:
-                device = int(placement[op])
-                extend(stored_as(tensor, device), batch, device, start[batch, op], end[batch, op])
-        for tensor in g.output_tensor:
-            src = g.tensor_src[tensor]
-            if src >= 0:
-                home, done = int(placement[src]), end[batch].max()
-                extend(int(g.tensor_root[tensor]), batch, home, end[batch, src], done)
-    for (tensor, batch, a, b), begin, until in zip(
-        transfers.tolist(), transfer_start, transfer_end, strict=True
-    ):
-        extend(stored_as(tensor, b), batch, b, begin, until)
-        if g.tensor_src[tensor] >= 0:
-            extend(stored_as(tensor, a), batch, a, until, until)
+                until = max(end[batch, [src, *users(tensor, home)]])
+                if tensor in g.output_tensor:
+                    until = end[batch].max()
+                sent = (transfers[:, :2] == (tensor, batch)).all(axis=1)
+                until = max(until, *transfer_end[sent], 0.0)
+                hold(root, batch, home, start[batch, src], until)
+                continue
+            for device in np.flatnonzero(shares_host):
+                if len(here := users(tensor, device)):
+                    hold(root, batch, device, min(start[batch, here]), max(end[batch, here]))
+    for (tensor, batch, _, b), begin in zip(transfers.tolist(), transfer_start, strict=True):
+        stored = tensor if g.tensor_src[tensor] >= 0 else int(g.tensor_root[tensor])
+        hold(stored, batch, b, begin, max(end[batch, users(tensor, b)]))
 
     peak = problem.param_bytes_on(placement)
     for device in range(problem.num_devices):
         changes = []
-        for (tensor, _, where), (begin, until) in life.items():
+        for (stored, _, where), lives in spans.items():
             if where == device:
-                size = int(g.tensor_bytes[tensor])
-                changes += [(begin, 1, size), (until, 0, -size)]
+                size = int(g.tensor_bytes[stored])
+                for begin, until in _union(lives):
+                    changes += [(begin, 1, size), (until, 0, -size)]
         if problem.profile.workspace_bytes is not None:
             for op in np.flatnonzero(placement == device):
                 size = int(problem.profile.workspace_bytes[op])
@@ -434,3 +445,14 @@ def _peak_bytes_reference(
             most = max(most, now)
         peak[device] += most
     return peak
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint intervals that cover the same times."""
+    merged: list[tuple[float, float]] = []
+    for begin, until in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], until))
+        else:
+            merged.append((begin, until))
+    return merged
