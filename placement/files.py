@@ -23,6 +23,8 @@ def write_atomic(path: str | Path, content: str | bytes) -> Path:
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():  # renaming would replace a folder, or /dev/null
+        raise FileError(f"cannot write {path}: it is not a file; name another")
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):

@@ -206,9 +206,10 @@ class Limits(_Strict):
 
 
 class Fallback(_Strict):
-    """The best single device: where to go back to."""
+    """The best single device: where to go back to; ``value_s`` is of the objective."""
 
     device: Name
+    value_s: Seconds
     latency_s: Seconds
     period_s: Seconds
 
@@ -705,6 +706,7 @@ def _fallback(problem: Problem) -> Fallback | None:
         return None
     return Fallback(
         device=problem.cluster.device_names[able[best]],
+        value_s=float(value[best]),
         latency_s=float(values.latency_s[best]),
         period_s=float(values.period_s[best]),
     )

@@ -170,7 +170,10 @@ def test_plan_of_a_problem_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     out = tmp_path / "plan.json"
     assert main(["plan", str(file), "--planner", "single_device", "--out", str(out)]) == OK
     assert "max_load" in capsys.readouterr().out
-    assert answer(capsys, "validate", out)["valid"] is True
+    checked = answer(capsys, "validate", out)
+    assert checked["valid"] is True and "made from a problem file" in checked["notes"][0]
+    assert "exists in the simulator only" in checked["notes"][1]
+    assert "there is no model to run" in error(capsys, "run", out)
     assert "--cluster is for workloads" in error(
         capsys, "plan", file, "--planner", "heft", "--cluster", "x.yaml"
     )
@@ -302,7 +305,7 @@ def test_code_that_a_plan_names_is_not_run(
     graph = json.loads(plan_path.read_text())["graph"] | {"workload": "hostile:make"}
     path = changed(plan_path, tmp_path / "plan.json", graph=graph)
     (note,) = answer(capsys, "validate", path)["notes"]
-    assert note == "not checked against the model; name it: --model hostile:make"
+    assert note == "not checked against its model; name it: --model hostile:make"
     assert "--model hostile:make" in error(capsys, "run", path)
     assert not (tmp_path / "was_run").exists()
 

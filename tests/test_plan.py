@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -119,7 +120,7 @@ def test_values(plan: Plan) -> None:
     assert (bounds["latency"], bounds["period"]) == pytest.approx((4.0, 8 / 3))
     assert plan.fallback is not None
     assert plan.fallback.model_dump() == pytest.approx(
-        {"device": "cpu:1", "latency_s": 4.0, "period_s": 4.0}
+        {"device": "cpu:1", "value_s": 4.0, "latency_s": 4.0, "period_s": 4.0}
     )
     assert [(s.device, s.first, s.last, s.num_ops) for s in plan.stages] == [
         ("cpu:0", "op0", "op1", 2),
@@ -372,6 +373,14 @@ def test_saving_is_whole_or_not_at_all(
 def test_saving_below_a_file(plan: Plan, path: Path) -> None:
     with pytest.raises(FileError, match="is a file, not a folder"):
         plan.save(path / "plan.json")
+
+
+def test_saving_replaces_files_only(plan: Plan, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(FileError, match="it is not a file"):
+            plan.save(path)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_hostile_names_are_only_text(tmp_path: Path) -> None:

@@ -81,11 +81,10 @@ def model_of(plan: Plan, given: str | None) -> str:
     named = plan.graph.workload
     if given is not None:
         return given
-    if named is None or named not in workloads.names():
-        raise cli.UsageError(
-            "the plan is of a model of yours: name it, for example --model "
-            + (named if named and ":" in named else "package.module:function")
-        )
+    if named is None:
+        raise cli.UsageError("the plan was made from a problem file: there is no model to run")
+    if named not in workloads.names():
+        raise cli.UsageError(f"the plan is of a model of yours: name it with --model {named}")
     return named
 
 

@@ -73,12 +73,13 @@ def show_plan(plan: Plan) -> None:
     values = [["latency", *_values(plan, "latency")], ["period", *_values(plan, "period")]]
     if plan.objective not in ("latency", "period"):
         value, bound = plan.predicted.value_s, plan.lower_bound_s.get(plan.objective)
-        values.insert(0, [plan.objective, cli.seconds(value), "-", *_gap(value, bound), "-"])
+        single = cli.seconds(plan.fallback.value_s) if plan.fallback else "-"
+        values.insert(0, [plan.objective, cli.seconds(value), "-", *_gap(value, bound), single])
     cli.print_table(
         f"{plan.graph.name} ({plan.graph.num_ops} operators) by {plan.planner.name}, "
         f"for {plan.objective}, {plan.num_microbatches} micro-batches, "
         f"{plan.max_in_flight} in flight",
-        ["", "predicted", "measured", "proved bound", "gap", "best device alone"],
+        ["", "predicted", "measured", "proved bound", "gap", "one device"],
         values,
     )
     on = list(plan.assignment.values())
@@ -180,8 +181,9 @@ def run_validate(args: argparse.Namespace) -> int:
         model = args.model or _shipped(plan)
         if model is None:
             notes.append(
-                "not checked against the model; name it: --model "
-                + (plan.graph.workload or "package.module:function")
+                f"not checked against its model; name it: --model {plan.graph.workload}"
+                if plan.graph.workload
+                else "not checked against a model: it was made from a problem file"
             )
         else:
             with cli.progress() as report:
@@ -189,7 +191,10 @@ def run_validate(args: argparse.Namespace) -> int:
             failures += plan.graph_differences(graph) or _order_failures(plan, graph)
         if args.cluster:
             failures += plan.cluster_differences(cli.cluster_of(args.cluster))
-        notes += [f"this machine cannot run it: {x}" for x in plan.missing_devices()]
+        missing = plan.missing_devices()
+        if missing:
+            more = f" (and {len(missing) - 1} more devices)" if len(missing) > 1 else ""
+            notes.append(f"this machine cannot run it: {missing[0]}{more}")
     if args.json:
         cli.print_json({"valid": not failures, "failures": failures, "notes": notes})
     else:
