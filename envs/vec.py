@@ -105,8 +105,8 @@ class PlacementVecEnv(VecEnv):
         """Nothing to free."""
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        """The rules' attribute, once per episode."""
-        return [getattr(self.rules, attr_name)] * len(self._rows(indices))
+        """This environment's attribute, once per episode."""
+        return [getattr(self, attr_name)] * len(self._rows(indices))
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
         """Not supported: episodes share their rules."""

@@ -1,0 +1,1 @@
+# being written by another helper: see HELPERS_NOTE.txt
