@@ -1,0 +1,560 @@
+"""Every planner on every problem, equal budgets, predicted and measured: one table.
+
+Nothing is excluded to look good: every single-device placement is a row of its own, a planner
+that fails is a row with the reason, and gains are reported against the best single device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.files import write_atomic
+from placement.problem import Placement, Planner, Problem, Solution, lower_bounds
+from placement.simulator import evaluate, score
+from placement.timeline import Timeline
+
+Floats = NDArray[np.float64]
+Progress = Callable[[str], None]  # told what is being done
+
+
+class CompareError(ValueError):
+    """The comparison as asked for makes no sense; the message says what to change."""
+
+
+class Runtime(Protocol):
+    """What ``compare`` asks of an executor (``placement.executor.Executor`` is one)."""
+
+    def run(
+        self, placement: ArrayLike, *, num_microbatches: int, max_in_flight: int | None = None
+    ) -> Timeline: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One planner with one seed on one workload; seconds throughout, None where not known.
+
+    Attributes:
+        planner: its name; ``single:<device>`` for the placements on one device.
+        seed: None for a planner without one, which runs once.
+        placement_id: equal for equal placements, None without an answer.
+        feasible: supported everywhere and within memory.
+        value_s: the objective in the simulator, inf where infeasible.
+        latency_s, period_s: predicted.
+        measured_latency_s, measured_period_s: medians of ``num_rounds`` interleaved rounds;
+            ``..._iqr_s``: their interquartile ranges.
+        latency_error, period_error: ``predicted / measured - 1``.
+        speedup, measured_speedup: latency or period (the objective's) of the best single
+            device over this one's; above 1 is faster.
+        bound_s: best proved lower bound of the objective over all planners, and its ``gap``,
+            ``value_s / bound_s - 1``.
+        plan_s, evaluations: what planning cost.
+        note: why there is no answer.
+    """
+
+    workload: str
+    planner: str
+    seed: int | None
+    objective: str
+    num_ops: int
+    num_devices: int
+    placement_id: str | None
+    feasible: bool
+    value_s: float
+    latency_s: float
+    period_s: float
+    measured_latency_s: float | None = None
+    measured_latency_iqr_s: float | None = None
+    measured_period_s: float | None = None
+    measured_period_iqr_s: float | None = None
+    num_rounds: int = 0
+    latency_error: float | None = None
+    period_error: float | None = None
+    speedup: float | None = None
+    measured_speedup: float | None = None
+    bound_s: float | None = None
+    gap: float | None = None
+    plan_s: float = 0.0
+    evaluations: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How well the simulator predicts, over ``num_placements`` distinct measured placements.
+
+    ``..._mape``: mean absolute error relative to the measurement; ``..._spearman``: mean over
+    the workloads of the rank correlation, nan where no workload has two distinct placements.
+    """
+
+    num_placements: int
+    latency_mape: float
+    period_mape: float
+    latency_spearman: float
+    period_spearman: float
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A planner's speed-up over the best single device: geometric mean over workloads x seeds.
+
+    ``low``, ``high``: bootstrap 95 % interval, resampling ``num_cells`` (workload, seed) cells.
+    """
+
+    planner: str
+    num_cells: int
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """All rows, and ``solutions[workload, planner, seed]`` of those that have an answer."""
+
+    rows: tuple[Row, ...]
+    solutions: Mapping[tuple[str, str, int | None], Solution]
+
+    def best(self, workload: str) -> Row:
+        """The feasible row with the best measured objective, or predicted if none was measured.
+
+        Raises:
+            CompareError: no planner has a feasible answer.
+        """
+        rows = [r for r in self.rows if r.workload == workload and r.feasible]
+        if not rows:
+            raise CompareError(f"{workload}: no placement fits on this cluster")
+        if any(r.measured_speedup is not None for r in rows):
+            return max(rows, key=lambda r: r.measured_speedup or 0.0)
+        return min(rows, key=lambda r: r.value_s)
+
+    def fidelity(self) -> Fidelity | None:
+        """Prediction errors over all measured placements; None if nothing was measured."""
+        seen = {(r.workload, r.placement_id): r for r in self.rows if r.num_rounds}
+        rows = list(seen.values())
+        if not rows:
+            return None
+        errors, ranks = {}, {}
+        for what in ("latency_s", "period_s"):
+            said = np.array([getattr(r, what) for r in rows])
+            found = np.array([getattr(r, f"measured_{what}") for r in rows])
+            errors[what] = mape(said, found)
+            of = np.array([r.workload for r in rows])
+            each = [spearman(said[of == w], found[of == w]) for w in dict.fromkeys(of)]
+            known = [x for x in each if not np.isnan(x)]
+            ranks[what] = float(np.mean(known)) if known else float("nan")
+        return Fidelity(
+            len(rows),
+            errors["latency_s"],
+            errors["period_s"],
+            ranks["latency_s"],
+            ranks["period_s"],
+        )
+
+    def gains(self) -> tuple[Gain, ...]:
+        """One per planner, best first; measured where every workload was, else predicted.
+
+        A planner without an answer somewhere counts as the best single device there: that is
+        what its user would run.
+        """
+        what = "measured_speedup" if self.is_measured else "speedup"
+        cells: dict[str, list[float]] = {}
+        for row in self.rows:
+            if not row.planner.startswith(SINGLE):
+                cells.setdefault(row.planner, []).append(getattr(row, what) or 1.0)
+        gains = [
+            Gain(name, len(v), float(np.exp(np.mean(np.log(v)))), *geometric_interval(v))
+            for name, v in cells.items()
+        ]
+        return tuple(sorted(gains, key=lambda g: -g.mean))
+
+    @property
+    def is_measured(self) -> bool:
+        """Every workload was run on real devices."""
+        workloads = {r.workload for r in self.rows}
+        return workloads == {r.workload for r in self.rows if r.num_rounds}
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``compare.csv`` and ``compare.md``.
+
+        Raises:
+            FileError: the folder cannot be written.
+        """
+        from placement.report import table
+
+        write_atomic(Path(folder) / "compare.csv", table.to_csv(self))
+        write_atomic(Path(folder) / "compare.md", table.to_markdown(self))
+
+
+SINGLE = "single:"
+LATENCY_RUNS = 4  # micro-batches one after another; their median is one sample of the latency
+
+
+def compare(
+    problems: Mapping[str, Problem],
+    planners: Mapping[str, Planner],
+    seeds: Sequence[int] = (0,),
+    *,
+    out_dir: str | Path,
+    executor: Callable[[Problem], Runtime] | None = None,
+    rounds: int = 5,
+    seconds: float | None = None,
+    evaluations: int | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Run every planner with every seed on every problem, and measure what they answer.
+
+    An interrupted comparison continues where it stopped when it is started again with the same
+    ``out_dir``: what is finished lies in ``out_dir/cells`` and ``out_dir/measured`` under a
+    digest of the problem, the planner with its parameters, and the seed. ``compare.csv`` and
+    ``compare.md`` are written after every workload.
+
+    Args:
+        executor: makes the runtime of a problem (``placement.executor.Executor``); None: only
+            predict. All placements of a workload take turns, ``rounds`` times; equal ones share
+            one measurement.
+        seconds, evaluations: budget of every planner that has such a field; None leaves its own.
+
+    Raises:
+        CompareError: no problems, no seeds, or a planner named like a single device.
+        FileError: ``out_dir`` cannot be written.
+    """
+    if not problems or not seeds or rounds < 1:
+        raise CompareError("compare needs at least one problem, one seed and one round")
+    wrong = [name for name in planners if name.startswith(SINGLE)]
+    if wrong:
+        raise CompareError(f"planner {wrong[0]!r}: names with {SINGLE!r} are taken, rename it")
+    folder, say = Path(out_dir), progress or (lambda _: None)
+    comparison = Comparison((), {})
+    for workload, problem in problems.items():
+        cells = _plan_all(workload, problem, planners, seeds, seconds, evaluations, folder, say)
+        placements = {c.placement_id: c.solution.placement for c in cells if c.solution}
+        samples: dict[str, Any] = {}
+        if executor is not None:
+            samples = _measure(workload, problem, placements, executor, rounds, folder, say)
+        comparison = Comparison(
+            (*comparison.rows, *_rows(workload, problem, cells, samples)),
+            {
+                **comparison.solutions,
+                **{(workload, c.planner, c.seed): c.solution for c in cells if c.solution},
+            },
+        )
+        comparison.save(folder)
+    return comparison
+
+
+@dataclass(frozen=True, eq=False)
+class _Cell:
+    """What one planner answered."""
+
+    planner: str
+    seed: int | None
+    solution: Solution | None
+    plan_s: float
+    note: str = ""
+
+    @property
+    def placement_id(self) -> str:
+        assert self.solution is not None
+        return _digest(self.solution.placement)[:12]
+
+
+def _plan_all(
+    workload: str,
+    problem: Problem,
+    planners: Mapping[str, Planner],
+    seeds: Sequence[int],
+    seconds: float | None,
+    evaluations: int | None,
+    folder: Path,
+    say: Progress,
+) -> list[_Cell]:
+    cells = _single_devices(problem)
+    fingerprint = problem_fingerprint(problem)
+    for name, planner in planners.items():
+        for seed in seeds if "seed" in _fields(planner) else (None,):
+            ready = _prepared(planner, seed, seconds, evaluations)
+            key = _digest(fingerprint, workload, name, describe(ready), seed)
+            path = folder / "cells" / f"{_slug(workload)}-{_slug(name)}-{key[:12]}.json"
+            saved = _read(path, key)
+            if saved is None:
+                say(f"{workload}: {name}" + ("" if seed is None else f", seed {seed}"))
+                cell = _plan(name, seed, ready, problem)
+                head = {"key": key, "workload": workload, "parameters": describe(ready)}
+                write_atomic(path, _json({**head, **asdict(cell)}))
+            else:
+                answer = saved["solution"]
+                if answer is not None:
+                    answer = Solution(**answer | {"placement": np.int32(answer["placement"])})
+                cell = _Cell(name, seed, answer, saved["plan_s"], saved["note"])
+            cells.append(cell)
+    return cells
+
+
+def _plan(name: str, seed: int | None, planner: Planner, problem: Problem) -> _Cell:
+    began = time.perf_counter()
+    try:
+        solution = planner(problem)
+        # What is reported is what the simulator says of a placement that holds what it must.
+        solution = replace(solution, placement=problem.check_placement(solution.placement))
+    except ValueError as error:  # infeasible, or a planner that cannot do this objective
+        return _Cell(name, seed, None, time.perf_counter() - began, str(error))
+    return _Cell(name, seed, solution, time.perf_counter() - began)
+
+
+def _single_devices(problem: Problem) -> list[_Cell]:
+    cells = []
+    for d, device in enumerate(problem.cluster.device_names):
+        placement = np.full(problem.num_ops, d, np.int32)
+        stuck = np.flatnonzero(~problem.supported[:, d])
+        if len(stuck):
+            note = f"operator {problem.graph.op_name[stuck[0]]!r} cannot run on it"
+            cells.append(_Cell(SINGLE + device, None, None, 0.0, note))
+        else:
+            value = float(score(problem, placement)[0])
+            cells.append(_Cell(SINGLE + device, None, Solution(placement, value), 0.0))
+    return cells
+
+
+def _measure(
+    workload: str,
+    problem: Problem,
+    placements: Mapping[str, Placement],
+    executor: Callable[[Problem], Runtime],
+    rounds: int,
+    folder: Path,
+    say: Progress,
+) -> dict[str, Any]:
+    """Samples of latency and period of every feasible placement, by placement id.
+
+    The key holds the whole set of placements: ratios compare only what took turns.
+    """
+    fits = evaluate(problem, np.stack(list(placements.values()))).feasible if placements else []
+    todo = {k: p for (k, p), ok in zip(placements.items(), fits, strict=True) if ok}
+    key = _digest(problem_fingerprint(problem), sorted(todo))
+    path = folder / "measured" / f"{_slug(workload)}-{key[:12]}.json"
+    saved = _read(path, key)
+    samples: dict[str, dict[str, list[float]]] = (
+        {k: {"latency_s": [], "period_s": []} for k in todo} if saved is None else saved["samples"]
+    )
+    runtime: Runtime | None = None
+    for r in range(rounds):
+        for number, (name, placement) in enumerate(todo.items(), 1):
+            if len(samples[name]["latency_s"]) > r:
+                continue
+            say(f"{workload}: round {r + 1} of {rounds}, placement {number} of {len(todo)}")
+            runtime = runtime or executor(problem)
+            alone = runtime.run(placement, num_microbatches=LATENCY_RUNS, max_in_flight=1)
+            pipelined = runtime.run(placement, num_microbatches=problem.num_microbatches)
+            samples[name]["latency_s"].append(float(np.median(alone.span_s)))
+            samples[name]["period_s"].append(pipelined.period_s)
+            write_atomic(path, _json({"key": key, "workload": workload, "samples": samples}))
+    return samples
+
+
+def _rows(
+    workload: str, problem: Problem, cells: Sequence[_Cell], samples: Mapping[str, Any]
+) -> list[Row]:
+    proved = [lower_bounds(problem)[problem.objective]]
+    proved += [
+        c.solution.lower_bound_s
+        for c in cells
+        if c.solution is not None and c.solution.lower_bound_s is not None
+    ]
+    rows = [_row(workload, problem, cell, samples, max(proved)) for cell in cells]
+    # Speed-ups are ratios of times that can be measured, also for the analytic objectives.
+    what = "latency_s" if "latency" in problem.objective else "period_s"
+
+    def best(column: str) -> float | None:
+        singles = [getattr(r, column) for r in rows if r.planner.startswith(SINGLE) and r.feasible]
+        return min((x for x in singles if x is not None), default=None)
+
+    said, found = best(what), best(f"measured_{what}")
+    return [
+        replace(
+            row,
+            speedup=_ratio(said, getattr(row, what) if row.feasible else None),
+            measured_speedup=_ratio(found, getattr(row, f"measured_{what}")),
+        )
+        for row in rows
+    ]
+
+
+def _row(
+    workload: str, problem: Problem, cell: _Cell, samples: Mapping[str, Any], bound_s: float
+) -> Row:
+    row = Row(
+        workload=workload,
+        planner=cell.planner,
+        seed=cell.seed,
+        objective=problem.objective,
+        num_ops=problem.num_ops,
+        num_devices=problem.num_devices,
+        placement_id=None,
+        feasible=False,
+        value_s=np.inf,
+        latency_s=np.inf,
+        period_s=np.inf,
+        bound_s=bound_s,
+        plan_s=cell.plan_s,
+        note=cell.note,
+    )
+    if cell.solution is None:
+        return row
+    values = evaluate(problem, cell.solution.placement)
+    value_s, feasible = float(score(problem, cell.solution.placement)[0]), bool(values.feasible[0])
+    row = replace(
+        row,
+        placement_id=cell.placement_id,
+        feasible=feasible,
+        value_s=value_s,
+        latency_s=float(values.latency_s[0]),
+        period_s=float(values.period_s[0]),
+        gap=value_s / bound_s - 1 if bound_s > 0 and np.isfinite(value_s) else None,
+        evaluations=cell.solution.stats.get("evaluations"),
+        note=cell.note or ("" if feasible else "does not fit in memory"),
+    )
+    sample = samples.get(cell.placement_id)
+    if sample is None:
+        return row
+    latency_s, latency_iqr_s = _median_iqr(sample["latency_s"])
+    period_s, period_iqr_s = _median_iqr(sample["period_s"])
+    return replace(
+        row,
+        measured_latency_s=latency_s,
+        measured_latency_iqr_s=latency_iqr_s,
+        measured_period_s=period_s,
+        measured_period_iqr_s=period_iqr_s,
+        num_rounds=len(sample["latency_s"]),
+        latency_error=row.latency_s / latency_s - 1,
+        period_error=row.period_s / period_s - 1,
+    )
+
+
+def mape(predicted: ArrayLike, measured: ArrayLike) -> float:
+    """Mean absolute error relative to the measurement, a fraction."""
+    p, m = np.asarray(predicted, float), np.asarray(measured, float)
+    return float(np.abs(p / m - 1).mean())
+
+
+def spearman(a: ArrayLike, b: ArrayLike) -> float:
+    """Rank correlation, ties at their mean rank; nan for fewer than two distinct values."""
+    from scipy.stats import rankdata
+
+    x, y = rankdata(a), rankdata(b)
+    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return float("nan")
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def geometric_interval(values: ArrayLike, num_resamples: int = 10_000) -> tuple[float, float]:
+    """Bootstrap 95 % interval of the geometric mean of positive values ``[K]`` (percentiles)."""
+    logs = np.log(np.asarray(values, float))
+    rng = np.random.default_rng(0)
+    means = logs[rng.integers(len(logs), size=(num_resamples, len(logs)))].mean(axis=1)
+    low, high = np.exp(np.percentile(means, [2.5, 97.5]))
+    return float(low), float(high)
+
+
+def problem_fingerprint(problem: Problem) -> str:
+    """SHA-256 (hex) of everything that a planner's answer or a measurement depends on."""
+    profile = problem.profile
+    costs = [
+        value
+        for f in fields(profile)
+        if f.name not in ("provenance", "spread_s")
+        for value in (f.name, getattr(profile, f.name))
+    ]
+    return _digest(
+        problem.graph.fingerprint,
+        problem.cluster.fingerprint,
+        *costs,
+        problem.objective,
+        problem.num_microbatches,
+        problem.max_in_flight,
+    )
+
+
+def describe(planner: Any) -> Any:
+    """A planner as JSON: its class and all its parameters, planners inside it included."""
+    if is_dataclass(planner) and not isinstance(planner, type):
+        kind = type(planner)
+        inside = {f.name: describe(getattr(planner, f.name)) for f in fields(planner) if f.init}
+        return {"class": f"{kind.__module__}.{kind.__qualname__}", **inside}
+    if isinstance(planner, list | tuple):
+        return [describe(x) for x in planner]
+    if isinstance(planner, Mapping):
+        return {str(k): describe(v) for k, v in planner.items()}
+    if planner is None or isinstance(planner, bool | int | float | str):
+        return planner
+    name = getattr(planner, "__qualname__", None)
+    return f"{planner.__module__}.{name}" if name else str(planner)
+
+
+def _fields(planner: Planner) -> set[str]:
+    return {f.name for f in fields(planner) if f.init} if is_dataclass(planner) else set()
+
+
+def _prepared(
+    planner: Planner, seed: int | None, seconds: float | None, evaluations: int | None
+) -> Planner:
+    """The planner with this seed and this budget, where it has such fields."""
+    wanted = {"seed": seed, "seconds": seconds, "evaluations": evaluations}
+    known = _fields(planner)
+    given = {k: v for k, v in wanted.items() if v is not None and k in known}
+    return replace(planner, **given) if given else planner  # type: ignore[type-var]
+
+
+def _digest(*parts: Any) -> str:
+    """SHA-256 (hex) of arrays, and of anything JSON can write."""
+    h = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            h.update(f"{part.dtype.str}{part.shape}".encode())
+            h.update(np.ascontiguousarray(part).tobytes())
+        else:
+            h.update(_json(part).encode())
+        h.update(b"|")
+    return h.hexdigest()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+def _read(path: Path, key: str) -> dict[str, Any] | None:
+    """What was saved under ``key``; None if nothing was, or if the file is damaged."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return saved if isinstance(saved, dict) and saved.get("key") == key else None
+
+
+def _slug(name: str) -> str:
+    """A name as part of a file name; the digest beside it keeps names apart."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip(".-")[:40]
+
+
+def _median_iqr(samples: Iterable[float]) -> tuple[float, float]:
+    low, middle, high = np.percentile(np.fromiter(samples, float), [25, 50, 75])
+    return float(middle), float(high - low)
+
+
+def _ratio(base: float | None, value: float | None) -> float | None:
+    return None if base is None or value is None else base / value

@@ -1,0 +1,314 @@
+"""Timelines as pictures: in the terminal, and predicted over measured as PNG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.files import write_atomic
+from placement.timeline import Timeline
+
+if TYPE_CHECKING:
+    from placement.compare import Comparison
+
+Floats = NDArray[np.float64]
+
+# Neighbours in the cycle differ in hue and in lightness: 8 micro-batches read as 8.
+COLOURS = (
+    "#3b6fb6",
+    "#f2a541",
+    "#4aa57c",
+    "#c8553d",
+    "#7fb7d9",
+    "#8a5a9e",
+    "#b7c454",
+    "#d98ab0",
+)
+INK, FAINT, LANE = "#22272e", "#8b949e", "#f1f3f5"
+IDLE = "·"
+
+
+class PlotError(ValueError):
+    """A picture cannot be drawn; the message says what to install."""
+
+
+def text_gantt(timeline: Timeline, width: int = 80) -> str:
+    """One line per device: the last digit of the micro-batch it works on, ``·`` while idle.
+
+    Each character is an equal slice of the run, and shows the micro-batch with the largest
+    share of it, if the device is busy for at least half of it.
+    """
+    names = [name[:16] for name in timeline.device_names]
+    margin = max(map(len, names))
+    cells = max(8, width - margin - 9)  # " │" before, "│ 100 %" after
+    edges = np.linspace(0.0, timeline.makespan_s, cells + 1) + timeline.begin_s
+    lines = []
+    for d, name in enumerate(names):
+        busy = _busy_per_slice(timeline, d, edges)  # [M, cells]
+        top = busy.argmax(axis=0)
+        full = busy.sum(axis=0) >= 0.5 * np.diff(edges)
+        row = "".join(str(m % 10) if on else IDLE for m, on in zip(top, full, strict=True))
+        lines.append(f"{name:>{margin}} │{row}│{100 * timeline.utilisation[d]:4.0f} %")
+    end = _duration(timeline.makespan_s)
+    lines.append(f"{'':>{margin}}  0{end:>{cells - 1}}")
+    return "\n".join(lines)
+
+
+def _busy_per_slice(timeline: Timeline, device: int, edges: Floats) -> Floats:
+    """float64 ``[M, len(edges) - 1]`` seconds of each micro-batch on ``device`` between edges."""
+    ops = np.flatnonzero(timeline.placement == device)
+    start, end = timeline.start_s[:, ops], timeline.end_s[:, ops]
+    done = np.stack(
+        [
+            np.clip(edge - start, 0.0, end - start).sum(axis=1)  # worked until this edge
+            for edge in edges
+        ],
+        axis=1,
+    )
+    return np.diff(done, axis=1)
+
+
+def plot_gantt(
+    predicted: Timeline, measured: Timeline | None, path: str | Path, title: str = ""
+) -> Path:
+    """PNG: predicted over measured on one time axis, a lane per device, a colour per micro-batch.
+
+    Operators of one micro-batch that follow each other closely are drawn as one bar; the thin
+    line under a lane is what arrives from other devices.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+        FileError: the file cannot be written.
+    """
+    figure_class = _figure_class()
+    panels = [("predicted", predicted)]
+    if measured is not None:
+        panels.append(("measured", measured))
+    span = max(t.makespan_s for _, t in panels)
+    unit, scale = _unit(span)
+    num_lanes = sum(len(t.device_names) for _, t in panels)
+    figure = figure_class(figsize=(11, 1.0 + 0.5 * num_lanes + 0.35 * len(panels)), dpi=150)
+    axes = figure.subplots(
+        len(panels),
+        1,
+        sharex=True,
+        squeeze=False,
+        gridspec_kw={"height_ratios": [len(t.device_names) for _, t in panels]},
+    )[:, 0]
+    for axis, (name, timeline) in zip(axes, panels, strict=True):
+        _draw(axis, timeline, scale, resolution_s=span / 1500)
+        _label(axis, name, timeline)
+        axis.set_xlim(0, 1.005 * span * scale)
+    axes[-1].set_xlabel(
+        f"time [{unit}]; numbers are micro-batches, marks under a lane are transfers that arrive",
+        fontsize=9,
+        color=INK,
+    )
+    if title:
+        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure.tight_layout(h_pad=0.8)
+    return _save(figure, path)
+
+
+def _draw(axis: Any, timeline: Timeline, scale: float, resolution_s: float) -> None:
+    num_devices = len(timeline.device_names)
+    begin = timeline.begin_s
+    for d in range(num_devices):
+        axis.axhspan(d - 0.36, d + 0.36, color=LANE, lw=0, zorder=0)
+        for m in range(timeline.num_microbatches):
+            ops = np.flatnonzero(timeline.placement == d)
+            bars = merged(timeline.start_s[m, ops], timeline.end_s[m, ops], resolution_s)
+            colour = COLOURS[m % len(COLOURS)]
+            # An edge of the bar's own colour keeps bars below one pixel visible.
+            axis.broken_barh(
+                [((a - begin) * scale, (b - a) * scale) for a, b in bars],
+                (d - 0.36, 0.72),
+                facecolor=colour,
+                edgecolor=colour,
+                linewidth=0.4,
+            )
+            _number(axis, m, d, bars, begin, scale, room_s=18 * resolution_s)
+        into = timeline.transfers[:, 3] == d
+        arriving = merged(
+            timeline.transfer_start_s[into], timeline.transfer_end_s[into], resolution_s
+        )
+        axis.broken_barh(
+            [((a - begin) * scale, max((b - a), resolution_s) * scale) for a, b in arriving],
+            (d + 0.395, 0.05),
+            facecolor=FAINT,
+            linewidth=0,
+        )
+
+
+def merged(start_s: Floats, end_s: Floats, gap_s: float) -> list[tuple[float, float]]:
+    """Intervals float64 ``[K]``, those less than ``gap_s`` apart joined, in order."""
+    if len(start_s) == 0:
+        return []
+    order = np.argsort(start_s, kind="stable")
+    start, reach = start_s[order], np.maximum.accumulate(end_s[order])
+    cut = np.flatnonzero(start[1:] - reach[:-1] > gap_s) + 1
+    first, last = np.append(0, cut), np.append(cut, len(start)) - 1
+    return list(zip(start[first].tolist(), reach[last].tolist(), strict=True))
+
+
+def _number(
+    axis: Any,
+    batch: int,
+    device: int,
+    bars: list[tuple[float, float]],
+    begin: float,
+    scale: float,
+    room_s: float,
+) -> None:
+    """The micro-batch's number in its longest bar, if it has room."""
+    if not bars:
+        return
+    a, b = max(bars, key=lambda bar: bar[1] - bar[0])
+    if b - a < room_s:
+        return
+    red, green, blue = (int(COLOURS[batch % len(COLOURS)][i : i + 2], 16) for i in (1, 3, 5))
+    dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140
+    axis.text(
+        ((a + b) / 2 - begin) * scale,
+        device,
+        str(batch),
+        ha="center",
+        va="center",
+        fontsize=8,
+        color="white" if dark else INK,
+    )
+
+
+def _label(axis: Any, name: str, timeline: Timeline) -> None:
+    num_devices = len(timeline.device_names)
+    axis.set_yticks(range(num_devices), timeline.device_names, color=INK)
+    axis.set_ylim(num_devices - 0.45, -0.55)
+    facts = [f"latency {_duration(timeline.latency_s)}"]
+    if timeline.num_microbatches > 1:
+        facts.append(f"period {_duration(timeline.period_s)}")
+    axis.set_title(name, loc="left", fontsize=10, color=INK, pad=4)
+    axis.set_title("   ".join(facts), loc="right", fontsize=9, color=FAINT, pad=4)
+    for d, share in enumerate(timeline.utilisation):
+        axis.text(
+            1.006,
+            d,
+            f"{100 * share:.0f} %",
+            transform=axis.get_yaxis_transform(),
+            va="center",
+            fontsize=9,
+            color=FAINT,
+        )
+    _plain_axis(axis)
+    axis.tick_params(axis="y", length=0)
+
+
+def plot_compare(comparison: Comparison, path: str | Path, title: str = "") -> Path:
+    """PNG: speed-up over the best single device, a panel per workload, a bar per planner.
+
+    Bars are measured and diamonds predicted; where nothing was measured, bars are predicted.
+    Several seeds of a planner are shown as their median.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+        FileError: the file cannot be written.
+    """
+    figure_class = _figure_class()
+    workloads = list(dict.fromkeys(r.workload for r in comparison.rows))
+    planners = list(dict.fromkeys(r.planner for r in comparison.rows))
+    num_columns = 2 if len(workloads) in (2, 4) else min(3, len(workloads))
+    num_rows = -(-len(workloads) // num_columns)
+    figure = figure_class(
+        figsize=(2.2 + 3.1 * num_columns, 0.9 + num_rows * (0.65 + 0.27 * len(planners))), dpi=150
+    )
+    axes = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False)
+    y = np.arange(len(planners))
+    for axis, workload in zip(axes.flat, workloads, strict=False):
+        said = _speedups(comparison, workload, planners, "speedup")
+        found = _speedups(comparison, workload, planners, "measured_speedup")
+        is_measured = not np.isnan(found).all()
+        bars = found if is_measured else said
+        colours = [FAINT if name.startswith("single:") else COLOURS[0] for name in planners]
+        axis.barh(y, np.nan_to_num(bars), height=0.62, color=colours)
+        if is_measured:
+            axis.plot(said, y, "D", ms=4.5, mfc=COLOURS[1], mec="white", mew=0.6, ls="", zorder=3)
+        axis.axvline(1.0, color=INK, lw=0.9, zorder=2)
+        for i, bar in enumerate(bars):
+            text, at = ("no answer", 0.0) if np.isnan(bar) else (f"{bar:.2f}", float(bar))
+            beyond = max(at, 0.0 if np.isnan(said[i]) else float(said[i]))
+            axis.annotate(
+                text,
+                (beyond, i),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                color=INK,
+            )
+        axis.set_title(workload, loc="left", fontsize=10, color=INK)
+        axis.set_yticks(y, planners, color=INK, fontsize=9)
+        axis.tick_params(axis="y", length=0)
+        axis.margins(x=0.16)
+        _plain_axis(axis)
+    axes[0, 0].invert_yaxis()
+    for axis in axes.flat[len(workloads) - num_columns : len(workloads)]:
+        axis.tick_params(labelbottom=True)  # the last panel of each column
+    for axis in axes.flat[len(workloads) :]:
+        axis.set_visible(False)
+    what = "bars measured, diamonds predicted" if comparison.is_measured else "predicted"
+    figure.supxlabel(f"speed-up over the best single device ({what})", fontsize=9, color=INK)
+    if title:
+        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure.tight_layout()
+    return _save(figure, path)
+
+
+def _speedups(comparison: Comparison, workload: str, planners: list[str], column: str) -> Floats:
+    """float64 ``[len(planners)]`` median over seeds, nan where there is none."""
+
+    def values(planner: str) -> Iterator[float]:
+        for row in comparison.rows:
+            value = getattr(row, column)
+            if row.workload == workload and row.planner == planner and value is not None:
+                yield value
+
+    found = [list(values(p)) for p in planners]
+    return np.array([np.median(v) if v else np.nan for v in found])
+
+
+def _plain_axis(axis: Any) -> None:
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_color(FAINT)
+    axis.tick_params(axis="x", colors=FAINT, labelsize=9)
+    axis.grid(axis="x", color=FAINT, alpha=0.25, lw=0.6)
+    axis.set_axisbelow(True)
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError(
+            f"pictures need matplotlib ({error}): pip install 'device-placement-rl[plots]'"
+        ) from error
+    return Figure  # not pyplot: no window, no state
+
+
+def _save(figure: Any, path: str | Path) -> Path:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", facecolor="white")
+    return write_atomic(path, buffer.getvalue())
+
+
+def _unit(span_s: float) -> tuple[str, float]:
+    return ("s", 1.0) if span_s >= 2 else ("ms", 1e3) if span_s >= 2e-3 else ("µs", 1e6)
+
+
+def _duration(seconds: float) -> str:
+    unit, scale = _unit(seconds)
+    return f"{seconds * scale:.3g} {unit}"

@@ -1,0 +1,209 @@
+"""A ``Comparison`` as tables: in the terminal (at most 80 columns), as CSV and as Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from placement.compare import Comparison, Row
+
+WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text cells; the first column is a name, the others are figures."""
+
+    title: str
+    header: tuple[str, ...]
+    cells: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+def tables(comparison: Comparison) -> tuple[Table, ...]:
+    """Predicted and (if run) measured of every workload, then what holds over all of them.
+
+    Several seeds of a planner are one line: their median; the CSV file has every seed.
+    """
+    made: list[Table] = []
+    for workload in dict.fromkeys(r.workload for r in comparison.rows):
+        rows = [r for r in comparison.rows if r.workload == workload]
+        by_planner: dict[str, list[Row]] = {}
+        for row in rows:
+            by_planner.setdefault(row.planner, []).append(row)
+        made.append(_predicted(workload, by_planner))
+        if any(r.num_rounds for r in rows):
+            made.append(_measured(workload, by_planner))
+    return (*made, *_overall(comparison))
+
+
+def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
+    first = next(iter(by_planner.values()))[0]
+    lines = [
+        (
+            name,
+            _ms(_median(rows, "period_s")),
+            _ms(_median(rows, "latency_s")),
+            _times(_median(rows, "speedup")),
+            _percent(_median(rows, "gap")),
+            _seconds(_median(rows, "plan_s")),
+            _count(_median(rows, "evaluations")),
+        )
+        for name, rows in by_planner.items()
+    ]
+    num_seeds = max(len(rows) for rows in by_planner.values())
+    notes = [f"{name}: {rows[0].note}" for name, rows in by_planner.items() if rows[0].note]
+    return Table(
+        f"{workload}, predicted: {first.num_ops} operators on {first.num_devices} devices, "
+        f"objective {first.objective}" + (f", medians of {num_seeds} seeds" * (num_seeds > 1)),
+        ("planner", "period ms", "latency ms", "speed-up", "gap %", "plan s", "evals"),
+        tuple(lines),
+        tuple(notes),
+    )
+
+
+def _measured(workload: str, by_planner: dict[str, list[Row]]) -> Table:
+    lines = [
+        (
+            name,
+            _ms(_median(rows, "measured_period_s")),
+            _ms(_median(rows, "measured_period_iqr_s")),
+            _percent(_median(rows, "period_error"), sign=True),
+            _ms(_median(rows, "measured_latency_s")),
+            _percent(_median(rows, "latency_error"), sign=True),
+            _times(_median(rows, "measured_speedup")),
+        )
+        for name, rows in by_planner.items()
+    ]
+    rounds = max(r.num_rounds for rows in by_planner.values() for r in rows)
+    return Table(
+        f"{workload}, measured: medians of {rounds} interleaved rounds",
+        ("planner", "period ms", "± iqr", "error %", "latency ms", "error %", "speed-up"),
+        tuple(lines),
+    )
+
+
+def _overall(comparison: Comparison) -> tuple[Table, ...]:
+    made = []
+    how = "measured" if comparison.is_measured else "predicted"
+    cells = tuple(
+        (g.planner, _times(g.mean), _times(g.low), _times(g.high), str(g.num_cells))
+        for g in comparison.gains()
+    )
+    if cells:
+        made.append(
+            Table(
+                f"Speed-up over the best single device, {how}: geometric mean over workloads x "
+                "seeds, bootstrap 95 % interval over the same cells",
+                ("planner", "speed-up", "low", "high", "cells"),
+                cells,
+            )
+        )
+    fidelity = comparison.fidelity()
+    if fidelity:
+        made.append(
+            Table(
+                f"Prediction against measurement, {fidelity.num_placements} placements",
+                ("", "mean abs. error %", "mean Spearman per workload"),
+                (
+                    ("period", _percent(fidelity.period_mape), _two(fidelity.period_spearman)),
+                    ("latency", _percent(fidelity.latency_mape), _two(fidelity.latency_spearman)),
+                ),
+            )
+        )
+    return tuple(made)
+
+
+def print_tables(made: Sequence[Table]) -> None:
+    """To standard output, at most 80 columns."""
+    from rich import box
+    from rich import table as rich_table
+    from rich.console import Console
+
+    # Names come from files: no markup, no emoji.
+    out = Console(markup=False, emoji=False, highlight=False)
+    out.width = min(out.width, WIDTH)
+    for one in made:
+        out.print(one.title, style="bold")
+        shown = rich_table.Table(
+            box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True
+        )
+        for i, column in enumerate(one.header):
+            shown.add_column(
+                column,
+                justify="right" if i else "left",
+                overflow="ellipsis" if i == 0 else "fold",
+                no_wrap=True,
+            )
+        for cells in one.cells:
+            shown.add_row(*cells)
+        out.print(shown)
+        for note in one.notes:
+            out.print(note, style="dim")
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """The same tables as GitHub-flavoured Markdown."""
+    return "\n".join(_markdown(t) for t in tables(comparison))
+
+
+def _markdown(table: Table) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
+
+    rule = "|" + "---|" + "---:|" * (len(table.header) - 1)
+    lines = [f"**{table.title}**", "", line(table.header), rule, *map(line, table.cells)]
+    lines += ["", *(note.replace("\n", " ") + "\n" for note in table.notes)]
+    return "\n".join(lines)
+
+
+def to_csv(comparison: Comparison) -> str:
+    """One line per ``Row``, one column per field, full precision; empty where not known."""
+    from placement.compare import Row
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([f.name for f in fields(Row)])
+    for row in comparison.rows:
+        writer.writerow(["" if v is None else v for v in astuple(row)])
+    return text.getvalue()
+
+
+def _median(rows: Sequence[Row], column: str) -> float | None:
+    """Over the seeds; None where a seed has no answer, so that failures are not averaged away."""
+    values: list[Any] = [getattr(r, column) for r in rows]
+    return None if any(v is None for v in values) else float(np.median(values))
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None or not np.isfinite(seconds):
+        return "–"
+    return f"{1e3 * seconds:#.3g}".rstrip(".") if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds:.2f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}"
+
+
+def _percent(share: float | None, sign: bool = False) -> str:
+    if share is None:
+        return "–"
+    return f"{100 * share:+.1f}" if sign else f"{100 * share:.1f}"
+
+
+def _count(number: float | None) -> str:
+    return "–" if number is None else f"{number:.0f}"
+
+
+def _two(value: float) -> str:
+    return "–" if np.isnan(value) else f"{value:.2f}"
