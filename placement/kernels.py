@@ -53,7 +53,6 @@ def tables(problem: Problem) -> tuple[Any, ...]:
     matrix = np.zeros(0) if given is None else with_inputs(np.asarray(given, np.float64), 0.0)
     blocking = with_inputs(problem.link_blocking, False)
     blocking[d] = False
-    from_model = g.tensor_src[g.in_tensor] < 0
     produced_outputs = g.output_tensor[g.tensor_src[g.output_tensor] >= 0]
     workspace = problem.profile.workspace_bytes
     cached = (
@@ -75,8 +74,8 @@ def tables(problem: Problem) -> tuple[Any, ...]:
         g.out_tensor,
         g.in_ptr,
         g.in_tensor,
-        np.concatenate([[0], np.cumsum(from_model)])[g.in_ptr].astype(np.int32),
-        g.in_tensor[from_model],
+        g.use_ptr,
+        g.use_dst,
         g.tensor_src,
         g.tensor_root,
         g.tensor_bytes,
@@ -245,6 +244,15 @@ def _release(refs, held, key, device, size):
 
 
 @nb.njit(cache=True, nogil=True)
+def _num_users(use_ptr, use_dst, placement, tensor, device):
+    """How many operators on ``device`` use ``tensor``."""
+    count = 0
+    for u in range(use_ptr[tensor], use_ptr[tensor + 1]):
+        count += placement[use_dst[u]] == device
+    return count
+
+
+@nb.njit(cache=True, nogil=True)
 def _later_event(event_s, event, counts, time, slot, tensor, device, is_begin):
     """Remember that a transfer begins or ends at ``time``."""
     key = (((np.int64(tensor) << 24) | slot) << 15 | device << 1) | is_begin
@@ -298,8 +306,8 @@ def run(
         out_tensor,
         in_ptr,
         in_tensor,
-        model_in_ptr,
-        model_in_tensor,
+        use_ptr,
+        use_dst,
         tensor_src,
         tensor_root,
         tensor_bytes,
@@ -431,16 +439,21 @@ def run(
                     transfer_start[x] = begin
                     transfer_end[x] = arrives_s
                 if track:
-                    stored = tensor_root[t] if op == n or c == local_channel else t
-                    key = (slot * num_tensors + stored) * num_devices + dst
-                    refs[key] += 1
-                    if first and c != local_channel:
+                    root = tensor_root[t]
+                    if c == local_channel:
+                        key = (slot * num_tensors + root) * num_devices + dst
+                        refs[key] += 1
+                        if op == n:
+                            _hold(refs, held, key, dst, tensor_bytes[root])
+                    elif first:
                         if begin > now:
-                            _later_event(event_s, event, counts, begin, slot, stored, dst, 1)
+                            _later_event(event_s, event, counts, begin, slot, t, dst, 1)
                         else:
+                            stored = root if op == n else t
+                            key = (slot * num_tensors + stored) * num_devices + dst
+                            refs[key] += _num_users(use_ptr, use_dst, placement, t, dst)
                             _hold(refs, held, key, dst, tensor_bytes[stored])
                         if op < n:
-                            root = tensor_root[t]
                             refs[(slot * num_tensors + root) * num_devices + src] += 1
                             _later_event(event_s, event, counts, arrives_s, slot, root, src, 0)
                 at = np.uint64(slot * n) + i
@@ -542,12 +555,6 @@ def run(
                 if track:
                     if len(workspace_bytes) > 0:
                         held[d] += workspace_bytes[op]
-                    for j in range(model_in_ptr[op], model_in_ptr[op + 1]):
-                        t = model_in_tensor[j]
-                        if link_channel[num_devices * num_devices + d] == local_channel:
-                            root = tensor_root[t]
-                            key = (slot * num_tensors + root) * num_devices + d
-                            _hold(refs, held, key, d, tensor_bytes[root])
                     for j in range(out_ptr[op], out_ptr[op + 1]):
                         root = tensor_root[out_tensor[j]]
                         key = (slot * num_tensors + root) * num_devices + d
@@ -573,11 +580,13 @@ def run(
                 code = _pop_timed(event_s, event, counts[1])
                 counts[1] -= 1
                 t, slot, d = code >> 39, (code >> 15) & 0xFFFFFF, (code >> 1) & 0x3FFF
-                key = (slot * num_tensors + t) * num_devices + d
+                stored = tensor_root[t] if tensor_src[t] < 0 else t
+                key = (slot * num_tensors + stored) * num_devices + d
                 if code & 1:
-                    _hold(refs, held, key, d, tensor_bytes[t])
+                    refs[key] += _num_users(use_ptr, use_dst, placement, t, d)
+                    _hold(refs, held, key, d, tensor_bytes[stored])
                 else:
-                    _release(refs, held, key, d, tensor_bytes[t])
+                    _release(refs, held, key, d, tensor_bytes[stored])
             if now > before:
                 for d in range(num_devices):
                     peak[d] = max(peak[d], held[d])

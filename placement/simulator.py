@@ -20,8 +20,8 @@
 * Memory: parameters, plus every tensor from the start of its producer (or of its transfer)
   until its last consumer or outgoing transfer on that device ended (outputs: until their
   micro-batch finished), plus the workspace of running operators. Tensors that share memory
-  (views) hold it together, once. Model inputs count on a CPU device from the start of their
-  first consumer there. Frees come before allocations at equal times.
+  (views) hold it together, once. Model inputs count from their admission on every CPU device
+  that uses them. Frees come before allocations at equal times.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def simulate_reference(
     channel_free = [0.0] * problem.num_channels
     next_entry = [0] * d_count
     unfinished: dict[int, int] = {}
-    admitted = 0
+    admitted_s: list[float] = []
     window = num_batches if schedule is not None else problem.max_in_flight
 
     def deliver(tensor: int, batch: int, src: int, now: float, local: NDArray[np.bool_]) -> float:
@@ -320,9 +320,9 @@ def simulate_reference(
         heapq.heappush(events, (arrival[key], device))
 
     def admit(now: float) -> None:
-        nonlocal admitted
-        while admitted < num_batches and len(unfinished) < window:
-            batch, admitted = admitted, admitted + 1
+        while len(admitted_s) < num_batches and len(unfinished) < window:
+            batch = len(admitted_s)
+            admitted_s.append(now)
             unfinished[batch] = n
             for op in range(n):
                 missing[batch, op] = int(num_inputs[op])
@@ -378,13 +378,14 @@ def simulate_reference(
 
     rows = np.array([s[:4] for s in sent], np.int32).reshape(-1, 4)
     begin, finish = np.array([s[4] for s in sent]), np.array([s[5] for s in sent])
-    peak = _peak_bytes_reference(problem, p, start, end, rows, begin, finish)
+    peak = _peak_bytes_reference(problem, p, admitted_s, start, end, rows, begin, finish)
     return _timeline(problem, p, start, end, rows, begin, finish, peak)
 
 
 def _peak_bytes_reference(
     problem: Problem,
     placement: Placement,
+    admitted_s: list[float],
     start: Floats,
     end: Floats,
     transfers: NDArray[np.int32],
@@ -421,7 +422,7 @@ def _peak_bytes_reference(
                 continue
             for device in np.flatnonzero(shares_host):
                 if len(here := users(tensor, device)):
-                    hold(root, batch, device, min(start[batch, here]), max(end[batch, here]))
+                    hold(root, batch, device, admitted_s[batch], max(end[batch, here]))
     for (tensor, batch, _, b), begin in zip(transfers.tolist(), transfer_start, strict=True):
         stored = tensor if g.tensor_src[tensor] >= 0 else int(g.tensor_root[tensor])
         hold(stored, batch, b, begin, max(end[batch, users(tensor, b)]))

@@ -1,0 +1,137 @@
+"""Random placement problems: seeded (``random_problem``) and for hypothesis (``problems``)."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.problem import Objective, Placement, Problem
+from placement.profile import Profile
+
+
+def random_graph(rng: np.random.Generator, num_ops: int, views: bool = True) -> OpGraph:
+    """A graph with model inputs, fan-out, multi-output operators, views and tied parameters."""
+    src: list[int] = [-1] * int(rng.integers(0, 3))
+    root: list[int] = list(range(len(src)))
+    uses: list[tuple[int, int]] = []
+    for op in range(num_ops):
+        mine = [t for t in range(len(src)) if rng.random() < min(0.9, 3 / len(src))]
+        uses += [(t, op) for t in mine]
+        for _ in range(rng.integers(0 if rng.random() < 0.2 else 1, 3)):
+            is_view = views and mine and rng.random() < 0.2
+            root.append(root[int(rng.choice(mine))] if is_view else len(src))
+            src.append(op)
+    num_tensors, num_params = len(src), int(rng.integers(0, 5))
+    param_uses = rng.integers(0, [num_ops, max(num_params, 1)], (2 * num_params, 2))
+    return OpGraph.build(
+        "random",
+        [f"op{i}" for i in range(num_ops)],
+        src,
+        rng.integers(0, 1000, num_tensors),
+        uses,
+        tensor_root=root,
+        param_bytes=rng.integers(1, 100, num_params),
+        param_uses=param_uses,
+        output_tensor=np.flatnonzero(rng.random(num_tensors) < 0.2),
+    )
+
+
+def random_problem(
+    seed: int,
+    num_ops: int | None = None,
+    num_devices: int | None = None,
+    *,
+    grouped: bool = False,
+    unsupported: bool = False,
+    objective: Objective = "period",
+) -> Problem:
+    """A small random problem of everything the simulator models; the same for the same seed.
+
+    Integer and float seconds (ties matter), shared channels, blocking links, host and other
+    devices, loaded seconds, workspace, tight and loose memory. ``grouped``: some operators
+    share a colocation group; ``unsupported``: some cannot run everywhere.
+    """
+    rng = np.random.default_rng(seed)
+    n = num_ops or int(rng.integers(1, 16))
+    d = num_devices or int(rng.integers(1, 5))
+    graph = random_graph(rng, n)
+    if grouped:
+        labels = np.where(rng.random(n) < 0.5, rng.integers(0, max(n // 3, 1), n), n + np.arange(n))
+        graph = OpGraph.build(
+            "grouped",
+            graph.op_name,
+            graph.tensor_src,
+            graph.tensor_bytes,
+            np.stack([graph.use_tensor, graph.use_dst], axis=1),
+            tensor_root=graph.tensor_root,
+            param_bytes=graph.param_bytes,
+            param_uses=np.stack([graph.param_use_op, graph.param_use], axis=1),
+            group=labels,
+            output_tensor=graph.output_tensor,
+        )
+    names = [f"d{i}" for i in range(d)]
+    memory = 10 ** int(rng.integers(3, 7))
+    cluster = Cluster(
+        "random",
+        tuple(
+            Device(x, "cpu" if rng.random() < 0.5 else "other", memory_bytes=memory) for x in names
+        ),
+    )
+    compute = rng.integers(0, 5, (n, d)) * 1.0 if rng.random() < 0.5 else rng.random((n, d))
+    if unsupported:
+        # Device 0 runs everything, so that every colocation group has a device.
+        compute[:, 1:][rng.random((n, d - 1)) < 0.2] = np.inf
+    links = tuple(
+        Link(
+            a,
+            b,
+            float(rng.integers(0, 3)),
+            float(rng.integers(100, 2000)),
+            blocking=bool(rng.random() < 0.3),
+            channel="shared" if rng.random() < 0.3 else None,
+        )
+        for a in names
+        for b in names
+        if a != b and rng.random() < 0.9
+    )
+    matrix = rng.integers(0, 3, (graph.num_tensors, d, d)) * 1.0 if rng.random() < 0.2 else None
+    profile = Profile(
+        tuple(names),
+        compute,
+        np.zeros((n, d)),
+        links,
+        loaded_s=compute * 1.3 if rng.random() < 0.5 else None,
+        transfer_s=matrix,
+        workspace_bytes=rng.integers(0, 50, n) if rng.random() < 0.5 else None,
+    )
+    return Problem(
+        graph,
+        cluster,
+        profile,
+        objective=objective,
+        num_microbatches=int(rng.integers(1, 9)),
+        max_in_flight=int(rng.integers(1, 5)),
+    )
+
+
+def random_placement(problem: Problem, seed: int) -> Placement:
+    """int32 ``[N]``: supported devices only, whole colocation groups."""
+    rng = np.random.default_rng(seed)
+    device = [int(rng.choice(np.flatnonzero(np.isfinite(row)))) for row in problem.group_compute_s]
+    return np.array(device, np.int32)[problem.graph.group]
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn, max_ops: int = 15, grouped: bool = False, unsupported: bool = False
+) -> Problem:
+    """Hypothesis strategy of ``random_problem``; shrinks to few operators and devices."""
+    return random_problem(
+        draw(st.integers(0, 2**32 - 1)),
+        draw(st.integers(1, max_ops)),
+        draw(st.integers(1, 4)),
+        grouped=grouped,
+        unsupported=unsupported,
+    )
