@@ -1,0 +1,141 @@
+"""The whole path on this machine, in minutes: what `make demo` runs.
+
+    python -m experiments.demo [--workload resnet50] [--out runs/demo] [--seconds 60]
+
+Captures a model, measures every operator on every device, places it with baselines and with a
+GNN policy that PPO trains on the spot, runs every placement for real in one pipelined runtime,
+compares them in one table, and exports the best as a plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+BASELINES = ("round_robin", "heft", "contiguous_dp", "random_search")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", default="resnet50", help="a name, or package.module:function")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--seconds", type=float, default=60.0, help="to train the policy")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved measurements")
+    options = parser.parse_args(argv)
+    # Workers bring their own threads; spinning ones of this process would only disturb them.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        demo(options.workload, options.out, options.seconds, options.rounds)
+    except KeyboardInterrupt:
+        print("\ninterrupted; what was finished is in", options.out, file=sys.stderr)
+        sys.exit(130)
+
+
+def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
+    """Every step of the path, each with a line of what it found."""
+    console = Console(width=min(Console().width, 100), highlight=False)
+    began = time.perf_counter()
+
+    def step(text: str) -> None:
+        console.print(f"[dim]{time.perf_counter() - began:5.0f} s[/dim]  {text}")
+
+    step(f"[bold]1. capture[/bold] {workload} (loading PyTorch takes some seconds)")
+    import torch
+
+    from agents.planner import PolicyPlanner
+    from placement import planners
+    from placement.cluster import Cluster
+    from placement.compare import compare
+    from placement.executor import Executor
+    from placement.measure import measure
+    from placement.plan import load_plan, make_plan, parameters_of
+    from placement.problem import Problem
+    from placement.program import capture, split_inputs
+    from placement.report import gantt, table, trace
+    from placement.simulator import simulate
+    from placement.workloads import load
+
+    module, inputs = load(workload)
+    graph = capture(module, inputs, name=workload)
+    mib = graph.param_bytes.sum() / 2**20
+    step(f"   {graph.num_ops} operators, {len(graph.edges)} edges, {mib:.0f} MiB of parameters")
+
+    cluster = Cluster.detect()
+    devices = ", ".join(cluster.device_names)
+    step(f"[bold]2. measure[/bold] every operator on {devices}")
+    said = 0.0
+
+    def measuring(what: str, share: float) -> None:
+        nonlocal said
+        if time.perf_counter() - said > 5:
+            said = time.perf_counter()
+            step(f"   {what}")
+
+    profile = measure(graph, cluster, repeats=8, progress=measuring)
+    profile.save(out / "profile.npz")
+    totals = zip(cluster.device_names, 1e3 * profile.compute_s.sum(axis=0), strict=True)
+    step("   one inference alone: " + ", ".join(f"{d} {ms:.1f} ms" for d, ms in totals))
+
+    step(
+        f"[bold]3. place[/bold] with {', '.join(BASELINES)} and a GNN policy trained with PPO "
+        f"({seconds:.0f} s), [bold]4. run[/bold] each for real"
+    )
+    problem = Problem(graph, cluster, profile, objective="period", num_microbatches=16)
+    methods = {name: planners.load(name) for name in BASELINES}
+    methods["policy"] = PolicyPlanner(mode="finetune", seconds=seconds, steps=100_000)
+    comparison = compare(
+        {workload: problem},
+        methods,
+        out_dir=out,
+        executor=Executor,
+        rounds=rounds,
+        progress=lambda what: step(f"   {what}"),
+    )
+    console.print()
+    table.print_tables(table.tables(comparison))
+    for (_, name, _), answer in comparison.solutions.items():
+        pictured = replace(problem, num_microbatches=8)
+        predicted = simulate(pictured, answer.placement)
+        measured = Executor(pictured).run(answer.placement)
+        file = name.replace(":", "-")
+        gantt.plot_gantt(predicted, measured, out / f"gantt-{file}.png", f"{workload}, {name}")
+        both = {"predicted": predicted, "measured": measured}
+        trace.write_trace(out / f"trace-{file}.json", both, graph.op_name)
+
+    best = comparison.best(workload)
+    solution = comparison.solutions.get((workload, best.planner, best.seed))
+    assert solution is not None, "the best row has an answer"
+    step(f"[bold]5. export[/bold] the best measured one ({best.planner}) and use it")
+    plan = make_plan(
+        problem,
+        solution,
+        planner=best.planner,
+        parameters=parameters_of(methods.get(best.planner)),
+        workload=workload,
+    )
+    plan.save(out / "plan.json")
+
+    args, kwargs = split_inputs(inputs)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with load_plan(out / "plan.json").bind(module, inputs) as runner, torch.inference_mode():
+        torch.testing.assert_close(runner(*args, **kwargs), module(*args, **kwargs))
+    torch.set_num_threads(threads)
+    step("   the plan, loaded from its file and bound to the module, computes the same numbers")
+    console.print(
+        f"\nIn {out}: plan.json, compare.csv, compare.md, gantt-*.png, trace-*.json (ui.perfetto.dev)"
+    )
+    command = Path(sys.executable).with_name("placement")
+    console.print(f"Next:  {os.path.relpath(command)} show {out}/plan.json", style="bold")
+    console.print(f"       {os.path.relpath(command)} run {out}/plan.json", style="bold")
+
+
+if __name__ == "__main__":
+    main()
