@@ -46,6 +46,14 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
     def step(text: str) -> None:
         console.print(f"[dim]{time.perf_counter() - began:5.0f} s[/dim]  {text}")
 
+    said = 0.0
+
+    def now_and_then(text: str) -> None:
+        nonlocal said
+        if time.perf_counter() - said > 4:
+            said = time.perf_counter()
+            step(f"   {text}")
+
     step(f"[bold]1. capture[/bold] {workload} (loading PyTorch takes some seconds)")
     import torch
 
@@ -70,15 +78,7 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
     cluster = Cluster.detect()
     devices = ", ".join(cluster.device_names)
     step(f"[bold]2. measure[/bold] every operator on {devices}")
-    said = 0.0
-
-    def measuring(what: str, share: float) -> None:
-        nonlocal said
-        if time.perf_counter() - said > 5:
-            said = time.perf_counter()
-            step(f"   {what}")
-
-    profile = measure(graph, cluster, repeats=8, progress=measuring)
+    profile = measure(graph, cluster, repeats=8, progress=lambda what, share: now_and_then(what))
     profile.save(out / "profile.npz")
     totals = zip(cluster.device_names, 1e3 * profile.compute_s.sum(axis=0), strict=True)
     step("   one inference alone: " + ", ".join(f"{d} {ms:.1f} ms" for d, ms in totals))
@@ -96,7 +96,7 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
         out_dir=out,
         executor=Executor,
         rounds=rounds,
-        progress=lambda what: step(f"   {what}"),
+        progress=now_and_then,
     )
     console.print()
     table.print_tables(table.tables(comparison))
@@ -129,9 +129,8 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
         torch.testing.assert_close(runner(*args, **kwargs), module(*args, **kwargs))
     torch.set_num_threads(threads)
     step("   the plan, loaded from its file and bound to the module, computes the same numbers")
-    console.print(
-        f"\nIn {out}: plan.json, compare.csv, compare.md, gantt-*.png, trace-*.json (ui.perfetto.dev)"
-    )
+    console.print(f"\nIn {out}: plan.json, compare.csv, compare.md, a picture per placement")
+    console.print("(gantt-*.png) and a trace of it for https://ui.perfetto.dev (trace-*.json).")
     command = Path(sys.executable).with_name("placement")
     console.print(f"Next:  {os.path.relpath(command)} show {out}/plan.json", style="bold")
     console.print(f"       {os.path.relpath(command)} run {out}/plan.json", style="bold")

@@ -2,9 +2,10 @@
 
     python -m experiments.fidelity [WORKLOAD ...] [--placements 20] [--rounds 3]
 
-For every workload: profiles, before and after every round, and single-device, planned and random placements; each is
-run for real in interleaved rounds (so that drift falls on all alike), latency with one
-micro-batch at a time and period in a pipeline, and the medians are compared with the simulator.
+For every workload, single-device, planned and random placements run for real in interleaved
+rounds (so that drift falls on all alike): latency with one micro-batch at a time, period in a
+pipeline. Profiles are taken before and after every round. The medians are compared with the
+simulator.
 Writes ``experiments/results/fidelity.csv`` and ``fidelity.md``.
 """
 
@@ -116,7 +117,7 @@ def merged(profiles: list[Profile]) -> Profile:
 def summary(rows: list[Row]) -> str:
     """Markdown: error and rank correlation per workload and over all."""
     lines = [
-        "| workload | placements | latency MAPE % | latency Spearman | period MAPE % | period Spearman |",
+        "| workload | placements | latency MAPE % | Spearman | period MAPE % | Spearman |",
         "|---|---|---|---|---|---|",
     ]
     for workload in [*dict.fromkeys(r.workload for r in rows), "all"]:
