@@ -410,8 +410,8 @@ def run(
                 break
             # Unsigned indices spare numba's test for negative ones: 10 % of the run.
             for e in range(edge_ptr[op], edge_ptr[op + 1]):
-                t, i = edge_tensor[e], np.uint64(edge_dst[e])
-                dst = np.uint64(placement[i])
+                t, user = edge_tensor[e], np.uint64(edge_dst[e])
+                dst = np.uint64(placement[user])
                 pair = np.uint64(src * num_devices) + dst
                 c = np.uint64(link_channel[pair])
                 if has_matrix:
@@ -456,13 +456,13 @@ def run(
                         if op < n:
                             refs[(slot * num_tensors + root) * num_devices + src] += 1
                             _later_event(event_s, event, counts, arrives_s, slot, root, src, 0)
-                at = np.uint64(slot * n) + i
+                at = np.uint64(slot * n) + user
                 ready_s = max(arrival[at], arrives_s)
                 arrival[at] = ready_s
                 missing[at] -= 1
                 if missing[at] == 0 and not fixed:
                     if ready_s <= now:
-                        _set_ready(low, high, dst * window + slot, words, priority[i])
+                        _set_ready(low, high, dst * window + slot, words, priority[user])
                         num_ready[dst] += 1
                     else:
                         head[dst], tail[dst] = _insert_later(
@@ -473,7 +473,7 @@ def run(
                             base[dst],
                             base[dst + 1],
                             ready_s,
-                            (np.int64(slot) << 32) | i,
+                            (np.int64(slot) << 32) | user,
                         )
             if op == n:
                 continue
@@ -610,11 +610,14 @@ def run_batch(
     window,
     track,
     finish,
+    busiest,
     peak,
 ):
-    """``run`` for placements ``[B, N]``: fills ``finish [B, M]`` (inf: unsupported).
+    """``run`` for placements ``[B, N]``: fills ``finish [B, M]`` and ``busiest [B]``.
 
-    If ``track``, also ``peak [B, D]``: the most bytes of tensors and workspace held.
+    ``busiest`` is the seconds per micro-batch of the busiest device, inf where an operator
+    cannot run on its device. If ``track``, also ``peak [B, D]``: the most bytes of tensors and
+    workspace held.
     """
     num_devices = compute_s.shape[1]
     num_placements, n = placements.shape
@@ -635,16 +638,19 @@ def run_batch(
         for i in range(n):
             seconds[i] = compute_s[i, placement[i]]
             load[placement[i]] += seconds[i]
-        total = load.sum()
+        total, most = load.sum(), load.max()
+        busiest[b] = most
         if not np.isfinite(total):
-            finish[b, :] = np.inf
             continue
-        busiest = load.max()
-        if num_batches > 1 and num_devices > 1 and busiest > 0.0:
+        if num_batches > 1 and num_devices > 1 and most > 0.0:
             for i in range(n):
                 d = placement[i]
-                share = (total - load[d]) / busiest / (num_devices - 1)
+                share = (total - load[d]) / most / (num_devices - 1)
                 seconds[i] += share * (loaded_s[i, d] - seconds[i])
+            load[:] = 0.0
+            for i in range(n):
+                load[placement[i]] += seconds[i]
+            busiest[b] = load.max()
         run(
             problem_tables,
             state,

@@ -155,7 +155,7 @@ def _batch(
     from placement import kernels
 
     p = np.ascontiguousarray(np.atleast_2d(np.asarray(placements, dtype=np.int32)))
-    finish = np.empty((len(p), num_microbatches))
+    finish, busiest = np.empty((len(p), num_microbatches)), np.empty(len(p))
     track = problem.memory_may_bind
     peak = np.zeros((len(p), problem.num_devices), np.int64)
     kernels.run_batch(
@@ -167,14 +167,12 @@ def _batch(
         min(num_microbatches, problem.max_in_flight),
         track,
         finish,
+        busiest,
         peak,
     )
-    ok = np.isfinite(finish[:, -1])
-    if num_microbatches == 1:
-        value = finish[:, 0]
-    else:
-        value = np.full(len(p), np.inf)
-        value[ok] = [steady_period(row) for row in finish[ok]]
+    ok = np.isfinite(busiest)
+    value = np.full(len(p), np.inf)
+    value[ok] = steady_period(finish[ok], busiest[ok])
     if not track:
         return value, None, ok
     for i in np.flatnonzero(ok):
@@ -401,12 +399,12 @@ def _peak_bytes_reference(
     _, shares_host = host_of(problem)
     spans: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
 
-    def users(tensor: int, device: int) -> NDArray[np.int32]:
+    def users(tensor: int, device: int | np.intp) -> NDArray[np.int32]:
         all_users = g.use_dst[g.use_ptr[tensor] : g.use_ptr[tensor + 1]]
         return all_users[placement[all_users] == device]
 
-    def hold(stored: int, batch: int, device: int, begin: float, until: float) -> None:
-        spans.setdefault((stored, batch, device), []).append((begin, until))
+    def hold(stored: int, batch: int, device: int | np.intp, begin: float, until: float) -> None:
+        spans.setdefault((stored, batch, int(device)), []).append((begin, until))
 
     for tensor in range(g.num_tensors):
         src, root = int(g.tensor_src[tensor]), int(g.tensor_root[tensor])
@@ -420,9 +418,9 @@ def _peak_bytes_reference(
                 until = max(until, *transfer_end[sent], 0.0)
                 hold(root, batch, home, start[batch, src], until)
                 continue
-            for device in np.flatnonzero(shares_host):
-                if len(here := users(tensor, device)):
-                    hold(root, batch, device, admitted_s[batch], max(end[batch, here]))
+            for cpu in np.flatnonzero(shares_host):
+                if len(here := users(tensor, cpu)):
+                    hold(root, batch, cpu, admitted_s[batch], max(end[batch, here]))
     for (tensor, batch, _, b), begin in zip(transfers.tolist(), transfer_start, strict=True):
         stored = tensor if g.tensor_src[tensor] >= 0 else int(g.tensor_root[tensor])
         hold(stored, batch, b, begin, max(end[batch, users(tensor, b)]))

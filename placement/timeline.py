@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -58,7 +58,7 @@ class Timeline:
 
     @cached_property
     def span_s(self) -> Floats:
-        """float64 ``[M]`` first start to last end of each micro-batch (input transfers included)."""
+        """float64 ``[M]`` first start (or input transfer) to last end of each micro-batch."""
         first = self.start_s.min(axis=1)
         np.minimum.at(first, self.transfers[:, 1], self.transfer_start_s)
         return self.end_s.max(axis=1) - first
@@ -71,7 +71,11 @@ class Timeline:
     @cached_property
     def period_s(self) -> float:
         """Steady-state seconds per micro-batch (see ``steady_period``)."""
-        return steady_period(self.end_s.max(axis=1) - self.begin_s)
+        # Of the last half: the first micro-batches of a measured run may be cold.
+        half = slice((self.num_microbatches - 1) // 2, None)
+        took = (self.end_s - self.start_s)[half].mean(axis=0)
+        busiest = np.bincount(self.placement, weights=took).max()
+        return float(steady_period(self.end_s.max(axis=1) - self.begin_s, busiest))
 
     @cached_property
     def busy_s(self) -> Floats:
@@ -142,21 +146,26 @@ def _slice(name: str, tid: int, start: float, end: float, args: dict[str, int]) 
     }
 
 
-def steady_period(finish_s: Floats) -> float:
-    """Seconds per micro-batch in steady state from the finish time of each, float64 ``[M]``.
+def steady_period(finish_s: Floats, busiest_s: ArrayLike = 0.0) -> Floats:
+    """Seconds per micro-batch in steady state, float64 ``[...]``.
+
+    ``finish_s`` float64 ``[..., M]``: when each micro-batch finished, from the begin of the
+    run. ``busiest_s`` float64 ``[...]``: seconds per micro-batch of the busiest device (0: unknown). It
+    bounds every steady state from below, but not the slope of a short run, which may end
+    in a burst of micro-batches that were started long before.
 
     Exact where the gaps of the last half repeat with some pattern of ``k <= M // 4``
     micro-batches (to 1e-9); otherwise the slope over the last half.
     """
-    finish = np.sort(np.asarray(finish_s, dtype=np.float64))
-    m = len(finish)
+    finish = np.sort(np.asarray(finish_s, dtype=np.float64), axis=-1)
+    m = finish.shape[-1]
     if m == 1:
-        return float(finish[0])
-    gaps = np.diff(finish)
-    tail = gaps[(m - 1) // 2 :]
-    tolerance = 1e-9 * max(float(finish[-1]) / m, 1e-300)
-    for k in range(1, m // 4 + 1):
-        if len(tail) >= 2 * k and np.abs(tail[k:] - tail[:-k]).max() <= tolerance:
-            return float(tail[-k:].sum() / k)
+        return np.maximum(finish[..., 0], busiest_s)
     first = (m - 1) // 2
-    return float((finish[-1] - finish[first]) / (m - 1 - first))
+    tail = np.diff(finish[..., first:], axis=-1)
+    period = (finish[..., -1] - finish[..., first]) / (m - 1 - first)
+    tolerance = 1e-9 * np.maximum(finish[..., -1] / m, 1e-300)
+    for k in range(min(m // 4, tail.shape[-1] // 2), 0, -1):  # the shortest pattern wins
+        repeats = np.abs(tail[..., k:] - tail[..., :-k]).max(axis=-1) <= tolerance
+        period = np.where(repeats, tail[..., -k:].mean(axis=-1), period)
+    return np.maximum(period, busiest_s)
