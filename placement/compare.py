@@ -196,6 +196,7 @@ class Comparison:
 
 
 SINGLE = "single:"
+ALONE = 3  # micro-batches, one after another, whose median span is one sample of the latency
 LATENCY_RUNS = 4  # micro-batches one after another; their median is one sample of the latency
 
 
