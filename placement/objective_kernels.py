@@ -1,5 +1,7 @@
 """Numba kernels of ``placement.objectives``, which says what they compute."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 from typing import Any
@@ -219,26 +221,25 @@ def piecewise_batch(
 
 
 def move_tables(problem: Problem, b: Blocks) -> tuple[Any, ...]:
-    """Read-only arrays of ``trial_move``.
+    """Read-only arrays of ``trial_move``: few, because numba counts references at each call.
 
-    ``touch`` lists for each block the tensors it makes (``touch_makes``) or uses; ``tied``
-    the parameters it shares with other blocks.
+    ``touch`` int32 ``[X, 4]`` lists for each block the tensors it makes or uses: tensor,
+    whether it makes it, producing block, number of blocks that use it. ``tied`` lists the
+    parameters it shares with other blocks.
     """
     users = np.repeat(np.arange(len(b.src)), np.diff(b.use_ptr))
     made = np.flatnonzero(b.src >= 0)
     owner = np.concatenate([b.src[made], b.use_dst])
-    tensor = np.concatenate([made, users])
+    tensor = np.concatenate([made, users]).astype(np.intp)
     makes = np.arange(len(owner)) < len(made)
+    touch = np.stack([tensor, makes, b.src[tensor], np.diff(b.use_ptr)[tensor]], axis=1)
     touch_ptr, order = _by_block(owner, b.num_blocks)
     param = np.repeat(np.arange(len(b.tied_bytes)), np.diff(b.tied_ptr))
     tied_ptr, tied_order = _by_block(b.tied_dst, b.num_blocks)
     return (
         b.compute_s,
         touch_ptr,
-        tensor[order].astype(np.int32),
-        makes[order],
-        b.src,
-        np.diff(b.use_ptr).astype(np.int32),
+        touch[order].astype(np.int32),
         b.io_s,
         b.own_bytes,
         tied_ptr,
@@ -259,21 +260,22 @@ def move_state(tables: tuple[Any, ...], device: NDArray[np.int32]) -> tuple[Any,
     ``users [H, D]`` and ``readers [Q, D]`` count the blocks on each device that use a tensor
     or read a tied parameter.
     """
-    compute_s, src, tied_bytes = tables[0], tables[4], tables[10]
-    num_devices = compute_s.shape[1]
-    load, held = np.zeros(num_devices), np.zeros(num_devices, np.int64)
-    users = np.zeros((len(src), num_devices), np.int32)
-    readers = np.zeros((len(tied_bytes), num_devices), np.int32)
-    state = (np.asarray(device, np.int32).copy(), load, held, users, readers)
-    _fill_state(tables, state)
+    num_tensors, num_devices = tables[3].shape
+    state = (
+        np.array(device, np.int32),
+        np.zeros(num_devices),
+        np.zeros(num_devices, np.int64),
+        np.zeros((num_tensors, num_devices), np.int32),
+        np.zeros((len(tables[7]), num_devices), np.int32),
+    )
+    fill_state(tables, state)
     return state
 
 
 @nb.njit(cache=True, nogil=True)
-def _fill_state(tables, state):
-    """Count and add up for the devices in ``state[0]``; drift of many moves is gone after it."""
-    compute_s, touch_ptr, touch, makes, src, num_users, io_s = tables[:7]
-    own_bytes, tied_ptr, tied, tied_bytes = tables[7:11]
+def fill_state(tables, state):
+    """Count and add up for the devices in ``state[0]``; the drift of many moves is gone then."""
+    compute_s, touch_ptr, touch, io_s, own_bytes, tied_ptr, tied, tied_bytes, _ = tables
     device, load, held, users, readers = state
     load[:] = 0.0
     held[:] = 0
@@ -283,58 +285,55 @@ def _fill_state(tables, state):
         d = device[g]
         load[d] += compute_s[g, d]
         held[d] += own_bytes[g]
-        for i in range(touch_ptr[g], touch_ptr[g + 1]):
-            if not makes[i]:
-                users[touch[i], d] += 1
         for i in range(tied_ptr[g], tied_ptr[g + 1]):
             if readers[tied[i], d] == 0:
                 held[d] += tied_bytes[tied[i]]
             readers[tied[i], d] += 1
-    for t in range(len(src)):
-        home = device[src[t]] if src[t] >= 0 else -1
-        for d in range(len(load)):
-            if d == home:
-                if num_users[t] > users[t, d]:
+        for i in range(touch_ptr[g], touch_ptr[g + 1]):
+            if not touch[i, 1]:
+                t = touch[i, 0]
+                users[t, d] += 1
+                if users[t, d] == 1 and (touch[i, 2] < 0 or device[touch[i, 2]] != d):
                     load[d] += io_s[t, d]
-            elif users[t, d] > 0:
-                load[d] += io_s[t, d]
+    for g in range(len(device)):
+        for i in range(touch_ptr[g], touch_ptr[g + 1]):
+            t = touch[i, 0]
+            if touch[i, 1] and users[t, device[g]] < touch[i, 3]:
+                load[device[g]] += io_s[t, device[g]]
 
 
 @nb.njit(cache=True, nogil=True)
-def _change(tables, state, g, new):
+def _change(compute_s, touch_ptr, touch, io_s, device, users, g, new):
     """What moving block ``g`` to ``new`` adds to the load of its old and of its new device."""
-    compute_s, touch_ptr, touch, makes, src, num_users, io_s = tables[:7]
-    device, users = state[0], state[3]
     old = device[g]
     at_old = -compute_s[g, old]
     at_new = compute_s[g, new]
     for i in range(touch_ptr[g], touch_ptr[g + 1]):
-        t = touch[i]
+        t = touch[i, 0]
         here = users[t, old]
         there = users[t, new]
-        total = num_users[t]
-        if makes[i]:
+        if touch[i, 1]:
             # Leaving, it becomes an input of the users left behind; arriving, it is sent
             # only where some user is elsewhere, and no longer received.
+            total = touch[i, 3]
             at_old += io_s[t, old] * ((here > 0) - (total > here))
             at_new += io_s[t, new] * ((total > there) - (there > 0))
+            continue
+        home = device[touch[i, 2]] if touch[i, 2] >= 0 else -1
+        if home == old:  # the producer stays behind and must send now
+            at_old += io_s[t, old] * (here == touch[i, 3])
         else:
-            home = device[src[t]] if src[t] >= 0 else -1
-            if home == old:  # the producer stays behind and must send now
-                at_old += io_s[t, old] * (1 - (total > here))
-            else:
-                at_old -= io_s[t, old] * (here == 1)
-            if home == new:  # the producer was sending to it
-                at_new += io_s[t, new] * ((total > there + 1) - 1)
-            else:
-                at_new += io_s[t, new] * (there == 0)
+            at_old -= io_s[t, old] * (here == 1)
+        if home == new:  # the producer was sending, perhaps to others too
+            at_new -= io_s[t, new] * (there + 1 == touch[i, 3])
+        else:
+            at_new += io_s[t, new] * (there == 0)
     return at_old, at_new
 
 
 @nb.njit(cache=True, nogil=True)
 def trial_move(tables, state, g, new):
     """Largest load with block ``g`` on ``new``; inf where it cannot run or does not fit."""
-    own_bytes, tied_ptr, tied, tied_bytes, memory_bytes = tables[7:]
     device, load, held, users, readers = state
     old = device[g]
     largest = 0.0
@@ -342,41 +341,38 @@ def trial_move(tables, state, g, new):
         for d in range(len(load)):
             largest = max(largest, load[d])
         return largest
-    need = held[new] + own_bytes[g]
+    need = held[new] + tables[4][g]
+    tied_ptr = tables[5]
     for i in range(tied_ptr[g], tied_ptr[g + 1]):
-        if readers[tied[i], new] == 0:
-            need += tied_bytes[tied[i]]
-    if need > memory_bytes[new]:
+        if readers[tables[6][i], new] == 0:
+            need += tables[7][tables[6][i]]
+    if need > tables[8][new]:
         return np.inf
-    at_old, at_new = _change(tables, state, g, new)
+    at_old, at_new = _change(tables[0], tables[1], tables[2], tables[3], device, users, g, new)
+    largest = max(load[old] + at_old, load[new] + at_new)
     for d in range(len(load)):
-        after = load[d]
-        if d == old:
-            after += at_old
-        elif d == new:
-            after += at_new
-        largest = max(largest, after)
+        if d != old and d != new:
+            largest = max(largest, load[d])
     return largest
 
 
 @nb.njit(cache=True, nogil=True)
 def apply_move(tables, state, g, new):
     """Move block ``g`` to device ``new``."""
-    touch_ptr, touch, makes = tables[1:4]
-    own_bytes, tied_ptr, tied, tied_bytes = tables[7:11]
+    compute_s, touch_ptr, touch, io_s, own_bytes, tied_ptr, tied, tied_bytes, _ = tables
     device, load, held, users, readers = state
     old = device[g]
     if new == old:
         return
-    at_old, at_new = _change(tables, state, g, new)
+    at_old, at_new = _change(compute_s, touch_ptr, touch, io_s, device, users, g, new)
     load[old] += at_old
     load[new] += at_new
     held[old] -= own_bytes[g]
     held[new] += own_bytes[g]
     for i in range(touch_ptr[g], touch_ptr[g + 1]):
-        if not makes[i]:
-            users[touch[i], old] -= 1
-            users[touch[i], new] += 1
+        if not touch[i, 1]:
+            users[touch[i, 0], old] -= 1
+            users[touch[i, 0], new] += 1
     for i in range(tied_ptr[g], tied_ptr[g + 1]):
         q = tied[i]
         readers[q, old] -= 1

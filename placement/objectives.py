@@ -81,7 +81,7 @@ def device_loads(problem: Problem, placement: Placement) -> Floats:
 
 
 def piecewise_latency(problem: Problem, placement: Placement) -> float:
-    """Seconds of one sample, piece by piece; inf where pieces wait for each other. Plain and slow."""
+    """Seconds of one sample; inf where pieces wait for each other. Plain and slow."""
     g = problem.graph
     preds: list[set[int]] = [set() for _ in range(problem.num_ops)]
     for u, v in g.edges.tolist():
@@ -163,7 +163,9 @@ def blocks(problem: Problem, block: Ints) -> Blocks:
     pairs = np.stack([g.use_tensor, block[g.use_dst]], axis=1)
     pairs = np.unique(pairs[pairs[:, 1] != src[pairs[:, 0]]], axis=0)
     merged: dict[bytes, int] = {}
-    io, ptr, users, producer = [], [0], [], []
+    io: list[Floats] = []
+    users: list[Ints] = []
+    producer, ptr = [], [0]
     begin = np.searchsorted(pairs[:, 0], np.arange(g.num_tensors + 1))
     for t in np.unique(pairs[:, 0]):
         used_by = pairs[begin[t] : begin[t + 1], 1]

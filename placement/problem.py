@@ -81,7 +81,7 @@ class Problem:
 
     @cached_property
     def loaded_s(self) -> Floats:
-        """float64 ``[N, D]`` seconds while the other devices are busy (``compute_s`` if unknown)."""
+        """float64 ``[N, D]`` seconds while other devices are busy (``compute_s`` if unknown)."""
         loaded = self.profile.loaded_s
         return self.compute_s if loaded is None else np.maximum(loaded, self.compute_s)
 
@@ -314,7 +314,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
 
 
 def balance_bound(seconds: Sequence[Sequence[float]] | Floats) -> float:
-    """Optimum of: spread each row of ``[G, D]`` seconds over the devices, minimise the largest load.
+    """Least largest load when each row of ``[G, D]`` seconds is spread over the devices.
 
     Summed up from the ``balance_prices``, so that it holds whatever a solver's tolerance.
     """
@@ -359,7 +359,7 @@ def _two_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
     best = int(np.argmax(value)) if len(value) else -1
     extremes = (only[0] / count[0], only[1] / count[1])
     if best < 0 or max(extremes) > value[best]:
-        return np.array([1.0 / count[0], 0.0] if extremes[0] > extremes[1] else [0.0, 1.0 / count[1]])
+        return np.where(np.arange(2) == np.argmax(extremes), 1.0 / count, 0.0)
     return np.array([ratio[best], 1.0]) / (ratio[best] * count[0] + count[1])
 
 

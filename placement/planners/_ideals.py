@@ -1,8 +1,12 @@
 """Numba kernels of ``ideal_dp``: the downward-closed sets of a DAG, and stages between them.
 
-Items are numbered topologically. An ideal is a number; ``link_node`` and ``link_ideal`` list,
-sorted by item, which item may be added to it and which ideal that gives.
+Items are numbered topologically, and ideals too. ``links`` int32 ``[L, 2]`` lists, for an ideal
+and sorted by item, which item may be added to it and which ideal that gives;
+``spans`` int32 ``[I, 3]`` says where an ideal's links begin and end, and its largest item
+there (-1 if none).
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -15,7 +19,8 @@ def _grown(a, size):
     """A copy of ``a`` with room for ``size`` rows, or ``a`` if it has it."""
     if size <= len(a):
         return a
-    more = np.empty((max(size, 2 * len(a)),) + a.shape[1:], a.dtype)
+    rows = (max(size, 2 * len(a)),)
+    more = np.empty(rows + a.shape[1:], a.dtype)
     more[: len(a)] = a
     return more
 
@@ -27,8 +32,8 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
     Each is reached from one it extends by an item and found again in a hash table: its hash is
     the exclusive or of its items' ``code``. Returns the number of ideals, 0 when they would
     need more than ``memory_bytes`` at ``bytes_each`` and eight per link; then ``bits``
-    uint64 ``[I, W]``, ``link_ptr [I + 1]``, ``link_node``, ``link_ideal``, and the ideal and
-    the item that each was first made of.
+    uint64 ``[I, W]``, ``spans``, ``links``, and the ideal and the item that each was first
+    made of.
     """
     num_items = len(succ_ptr) - 1
     words = (num_items + 63) >> 6
@@ -42,13 +47,12 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
     hashes = np.zeros(room, np.uint64)
     origin = np.zeros(room, np.int32)
     added = np.zeros(room, np.int32)
-    link_ptr = np.zeros(room + 1, np.int64)
-    link_node = np.empty(4 * room, np.int32)
-    link_ideal = np.empty(4 * room, np.int32)
+    spans = np.zeros((room, 3), np.int32)
+    links = np.empty((4 * room, 2), np.int32)
     table = np.full(4 * room, -1, np.int32)
     frontier = np.empty(num_items, np.int32)
     count = 1
-    links = 0
+    num_links = 0
     bits[0] = 0
     table[0] = 0
     i = 0
@@ -63,9 +67,9 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
         else:
             u = added[i]
             o = origin[i]
-            for k in range(link_ptr[o], link_ptr[o + 1]):
-                if link_node[k] != u:
-                    frontier[size] = link_node[k]
+            for k in range(spans[o, 0], spans[o, 1]):
+                if links[k, 0] != u:
+                    frontier[size] = links[k, 0]
                     size += 1
             for k in range(succ_ptr[u], succ_ptr[u + 1]):
                 v = succ[k]
@@ -81,11 +85,11 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
                         at -= 1
                     frontier[at] = v
                     size += 1
-        link_ptr = _grown(link_ptr, i + 2)
-        link_ptr[i] = links
-        link_ptr[i + 1] = links + size
-        link_node = _grown(link_node, links + size)
-        link_ideal = _grown(link_ideal, links + size)
+        spans = _grown(spans, i + 1)
+        spans[i, 0] = num_links
+        spans[i, 1] = num_links + size
+        spans[i, 2] = frontier[size - 1] if size else -1
+        links = _grown(links, num_links + size)
         for k in range(size):
             v = frontier[k]
             word = v >> 6
@@ -110,8 +114,8 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
                         break
                 slot = (slot + 1) & mask
             if found < 0:
-                if (count + 1) * bytes_each + 8 * (links + size) > memory_bytes:
-                    return 0, bits, link_ptr, link_node, link_ideal, origin, added
+                if (count + 1) * bytes_each + 8 * (num_links + size) > memory_bytes:
+                    return 0, bits, spans, links, origin, added
                 found = count
                 count += 1
                 bits = _grown(bits, count)
@@ -132,11 +136,11 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
                         while table[slot] >= 0:
                             slot = (slot + 1) & mask
                         table[slot] = j
-            link_node[links + k] = v
-            link_ideal[links + k] = found
-        links += size
+            links[num_links + k, 0] = v
+            links[num_links + k, 1] = found
+        num_links += size
         i += 1
-    return count, bits, link_ptr, link_node, link_ideal, origin, added
+    return count, bits, spans, links, origin, added
 
 
 @nb.njit(cache=True, nogil=True)
@@ -148,6 +152,7 @@ def add_up(origin, added, weight, total):
 
 @nb.njit(cache=True, nogil=True)
 def extend(
+    spans,
     links,
     costs,
     touches,
@@ -173,10 +178,10 @@ def extend(
 
     Arguments, with ``M`` items, ``K`` kinds of device, ``S`` states, ``H`` tensors, ``Q`` tied
     parameters:
-        links: ``link_ptr``, ``link_node``, ``link_ideal`` of the ideals.
+        spans, links: of the ideals.
         costs: compute ``[M, K]``, bytes ``[M]``, io ``[H, K]``, bytes ``[Q]``.
-        touches: ``touch_ptr``, ``touch``, ``makes``, ``src``, ``num_users``, ``tied_ptr``,
-            ``tied`` of the items, as in ``objective_kernels.move_tables``.
+        touches: ``touch_ptr``, ``touch``, ``tied_ptr``, ``tied`` of the items, as in
+            ``objective_kernels.move_tables``.
         kinds: memory ``[K]``, used ``[S, K]``, count ``[K]``, step ``[K]`` between states.
         remaining: priced work beyond each ideal ``[I]``, price of unused devices ``[S]``.
         value, from_ideal, from_kind: ``[I, S]``, filled in; a kind of ``K + k`` says that the
@@ -184,21 +189,20 @@ def extend(
         best: ``[1]`` only what is better counts; lowered when the full ideal gets better.
         max_steps: stop after the ideal at which this many sets were met.
     """
-    link_ptr, link_node, link_ideal = links
     compute, own_bytes, io_s, tied_bytes = costs
-    touch_ptr, touch, makes, src, num_users, tied_ptr, tied = touches
+    touch_ptr, touch, tied_ptr, tied = touches
     memory, used, count, step = kinds
     work_left, price_left = remaining
     num_items, num_kinds = compute.shape
     num_states = len(used)
-    full = len(link_ptr) - 2
+    full = len(spans) - 1
     live = np.empty(num_states, np.int64)
     usable = np.empty(num_kinds, np.bool_)
     inside = np.zeros(num_items, np.bool_)
-    users = np.zeros(len(src), np.int32)
+    users = np.zeros(len(io_s), np.int32)
     readers = np.zeros(len(tied_bytes), np.int32)
     item = np.empty(num_items + 1, np.int32)
-    at = np.empty(num_items + 1, np.int32)  # ideal
+    first = np.empty(num_items + 1, np.int64)
     next_link = np.empty(num_items + 1, np.int64)
     work = np.zeros((num_items + 1, num_kinds))
     io = np.zeros((num_items + 1, num_kinds))
@@ -232,27 +236,27 @@ def extend(
             continue
         depth = 0
         item[0] = -1
-        at[0] = ideal
-        next_link[0] = link_ptr[ideal + 1]
+        first[0] = spans[ideal, 0]
+        next_link[0] = spans[ideal, 1]
         work[0] = 0.0
         io[0] = 0.0
         held[0] = 0
         while depth >= 0:
             next_link[depth] -= 1
             link = next_link[depth]
-            if link < link_ptr[at[depth]] or link_node[link] <= item[depth]:
+            if link < first[depth] or links[link, 0] <= item[depth]:
                 # All larger sets were met: take the last item out again.
                 u = item[depth]
                 if u >= 0:
                     inside[u] = False
                     for i in range(touch_ptr[u], touch_ptr[u + 1]):
-                        if not makes[i]:
-                            users[touch[i]] -= 1
+                        if not touch[i, 1]:
+                            users[touch[i, 0]] -= 1
                     for i in range(tied_ptr[u], tied_ptr[u + 1]):
                         readers[tied[i]] -= 1
                 depth -= 1
                 continue
-            u = link_node[link]
+            u = links[link, 0]
             bytes_now = held[depth] + own_bytes[u]
             for i in range(tied_ptr[u], tied_ptr[u + 1]):
                 if readers[tied[i]] == 0:
@@ -266,38 +270,24 @@ def extend(
             if not possible:
                 continue
             steps += 1
-            depth += 1
-            here = link_ideal[link]
-            item[depth] = u
-            at[depth] = here
-            next_link[depth] = link_ptr[here + 1]
-            held[depth] = bytes_now
+            here = links[link, 1]
             for k in range(num_kinds):
-                io[depth, k] = io[depth - 1, k]
-            inside[u] = True
+                io[depth + 1, k] = io[depth, k]
             for i in range(touch_ptr[u], touch_ptr[u + 1]):
-                t = touch[i]
+                users_now = users[touch[i, 0]]
                 change = 0  # in how often this set pays for the tensor
-                if makes[i]:  # made here now: sent if used elsewhere, no longer received
-                    if users[t] < num_users[t]:
-                        change += 1
-                    if users[t] > 0:
-                        change -= 1
+                if touch[i, 1]:  # made here now: sent if used elsewhere, no longer received
+                    change = (users_now < touch[i, 3]) - (users_now > 0)
+                elif touch[i, 2] >= 0 and inside[touch[i, 2]]:
+                    change = -(users_now + 1 == touch[i, 3])  # nobody elsewhere uses it any more
                 else:
-                    users[t] += 1
-                    if src[t] >= 0 and inside[src[t]]:
-                        if users[t] == num_users[t]:  # nobody elsewhere uses it any more
-                            change -= 1
-                    elif users[t] == 1:  # received for its first user
-                        change += 1
+                    change = 1 * (users_now == 0)  # received for its first user
                 if change != 0:
                     for k in range(num_kinds):
-                        io[depth, k] += change * io_s[t, k]
-            for i in range(tied_ptr[u], tied_ptr[u + 1]):
-                readers[tied[i]] += 1
+                        io[depth + 1, k] += change * io_s[touch[i, 0], k]
             left = work_left[here]
             for k in range(num_kinds):
-                load = work[depth, k] + io[depth, k]
+                load = work[depth + 1, k] + io[depth + 1, k]
                 if not usable[k] or load >= best[0] or bytes_now > memory[k]:
                     continue
                 for i in range(num_live):
@@ -314,6 +304,19 @@ def extend(
                         from_kind[here, new] = k
                         if here == full and v < best[0]:
                             best[0] = v
+            if spans[here, 2] <= u:
+                continue  # nothing later can be added
+            depth += 1
+            item[depth] = u
+            first[depth] = spans[here, 0]
+            next_link[depth] = spans[here, 1]
+            held[depth] = bytes_now
+            inside[u] = True
+            for i in range(touch_ptr[u], touch_ptr[u + 1]):
+                if not touch[i, 1]:
+                    users[touch[i, 0]] += 1
+            for i in range(tied_ptr[u], tied_ptr[u + 1]):
+                readers[tied[i]] += 1
         if steps >= max_steps:
             return ideal + 1, steps
     return full + 1, steps

@@ -78,40 +78,33 @@ class IdealDp:
                 f"more than max_states = {self.max_states}; use local_search, or raise max_states"
             )
         dp_started = time.perf_counter()
-        best = _Split(_FAR)
-        for order in _orders(b.num_blocks, edges):
-            best = min(best, _linearised(problem, b, order, kinds, deadline), key=_load)
-        linearised_s = best.load_s
-        message = ""
-        sets = 0
-        ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes)
-        if ideals is None:
-            message = f"the ideals need more than memory_bytes = {self.memory_bytes}"
-        else:
-            exact, finished = _solve(problem, b, ideals, kinds, linearised_s, deadline)
-            sets = exact.sets
-            best = min(best, exact, key=_load)
-            if not finished:
-                message = f"seconds = {self.seconds} were over before all stages were seen"
+        linear, exact, message, num_ideals = _Split(), _Split(), "", 0
+        if np.isfinite(kinds.floor_s):
+            orders = _orders(b.num_blocks, edges)
+            linear = min((_linearised(problem, b, o, kinds, deadline) for o in orders), key=_load)
+            ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes)
+            if ideals is None:
+                message = f"the ideals need more than memory_bytes = {self.memory_bytes}"
+            else:
+                num_ideals = ideals.count
+                exact = _solve(problem, b, ideals, kinds, linear.load_s, deadline)
+                if not exact.complete:
+                    message = f"seconds = {self.seconds} were over before all stages were seen"
+        best = min(linear, exact, key=_load)
         ended = time.perf_counter()
-        if message:
-            warnings.warn(
-                f"ideal_dp: {message}; the split is the best found, not proved optimal",
-                RuntimeWarning,
-                stacklevel=2,
-            )
         stats: dict[str, Any] = {
             "seconds": ended - started,
             "dp_seconds": ended - dp_started,
             "evaluations": 1,
             "num_items": b.num_blocks,
-            "ideals": 0 if ideals is None else ideals.count,
-            "sets": sets,
-            "linearised_s": linearised_s if linearised_s < _FAR else np.inf,
+            "ideals": num_ideals,
+            "sets": exact.sets,
+            "linearised_s": linear.load_s if linear.load_s < _FAR else np.inf,
             "contiguous_optimum": not message,
         }
         if message:
-            stats["message"] = message
+            stats["message"] = f"{message}: the best split found, not proved optimal"
+            warnings.warn(f"ideal_dp: {stats['message']}", RuntimeWarning, stacklevel=2)
         bound = lower_bounds(problem)[problem.objective]
         if best.load_s == _FAR:
             stats["infeasible"] = _nothing_fits(problem)
@@ -267,6 +260,7 @@ class _Kinds:
         memory_bytes: int64 ``[K]``.
         price: float64 ``[K]`` of a second (see ``problem.balance_prices``).
         work: float64 ``[M]`` priced seconds of each item.
+        floor_s: no split has a smaller load: all items at these prices, and the heaviest item.
     """
 
     members: list[list[int]]
@@ -275,6 +269,7 @@ class _Kinds:
     memory_bytes: NDArray[np.int64]
     price: Floats
     work: Floats
+    floor_s: float
 
     @property
     def num_states(self) -> int:
@@ -295,14 +290,19 @@ def _kinds(problem: Problem, b: Blocks) -> _Kinds:
     first = [group[0] for group in members.values()]
     count = np.array([len(group) for group in members.values()], np.int64)
     step = [math.prod(int(c) + 1 for c in count[:k]) for k in range(len(count))]
-    prices = balance_prices(b.compute_s)
+    fits = b.own_bytes[:, None] <= problem.memory_bytes
+    alone = np.where(fits, b.compute_s, np.inf)
+    prices = balance_prices(alone)
+    work = priced(alone, prices)
+    floor_s = max(float(alone.min(axis=1).max()), float(work.sum())) * (1 - 1e-12)
     return _Kinds(
         members=list(members.values()),
         count=count,
         step=np.array([min(s, 2**62) for s in step], np.int64),
         memory_bytes=problem.memory_bytes[first],
         price=prices[first],
-        work=priced(b.compute_s, prices),
+        work=work,
+        floor_s=floor_s,
     )
 
 
@@ -315,9 +315,8 @@ class _Ideals:
     """
 
     count: int
-    link_ptr: NDArray[np.int64]
-    link_node: Ints
-    link_ideal: Ints
+    spans: Ints
+    links: Ints
     work_s: Floats
     bits: NDArray[np.uint64] | None = None
 
@@ -331,11 +330,15 @@ class _Ideals:
 
 @dataclass(frozen=True, eq=False)
 class _Split:
-    """A chain of stages (kind of device, items) and its largest load; ``_FAR`` if there is none."""
+    """A chain of stages and its largest load (``_FAR`` if there is none).
 
-    load_s: float
+    ``sets`` were met to find it; ``complete`` tells whether all that matter were.
+    """
+
+    load_s: float = _FAR
     stages: list[Stage] = field(default_factory=list)
     sets: int = 0
+    complete: bool = True
 
 
 def _load(split: _Split) -> float:
@@ -355,14 +358,14 @@ def _enumerate(n: int, edges: Edges, kinds: _Kinds, memory_bytes: int) -> _Ideal
     bytes_each = 8 * (-(-n // 64)) * 2 + 56 + 13 * kinds.num_states
     code = np.random.default_rng(0).integers(0, 2**64, n, dtype=np.uint64)
     before, after = _csr(n, [(b, a) for a, b in edges]), _csr(n, list(edges))
-    count, bits, ptr, node, ideal, origin, added = _ideals.enumerate_ideals(
+    count, bits, spans, links, origin, added = _ideals.enumerate_ideals(
         *before, *after, code, bytes_each, memory_bytes
     )
     if count == 0:
         return None
     work_s = np.zeros(count)
     _ideals.add_up(origin[:count], added[:count], kinds.work, work_s)
-    return _Ideals(count, ptr[: count + 1], node, ideal, work_s, bits[:count])
+    return _Ideals(count, spans[:count], links, work_s, bits[:count])
 
 
 def _orders(n: int, edges: Edges) -> Iterator[NDArray[np.intp]]:
@@ -400,14 +403,14 @@ def _linearised(
     in_order = replace(kinds, work=kinds.work[order])
     prefixes = _Ideals(
         count=n + 1,
-        link_ptr=np.minimum(np.arange(n + 2), n),
-        link_node=np.arange(n, dtype=np.int32),
-        link_ideal=np.arange(1, n + 1, dtype=np.int32),
+        spans=np.array([[i, i + 1, i] for i in range(n)] + [[n, n, -1]], np.int32),
+        links=np.array([[i, i + 1] for i in range(n)], np.int32),
         work_s=np.append(0.0, np.cumsum(in_order.work)),
     )
     least = prefixes.work_s[-1]
+    split = _Split()
     for guess in (1.2 * least, 2 * least, 8 * least, _FAR):
-        split, _ = _solve(problem, line, prefixes, in_order, guess, deadline)
+        split = _solve(problem, line, prefixes, in_order, guess, deadline)
         if split.load_s < _FAR:
             break
     return replace(split, stages=[(kind, order[items]) for kind, items in split.stages])
@@ -415,10 +418,10 @@ def _linearised(
 
 def _solve(
     problem: Problem, b: Blocks, ideals: _Ideals, kinds: _Kinds, below_s: float, deadline: float
-) -> tuple[_Split, bool]:
-    """The best split whose load is below ``below_s``, and whether the search was finished."""
+) -> _Split:
+    """The best split whose load is below ``below_s``."""
     tables = move_tables(problem, b)
-    touches = (*tables[1:6], *tables[8:10])
+    touches = (*tables[1:3], *tables[5:7])
     devices = [group[0] for group in kinds.members]
     costs = (
         np.ascontiguousarray(b.compute_s[:, devices]),
@@ -432,13 +435,15 @@ def _solve(
     left = np.maximum(total - ideals.work_s - 1e-9 * total, 0.0)
     shape = (ideals.count, kinds.num_states)
     value = np.full(shape, np.inf)
-    value[0, 0] = 0.0
+    # Below what no split can beat, loads need not be told apart: fewer devices then win.
+    value[0, 0] = kinds.floor_s
     from_ideal, from_kind = np.zeros(shape, np.int32), np.zeros(shape, np.int8)
     best = np.array([below_s])
     at = sets = 0
     while at < ideals.count and (at == 0 or time.perf_counter() < deadline):
         at, met = _ideals.extend(
-            (ideals.link_ptr, ideals.link_node, ideals.link_ideal),
+            ideals.spans,
+            ideals.links,
             costs,
             touches,
             (kinds.memory_bytes, used, kinds.count, kinds.step),
@@ -451,10 +456,10 @@ def _solve(
             _STEPS,
         )
         sets += met
-    finished = at >= ideals.count
+    complete = at >= ideals.count
     state = int(value[-1].argmin())
     if not value[-1, state] < below_s:
-        return _Split(_FAR, sets=sets), finished
+        return _Split(sets=sets, complete=complete)
     stages: list[Stage] = []
     load_s, here = float(value[-1, state]), ideals.count - 1
     while here > 0:
@@ -465,7 +470,7 @@ def _solve(
         before = int(from_ideal[here, state])
         stages.append((kind, ideals.between(before, here)))
         here, state = before, state - int(kinds.step[kind])
-    return _Split(load_s, stages[::-1], sets), finished
+    return _Split(load_s, stages[::-1], sets, complete)
 
 
 def _placement(item: Ints, kinds: _Kinds, stages: list[Stage]) -> Ints:
