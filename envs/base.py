@@ -51,7 +51,7 @@ class Rules(Protocol):
 class PlacementEnv(gym.Env[Observation, Any]):
     """One episode of some ``Rules`` as a Gymnasium environment (see its subclasses)."""
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}
 
     def __init__(self, rules: Rules, render_mode: str | None) -> None:
         if render_mode not in (None, "ansi"):
@@ -106,9 +106,11 @@ class PlacementEnv(gym.Env[Observation, Any]):
             return "no placement yet: finish an episode first\n"
         from placement.report.gantt import text_gantt
 
-        problem, placement = self._last
+        number, placement = self._last
+        problem = self.problems.problems[number]
         try:
-            timeline = simulate(self.problems.problems[problem], placement)
+            num_microbatches = 1 if problem.objective == "latency" else None
+            timeline = simulate(problem, placement, num_microbatches=num_microbatches)
         except ProblemError as error:
             return f"the last placement cannot run: {error}\n"
         return text_gantt(timeline, 100)
