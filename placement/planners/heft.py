@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
 
 import numpy as np
 
+from placement.planners._list_schedule import ListSchedule
 from placement.planners._search import Search
 from placement.problem import Problem, Solution
-from placement.simulator import host_of
 
 
 @dataclass(frozen=True)
@@ -29,80 +28,8 @@ class Heft:
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
-        choice, makespan = _schedule(problem)
-        search.costs(choice)
-        return search.solution(makespan_s=makespan)
-
-
-def _schedule(problem: Problem) -> tuple[np.ndarray, float]:
-    """The device of each group int32 ``[G]``, and the makespan of HEFT's schedule."""
-    g, num_devices = problem.graph, problem.num_devices
-    devices = range(num_devices)
-    host, shares_host = host_of(problem)
-    seconds = problem.compute_s
-    group_seconds = problem.group_compute_s
-    params = _params_of_groups(problem)
-    held = np.zeros((num_devices, len(g.param_bytes)), bool)
-    choice = np.full(g.num_groups, -1, np.int32)
-    finish = np.zeros(g.num_ops)
-    begins: list[list[float]] = [[] for _ in devices]  # of the busy intervals, sorted
-    ends: list[list[float]] = [[] for _ in devices]
-
-    def ready(op: int, device: int) -> float:
-        """When the last input of ``op`` is on ``device``."""
-        latest = 0.0
-        for tensor in g.in_tensor[g.in_ptr[op] : g.in_ptr[op + 1]]:
-            src = g.tensor_src[tensor]
-            if src >= 0:
-                sent = finish[src] + problem.transfer_s(tensor, choice[g.group[src]], device)
-            elif shares_host[device]:
-                sent = 0.0
-            else:
-                sent = problem.transfer_s(tensor, host, device)
-            latest = max(latest, sent)
-        return latest
-
-    for op in np.argsort(problem.priority):
-        group = g.group[op]
-        if choice[group] >= 0:
-            able = [int(choice[group])]
-        else:
-            able = [d for d in devices if np.isfinite(group_seconds[group, d])]
-            need = [g.param_bytes[held[d] | params[group]].sum() for d in able]
-            fits = [d for d, x in zip(able, need, strict=True) if x <= problem.memory_bytes[d]]
-            able = fits or able
-        starts = [_gap(begins[d], ends[d], ready(op, d), seconds[op, d]) for d in able]
-        first = choice[group] < 0
-        # For a group that is placed already there is one device, and nothing to compare.
-        reach = [
-            s + (group_seconds[group, d] if first else 0.0)
-            for s, d in zip(starts, able, strict=True)
-        ]
-        best = int(np.argmin(reach))
-        device, start = able[best], starts[best]
-        choice[group] = device
-        held[device] |= params[group]
-        finish[op] = start + seconds[op, device]
-        at = bisect.bisect_right(begins[device], start)
-        if finish[op] > start:  # what takes no time occupies nothing
-            begins[device].insert(at, start)
-            ends[device].insert(at, finish[op])
-    return choice, float(finish.max())
-
-
-def _params_of_groups(problem: Problem) -> np.ndarray:
-    """bool ``[G, P]``: which parameters the operators of each group read."""
-    g = problem.graph
-    reads = np.zeros((g.num_groups, len(g.param_bytes)), bool)
-    reads[g.group[g.param_use_op], g.param_use] = True
-    return reads
-
-
-def _gap(begins: list[float], ends: list[float], ready: float, length: float) -> float:
-    """The earliest start >= ``ready`` of ``length`` free seconds between the busy intervals."""
-    at = bisect.bisect_right(ends, ready)  # intervals before ``at`` are over
-    start = ready
-    while at < len(begins) and begins[at] < start + length:
-        start = max(start, ends[at])
-        at += 1
-    return start
+        schedule = ListSchedule(problem)
+        for op in np.argsort(problem.priority):
+            schedule.place_earliest(int(op))
+        search.costs(schedule.choice)
+        return search.solution(makespan_s=schedule.makespan_s)

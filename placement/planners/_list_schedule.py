@@ -1,0 +1,191 @@
+"""A schedule that grows operator by operator: what the list-scheduling planners share."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.planners._search import INFEASIBLE, Choice, Search
+from placement.problem import Problem
+from placement.simulator import host_of
+
+Floats = NDArray[np.float64]
+
+
+class ListSchedule:
+    """Operators placed so far, and when they run; transfers do not wait for each other.
+
+    A colocation group is fixed to the device of its first operator. Operators must be placed
+    after those they depend on.
+
+    Attributes:
+        choice: int32 ``[G]`` device of each group, -1 where none yet.
+        finish_s: float64 ``[N]`` end of each placed operator.
+        free_s: float64 ``[D]`` end of the last operator of each device.
+    """
+
+    def __init__(self, problem: Problem, activations: int = 0) -> None:
+        """``activations``: how often a device must hold what its groups produce (see ``fits``)."""
+        self.problem = problem
+        self.choice: Choice = np.full(problem.graph.num_groups, -1, np.int32)
+        self.finish_s = np.zeros(problem.num_ops)
+        self.free_s = np.zeros(problem.num_devices)
+        self.memory = Memory(problem, activations)
+        self._host, self._shares_host = host_of(problem)
+        self._begins: list[list[float]] = [[] for _ in range(problem.num_devices)]
+        self._ends: list[list[float]] = [[] for _ in range(problem.num_devices)]
+
+    @property
+    def makespan_s(self) -> float:
+        """End of the last operator."""
+        return float(self.finish_s.max())
+
+    def able(self, op: int) -> list[int]:
+        """Devices that ``op`` may go to: its group's, or those with support and (if any) room."""
+        group = int(self.problem.graph.group[op])
+        if self.choice[group] >= 0:
+            return [int(self.choice[group])]
+        return self.memory.able(group)
+
+    def ready_s(self, op: int, device: int) -> float:
+        """When the last input of ``op`` is on ``device``."""
+        g, problem = self.problem.graph, self.problem
+        latest = 0.0
+        for tensor in g.in_tensor[g.in_ptr[op] : g.in_ptr[op + 1]]:
+            src = g.tensor_src[tensor]
+            if src >= 0:
+                sent = self.finish_s[src]
+                sent += problem.transfer_s(tensor, self.choice[g.group[src]], device)
+            elif self._shares_host[device]:
+                sent = 0.0
+            else:
+                sent = problem.transfer_s(tensor, self._host, device)
+            latest = max(latest, sent)
+        return latest
+
+    def start_s(self, op: int, device: int) -> float:
+        """Start of ``op`` on ``device`` in the earliest gap that is long enough."""
+        ready, length = self.ready_s(op, device), self.problem.compute_s[op, device]
+        begins, ends = self._begins[device], self._ends[device]
+        at = bisect.bisect_right(ends, ready)  # intervals before ``at`` are over
+        start = ready
+        while at < len(begins) and begins[at] < start + length:
+            start = max(start, ends[at])
+            at += 1
+        return start
+
+    def reach_s(self, op: int, device: int, start: float) -> float:
+        """What to compare devices by: the end of ``op`` there, or of its whole group.
+
+        Where ``op`` is the first of its group, the seconds of the others follow it: they will
+        have to run on the same device.
+        """
+        group = self.problem.graph.group[op]
+        first = self.choice[group] < 0
+        seconds = self.problem.group_compute_s[group] if first else self.problem.compute_s[op]
+        return float(start + seconds[device])
+
+    def place(self, op: int, device: int, start: float) -> None:
+        """Run ``op`` on ``device`` from ``start``, and fix its group there."""
+        group = int(self.problem.graph.group[op])
+        if self.choice[group] < 0:
+            self.choice[group] = device
+            self.memory.hold(group, device)
+        end = start + self.problem.compute_s[op, device]
+        self.finish_s[op] = end
+        self.free_s[device] = max(self.free_s[device], end)
+        if end > start:  # what takes no time occupies nothing
+            at = bisect.bisect_right(self._begins[device], start)
+            self._begins[device].insert(at, start)
+            self._ends[device].insert(at, end)
+
+    def place_earliest(self, op: int, extra_s: Floats | None = None) -> None:
+        """Place ``op`` where ``reach_s`` (plus ``extra_s[device]``) is least."""
+        able = self.able(op)
+        starts = [self.start_s(op, d) for d in able]
+        reach = [self.reach_s(op, d, s) for d, s in zip(able, starts, strict=True)]
+        if extra_s is not None:
+            reach = [r + extra_s[d] for d, r in zip(able, reach, strict=True)]
+        best = int(np.argmin(reach))
+        self.place(op, able[best], starts[best])
+
+
+class Memory:
+    """Bytes each device holds while groups are placed on it one by one.
+
+    A group needs its parameters (tied ones once per device) and ``activations`` times the
+    tensors it produces, those that share memory once.
+    """
+
+    def __init__(self, problem: Problem, activations: int = 0) -> None:
+        g = problem.graph
+        self._allowed = np.isfinite(problem.group_compute_s)
+        self._capacity = problem.memory_bytes
+        self._param_bytes = g.param_bytes
+        self._held = np.zeros((problem.num_devices, len(g.param_bytes)), bool)
+        self._used = np.zeros(problem.num_devices, np.int64)
+        self._produced = activations * produced_bytes(problem)
+        pairs = np.unique(np.stack([g.group[g.param_use_op], g.param_use], axis=1), axis=0)
+        cuts = np.searchsorted(pairs[:, 0], np.arange(1, g.num_groups))
+        self._params = np.split(pairs[:, 1], cuts)
+
+    def need(self, group: int, device: int) -> int:
+        """Bytes on ``device`` if ``group`` went there too."""
+        new = self._params[group][~self._held[device, self._params[group]]]
+        return int(self._used[device] + self._param_bytes[new].sum() + self._produced[group])
+
+    def able(self, group: int) -> list[int]:
+        """Devices that can run ``group``: those with room, or all of them where none has."""
+        can = [int(d) for d in np.flatnonzero(self._allowed[group])]
+        room = [d for d in can if self.need(group, d) <= self._capacity[d]]
+        return room or can
+
+    def hold(self, group: int, device: int) -> None:
+        """``group`` is on ``device`` from now on."""
+        self._used[device] = self.need(group, device)
+        self._held[device, self._params[group]] = True
+
+
+def produced_bytes(problem: Problem) -> NDArray[np.int64]:
+    """int64 ``[G]``: the tensors that the operators of each group produce, views left out."""
+    g = problem.graph
+    total = np.zeros(g.num_groups, np.int64)
+    own = np.flatnonzero((g.tensor_src >= 0) & (g.tensor_root == np.arange(g.num_tensors)))
+    np.add.at(total, g.group[g.tensor_src[own]], g.tensor_bytes[own])
+    return total
+
+
+def first_that_fits(search: Search, plan: Callable[[int], Choice]) -> None:
+    """Score ``plan(activations)`` until one fits: activations are not counted, then once, ...
+
+    How long a tensor lives depends on the schedule, so a planner begins with parameters alone;
+    where the simulator finds that too optimistic, it counts what is produced in one
+    micro-batch, then in every micro-batch in flight.
+    """
+    problem = search.problem
+    flights = problem.max_in_flight if problem.objective == "period" else 1
+    counts = [0, 1, flights] if problem.memory_may_bind else [0]
+    for activations in dict.fromkeys(counts):
+        search.costs(plan(activations))
+        if search.best_cost < INFEASIBLE:
+            return
+
+
+def ready_order(problem: Problem, priority: Floats) -> Iterator[int]:
+    """Every operator, each time the ready one of highest ``priority`` float64 ``[N]``."""
+    g = problem.graph
+    missing = np.bincount(g.edges[:, 1], minlength=problem.num_ops)
+    start = np.searchsorted(g.edges[:, 0], np.arange(problem.num_ops + 1))
+    heap = [(-priority[n], int(n)) for n in np.flatnonzero(missing == 0)]
+    heapq.heapify(heap)
+    while heap:
+        op = heapq.heappop(heap)[1]
+        yield op
+        for n in g.edges[start[op] : start[op + 1], 1]:
+            missing[n] -= 1
+            if missing[n] == 0:
+                heapq.heappush(heap, (-priority[n], int(n)))

@@ -1,0 +1,115 @@
+"""Contiguous ranges of operators, balanced over unlike accelerators, without running anything."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.planners._list_schedule import first_that_fits, produced_bytes
+from placement.planners._search import Choice, Search, device_classes
+from placement.problem import Problem, Solution
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class BalancedSplit:
+    """Static balanced split (Wang et al., Computer Engineering and Science 42(9), 2020).
+
+    The operators in their order are cut into one range per device so that the slowest range
+    takes the least seconds; only work and memory are looked at, never transfers. For one order
+    of the devices the least time is found by bisection: every device in turn takes as many
+    operators as fit into that time and into its memory.
+
+    Deviations: seconds are those of the profile, which for an unmeasured model are predicted
+    from its static description (the paper divides operations by peak rates); every order of
+    the devices is tried, those that may be swapped count as one, while there are at most
+    ``max_orders``, and otherwise the cluster's order alone; a colocation group is placed whole,
+    at its first operator; an operator that breaks a range because no device there can run it
+    leaves the split unbalanced: it goes to the first device that can.
+
+    Attributes:
+        max_orders: of the devices.
+    """
+
+    max_orders: int = 120
+
+    def __call__(self, problem: Problem) -> Solution:
+        search = Search(problem)
+        orders = _orders(device_classes(problem), self.max_orders)
+        split_s = np.inf
+
+        def plan(activations: int) -> Choice:
+            nonlocal split_s
+            need = _bytes(problem, activations)
+            found = [(*_split(problem, order, need), order) for order in orders]
+            split_s, choice, _ = min(found, key=lambda f: (f[0], f[2]))
+            return choice
+
+        first_that_fits(search, plan)
+        return search.solution(split_s=split_s, num_orders=len(orders))
+
+
+def _orders(classes: NDArray[np.int32], limit: int) -> list[tuple[int, ...]]:
+    """Orders of the devices that differ, the cluster's own first; it alone if beyond ``limit``."""
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for order in itertools.permutations(range(len(classes))):
+        found.setdefault(tuple(classes[list(order)]), order)
+        if len(found) > limit or (len(classes) > 8 and len(found) > 1):
+            return [tuple(range(len(classes)))]
+    return list(found.values())
+
+
+def _bytes(problem: Problem, activations: int) -> NDArray[np.int64]:
+    """int64 ``[G]``: parameters (a tied one at its first group) and what is produced."""
+    g = problem.graph
+    need = activations * produced_bytes(problem)
+    first = np.full(len(g.param_bytes), g.num_groups)
+    np.minimum.at(first, g.param_use, g.group[g.param_use_op])
+    used = first < g.num_groups
+    np.add.at(need, first[used], g.param_bytes[used])
+    return need
+
+
+def _split(
+    problem: Problem, order: tuple[int, ...], need: NDArray[np.int64]
+) -> tuple[float, Choice]:
+    """The least time of the slowest range, inf if there is no split, and the choice."""
+    groups = problem.group_compute_s
+    count = len(groups)
+    finite = np.isfinite(groups)
+    elapsed = np.vstack([np.zeros(len(order)), np.where(finite, groups, 0.0).cumsum(axis=0)])
+    held = np.append(0, need.cumsum())
+    broken = np.vstack([np.zeros(len(order), int), (~finite).cumsum(axis=0)])
+
+    def cuts(limit_s: float) -> list[int]:
+        """Where the range of each device of ``order`` ends."""
+        at, ends = 0, []
+        for d in order:
+            time_end = np.searchsorted(elapsed[:, d], elapsed[at, d] + limit_s, "right")
+            room_end = np.searchsorted(held, held[at] + problem.memory_bytes[d], "right")
+            able_end = np.searchsorted(broken[:, d], broken[at, d], "right")
+            at = max(at, min(int(time_end), int(room_end), int(able_end)) - 1)
+            ends.append(at)
+        return ends
+
+    high = float(elapsed[-1].max()) * (1 + 1e-9)
+    feasible = cuts(high)[-1] == count
+    if feasible:
+        low = 0.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            if cuts(middle)[-1] == count:
+                high = middle
+            else:
+                low = middle
+    ends = cuts(high)
+    choice = np.full(count, -1, np.int32)
+    for d, begin, end in zip(order, [0, *ends], ends, strict=False):
+        choice[begin:end] = d
+    left = choice < 0
+    choice[left] = finite[left].argmax(axis=1)
+    return (high if feasible else np.inf), choice

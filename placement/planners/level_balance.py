@@ -1,0 +1,68 @@
+"""Topological levels, each balanced over the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.planners._list_schedule import Memory, first_that_fits
+from placement.planners._search import Choice, Search
+from placement.problem import Problem, Solution
+
+
+@dataclass(frozen=True)
+class LevelBalance:
+    """Level balance (Wang et al., J. Frontiers of Computer Science and Technology 18(1), 2024).
+
+    The level of an operator is the length of the longest path to it. Level by level, longest
+    operator first, each goes to the device whose load *in this level* stays least; the load is
+    compute plus the transfers of inputs that are elsewhere.
+
+    Deviations: a colocation group is placed whole, at its first level; unlike devices have
+    their own seconds; of devices that are equally good the one with the smaller total load
+    wins. The paper's automatic pipelines are the runtime's business.
+    """
+
+    def __call__(self, problem: Problem) -> Solution:
+        search = Search(problem)
+        level = levels(problem)
+        first_that_fits(search, lambda activations: _balance(problem, level, activations))
+        return search.solution(num_levels=int(level.max()) + 1)
+
+
+def levels(problem: Problem) -> NDArray[np.int32]:
+    """int32 ``[N]``: number of edges on the longest path from an entry to each operator."""
+    level = np.zeros(problem.num_ops, np.int32)
+    edges = problem.graph.edges
+    for src, dst in edges[np.argsort(edges[:, 1], kind="stable")]:
+        level[dst] = max(level[dst], level[src] + 1)
+    return level
+
+
+def _balance(problem: Problem, level: NDArray[np.int32], activations: int) -> Choice:
+    g, devices = problem.graph, range(problem.num_devices)
+    memory = Memory(problem, activations)
+    choice = np.full(g.num_groups, -1, np.int32)
+    total = np.zeros(problem.num_devices)
+    longest = problem.group_compute_s.min(axis=1)[g.group]
+    load, current = np.zeros(problem.num_devices), -1
+    for op in np.lexsort((np.arange(problem.num_ops), -longest, level)):
+        group = g.group[op]
+        if choice[group] >= 0:
+            continue
+        if level[op] != current:
+            load, current = np.zeros(problem.num_devices), level[op]
+        cost = problem.group_compute_s[group].copy()
+        for t in g.in_tensor[g.in_ptr[op] : g.in_ptr[op + 1]]:
+            if g.tensor_src[t] >= 0:
+                at = choice[g.group[g.tensor_src[t]]]
+                cost += [problem.transfer_s(t, at, d) for d in devices]
+        able = memory.able(int(group))
+        device = min(able, key=lambda d: (load[d] + cost[d], total[d] + cost[d]))
+        choice[group] = device
+        memory.hold(int(group), device)
+        load[device] += cost[device]
+        total[device] += cost[device]
+    return choice
