@@ -1,1 +1,49 @@
-# being written by another helper: see HELPERS_NOTE.txt
+"""``placement-compare``: every planner on every workload, predicted and measured, in one table."""
+
+from __future__ import annotations
+
+import sys
+
+import hydra
+from omegaconf import DictConfig, ListConfig
+
+from agents.app import AppError, job, launch, make_planner, make_problems, metric_s, save_best
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="compare")
+def app(cfg: DictConfig) -> float:
+    """One comparison; returns the best planner's objective in seconds."""
+    from placement.compare import compare
+    from placement.executor import Executor
+    from placement.report import table
+
+    if not cfg.get("planner"):
+        raise AppError("no planner: add e.g. planner=heft")
+    planners = {str(name): make_planner(node) for name, node in cfg.planner.items()}
+    with job(cfg, "compare") as run:
+        problems = make_problems(run)
+        comparison = compare(
+            problems,
+            planners,
+            cfg.seed if isinstance(cfg.seed, ListConfig) else [cfg.seed],
+            out_dir=run.folder,
+            executor=Executor if cfg.execute else None,
+            rounds=cfg.rounds,
+            seconds=cfg.seconds,
+            evaluations=cfg.evaluations,
+            progress=lambda what: run.report(what, None),
+        )
+        run.mirror.comparison(comparison)
+        save_best(run, comparison, problems, planners)
+    table.print_tables(table.tables(comparison))
+    print(f"in {run.folder}: compare.csv, compare.md; per workload plan.json, trace.json, gantt.png")
+    return metric_s(comparison)
+
+
+def main() -> int:
+    """Entry point."""
+    return launch(app)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

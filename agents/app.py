@@ -1,0 +1,334 @@
+"""What the two Hydra commands share: command line and exit codes, problems, run folders."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob
+from hydra.errors import HydraException, InstantiationException
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from placement import cli
+
+if TYPE_CHECKING:
+    from agents.tracking import Mirror
+    from placement.compare import Comparison, Row
+    from placement.problem import Planner, Problem
+
+_OURS = ("placement", "envs", "agents")
+_LISTS = ("workload", "planner")
+_VERSIONS_OF = ("torch", "numpy", "numba", "stable-baselines3", "torch-geometric", "hydra-core")
+
+
+class AppError(ValueError):
+    """The configuration asks for something impossible; the message says what to change."""
+
+
+def launch(app: Callable[[], Any]) -> int:
+    """Run a ``hydra.main`` function; returns the exit code, and users' errors are one message.
+
+    The environment variable ``HYDRA_FULL_ERROR=1`` shows where an error comes from.
+    """
+    wants_traceback = bool(os.environ.get("HYDRA_FULL_ERROR"))
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors itself and exits with 1
+    # Workers bring their own threads; spinning ones of this process would only disturb them.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    warnings.showwarning = lambda message, *_, **__: cli.say(f"warning: {message}")
+    try:
+        from placement.ownership import check_packages
+
+        check_packages()
+        sys.argv[1:] = with_lists(sys.argv[1:])
+        app()
+        return cli.OK
+    except KeyboardInterrupt:
+        cli.say("interrupted")
+        return cli.INTERRUPTED
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        if wants_traceback:
+            traceback.print_exc()
+        cli.say(f"error: {message}")
+        return cli.BAD_INPUT
+
+
+def explain(error: Exception) -> str | None:
+    """What to tell the user; None if the error is a mistake of ours."""
+    if isinstance(error, InstantiationException):
+        cause = error.__cause__
+        if cause is not None and type(cause).__module__.partition(".")[0] in _OURS:
+            return str(cause)
+        return f"{error}\n(to see all options and values, add: --cfg job)"
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        cause = f"\n{error.__cause__}" if error.__cause__ else ""
+        return f"{error}{cause}\n(to see all options and values, add: --cfg job)"
+    if isinstance(error, OSError) and error.filename:
+        return (
+            f"cannot use {error.filename}: {error.strerror}; "
+            "another run folder: hydra.run.dir=FOLDER (or hydra.sweep.dir=FOLDER)"
+        )
+    return str(error) if type(error).__module__.partition(".")[0] in _OURS else None
+
+
+def with_lists(argv: Sequence[str]) -> list[str]:
+    """``workload=glob(tiny_*)`` as ``workload=[tiny_cnn,tiny_mlp,...]``, and planners alike.
+
+    To Hydra a glob is a sweep, one job per choice, which is what it stays after ``-m``. Without,
+    it means one job, and one table, of all of them: of all that ``conf/`` holds.
+
+    Raises:
+        AppError: a glob that nothing matches.
+    """
+    if any(arg in ("-m", "--multirun", "hydra.mode=MULTIRUN") for arg in argv):
+        return list(argv)
+    return [_listed(arg) if re.match(r"\w+=glob\(", arg) else arg for arg in argv]
+
+
+def _listed(arg: str) -> str:
+    override = OverridesParser.create().parse_override(arg)
+    group, value = override.key_or_group, override.value()
+    if group not in _LISTS or not isinstance(value, Glob):
+        return arg
+    options = sorted(
+        path.name.removesuffix(".yaml")
+        for path in (resources.files("conf") / group).iterdir()
+        if path.name.endswith(".yaml")
+    )
+    chosen = value.filter(options)
+    if not chosen:
+        raise AppError(f"{arg}: nothing matches; there are {', '.join(options)}")
+    return f"{group}=[{','.join(chosen)}]"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its configuration, its folder, and who is told what."""
+
+    cfg: DictConfig
+    folder: Path
+    mirror: Mirror
+    report: cli.Progress
+
+
+@contextmanager
+def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
+    """The run that Hydra made a folder for, tracked and reported until the block ends.
+
+    Raises:
+        FileError: the folder cannot be written.
+    """
+    from placement.files import write_atomic
+
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    is_sweep = hydra.mode == RunMode.MULTIRUN
+    write_atomic(folder / "versions.json", _versions())
+    tracker = instantiate(cfg.tracker)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    group = Path(hydra.sweep.dir).name if is_sweep else None
+    try:
+        with (
+            tracker.run(folder, config, job_type, group) as mirror,
+            cli.progress() as report,
+        ):
+            yield Job(cfg, folder, mirror, report)
+    except KeyboardInterrupt:
+        again = f"hydra.sweep.dir={hydra.sweep.dir}" if is_sweep else f"hydra.run.dir={folder}"
+        cli.say(f"what is finished is in {folder}; to continue, the same command with {again}")
+        raise
+
+
+def _versions() -> str:
+    import json
+
+    from placement.ownership import DISTRIBUTION
+
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in (DISTRIBUTION, *_VERSIONS_OF):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return json.dumps(found, indent=1)
+
+
+def make_problems(job: Job) -> dict[str, Problem]:
+    """Every workload of the configuration, captured and measured (once: profiles are reused).
+
+    ``<folder>/<workload>/profile.npz`` is a copy of what was used.
+
+    Raises:
+        AppError: no workload, or a cluster that must run and cannot.
+        WorkloadError, CaptureError, ClusterError, ProfileError, ProblemError: see the message.
+    """
+    from placement.measure import load_or_measure
+    from placement.problem import Problem
+    from placement.program import capture
+
+    cfg = job.cfg
+    if not cfg.get("workload"):
+        raise AppError("no workload: add e.g. workload=resnet50")
+    cluster = instantiate(cfg.cluster)
+    described = [d.name for d in cluster.devices if d.like is not None]
+    if described and cfg.get("execute"):
+        raise AppError(
+            f"cluster {cluster.name!r}: {', '.join(described)} cannot run anything, being described "
+            "in terms of other devices; add execute=false"
+        )
+    if ":" in str([node.get("spec") for node in cfg.workload.values()]):
+        sys.path.append(os.getcwd())  # last: it must not hide installed packages
+    problems = {}
+    for name, node in cfg.workload.items():
+        job.report(f"{name}: loading and capturing", None)
+        module, inputs = instantiate(node, _convert_="all")
+        graph = capture(module, inputs, name=str(name))
+
+        def measuring(what: str, share: float, name: Any = name) -> None:
+            job.report(f"{name}: measuring, {what}", share)
+
+        profile = load_or_measure(graph, cluster, repeats=cfg.repeats, progress=measuring)
+        profile.save(job.folder / str(name) / "profile.npz")
+        job.mirror.artifact(f"profile-{name}", "profile", job.folder / str(name) / "profile.npz")
+        problems[str(name)] = Problem(
+            graph,
+            cluster,
+            profile,
+            objective=cfg.objective,
+            num_microbatches=cfg.num_microbatches,
+            max_in_flight=cfg.max_in_flight,
+        )
+    return problems
+
+
+def make_planner(node: DictConfig) -> Planner:
+    """The planner of a node with ``_target_``, its fields of the types that they must have.
+
+    Raises:
+        PlannerError: an option that it does not have, or of another type.
+    """
+    from placement import planners
+
+    target = re.sub(r"\.(\w+)$", r":\1", str(node.get("_target_")))
+    kind = planners.find(target)
+    if not is_dataclass(kind):
+        made: Planner = instantiate(node, _convert_="all")
+        return made
+    options = {str(k): v for k, v in node.items() if k != "_target_"}
+    inner = {
+        k: instantiate(v, _convert_="all") if isinstance(v, DictConfig) else OmegaConf.to_object(v)
+        if OmegaConf.is_config(v)
+        else v
+        for k, v in options.items()
+    }
+    return planners.load(target, **inner)
+
+
+def save_best(
+    job: Job,
+    comparison: Comparison,
+    problems: Mapping[str, Problem],
+    planners: Mapping[str, Planner],
+) -> None:
+    """``plan.json``, ``trace.json`` and ``gantt.png`` of the best placement of every workload."""
+    from placement.compare import CompareError
+    from placement.executor import Executor
+    from placement.plan import make_plan
+    from placement.report import gantt, trace
+    from placement.simulator import simulate
+
+    for name, problem in problems.items():
+        job.report(f"{name}: plan, trace and picture", None)
+        folder = job.folder / name
+        try:
+            best = comparison.best(name)
+        except CompareError as error:
+            cli.say(f"no plan: {error}")
+            continue
+        solution = comparison.solutions[name, best.planner, best.seed]
+        plan = make_plan(
+            problem,
+            solution,
+            planner=best.planner,
+            parameters=_parameters(job.cfg, planners.get(best.planner), best.seed),
+            workload=job.cfg.workload[name].get("spec"),
+            measured=_measured(best),
+        )
+        plan.save(folder / "plan.json")
+        aliases = ("best", "measured") if best.num_rounds else ("best",)
+        job.mirror.artifact(f"plan-{name}", "plan", folder / "plan.json", aliases)
+        timelines = {"predicted": simulate(problem, solution.placement)}
+        if best.num_rounds:
+            timelines["measured"] = Executor(problem).run(solution.placement)
+        trace.write_trace(folder / "trace.json", timelines, problem.graph.op_name)
+        try:
+            gantt.plot_gantt(
+                timelines["predicted"],
+                timelines.get("measured"),
+                folder / "gantt.png",
+                f"{name}, {best.planner}",
+            )
+        except gantt.PlotError as error:
+            cli.say(f"no picture: {error}")
+        else:
+            job.mirror.image(f"gantt/{name}", folder / "gantt.png")
+
+
+def _parameters(cfg: DictConfig, planner: Planner | None, seed: int | None) -> dict[str, Any]:
+    """The planner's fields as ``compare`` set them."""
+    from placement.plan import parameters_of
+
+    known = {f.name for f in fields(planner)} if is_dataclass(planner) else set()
+    given = {"seed": seed, "seconds": cfg.get("seconds"), "evaluations": cfg.get("evaluations")}
+    return parameters_of(planner) | {
+        k: v for k, v in given.items() if k in known and v is not None
+    }
+
+
+def _measured(row: Row) -> Any:
+    from placement.plan import Measured, Spread, now
+
+    if not row.num_rounds:
+        return None
+    assert row.measured_latency_s is not None and row.measured_latency_iqr_s is not None
+    assert row.measured_period_s is not None and row.measured_period_iqr_s is not None
+    return Measured(
+        latency_s=Spread(median_s=row.measured_latency_s, iqr_s=row.measured_latency_iqr_s),
+        period_s=Spread(median_s=row.measured_period_s, iqr_s=row.measured_period_iqr_s),
+        n=row.num_rounds,
+        when=now(),
+        machine=platform.node()[:200],
+    )
+
+
+def metric_s(comparison: Comparison) -> float:
+    """Seconds, what sweepers minimise: the predicted objective of the best planner.
+
+    Geometric mean over workloads; inf where nothing fits. The placements on one device that are
+    rows of every comparison do not count.
+    """
+    from placement.compare import SINGLE
+
+    best: dict[str, float] = {}
+    for row in comparison.rows:
+        if not row.planner.startswith(SINGLE):
+            best[row.workload] = min(row.value_s, best.get(row.workload, np.inf))
+    return float(np.exp(np.mean(np.log(list(best.values())))))
