@@ -150,9 +150,9 @@ def steady_period(finish_s: Floats, busiest_s: ArrayLike = 0.0) -> Floats:
     """Seconds per micro-batch in steady state, float64 ``[...]``.
 
     ``finish_s`` float64 ``[..., M]``: when each micro-batch finished, from the begin of the
-    run. ``busiest_s`` float64 ``[...]``: seconds per micro-batch of the busiest device (0: unknown). It
-    bounds every steady state from below, but not the slope of a short run, which may end
-    in a burst of micro-batches that were started long before.
+    run. ``busiest_s`` float64 ``[...]``: seconds per micro-batch of the busiest device (0:
+    unknown). It bounds every steady state from below, but not the slope of a short run, which
+    may end in a burst of micro-batches that were started long before.
 
     Exact where the gaps of the last half repeat with some pattern of ``k <= M // 4``
     micro-batches (to 1e-9); otherwise the slope over the last half.

@@ -1,0 +1,534 @@
+"""The simulator against timetables drawn by hand, and its kernel against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import problems, random_placement, random_problem
+
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.problem import Problem, ProblemError, lower_bounds
+from placement.profile import Profile
+from placement.schedule import Schedule, ScheduleError
+from placement.simulator import (
+    durations,
+    evaluate,
+    list_schedule,
+    score,
+    simulate,
+    simulate_reference,
+)
+from placement.timeline import Timeline
+
+SIMULATORS = pytest.mark.parametrize("run", [simulate, simulate_reference])
+
+
+def make(
+    seconds: list[list[float]],
+    tensors: list[tuple[int, int, list[int]]],
+    *,
+    kinds: str = "",
+    link_s_per_byte: float = 0.0,
+    latency_s: float = 0.0,
+    blocking: bool = False,
+    channel: str | None = None,
+    graph: dict[str, Any] | None = None,
+    profile: dict[str, Any] | None = None,
+    **problem: Any,
+) -> Problem:
+    """``seconds [N][D]``; a tensor is (producer, bytes, consumers); every link is the same."""
+    n, d = len(seconds), len(seconds[0])
+    uses = [(t, user) for t, (_, _, users) in enumerate(tensors) for user in users]
+    g = OpGraph.build(
+        "drawn",
+        [chr(ord("A") + i) for i in range(n)],
+        [src for src, _, _ in tensors],
+        [size for _, size, _ in tensors],
+        uses,
+        **(graph or {}),
+    )
+    names = [f"d{i}" for i in range(d)]
+    kind = {"c": "cpu", "g": "cuda"}
+    cluster = Cluster(
+        "drawn", tuple(Device(x, kind[k]) for x, k in zip(names, kinds or "c" * d, strict=True))
+    )
+    speed = 1 / link_s_per_byte if link_s_per_byte else np.inf
+    links = tuple(
+        Link(a, b, latency_s, speed, blocking, channel) for a in names for b in names if a != b
+    )
+    compute = np.array(seconds, float)
+    p = Profile(tuple(names), compute, np.zeros((n, d)), links, **(profile or {}))
+    return Problem(g, cluster, p, **problem)
+
+
+def rows(timeline: Timeline) -> list[tuple[int, int, int, int, float, float]]:
+    """Transfers as (tensor, micro-batch, from, to, start, end)."""
+    return [
+        (*map(int, row), float(a), float(b))
+        for row, a, b in zip(
+            timeline.transfers, timeline.transfer_start_s, timeline.transfer_end_s, strict=True
+        )
+    ]
+
+
+@SIMULATORS
+def test_chain_on_two_devices_waits_for_the_transfer(run: Any) -> None:
+    # d0      AA......
+    # d0->d1  ..ttt...     1 s latency + 4 bytes at 2 bytes/s
+    # d1      .....BBB
+    problem = make(
+        [[2, 9], [9, 3]], [(0, 4, [1])], latency_s=1, link_s_per_byte=0.5, num_microbatches=1
+    )
+    timeline = run(problem, [0, 1])
+    assert timeline.start_s.tolist() == [[0, 5]]
+    assert timeline.end_s.tolist() == [[2, 8]]
+    assert rows(timeline) == [(0, 0, 0, 1, 2, 5)]
+    assert timeline.latency_s == timeline.makespan_s == timeline.period_s == 8
+    assert timeline.busy_s.tolist() == [2, 3]
+
+
+@SIMULATORS
+def test_a_tensor_is_sent_once_per_device_however_many_use_it_there(run: Any) -> None:
+    # d0      A....
+    # d0->d1  .tt..
+    # d1      ...BC
+    problem = make(
+        [[1, 1], [1, 1], [1, 1]], [(0, 2, [1, 2])], link_s_per_byte=1, num_microbatches=1
+    )
+    timeline = run(problem, [0, 1, 1])
+    assert rows(timeline) == [(0, 0, 0, 1, 1, 3)]
+    assert timeline.start_s.tolist() == [[0, 3, 4]]
+
+
+@SIMULATORS
+@pytest.mark.parametrize("channel, second", [(None, (1, 3)), ("bridge", (3, 5))])
+def test_links_of_one_channel_take_turns(
+    run: Any, channel: str | None, second: tuple[float, float]
+) -> None:
+    # own channels                one channel
+    # d0      A...                d0      A.....
+    # d0->d1  .tt.                d0->d1  .tt...
+    # d0->d2  .uu.                d0->d2  ...uu.
+    # d1      ...B                d1      ...B..
+    # d2      ...C                d2      .....C
+    problem = make(
+        [[1] * 3] * 3,
+        [(0, 2, [1]), (0, 2, [2])],
+        link_s_per_byte=1,
+        channel=channel,
+        num_microbatches=1,
+    )
+    timeline = run(problem, [0, 1, 2])
+    assert rows(timeline) == [(0, 0, 0, 1, 1, 3), (1, 0, 0, 2, *second)]
+    assert timeline.start_s[0].tolist() == [0, 3, second[1]]
+
+
+@SIMULATORS
+@pytest.mark.parametrize("blocking, start_c", [(False, 1), (True, 3)])
+def test_a_blocking_link_keeps_the_sender_busy(run: Any, blocking: bool, start_c: float) -> None:
+    # asynchronous                blocking
+    # d0      AC..                d0      Att C   (t: the worker copies)
+    # d0->d1  .tt.                d0->d1  .tt.
+    # d1      ...B                d1      ...B
+    problem = make(
+        [[1, 1]] * 3, [(0, 2, [1])], link_s_per_byte=1, blocking=blocking, num_microbatches=1
+    )
+    assert run(problem, [0, 1, 0]).start_s.tolist() == [[0, 3, start_c]]
+
+
+@SIMULATORS
+def test_window_bounds_the_micro_batches_in_flight(run: Any) -> None:
+    # window 1                    window 2
+    # d0      A.A.A.              d0      AAA.
+    # d1      .B.B.B              d1      .BBB
+    problem = make([[1, 1], [1, 1]], [(0, 0, [1])], num_microbatches=3, max_in_flight=1)
+    assert run(problem, [0, 1]).start_s.tolist() == [[0, 1], [2, 3], [4, 5]]
+    problem = replace(problem, max_in_flight=2)
+    assert run(problem, [0, 1]).start_s.tolist() == [[0, 1], [1, 2], [2, 3]]
+    assert run(problem, [0, 1]).period_s == 1
+
+
+@SIMULATORS
+def test_highest_upward_rank_runs_first(run: Any) -> None:
+    # ranks: A 1, B 1 + 5, C 5     d0  BCCCCCA
+    problem = make([[1], [1], [5]], [(1, 0, [2])], num_microbatches=1)
+    assert run(problem, [0, 0, 0]).start_s.tolist() == [[6, 0, 1]]
+
+
+@SIMULATORS
+def test_operators_of_equal_rank_run_by_number(run: Any) -> None:
+    problem = make([[1], [1], [1]], [], num_microbatches=1)
+    assert run(problem, [0, 0, 0]).start_s.tolist() == [[0, 1, 2]]
+
+
+@SIMULATORS
+def test_smallest_micro_batch_runs_before_the_highest_rank(run: Any) -> None:
+    # at 1 both B of micro-batch 0 and A (higher rank) of micro-batch 1 are ready
+    # d0  A0 B0 A1 B1
+    problem = make([[1], [1]], [(0, 0, [1])], num_microbatches=2, max_in_flight=2)
+    assert run(problem, [0, 0]).start_s.tolist() == [[0, 1], [2, 3]]
+
+
+@SIMULATORS
+def test_a_late_transfer_does_not_stop_work_that_is_ready(run: Any) -> None:
+    # d0      A.....
+    # d0->d1  .tttt.
+    # d1      C.D..B     D is ready at 2 only because C2 takes 2 s there
+    problem = make(
+        [[1, 1], [1, 1], [9, 2], [9, 1]],
+        [(0, 4, [1]), (2, 0, [3])],
+        link_s_per_byte=1,
+        num_microbatches=1,
+    )
+    timeline = run(problem, [0, 1, 1, 1])
+    assert timeline.start_s.tolist() == [[0, 5, 0, 2]]
+
+
+@SIMULATORS
+def test_a_schedule_is_followed(run: Any) -> None:
+    # d0  A0 A1 B0 B1, and a device whose next entry is not ready waits
+    problem = make([[1], [1]], [(0, 0, [1])], num_microbatches=2, max_in_flight=1)
+    order = np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.int32)
+    timeline = run(problem, [0, 0], Schedule((order,), 2))
+    assert timeline.start_s.tolist() == [[0, 2], [1, 3]]
+    # d0  A0 .. A1     d1 has only B; A1 is ready at 0 but stands behind C0, which needs B0
+    # d1  .. B0
+    problem = make([[1, 1]] * 3, [(0, 0, [1]), (1, 0, [2])], num_microbatches=2)
+    d0 = np.array([[0, 0], [2, 0], [0, 1], [2, 1]], np.int32)
+    d1 = np.array([[1, 0], [1, 1]], np.int32)
+    timeline = run(problem, [0, 1, 0], Schedule((d0, d1), 2))
+    assert timeline.start_s.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    "d0, message",
+    [
+        ([[2, 0], [0, 0]], r"deadlocks: device 0 waits at operator 2 \('C'\) of micro-batch 0"),
+        ([[0, 0]], r"operator 2 \('C'\) of micro-batch 0 is scheduled 0 times"),
+        ([[0, 0], [0, 0], [2, 0]], r"operator 0 \('A'\) of micro-batch 0 is scheduled 2 times"),
+        ([[0, 0], [1, 0], [2, 0]], r"operator 1 \('B'\), which is placed on device 1"),
+        ([[0, 0], [2, 5]], "outside 3 operators x 1"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(d0: list[list[int]], message: str) -> None:
+    problem = make([[1, 1]] * 3, [(0, 0, [1]), (1, 0, [2])])
+    schedule = Schedule((np.array(d0, np.int32), np.array([[1, 0]], np.int32)), 1)
+    with pytest.raises(ScheduleError, match=message):
+        simulate(problem, [0, 1, 0], schedule)
+
+
+def test_a_schedule_for_other_devices_is_refused() -> None:
+    problem = make([[1, 1]], [])
+    with pytest.raises(ScheduleError, match="for 1 devices, problem has 2"):
+        simulate(problem, [0], Schedule((np.zeros((1, 2), np.int32),), 1))
+
+
+@SIMULATORS
+def test_model_inputs_are_sent_to_devices_with_their_own_memory(run: Any) -> None:
+    # cpu->gpu  xx.     d0 and d1 share host memory, d2 does not
+    # d2        ..A
+    problem = make([[1] * 3], [(-1, 4, [0])], kinds="ccg", link_s_per_byte=0.5, num_microbatches=1)
+    timeline = run(problem, [2])
+    assert rows(timeline) == [(0, 0, 0, 2, 0, 2)]
+    assert timeline.start_s.tolist() == [[2]]
+    assert timeline.latency_s == 3  # the transfer is part of it
+    for cpu in (0, 1):
+        timeline = run(problem, [cpu])
+        assert rows(timeline) == []
+        assert timeline.latency_s == 1
+
+
+@SIMULATORS
+def test_a_transfer_matrix_replaces_the_links(run: Any) -> None:
+    matrix = np.full((1, 2, 2), 7.0)  # the diagonal is ignored
+    problem = make([[1, 1], [1, 1]], [(0, 4, [1])], profile={"transfer_s": matrix})
+    assert run(problem, [0, 1], num_microbatches=1).latency_s == 9
+    assert run(problem, [0, 0], num_microbatches=1).latency_s == 2
+
+
+# A reads the input x and makes a; V is a view of a; B reads the view and makes the output b.
+#
+#         0    1    2    3    4
+# d0      A    V    .    .        x [0, 1), a [0, 3) (its view v is being sent until 3)
+# d0->d1  .    .    v    .
+# d1      .    .    .    B        copy of v [2, 4), b [3, 4)
+MEMORY = {
+    "seconds": [[1, 1]] * 3,
+    "tensors": [(-1, 100, [0]), (0, 10, [1]), (1, 10, [2]), (2, 7, [])],
+    "link_s_per_byte": 0.1,
+    "graph": {
+        "tensor_root": [0, 1, 1, 3],
+        "param_bytes": [1000],
+        "param_uses": [(0, 0), (2, 0)],
+        "output_tensor": [3],
+    },
+    "num_microbatches": 1,
+}
+
+
+@SIMULATORS
+def test_memory_with_a_tied_parameter_a_view_and_a_copy(run: Any) -> None:
+    problem = make(**MEMORY)
+    timeline = run(problem, [0, 0, 1])
+    assert rows(timeline) == [(2, 0, 0, 1, 2, 3)]
+    assert timeline.peak_bytes.tolist() == [1000 + 100 + 10, 1000 + 10 + 7]
+    # Everything on d0: the tied parameter counts once, and v costs nothing beside a.
+    assert run(problem, [0, 0, 0]).peak_bytes.tolist() == [1000 + 100 + 10, 0]
+
+
+@SIMULATORS
+def test_memory_counts_the_workspace_of_running_operators(run: Any) -> None:
+    problem = make(**MEMORY, profile={"workspace_bytes": np.array([5, 500, 3])})
+    peak = run(problem, [0, 0, 1]).peak_bytes
+    assert peak.tolist() == [1000 + 10 + 500, 1000 + 10 + 7 + 3]
+
+
+@SIMULATORS
+@pytest.mark.parametrize("outputs, peak", [([], 60), ([0], 50 + 60)])
+def test_outputs_are_kept_until_their_micro_batch_finished(
+    run: Any, outputs: list[int], peak: int
+) -> None:
+    # d0  AB     a (50 bytes) is used by nobody; b has 60 bytes
+    problem = make(
+        [[1], [1]], [(0, 50, []), (1, 60, [])], graph={"output_tensor": outputs}, num_microbatches=1
+    )
+    assert run(problem, [0, 0]).peak_bytes.tolist() == [peak]
+
+
+@SIMULATORS
+def test_memory_grows_with_the_micro_batches_in_flight(run: Any) -> None:
+    # d0  A0 A1 A2 ..      a stays on d0 until it was sent: no links here, so until A ended;
+    # d1  .. B0 B0 B1 ..   the copies wait on d1: two at a time behind a slow B
+    problem = make([[1, 2], [1, 2]], [(0, 10, [1])], num_microbatches=6, max_in_flight=3)
+    assert run(problem, [0, 1]).peak_bytes.tolist() == [10, 30]
+    assert run(replace(problem, max_in_flight=2), [0, 1]).peak_bytes.tolist() == [10, 20]
+    assert run(replace(problem, max_in_flight=1), [0, 1]).peak_bytes.tolist() == [10, 10]
+
+
+def test_devices_slow_each_other_by_the_share_of_time_they_are_busy() -> None:
+    # loads 4 and 2: d1 works half of the time of d0, d0 all the time of d1
+    problem = make([[4, 9], [9, 2]], [], profile={"loaded_s": np.array([[8.0, 9], [9, 4]])})
+    assert durations(problem, np.array([0, 1], np.int32), 2).tolist() == [4 + 0.5 * 4, 2 + 1 * 2]
+    assert durations(problem, np.array([0, 1], np.int32), 1).tolist() == [4, 2]
+    # alone on the machine nothing slows it down
+    assert durations(problem, np.array([0, 0], np.int32), 2).tolist() == [4, 9]
+    assert simulate(problem, [0, 1], num_microbatches=8).period_s == 6
+
+
+def test_a_short_run_that_ends_in_a_burst_is_not_faster_than_its_busiest_device() -> None:
+    # d0  A0 A1 C0 C1     C waits for B, so d0 runs ahead with A1: the two micro-batches
+    # d1  .. B0 B1        finish 1 apart although d0 needs 2 for each
+    problem = make([[1, 1]] * 3, [(0, 0, [1]), (1, 0, [2])], num_microbatches=2, max_in_flight=2)
+    timeline = simulate(problem, [0, 1, 0])
+    assert np.diff(timeline.end_s.max(axis=1)).tolist() == [1]
+    assert timeline.period_s == 2
+    assert evaluate(problem, [0, 1, 0]).period_s.tolist() == [2]
+
+
+def test_values_of_a_batch() -> None:
+    problem = make(
+        [[1, np.inf], [1, 1]], [(0, 1, [1])], link_s_per_byte=1, num_microbatches=8, max_in_flight=4
+    )
+    values = evaluate(problem, [[0, 0], [0, 1], [1, 1]])
+    assert values.latency_s.tolist() == [2, 3, np.inf]
+    assert values.period_s.tolist() == [2, 1, np.inf]
+    assert values.feasible.tolist() == [True, True, False]
+    assert values.peak_bytes is None
+    assert score(problem, [[0, 0], [0, 1], [1, 1]]).tolist() == [2, 1, np.inf]
+    assert score(problem.with_objective("latency"), [0, 1]).tolist() == [3]
+
+
+def test_memory_limits_make_a_placement_infeasible() -> None:
+    problem = make(**MEMORY)
+    tight = replace(
+        problem,
+        cluster=replace(
+            problem.cluster, devices=tuple(Device(x, memory_bytes=1109) for x in ("d0", "d1"))
+        ),
+    )
+    values = evaluate(tight, [[0, 0, 1], [1, 1, 0]])
+    assert values.peak_bytes.tolist() == [[1110, 1017], [1017, 1110]]
+    assert values.feasible.tolist() == [False, False]
+    assert np.isfinite(values.latency_s).all()  # what it would take, were there room
+    assert score(tight, [[0, 0, 1]]).tolist() == [np.inf]
+
+
+@pytest.mark.parametrize(
+    "placement, message",
+    [
+        ([0], r"shape \(1,\), expected \(2,\)"),
+        ([0, 2], r"operator 1 \('B'\) is on device 2; there are 2"),
+        ([1, 0], r"operator 0 \('A'\) cannot run on 'd1'"),
+    ],
+)
+def test_a_placement_that_is_none_is_refused(placement: list[int], message: str) -> None:
+    problem = make([[1, np.inf], [1, 1]], [])
+    with pytest.raises(ProblemError, match=message):
+        simulate(problem, placement)
+
+
+def assert_equal(a: Timeline, b: Timeline, seed: int | None = None) -> None:
+    for what in ("start_s", "end_s", "transfer_start_s", "transfer_end_s"):
+        x, y = getattr(a, what), getattr(b, what)
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12, err_msg=f"{what}, seed {seed}")
+    assert a.transfers.tolist() == b.transfers.tolist(), seed
+    assert a.peak_bytes.tolist() == b.peak_bytes.tolist(), seed
+
+
+def check(problem: Problem, seed: int) -> None:
+    """Kernel equals reference, run by run and as a batch, also for a given order."""
+    p = random_placement(problem, seed)
+    expected = simulate_reference(problem, p)
+    assert_equal(simulate(problem, p), expected, seed)
+    values = evaluate(problem, p)
+    np.testing.assert_allclose(values.period_s[0], expected.period_s, rtol=1e-9)
+    if values.peak_bytes is not None:
+        assert values.peak_bytes[0].tolist() == expected.peak_bytes.tolist()
+
+
+def test_kernel_equals_reference_on_2000_random_problems() -> None:
+    for seed in range(2000):
+        check(random_problem(seed, 1 + seed % 8, unsupported=seed % 3 == 0), seed)
+
+
+@given(problems(grouped=True, unsupported=True), st.integers(0, 100))
+def test_kernel_equals_reference(problem: Problem, seed: int) -> None:
+    check(problem, seed)
+    p = random_placement(problem, seed)
+    order = list_schedule(problem, p, problem.num_microbatches)
+    assert_equal(simulate(problem, p, order), simulate_reference(problem, p, order))
+
+
+@given(problems(), st.integers(0, 100))
+def test_the_list_scheduler_s_order_reproduces_its_timeline_unless_admission_held_it(
+    problem: Problem, seed: int
+) -> None:
+    # A schedule is not held back by the window: with room for all there is none.
+    problem = replace(problem, max_in_flight=problem.num_microbatches)
+    p = random_placement(problem, seed)
+    timeline = simulate(problem, p)
+    again = simulate(problem, p, list_schedule(problem, p, problem.num_microbatches))
+    np.testing.assert_allclose(again.end_s, timeline.end_s, rtol=1e-9)
+
+
+@given(problems(), st.integers(0, 100))
+def test_timelines_obey_the_rules(problem: Problem, seed: int) -> None:
+    p = random_placement(problem, seed)
+    t = simulate(problem, p)
+    g, tiny = problem.graph, 1e-9
+
+    def serial(start: np.ndarray, end: np.ndarray) -> bool:
+        order = np.lexsort((end, start))
+        return bool((start[order][1:] >= end[order][:-1] - tiny).all())
+
+    for d in range(problem.num_devices):
+        assert serial(t.start_s[:, p == d].ravel(), t.end_s[:, p == d].ravel())
+    channel = problem.link_channel[t.transfers[:, 2], t.transfers[:, 3]]
+    for c in range(problem.num_channels):
+        assert serial(t.transfer_start_s[channel == c], t.transfer_end_s[channel == c])
+    arrival = {(x[0], x[1], x[3]): x[5] for x in rows(t)}
+    assert len(arrival) == len(t.transfers)  # sent once
+    for m in range(t.num_microbatches):
+        for tensor, user in zip(g.use_tensor, g.use_dst, strict=True):
+            src = g.tensor_src[tensor]
+            made = t.end_s[m, src] if src >= 0 else 0.0
+            here = src < 0 or p[src] == p[user]
+            at = arrival.get((int(tensor), m, int(p[user])), made if here else np.inf)
+            assert t.start_s[m, user] >= at - tiny
+    first, last = t.start_s.min(axis=1), t.end_s.max(axis=1)
+    for m in range(problem.max_in_flight, t.num_microbatches):
+        assert first[m] >= np.sort(last[:m])[m - problem.max_in_flight] - tiny
+    np.testing.assert_allclose(
+        t.end_s - t.start_s, np.tile(durations(problem, p, t.num_microbatches), (len(last), 1))
+    )
+
+
+@given(problems(grouped=True, unsupported=True), st.integers(0, 100))
+def test_no_placement_is_better_than_the_bounds(problem: Problem, seed: int) -> None:
+    values = evaluate(problem, [random_placement(problem, seed + k) for k in range(4)])
+    bounds = lower_bounds(problem)
+    assert (values.latency_s >= bounds["latency"] * (1 - 1e-9)).all()
+    assert (values.period_s >= bounds["period"] * (1 - 1e-9)).all()
+
+
+@given(problems(), st.integers(0, 100))
+def test_a_batch_is_its_placements_one_by_one(problem: Problem, seed: int) -> None:
+    batch = np.array([random_placement(problem, seed + k) for k in range(5)])
+    values = evaluate(problem, batch)
+    for i, p in enumerate(batch):
+        one = evaluate(problem, p)
+        assert one.latency_s[0] == values.latency_s[i]
+        assert one.period_s[0] == values.period_s[i]
+        if one.peak_bytes is not None:
+            assert one.peak_bytes[0].tolist() == values.peak_bytes[i].tolist()
+
+
+@given(st.integers(0, 2**32 - 1), st.permutations(range(3)))
+def test_equal_devices_may_change_their_names(seed: int, order: list[int]) -> None:
+    rng = np.random.default_rng(seed)
+    base = random_problem(seed, num_devices=3)
+    names = base.cluster.device_names
+    links = tuple(Link(a, b, 0.3, 400.0) for a in names for b in names if a != b)
+    equal = replace(
+        base,
+        cluster=Cluster("equal", tuple(Device(x) for x in names)),
+        profile=Profile(
+            names,
+            np.repeat(base.compute_s[:, :1], 3, axis=1),
+            np.zeros((base.num_ops, 3)),
+            links,
+        ),
+    )
+    p = rng.integers(0, 3, base.num_ops)
+    a, b = evaluate(equal, p), evaluate(equal, np.array(order)[p])
+    np.testing.assert_allclose(a.latency_s, b.latency_s, rtol=1e-12)
+    np.testing.assert_allclose(a.period_s, b.period_s, rtol=1e-12)
+
+
+@given(problems(), st.integers(0, 100))
+def test_twice_the_time_for_everything_takes_twice_the_time(problem: Problem, seed: int) -> None:
+    old = problem.profile
+    links = tuple(
+        replace(x, latency_s=2 * x.latency_s, bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / 2)
+        for x in old.links
+    )
+    double = replace(
+        old,
+        compute_s=2 * old.compute_s,
+        loaded_s=None if old.loaded_s is None else 2 * old.loaded_s,
+        transfer_s=None if old.transfer_s is None else 2 * old.transfer_s,
+        links=links,
+    )
+    p = random_placement(problem, seed)
+    a, b = evaluate(problem, p), evaluate(replace(problem, profile=double), p)
+    np.testing.assert_allclose(b.latency_s, 2 * a.latency_s, rtol=1e-12)
+    np.testing.assert_allclose(b.period_s, 2 * a.period_s, rtol=1e-12)
+
+
+@given(problems(), st.integers(0, 3))
+def test_one_device_takes_the_sum(problem: Problem, device: int) -> None:
+    p = np.full(problem.num_ops, device % problem.num_devices)
+    problem = replace(
+        problem,
+        cluster=replace(
+            problem.cluster, devices=tuple(replace(x, kind="cpu") for x in problem.cluster.devices)
+        ),
+    )
+    total = problem.compute_s[:, p[0]].sum()
+    values = evaluate(problem, p)
+    np.testing.assert_allclose([values.latency_s[0], values.period_s[0]], total, rtol=1e-9)
+
+
+def test_a_wide_graph_of_thousands_of_operators() -> None:
+    # More operators than one word of the ready set's upper level covers (64 * 64).
+    n = 5000
+    problem = make([[1.0]] * n, [(0, 0, list(range(1, n)))], num_microbatches=2)
+    timeline = simulate(problem, np.zeros(n, int))
+    assert timeline.start_s[0].tolist() == list(range(n))
+    assert timeline.start_s[1].tolist() == list(range(n, 2 * n))
