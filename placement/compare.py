@@ -486,7 +486,11 @@ def problem_fingerprint(problem: Problem) -> str:
 
 
 def describe(planner: Any) -> Any:
-    """A planner as JSON: its class and all its parameters, planners inside it included."""
+    """A planner as JSON: its class and all its parameters, planners inside it included.
+
+    Weights of a network, and the content of a file that a parameter names, count by digest: a
+    policy trained further is another planner.
+    """
     if is_dataclass(planner) and not isinstance(planner, type):
         kind = type(planner)
         inside = {f.name: describe(getattr(planner, f.name)) for f in fields(planner) if f.init}
@@ -495,10 +499,21 @@ def describe(planner: Any) -> Any:
         return [describe(x) for x in planner]
     if isinstance(planner, Mapping):
         return {str(k): describe(v) for k, v in planner.items()}
+    if isinstance(planner, np.ndarray):
+        return _digest(planner)
+    if hasattr(planner, "state_dict"):  # a torch module; torch is not imported here
+        weights = {k: v.detach().cpu().numpy() for k, v in planner.state_dict().items()}
+        return {"network": str(planner), "weights": describe(weights)}
+    if isinstance(planner, str | Path) and Path(planner).is_file():
+        return {"file": str(planner), "sha256": _file_digest(Path(planner))}
     if planner is None or isinstance(planner, bool | int | float | str):
         return planner
     name = getattr(planner, "__qualname__", None)
     return f"{planner.__module__}.{name}" if name else str(planner)
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _fields(planner: Planner) -> set[str]:
@@ -558,4 +573,4 @@ def _median_iqr(samples: Iterable[float]) -> tuple[float, float]:
 
 
 def _ratio(base: float | None, value: float | None) -> float | None:
-    return None if base is None or value is None else base / value
+    return None if base is None or not value else base / value

@@ -16,10 +16,9 @@ class FileError(ValueError):
 def write_atomic(path: str | Path, content: str | bytes) -> Path:
     """Write ``content`` (text as UTF-8) beside ``path``, then rename it; folders are made.
 
-    A device or a pipe (``/dev/null``, ``/dev/stdout``) is written to: renaming would replace it.
-
     Raises:
-        FileError: no permission, a read-only or full disk, or a file where a folder should be.
+        FileError: no permission, a read-only or full disk, a file where a folder should be, or a
+            ``path`` that is a folder, a device or a pipe.
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
