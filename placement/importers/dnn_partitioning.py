@@ -65,7 +65,10 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         at[key] = i
         cpu_s.append(number(field(node, "cpuLatency", where), f"{where}: cpuLatency") / 1e3)
         on_acc = number(field(node, "fpgaLatency", where), f"{where}: fpgaLatency") / 1e3
-        acc_s.append(on_acc if _flag(node, "supportedOnFpga", where) else np.inf)
+        supported = _flag(node, "supportedOnFpga", where)
+        if not supported and num_cpus == 0:
+            raise FormatError(f"{where}: supportedOnFpga is false, but maxCPUs is 0")
+        acc_s.append(on_acc if supported else np.inf)
         backward.append(_flag(node, "isBackwardNode", where))
         size.append(math.ceil(number(node.get("size", 0), f"{where}: size")))
         colour = node.get("colorClass")

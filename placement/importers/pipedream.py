@@ -15,8 +15,8 @@ from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 
 # "node7 -- Conv2d(3, 64) -- forward_compute_time=1.0, ... -- stage_id=2"; descriptions may
-# hold anything, so the fields are what follows the last " -- " before them.
-_NODE = re.compile(r"(\S+) -- (.*) -- ([A-Za-z_]+=.*?)(?: -- stage_id=\S*)?$")
+# hold anything, so the fields are what follows the last " -- ", but for a stage.
+_NODE = re.compile(r"(\S+) -- (.*) -- ((?!stage_id)\w+=(?:(?! -- ).)*)(?: -- stage_id=\S*)?$")
 _EDGE = re.compile(r"(\S+) -- (\S+)$")
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 

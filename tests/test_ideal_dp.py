@@ -1,0 +1,259 @@
+"""The exact contiguous planner against brute force, known counts and the published values."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement import importers
+from placement.cluster import Cluster, Device
+from placement.graph import OpGraph
+from placement.objectives import device_loads
+from placement.planners import PlannerError, load
+from placement.planners.ideal_dp import IdealDp, contract
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.simulator import score
+
+
+def make(
+    edges: list[tuple[int, int]],
+    seconds: np.ndarray,
+    io_s: np.ndarray,
+    memory_bytes: list[int] | None = None,
+    **graph: object,
+) -> Problem:
+    """Operators with ``seconds [N, D]``; operator ``n`` makes tensor ``n``, with ``io_s[n]``."""
+    n, d = seconds.shape
+    memory = memory_bytes or [2**40] * d
+    devices = tuple(Device(f"d{i}", "acc", memory_bytes=memory[i]) for i in range(d))
+    built = OpGraph.build(
+        "made", [str(i) for i in range(n)], np.arange(n), np.zeros(n), edges, **graph
+    )
+    profile = Profile(tuple(x.name for x in devices), seconds, np.zeros((n, d)), io_s=io_s)
+    return Problem(built, Cluster("made", devices), profile, objective="max_load")
+
+
+def equal(
+    edges: list[tuple[int, int]], seconds: list[float], cost: float, devices: int, **graph: object
+) -> Problem:
+    """Equal devices, and every tensor costs the same."""
+    table = np.repeat(np.array(seconds, float)[:, None], devices, axis=1)
+    return make(edges, table, np.full(table.shape, cost), **graph)
+
+
+def draw(seed: int) -> Problem:
+    """Up to six groups on up to three unlike devices; half of them are training graphs."""
+    rng = np.random.default_rng(seed)
+    n, d = int(rng.integers(1, 7)), int(rng.integers(1, 4))
+    edges = [(u, v) for v in range(n) for u in range(v) if rng.random() < 0.35]
+    back, group = np.zeros(n, bool), rng.integers(0, n, n)
+    if rng.random() < 0.6:
+        group = np.arange(n)
+    if rng.random() < 0.5:  # backward operator of v is 2n-1-v, with v's group
+        gradients = [(2 * n - 1 - v, 2 * n - 1 - u) for u, v in edges]
+        edges = edges + gradients + [(v, 2 * n - 1 - v) for v in range(n)]
+        back, group = np.repeat([False, True], n), np.append(group, group[::-1])
+    ops = len(group)
+    alike = rng.random() < 0.5
+    seconds = rng.uniform(0.5, 2.0, (ops, 1 if alike else d)) * np.ones(d)
+    if not alike:
+        seconds[:, 1:][rng.random((ops, d - 1)) < 0.15] = np.inf
+    io = rng.uniform(0.0, 1.0, (ops, 1 if alike else d)) * np.ones(d)
+    params = rng.integers(1, 30, 3)
+    reads = [(v, p) for v in range(ops) for p in range(3) if rng.random() < 0.3]
+    memory = [int(rng.integers(30, 80))] * d if alike else list(rng.integers(30, 80, d).tolist())
+    return make(
+        edges,
+        seconds,
+        io,
+        memory,
+        group=group,
+        is_backward=back,
+        param_bytes=params,
+        param_uses=np.array(reads, int).reshape(-1, 2),
+    )
+
+
+def brute_force(problem: Problem) -> float:
+    """Least load over all placements whose devices can be ordered along the forward edges."""
+    g = problem.graph
+    forward = g.edges[~g.is_backward[g.edges].any(axis=1)]
+    chains = []
+    for choice in itertools.product(range(problem.num_devices), repeat=g.num_groups):
+        p = np.array(choice)[g.group]
+        before = {(a, b) for a, b in p[forward].tolist() if a != b}
+        if any(
+            all(order.index(a) < order.index(b) for a, b in before)
+            for order in itertools.permutations(range(problem.num_devices))
+        ):
+            chains.append(p)
+    return float(score(problem, chains).min())
+
+
+@settings(max_examples=120)
+@given(st.integers(0, 10**6))
+def test_equals_brute_force(seed: int) -> None:
+    problem = draw(seed)
+    found = IdealDp()(problem)
+    expected = brute_force(problem)
+    assert found.value_s == pytest.approx(expected, rel=1e-9)
+    if np.isfinite(expected):
+        placement = problem.check_placement(found.placement)
+        assert found.value_s == score(problem, placement)[0]
+        assert found.stats["contiguous_optimum"]
+        assert found.lower_bound_s <= found.value_s
+    else:
+        assert "bytes of parameters" in found.stats["infeasible"]
+
+
+def test_a_drawn_chain() -> None:
+    # 0 --> 1 --> 2 --> 3 of 4, 1, 1, 4 seconds on two devices; a cut costs 1 on both sides.
+    problem = equal([(0, 1), (1, 2), (2, 3)], [4, 1, 1, 4], 1.0, 2)
+    found = IdealDp()(problem)
+    assert found.value_s == 6  # [0 1 |1] [1| 2 3]
+    assert found.placement.tolist() == [0, 0, 1, 1]
+    assert found.lower_bound_s == pytest.approx(5)  # without communication
+    assert (found.stats["ideals"], found.stats["num_items"]) == (5, 4)
+
+
+def test_beats_the_linearised_program_where_orders_matter() -> None:
+    # Two chains side by side: any one order mixes or stacks them, ideals need not.
+    #   0 (3) --> 1 (3) --> 2 (3)        cutting a chain costs 10
+    #   3 (1) --> 4 (1) --> 5 (7)
+    chains = [(0, 1), (1, 2), (3, 4), (4, 5)]
+    problem = equal(chains, [3, 3, 3, 1, 1, 7], 10.0, 2)
+    found = IdealDp()(problem)
+    assert found.value_s == 9
+    assert sorted(np.bincount(found.placement)) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("edges", "num_ops", "ideals"),
+    [
+        ([(i, i + 1) for i in range(69)], 70, 71),  # a chain of more than one word of bits
+        ([], 8, 2**8),  # an antichain
+        (  # a grid of 5 x 3: ways to step down from one corner to the other
+            [(i, i + 1) for i in range(15) if i % 3 < 2] + [(i, i + 3) for i in range(12)],
+            15,
+            math.comb(8, 3),
+        ),
+    ],
+)
+def test_ideals_of_known_graphs(edges: list[tuple[int, int]], num_ops: int, ideals: int) -> None:
+    found = IdealDp()(equal(edges, [1.0] * num_ops, 0.5, 2))
+    assert found.stats["ideals"] == ideals
+
+
+def test_reductions() -> None:
+    # Groups {0, 2} and {1} form a cycle and become one item; 4 costs nothing and has one
+    # neighbour, 3, which it joins; 5 costs nothing but has two.
+    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (3, 5), (5, 6)]
+    problem = equal(edges, [1, 1, 1, 1, 0, 0, 1], 1.0, 2, group=[0, 1, 0, 2, 3, 4, 5])
+    item, order = contract(problem)
+    assert item.tolist() == [0, 0, 0, 1, 1, 2, 3]
+    assert order == {(0, 1), (1, 2), (2, 3)}
+    # Backward operators 3, 4, 5: 3 and 5 have mates, 4 has none: its item stands where the
+    # mirror image 0 <- 1 of its edges puts it, between theirs.
+    #   0 --> 1 --> 2 --> (3 = back of 2) --> (4) --> (5 = back of 0)
+    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    back = [False] * 3 + [True] * 3
+    problem = equal(edges, [1.0] * 6, 1.0, 2, group=[0, 1, 2, 2, 3, 0], is_backward=back)
+    item, order = contract(problem)
+    names = {"0": item[0], "1": item[1], "2": item[2], "orphan": item[4]}
+    assert len(set(names.values())) == 4
+    assert order == {
+        (names["0"], names["1"]),
+        (names["1"], names["2"]),
+        (names["0"], names["orphan"]),
+        (names["orphan"], names["2"]),
+    }
+
+
+def test_trivial_items_stay_where_support_differs() -> None:
+    # Joining 1, operator 0 would drag it to the slow device.
+    seconds = np.array([[0.0, np.inf], [9.0, 1.0]])
+    problem = make([(0, 1)], seconds, np.zeros((2, 2)))
+    assert IdealDp()(problem).value_s == 1
+
+
+def test_limits_are_never_silent() -> None:
+    problem = equal([], [1.0 + 0.1 * i for i in range(12)], 0.1, 3)
+    exact = IdealDp()(problem)
+    with pytest.warns(RuntimeWarning, match="memory_bytes = 1000"):
+        small = IdealDp(memory_bytes=1000)(problem)
+    with pytest.warns(RuntimeWarning, match="seconds"):
+        quick = IdealDp(seconds=1e-9)(equal([], [1.0 + 0.1 * i for i in range(17)], 0.1, 5))
+    for found in (small, quick):
+        assert not found.stats["contiguous_optimum"]
+        assert "not proved optimal" in found.stats["message"]
+        assert np.isfinite(found.value_s)
+    assert exact.value_s <= small.value_s == small.stats["linearised_s"]
+    many = make([], np.arange(1.0, 14)[None, :], np.zeros((1, 13)))
+    with pytest.raises(PlannerError, match="13 kinds of devices make 8192 sets"):
+        IdealDp()(many)
+
+
+def test_what_cannot_fit_says_so() -> None:
+    problem = equal([(0, 1)], [1.0, 1.0], 0.0, 2, param_bytes=[2**41], param_uses=[(0, 0)])
+    found = IdealDp()(problem)
+    assert found.value_s == np.inf
+    assert str(2**41) in found.stats["infeasible"]
+    assert problem.check_placement(found.placement).shape == (2,)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10**6))
+def test_relabelling_devices_changes_nothing(seed: int) -> None:
+    problem = draw(seed)
+    order = np.random.default_rng(seed).permutation(problem.num_devices)
+    cluster = Cluster("turned", tuple(problem.cluster.devices[d] for d in order))
+    turned = Problem(
+        problem.graph, cluster, problem.profile.for_cluster(cluster), objective="max_load"
+    )
+    assert IdealDp()(turned).value_s == pytest.approx(IdealDp()(problem).value_s, rel=1e-12)
+
+
+def test_any_objective_scores_the_same_split() -> None:
+    problem = equal([(0, 1), (1, 2)], [1.0, 2.0, 3.0], 0.5, 2)
+    splits = [
+        load("ideal_dp")(problem.with_objective(o)) for o in ("max_load", "period", "latency")
+    ]
+    assert len({s.placement.tobytes() for s in splits}) == 1
+    assert splits[1].value_s == score(problem.with_objective("period"), splits[1].placement)[0]
+
+
+DATA = Path(__file__).parents[2] / "shared" / "data" / "dnn_partitioning"
+TRUTH = json.loads((DATA / "truth.json").read_text()) if DATA.is_dir() else []
+OPTIMA = [row for row in TRUTH if row["method"] == "own_dp_contiguous"]
+
+
+@pytest.mark.parametrize("row", OPTIMA, ids=lambda row: row["file"])
+def test_published_workloads(row: dict[str, object]) -> None:
+    """The contiguous optimum to 1e-6, the number of ideals, and not a byte too many."""
+    problem = importers.load(DATA / str(row["file"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = IdealDp()(problem)
+    assert found.value_s * 1e3 == pytest.approx(row["value"], rel=1e-6)
+    assert found.stats["ideals"] == row["ideals"]
+    assert found.value_s == pytest.approx(device_loads(problem, found.placement).max(), rel=1e-12)
+    assert (problem.param_bytes_on(found.placement) <= problem.memory_bytes).all()
+    balance = next(
+        r["value"] for r in TRUTH if r["file"] == row["file"] and r["method"] == "balance_bound"
+    )
+    assert balance * (1 - 1e-9) <= found.lower_bound_s * 1e3 <= row["value"] * (1 + 1e-9)
+
+
+def test_published_workloads_are_here() -> None:
+    if not OPTIMA:
+        pytest.skip(f"no reference data: {DATA} does not exist")
+    assert len(OPTIMA) == 15
