@@ -135,12 +135,11 @@ def print_tables(made: Sequence[Table]) -> None:
             box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True
         )
         for i, column in enumerate(one.header):
-            shown.add_column(
-                column,
-                justify="right" if i else "left",
-                overflow="ellipsis" if i == 0 else "fold",
-                no_wrap=True,
-            )
+            # Only the name may be shortened: a figure that is cut is a wrong figure.
+            if i == 0:
+                shown.add_column(column, overflow="ellipsis")
+            else:
+                shown.add_column(column, justify="right", no_wrap=True)
         for cells in one.cells:
             shown.add_row(*cells)
         out.print(shown)
