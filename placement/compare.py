@@ -339,8 +339,7 @@ def _measure(
 
     The key holds the whole set of placements: ratios compare only what took turns.
     """
-    fits = evaluate(problem, np.stack(list(placements.values()))).feasible if placements else []
-    todo = {k: p for (k, p), ok in zip(placements.items(), fits, strict=True) if ok}
+    todo = {k: p for k, p in placements.items() if evaluate(problem, p).feasible[0]}
     key = _digest(problem_fingerprint(problem), sorted(todo))
     path = folder / "measured" / f"{_slug(workload)}-{key[:12]}.json"
     saved = _read(path, key)

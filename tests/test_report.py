@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_merged_covers_every_slice_and_leaves_gaps(
     end = np.array([a + b for a, b in slices])
     bars = merged(start, end, gap_s)
     assert all(any(a <= s and e <= b for a, b in bars) for s, e in zip(start, end, strict=True))
-    assert all(nxt[0] - bar[1] > gap_s for bar, nxt in zip(bars, bars[1:], strict=False))
+    assert all(after[0] - bar[1] > gap_s for bar, after in pairwise(bars))
 
 
 def png_size(path: Path) -> tuple[int, int]:
