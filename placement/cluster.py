@@ -166,9 +166,13 @@ class Cluster:
             raise ClusterError(f"{path}: cannot be read as a cluster: {error}") from error
         if not isinstance(data, dict) or not isinstance(data.get("devices"), list):
             raise ClusterError(f"{path}: a cluster file needs a list 'devices:'")
+        if not isinstance(data.get("links") or [], list):
+            raise ClusterError(f"{path}: 'links:' must be a list, not {data['links']!r}")
         unknown = set(data) - {"name", "devices", "links"}
         if unknown:
-            raise ClusterError(f"{path}: unknown keys {sorted(unknown)}")
+            raise ClusterError(
+                f"{path}: unknown keys {sorted(map(str, unknown))}; keys are name, devices, links"
+            )
         try:
             devices = tuple(_from_dict(Device, d) for d in data["devices"])
             links = tuple(_from_dict(Link, d) for d in data.get("links") or [])
@@ -189,16 +193,19 @@ def _from_dict(kind: type, data: Any) -> Any:
         )
     values = dict(data)
     if "cores" in values:
+        if not isinstance(values["cores"], list):
+            raise ClusterError(f"cores = {values['cores']!r} is not a list of core numbers")
         values["cores"] = tuple(values["cores"])
-    for key in ("latency_s", "bandwidth_bytes_per_s", "speed", "busy_w", "idle_w"):
+    numbers = ("latency_s", "bandwidth_bytes_per_s", "speed", "busy_w", "idle_w", "memory_bytes")
+    for key in numbers:
         if values.get(key) is not None:
             # YAML reads 1e9 as a string: accept it, and name the field if it is no number.
             try:
                 values[key] = float(values[key])
-            except (TypeError, ValueError):
+                if key == "memory_bytes":
+                    values[key] = int(values[key])
+            except (TypeError, ValueError, OverflowError):
                 raise ClusterError(f"{key} = {values[key]!r} is not a number") from None
-    if "memory_bytes" in values:
-        values["memory_bytes"] = int(float(values["memory_bytes"]))
     try:
         return kind(**values)
     except TypeError as error:
@@ -213,6 +220,7 @@ def _host_memory_bytes() -> int:
 
 
 def cpu_model() -> str:
+    """Name of this machine's processor, as far as Linux tells."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -230,7 +238,5 @@ def _cuda_devices() -> tuple[Device, ...]:
     found = []
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
-        found.append(
-            Device(f"cuda:{i}", "cuda", (), 1, facts.total_memory, model=facts.name)
-        )
+        found.append(Device(f"cuda:{i}", "cuda", (), 1, facts.total_memory, model=facts.name))
     return tuple(found)

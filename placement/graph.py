@@ -220,9 +220,10 @@ class OpGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of structure, shapes, dtypes and colocation; never of weights or names.
+        """SHA-256 (hex) of structure, shapes, dtypes and colocation; never of weights.
 
-        The operator *names* are part of it, because a plan refers to operators by name.
+        The operators' names are part of it, because a plan refers to operators by name; the
+        name of the model is not.
         """
         h = hashlib.sha256(b"opgraph-1")
         for text in (*self.op_name, *self.op_signature):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,9 @@ class Profile:
     def for_cluster(self, cluster: Cluster) -> Profile:
         """This profile with the columns of ``cluster``, in its order.
 
-        A device with ``like``/``speed`` is scaled from the measured device it names;
-        links that the cluster declares replace measured ones.
+        A device with ``like``/``speed`` is scaled from the measured device it names, and has
+        its links; links that the cluster declares replace measured ones. Two devices like the
+        same one have no measured link: it costs nothing unless it is declared.
 
         Raises:
             ProfileError: a device of the cluster was not measured.
@@ -94,12 +95,15 @@ class Profile:
         def take(a: Floats | None) -> Floats | None:
             return None if a is None else a[:, columns] * scale
 
-        declared = {(x.src, x.dst) for x in cluster.links}
         names = cluster.device_names
+        measured = {(x.src, x.dst): x for x in self.links}
+        declared = {(x.src, x.dst) for x in cluster.links}
         kept = [
-            x
-            for x in self.links
-            if x.src in names and x.dst in names and (x.src, x.dst) not in declared
+            replace(measured[pair], src=a.name, dst=b.name)
+            for a in cluster.devices
+            for b in cluster.devices
+            if (pair := (a.like or a.name, b.like or b.name)) in measured
+            and (a.name, b.name) not in declared
         ]
         compute, spread = take(self.compute_s), take(self.spread_s)
         assert compute is not None and spread is not None

@@ -1,0 +1,150 @@
+"""Clusters: found on this machine, or described in a file that may be wrong."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from placement import cluster as module
+from placement.cluster import Cluster, ClusterError, Device, Link
+
+GOOD = """\
+name: office
+devices:
+  - {name: "cpu:0", cores: [0, 1], threads: 2, memory_bytes: 8e9, busy_w: 65, idle_w: 10}
+  - {name: "gpu", kind: cuda, like: "cuda:0", speed: 1.5}
+links:
+  - {src: "cpu:0", dst: gpu, latency_s: 2e-5, bandwidth_bytes_per_s: 1e10, blocking: true}
+  - {src: gpu, dst: "cpu:0", latency_s: 2e-5, bandwidth_bytes_per_s: 1e10, channel: pcie}
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file(tmp_path: Path) -> None:
+    cluster = Cluster.from_yaml(write(tmp_path, GOOD))
+    assert cluster == Cluster(
+        "office",
+        (
+            Device("cpu:0", "cpu", (0, 1), 2, 8 * 10**9, 65.0, 10.0),
+            Device("gpu", "cuda", like="cuda:0", speed=1.5),
+        ),
+        (
+            Link("cpu:0", "gpu", 2e-5, 1e10, blocking=True),
+            Link("gpu", "cpu:0", 2e-5, 1e10, channel="pcie"),
+        ),
+    )
+    assert cluster.num_devices == 2
+    assert cluster.device_names == ("cpu:0", "gpu")
+    assert cluster.index("gpu") == 1
+    with pytest.raises(ClusterError, match=r"no device 'tpu' in cluster 'office'; it has"):
+        cluster.index("tpu")
+
+
+def test_a_file_needs_no_name_and_no_links(tmp_path: Path) -> None:
+    cluster = Cluster.from_yaml(write(tmp_path, "devices: [{name: a}]"))
+    assert cluster == Cluster("cluster", (Device("a"),))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (GOOD.replace("threads:", "thread:"), r"device 'cpu:0': unknown field \['thread'\]"),
+        (GOOD.replace("channel:", "chanel:"), r"link '': unknown field \['chanel'\]"),
+        (GOOD.replace("links:", "wires:"), r"unknown keys \['wires'\]; keys are name, devices"),
+        (GOOD.replace("busy_w: 65", "busy_w: -65"), r"busy_w = -65.0 watts is negative"),
+        (GOOD.replace("busy_w: 65", "busy_w: much"), r"busy_w = 'much' is not a number"),
+        (GOOD.replace("8e9", "lots"), r"memory_bytes = 'lots' is not a number"),
+        (GOOD.replace("8e9", ".inf"), r"memory_bytes = .* is not a number"),
+        (GOOD.replace("8e9", "0"), r"memory_bytes = 0 <= 0"),
+        (GOOD.replace("cores: [0, 1]", "cores: 2"), r"cores = 2 is not a list"),
+        (GOOD.replace("threads: 2", "threads: 0"), r"threads = 0, must be >= 1"),
+        (GOOD.replace("threads: 2", "threads: two"), r"device .*two"),
+        (GOOD.replace("speed: 1.5", "speed: 0"), r"speed = 0.0, must be > 0"),
+        (GOOD.replace("latency_s: 2e-5", "latency_s: -1"), r"latency_s = -1.0 must be >= 0"),
+        (GOOD.replace("src: gpu", "src: tpu"), r"link tpu -> cpu:0: no device 'tpu'; devices are"),
+        (GOOD.replace('name: "gpu"', 'name: "cpu:0"'), r"device names repeat"),
+        (GOOD.replace('name: "gpu", ', ""), r"missing .* 'name'"),
+        ("devices: []", r"has no devices"),
+        ("devices: [cpu]", r"a device must be a mapping, not 'cpu'"),
+        ("devices: [{name: a}]\nlinks: 3", r"'links:' must be a list, not 3"),
+        ("hello", r"needs a list 'devices:'"),
+        ("", r"needs a list 'devices:'"),
+        ("devices: [", r"cannot be read as a cluster"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message) as caught:
+        Cluster.from_yaml(write(tmp_path, text))
+    assert str(tmp_path / "cluster.yaml") in str(caught.value)
+
+
+def test_a_missing_or_binary_file(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"nowhere.yaml: cannot be read as a cluster"):
+        Cluster.from_yaml(tmp_path / "nowhere.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ClusterError, match=r"binary.yaml: cannot be read as a cluster"):
+        Cluster.from_yaml(tmp_path / "binary.yaml")
+
+
+def test_fingerprint_sees_devices_and_links_but_not_the_cluster_s_name() -> None:
+    a = Cluster("a", (Device("x"), Device("y")), (Link("x", "y", 1.0),))
+    assert Cluster("b", a.devices, a.links).fingerprint == a.fingerprint
+    assert Cluster("a", a.devices).fingerprint != a.fingerprint
+    assert Cluster("a", a.devices, (Link("x", "y", 2.0),)).fingerprint != a.fingerprint
+    assert Cluster("a", (Device("x", threads=2), *a.devices[1:]), a.links) != a
+
+
+def test_detect_pins_one_cpu_device_to_each_core_it_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {7, 3, 5}, raising=False)
+    monkeypatch.setattr(module, "_cuda_devices", lambda: ())
+    monkeypatch.setattr(module, "_host_memory_bytes", lambda: 900)
+    cluster = Cluster.detect()
+    assert cluster.device_names == ("cpu:0", "cpu:1", "cpu:2")
+    assert [d.cores for d in cluster.devices] == [(3,), (5,), (7,)]
+    assert [d.threads for d in cluster.devices] == [1, 1, 1]
+    assert [d.memory_bytes for d in cluster.devices] == [300, 300, 300]
+    assert len(Cluster.detect(max_cpu_devices=2).devices) == 2
+
+
+def test_detect_stops_at_four_cpu_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    monkeypatch.setattr(module, "_cuda_devices", lambda: ())
+    assert len(Cluster.detect().devices) == 4
+
+
+def test_detect_with_gpus_makes_one_cpu_device_of_all_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    facts = SimpleNamespace(total_memory=80, name="a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: facts)
+    cluster = Cluster.detect()
+    assert [(d.name, d.kind) for d in cluster.devices] == [
+        ("cpu:0", "cpu"),
+        ("cuda:0", "cuda"),
+        ("cuda:1", "cuda"),
+    ]
+    assert cluster.devices[0].cores == (0, 1, 2)
+    assert cluster.devices[0].threads == 3
+    assert (cluster.devices[1].memory_bytes, cluster.devices[1].model) == (80, "a GPU")
+
+
+def test_detect_finds_this_machine() -> None:
+    cluster = Cluster.detect()
+    assert cluster.num_devices >= 1
+    assert all(d.memory_bytes > 0 for d in cluster.devices)
+    assert all(set(d.cores) <= os.sched_getaffinity(0) for d in cluster.devices)

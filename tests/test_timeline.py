@@ -1,0 +1,108 @@
+"""Metrics and traces of a timeline, and what "steady" means."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from placement.timeline import Timeline, steady_period
+
+# One micro-batch of A and B, B on the other device:
+#
+#          0 1 2 3 4 5 6 7 8
+# cpu:0    A A
+# link         t t t
+# cuda:0             B B B
+DRAWN = Timeline(
+    device_names=("cpu:0", "cuda:0"),
+    placement=np.array([0, 1], np.int32),
+    start_s=np.array([[0.0, 5.0]]),
+    end_s=np.array([[2.0, 8.0]]),
+    transfers=np.array([[7, 0, 0, 1]], np.int32),
+    transfer_start_s=np.array([2.0]),
+    transfer_end_s=np.array([5.0]),
+    busy_w=np.array([10.0, 100.0]),
+    idle_w=np.array([1.0, 20.0]),
+)
+
+
+def test_metrics() -> None:
+    assert DRAWN.num_microbatches == 1
+    assert DRAWN.latency_s == DRAWN.makespan_s == DRAWN.period_s == 8
+    assert DRAWN.busy_s.tolist() == [2, 3]
+    assert DRAWN.utilisation.tolist() == [2 / 8, 3 / 8]
+
+
+def test_energy_is_busy_and_idle_watts_times_seconds() -> None:
+    assert DRAWN.energy_j == (10 * 2 + 1 * 6) + (100 * 3 + 20 * 5)
+    unknown = Timeline(DRAWN.device_names, DRAWN.placement, DRAWN.start_s, DRAWN.end_s)
+    assert unknown.energy_j is None
+
+
+def test_the_transfer_of_a_model_input_belongs_to_the_latency() -> None:
+    # link   x x . x x .
+    # d0     . . A . . A
+    timeline = Timeline(
+        device_names=("d0",),
+        placement=np.array([0], np.int32),
+        start_s=np.array([[2.0], [5.0]]),
+        end_s=np.array([[3.0], [6.0]]),
+        transfers=np.array([[0, 0, 0, 0], [0, 1, 0, 0]], np.int32),
+        transfer_start_s=np.array([0.0, 3.0]),
+        transfer_end_s=np.array([2.0, 5.0]),
+    )
+    assert timeline.span_s.tolist() == [3, 3]
+    assert timeline.latency_s == 3
+    assert timeline.begin_s == 0
+    assert timeline.makespan_s == 6
+    assert timeline.period_s == 3
+
+
+def test_trace_has_a_track_per_device_and_per_link() -> None:
+    trace = json.loads(json.dumps(DRAWN.to_trace(("A", "B"))))
+    tracks = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert tracks == {0: "cpu:0", 1: "cuda:0", 2: "cpu:0 -> cuda:0"}
+    slices = [
+        (e["name"], tracks[e["tid"]], e["ts"], e["dur"])
+        for e in trace["traceEvents"]
+        if e["ph"] == "X"
+    ]
+    assert slices == [
+        ("A", "cpu:0", 0, 2e6),
+        ("B", "cuda:0", 5e6, 3e6),
+        ("tensor 7", "cpu:0 -> cuda:0", 2e6, 3e6),
+    ]
+    assert trace["traceEvents"][3]["args"] == {"micro_batch": 0, "operator": 0}
+
+
+@pytest.mark.parametrize(
+    "finish, period",
+    [
+        ([7], 7),  # one micro-batch: its latency
+        ([3, 5], 2),
+        ([9, 10, 12, 14, 16, 18, 20, 22], 2),  # a cold start is not steady
+        # Gaps 1, 3, 1, 3, ...: two micro-batches every 4 s. The slope of the last half would
+        # say (24 - 13) / 5 or so, depending on where the run happens to end.
+        ([4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24], 2),
+        ([4, 5, 8, 9, 12, 13, 16, 17, 20, 21], 2),
+        # No pattern: the slope of the last half, from the 4th to the 8th of 8.
+        ([1, 2, 3, 4, 6, 9, 9, 12], (12 - 4) / 4),
+        ([12, 9, 9, 6, 4, 3, 2, 1], (12 - 4) / 4),  # in any order
+    ],
+)
+def test_steady_period(finish: list[float], period: float) -> None:
+    assert steady_period(np.array(finish, float)) == pytest.approx(period, rel=1e-12)
+
+
+def test_steady_period_of_many_runs_at_once_and_not_below_the_busiest_device() -> None:
+    finish = np.array([[4, 5, 8, 9, 12, 13, 16, 17.0], [1, 2, 3, 4, 6, 9, 9, 12]])
+    assert steady_period(finish).tolist() == [2, 2]
+    assert steady_period(finish, [1, 5]).tolist() == [2, 5]
+
+
+def test_measured_noise_gives_the_slope() -> None:
+    rng = np.random.default_rng(0)
+    finish = np.cumsum(2 + 0.01 * rng.standard_normal(64))
+    assert steady_period(finish) == pytest.approx(2, rel=0.01)
