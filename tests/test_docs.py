@@ -1,0 +1,176 @@
+"""The documentation is true: links lead somewhere, code runs, commands exist.
+
+In the files of ``docs/``, blocks run in the order in which they are written, in an empty folder:
+
+* ```` ```python ```` is executed; the blocks of one file share their names;
+* ```` ```sh ````: every line that begins with ``placement`` is carried out and must return 0;
+* ``file=NAME`` after the language writes the block to a file instead;
+* ``no-run`` after the language: not executed. Commands are still parsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from placement.__main__ import VERBS, build_parser, main
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*DOCS, *sorted(ROOT.glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+
+
+class Block(NamedTuple):
+    language: str
+    marks: list[str]
+    text: str
+    line: int
+
+    @property
+    def file(self) -> str | None:
+        names = [m.removeprefix("file=") for m in self.marks if m.startswith("file=")]
+        return names[0] if names else None
+
+
+def blocks(page: str) -> Iterator[Block]:
+    for found in FENCE.finditer(page):
+        line = page.count("\n", 0, found.start(3))
+        yield Block(found[1], found[2].split(), found[3], line)
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The arguments of each ``placement`` line; a backslash continues it."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if block.language == "sh" and line.startswith("placement "):
+            yield shlex.split(line, comments=True)[1:]
+
+
+def prose(page: str) -> str:
+    return FENCE.sub("", page)
+
+
+def anchors(page: str) -> set[str]:
+    """Headings as GitHub names them."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_pages_are_there() -> None:
+    written = {p.name for p in DOCS}
+    assert written >= {"quickstart.md", "concepts.md", "plan.md", "extend.md", "faq.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for target in LINK.findall(prose(page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = page if not path else page.parent / path
+        if not there.exists():
+            wrong.append(target)
+        elif anchor and anchor not in anchors(there.read_text()):
+            wrong.append(f"{target} (no such heading)")
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_mentioned_commands_exist(page: Path) -> None:
+    text = page.read_text()
+    mentioned = re.findall(r"`placement ([a-z]+)", prose(text))
+    assert set(mentioned) <= set(VERBS)
+    for block in blocks(text):
+        for arguments in commands(block):
+            try:
+                args, rest = build_parser().parse_known_args(arguments)
+            except SystemExit:
+                pytest.fail(f"{page.name}:{block.line}: placement {shlex.join(arguments)}")
+            assert not [x for x in rest if x.startswith("-") or args.verb != "plan"]
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "cache"))
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.syspath_prepend(work)
+    module = types.ModuleType("docs_example")  # dataclasses look up the module of a class
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = set(sys.modules)
+    try:
+        for block in blocks(page.read_text()):
+            if block.file is not None:
+                (work / block.file).write_text(block.text)
+            elif "no-run" not in block.marks:
+                run_block(page, block, vars(module))
+    finally:
+        for name in set(sys.modules) - before:  # the files of one page are not another's
+            if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(work)):
+                del sys.modules[name]
+
+
+def run_block(page: Path, block: Block, names: dict[str, Any]) -> None:
+    if block.language == "python":
+        # Line numbers of the page, so that a traceback points into it.
+        exec(compile("\n" * block.line + block.text, str(page), "exec"), names)
+    for arguments in commands(block):
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            code = main(arguments)
+        assert code == 0, f"{page.name}:{block.line}: {shlex.join(arguments)}: {said.getvalue()}"
+
+
+def test_the_reader_of_pages_finds_blocks_commands_and_headings() -> None:
+    page = (
+        "# One `two`-three\n```python no-run\nx = 1\n```\n"
+        "```sh\nls\nplacement plan a \\\n  --out b  # why\n```\n```yaml file=c.yaml\nd: 1\n```\n"
+    )
+    code, shell, data = blocks(page)
+    assert (code.language, code.marks, code.text, code.line) == ("python", ["no-run"], "x = 1\n", 2)
+    assert list(commands(shell)) == [["plan", "a", "--out", "b"]]
+    assert data.file == "c.yaml"
+    assert anchors(page) == {"one-two-three"}
+
+
+def reference() -> Any:
+    """The script ``docs/make_plan_reference.py``, as a module."""
+    path = ROOT / "docs" / "make_plan_reference.py"
+    spec = importlib.util.spec_from_file_location("make_plan_reference", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_plan_reference_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "plan.md").read_text()
+    assert page == reference().updated(page), "run: python docs/make_plan_reference.py"
+
+
+def test_plan_reference_wants_a_meaning_for_every_key() -> None:
+    script = reference()
+    schema = {
+        "properties": {"schema_version": {"const": 1}, "colour": {"type": "string"}},
+        "required": [],
+        "$defs": {},
+    }
+    with pytest.raises(KeyError, match=r"Plan\.colour"):
+        script.tables(schema)
