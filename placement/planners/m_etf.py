@@ -63,8 +63,8 @@ def earliest_task_first(
         arrive_s[op] = [schedule.ready_s(op, d) for d in range(num_devices)]
         ready.append(op)
 
-    for op in np.flatnonzero(missing == 0):
-        release(int(op))
+    for entry in np.flatnonzero(missing == 0):
+        release(int(entry))
     while ready:
         rows = np.array(ready)
         start = np.maximum(arrive_s[rows], schedule.free_s)

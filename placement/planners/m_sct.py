@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.coarsen import edge_seconds
 from placement.planners._list_schedule import first_that_fits
 from placement.planners._search import Choice, Search
 from placement.planners.m_etf import earliest_task_first
@@ -74,7 +75,7 @@ def favourite_children(
         return favourite
     finite = np.isfinite(problem.compute_s)
     seconds_of = np.where(finite, problem.compute_s, 0.0).sum(axis=1) / finite.sum(axis=1)
-    transfer_s = edge_transfer_s(problem)
+    transfer_s = edge_seconds(problem)
     unit = max(float(seconds_of.max()), float(transfer_s.max()), 1e-300)
     work, send = seconds_of / unit, transfer_s / unit
 
@@ -118,16 +119,3 @@ def favourite_children(
         if favourite[i] < 0 and not has_parent[j]:
             favourite[i], has_parent[j] = j, True
     return favourite
-
-
-def edge_transfer_s(problem: Problem) -> NDArray[np.float64]:
-    """float64 ``[E']``: mean transfer of all tensors of each row of ``graph.edges``."""
-    g = problem.graph
-    src = g.tensor_src[g.use_tensor].astype(np.int64)
-    made = src >= 0
-    key = src[made] * g.num_ops + g.use_dst[made]
-    edges = g.edges.astype(np.int64)
-    at = np.searchsorted(edges[:, 0] * g.num_ops + edges[:, 1], key)
-    total = np.zeros(len(edges))
-    np.add.at(total, at, problem.mean_transfer_s[g.use_tensor[made]])
-    return total

@@ -1,0 +1,194 @@
+"""Stages between augmented antichains, by dynamic programming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.planners._list_schedule import first_that_fits, produced_bytes
+from placement.planners._search import Choice, Search, device_classes
+from placement.planners.contiguous_dp import merge_blocks
+from placement.problem import Problem, Solution
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class AntichainDp:
+    """Augmented-antichain DP (Ju et al., J. BUAA 50(9), 2024; antichains as in PipeDream).
+
+    An antichain, augmented by the ancestors that still feed something outside, is a state:
+    the set of everything up to it, closed downwards. "Add a next operator" leads from state to
+    state; the states are ordered by size, which is topological. A stage is what lies between
+    two states, one inside the other; the program over (devices used, state) makes the slowest
+    stage least. A stage takes the larger of its compute and of the transfers of all tensors
+    that cross into it; for ``max_load`` their sum, and those that cross out of it.
+
+    Where there are more than ``max_states`` states, the operators are merged into at most
+    that many blocks in their order, whose prefixes are the states: ``stats["linearised"]``
+    says so, ``stats["num_states"]`` how many are left. Without it the split is the best of all
+    contiguous ones for this cost and this order of devices (``stats["bottleneck_s"]``).
+
+    Deviations: a colocation group is one task, and edges between groups point to the one
+    that began later; unlike devices have their own seconds and are used in two orders, the
+    cluster's and fastest first (or one, if they are all alike), any may be left out;
+    parameters and what is produced must fit, tied parameters count where they are first used.
+
+    Attributes:
+        max_states: of the dynamic program, which compares all pairs.
+    """
+
+    max_states: int = 1000
+
+    def __call__(self, problem: Problem) -> Solution:
+        search = Search(problem)
+        groups = problem.graph.num_groups
+        ideals = enumerate_ideals(_edges(problem), groups, self.max_states)
+        linearised = ideals is None
+        if ideals is None:
+            block = merge_blocks(problem, max(1, self.max_states - 1))
+            ideals = np.array(block[None, :] < np.arange(int(block.max()) + 2)[:, None])
+        inside = _inside(ideals)
+        compute = _compute_s(problem, ideals)
+        crossing = _crossing_s(problem, ideals)
+        classes = device_classes(problem)
+        orders = [list(range(problem.num_devices))]
+        by_speed = np.argsort(problem.group_compute_s.sum(axis=0), kind="stable").tolist()
+        if classes.any() and by_speed != orders[0]:
+            orders.append(by_speed)
+        bottleneck_s = np.inf
+
+        def plan(activations: int | None) -> NDArray[np.int32]:
+            nonlocal bottleneck_s
+            held = None if activations is None else _held_bytes(problem, ideals, activations)
+            rows = []
+            for order in orders:
+                value, choice = _solve(problem, ideals, inside, compute, crossing, held, order)
+                if np.isfinite(value):
+                    rows.append(choice)
+                    bottleneck_s = min(bottleneck_s, value)
+            # No split has room: without limits there is one, unless support forbids it.
+            if rows:
+                return np.array(rows)
+            return _anywhere(problem)[None] if activations is None else plan(None)
+
+        first_that_fits(search, plan)
+        return search.solution(
+            bottleneck_s=bottleneck_s, num_states=len(ideals), linearised=linearised
+        )
+
+
+def _edges(problem: Problem) -> NDArray[np.int32]:
+    """int32 ``[K, 2]`` between groups, from the one that begins earlier: free of cycles."""
+    pairs = np.sort(problem.graph.group[problem.graph.edges], axis=1).reshape(-1, 2)
+    return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0).astype(np.int32)
+
+
+def enumerate_ideals(edges: NDArray[np.int32], num_items: int, limit: int) -> Bools | None:
+    """bool ``[S, num_items]``: all downward-closed sets by size, None if more than ``limit``."""
+    before = [0] * num_items
+    for a, b in edges.tolist():
+        before[b] |= 1 << a
+    layer, found = {0}, [0]
+    for _ in range(num_items):
+        grown = set()
+        for ideal in layer:
+            for v in range(num_items):
+                if not ideal >> v & 1 and before[v] & ~ideal == 0:
+                    grown.add(ideal | 1 << v)
+            if len(found) + len(grown) > limit:
+                return None
+        layer = grown
+        found += sorted(grown)
+    width = (num_items + 7) // 8
+    data = np.frombuffer(b"".join(x.to_bytes(width, "little") for x in found), np.uint8)
+    bits = np.unpackbits(data.reshape(-1, width), axis=1, count=num_items, bitorder="little")
+    return bits.astype(bool)
+
+
+def _inside(ideals: Bools) -> Bools:
+    """bool ``[S, S]``: ``[i, j]``, is state i a proper part of state j."""
+    items = ideals.astype(np.float32)
+    size = items.sum(axis=1)
+    return np.asarray((items @ items.T == size[:, None]) & (size[:, None] < size))
+
+
+def _compute_s(problem: Problem, ideals: Bools) -> tuple[Floats, Floats]:
+    """float64 ``[S, D]`` seconds of each state, and how many of its groups cannot run there."""
+    in_pipeline = problem.objective == "period" and problem.num_devices > 1
+    per_op = problem.loaded_s if in_pipeline else problem.compute_s
+    seconds = np.zeros((problem.graph.num_groups, problem.num_devices))
+    np.add.at(seconds, problem.graph.group, np.where(np.isfinite(per_op), per_op, 0.0))
+    impossible = ~np.isfinite(problem.group_compute_s)
+    state = np.asarray(ideals, dtype=np.float64)
+    return state @ seconds, state @ impossible
+
+
+def _crossing_s(problem: Problem, ideals: Bools) -> Floats:
+    """float64 ``[S, D]``: for device ``D`` to move every tensor that crosses each state's edge."""
+    g = problem.graph
+    total = np.zeros((len(ideals), problem.num_devices))
+    for t in np.flatnonzero(g.tensor_src >= 0):
+        users = g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]
+        at = ideals[:, g.group[np.append(users, g.tensor_src[t])]]
+        total += (at.any(axis=1) & ~at.all(axis=1))[:, None] * problem.io_s[t]
+    return total
+
+
+def _held_bytes(problem: Problem, ideals: Bools, activations: int) -> Floats:
+    """float64 ``[S]``: parameters, and ``activations`` times what is produced."""
+    g = problem.graph
+    need = activations * produced_bytes(problem)
+    first = np.full(len(g.param_bytes), g.num_groups)
+    np.minimum.at(first, g.param_use, g.group[g.param_use_op])
+    used = first < g.num_groups
+    np.add.at(need, first[used], g.param_bytes[used])
+    return np.asarray(ideals @ need.astype(np.float64), dtype=np.float64)
+
+
+def _solve(
+    problem: Problem,
+    ideals: Bools,
+    inside: Bools,
+    compute: tuple[Floats, Floats],
+    crossing: Floats,
+    held: Floats | None,
+    order: list[int],
+) -> tuple[float, Choice]:
+    """The slowest stage with the devices in ``order``, and the choice int32 ``[G]``."""
+    count = len(ideals)
+    seconds, impossible = compute
+    slowest = np.full(count, np.inf)
+    slowest[0] = 0.0
+    cut = np.full((len(order), count), -1)
+    for k, d in enumerate(order):
+        stage = seconds[None, :, d] - seconds[:, None, d]
+        if problem.objective == "max_load":
+            stage = stage + crossing[:, None, d] + crossing[None, :, d]
+        else:
+            stage = np.maximum(stage, crossing[:, None, d])
+        may = inside & (impossible[None, :, d] == impossible[:, None, d])
+        if held is not None:
+            may &= held[None, :] - held[:, None] <= problem.memory_bytes[d]
+        value = np.where(may, np.maximum(stage, slowest[:, None]), np.inf)
+        begin = value.argmin(axis=0)
+        best = value[begin, np.arange(count)]
+        better = best < slowest
+        slowest = np.where(better, best, slowest)
+        cut[k, better] = begin[better]
+    choice = np.full(problem.graph.num_groups, -1, np.int32)
+    state = count - 1
+    for k in reversed(range(len(order))):
+        if state > 0 and cut[k, state] >= 0:
+            before = int(cut[k, state])
+            choice[ideals[state] & ~ideals[before]] = order[k]
+            state = before
+    return float(slowest[-1]), choice
+
+
+def _anywhere(problem: Problem) -> Choice:
+    """Every group on the device that runs it fastest."""
+    return problem.group_compute_s.argmin(axis=1).astype(np.int32)

@@ -1,0 +1,58 @@
+"""Any planner on a smaller problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from placement.coarsen import coarsen, expand
+from placement.planners import PlannerError, load
+from placement.planners._search import Search
+from placement.problem import Planner, Problem, Solution
+
+
+@dataclass(frozen=True)
+class Coarsened:
+    """Merge operators (``placement.coarsen``), plan what is left, undo the merging.
+
+    The value is that of the whole problem; ``stats["coarse_value_s"]`` is what the planner
+    was told. Its bound is not passed on: it holds for the coarse problem alone.
+
+    Attributes:
+        planner: a name or a planner.
+        num_ops: merge down to this many operators, where that is possible
+            (``stats["num_ops"]``).
+        seconds, evaluations: budget of the planner if it has such fields; None leaves its own.
+            One of the evaluations is that of the whole problem.
+    """
+
+    planner: str | Planner = "contiguous_dp"
+    num_ops: int = 100
+    seconds: float | None = None
+    evaluations: int | None = None
+
+    def __call__(self, problem: Problem) -> Solution:
+        """Raises:
+        PlannerError: no such planner, or ``evaluations`` below 2.
+        ProblemError: ``num_ops`` is not positive.
+        """
+        if self.evaluations is not None and self.evaluations < 2:
+            raise PlannerError(
+                f"evaluations = {self.evaluations}: at least 2, one on the coarse problem "
+                "and one on the whole"
+            )
+        search = Search(problem, self.seconds, self.evaluations)
+        callee: Any = load(self.planner) if isinstance(self.planner, str) else self.planner
+        coarse, label = coarsen(problem, self.num_ops)
+        limits: dict[str, float | int] = {}
+        if self.seconds is not None:
+            limits["seconds"] = max(1e-3, self.seconds - search.seconds)
+        if self.evaluations is not None:
+            limits["evaluations"] = self.evaluations - 1
+        if is_dataclass(callee) and not isinstance(callee, type):
+            known = {f.name for f in fields(callee)}
+            callee = replace(callee, **{k: v for k, v in limits.items() if k in known})
+        answer: Solution = callee(coarse)
+        search.costs(search.choice(expand(answer.placement, label)))
+        search.num_evaluations += int(answer.stats.get("evaluations", 1))
+        return search.solution(num_ops=coarse.num_ops, coarse_value_s=answer.value_s)

@@ -1,0 +1,109 @@
+"""PipeDream's planner: stages of a line of operators, transfers being stages of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.planners._list_schedule import first_that_fits
+from placement.planners._search import Choice, Search
+from placement.planners.contiguous_dp import StageCosts, merge_blocks, stage_costs
+from placement.problem import Problem, Solution
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Pipedream:
+    """The planner of PipeDream (Narayanan et al., SOSP 2019), without replication.
+
+    The operators in their order are cut into stages; ``A(j, d)``, the slowest of stages and
+    transfers up to operator ``j`` with devices ``0..d``, is the least over the last cut ``i`` of
+    ``max(A(i, d - 1), transfer over i, seconds of i..j on d)``. ``stats["bottleneck_s"]`` is
+    the optimum, in which compute and transfers overlap.
+
+    Deviations: no replication of stages (a device holds one model part here); the devices have
+    their own seconds and are used in the cluster's order, any of them may be left out; the
+    transfer over a cut is that of every tensor which crosses it, at the receiver's mean
+    seconds; a colocation group is placed whole, at its first operator.
+
+    Attributes:
+        max_blocks: groups are merged into this many blocks of about equal seconds first.
+    """
+
+    max_blocks: int = 400
+
+    def __call__(self, problem: Problem) -> Solution:
+        search = Search(problem)
+        block = merge_blocks(problem, self.max_blocks)
+        costs = stage_costs(problem, block)
+        transfer = crossing_s(problem, block)
+        bottleneck_s = np.inf
+
+        def plan(activations: int) -> Choice:
+            nonlocal bottleneck_s
+            bottleneck_s, device = _stages(costs, transfer, activations)
+            if np.isinf(bottleneck_s):  # no split has room: the least bad one, without limits
+                device = _stages(costs, transfer, None)[1]
+            return _supported(problem, device[block])
+
+        first_that_fits(search, plan)
+        return search.solution(bottleneck_s=bottleneck_s, num_blocks=int(block.max()) + 1)
+
+
+def crossing_s(problem: Problem, block: Ints) -> Floats:
+    """float64 ``[D, C + 1]``: to send ``D`` whatever crosses the cut before each block."""
+    g = problem.graph
+    size = int(block.max()) + 2
+    at = block[g.group]
+    made = np.flatnonzero(g.tensor_src >= 0)
+    first = np.full(g.num_tensors, size)
+    last = np.full(g.num_tensors, -1)
+    first[made] = last[made] = at[g.tensor_src[made]]
+    inner = g.tensor_src[g.use_tensor] >= 0
+    np.minimum.at(first, g.use_tensor[inner], at[g.use_dst[inner]])
+    np.maximum.at(last, g.use_tensor[inner], at[g.use_dst[inner]])
+    total = np.zeros((problem.num_devices, size))
+    for d in range(problem.num_devices):
+        np.add.at(total[d], first[made] + 1, problem.io_s[made, d])
+        np.add.at(total[d], last[made] + 1, -problem.io_s[made, d])
+    return np.maximum(total.cumsum(axis=1), 0.0)
+
+
+def _stages(costs: StageCosts, transfer: Floats, activations: int | None) -> tuple[float, Ints]:
+    """The slowest stage or transfer, and int32 ``[C]`` the device of each block."""
+    num_devices, size = transfer.shape
+    seconds = costs.compute.copy()
+    seconds[:, *np.tril_indices(size)] = np.inf
+    if activations is not None:
+        need = costs.param_bytes + activations * costs.activation_bytes
+        seconds[need > costs.memory_bytes[:, None, None]] = np.inf
+    slowest = np.full((num_devices + 1, size), np.inf)
+    slowest[:, 0] = 0.0
+    cut = np.full((num_devices, size), -1)  # where the stage of a device begins, -1: left out
+    for d in range(num_devices):
+        entry = np.maximum(slowest[d], transfer[d])
+        entry[0] = 0.0  # nothing crosses the front
+        value = np.maximum(entry[:, None], seconds[d])
+        begin = value.argmin(axis=0)
+        best = value[begin, np.arange(size)]
+        better = best < slowest[d]
+        slowest[d + 1] = np.where(better, best, slowest[d])
+        cut[d, better] = begin[better]
+    device = np.full(size - 1, -1, np.int32)
+    end = size - 1
+    for d in reversed(range(num_devices)):
+        if end > 0 and cut[d, end] >= 0:
+            device[cut[d, end] : end] = d
+            end = int(cut[d, end])
+    return float(slowest[-1, -1]), device
+
+
+def _supported(problem: Problem, choice: Choice) -> Choice:
+    """``choice``, with what has no device, or cannot run on it, on the first that can run it."""
+    able = np.isfinite(problem.group_compute_s)
+    bad = (choice < 0) | ~able[np.arange(len(choice)), choice]
+    return np.where(bad, able.argmax(axis=1), choice).astype(np.int32)

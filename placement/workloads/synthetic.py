@@ -1,0 +1,354 @@
+"""Problems made of nothing: 20 families of graphs with drawn costs, for comparing planners.
+
+Unlike the other files of this folder these are not models: ``families()[name](seed)`` is a
+``Problem`` right away. The same name and seed give the same problem everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.problem import Problem
+from placement.profile import Profile
+
+Edges = list[tuple[int, int]]
+Shape = Callable[[np.random.Generator], tuple[int, Edges]]
+
+_BANDWIDTH = 1e9  # bytes/s
+
+
+@dataclass(frozen=True)
+class Family:
+    """A shape of graphs, and how their costs are drawn.
+
+    Attributes:
+        shape: ``rng -> (N, edges)``, numbered topologically.
+        num_devices: ``D``.
+        ccr: mean transfer seconds of a tensor over mean seconds of an operator.
+        heterogeneity: an operator takes a device ``1 +- heterogeneity / 2`` times its mean
+            (HEFT's model of unrelated devices), 0..2.
+        speeds: every device is this many times as fast; repeated over the devices.
+        memory: each device holds this share of all parameters and activations; None: all.
+        training: backward operators follow, mirrored, each colocated with its forward one.
+    """
+
+    shape: Shape
+    num_devices: int = 4
+    ccr: float = 0.5
+    heterogeneity: float = 0.0
+    speeds: tuple[float, ...] = (1.0,)
+    memory: float | None = None
+    training: bool = False
+
+    def __call__(self, seed: int) -> Problem:
+        """The problem of ``seed``, with objective ``period``."""
+        rng = np.random.default_rng(seed)
+        num_ops, edges = self.shape(rng)
+        group = np.arange(num_ops)
+        if self.training:
+            # f0 .. f(n-1), then b(n-1) .. b0: every edge is mirrored, and b needs its f.
+            last = 2 * num_ops - 1
+            edges = [*edges, *((last - b, last - a) for a, b in edges)]
+            edges += [(f, last - f) for f in group.tolist()]
+            group = np.append(group, group[::-1])
+            num_ops *= 2
+        seconds = 1e-4 * rng.gamma(2.0, 0.5, num_ops)  # of one operator, 0.1 ms on average
+        seconds[rng.random(num_ops) < 0.05] *= 10  # the compute-dense few
+        size = rng.gamma(1.0, 1.0, num_ops)
+        size *= self.ccr * seconds.mean() * _BANDWIDTH / size.mean()
+        weights = np.where(rng.random(num_ops) < 0.5, rng.gamma(1.0, 4e5, num_ops), 0).astype(int)
+
+        speed = np.resize(self.speeds, self.num_devices)
+        spread = self.heterogeneity * (rng.random((num_ops, self.num_devices)) - 0.5)
+        compute_s = seconds[:, None] * (1.0 + spread) / speed
+        inputs = np.setdiff1d(np.arange(num_ops), [b for _, b in edges])
+        outputs = np.setdiff1d(np.arange(num_ops), [a for a, _ in edges])
+        graph = OpGraph.build(
+            "synthetic",
+            [f"op{n}" for n in range(num_ops)],
+            tensor_src=[*range(num_ops), -1],
+            tensor_bytes=[*size.astype(int), 1000],
+            uses=[*edges, *((num_ops, n) for n in inputs)],
+            param_bytes=weights,
+            param_uses=[(n, n) for n in range(num_ops)],
+            group=group,
+            is_backward=np.arange(num_ops) >= (num_ops // 2 if self.training else num_ops),
+            output_tensor=outputs,
+        )
+        capacity = 2**40
+        if self.memory is not None:
+            capacity = int(self.memory * (weights.sum() + 4 * graph.tensor_bytes.sum()))
+        names = [f"acc:{d}" for d in range(self.num_devices)]
+        cluster = Cluster(
+            f"synthetic-{self.num_devices}",
+            tuple(Device(x, kind="accelerator", memory_bytes=capacity) for x in names),
+        )
+        links = tuple(Link(a, b, 1e-6, _BANDWIDTH) for a in names for b in names if a != b)
+        profile = Profile(cluster.device_names, compute_s, np.zeros_like(compute_s), links)
+        return Problem(graph, cluster, profile)
+
+
+def families() -> dict[str, Family]:
+    """The 20 families by name; ``families()[name](seed)`` is a problem of 100-2,000 operators."""
+    unlike = (1.0, 2.0, 4.0)
+    return {
+        "layered": Family(_layered(10, 10, 0.3)),
+        "layered_wide": Family(_layered(20, 50, 0.05), 8, ccr=0.1, heterogeneity=1.0),
+        "series_parallel": Family(_series_parallel(200), ccr=1.0),
+        "series_parallel_large": Family(_series_parallel(1500), 8, speeds=unlike),
+        "lstm_grid": Family(_grid(4, 50), ccr=0.2),
+        "lstm_grid_large": Family(_grid(8, 250), 8, ccr=0.1, heterogeneity=0.5),
+        "inception": Family(_inception(12), ccr=0.5),
+        "inception_unlike": Family(_inception(30), 3, ccr=1.0, speeds=unlike),
+        "random": Family(_random(300, 30, 2), heterogeneity=0.5),
+        "random_dense": Family(_random(600, 60, 8), 8, ccr=2.0),
+        "chain_with_skips": Family(_chain(200, 0.2), ccr=0.3),
+        "deep_chain": Family(_chain(2000, 0.02), 8, ccr=0.1, speeds=unlike),
+        "fork_join": Family(_fork_join(10, 8, 4), ccr=0.5),
+        "reduction_tree": Family(_reduction(256), ccr=0.5, heterogeneity=1.0),
+        "transformer": Family(_transformer(24, 4), memory=0.6),
+        "transformer_training": Family(_transformer(6, 2), training=True, memory=0.6),
+        "u_net": Family(_u_net(5, 12), ccr=0.8),
+        "towers": Family(_towers(26, 5), 8, ccr=1.0, speeds=unlike),
+        "mixture_of_experts": Family(_experts(12, 8), 8, ccr=0.4),
+        "butterfly": Family(_butterfly(5), ccr=1.0, heterogeneity=1.0),
+    }
+
+
+def _layered(depth: int, width: int, density: float) -> Shape:
+    """Layers of equal width; every operator has a producer in the layer before."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        edges = set()
+        for layer in range(1, depth):
+            for n in range(layer * width, (layer + 1) * width):
+                before = (layer - 1) * width
+                edges.add((before + int(rng.integers(width)), n))
+                edges |= {(before + int(k), n) for k in np.flatnonzero(rng.random(width) < density)}
+        return depth * width, sorted(edges)
+
+    return shape
+
+
+def _series_parallel(num_ops: int) -> Shape:
+    """A random edge is replaced by two in a row, or by two side by side, again and again."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        links = [(0, 1)]
+        for n in range(2, num_ops):
+            k = int(rng.integers(len(links)))
+            a, b = links[k]
+            if rng.random() < 0.5:
+                links[k] = (a, n)
+            else:
+                links.append((a, n))
+            links.append((n, b))
+        return num_ops, _numbered(num_ops, links)
+
+    return shape
+
+
+def _grid(layers: int, steps: int) -> Shape:
+    """An unrolled recurrent network: a cell needs the layer below and the step before."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        cells = [(t * layers + k, k, t) for t in range(steps) for k in range(layers)]
+        below = [(n - 1, n) for n, k, _ in cells if k > 0]
+        return layers * steps, below + [(n - layers, n) for n, _, t in cells if t > 0]
+
+    return shape
+
+
+def _inception(blocks: int) -> Shape:
+    """Blocks of four branches, one to four operators long, between a split and a join."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        edges, join = [], 0
+        n = 1
+        for _ in range(blocks):
+            ends = []
+            for _ in range(4):
+                at = join
+                for _ in range(int(rng.integers(1, 5))):
+                    edges.append((at, n))
+                    at, n = n, n + 1
+                ends.append(at)
+            join, n = n, n + 1
+            edges += [(end, join) for end in ends]
+        return n, edges
+
+    return shape
+
+
+def _random(num_ops: int, window: int, mean_inputs: int) -> Shape:
+    """Each operator uses a few of the last ``window`` ones."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        edges = set()
+        for n in range(1, num_ops):
+            first = max(0, n - window)
+            for _ in range(1 + int(rng.poisson(mean_inputs - 1))):
+                edges.add((int(rng.integers(first, n)), n))
+        return num_ops, sorted(edges)
+
+    return shape
+
+
+def _chain(num_ops: int, skips: float) -> Shape:
+    """A chain; some operators are also used 2 to 20 operators later."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        edges = {(n - 1, n) for n in range(1, num_ops)}
+        for n in np.flatnonzero(rng.random(num_ops) < skips).tolist():
+            if n < num_ops - 1:
+                edges.add((n, min(num_ops - 1, n + int(rng.integers(2, 21)))))
+        return num_ops, sorted(edges)
+
+    return shape
+
+
+def _fork_join(times: int, width: int, length: int) -> Shape:
+    """``times`` in a row: a fork, ``width`` chains of ``length``, a join that is the next fork."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        edges, fork = [], 0
+        for _ in range(times):
+            join = fork + width * length + 1
+            for k in range(width):
+                first = fork + 1 + k * length
+                edges.append((fork, first))
+                edges += [(n, n + 1) for n in range(first, first + length - 1)]
+                edges.append((first + length - 1, join))
+            fork = join
+        return fork + 1, edges
+
+    return shape
+
+
+def _reduction(leaves: int) -> Shape:
+    """A binary tree from the leaves to the root."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        # Operator ``leaves + k`` joins operators ``2 k`` and ``2 k + 1``.
+        edges = [(2 * k + i, leaves + k) for k in range(leaves - 1) for i in (0, 1)]
+        return 2 * leaves - 1, edges
+
+    return shape
+
+
+def _transformer(layers: int, heads: int) -> Shape:
+    """Blocks of normalisation, per head q k v scores and mix, projection, sum, feed-forward."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        edges: Edges = []
+        n = 1
+
+        def op(*inputs: int) -> int:
+            nonlocal n
+            edges.extend((a, n) for a in inputs)
+            n += 1
+            return n - 1
+
+        stream = 0
+        for _ in range(layers):
+            norm = op(stream)
+            mixed = []
+            for _ in range(heads):
+                q, k, v = op(norm), op(norm), op(norm)
+                mixed.append(op(op(op(q, k)), v))
+            stream = op(stream, op(*mixed))
+            stream = op(stream, op(op(op(op(stream)))))
+        return n, edges
+
+    return shape
+
+
+def _u_net(depth: int, length: int) -> Shape:
+    """Chains down, a bottom, and chains up that also need the output of their level."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        stages = 2 * depth + 1
+        edges = [(n - 1, n) for n in range(1, stages * length)]
+        for level in range(depth):
+            end, up = (level + 1) * length - 1, (stages - 1 - level) * length
+            edges.append((end, up))
+        return stages * length, edges
+
+    return shape
+
+
+def _towers(towers: int, length: int) -> Shape:
+    """Independent chains (embeddings), pairwise interactions of neighbours, one top chain."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        edges = [
+            (k * length + i, k * length + i + 1) for k in range(towers) for i in range(length - 1)
+        ]
+        n = towers * length
+        mixed = []
+        for k in range(towers):
+            edges += [((k + i) % towers * length + length - 1, n) for i in (0, 1)]
+            mixed.append(n)
+            n += 1
+        edges += [(m, n) for m in mixed]
+        edges += [(i - 1, i) for i in range(n + 1, n + 8)]
+        return n + 8, edges
+
+    return shape
+
+
+def _experts(layers: int, experts: int) -> Shape:
+    """Blocks of a router, experts of three operators behind it, and their sum with a skip."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        edges, stream = [], 0
+        for _ in range(layers):
+            router = stream + 1
+            total = router + 3 * experts + 1
+            edges += [(stream, router), (stream, total)]
+            for k in range(experts):
+                first = router + 1 + 3 * k
+                edges += [(stream, first), (router, first), (first, first + 1)]
+                edges += [(first + 1, first + 2), (first + 2, total)]
+            stream = total
+        return stream + 1, edges
+
+    return shape
+
+
+def _butterfly(stages: int) -> Shape:
+    """The exchanges of a fast Fourier transform of ``2 ** stages`` points."""
+
+    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
+        width = 2**stages
+        edges = []
+        for s in range(stages):
+            for i in range(width):
+                n = (s + 1) * width + i
+                edges += [(s * width + i, n), (s * width + (i ^ 1 << s), n)]
+        return (stages + 1) * width, edges
+
+    return shape
+
+
+def _numbered(num_ops: int, links: Edges) -> Edges:
+    """The same acyclic graph with its vertices renumbered topologically."""
+    users: list[list[int]] = [[] for _ in range(num_ops)]
+    missing = [0] * num_ops
+    for a, b in set(links):
+        users[a].append(b)
+        missing[b] += 1
+    number, ready = {}, [n for n in range(num_ops) if missing[n] == 0]
+    while ready:
+        a = ready.pop()
+        number[a] = len(number)
+        for b in sorted(users[a]):
+            missing[b] -= 1
+            if missing[b] == 0:
+                ready.append(b)
+    return sorted({(number[a], number[b]) for a, b in links})
