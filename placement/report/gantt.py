@@ -311,4 +311,5 @@ def _unit(span_s: float) -> tuple[str, float]:
 
 def _duration(seconds: float) -> str:
     unit, scale = _unit(seconds)
-    return f"{seconds * scale:.3g} {unit}"
+    value = seconds * scale
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
