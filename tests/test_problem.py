@@ -1,0 +1,225 @@
+"""The decision problem: what it derives from its parts, what it refuses, what it can prove."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import problems, random_placement, random_problem
+from scipy.optimize import linprog
+
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.problem import Problem, ProblemError, balance_bound, lower_bounds
+from placement.profile import Profile, ProfileError
+from placement.simulator import evaluate, simulate
+
+NAMES = ("d0", "d1")
+CLUSTER = Cluster("two", tuple(Device(x, memory_bytes=100) for x in NAMES))
+
+
+def make(graph: OpGraph, compute_s: Any, links: tuple[Link, ...] = (), **problem: Any) -> Problem:
+    compute = np.array(compute_s, float)
+    return Problem(
+        graph, CLUSTER, Profile(NAMES, compute, np.zeros_like(compute), links), **problem
+    )
+
+
+CHAIN = OpGraph.build("chain", ["A", "B"], [0], [4], [(0, 1)])
+LINKS = (
+    Link("d0", "d1", 1.0, 2.0, blocking=True, channel="bus"),
+    Link("d1", "d0", 2.0, 4.0, channel="bus"),
+)
+
+
+def test_links_as_tables() -> None:
+    problem = make(CHAIN, [[1, 1], [1, 1]], LINKS)
+    assert problem.link_latency_s.tolist() == [[0, 1], [2, 0]]
+    assert problem.link_s_per_byte.tolist() == [[0, 0.5], [0.25, 0]]
+    assert problem.link_blocking.tolist() == [[False, True], [False, False]]
+    channel = problem.link_channel
+    assert channel[0, 1] == channel[1, 0]  # of one name
+    assert problem.num_channels == channel.max() + 1
+    assert problem.transfer_s(0, 0, 1) == 1 + 4 / 2
+    assert problem.transfer_s(0, 1, 0) == 2 + 4 / 4
+    assert problem.transfer_s(0, 1, 1) == 0
+    assert problem.mean_transfer_s.tolist() == [3]
+    alone = make(CHAIN, [[1, 1], [1, 1]]).link_channel
+    assert len(set(alone.ravel())) == 4  # each ordered pair for itself
+
+
+def test_a_link_to_itself_is_nothing() -> None:
+    problem = make(CHAIN, [[1, 1], [1, 1]], (Link("d0", "d0", 9.0),))
+    assert problem.link_latency_s.tolist() == [[0, 0], [0, 0]]
+
+
+def test_upward_rank_is_the_longest_remaining_path() -> None:
+    # A ─▶ B ─▶ D     mean compute 1, 2, 4, 1; transfers 3 for a tensor of 4 bytes,
+    # └──▶ C ──▶ D    1.5 for one without bytes
+    graph = OpGraph.build(
+        "diamond", list("ABCD"), [0, 1, 2], [4, 0, 4], [(0, 1), (0, 2), (1, 3), (2, 3)]
+    )
+    problem = make(graph, [[1, 1], [1, 3], [4, np.inf], [1, 1]], LINKS)
+    assert problem.upward_rank_s.tolist() == [1 + 3 + 8, 2 + 1.5 + 1, 4 + 3 + 1, 1]
+    assert problem.priority.tolist() == [0, 2, 1, 3]
+
+
+def test_equal_ranks_go_by_number() -> None:
+    graph = OpGraph.build("free", list("ABC"), [], [], [])
+    assert make(graph, [[2, 2], [1, 3], [2, 2]]).priority.tolist() == [0, 1, 2]
+
+
+def test_groups_are_supported_where_all_their_operators_are() -> None:
+    graph = OpGraph.build("grouped", list("ABC"), [], [], [], group=[0, 1, 0])
+    problem = make(graph, [[1, 2], [3, np.inf], [5, 6]])
+    assert problem.group_compute_s.tolist() == [[6, 8], [3, np.inf]]
+    assert problem.supported.tolist() == [[True, True], [True, False], [True, True]]
+    with pytest.raises(ProblemError, match=r"operator 2 \('C'\) is on device 1, its .* on 0"):
+        problem.check_placement([0, 0, 1])
+    assert problem.check_placement([1, 0, 1]).dtype == np.int32
+
+
+def test_loaded_seconds_are_never_below_those_alone() -> None:
+    problem = make(CHAIN, [[1, 2], [3, 4]])
+    assert problem.loaded_s is problem.compute_s
+    loaded = np.array([[2.0, 1.0], [3.0, 9.0]])
+    problem = replace(problem, profile=replace(problem.profile, loaded_s=loaded))
+    assert problem.loaded_s.tolist() == [[2, 2], [3, 9]]
+
+
+def test_parameters_count_once_per_device() -> None:
+    graph = OpGraph.build(
+        "tied", list("ABC"), [], [], [], param_bytes=[10, 1], param_uses=[(0, 0), (2, 0), (1, 1)]
+    )
+    problem = make(graph, [[1, 1]] * 3)
+    assert problem.param_bytes_on(np.array([0, 0, 0])).tolist() == [11, 0]
+    assert problem.param_bytes_on(np.array([0, 1, 0])).tolist() == [10, 1]
+    assert problem.param_bytes_on(np.array([0, 1, 1])).tolist() == [10, 11]
+
+
+def test_memory_is_ignored_only_where_it_cannot_bind() -> None:
+    graph = OpGraph.build("m", ["A"], [0], [20], [], param_bytes=[40], param_uses=[(0, 0)])
+    problem = make(graph, [[1, 1]], max_in_flight=3)
+    assert not problem.memory_may_bind  # 40 + 3 * 20 of 100
+    assert replace(problem, max_in_flight=4).memory_may_bind
+    workspace = replace(problem.profile, workspace_bytes=np.array([1]))
+    assert replace(problem, profile=workspace).memory_may_bind
+
+
+@given(problems(), st.integers(0, 100))
+def test_no_run_needs_more_than_everything_at_once(problem: Problem, seed: int) -> None:
+    g, workspace = problem.graph, problem.profile.workspace_bytes
+    most = g.param_bytes.sum() + problem.max_in_flight * g.tensor_bytes.sum()
+    most += 0 if workspace is None else workspace.max()
+    assert simulate(problem, random_placement(problem, seed)).peak_bytes.max() <= most
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"objective": "speed"}, r"objective 'speed' is unknown; use one of \('period', 'lat"),
+        ({"num_microbatches": 0}, r"num_microbatches = 0 and max_in_flight = 4 must be at least"),
+        ({"max_in_flight": 0}, r"max_in_flight = 0 must be at least 1"),
+    ],
+)
+def test_what_is_no_problem(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProblemError, match=message):
+        make(CHAIN, [[1, 1], [1, 1]], **changes)
+
+
+def test_parts_that_do_not_fit_each_other() -> None:
+    problem = make(CHAIN, [[1, 1], [1, 1]])
+    with pytest.raises(ProblemError, match=r"the cluster has \['x'\]; use profile.for_cluster"):
+        replace(problem, cluster=Cluster("other", (Device("x"),)))
+    with pytest.raises(ProfileError, match="profile has 2 operators"):
+        replace(problem, graph=OpGraph.build("one", ["A"], [], [], []))
+    together = OpGraph.build("g", ["A", "B"], [], [], [], group=[0, 0])
+    with pytest.raises(ProblemError, match=r"colocation group \['A', 'B'\]"):
+        make(together, [[1, np.inf], [np.inf, 1]])
+
+
+@pytest.mark.parametrize(
+    "seconds, bound",
+    [
+        ([[1, 2], [2, 1]], 1),  # each where it is fast
+        ([[2, 1]], 2 / 3),  # a third on d0 takes as long as two thirds on d1
+        ([[1, np.inf], [1, 1]], 1),
+        ([[3, np.inf], [1, 1]], 3),
+        ([[0, 5], [0, 5]], 0),
+        ([[4, 4, 4, 4], [1, 1, 1, 1], [3, 3, 3, 3]], 8 / 4),  # equal speeds: total / K
+        ([[6, 3, 2]], 1),  # 1/6 + 1/3 + 1/2 of it in one second
+    ],
+)
+def test_balance_bound_of_known_cases(seconds: list[list[float]], bound: float) -> None:
+    assert balance_bound(seconds) == pytest.approx(bound, rel=1e-9)
+
+
+def spread(s: np.ndarray) -> float:
+    """The fractional load balance as it reads: shares x [G, D] and the largest load, by HiGHS."""
+    g, d = s.shape
+    finite = np.isfinite(s)
+    cost = np.where(finite, s, 0.0)
+    load = np.zeros((d, g * d + 1))
+    whole = np.zeros((g, g * d + 1))
+    for i, j in itertools.product(range(g), range(d)):
+        load[j, i * d + j] = cost[i, j]
+        whole[i, i * d + j] = 1
+    load[:, -1] = -1
+    limits = [(0, 1 if ok else 0) for ok in finite.ravel()]
+    answer = linprog(
+        np.eye(g * d + 1)[-1], load, np.zeros(d), whole, np.ones(g), [*limits, (0, None)]
+    )
+    return float(answer.fun)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_balance_bound_is_the_fractional_optimum_and_below_every_assignment(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    g, d = rng.integers(1, 5), rng.integers(1, 5)
+    s = rng.integers(0, 6, (g, d)) * 1.0 if rng.random() < 0.5 else rng.random((g, d))
+    if rng.random() < 0.5:
+        s[:, rng.integers(0, d, d)] = s[:, rng.integers(0, d, d)]  # equal devices
+    s[:, 1:][rng.random((g, d - 1)) < 0.2] = np.inf
+    bound = balance_bound(s)
+    assert bound == pytest.approx(spread(s), rel=1e-6, abs=1e-9)
+    best = min(
+        np.bincount(p, weights=s[range(g), p], minlength=d).max()
+        for p in itertools.product(range(d), repeat=int(g))
+    )
+    assert bound <= best
+
+
+def test_bounds_by_hand() -> None:
+    # A ─▶ B; A takes 3 or 1, B 2 or 4: path 1 + 2; B and C share a device: 2 + 5 or 4 + 5
+    graph = OpGraph.build("b", list("ABC"), [0], [0], [(0, 1)], group=[0, 1, 1])
+    bounds = lower_bounds(make(graph, [[3, 1], [2, 4], [5, 5]]))
+    assert bounds["latency"] == 5  # C alone
+    assert bounds["period"] == 7  # the group of B and C
+    bounds = lower_bounds(make(CHAIN, [[3, 1], [2, 4]]))
+    assert bounds["latency"] == 3
+    assert bounds["period"] == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bounds_hold_for_every_placement_of_small_problems(seed: int) -> None:
+    problem = random_problem(seed, 5, 2 + seed % 2, grouped=True, unsupported=True)
+    labels = problem.graph.group
+    choices = [np.flatnonzero(np.isfinite(row)) for row in problem.group_compute_s]
+    every = np.array(list(itertools.product(*choices)), np.int32)[:, labels]
+    values, bounds = evaluate(problem, every), lower_bounds(problem)
+    assert values.latency_s.min() >= bounds["latency"] * (1 - 1e-9)
+    assert values.period_s.min() >= bounds["period"] * (1 - 1e-9)
+
+
+def test_the_bounds_are_reached_where_nothing_is_in_the_way() -> None:
+    graph = OpGraph.build("free", list("ABCD"), [], [], [])
+    problem = make(graph, [[1, 1]] * 4)
+    values = evaluate(problem, [0, 1, 0, 1])
+    assert values.period_s[0] == pytest.approx(lower_bounds(problem)["period"])
+    chain = make(CHAIN, [[1, 2], [2, 1]])
+    assert evaluate(chain, [0, 1]).latency_s[0] == lower_bounds(chain)["latency"]

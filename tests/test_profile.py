@@ -1,0 +1,182 @@
+"""Profiles: scaled to other clusters, saved, loaded, and refused when damaged."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.cluster import Cluster, Device, Link
+from placement.files import FileError
+from placement.graph import OpGraph
+from placement.profile import Profile, ProfileError
+
+GRAPH = OpGraph.build("two", ["A", "B"], [0], [8], [(0, 1)])
+
+
+def make(**changes: Any) -> Profile:
+    values: dict[str, Any] = {
+        "device_names": ("cpu:0", "cuda:0"),
+        "compute_s": np.array([[4.0, 1.0], [2.0, np.inf]]),
+        "spread_s": np.array([[0.4, 0.1], [0.2, 0.0]]),
+        "links": (Link("cpu:0", "cuda:0", 0.5, 4.0, channel="pcie"), Link("cuda:0", "cpu:0", 0.1)),
+        "loaded_s": np.array([[5.0, 1.0], [3.0, np.inf]]),
+        "transfer_s": np.arange(4.0).reshape(1, 2, 2),
+        "workspace_bytes": np.array([1, 2]),
+        "predicted": np.array([[False, True], [False, True]]),
+        "graph_fingerprint": GRAPH.fingerprint,
+        "provenance": {"when": "today", "repeats": 3},
+    }
+    return Profile(**{**values, **changes})
+
+
+def assert_same(a: Profile, b: Profile) -> None:
+    assert a.device_names == b.device_names
+    assert a.links == b.links
+    assert a.graph_fingerprint == b.graph_fingerprint
+    assert a.provenance == b.provenance
+    for what in (
+        "compute_s",
+        "spread_s",
+        "loaded_s",
+        "transfer_s",
+        "io_s",
+        "workspace_bytes",
+        "predicted",
+    ):
+        x, y = getattr(a, what), getattr(b, what)
+        assert (x is None) == (y is None), what
+        if x is not None:
+            np.testing.assert_array_equal(x, y, strict=True)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"compute_s": np.ones((2, 3))}, r"shape \(2, 3\), expected \[N, 2\]"),
+        ({"compute_s": np.ones(2)}, r"shape \(2,\), expected"),
+        ({"compute_s": np.array([[1.0, -1.0]])}, r"compute_s\[0, 1\] = -1.0 is not a time"),
+        ({"compute_s": np.array([[1.0, 1.0], [np.nan, 1.0]])}, r"compute_s\[1, 0\] = nan"),
+        ({"compute_s": np.array([[1.0, 1.0], [np.inf] * 2])}, "operator 1 can run on no device"),
+    ],
+)
+def test_what_is_no_profile(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        make(**changes)
+
+
+def test_it_belongs_to_one_graph() -> None:
+    make().check(GRAPH)
+    other = OpGraph.build("other", ["A", "B"], [0], [9], [(0, 1)])
+    with pytest.raises(ProfileError, match=r"not of 'other' .*; measure it: placement profile"):
+        make().check(other)
+    make(graph_fingerprint="").check(other)  # costs from elsewhere fit any graph of that size
+    with pytest.raises(ProfileError, match="has 2 operators, graph 'one' has 1"):
+        make().check(OpGraph.build("one", ["A"], [], [], []))
+
+
+def test_for_cluster_takes_the_devices_in_the_cluster_s_order() -> None:
+    profile = make().for_cluster(Cluster("c", (Device("cuda:0"), Device("cpu:0"))))
+    assert profile.device_names == ("cuda:0", "cpu:0")
+    assert profile.compute_s.tolist() == [[1, 4], [np.inf, 2]]
+    assert profile.loaded_s is not None and profile.loaded_s.tolist() == [[1, 5], [np.inf, 3]]
+    assert profile.transfer_s is not None and profile.transfer_s.tolist() == [[[3, 2], [1, 0]]]
+    assert profile.predicted is not None and profile.predicted[:, 0].all()
+    assert set(profile.links) == set(make().links)
+
+
+def test_for_cluster_drops_devices_and_their_links() -> None:
+    profile = make().for_cluster(Cluster("c", (Device("cpu:0"),)))
+    assert profile.compute_s.tolist() == [[4], [2]]
+    assert profile.links == ()
+
+
+def test_a_device_like_another_is_scaled_and_has_its_links() -> None:
+    fast = Device("fast", "cuda", like="cuda:0", speed=2.0)
+    profile = make().for_cluster(Cluster("c", (Device("cpu:0"), fast)))
+    assert profile.compute_s.tolist() == [[4, 0.5], [2, np.inf]]
+    assert profile.spread_s.tolist() == [[0.4, 0.05], [0.2, 0]]
+    assert set(profile.links) == {
+        Link("cpu:0", "fast", 0.5, 4.0, channel="pcie"),
+        Link("fast", "cpu:0", 0.1),
+    }
+
+
+def test_declared_links_replace_measured_ones() -> None:
+    declared = Link("cpu:0", "cuda:0", 9.0)
+    cluster = Cluster("c", (Device("cpu:0"), Device("cuda:0")), (declared,))
+    assert set(make().for_cluster(cluster).links) == {declared, Link("cuda:0", "cpu:0", 0.1)}
+
+
+def test_a_device_that_was_not_measured() -> None:
+    with pytest.raises(ProfileError, match=r"'tpu' was not measured .* run: placement profile"):
+        make().for_cluster(Cluster("c", (Device("tpu"),)))
+    with pytest.raises(ProfileError, match=r"'x' was not measured"):
+        make().for_cluster(Cluster("c", (Device("x", like="cuda:7"),)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"loaded_s": None, "transfer_s": None, "workspace_bytes": None, "predicted": None}],
+)
+def test_saved_and_loaded_is_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:
+    profile = make(**changes)
+    path = tmp_path / "new" / "folder" / "p.npz"
+    profile.save(path)
+    assert_same(Profile.load(path), profile)
+    profile.save(path)  # over itself
+    assert os.listdir(path.parent) == ["p.npz"]
+
+
+@pytest.mark.parametrize("keep", [0, 10, 200, -1])
+def test_a_damaged_file_is_refused(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "p.npz"
+    make().save(path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ProfileError, match=r"p.npz: not a readable profile .* measure again"):
+        Profile.load(path)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="not a readable profile"):
+        Profile.load(tmp_path / "missing.npz")
+    np.savez(tmp_path / "other.npz", a=np.zeros(3))
+    with pytest.raises(ProfileError, match="not a readable profile"):
+        Profile.load(tmp_path / "other.npz")
+    np.savez(tmp_path / "pickle.npz", head=np.array([{}], dtype=object))
+    with pytest.raises(ProfileError, match="not a readable profile"):
+        Profile.load(tmp_path / "pickle.npz")  # pickles could run code: never read
+
+
+def test_a_profile_that_was_edited_by_hand_is_refused_with_the_number(tmp_path: Path) -> None:
+    path = tmp_path / "p.npz"
+    make().save(path)
+    with np.load(path) as data:
+        arrays = dict(data)
+    arrays["compute_s"][0, 0] = -1
+    np.savez(path, **arrays)
+    with pytest.raises(ProfileError, match=r"compute_s\[0, 0\] = -1.0 is not a time"):
+        Profile.load(path)
+
+
+def test_a_full_disk_leaves_the_old_profile_and_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.npz"
+    old = make()
+    old.save(path)
+
+    def full(self: Path, data: bytes) -> int:
+        with open(self, "wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(FileError, match="no space left"):
+        make(provenance={"when": "tomorrow"}).save(path)
+    assert os.listdir(tmp_path) == ["p.npz"]
+    assert_same(Profile.load(path), old)
