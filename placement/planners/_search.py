@@ -87,6 +87,11 @@ class Search:
         """Whether another evaluation may be made."""
         return self.num_evaluations == 0 or self.used < 1.0
 
+    @property
+    def num_left(self) -> float:
+        """Evaluations that may still be made; inf where only time is limited."""
+        return self._max_evaluations - self.num_evaluations
+
     def costs(self, choices: ArrayLike) -> Floats:
         """Costs float64 ``[B]`` of choices int32 ``[B, G]``.
 
@@ -129,6 +134,11 @@ class Search:
         choice = self.choice(answer.placement)
         self._keep(choice, float(self._cost(choice[None])[0]), self.num_evaluations)
         return answer
+
+    def consider(self, choice: Choice, evaluations: int) -> None:
+        """A choice that the planner found with so many evaluations of its own."""
+        self.num_evaluations += evaluations
+        self._keep(choice, float(self._cost(choice[None])[0]), self.num_evaluations)
 
     def choice(self, placement: Placement) -> Choice:
         """The choice int32 ``[G]`` of a placement that obeys colocation."""

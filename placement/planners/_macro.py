@@ -1,0 +1,221 @@
+"""Numba kernels of ``macro_search``: macro moves, and annealing with exact deltas on max load."""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+from placement.objective_kernels import _change, apply_move, fill_state
+
+SINGLE, RUN, CHAIN, GROWTH = range(4)  # the fifth is a swap
+_MANTISSA = 1.0 / (1 << 53)
+_TRIES = 16  # to hit a group on a wanted device
+_NEAR = 0.6  # of the moves go to a neighbour's device
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _uniform(random):
+    """A float in [0, 1) from ``random`` uint64 ``[1]`` (xorshift64*, Vigna 2016)."""
+    x = random[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    random[0] = x
+    return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) * _MANTISSA
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _below(random, n):
+    """An integer in [0, n)."""
+    return np.int64(_uniform(random) * n)
+
+
+@nb.njit(cache=True, nogil=True)
+def propose(random, device, compute_s, graph, source, share, group, where, mark):
+    """A random macro move off ``device`` int32 ``[G]``; returns how many groups it moves.
+
+    Args:
+        random: uint64 ``[1]``, the generator's state.
+        compute_s: ``[G, D]``; inf = cannot run there.
+        graph: (near_ptr, near, after_ptr, after): neighbours and successors of each group.
+        source: the group it starts from comes from this device, -1: from any.
+        share: float64 ``[5]`` cumulated probabilities of single, run, chain, growth, swap.
+        group, where: int32 ``[L]``: filled with the groups that move and their new devices.
+        mark: int32 ``[G]`` scratch, zeros before and after.
+    """
+    near_ptr, near, after_ptr, after = graph
+    num_groups, num_devices = compute_s.shape
+    g = _below(random, num_groups)
+    if source >= 0:
+        for _ in range(_TRIES):
+            if device[g] == source:
+                break
+            g = _below(random, num_groups)
+    old = device[g]
+    new = old
+    degree = near_ptr[g + 1] - near_ptr[g]
+    if degree > 0 and _uniform(random) < _NEAR:
+        new = device[near[near_ptr[g] + _below(random, degree)]]
+    if new == old:
+        new = _below(random, num_devices - 1)
+        new += new >= old
+    if compute_s[g, new] == np.inf:
+        return 0
+    group[0], where[0] = g, new
+    kind = _uniform(random)
+    if kind < share[SINGLE]:
+        return 1
+    if kind >= share[GROWTH]:
+        for _ in range(_TRIES):
+            h = _below(random, num_groups)
+            if device[h] == new:
+                if compute_s[h, old] == np.inf:
+                    return 1
+                group[1], where[1] = h, old
+                return 2
+        return 1
+    most = min(len(group), num_groups)
+    length = max(2, int(np.exp(_uniform(random) * np.log(most + 1.0))))
+    length = min(length, most)
+    count = 1
+    if kind < share[RUN]:
+        step = 1 if _uniform(random) < 0.5 else -1
+        h = g + step
+        while count < length and 0 <= h < num_groups and device[h] == old:
+            if compute_s[h, new] < np.inf:
+                group[count], where[count] = h, new
+                count += 1
+            h += step
+        return count
+    mark[g] = 1
+    ptr, edge = near_ptr, near
+    if kind < share[CHAIN]:
+        ptr, edge = after_ptr, after
+    at = 0
+    while at < count and count < length:
+        h = group[at]
+        degree = ptr[h + 1] - ptr[h]
+        first = _below(random, degree) if degree > 0 else 0
+        for i in range(degree):
+            j = edge[ptr[h] + (first + i) % degree]
+            if device[j] == old and mark[j] == 0 and compute_s[j, new] < np.inf:
+                mark[j] = 1
+                group[count], where[count] = j, new
+                count += 1
+                if count == length or kind < share[CHAIN]:
+                    break
+        at += 1
+    for i in range(count):
+        mark[group[i]] = 0
+    return count
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _term(load, held, memory, scale, squarings):
+    """What a device adds to the energy: (load * scale) ** 2 ** squarings, more if too full."""
+    x = load * scale
+    for _ in range(squarings):
+        x *= x
+    if held > memory:
+        x += 1e3 * (1.0 + (held - memory) / memory)
+    return x
+
+
+@nb.njit(cache=True, nogil=True)
+def energy_change(tables, state, group, where, count, scale, squarings):
+    """Energy after moving ``group[:count]`` to ``where[:count]``, less that before.
+
+    All come from one device and go to one other, or back (a swap).
+    """
+    load, held = state[1], state[2]
+    memory = tables[8]
+    old, new = state[0][group[0]], where[0]
+    before = _term(load[old], held[old], memory[old], scale, squarings)
+    before += _term(load[new], held[new], memory[new], scale, squarings)
+    if count == 1 and len(tables[7]) == 0:
+        at_old, at_new = _change(*tables[:4], state[0], state[3], group[0], new)
+        own = tables[4][group[0]]
+        after = _term(load[old] + at_old, held[old] - own, memory[old], scale, squarings)
+        after += _term(load[new] + at_new, held[new] + own, memory[new], scale, squarings)
+        return after - before
+    load_old, load_new = load[old], load[new]
+    for i in range(count):
+        apply_move(tables, state, group[i], where[i])
+    after = _term(load[old], held[old], memory[old], scale, squarings)
+    after += _term(load[new], held[new], memory[new], scale, squarings)
+    for i in range(count - 1, -1, -1):
+        apply_move(tables, state, group[i], old if where[i] == new else new)
+    load[old], load[new] = load_old, load_new
+    return after - before
+
+
+@nb.njit(cache=True, nogil=True)
+def anneal(
+    tables, state, graph, share, random, best, best_s, steps, width, body, hot, temperature, power
+):
+    """``steps`` choices among ``width`` random moves each, and staying, by softmax.
+
+    Starts from ``state`` and leaves it where it ends. The energy is ``sum_d (load / best) **
+    2 ** power``, so that not the slowest device alone counts.
+
+    Args:
+        tables, state: of ``objective_kernels.move_tables``, ``move_state``.
+        graph, share, random: of ``propose``.
+        best: int32 ``[G]`` best placement so far, overwritten where a better one is met.
+        best_s: its largest load; inf if it does not fit in memory.
+        body: most groups a move has.
+        hot: probability that a move starts on the device with the largest load.
+        temperature: in energies.
+
+    Returns:
+        evaluated moves, largest load of ``best``.
+    """
+    compute_s, memory = tables[0], tables[8]
+    device, load, held = state[0], state[1], state[2]
+    num_groups, num_devices = compute_s.shape
+    group = np.empty((width, body), np.int32)
+    where = np.empty((width, body), np.int32)
+    count = np.empty(width, np.int64)
+    delta = np.empty(width)
+    mark = np.zeros(num_groups, np.int32)
+    fill_state(tables, state)
+    hottest = np.argmax(load)
+    scale = 1.0 / max(load[hottest] if best_s == np.inf else best_s, 1e-300)
+    evaluated = 0
+    for _ in range(steps):
+        least = 0.0
+        for k in range(width):
+            source = hottest if _uniform(random) < hot else -1
+            n = propose(random, device, compute_s, graph, source, share, group[k], where[k], mark)
+            count[k] = n
+            evaluated += 1
+            if n == 0:
+                delta[k] = np.inf
+                continue
+            delta[k] = energy_change(tables, state, group[k], where[k], n, scale, power)
+            least = min(least, delta[k])
+        total = np.exp(least / temperature)  # to stay
+        for k in range(width):
+            delta[k] = np.exp((least - delta[k]) / temperature)
+            total += delta[k]
+        left = _uniform(random) * total
+        chosen = -1
+        for k in range(width):
+            left -= delta[k]
+            if left < 0.0:
+                chosen = k
+                break
+        if chosen < 0:
+            continue
+        for i in range(count[chosen]):
+            apply_move(tables, state, group[chosen, i], where[chosen, i])
+        hottest = 0
+        fits = held[0] <= memory[0]
+        for d in range(1, num_devices):
+            if load[d] > load[hottest]:
+                hottest = d
+            fits &= held[d] <= memory[d]
+        if fits and load[hottest] < best_s * (1 - 1e-12):
+            best_s = load[hottest]
+            best[:] = device
+    return evaluated, best_s

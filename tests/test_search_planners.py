@@ -1,0 +1,134 @@
+"""Searches for the objectives that are formulas, on known answers and by brute force."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_planners import chain, every_placement, make, random_small
+
+from placement.importers import load as load_workload
+from placement.objectives import LoadMoves, device_loads
+from placement.planners import PlannerError, _macro, load
+from placement.planners.macro_search import _neighbours, _random
+from placement.problem import lower_bounds
+from placement.simulator import score
+from placement.testing import check_planner
+
+SHARE = np.array([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def small(seed: int, **settings):
+    return random_small(seed, objective="max_load", **settings)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6))
+def test_deltas_of_macro_moves_are_exact(seed: int) -> None:
+    problem = small(seed, num_ops=8, group=None, param_bytes=10, memory_bytes=55)
+    p = every_placement(problem)[seed % 100 % 2]
+    moves = LoadMoves(problem, p)
+    device, load_s = moves.state[0], moves.state[1]
+    group, where = np.zeros(8, np.int32), np.zeros(8, np.int32)
+    mark, random = np.zeros(8, np.int32), _random(seed)
+    for _ in range(30):
+        count = _macro.propose(
+            random, device, moves.tables[0], _neighbours(problem), -1, SHARE, group, where, mark
+        )
+        assert not mark.any() and len(set(group[:count])) == count
+        if count == 0:
+            continue
+        before, held, energy = load_s.copy(), moves.held_bytes, _energy(problem, moves.placement)
+        found = _macro.energy_change(moves.tables, moves.state, group, where, count, 1.0, 2)
+        assert np.array_equal(load_s, before) and np.array_equal(moves.held_bytes, held)
+        after = moves.placement
+        after[group[:count]] = where[:count]
+        assert found == pytest.approx(_energy(problem, after) - energy, abs=1e-6)
+        for g, d in zip(group[:count], where[:count], strict=True):
+            moves.apply(int(g), int(d))
+
+
+def _energy(problem, placement) -> float:
+    load_s, held = device_loads(problem, placement), problem.param_bytes_on(placement)
+    over = held > problem.memory_bytes
+    return float((load_s**4).sum() + (1e3 * held / problem.memory_bytes)[over].sum())
+
+
+def test_moves_are_of_five_sorts() -> None:
+    # Two chains 0-1-2-3 and 4-5-6-7 on device 0, operator 8 alone on device 1.
+    edges = [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7)]
+    problem = make(np.ones((9, 2)), edges, objective="max_load")
+    device = np.array([0] * 8 + [1], np.int32)
+    group, where = np.zeros(9, np.int32), np.zeros(9, np.int32)
+    mark, random, seen = np.zeros(9, np.int32), _random(0), {}
+    graph = _neighbours(problem)
+    for kind in range(5):
+        share = (np.arange(5) >= kind).astype(float)
+        for _ in range(300):
+            count = _macro.propose(
+                random, device, problem.group_compute_s, graph, 0, share, group, where, mark
+            )
+            assert device[group[0]] == 0 and where[0] == 1
+            seen.setdefault(kind, set()).add(tuple(group[:count]))
+    assert seen[0] == {(g,) for g in range(8)}
+    assert max(seen[1], key=len) in {tuple(range(8)), tuple(range(7, -1, -1))}
+    assert (0, 1, 2, 3) in seen[2] and max(map(len, seen[2])) == 4
+    assert all(set(body) <= set(range(4)) or set(body) <= set(range(4, 8)) for body in seen[3])
+    assert max(map(len, seen[3])) == 4 and any(b[0] == 3 and len(b) == 4 for b in seen[3])
+    assert seen[4] - seen[0] == {(g, 8) for g in range(8)}  # alone where no partner was met
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6))
+def test_macro_search_finds_the_best_of_small_problems(seed: int) -> None:
+    problem = small(seed)
+    best = score(problem, every_placement(problem)).min()
+    solution = load("macro_search", evaluations=6000)(problem)
+    assert solution.value_s == pytest.approx(best)
+    assert lower_bounds(problem)["max_load"] <= best * (1 + 1e-9)
+    assert solution.stats["evaluations"] <= 6000
+
+
+def test_macro_search_obeys_memory_that_forbids_the_balanced_split() -> None:
+    # Two heavy operators (60 bytes each) do not fit together in 100 bytes; alone they do.
+    problem = make(
+        [[1, 9], [1, 9], [1, 9]],
+        param_bytes=[60, 60, 10],
+        memory_bytes=100,
+        objective="max_load",
+    )
+    solution = load("macro_search", evaluations=200)(problem)
+    assert solution.value_s == 9.0
+    assert (problem.param_bytes_on(solution.placement) <= 100).all()
+
+
+def test_the_same_seed_gives_the_same_and_another_seed_another_search() -> None:
+    problem = make(np.random.default_rng(0).random((30, 3)) + 0.1, chain(30), objective="max_load")
+    runs = [load("macro_search", evaluations=5000, seed=s)(problem) for s in (0, 0, 1)]
+    assert np.array_equal(runs[0].placement, runs[1].placement)
+    assert [c[1:] for c in runs[0].stats["curve"]] == [c[1:] for c in runs[1].stats["curve"]]
+    assert [c[1:] for c in runs[0].stats["curve"]] != [c[1:] for c in runs[2].stats["curve"]]
+
+
+@pytest.mark.parametrize("evaluations", [1, 2, 7, 300])
+@pytest.mark.parametrize("objective", ["max_load", "piecewise_latency", "period"])
+def test_macro_search_keeps_the_contract(evaluations: int, objective: str) -> None:
+    problems = [small(s).with_objective(objective) for s in range(3)]
+    tight = [small(s, param_bytes=10, memory_bytes=30).with_objective(objective) for s in range(3)]
+    check_planner(load("macro_search", evaluations=evaluations), problems + tight)
+
+
+def test_an_option_below_one_is_an_error() -> None:
+    for option in ("rounds", "width", "body"):
+        with pytest.raises(PlannerError, match=f"{option} = 0 must be at least 1"):
+            load("macro_search", **{option: 0})(small(0))
+
+
+def test_macro_search_beats_the_contiguous_optimum_of_a_public_workload(shared: Path) -> None:
+    path = shared / "data/dnn_partitioning/throughput/operator/bert_l-3_training.json"
+    problem = load_workload(path)
+    solution = load("macro_search", evaluations=200_000)(problem)
+    assert 54.2073e-3 < solution.value_s < 54.48e-3  # proved optimum 54.2074, contiguous 65.3031
