@@ -1,0 +1,247 @@
+"""The speeds that the README quotes.
+
+    python -m experiments.bench
+
+Prints one table and writes ``experiments/results/bench.json``. A section is a function that
+returns rows; ``SECTIONS`` lists them. Ratios come from runs that take turns, and every figure
+is a median. The simulator runs in one thread: its seconds are processor seconds, which other
+programs on the machine disturb least.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from placement import kernels
+from placement.cluster import Cluster, Device, Link
+from placement.files import write_atomic
+from placement.graph import OpGraph
+from placement.measure import provenance
+from placement.problem import Placement, Problem, lower_bounds
+from placement.profile import Profile
+from placement.simulator import evaluate, score, simulate, simulate_reference
+
+RESULT = Path(__file__).parent / "results" / "bench.json"
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. ``goal`` is met if ``value`` is at most it, or at least it if ``more``."""
+
+    name: str
+    value: float
+    unit: str
+    goal: float | None = None
+    more: bool = False
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met; None without one."""
+        if self.goal is None:
+            return None
+        return self.value >= self.goal if self.more else self.value <= self.goal
+
+
+def medians_s(*runs: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
+    """Median processor seconds of each run; they take turns, the first round does not count."""
+    seconds = np.empty((rounds + 1, len(runs)))
+    for r in range(rounds + 1):
+        for i, run in enumerate(runs):
+            begin = time.process_time()
+            run()
+            seconds[r, i] = time.process_time() - begin
+    return [float(x) for x in np.median(seconds[1:], axis=0)]
+
+
+def layered_problem(num_ops: int, num_devices: int, memory_bytes: int = 2**62) -> Problem:
+    """Layers of 8 operators, each using 2 of the layer before: 2 edges per operator.
+
+    Operators take 0 to 2 ms, transfers 10 us and 1 ns per byte of 1 to 100 kB.
+    """
+    rng = np.random.default_rng(num_ops)
+    width = 8
+    uses = [
+        (int(src) + (i // width - 1) * width, i)
+        for i in range(width, num_ops)
+        for src in rng.choice(width, 2, replace=False)
+    ]
+    ops = np.arange(num_ops)
+    graph = OpGraph.build(
+        f"layered-{num_ops}",
+        [f"op{i}" for i in ops],
+        ops,
+        rng.integers(1_000, 100_000, num_ops),
+        uses,
+        param_bytes=np.full(num_ops, 1_000),
+        param_uses=np.stack([ops, ops], axis=1),
+    )
+    names = tuple(f"device:{d}" for d in range(num_devices))
+    compute = rng.random((num_ops, 1)) * rng.uniform(0.5, 2, (num_ops, num_devices)) * 1e-3
+    links = tuple(Link(a, b, 1e-5, 1e9) for a in names for b in names if a != b)
+    return Problem(
+        graph,
+        Cluster("bench", tuple(Device(x, memory_bytes=memory_bytes) for x in names)),
+        Profile(names, compute, np.zeros_like(compute), links),
+        objective="latency",
+    )
+
+
+def tight(problem: Problem) -> Problem:
+    """The same problem with memory that can bind, so that it is tracked."""
+    devices = tuple(replace(d, memory_bytes=1) for d in problem.cluster.devices)
+    return replace(problem, cluster=replace(problem.cluster, devices=devices))
+
+
+def random_batch(problem: Problem, size: int) -> Placement:
+    """int32 ``[size, N]``: every operator on any device, the most transfers there can be."""
+    shape = (size, problem.num_ops)
+    return np.random.default_rng(1).integers(0, problem.num_devices, shape).astype(np.int32)
+
+
+def block_batch(problem: Problem, size: int) -> Placement:
+    """int32 ``[size, N]``: contiguous stages with random cuts, as planners make them."""
+    rng = np.random.default_rng(1)
+    cuts = np.sort(rng.integers(0, problem.num_ops, (size, problem.num_devices - 1)), axis=1)
+    return (np.arange(problem.num_ops) >= cuts[:, :, None]).sum(axis=1).astype(np.int32)
+
+
+KINDS = (("stages", block_batch), ("random", random_batch))
+
+
+def kernel_against_reference() -> Iterator[Row]:
+    """How much faster the kernel is than its definition."""
+    problem = layered_problem(600, 4)
+    for kind, batch in KINDS:
+        placements = batch(problem, 100)
+        many, one, reference = medians_s(
+            lambda p=placements: score(problem, p),  # type: ignore[misc]
+            lambda p=placements: simulate(problem, p[0], num_microbatches=1),  # type: ignore[misc]
+            lambda p=placements: simulate_reference(problem, p[0], num_microbatches=1),  # type: ignore[misc]
+            rounds=5,
+        )
+        note = f"600 operators, 4 devices, {kind}"
+        ratio = reference / (many / len(placements))
+        yield Row("kernel against reference, batch", ratio, "x", 100, True, note)
+        yield Row("kernel against reference, one timeline", reference / one, "x", None, True, note)
+
+
+def seconds_per_operator() -> Iterator[Row]:
+    """Event-driven cost per operator, contention included."""
+    for num_ops in (100, 600, 2000):
+        for devices in (2, 4):
+            problem = layered_problem(num_ops, devices)
+            limited = tight(problem)
+            for kind, batch in KINDS:
+                placements = batch(problem, 120_000 // num_ops)
+                free, tracked = medians_s(
+                    lambda q=problem, p=placements: score(q, p),  # type: ignore[misc]
+                    lambda q=limited, p=placements: score(q, p),  # type: ignore[misc]
+                )
+                unit = 1e9 / placements.size
+                note = f"{num_ops} operators, {devices} devices, {kind}"
+                goal = 80 if num_ops == 600 else None
+                yield Row("one micro-batch, per operator", free * unit, "ns", goal, note=note)
+                name = "one micro-batch and its memory, per operator"
+                yield Row(name, tracked * unit, "ns", note=note)
+
+
+def pipelined() -> Iterator[Row]:
+    """Cost per operator and micro-batch in a pipelined run."""
+    for num_microbatches in (8, 32):
+        problem = replace(
+            layered_problem(600, 4), objective="period", num_microbatches=num_microbatches
+        )
+        limited = tight(problem)
+        for kind, batch in KINDS:
+            placements = batch(problem, 200 // num_microbatches)
+            free, tracked = medians_s(
+                lambda q=problem, p=placements: score(q, p),  # type: ignore[misc]
+                lambda q=limited, p=placements: score(q, p),  # type: ignore[misc]
+            )
+            unit = 1e9 / placements.size / num_microbatches
+            note = f"600 operators, 4 devices, {num_microbatches} micro-batches, {kind}"
+            yield Row("pipelined, per operator and micro-batch", free * unit, "ns", note=note)
+            name = "pipelined and memory, per operator and micro-batch"
+            yield Row(name, tracked * unit, "ns", note=note)
+
+
+def placements_per_second() -> Iterator[Row]:
+    """What a search gets: latency alone, and latency with period, in batches of 256."""
+    for devices in (2, 4):
+        problem = layered_problem(600, devices)
+        placements = random_batch(problem, 256)
+        latency, both = medians_s(
+            lambda q=problem, p=placements: score(q, p),  # type: ignore[misc]
+            lambda q=problem, p=placements: evaluate(q, p),  # type: ignore[misc]
+            rounds=3,
+        )
+        note = f"600 operators, {devices} devices, random, one core"
+        yield Row("placements scored by latency", 256 / latency, "1/s", more=True, note=note)
+        name = "placements evaluated (latency, period of 32)"
+        yield Row(name, 256 / both, "1/s", more=True, note=note)
+
+
+def problem_tables() -> Iterator[Row]:
+    """Everything that is computed once per problem."""
+    for num_ops in (600, 2000):
+        template = layered_problem(num_ops, 4)
+
+        def build(template: Problem = template) -> None:
+            kernels.tables(replace(template))
+
+        tables, bounds = medians_s(build, lambda q=template: lower_bounds(q))  # type: ignore[misc]
+        note = f"{num_ops} operators, 4 devices"
+        goal = 300 if num_ops == 2000 else None
+        yield Row("problem and its tables", tables * 1e3, "ms", goal, note=note)
+        yield Row("lower bounds", bounds * 1e3, "ms", note=note)
+
+
+SECTIONS: tuple[Callable[[], Iterator[Row]], ...] = (
+    kernel_against_reference,
+    seconds_per_operator,
+    pipelined,
+    placements_per_second,
+    problem_tables,
+)
+
+
+def main() -> None:
+    """Run every section, print the table, write the file."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    rows: list[Row] = []
+    begin = time.perf_counter()
+    for section in SECTIONS:
+        console.print(f"[dim]{section.__name__} ...[/]")
+        rows.extend(section())
+    table = Table(title="Speeds (medians; ✓ goal met)")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    table.add_column("unit")
+    table.add_column("goal", justify="right")
+    table.add_column("")
+    table.add_column("with")
+    for row in rows:
+        goal = "" if row.goal is None else f"{'≥' if row.more else '≤'} {row.goal:g}"
+        met = {None: "", True: "[green]✓[/]", False: "[red]✗[/]"}[row.met]
+        value = f"{row.value:,.0f}" if row.value >= 100 else f"{row.value:.3g}"
+        table.add_row(row.name, value, row.unit, goal, met, row.note)
+    console.print(table)
+    facts = provenance(load_average=os.getloadavg()[0], seconds=time.perf_counter() - begin)
+    text = json.dumps({"provenance": facts, "rows": [asdict(r) for r in rows]}, indent=1)
+    console.print(f"written to {write_atomic(RESULT, text + chr(10))}")
+
+
+if __name__ == "__main__":
+    main()
