@@ -134,7 +134,8 @@ def _crossing_s(problem: Problem, ideals: Bools) -> Floats:
     for t in np.flatnonzero(g.tensor_src >= 0):
         users = g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]
         at = ideals[:, g.group[np.append(users, g.tensor_src[t])]]
-        total += (at.any(axis=1) & ~at.all(axis=1))[:, None] * problem.io_s[t]
+        crosses: Bools = np.asarray(at.any(axis=1) & ~at.all(axis=1))
+        total += crosses[:, None] * problem.io_s[t]
     return total
 
 

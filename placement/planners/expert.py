@@ -59,7 +59,7 @@ def _read(file: str, problem: Problem) -> Placement:
                 f"{file}: graph {problem.graph.name!r} has no operator {key!r}; it has "
                 f"{problem.num_ops}, the first is {problem.graph.op_name[0]!r}"
             )
-        if device not in devices:
+        if not isinstance(device, str) or device not in devices:
             raise PlannerError(
                 f"{file}: operator {key!r}: no device {device!r}; devices are {list(devices)}"
             )

@@ -343,7 +343,8 @@ def _numbered(num_ops: int, links: Edges) -> Edges:
     for a, b in set(links):
         users[a].append(b)
         missing[b] += 1
-    number, ready = {}, [n for n in range(num_ops) if missing[n] == 0]
+    number: dict[int, int] = {}
+    ready = [n for n in range(num_ops) if missing[n] == 0]
     while ready:
         a = ready.pop()
         number[a] = len(number)
