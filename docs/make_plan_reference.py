@@ -32,7 +32,8 @@ OBJECTS = {
     "Provenance": "`provenance`: where the plan comes from",
 }
 MEANINGS = {
-    "Plan.schema_version": "Version of this format. A file of another version is refused.",
+    "Plan.schema_version": "Version of this format. Always written: a file without it, or with "
+    "another version, is refused.",
     "Plan.planner": "Who decided.",
     "Plan.graph": "The model that the plan is for.",
     "Plan.cluster": "The devices that the plan is for.",
@@ -46,7 +47,7 @@ MEANINGS = {
     "it, `priority` decides.",
     "Plan.stages": "The assignment again, as maximal runs of operators on one device.",
     "Plan.device_map": "Module path → device name, for the outermost modules that live whole on "
-    "one device. The module path `\"\"` is the whole model. Modules that are split are not in it.",
+    'one device. The module path `""` is the whole model. Modules that are split are not in it.',
     "Plan.predicted": "What the simulator says.",
     "Plan.measured": "What a run on real devices gave. `placement run --out` fills it.",
     "Plan.lower_bound_s": "Objective → seconds. Proved: no placement is better in the simulator.",

@@ -3,7 +3,7 @@
 In the files of ``docs/``, blocks run in the order in which they are written, in an empty folder:
 
 * ```` ```python ```` is executed; the blocks of one file share their names;
-* ```` ```sh ````: every line that begins with ``placement`` is carried out and must return 0;
+* ```` ```sh ````, or no language: every ``placement`` command is carried out and must return 0;
 * ``file=NAME`` after the language writes the block to a file instead;
 * ``no-run`` after the language: not executed. Commands are still parsed.
 """
@@ -53,7 +53,7 @@ def blocks(page: str) -> Iterator[Block]:
 def commands(block: Block) -> Iterator[list[str]]:
     """The arguments of each ``placement`` line; a backslash continues it."""
     for line in block.text.replace("\\\n", " ").splitlines():
-        if block.language == "sh" and line.startswith("placement "):
+        if block.language in ("sh", "") and re.match(r"(\.venv/bin/)?placement ", line):
             yield shlex.split(line, comments=True)[1:]
 
 
