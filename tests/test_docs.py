@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import itertools
 import re
 import shlex
 import sys
@@ -51,10 +52,11 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The arguments of each ``placement`` line; a backslash continues it."""
+    """The arguments of each ``placement`` line, up to a pipe; a backslash continues it."""
     for line in block.text.replace("\\\n", " ").splitlines():
         if block.language in ("sh", "") and re.match(r"(\.venv/bin/)?placement ", line):
-            yield shlex.split(line, comments=True)[1:]
+            words = shlex.split(line, comments=True)[1:]
+            yield list(itertools.takewhile(lambda w: w not in ("|", ">"), words))
 
 
 def prose(page: str) -> str:
@@ -141,7 +143,7 @@ def run_block(page: Path, block: Block, names: dict[str, Any]) -> None:
 def test_the_reader_of_pages_finds_blocks_commands_and_headings() -> None:
     page = (
         "# One `two`-three\n```python no-run\nx = 1\n```\n"
-        "```sh\nls\nplacement plan a \\\n  --out b  # why\n```\n```yaml file=c.yaml\nd: 1\n```\n"
+        "```sh\nls\nplacement plan a \\\n  --out b | head  # why\n```\n```yaml file=c.yaml\nd: 1\n```\n"
     )
     code, shell, data = blocks(page)
     assert (code.language, code.marks, code.text, code.line) == ("python", ["no-run"], "x = 1\n", 2)
