@@ -143,7 +143,7 @@ def run_block(page: Path, block: Block, names: dict[str, Any]) -> None:
 def test_the_reader_of_pages_finds_blocks_commands_and_headings() -> None:
     page = (
         "# One `two`-three\n```python no-run\nx = 1\n```\n"
-        "```sh\nls\nplacement plan a \\\n  -o b | head  # why\n```\n```yaml file=c.yaml\nd: 1\n```\n"
+        "```sh\nls\nplacement plan a \\\n -o b | head  # why\n```\n```yaml file=c.yaml\nd: 1\n```\n"
     )
     code, shell, data = blocks(page)
     assert (code.language, code.marks, code.text, code.line) == ("python", ["no-run"], "x = 1\n", 2)
