@@ -16,7 +16,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """``order[d]`` is int32 ``[K_d, 2]``: (operator, micro-batch) in the order device d runs them."""
+    """``order[d]`` int32 ``[K_d, 2]``: the (operator, micro-batch) of device d in their order."""
 
     order: tuple[NDArray[np.int32], ...]
     num_microbatches: int
@@ -60,10 +60,8 @@ class Schedule:
         g, n = problem.graph, problem.num_ops
         done = np.zeros((self.num_microbatches, n), bool)
         at = [0] * len(self.order)
-        preds = [
-            [int(s) for t in g.in_tensor[g.in_ptr[i] : g.in_ptr[i + 1]] if (s := g.tensor_src[t]) >= 0]
-            for i in range(n)
-        ]
+        sources = [g.tensor_src[g.in_tensor[g.in_ptr[i] : g.in_ptr[i + 1]]] for i in range(n)]
+        preds = [x[x >= 0].tolist() for x in sources]
         moved = True
         while moved:
             moved = False

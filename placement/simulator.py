@@ -230,7 +230,7 @@ def _num_transfers(problem: Problem, placement: Placement) -> int:
     src, dst = g.tensor_src[g.use_tensor], placement[g.use_dst]
     at = np.where(src >= 0, placement[src], host)
     remote = np.where(src >= 0, at != dst, ~shares[dst])
-    return len(np.unique(np.stack([g.use_tensor[remote], dst[remote]]), axis=1).T)
+    return len(np.unique(g.use_tensor[remote] * np.int64(problem.num_devices) + dst[remote]))
 
 
 def _timeline(
