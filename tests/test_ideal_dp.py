@@ -192,7 +192,9 @@ def test_limits_are_never_silent() -> None:
         small = IdealDp(memory_bytes=1000)(problem)
     with pytest.warns(RuntimeWarning, match="seconds"):
         quick = IdealDp(seconds=1e-9)(equal([], [1.0 + 0.1 * i for i in range(17)], 0.1, 5))
-    for found in (small, quick):
+    with pytest.warns(RuntimeWarning, match="too few for ideals of"):
+        wide = IdealDp(seconds=1e-9)(equal([], [1.0] * 20, 0.1, 2))
+    for found in (small, quick, wide):
         assert not found.stats["contiguous_optimum"]
         assert "not proved optimal" in found.stats["message"]
         assert np.isfinite(found.value_s)

@@ -56,12 +56,12 @@ class IdealDp:
 
     Attributes:
         memory_bytes: of the ideals and the tables over them.
-        seconds: budget; None is no limit.
+        seconds: budget, from the problem to the answer; None is no limit.
         max_states: sets of devices, ``prod(devices of a kind + 1)``.
     """
 
     memory_bytes: int = 2**30
-    seconds: float | None = None
+    seconds: float | None = 60.0
     max_states: int = 4096
 
     def __call__(self, problem: Problem) -> Solution:
@@ -82,9 +82,13 @@ class IdealDp:
         if np.isfinite(kinds.floor_s):
             orders = _orders(b.num_blocks, edges)
             linear = min((_linearised(problem, b, o, kinds, deadline) for o in orders), key=_load)
-            ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes)
-            if ideals is None:
-                message = f"the ideals need more than memory_bytes = {self.memory_bytes}"
+            ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes, deadline)
+            if isinstance(ideals, int):
+                message = (
+                    f"the ideals need more than memory_bytes = {self.memory_bytes}"
+                    if ideals >= self.memory_bytes
+                    else f"seconds = {self.seconds} are too few for ideals of {ideals} bytes"
+                )
             else:
                 num_ideals = ideals.count
                 exact = _solve(problem, b, ideals, kinds, linear.load_s, deadline)
@@ -351,18 +355,28 @@ def _csr(n: int, pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
     return np.searchsorted(table[:, 0], np.arange(n + 1)).astype(np.int32), table[:, 1].copy()
 
 
-def _enumerate(n: int, edges: Edges, kinds: _Kinds, memory_bytes: int) -> _Ideals | None:
-    """The ideals of ``n`` items; None if they and the tables over them would not fit."""
+def _enumerate(
+    n: int, edges: Edges, kinds: _Kinds, memory_bytes: int, deadline: float
+) -> _Ideals | int:
+    """The ideals of ``n`` items, or a number of bytes that they and their tables exceed."""
     # Bits, hash, origin and work of each; two to four slots of the hash table; value, ideal and
     # kind of each state. Arrays grow by doubling and exist twice while they do.
     bytes_each = 8 * (-(-n // 64)) * 2 + 56 + 13 * kinds.num_states
     code = np.random.default_rng(0).integers(0, 2**64, n, dtype=np.uint64)
     before, after = _csr(n, [(b, a) for a, b in edges]), _csr(n, list(edges))
-    count, bits, spans, links, origin, added = _ideals.enumerate_ideals(
-        *before, *after, code, bytes_each, memory_bytes
-    )
-    if count == 0:
-        return None
+    # A kernel cannot look at the clock: try with little memory, which is soon full, then more.
+    limit = memory_bytes if deadline == np.inf else min(memory_bytes, 2**24)
+    while True:
+        began = time.perf_counter()
+        count, bits, spans, links, origin, added = _ideals.enumerate_ideals(
+            *before, *after, code, bytes_each, limit
+        )
+        if count > 0:
+            break
+        ended = time.perf_counter()
+        if limit == memory_bytes or ended + 4 * (ended - began) > deadline:
+            return limit
+        limit = min(memory_bytes, 4 * limit)
     work_s = np.zeros(count)
     _ideals.add_up(origin[:count], added[:count], kinds.work, work_s)
     return _Ideals(count, spans[:count], links, work_s, bits[:count])
@@ -409,7 +423,7 @@ def _linearised(
     )
     least = prefixes.work_s[-1]
     split = _Split()
-    for guess in (1.2 * least, 2 * least, 8 * least, _FAR):
+    for guess in (1.01 * least, 1.05 * least, 1.2 * least, 2 * least, 8 * least, _FAR):
         split = _solve(problem, line, prefixes, in_order, guess, deadline)
         if split.load_s < _FAR:
             break
@@ -496,6 +510,6 @@ def _load_kernels() -> None:
     one = Problem(graph, Cluster("one", (Device("one"),)), Profile(("one",), zeros, zeros))
     b = blocks(one, np.arange(2, dtype=np.int32))
     kinds = _kinds(one, b)
-    ideals = _enumerate(2, {(0, 1)}, kinds, 2**20)
-    assert ideals is not None
+    ideals = _enumerate(2, {(0, 1)}, kinds, 2**20, np.inf)
+    assert isinstance(ideals, _Ideals)
     _solve(one, b, ideals, kinds, _FAR, np.inf)
