@@ -1,0 +1,336 @@
+"""Every YAML composes and instantiates; the two Hydra commands end to end.
+
+PYTHONPATH=. python tests/test_conf.py     writes the YAML files that follow from the code
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.utils import get_object, instantiate
+
+import agents.compare
+import agents.train
+from agents.app import AppError, make_planner, with_lists
+from placement import planners, workloads
+from placement.planners import PlannerError
+
+CONF = Path(__file__).parents[1] / "conf"
+POLICY = "agents.planner:PolicyPlanner"
+GROUPS = {
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in CONF.iterdir()
+    if folder.is_dir() and folder.name != "__pycache__"
+}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, str) and value.isidentifier():
+        return value
+    return json.dumps(value)
+
+
+def planner_yaml(name: str) -> str:
+    """What ``conf/planner/<name>.yaml`` must hold: the target and the default of every field."""
+    kind = planners.find(POLICY if name == "policy" else name)
+    lines = [f"# @package planner.{name}", f"_target_: {kind.__module__}.{kind.__qualname__}"]
+    lines += [f"{f.name}: {_text(f.default)}" for f in fields(kind) if f.init]
+    return "\n".join(lines) + "\n"
+
+
+def workload_yaml(name: str) -> str:
+    """What ``conf/workload/<name>.yaml`` must hold: the default of every argument."""
+    home = importlib.import_module(f"placement.workloads.{workloads._family_of()[name]}")
+    lines = [f"# @package workload.{name}", "_target_: placement.workloads.load", f"spec: {name}"]
+    given = inspect.signature(getattr(home, name)).parameters.items()
+    lines += [f"{argument}: {_text(p.default)}" for argument, p in given]
+    return "\n".join(lines) + "\n"
+
+
+GENERATED: dict[str, tuple[list[str], Callable[[str], str]]] = {
+    "planner": ([*planners.names(), "policy"], planner_yaml),
+    "workload": (list(workloads.names()), workload_yaml),
+}
+
+
+@pytest.fixture
+def hydra_conf() -> Iterator[None]:
+    with initialize_config_module("conf", version_base="1.3"):
+        yield
+
+
+@pytest.mark.parametrize("group", GENERATED)
+def test_every_planner_and_workload_has_its_yaml_and_nothing_else_has(group: str) -> None:
+    names, expected = GENERATED[group]
+    wrong = sorted(set(names) ^ set(GROUPS[group]))
+    wrong += [
+        name
+        for name in names
+        if name not in wrong
+        and (CONF / group / f"{name}.yaml").read_text(encoding="utf-8") != expected(name)
+    ]
+    assert not wrong, f"{group} {wrong}: run PYTHONPATH=. python tests/test_conf.py"
+
+
+@pytest.mark.usefixtures("hydra_conf")
+def test_entries_compose_with_every_option_of_every_group() -> None:
+    assert {path.stem for path in CONF.glob("*.yaml")} == {"compare", "train"}
+    lists = {group: f"{group}=[{','.join(GROUPS[group])}]" for group in GENERATED}
+    cfg = compose("compare", list(lists.values()))
+    for group in GENERATED:
+        assert sorted(cfg[group]) == GROUPS[group]
+        for node in cfg[group].values():
+            get_object(node._target_)
+    cfg = compose("train", [lists["workload"], "planner@baseline=local_search"])
+    assert sorted(cfg.workload) == GROUPS["workload"] and "planner" not in cfg
+    assert cfg.baseline._target_.endswith(".LocalSearch")
+    for group in set(GROUPS) - set(GENERATED):
+        for option in GROUPS[group]:
+            get_object(compose("compare", [f"{group}={option}"])[group]._target_)
+
+
+@pytest.mark.usefixtures("hydra_conf")
+def test_every_planner_instantiates_as_its_defaults() -> None:
+    cfg = compose("compare", [f"planner=[{','.join(GROUPS['planner'])}]"])
+    assert sorted(cfg.planner) == GROUPS["planner"]
+    for name, node in cfg.planner.items():
+        made = make_planner(node)
+        if is_dataclass(made):
+            assert made == planners.load(POLICY if name == "policy" else name)
+
+
+@pytest.mark.usefixtures("hydra_conf")
+def test_clusters_trackers_training_and_a_workload_instantiate(tmp_path: Path) -> None:
+    from agents.tracking import Tracker, WandbTracker
+    from agents.training import TrainConfig
+
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\ndevices: [{name: a}, {name: b}]\n")
+    words = ["cluster=file", f"cluster.path={file}", "workload=tiny_mlp"]
+    cfg = compose("train", [*words, "workload.tiny_mlp.batch=7"])
+    assert instantiate(cfg.cluster).device_names == ("a", "b")
+    assert instantiate(cfg.tracker) == WandbTracker()
+    assert instantiate(cfg.training, _convert_="all") == TrainConfig()
+    _, (inputs,) = instantiate(cfg.workload.tiny_mlp)
+    assert len(inputs) == 7
+    cfg = compose("compare", ["cluster.max_cpu_devices=1", "tracker=none"])
+    assert instantiate(cfg.cluster).num_devices == 1
+    assert type(instantiate(cfg.tracker)) is Tracker
+
+
+@pytest.mark.usefixtures("hydra_conf")
+def test_planner_nodes_are_checked() -> None:
+    # Types are those of the fields, and a planner may hold a planner.
+    cfg = compose("compare", ["planner=local_search", "planner.local_search.start=heft"])
+    cfg.planner.local_search.start = {"_target_": "placement.planners.heft.Heft"}
+    assert make_planner(cfg.planner.local_search) == planners.load(
+        "local_search", start=planners.load("heft")
+    )
+    cfg.planner.local_search.patience = "soon"
+    with pytest.raises(PlannerError, match=r"patience = 'soon' is not of type float"):
+        make_planner(cfg.planner.local_search)
+
+
+def test_a_glob_is_a_list_in_one_job_and_a_sweep_in_many() -> None:
+    tiny = [n for n in workloads.names() if n.startswith("tiny_")]
+    words = ["workload=glob(tiny_*)", "planner=glob(*,exclude=[p*,b*])", "seed=1"]
+    first, second, third = with_lists(words)
+    assert first == f"workload=[{','.join(tiny)}]"
+    chosen = second.removeprefix("planner=[").removesuffix("]").split(",")
+    assert chosen == [n for n in GROUPS["planner"] if n[0] not in "pb"]
+    assert third == "seed=1"
+    assert with_lists(["-m", *words]) == ["-m", *words]
+    with pytest.raises(AppError, match=r"nothing matches; there are .*heft"):
+        with_lists(["planner=glob(x*)"])
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., int]:
+    """A command in this process, in a new folder; profiles are shared by the tests."""
+    home = tmp_path_factory.getbasetemp() / "profiles"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLACEMENT_HOME", str(home))
+    monkeypatch.delenv("HYDRA_FULL_ERROR")
+
+    def call(command: str, *words: str) -> int:
+        monkeypatch.setattr(sys, "argv", [f"placement-{command}", *words])
+        module = {"compare": agents.compare, "train": agents.train}[command]
+        code: int = module.main()
+        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+        return code
+
+    return call
+
+
+TINY = ("workload=tiny_mlp", "planner=[heft,local_search]", "evaluations=9", "repeats=1")
+PREDICT = (*TINY, "execute=false", "tracker=none")
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "compare.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_compare_from_the_shell(tmp_path: Path) -> None:
+    # Two workloads, two planners, run for real: one job, one table, and everything in the folder.
+    words = ["workload=[tiny_mlp,tiny_branches]", "planner=glob([heft,round_robin])", "rounds=1"]
+    words += ["repeats=1", "num_microbatches=4", "tracker=none", "hydra.run.dir=out"]
+    env = os.environ | {"PLACEMENT_HOME": str(tmp_path / "home"), "PYTHONPATH": str(CONF.parent)}
+    command = [sys.executable, "-m", "agents.compare", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "tiny_branches, measured" in done.stdout
+    out = tmp_path / "out"
+    rows = rows_of(out)
+    for workload in ("tiny_mlp", "tiny_branches"):
+        mine = [r for r in rows if r["workload"] == workload]
+        assert {r["planner"] for r in mine} >= {"heft", "round_robin", "single:cpu:0"}
+        assert all(float(r["measured_period_s"]) > 0 for r in mine if r["feasible"] == "True")
+        plan = json.loads((out / workload / "plan.json").read_text())
+        assert plan["graph"]["workload"] == workload and plan["measured"]["n"] == 1
+        trace = json.loads((out / workload / "trace.json").read_text())["traceEvents"]
+        assert {e["args"]["name"] for e in trace if e["name"] == "process_name"} == {
+            "predicted",
+            "measured",
+        }
+        for name in ("gantt.png", "profile.npz"):
+            assert (out / workload / name).stat().st_size > 0
+    assert "seed: 0" in (out / ".hydra" / "config.yaml").read_text()
+    assert "torch" in json.loads((out / "versions.json").read_text())
+    assert (out / "compare.md").exists()
+    # Profiles are measured once: both are saved, and nothing else was written beside the folder.
+    assert len(list((tmp_path / "home").rglob("*.npz"))) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"home", "out"}
+
+
+def test_multirun(run: Callable[..., int], tmp_path: Path) -> None:
+    words = ["workload=tiny_mlp", "planner=heft,local_search", "seed=3", *PREDICT[2:]]
+    assert run("compare", "-m", *words, "hydra.sweep.dir=sweep") == 0
+    found = [
+        (number, row["planner"], row["seed"])
+        for number in range(2)
+        for row in rows_of(tmp_path / f"sweep/{number}")
+        if not row["planner"].startswith("single:")
+    ]
+    assert found == [(0, "heft", ""), (1, "local_search", "3")]  # heft has no seed
+
+
+def test_an_interrupted_comparison_continues(
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from placement.planners.heft import Heft
+    from placement.planners.random_search import RandomSearch
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    words = (*PREDICT, "planner=[heft,random_search]", "hydra.run.dir=out")
+    with monkeypatch.context() as patch:
+        patch.setattr(RandomSearch, "__call__", interrupted)
+        assert run("compare", *words) == 130
+    assert f"the same command with hydra.run.dir={tmp_path / 'out'}" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(Heft, "__call__", interrupted)  # its answer is there already
+        assert run("compare", *words) == 0
+    assert {"heft", "random_search"} <= {r["planner"] for r in rows_of(tmp_path / "out")}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["planner=heft", "planner.heft.sead=3"], "Key 'sead' is not in struct"),
+        (["planner=heft", "+planner.heft.sead=3"], "has no option 'sead'"),
+        (["planner.local_search.patience=soon"], "patience = 'soon' is not of type float"),
+        (["planner=hefd"], "Could not find 'planner/hefd'"),
+        (["planner=heft,expert"], "add --multirun"),
+        (["planner=[]"], "no planner: add e.g. planner=heft"),
+        (["workload=tiny_mlq"], "Could not find 'workload/tiny_mlq'"),
+        (["+workload.tiny_mlp.depth=3"], "got an unexpected keyword argument 'depth'"),
+        (["objective=speed"], "objective 'speed' is unknown"),
+        (["rounds=many"], "'many' of type 'str' could not be converted to Integer"),
+        (["rounds=0"], "rounds = 0 must be at least 1"),
+        (["seed=x"], "seed = x: must be a whole number"),
+        (["hydra.run.dir=/dev/null/x"], "another run folder: hydra.run.dir="),
+        (["cluster=file", "cluster.path=none.yaml"], "none.yaml"),
+    ],
+)
+def test_what_a_wrong_command_says(
+    run: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    assert run("compare", *PREDICT, *words) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_a_run_folder_without_permission(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    try:
+        (locked / "probe").touch()
+    except PermissionError:
+        pass
+    else:
+        pytest.skip("this user may write everywhere")
+    assert run("compare", *PREDICT, f"hydra.run.dir={locked}/out") == 2
+    assert f"cannot use {locked}/out: Permission denied" in capsys.readouterr().err
+
+
+def test_described_devices_cannot_run(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "twice.yaml").write_text(
+        "name: twice\ndevices:\n- {name: slow, like: 'cpu:0'}\n"
+        "- {name: fast, like: 'cpu:0', speed: 2}\nlinks:\n"
+        "- {src: slow, dst: fast, latency_s: 1e-6}\n- {src: fast, dst: slow, latency_s: 1e-6}\n"
+    )
+    words = (*PREDICT, "cluster=file", "cluster.path=twice.yaml", "hydra.run.dir=out")
+    assert run("compare", *words, "execute=true") == 2
+    assert "add execute=false" in capsys.readouterr().err
+    assert run("compare", *words) == 0
+    latency = {r["planner"]: float(r["latency_s"]) for r in rows_of(tmp_path / "out")}
+    assert latency["single:slow"] == pytest.approx(2 * latency["single:fast"])
+
+
+def test_train(run: Callable[..., int], tmp_path: Path) -> None:
+    words = ["workload=tiny_branches", "repeats=1", "tracker=none", "hydra.run.dir=out"]
+    words += ["training.total_steps=60", "+training.num_envs=2", "+training.network.hidden=8"]
+    assert run("train", *words) == 0
+    value = {r["planner"]: float(r["value_s"]) for r in rows_of(tmp_path / "out")}
+    assert value["policy"] <= value["baseline"]
+    assert (tmp_path / "out" / "metrics.csv").exists()
+    # The policy goes on from its file, and is a planner of a comparison like any other.
+    assert run("train", *words, "policy=out/policy.npz", "hydra.run.dir=more") == 0
+    again = ["planner=policy", "planner.policy.policy=more/policy.npz", "planner.policy.k=2"]
+    assert run("compare", *PREDICT, *again, "hydra.run.dir=last") == 0
+    assert "policy" in {r["planner"] for r in rows_of(tmp_path / "last")}
+
+
+if __name__ == "__main__":
+    for _group, (_names, _expected) in GENERATED.items():
+        for _name in _names:
+            (CONF / _group / f"{_name}.yaml").write_text(_expected(_name), encoding="utf-8")

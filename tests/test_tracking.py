@@ -1,0 +1,166 @@
+"""The trackers: offline W&B run folders with everything in them, and runs that always end."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import wandb
+from wandb.proto.wandb_internal_pb2 import Record
+
+import agents.compare
+from agents.tracking import Mirror, Tracker, WandbTracker
+from placement.compare import Comparison, Row
+
+
+def comparison(*values_s: float) -> Comparison:
+    rows = [
+        Row("net", "heft", seed, "period", 3, 2, "abc", bool(np.isfinite(v)), v, v, v)
+        for seed, v in enumerate(values_s)
+    ]
+    return Comparison(tuple(rows), {})
+
+
+def records(folder: Path) -> list[Record]:
+    """Everything that the offline run below ``folder`` holds for the server.
+
+    The file is a LevelDB log after a header of 7 bytes: blocks of 32 KiB, in which every piece
+    has a checksum (4 bytes), a length (2) and a type (1: whole, 2: first, 3: middle, 4: last).
+    """
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data, found, parts, at = file.read_bytes(), [], b"", 7
+    assert data.startswith(b":W&B")
+    while at + 7 <= len(data):
+        left = 2**15 - at % 2**15
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            found.append(Record.FromString(parts))
+            parts = b""
+    return found
+
+
+def artifacts(found: list[Record]) -> dict[str, tuple[str, list[str]]]:
+    """Kind and aliases by name; W&B adds artifacts of its own (tables, the job)."""
+    said = [r.artifact for r in found if r.HasField("artifact")]
+    said += [
+        r.request.log_artifact.artifact
+        for r in found
+        if r.HasField("request") and r.request.HasField("log_artifact")
+    ]
+    return {
+        a.name: (a.type, sorted(a.aliases)) for a in said if a.type in ("plan", "policy", "profile")
+    }
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+
+
+def test_no_tracker_writes_nothing(tmp_path: Path) -> None:
+    with Tracker().run(tmp_path, {}, "compare") as mirror:
+        mirror.log({"x": 1.0})
+        mirror.comparison(comparison(1.0))
+        mirror.image("picture", tmp_path / "none.png")
+        mirror.artifact("plan-net", "plan", tmp_path / "none.json")
+    assert type(mirror) is Mirror and not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_is_offline_by_default_and_holds_everything(tmp_path: Path) -> None:
+    folder = tmp_path / "0"
+    folder.mkdir()
+    (folder / "plan.json").write_text("{}")
+    with WandbTracker().run(folder, {"seed": 5}, "compare", "sweep-1") as mirror:
+        mirror.log({"greedy_speedup": 1.5}, step=3)
+        mirror.comparison(comparison(0.5, np.inf))
+        mirror.artifact("plan-net/1", "plan", folder / "plan.json", ["best"])
+    assert wandb.run is None  # finished
+    found = records(folder)
+    (run,) = [r.run for r in found if r.HasField("run")][:1]
+    assert (run.job_type, run.run_group, run.display_name) == ("compare", "sweep-1", "sweep-1/0")
+    assert {u.key: u.value_json for u in run.config.update}["seed"] == "5"
+    assert artifacts(found) == {"plan-net-1": ("plan", ["best", "latest"])}
+    (table,) = folder.glob("wandb/offline-run-*/files/media/table/*.json")
+    content = json.loads(table.read_text())
+    assert content["columns"][:3] == ["workload", "planner", "seed"]
+    assert [row[:3] for row in content["data"]] == [["net", "heft", 0], ["net", "heft", 1]]
+    (exit_record,) = [r.exit for r in found if r.HasField("exit")]
+    assert exit_record.exit_code == 0
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_run_that_fails_is_finished_as_failed(tmp_path: Path) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        WandbTracker(mode="offline").run(tmp_path, {}, "train"),
+    ):
+        raise KeyboardInterrupt
+    assert wandb.run is None
+    assert [r.exit.exit_code for r in records(tmp_path) if r.HasField("exit")] == [1]
+
+
+def test_the_mode_is_the_options_then_the_environments_then_offline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+
+    def init(**options: Any) -> Any:
+        asked.append(options["mode"])
+        return SimpleNamespace(finish=lambda exit_code: None)
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    for tracker in (WandbTracker(mode="disabled"), WandbTracker()):
+        with tracker.run(tmp_path, {}, "compare"):
+            pass
+    monkeypatch.delenv("WANDB_MODE")
+    with WandbTracker().run(tmp_path, {}, "compare"):
+        pass
+    assert asked == ["disabled", "online", "offline"]
+
+
+def test_a_tracker_that_cannot_start_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def init(**_: Any) -> Any:
+        raise wandb.errors.UsageError("no API key")
+
+    monkeypatch.setattr(wandb, "init", init)
+    done = False
+    with (
+        pytest.warns(UserWarning, match="not mirrored to W&B: no API key; or use tracker=none"),
+        WandbTracker().run(tmp_path, {}, "compare") as mirror,
+    ):
+        mirror.comparison(comparison(1.0))
+        done = True
+    assert done
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_comparison_is_mirrored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "home"))
+    words = ["workload=tiny_mlp", "planner=heft", "rounds=1", "repeats=1", "hydra.run.dir=out"]
+    monkeypatch.setattr(sys, "argv", ["placement-compare", *words])
+    assert agents.compare.main() == 0
+    found = records(tmp_path / "out")
+    assert artifacts(found) == {
+        "profile-tiny_mlp": ("profile", ["latest"]),
+        "plan-tiny_mlp": ("plan", ["best", "latest", "measured"]),
+    }
+    names = [p.name for p in (tmp_path / "out/wandb").glob("offline-run-*/files/media/*/*")]
+    assert len(names) == 2  # the table, and the folder of the picture
