@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -22,10 +23,11 @@ from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from placement import cli
+from placement.ownership import DISTRIBUTION, check_packages
 
 if TYPE_CHECKING:
     from agents.tracking import Mirror
@@ -50,13 +52,12 @@ def launch(app: Callable[[], Any]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors itself and exits with 1
     # Workers bring their own threads; spinning ones of this process would only disturb them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    warnings.showwarning = lambda message, *_, **__: cli.say(f"warning: {message}")
     try:
-        from placement.ownership import check_packages
-
-        check_packages()
-        sys.argv[1:] = with_lists(sys.argv[1:])
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            check_packages()
+            sys.argv[1:] = with_lists(sys.argv[1:])
+            app()
         return cli.OK
     except KeyboardInterrupt:
         cli.say("interrupted")
@@ -71,6 +72,10 @@ def launch(app: Callable[[], Any]) -> int:
         return cli.BAD_INPUT
 
 
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    cli.say(f"warning: {message}")
+
+
 def explain(error: Exception) -> str | None:
     """What to tell the user; None if the error is a mistake of ours."""
     if isinstance(error, InstantiationException):
@@ -79,8 +84,8 @@ def explain(error: Exception) -> str | None:
             return str(cause)
         return f"{error}\n(to see all options and values, add: --cfg job)"
     if isinstance(error, HydraException | OmegaConfBaseException):
-        cause = f"\n{error.__cause__}" if error.__cause__ else ""
-        return f"{error}{cause}\n(to see all options and values, add: --cfg job)"
+        because = f"\n{error.__cause__}" if error.__cause__ else ""
+        return f"{error}{because}\n(to see all options and values, add: --cfg job)"
     if isinstance(error, OSError) and error.filename:
         return (
             f"cannot use {error.filename}: {error.strerror}; "
@@ -119,6 +124,40 @@ def _listed(arg: str) -> str:
     return f"{group}=[{','.join(chosen)}]"
 
 
+@dataclass
+class _Settings:
+    """Types of the values that are not components of their own."""
+
+    objective: str = "period"
+    num_microbatches: int = 1
+    max_in_flight: int = 1
+    repeats: int = 1
+    rounds: int = 1
+    seconds: float | None = None
+    evaluations: int | None = None
+    execute: bool = False
+
+
+def seeds_of(cfg: DictConfig) -> list[int]:
+    """``seed``, a number or a list of them, as a list.
+
+    Raises:
+        AppError: it is something else.
+    """
+    seeds = list(cfg.seed) if isinstance(cfg.seed, ListConfig) else [cfg.seed]
+    if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
+        raise AppError(f"seed = {cfg.seed}: must be a whole number, or a list: seed=[0,1]")
+    return seeds
+
+
+def _check(cfg: DictConfig) -> None:
+    names = [f.name for f in fields(_Settings) if f.name in cfg]
+    OmegaConf.merge(OmegaConf.structured(_Settings), {name: cfg[name] for name in names})
+    for name in ("repeats", "rounds"):
+        if name in cfg and cfg[name] < 1:
+            raise AppError(f"{name} = {cfg[name]} must be at least 1")
+
+
 @dataclass(frozen=True)
 class Job:
     """One run: its configuration, its folder, and who is told what."""
@@ -134,10 +173,12 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
     """The run that Hydra made a folder for, tracked and reported until the block ends.
 
     Raises:
+        AppError, omegaconf's ValidationError: a value of the wrong type, or out of range.
         FileError: the folder cannot be written.
     """
     from placement.files import write_atomic
 
+    _check(cfg)
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     is_sweep = hydra.mode == RunMode.MULTIRUN
@@ -158,10 +199,6 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
 
 
 def _versions() -> str:
-    import json
-
-    from placement.ownership import DISTRIBUTION
-
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in (DISTRIBUTION, *_VERSIONS_OF):
         try:
@@ -191,8 +228,8 @@ def make_problems(job: Job) -> dict[str, Problem]:
     described = [d.name for d in cluster.devices if d.like is not None]
     if described and cfg.get("execute"):
         raise AppError(
-            f"cluster {cluster.name!r}: {', '.join(described)} cannot run anything, being described "
-            "in terms of other devices; add execute=false"
+            f"cluster {cluster.name!r}: {', '.join(described)} cannot run anything, being "
+            "described in terms of other devices; add execute=false"
         )
     if ":" in str([node.get("spec") for node in cfg.workload.values()]):
         sys.path.append(os.getcwd())  # last: it must not hide installed packages
@@ -232,14 +269,11 @@ def make_planner(node: DictConfig) -> Planner:
     if not is_dataclass(kind):
         made: Planner = instantiate(node, _convert_="all")
         return made
-    options = {str(k): v for k, v in node.items() if k != "_target_"}
-    inner = {
-        k: instantiate(v, _convert_="all") if isinstance(v, DictConfig) else OmegaConf.to_object(v)
-        if OmegaConf.is_config(v)
-        else v
-        for k, v in options.items()
-    }
-    return planners.load(target, **inner)
+    # A planner inside a planner is a node with a _target_ too; instantiate leaves others alone.
+    made_options: Any = instantiate(
+        {str(k): v for k, v in node.items() if k != "_target_"}, _convert_="all"
+    )
+    return planners.load(target, **made_options)
 
 
 def save_best(
@@ -296,11 +330,9 @@ def _parameters(cfg: DictConfig, planner: Planner | None, seed: int | None) -> d
     """The planner's fields as ``compare`` set them."""
     from placement.plan import parameters_of
 
-    known = {f.name for f in fields(planner)} if is_dataclass(planner) else set()
+    known = {f.name for f in fields(planner)} if is_dataclass(planner) else ()
     given = {"seed": seed, "seconds": cfg.get("seconds"), "evaluations": cfg.get("evaluations")}
-    return parameters_of(planner) | {
-        k: v for k, v in given.items() if k in known and v is not None
-    }
+    return parameters_of(planner) | {k: v for k, v in given.items() if k in known and v is not None}
 
 
 def _measured(row: Row) -> Any:

@@ -5,9 +5,18 @@ from __future__ import annotations
 import sys
 
 import hydra
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
-from agents.app import AppError, job, launch, make_planner, make_problems, metric_s, save_best
+from agents.app import (
+    AppError,
+    job,
+    launch,
+    make_planner,
+    make_problems,
+    metric_s,
+    save_best,
+    seeds_of,
+)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="compare")
@@ -25,7 +34,7 @@ def app(cfg: DictConfig) -> float:
         comparison = compare(
             problems,
             planners,
-            cfg.seed if isinstance(cfg.seed, ListConfig) else [cfg.seed],
+            seeds_of(cfg),
             out_dir=run.folder,
             executor=Executor if cfg.execute else None,
             rounds=cfg.rounds,
@@ -36,7 +45,9 @@ def app(cfg: DictConfig) -> float:
         run.mirror.comparison(comparison)
         save_best(run, comparison, problems, planners)
     table.print_tables(table.tables(comparison))
-    print(f"in {run.folder}: compare.csv, compare.md; per workload plan.json, trace.json, gantt.png")
+    print(
+        f"in {run.folder}: compare.csv, compare.md; per workload plan.json, trace.json, gantt.png"
+    )
     return metric_s(comparison)
 
 

@@ -75,6 +75,8 @@ class WandbTracker(Tracker):
         """See ``Tracker.run``; without W&B (not logged in, no network) there is a warning."""
         import wandb
 
+        # W&B takes a package called agents for an LLM library, and would recommend another product.
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         mode: Any = self.mode or os.environ.get("WANDB_MODE") or "offline"
         try:
             run = wandb.init(
@@ -111,7 +113,7 @@ class _WandbMirror(Mirror):
     def comparison(self, comparison: Comparison) -> None:
         import wandb
 
-        columns = [f.name for f in fields(Row)]
+        columns: list[str | int] = [f.name for f in fields(Row)]
         data = [list(asdict(row).values()) for row in comparison.rows]
         self._run.log({"comparison": wandb.Table(columns=columns, data=data)})
         for row in comparison.rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,13 +29,26 @@ def comparison(*values_s: float) -> Comparison:
 
 
 def records(folder: Path) -> list[Record]:
-    """Everything that the offline run below ``folder`` holds for the server.
+    """Everything that the finished offline run below ``folder`` holds for the server.
+
+    Its last record may reach the disk a moment after ``finish`` has returned.
+    """
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    for _ in range(100):
+        found = read_log(file.read_bytes())
+        if any(r.HasField("exit") for r in found):
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no end")
+
+
+def read_log(data: bytes) -> list[Record]:
+    """The whole records of a W&B log.
 
     The file is a LevelDB log after a header of 7 bytes: blocks of 32 KiB, in which every piece
     has a checksum (4 bytes), a length (2) and a type (1: whole, 2: first, 3: middle, 4: last).
     """
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    data, found, parts, at = file.read_bytes(), [], b"", 7
+    found, parts, at = [], b"", 7
     assert data.startswith(b":W&B")
     while at + 7 <= len(data):
         left = 2**15 - at % 2**15
@@ -42,6 +56,8 @@ def records(folder: Path) -> list[Record]:
             at += left
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
+        if at + 7 + length > len(data):
+            break
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
