@@ -167,11 +167,11 @@ def test_ctrl_c_in_mid_stream_is_raised_and_leaves_nothing_running():
     module, inputs = tiny.tiny_mlp()
     graph = capture(module, inputs)
     runner = Runner(graph, CLUSTER, random_placement(graph, 2))
-    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
-    timer.start()
+    timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
     with pytest.raises(KeyboardInterrupt):
-        for _ in runner.stream(inputs for _ in range(10**9)):
-            pass
+        for i, _ in enumerate(runner.stream(inputs for _ in range(10**9))):
+            if i == 3:  # the stream runs: interrupt it wherever it then is
+                timer.start()
     timer.join()
     assert alive() == []
     assert runner(*inputs).shape == (2, 16)
