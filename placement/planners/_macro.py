@@ -179,7 +179,7 @@ def anneal(
     delta = np.empty(width)
     mark = np.zeros(num_groups, np.int32)
     fill_state(tables, state)
-    hottest = np.argmax(load)
+    hottest = int(np.argmax(load))
     scale = 1.0 / max(load[hottest] if best_s == np.inf else best_s, 1e-300)
     evaluated = 0
     for _ in range(steps):

@@ -1,0 +1,264 @@
+"""The best split by constraint programming, with a proved bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from placement.objectives import Blocks, blocks
+from placement.planners import PlannerError, _exact
+from placement.planners._search import INFEASIBLE, Search
+from placement.problem import Planner, Problem, Solution, lower_bounds
+
+# The start's value in integer units. Not more: OR-Tools 9.15 has been seen to call programs with
+# coefficients near 10**9 infeasible in presolve that it solves without.
+_UNITS = 10**7
+
+
+@dataclass(frozen=True)
+class CpSat:
+    """Least ``max_load`` over all splits, or over all contiguous ones, by OR-Tools CP-SAT.
+
+    A bool for each group and device; a tensor is paid by a device where its producer and one
+    of its users differ in being there. For contiguous splits the stages are ordered, a block
+    is never before one it depends on, and the kind of device of each stage is open, so that
+    the splits are those of ``ideal_dp`` (Tarnawski et al., NeurIPS 2020, restrict each device
+    to be convex, which allows more). Seconds are rounded down to integers, 1e-7 of the
+    start's value: bounds hold exactly, optima up to that for each operator and tensor.
+
+    ``piecewise_latency`` is solved with one piece per accelerator (their latency program);
+    the bound of that goes to ``stats["one_piece_bound_s"]``, as a placement with more pieces
+    may be better. For objectives of the timeline there is no program: the split of least
+    ``max_load`` is scored by them, ``stats["solved"]`` says so.
+
+    ``lower_bound_s`` holds for every split; what is proved for contiguous ones only goes to
+    ``stats["contiguous_bound_s"]``.
+
+    Attributes:
+        contiguous: only splits along the pipeline.
+        start: planner of the first placement, which is improved on; None: ``macro_search``
+            or, if contiguous, ``ideal_dp``, for a tenth of the seconds, at most 5.
+        seconds: budget.
+        threads: of the solver.
+        seed: of the solver.
+    """
+
+    contiguous: bool = False
+    start: str | Planner | None = None
+    seconds: float = 60.0
+    threads: int = 1
+    seed: int = 0
+
+    def __call__(self, problem: Problem) -> Solution:
+        """Raises: PlannerError, OR-Tools is not installed, or a latency that is contiguous."""
+        try:
+            from ortools.sat.python import cp_model
+        except ImportError as error:
+            raise PlannerError(
+                "cp_sat needs OR-Tools: pip install 'device-placement-rl[cp]', or use mip"
+            ) from error
+        search = Search(problem, self.seconds)
+        _exact.begin(search, self.start, self.contiguous, min(5.0, 0.1 * self.seconds))
+        if problem.objective == "piecewise_latency":
+            return _latency(self, cp_model, search)
+        s = _exact.stages(problem, self.contiguous, search)
+        unit_s = (
+            s.upper_s / _UNITS
+            if s.start is not None and s.upper_s > 0
+            else _exact.largest_s(s) / _UNITS
+        )
+        model = cp_model.CpModel()
+        load = model.new_int_var(0, 2**40, "load")
+        x, kind = _stages(model, load, problem, s, unit_s)
+        model.minimize(load)
+        if s.start is not None:
+            model.add(load <= _UNITS)
+            _hint(model, x, s.start)
+            for stage, row in enumerate(kind):
+                assert s.start_kind is not None
+                for k, chosen in enumerate(row):
+                    model.add_hint(chosen, int(s.start_kind[stage] == k))
+        solver, status = _solve(self, cp_model, model, search)
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            at = [next(c for c, v in row.items() if solver.value(v)) for row in x]
+            chosen_kind = [next(k for k, v in enumerate(r) if solver.value(v)) for r in kind]
+            search.consider(s.choice(problem, np.array(at), chosen_kind), 1)
+        bound_s = max(0.0, solver.best_objective_bound) * unit_s * (1 - 1e-12)
+        return _exact.finish(
+            search,
+            self.contiguous,
+            bound_s,
+            status=solver.status_name(status),
+            branches=solver.num_branches,
+        )
+
+
+def _solve(planner: CpSat, cp_model: Any, model: Any, search: Search) -> tuple[Any, Any]:
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = max(0.05, planner.seconds - search.seconds)
+    solver.parameters.num_workers = planner.threads
+    solver.parameters.random_seed = planner.seed
+    return solver, solver.solve(model)
+
+
+def _hint(model: Any, x: list[dict[int, Any]], start: Any) -> None:
+    for g, row in enumerate(x):
+        for c, variable in row.items():
+            model.add_hint(variable, int(start[g] == c))
+
+
+def _stages(
+    model: Any, load: Any, problem: Problem, s: _exact.Stages, unit_s: float
+) -> tuple[list[dict[int, Any]], list[list[Any]]]:
+    """Variables: is block ``i`` on stage ``c`` (``x[i][c]``), is stage ``c`` of kind ``k``."""
+    b, num_stages = s.costs, problem.num_devices
+    rank = np.argsort(_exact.by_weight(b))
+    x: list[dict[int, Any]] = []
+    for i in range(b.num_blocks):
+        x.append(
+            {c: model.new_bool_var("") for c in range(num_stages) if s.may_run(i, int(rank[i]), c)}
+        )
+        model.add_exactly_one(x[i].values())
+    kind: list[list[Any]] = []
+    if s.kind is None:
+        kind = [[model.new_bool_var("") for _ in s.kinds] for _ in range(num_stages)]
+        for kinds in kind:
+            model.add_exactly_one(kinds)
+        for k, members in enumerate(s.kinds):
+            model.add(sum(kinds[k] for kinds in kind) == len(members))
+        # up[i][c]: block i is on stage c or before.
+        up = [[model.new_bool_var("") for _ in range(num_stages)] for _ in range(b.num_blocks)]
+        for i, row in enumerate(up):
+            model.add(row[-1] == 1)
+            for c in range(num_stages):
+                model.add(row[c] - (row[c - 1] if c else 0) == x[i][c])
+        for first, then in s.edges:
+            for c in range(num_stages):
+                model.add_implication(up[then][c], up[first][c])
+    total_bytes = int(b.own_bytes.sum() + b.tied_bytes.sum())
+    for c in range(num_stages):
+        paid = []
+        for t in s.paid_on(c):
+            pays = model.new_bool_var("")
+            paid.append((t, pays))
+            here = x[b.src[t]].get(c, 0) if b.src[t] >= 0 else 0
+            for u in b.use_dst[b.use_ptr[t] : b.use_ptr[t + 1]]:
+                there = x[u].get(c, 0)
+                model.add(pays >= there - here)
+                model.add(pays >= here - there)
+        on = [row.get(c) for row in x]
+        for k in range(len(s.kinds)) if s.kind is None else [int(s.kind[c])]:
+            d = s.kinds[k][0]
+            runs = np.isfinite(b.compute_s[:, d])
+            used = [(i, v) for i, v in enumerate(on) if v is not None]
+            total = sum(_units(b.compute_s[i, d], unit_s) * v for i, v in used if runs[i])
+            total += sum(_units(b.io_s[t, d], unit_s) * v for t, v in paid)
+            rows = [model.add(total <= load)]
+            if total_bytes > problem.memory_bytes[d]:
+                rows.append(model.add(_held(model, b, on) <= int(problem.memory_bytes[d])))
+            rows += [model.add(v == 0) for i, v in used if not runs[i]]
+            if s.kind is None:
+                for row in rows:
+                    row.only_enforce_if(kind[c][k])
+    return x, kind
+
+
+def _held(model: Any, b: Blocks, on: list[Any]) -> Any:
+    """Bytes on a device: ``on[i]`` says whether block ``i`` is there, None: it cannot be."""
+    held = sum(int(b.own_bytes[i]) * v for i, v in enumerate(on) if v is not None)
+    for q, size in enumerate(b.tied_bytes.tolist()):
+        holds = model.new_bool_var(f"q{q}")
+        for i in b.tied_dst[b.tied_ptr[q] : b.tied_ptr[q + 1]]:
+            if on[i] is not None:
+                model.add_implication(on[i], holds)
+        held += size * holds
+    return held
+
+
+def _latency(planner: CpSat, cp_model: Any, search: Search) -> Solution:
+    """Least piecewise latency with at most one piece per accelerator; CPUs are one pool."""
+    problem = search.problem
+    if planner.contiguous:
+        raise PlannerError(
+            "cp_sat: contiguous = True is about max_load; for piecewise_latency every "
+            "accelerator has one piece anyway, leave it out"
+        )
+    g = problem.graph
+    assert search.best is not None
+    fits = search.best_cost < INFEASIBLE
+    scale_s = search.best_cost if fits else max(float(problem.group_compute_s.max()), 1e-9)
+    unit_s = scale_s / _UNITS
+    is_cpu = [device.kind == "cpu" for device in problem.cluster.devices]
+    accs = [d for d, cpu in enumerate(is_cpu) if not cpu]
+    pool = [d for d, cpu in enumerate(is_cpu) if cpu]
+    model = cp_model.CpModel()
+    horizon = _UNITS if fits else 2**40
+    end = [model.new_int_var(0, horizon, f"e{v}") for v in range(problem.num_ops)]
+    x = []
+    for group_s in problem.group_compute_s:
+        row = {d: model.new_bool_var("") for d in range(problem.num_devices) if group_s[d] < np.inf}
+        model.add_exactly_one(row.values())
+        x.append(row)
+    at = [x[group] for group in g.group]
+    latest = model.new_int_var(0, horizon, "latency")
+    model.add_max_equality(latest, end)
+    preds: list[set[int]] = [set() for _ in range(problem.num_ops)]
+    for u, v in g.edges.tolist():
+        preds[v].add(u)
+    for v in range(problem.num_ops):
+        for d in pool:
+            if d in at[v]:
+                runs = _units(problem.compute_s[v, d], unit_s)
+                for bound in [end[u] + runs for u in preds[v]] or [runs]:
+                    model.add(end[v] >= bound).only_enforce_if(at[v][d])
+    for d in accs:
+        begins = model.new_int_var(0, horizon, f"b{d}")
+        ends = model.new_int_var(0, horizon, f"f{d}")
+        total: Any = begins
+        for v in range(problem.num_ops):
+            if d not in at[v]:
+                continue
+            total += _units(problem.compute_s[v, d], unit_s) * at[v][d]
+            model.add(end[v] >= ends).only_enforce_if(at[v][d])
+            for u in preds[v]:
+                if at[u] is not at[v]:
+                    outside = [at[u][d].negated()] if d in at[u] else []
+                    model.add(begins >= end[u]).only_enforce_if([at[v][d], *outside])
+        for t in range(g.num_tensors):
+            src = int(g.tensor_src[t])
+            home = at[src].get(d, 0) if src >= 0 else 0
+            there = {id(at[u]): at[u].get(d, 0) for u in g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]}
+            if problem.io_s[t, d] > 0 and there:
+                pays = model.new_bool_var(f"p{t},{d}")
+                for user in there.values():
+                    model.add(pays >= user - home)
+                    model.add(pays >= home - user)
+                total += _units(problem.io_s[t, d], unit_s) * pays
+        model.add(ends >= total)
+    b = blocks(problem, g.group)
+    for d, capacity in enumerate(problem.memory_bytes.tolist()):
+        if b.own_bytes.sum() + b.tied_bytes.sum() > capacity:
+            model.add(_held(model, b, [row.get(d) for row in x]) <= capacity)
+    model.minimize(latest)
+    for row, d in zip(x, search.best, strict=True):
+        for device, variable in row.items():
+            model.add_hint(variable, int(device == d))
+    solver, status = _solve(planner, cp_model, model, search)
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        found = [next(d for d, v in row.items() if solver.value(v)) for row in x]
+        search.consider(np.array(found, np.int32), 1)
+    bound_s = max(0.0, solver.best_objective_bound) * unit_s
+    return search.solution(
+        lower_bounds(problem)["piecewise_latency"],
+        solved="piecewise_latency, one piece per accelerator",
+        one_piece_bound_s=bound_s,
+        status=solver.status_name(status),
+        branches=solver.num_branches,
+    )
+
+
+def _units(seconds: float, unit_s: float) -> int:
+    """Rounded down. More than the start's value cannot be part of a better placement."""
+    return min(int(seconds / unit_s), _UNITS + 1)

@@ -1,0 +1,170 @@
+"""The best split by mixed-integer programming, with a proved bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.planners import _exact
+from placement.planners._search import Search
+from placement.problem import Planner, Problem, Solution
+
+_TOLERANCE = 1e-6  # of the solver, for feasibility and for integers
+
+
+@dataclass(frozen=True)
+class Mip:
+    """Least ``max_load`` over all splits, or over all contiguous ones, by HiGHS: the one in
+    SciPy, because highspy cannot be imported beside OR-Tools.
+
+    The integer program of Tarnawski et al. (NeurIPS 2020): a binary for each group and device,
+    and for each tensor and device whether it is paid there. Contiguous splits are those of
+    ``ideal_dp``, as in ``cp_sat``, whose rows of stages these are; the kind of device of a
+    stage is switched by big-M rows. Under another objective the split of least ``max_load``
+    is scored by it, ``stats["solved"]`` says so.
+
+    ``lower_bound_s`` holds for every split, up to the solver's tolerance of 1e-6, which is
+    taken off; what is proved for contiguous ones only is ``stats["contiguous_bound_s"]``.
+
+    Attributes:
+        contiguous: only splits along the pipeline.
+        start: planner of the first placement, which is improved on; None: ``macro_search``
+            or, if contiguous, ``ideal_dp``, for a tenth of the seconds, at most 5.
+        seconds: budget.
+    """
+
+    contiguous: bool = False
+    start: str | Planner | None = None
+    seconds: float = 60.0
+
+    def __call__(self, problem: Problem) -> Solution:
+        """The best split within the time."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        search = Search(problem, self.seconds)
+        _exact.begin(search, self.start, self.contiguous, min(5.0, 0.1 * self.seconds))
+        s = _exact.stages(problem, self.contiguous, search)
+        known = s.start is not None and s.upper_s > 0
+        unit_s = s.upper_s if known else _exact.largest_s(s)
+        rows, x, kind = _stages(problem, s, unit_s)
+        # SciPy cannot hand HiGHS a placement; at least it need not look for a worse one.
+        rows.upper[0] = 1.0 + _TOLERANCE if known else np.inf
+        size = (len(rows.low), len(rows.upper))
+        answer = milp(
+            np.eye(1, size[1])[0],
+            integrality=np.append(0, np.ones(size[1] - 1)),
+            bounds=Bounds(0.0, rows.upper),
+            constraints=LinearConstraint(
+                csr_array((rows.value, rows.index, rows.start), shape=size), rows.low, rows.high
+            ),
+            options={
+                "time_limit": max(0.05, self.seconds - search.seconds),
+                "mip_rel_gap": _TOLERANCE,
+            },
+        )
+        if answer.x is not None:
+            stage = np.where(x >= 0, answer.x[x], -1.0).argmax(axis=1)
+            search.consider(s.choice(problem, stage, answer.x[kind].argmax(axis=1).tolist()), 1)
+        dual = answer.get("mip_dual_bound")
+        dual = dual if dual is not None and np.isfinite(dual) else 0.0
+        bound_s = max(0.0, dual * (1 - _TOLERANCE) - _TOLERANCE) * unit_s
+        return _exact.finish(
+            search,
+            self.contiguous,
+            bound_s,
+            status=answer.message,
+            nodes=int(answer.get("mip_node_count") or 0),
+        )
+
+
+class _Rows:
+    """A program that is written row by row; column 0 is the load that is minimised."""
+
+    def __init__(self) -> None:
+        self.upper: list[float] = [np.inf]
+        self.low: list[float] = []
+        self.high: list[float] = []
+        self.start: list[int] = [0]
+        self.index: list[int] = []
+        self.value: list[float] = []
+
+    def binary(self) -> int:
+        """A new column."""
+        self.upper.append(1.0)
+        return len(self.upper) - 1
+
+    def row(self, low: float, high: float, terms: list[tuple[int, float]]) -> None:
+        """``low <= sum(value * column) <= high``; columns -1 are 0."""
+        total: dict[int, float] = {}
+        for column, value in terms:
+            if column >= 0 and value:
+                total[column] = total.get(column, 0.0) + value
+        self.index += total.keys()
+        self.value += total.values()
+        self.start.append(len(self.index))
+        self.low.append(low)
+        self.high.append(high)
+
+
+def _stages(
+    problem: Problem, s: _exact.Stages, unit_s: float
+) -> tuple[_Rows, np.ndarray, np.ndarray]:
+    """The program, columns ``x [I, S]`` of blocks on stages (-1: not there), ``kind [S, K]``."""
+    b, num_stages = s.costs, problem.num_devices
+    rows = _Rows()
+    rank = np.argsort(_exact.by_weight(b))
+    x = np.full((b.num_blocks, num_stages), -1)
+    for i in range(b.num_blocks):
+        for c in range(num_stages):
+            if s.may_run(i, int(rank[i]), c):
+                x[i, c] = rows.binary()
+        rows.row(1, 1, [(column, 1.0) for column in x[i]])
+    kind = np.array([[rows.binary() for _ in s.kinds] for _ in range(num_stages)])
+    for c in range(num_stages):
+        rows.row(1, 1, [(column, 1.0) for column in kind[c]])
+        if s.kind is not None:
+            rows.row(1, 1, [(kind[c, s.kind[c]], 1.0)])
+    if s.kind is None:
+        for k, members in enumerate(s.kinds):
+            rows.row(len(members), len(members), [(column, 1.0) for column in kind[:, k]])
+        up = np.array([[rows.binary() for _ in range(num_stages)] for _ in range(b.num_blocks)])
+        for i in range(b.num_blocks):
+            rows.row(1, 1, [(up[i, -1], 1.0)])
+            for c in range(num_stages):
+                before = up[i, c - 1] if c else -1
+                rows.row(0, 0, [(up[i, c], 1.0), (before, -1.0), (x[i, c], -1.0)])
+        for first, then in s.edges:
+            for c in range(num_stages):
+                rows.row(0, np.inf, [(up[first, c], 1.0), (up[then, c], -1.0)])
+    for c in range(num_stages):
+        paid = []
+        for t in s.paid_on(c):
+            pays = rows.binary()
+            paid.append((pays, t))
+            here = x[b.src[t], c] if b.src[t] >= 0 else -1
+            for u in b.use_dst[b.use_ptr[t] : b.use_ptr[t + 1]]:
+                rows.row(0, np.inf, [(pays, 1.0), (x[u, c], -1.0), (here, 1.0)])
+                rows.row(0, np.inf, [(pays, 1.0), (x[u, c], 1.0), (here, -1.0)])
+        held = [(x[i, c], float(b.own_bytes[i])) for i in range(b.num_blocks)]
+        for q, size in enumerate(b.tied_bytes):
+            holds = rows.binary()
+            held.append((holds, float(size)))
+            for i in b.tied_dst[b.tied_ptr[q] : b.tied_ptr[q + 1]]:
+                rows.row(0, np.inf, [(holds, 1.0), (x[i, c], -1.0)])
+        for k in range(len(s.kinds)) if s.kind is None else [int(s.kind[c])]:
+            d = s.kinds[k][0]
+            runs = np.isfinite(b.compute_s[:, d])
+            used = [(x[i, c], b.compute_s[i, d] / unit_s) for i in np.flatnonzero(runs)]
+            used += [(pays, b.io_s[t, d] / unit_s) for pays, t in paid]
+            most = sum(value for _, value in used)  # the row is off where the kind is another
+            rows.row(-np.inf, most, [(0, -1.0), (kind[c, k], most), *used])
+            capacity, total = float(problem.memory_bytes[d]), sum(v for _, v in held)
+            if total > capacity:
+                share = [(column, size / capacity) for column, size in held]
+                off = total / capacity - 1.0
+                rows.row(-np.inf, 1.0 + off, [(kind[c, k], off), *share])
+            for i in np.flatnonzero(~runs).tolist():
+                rows.row(-np.inf, 1, [(x[i, c], 1.0), (kind[c, k], 1.0)])
+    return rows, x, kind
