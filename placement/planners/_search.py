@@ -158,7 +158,7 @@ class Search:
         value = self.best_cost if fits else np.inf
         curve = [*self.curve, (self.seconds, self.num_evaluations, value)]
         if not fits:
-            stats["infeasible"] = _too_large(self._run, placement)
+            stats["infeasible"] = too_large(self._run, placement)
         told = {"seconds": self.seconds, "evaluations": self.num_evaluations, "curve": curve}
         return Solution(placement, value, lower_bound_s, told | stats)
 
@@ -201,7 +201,7 @@ def _load_kernel() -> None:
     evaluate(Problem(graph, Cluster("one", (Device("one"),)), profile), [[0]])
 
 
-def _too_large(problem: Problem, placement: Placement) -> str:
+def too_large(problem: Problem, placement: Placement) -> str:
     """Where a placement does not fit, in bytes."""
     analytic = problem.objective in objectives.ANALYTIC
     peak = None if analytic else simulate(problem, placement).peak_bytes

@@ -20,6 +20,7 @@ from placement.graph import OpGraph
 from placement.objective_kernels import move_tables
 from placement.objectives import Blocks, blocks, device_loads
 from placement.planners import PlannerError, _ideals
+from placement.planners._search import too_large
 from placement.problem import Problem, Solution, balance_prices, lower_bounds, priced
 from placement.profile import Profile
 from placement.simulator import score
@@ -117,7 +118,10 @@ class IdealDp:
             return Solution(anywhere, np.inf, bound, stats)
         placement = _placement(item, kinds, best.stages)
         stats["max_load_s"] = float(device_loads(problem, placement).max())
-        return Solution(placement, float(score(problem, placement)[0]), bound, stats)
+        value = float(score(problem, placement)[0])
+        if not np.isfinite(value):  # the split counts parameters, a timeline activations too
+            stats["infeasible"] = too_large(problem, placement)
+        return Solution(placement, value, bound, stats)
 
 
 def contract(problem: Problem) -> tuple[Ints, Edges]:
