@@ -30,12 +30,15 @@ class NetworkConfig:
         changes: groups that an untrained policy moves away from the warm start per placement,
             on average; at most ``max_change`` of them.
         max_change: see there.
+        finish_weight: without a warm start, a policy that places one group at a time starts
+            close to list scheduling: logits fall with this times the log finish time.
     """
 
     hidden: int = 64
     layers: int = 3
     changes: float = 4.0
     max_change: float = 0.3
+    finish_weight: float = 4.0
 
 
 class Encoded(NamedTuple):
@@ -82,6 +85,7 @@ class PlacementNet(nn.Module):
             nn.Linear(h + 2 * NUM_DEVICE_FEATURES, h), nn.ReLU(), nn.Linear(h, 1)
         )
         for last in (self.score[-1], self.value[-1]):
+            assert isinstance(last, nn.Linear)
             # Start at the warm start: the learned part of every score begins near zero.
             nn.init.normal_(last.weight, std=0.01)
             nn.init.zeros_(last.bias)
@@ -137,8 +141,10 @@ class PlacementNet(nn.Module):
         )
         logits = self.score(x).squeeze(-1)
         warm = store.warm[ids[row], group]
-        bonus = self._bonus(legal[:, None], warm[:, None], store.num_groups[ids[row]])
-        return (logits + bonus.squeeze(1)).masked_fill(~legal, ILLEGAL)
+        bonus = self._bonus(legal[:, None], warm[:, None], store.num_groups[ids[row]]).squeeze(1)
+        cold = ~warm.any(dim=1, keepdim=True)
+        residual = bonus - cold * self.config.finish_weight * state[:, :, 0]
+        return (logits + residual).masked_fill(~legal, ILLEGAL)
 
     def values(self, encoded: Encoded, row: Tensor, state: Tensor | None, legal: Tensor) -> Tensor:
         """Expected reward float32 ``[B]``; ``state`` None: before anything is placed."""

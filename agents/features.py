@@ -96,8 +96,8 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
     received_s = np.bincount(b, move_s, groups)
     out_bytes = np.bincount(a, size, groups)
 
-    top, bottom = _levels(problem)
-    path = max(float((top + bottom).max()), 1e-15)
+    top, bottom, through = _levels(problem)
+    path = max(float(through.max()), 1e-15)
     position = np.empty(groups)
     position[group_order(problem)] = np.arange(groups)
     params = np.bincount(g.group, g.op_param_bytes, groups)
@@ -108,7 +108,7 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
             mean / max(mean.sum(), 1e-15) * groups / 4,
             top / path,
             bottom / path,
-            1 - (top + bottom) / path,
+            1 - through / path,
             _log(sent_s, unit),
             _log(received_s, unit),
             _log(sent_s, np.maximum(mean, 1e-3 * unit)),
@@ -134,7 +134,7 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
     cut_s = np.zeros((groups, devices))
     if warm is not None:
         choice[g.group] = warm
-        load = np.bincount(choice, fastest, devices)
+        np.add.at(load, choice, fastest)
         held[np.arange(groups), choice] = 1.0
         np.add.at(near, (a, choice[b]), size)
         np.add.at(near, (b, choice[a]), size)
@@ -145,7 +145,7 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
     device = np.stack(
         [
             _log(everything, everything.min()),
-            _log(capacity, max(float(g.param_bytes.sum()), 1.0)),
+            _log(capacity, float(g.param_bytes.sum())),
             _log(send_s, unit),
             _log(receive_s, unit),
             load / max(load.sum(), 1e-15),
@@ -176,7 +176,7 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
 
 def _log(value: Any, unit: Any) -> NDArray[np.float64]:
     """log(value / unit), bounded so that nothing and infinity stay numbers."""
-    ratio = np.asarray(value, dtype=np.float64) / np.maximum(unit, 1e-300)
+    ratio = np.asarray(value, dtype=np.float64) / np.maximum(unit, 1e-280)
     return np.log(np.clip(ratio, 1e-3, 1e4))
 
 
@@ -185,8 +185,11 @@ def _share(value: NDArray[Any]) -> NDArray[np.float64]:
     return np.log1p(value / max(float(value.sum()), 1e-300) * len(value))
 
 
-def _levels(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """float64 ``[G]`` longest way to, and from, any operator of a group (HEFT's mean costs)."""
+def _levels(problem: Problem) -> tuple[NDArray[np.float64], ...]:
+    """Longest ways at HEFT's mean costs, float64 ``[G]`` each.
+
+    To the first operator of a group; from any of them to the end; through any of them.
+    """
     g = problem.graph
     bottom = problem.upward_rank_s
     finite = np.isfinite(problem.compute_s)
@@ -196,11 +199,12 @@ def _levels(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]
         for t in g.out_tensor[g.out_ptr[n] : g.out_ptr[n + 1]]:
             users = g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]
             top[users] = np.maximum(top[users], top[n] + mean[n] + problem.mean_transfer_s[t])
-    # The operator on the longest way speaks for its group.
-    order = np.lexsort((top + bottom, g.group))
-    last = np.searchsorted(g.group[order], np.arange(g.num_groups), side="right") - 1
-    chosen = order[last]
-    return top[chosen], bottom[chosen]
+    first = np.full(g.num_groups, np.inf)
+    np.minimum.at(first, g.group, top)
+    longest = np.zeros((2, g.num_groups))
+    np.maximum.at(longest[0], g.group, bottom)
+    np.maximum.at(longest[1], g.group, top + bottom)
+    return first, longest[0], longest[1]
 
 
 def _link_s(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

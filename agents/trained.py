@@ -6,7 +6,7 @@ import io
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -98,6 +98,8 @@ class TrainedPolicy:
                 f"{path}: a policy of format {version}, this version reads {FORMAT}; "
                 f"train again: placement-train"
             )
+        if head.get("formulation") not in get_args(Formulation):
+            raise PolicyError(f"{path}: formulation {head.get('formulation')!r} is unknown")
         try:
             net = PlacementNet(NetworkConfig(**head["network"]))
             net.load_state_dict(weights)

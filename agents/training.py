@@ -43,11 +43,13 @@ class TrainConfig:
         total_steps: environment steps (sequential: one group; one-shot: one placement).
         formulation: ``sequential`` or ``one_shot``.
         seed: the same seed gives the same policy.
-        num_envs: episodes side by side.
-        steps_per_env: steps of each between updates; 0 = a twentieth of ``total_steps`` in all.
+        num_envs: episodes side by side; 0 = 4 to 16, for about 20 updates in all.
+        steps_per_env: steps of each between updates; 0 = about one whole episode (one-shot: 4 to
+            64, for about 20 updates).
         learning_rate, last_learning_rate: from the first step to the last, linearly.
         entropy, last_entropy: the same for the weight of the entropy.
-        epochs, minibatches: passes over a rollout, and parts it is cut into.
+        epochs, minibatches: passes over a rollout, and equal parts of at least 32 steps that it
+            is cut into, if it is large enough.
         gamma, gae_lambda: the reward is terminal: keep gamma at 1.
         num_checks: greedy evaluations of all problems during training.
         patience: stop after so many checks without a better greedy or best placement; 0 = never.
@@ -59,16 +61,16 @@ class TrainConfig:
     total_steps: int = 20_000
     formulation: Formulation = "sequential"
     seed: int = 0
-    num_envs: int = 32
+    num_envs: int = 0
     steps_per_env: int = 0
-    learning_rate: float = 1e-3
-    last_learning_rate: float = 5e-5
+    learning_rate: float = 3e-3
+    last_learning_rate: float = 1e-4
     entropy: float = 0.02
     last_entropy: float = 0.003
     epochs: int = 4
     minibatches: int = 4
     gamma: float = 1.0
-    gae_lambda: float = 0.95
+    gae_lambda: float = 0.99
     num_checks: int = 10
     patience: int = 0
     max_seconds: float = 0.0
@@ -76,7 +78,7 @@ class TrainConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
 
     def __post_init__(self) -> None:
-        for what in ("total_steps", "num_envs", "epochs", "minibatches", "num_checks"):
+        for what in ("total_steps", "epochs", "minibatches", "num_checks"):
             if getattr(self, what) < 1:
                 raise PolicyError(f"{what} = {getattr(self, what)} must be at least 1")
         if self.formulation not in POLICIES:
@@ -84,11 +86,15 @@ class TrainConfig:
                 f"formulation {self.formulation!r} is unknown; use one of {list(POLICIES)}"
             )
 
-    @property
-    def rollout_steps(self) -> int:
-        """Steps of each environment between two updates."""
-        wanted = self.steps_per_env or self.total_steps // (20 * self.num_envs)
-        return min(max(wanted, 4), 200) if not self.steps_per_env else wanted
+    def rollout(self, formulation: Formulation, mean_groups: float) -> tuple[int, int]:
+        """Environments, and steps of each between two updates."""
+        length = 1 if formulation == "one_shot" else max(1, round(mean_groups))
+        num_envs = self.num_envs or min(max(self.total_steps // (80 * length) * 4, 4), 16)
+        if self.steps_per_env:
+            return num_envs, self.steps_per_env
+        if formulation == "one_shot":
+            return num_envs, min(max(self.total_steps // (20 * num_envs), 4), 64)
+        return num_envs, max(length, 4)
 
 
 def train(
@@ -134,18 +140,19 @@ def train(
     with _one_thread():
         _seed(config.seed)
         net = PlacementNet(config.network) if policy is None else deepcopy(policy.net)
-        env = PlacementVecEnv(make_rules(formulation, chosen, config.num_envs), config.seed)
-        for i in np.flatnonzero([w is not None for w in starts]):
-            env.remember(np.array([i]), _choice(chosen, int(i), starts[i]), warm_s[i : i + 1])
-        steps = config.rollout_steps
+        num_envs, steps = config.rollout(formulation, float(chosen.num_groups.mean()))
+        env = PlacementVecEnv(make_rules(formulation, chosen, num_envs), config.seed)
+        for i, start in enumerate(starts):
+            if start is not None:
+                env.remember(np.array([i]), _choice(chosen, i, start), warm_s[i : i + 1])
         model = PPO(
-            POLICIES[formulation],
+            POLICIES[formulation],  # type: ignore[arg-type]  # what it needs of a policy they have
             env,
             learning_rate=lambda left: _between(
                 config.last_learning_rate, config.learning_rate, left
             ),
             n_steps=steps,
-            batch_size=max(2, steps * config.num_envs // config.minibatches),
+            batch_size=_part(steps * num_envs, config.minibatches),
             n_epochs=config.epochs,
             gamma=config.gamma,
             gae_lambda=config.gae_lambda,
@@ -290,7 +297,7 @@ class _Watch(BaseCallback):
 
     def _write_best(self, path: Path) -> None:
         file = io.BytesIO()
-        arrays = {f"placement_{i}": s.placement for i, s in enumerate(self._best())}
+        arrays: dict[str, Any] = {f"placement_{i}": s.placement for i, s in enumerate(self._best())}
         np.savez_compressed(file, value_s=self.env.best_s, **arrays)
         write_atomic(path, file.getvalue())
 
@@ -356,11 +363,17 @@ def _problem_set(
     return ProblemSet.build(problems, reference_s, evaluator=chosen.evaluator), warm_s
 
 
-def _choice(problems: ProblemSet, problem: int, placement: Placement | None) -> NDArray[np.int32]:
+def _choice(problems: ProblemSet, problem: int, placement: Placement) -> NDArray[np.int32]:
     """int32 ``[1, G]`` the device of each group of a placement."""
     choice = np.zeros((1, problems.max_groups), np.int32)
     choice[0, problems.problems[problem].graph.group] = placement
     return choice
+
+
+def _part(rollout: int, minibatches: int) -> int:
+    """Steps of a mini-batch: a whole fraction of the rollout, 32 or more if possible."""
+    most = max(1, min(minibatches, rollout // 32))
+    return rollout // max(n for n in range(1, most + 1) if rollout % n == 0)
 
 
 def _between(last: float, first: float, left: float) -> float:

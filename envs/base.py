@@ -6,7 +6,7 @@ environment; ``envs.vec.PlacementVecEnv`` shows all of them to stable-baselines3
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -31,9 +31,12 @@ class Rules(Protocol):
 
     problems: ProblemSet
     observation_space: spaces.Dict
-    action_space: spaces.Space[Any]
     ids: NDArray[np.int64]
     choices: NDArray[np.int32]
+
+    @property
+    def action_space(self) -> spaces.Space[Any]:
+        """Of one episode."""
 
     def start(self, rows: NDArray[np.integer[Any]], ids: NDArray[np.integer[Any]]) -> None:
         """Begin new episodes in ``rows`` with problems ``ids``."""
@@ -51,14 +54,17 @@ class Rules(Protocol):
 class PlacementEnv(gym.Env[Observation, Any]):
     """One episode of some ``Rules`` as a Gymnasium environment (see its subclasses)."""
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}
+    metadata: dict[str, Any] = {  # noqa: RUF012 (Gymnasium declares it so)
+        "render_modes": ["ansi"],
+        "render_fps": 1,
+    }
 
     def __init__(self, rules: Rules, render_mode: str | None) -> None:
         if render_mode not in (None, "ansi"):
             raise EnvError(f"render_mode = {render_mode!r} is unknown; use 'ansi' or None")
         self.rules = rules
         self.problems = rules.problems
-        self.observation_space = rules.observation_space
+        self.observation_space: spaces.Dict = rules.observation_space  # type: ignore[assignment]
         self.action_space = rules.action_space
         self.render_mode = render_mode
         self._last: tuple[int, NDArray[np.int32]] | None = None

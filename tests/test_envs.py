@@ -90,17 +90,18 @@ def test_episodes_over_problems_of_different_sizes(name: str) -> None:
         seen.add(info["problem"])
         problem = problems[info["problem"]]
         sequential = isinstance(env.action_space, gym.spaces.Discrete)
-        for step in range(problem.graph.num_groups):
+        steps = 0
+        while True:
             rows = env.unwrapped.action_masks().reshape(-1, env.unwrapped.problems.max_devices)
             picked = [rng.choice(np.flatnonzero(row)) for row in rows]
             obs, reward, over, truncated, info = env.step(picked[0] if sequential else picked)
             assert obs in env.observation_space
             assert not truncated
+            steps += 1
             if over:
                 break
             assert reward == 0
-        assert over
-        assert step == (problem.graph.num_groups - 1 if sequential else 0)
+        assert steps == (problem.graph.num_groups if sequential else 1)
         value = score(problem, info["placement"])[0]
         assert info["value_s"] == value
         problem.check_placement(info["placement"])
@@ -211,7 +212,7 @@ def test_a_runtime_as_back_end() -> None:
 
 def test_sequential_masks() -> None:
     # Three equal devices: of the empty ones only the first is legal.
-    env = SequentialDevicePlacementEnv([chain([[1, 1, 1]] * 4)])
+    env = SequentialDevicePlacementEnv([chain([[1, 1, 1]] * 4)], render_mode="ansi")
     env.reset(seed=0)
     assert env.action_masks().tolist() == [True, False, False]
     env.step(0)
@@ -230,6 +231,7 @@ def test_sequential_masks() -> None:
     assert over
     assert reward == INFEASIBLE_REWARD
     assert info["placement"].tolist() == [-1, -1, -1, -1]
+    assert "cannot run" in env.render()
 
     # 250 bytes hold two operators of 100; when nothing fits any more everything is legal.
     tight = SequentialDevicePlacementEnv([chain([[1, 2]] * 5, memory_bytes=250)])
@@ -259,7 +261,8 @@ def test_sequential_features_by_hand() -> None:
     }
     names = [text.split(":")[0] for text in DEVICE_FEATURES]
     assert names == list(expected)
-    assert obs["devices"].T == pytest.approx(np.array([expected[n] for n in names]), rel=1e-5)
+    rows = np.array([expected[name] for name in names])
+    assert pytest.approx(rows, rel=1e-5) == obs["devices"].T
 
 
 @settings(max_examples=40)
@@ -314,7 +317,9 @@ def test_many_episodes_at_once_equal_single_ones(rules: Any) -> None:
     finished: list[int] = []
     best = np.full(len(problems), np.inf)
     for _ in range(60):
-        masks = np.stack(vec.env_method("action_masks")).reshape(5, -1, vec.rules.problems.max_devices)
+        masks = np.stack(vec.env_method("action_masks")).reshape(
+            5, -1, vec.rules.problems.max_devices
+        )
         taken = np.array([[rng.choice(np.flatnonzero(row)) for row in m] for m in masks])
         taken = taken if rules is OneShotRules else taken[:, 0]
         obs, rewards, done, infos = vec.step(taken)
