@@ -132,3 +132,27 @@ def test_macro_search_beats_the_contiguous_optimum_of_a_public_workload(shared: 
     problem = load_workload(path)
     solution = load("macro_search", evaluations=200_000)(problem)
     assert 54.2073e-3 < solution.value_s < 54.48e-3  # proved optimum 54.2074, contiguous 65.3031
+
+
+@pytest.mark.parametrize("name", ["brkga", "cross_entropy"])
+@pytest.mark.parametrize("evaluations", [1, 2, 70, 400])
+def test_population_searches_keep_the_contract(name: str, evaluations: int) -> None:
+    check_planner(load(name, evaluations=evaluations), [small(s) for s in range(4)])
+
+
+@pytest.mark.parametrize("name", ["brkga", "cross_entropy"])
+@pytest.mark.parametrize("seed", range(5))
+def test_population_searches_find_the_best_from_a_random_start(name: str, seed: int) -> None:
+    options = {"trust": 0.0, "rate": 0.1} if name == "cross_entropy" else {}
+    problem = small(seed, num_ops=4)
+    best = score(problem, every_placement(problem)).min()
+    solution = load(name, start="random", evaluations=2000, **options)(problem)
+    assert solution.value_s == pytest.approx(best)
+    assert solution.stats["generations"] > 10
+
+
+def test_options_out_of_range_are_errors() -> None:
+    with pytest.raises(PlannerError, match="population = 3 leaves no children"):
+        load("brkga", population=3)(small(0))
+    with pytest.raises(PlannerError, match=r"elite = 1\.5 must be within 0\.\.1"):
+        load("cross_entropy", elite=1.5)(small(0))

@@ -174,7 +174,11 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
     graph = _neighbours(problem)
     random = _random(planner.seed)
     choose = np.random.default_rng(planner.seed)
-    compute_s = problem.group_compute_s
+    compute_s = problem.group_compute_s.copy()
+    if problem.objective == "piecewise_latency":  # CPUs are one pool: one of them stands for all
+        pool = [d for d, device in enumerate(problem.cluster.devices) if device.kind == "cpu"]
+        alike = [d for d in pool[1:] if np.array_equal(compute_s[:, d], compute_s[:, pool[0]])]
+        compute_s[:, alike] = np.inf
     body = min(planner.body, problem.graph.num_groups)
     group, where = np.zeros(body, np.int32), np.zeros(body, np.int32)
     mark = np.zeros(problem.graph.num_groups, np.int32)

@@ -1,0 +1,83 @@
+"""Genetic search with biased random keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.planners import PlannerError
+from placement.planners._search import DEFAULT_EVALUATIONS, Search, can_move
+from placement.planners.local_search import begin
+from placement.problem import Planner, Problem, Solution
+
+
+@dataclass(frozen=True)
+class Brkga:
+    """Biased random-key genetic algorithm (Gonçalves and Resende, J. Heuristics 17, 2011).
+
+    The search inside REGAL (Paliwal et al., ICLR 2020), where a network proposes its
+    distributions; here they are uniform. An individual has a key in [0, 1) for each group and
+    device; a group goes to the device with the largest key among those that can run it. A
+    generation is the ``elite`` best, ``mutants`` new ones, and children of an elite and
+    another parent, that take each group's keys from the elite one with probability ``bias``.
+
+    Deviations: keys decide the placement only, not the order of transfers, and the keys of one
+    individual of the first generation decode to the placement of ``start``.
+
+    Attributes:
+        start: planner that gives the first placement (a name or a planner), or ``random``;
+            its evaluations count.
+        population: individuals of a generation, at least 4.
+        elite, mutants: shares of the population, together below 1.
+        bias: probability of the elite parent's keys, 0.5..1.
+        seconds, evaluations: budget; with neither, 2,000 evaluations.
+        seed: of the draws.
+    """
+
+    start: str | Planner = "best_of"
+    population: int = 64
+    elite: float = 0.2
+    mutants: float = 0.15
+    bias: float = 0.7
+    seconds: float | None = None
+    evaluations: int | None = None
+    seed: int = 0
+
+    def __call__(self, problem: Problem) -> Solution:
+        """Raises: PlannerError, a population or shares out of range."""
+        num_elite = max(1, round(self.elite * self.population))
+        num_mutants = max(1, round(self.mutants * self.population))
+        if self.population < 4 or num_elite + num_mutants >= self.population:
+            raise PlannerError(
+                f"brkga: population = {self.population} leaves no children beside {num_elite} "
+                f"elite and {num_mutants} mutants; use at least 4, and smaller shares"
+            )
+        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
+        rng = np.random.default_rng(self.seed)
+        begin(search, self.start, rng)
+        assert search.best is not None
+        shape = search.allowed.shape
+        keys = rng.random((self.population, *shape))
+        keys[0, np.arange(shape[0]), search.best] += 1.0
+        fitness = np.full(self.population, np.inf)
+        fitness[0] = search.best_cost
+        fresh, generations = 1, 0
+        while search.left and can_move(problem):
+            decoded = np.where(search.allowed, keys[fresh:], -1.0).argmax(axis=2)
+            cost = search.costs(decoded)
+            fitness[fresh : fresh + len(cost)] = cost
+            if fresh + len(cost) < self.population:  # the budget has ended
+                break
+            order = np.argsort(fitness, kind="stable")
+            keys, fitness = keys[order], fitness[order]
+            num_children = self.population - num_elite - num_mutants
+            first = keys[rng.integers(num_elite, size=num_children)]
+            second = keys[rng.integers(num_elite, self.population, size=num_children)]
+            biased = rng.random((num_children, shape[0], 1)) < self.bias
+            keys[num_elite:] = np.concatenate(
+                [np.where(biased, first, second), rng.random((num_mutants, *shape))]
+            )
+            fitness[num_elite:] = np.inf
+            fresh, generations = num_elite, generations + 1
+        return search.solution(generations=generations)

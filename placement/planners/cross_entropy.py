@@ -1,0 +1,77 @@
+"""The cross-entropy method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.planners import PlannerError
+from placement.planners._search import DEFAULT_EVALUATIONS, Search, can_move
+from placement.planners.local_search import begin
+from placement.problem import Planner, Problem, Solution
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Cross-entropy method (Rubinstein 1999) with independent groups; the sampler of Post (2018).
+
+    Every group has a distribution over the devices that can run it, at first a share ``trust``
+    on the device of ``start`` and the rest uniform. Each generation is sampled from it, and it
+    moves by ``rate`` towards how often the ``elite`` best have each device.
+
+    Deviation from Post (Gao et al., NeurIPS 2018): no proximal policy gradient in between.
+
+    Attributes:
+        start: planner that gives the first placement (a name or a planner), or ``random``;
+            its evaluations count.
+        population: placements of a generation.
+        elite: share of them that the distribution follows.
+        rate: of the update, 0..1.
+        trust: first probability of the start's device.
+        floor: every device keeps this probability times the number of devices' inverse.
+        seconds, evaluations: budget; with neither, 2,000 evaluations.
+        seed: of the draws.
+    """
+
+    start: str | Planner = "best_of"
+    population: int = 64
+    elite: float = 0.125
+    rate: float = 0.3
+    trust: float = 0.8
+    floor: float = 0.005
+    seconds: float | None = None
+    evaluations: int | None = None
+    seed: int = 0
+
+    def __call__(self, problem: Problem) -> Solution:
+        """Raises: PlannerError, a population below 2 or a share outside 0..1."""
+        for name in ("elite", "rate", "trust", "floor"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise PlannerError(
+                    f"cross_entropy: {name} = {getattr(self, name)} must be within 0..1"
+                )
+        if self.population < 2:
+            raise PlannerError(f"cross_entropy: population = {self.population} must be at least 2")
+        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
+        rng = np.random.default_rng(self.seed)
+        begin(search, self.start, rng)
+        assert search.best is not None
+        uniform = search.allowed / search.allowed.sum(axis=1, keepdims=True)
+        groups, devices = np.arange(len(uniform)), np.arange(uniform.shape[1])
+        chance = (1.0 - self.trust) * uniform
+        chance[groups, search.best] += self.trust
+        num_elite = max(1, round(self.elite * self.population))
+        generations = 0
+        while search.left and can_move(problem):
+            limit = ((1.0 - self.floor) * chance + self.floor * uniform).cumsum(axis=1)
+            draw = rng.random((self.population, len(uniform), 1)) * limit[:, -1:]
+            rows = (limit <= draw).sum(axis=2).astype(np.int32)
+            cost = search.costs(rows)
+            if len(cost) < self.population:  # the budget has ended
+                break
+            elite = rows[np.argsort(cost, kind="stable")[:num_elite]]
+            often = (elite[:, :, None] == devices).mean(axis=0)
+            chance = (1.0 - self.rate) * chance + self.rate * often
+            generations += 1
+        return search.solution(generations=generations)
