@@ -515,3 +515,29 @@ def test_reader_that_leaves_early(plan_path: Path) -> None:
 def test_seconds_have_a_fitting_unit() -> None:
     shown = [seconds(x) for x in (0.0, 3e-7, 4.2e-5, 0.01234, 0.9996, 1.5, 2000.0)]
     assert shown == ["0 µs", "0.3 µs", "42 µs", "12.3 ms", "1 s", "1.5 s", "2000 s"]
+
+
+def test_the_plain_module_runs_with_the_threads_of_the_devices():
+    """Otherwise ResNet-50 differs beyond the tolerance on any machine of several cores."""
+    import torch
+
+    from placement.cli.run import difference
+    from placement.cluster import Cluster, Device
+
+    seen = []
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            seen.append(torch.get_num_threads())
+            return x + 1
+
+    class FakeRunner:
+        cluster = Cluster("two", (Device("cpu:0", threads=2), Device("cpu:1", threads=2)))
+
+        def __call__(self, x):
+            return x + 1 + (x > 0)
+
+    before = torch.get_num_threads()
+    assert difference(FakeRunner(), Module(), torch.zeros(2)) == ""
+    assert "not close" in difference(FakeRunner(), Module(), torch.ones(2))
+    assert seen == [2, 2] and torch.get_num_threads() == before

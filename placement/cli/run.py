@@ -89,7 +89,11 @@ def model_of(plan: Plan, given: str | None) -> str:
 
 
 def difference(runner: Runner, module: Any, inputs: Any) -> str:
-    """How the runner's outputs differ from the plain module's; empty if they are close."""
+    """How the runner's outputs differ from the plain module's; empty if they are close.
+
+    The plain module runs with the threads of the devices: how a sum is split over threads
+    decides its last digits, and many layers make more of them.
+    """
     import torch
     from torch.utils import _pytree as pytree
 
@@ -97,11 +101,16 @@ def difference(runner: Runner, module: Any, inputs: Any) -> str:
 
     args, kwargs = split_inputs(inputs)
     was_training = [m for m in module.modules() if m.training]
+    threads = torch.get_num_threads()
     module.eval()
-    with torch.no_grad():
-        expected = pytree.tree_leaves(module(*args, **kwargs))
-    for m in was_training:
-        m.training = True
+    try:
+        torch.set_num_threads(max(d.threads for d in runner.cluster.devices))
+        with torch.no_grad():
+            expected = pytree.tree_leaves(module(*args, **kwargs))
+    finally:
+        torch.set_num_threads(threads)
+        for m in was_training:
+            m.training = True
     actual = pytree.tree_leaves(runner(*args, **kwargs))
     try:
         for a, b in zip(actual, expected, strict=True):
