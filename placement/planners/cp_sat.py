@@ -249,9 +249,10 @@ def _latency(planner: CpSat, cp_model: Any, search: Search) -> Solution:
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         found = [next(d for d, v in row.items() if solver.value(v)) for row in x]
         search.consider(np.array(found, np.int32), 1)
-    bound_s = max(0.0, solver.best_objective_bound) * unit_s
+    path_s = lower_bounds(problem)["piecewise_latency"]
+    bound_s = max(path_s, solver.best_objective_bound * unit_s)
     return search.solution(
-        lower_bounds(problem)["piecewise_latency"],
+        path_s,
         solved="piecewise_latency, one piece per accelerator",
         one_piece_bound_s=bound_s,
         status=solver.status_name(status),

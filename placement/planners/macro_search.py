@@ -193,6 +193,8 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
             count = _macro.propose(random, here, compute_s, graph, -1, _SHARE, group, where, mark)
             row[group[:count]] = where[:count]
         found = search.costs(rows)
+        if not len(found):  # the time ended meanwhile
+            break
         weight = np.exp(-(np.append(found, cost) - min(found.min(), cost)) / temperature)
         chosen = int(np.searchsorted(np.cumsum(weight), choose.random() * weight.sum()))
         if chosen < len(found):
