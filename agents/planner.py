@@ -106,7 +106,7 @@ class PolicyPlanner:
             return TrainedPolicy.load(self.policy)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return TrainedPolicy(PlacementNet(), "one_shot")
+            return TrainedPolicy(PlacementNet())
 
     def _finetune(
         self, policy: TrainedPolicy, problem: Problem, warm: Placement, search: Search
@@ -121,7 +121,7 @@ class PolicyPlanner:
 
         limits: dict[str, Any] = {}
         if self.seconds is not None:
-            limits["max_seconds"] = max(1e-3, 0.9 * (self.seconds - search.seconds))
+            limits["max_seconds"] = max(1e-3, 0.85 * (self.seconds - search.seconds))
         if self.evaluations is not None:
             left = self.evaluations - search.num_evaluations - self.k - 1
             limits["max_evaluations"] = max(1, left)

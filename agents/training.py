@@ -53,7 +53,7 @@ class TrainConfig:
         gamma, gae_lambda: the reward is terminal: keep gamma at 1.
         num_checks: greedy evaluations of all problems during training.
         patience: stop after so many checks without a better greedy or best placement; 0 = never.
-        max_seconds: stop after this long; 0 = no limit.
+        max_seconds: stop when the next update would end later than this; 0 = no limit.
         max_evaluations: stop after so many evaluated placements; 0 = no limit.
         network: size of a new network (ignored when training goes on from a policy).
     """
@@ -198,6 +198,8 @@ class _Watch(BaseCallback):
         self.best_seen = -np.inf
         self.rewards: list[float] = []
         self.started = time.perf_counter()
+        self.update_began = self.started
+        self.update_s = 0.0
         self.bar: Any = None
 
     def _on_training_start(self) -> None:
@@ -214,11 +216,14 @@ class _Watch(BaseCallback):
             self.config.last_entropy, self.config.entropy, left
         )
         self._record()
+        now = time.perf_counter()
+        self.update_s, self.update_began = now - self.update_began, now
 
     def _on_step(self) -> bool:
         self.rewards += [i["episode"]["r"] for i in self.locals["infos"] if "episode" in i]
         config = self.config
-        if config.max_seconds and time.perf_counter() - self.started > config.max_seconds:
+        end = max(time.perf_counter(), self.update_began + self.update_s)
+        if config.max_seconds and end - self.started > config.max_seconds:
             self.stop = True
         if config.max_evaluations and self.env.num_evaluations >= config.max_evaluations:
             self.stop = True

@@ -51,7 +51,16 @@ class Measured:
     _made: dict[int, tuple[Problem, Runtime]] = field(default_factory=dict, repr=False)
 
     def __call__(self, problem: Problem, placements: Placement) -> Floats:
-        """Seconds float64 ``[B]`` of placements int32 ``[B, N]``; inf where memory is exceeded."""
+        """Seconds float64 ``[B]`` of placements int32 ``[B, N]``; inf where memory is exceeded.
+
+        Raises:
+            EnvError: the problem's objective is one that only a formula gives.
+        """
+        if problem.objective not in ("period", "latency"):
+            raise EnvError(
+                f"a runtime measures period and latency, not {problem.objective}; use "
+                f"problem.with_objective('period')"
+            )
         if id(problem) not in self._made:  # the problem is kept too, so that its id stays taken
             self._made[id(problem)] = problem, self.runtime(problem)
         runtime = self._made[id(problem)][1]

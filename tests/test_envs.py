@@ -208,6 +208,8 @@ def test_a_runtime_as_back_end() -> None:
     thrice = Runtime()
     assert Measured(lambda _: thrice, repeats=3)(problem, np.array([[0, 0]])).shape == (1,)
     assert thrice.runs == 3
+    with pytest.raises(EnvError, match=r"not max_load; use problem.with_objective\('period'\)"):
+        DevicePlacementEnv([problem.with_objective("max_load")], evaluator=runtime)
 
 
 def test_sequential_masks() -> None:
