@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -57,7 +59,8 @@ class TrainedPolicy:
         store = GraphStore([problem], [None if warm is None else canonical(problem, warm)])
         ids = np.zeros(1 + num_samples, np.int64)
         generator = torch.Generator().manual_seed(seed)
-        choices = decode(self.net, self.formulation, chosen, store, ids, generator)
+        with one_thread():
+            choices = decode(self.net, self.formulation, chosen, store, ids, generator)
         return chosen.placements(0, choices)
 
     def save(self, path: str | Path) -> None:
@@ -150,3 +153,14 @@ def decode(
             actions = torch.where(best, greedy(logits), sample(logits, generator))
             done = rules.act(actions.numpy())
     return rules.choices
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """These networks are small: more threads only wait for each other, and change rounding."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -7,8 +7,7 @@ import io
 import platform
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from agents.encoder import NetworkConfig, PlacementNet
 from agents.policy import OneShotPolicy, SequentialPolicy
 from agents.store import GraphStore
-from agents.trained import Formulation, PolicyError, TrainedPolicy, decode, make_rules
+from agents.trained import Formulation, PolicyError, TrainedPolicy, decode, make_rules, one_thread
 from envs.problems import Evaluator, ProblemSet, Runtime, canonical, single_device_s
 from envs.vec import PlacementVecEnv
 from placement.files import write_atomic
@@ -137,7 +136,7 @@ def train(
     starts = [None if w is None else canonical(p, w) for p, w in zip(problems, warm, strict=True)]
     chosen, warm_s = _problem_set(problems, starts, reference_s, evaluator)
     store = GraphStore(problems, starts)
-    with _one_thread():
+    with one_thread():
         _seed(config.seed)
         net = PlacementNet(config.network) if policy is None else deepcopy(policy.net)
         num_envs, steps = config.rollout(formulation, float(chosen.num_groups.mean()))
@@ -390,14 +389,3 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """These networks are small: more threads only wait for each other, and change rounding."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
