@@ -58,7 +58,7 @@ class MacroSearch:
             within a fifth of the seconds (its linearised program, where there is no limit).
         rounds: how often it is heated up again.
         width: moves among which a step chooses; None: 1 for ``max_load``, otherwise 16.
-        body: most groups a move has.
+        body: most groups a move has; None: 64 for ``max_load``, otherwise all.
         seconds, evaluations: budget; with neither, 2,000 evaluations.
         seed: of the draws.
     """
@@ -66,7 +66,7 @@ class MacroSearch:
     start: str | Planner | None = None
     rounds: int = 8
     width: int | None = None
-    body: int = 64
+    body: int | None = None
     seconds: float | None = None
     evaluations: int | None = None
     seed: int = 0
@@ -135,7 +135,7 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
     best = search.best.copy()
     best_s = search.best_cost if search.best_cost < INFEASIBLE else np.inf
     width = planner.width or 1
-    body = min(planner.body, problem.graph.num_groups)
+    body = min(planner.body or 64, problem.graph.num_groups)
     slowly = max(1, int(min(_STEPS, search.num_left / (16 * planner.rounds * width))))
     current = -1
     for this, part in _cooling(search, planner.rounds):
@@ -179,7 +179,7 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
         pool = [d for d, device in enumerate(problem.cluster.devices) if device.kind == "cpu"]
         alike = [d for d in pool[1:] if np.array_equal(compute_s[:, d], compute_s[:, pool[0]])]
         compute_s[:, alike] = np.inf
-    body = min(planner.body, problem.graph.num_groups)
+    body = min(planner.body or problem.graph.num_groups, problem.graph.num_groups)
     group, where = np.zeros(body, np.int32), np.zeros(body, np.int32)
     mark = np.zeros(problem.graph.num_groups, np.int32)
     width = planner.width or 16
