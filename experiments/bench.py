@@ -205,12 +205,21 @@ def problem_tables() -> Iterator[Row]:
         yield Row("lower bounds", bounds * 1e3, "ms", note=note)
 
 
+def learning() -> Iterator[Row]:
+    """Environment steps and PPO steps per second."""
+    from experiments.bench_learning import environment_rows, training_rows
+
+    for row in (*environment_rows(), *training_rows()):
+        yield Row(*row)
+
+
 SECTIONS: tuple[Callable[[], Iterator[Row]], ...] = (
     kernel_against_reference,
     seconds_per_operator,
     pipelined,
     placements_per_second,
     problem_tables,
+    learning,
 )
 
 
