@@ -221,11 +221,10 @@ class _Chain(nn.Module):
 
 
 def _check_here(cluster: Cluster) -> None:
-    cores = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    can_tell = hasattr(os, "sched_getaffinity")
+    cores = os.sched_getaffinity(0) if can_tell else set(range(os.cpu_count() or 1))
     for device in cluster.devices:
-        missing = (
-            sorted(set(device.cores) - cores) if device.kind == "cpu" and cores is not None else []
-        )
+        missing = sorted(set(device.cores) - cores) if device.kind == "cpu" else []
         if missing:
             raise ProfileError(
                 f"device {device.name!r} uses cores {missing}, this machine offers {sorted(cores)}"

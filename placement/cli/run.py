@@ -154,7 +154,7 @@ def measure(
     def period(runner: Runner) -> float:
         began = time.perf_counter()
         ends = [time.perf_counter() - began for _ in runner.stream([(args, kwargs)] * batches)]
-        return steady_period(np.array(ends))
+        return float(steady_period(np.array(ends)))
 
     latency: dict[str, list[float]] = {name: [] for name in runners}
     periods: dict[str, list[float]] = {name: [] for name in runners}
