@@ -27,9 +27,9 @@ from placement.profile import Profile
 
 _HOT = 0.2  # of the moves start on the busiest device; more of them, and it digs in there
 _SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # single, run, chain, growth, swap; cumulated
-# What a round of max_load starts with: temperature, and log2 of p, which grows to the last one.
-_ROUNDS = ((0.05, 4, 7), (0.02, 4, 8), (1.0, 2, 7), (0.02, 4, 8), (0.05, 3, 7), (0.02, 4, 8))
-_COLD = 1e-4
+# Rounds of max_load: temperature at first and at last, log2 of p at first and at last.
+_FIND, _POLISH = (0.05, 2e-3, 4, 4), (0.02, 1e-4, 4, 8)
+_ROUNDS = (_FIND, (1.0, 1e-4, 2, 7), _POLISH, (0.05, 2e-3, 2, 2), _FIND, _POLISH)
 _WARM = (0.02, 0.005)  # of other objectives, in turn, as a share of the best so far
 _STEPS = 1024  # between two looks at the clock
 
@@ -49,8 +49,8 @@ class MacroSearch:
     Other objectives are simulated, ``width`` placements at once, and annealed as they are.
 
     The budget is divided into ``rounds``. Each starts from the best so far and cools down,
-    while ``p`` grows from 4, 8 or 16 up to 128 or 256: rounds that see the balance of all
-    devices find new shapes, those that see the busiest one alone polish them.
+    in some while ``p`` grows up to 128 or 256: rounds of small ``p`` see the balance of all
+    devices and find new shapes, those of large ``p`` see the busiest one alone and polish.
 
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
@@ -64,7 +64,7 @@ class MacroSearch:
     """
 
     start: str | Planner | None = None
-    rounds: int = 8
+    rounds: int = 6
     width: int | None = None
     body: int | None = None
     seconds: float | None = None
@@ -142,7 +142,7 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
         if this != current:
             current = this
             moves.state[0][:] = best
-        warm, first, last = _ROUNDS[this % len(_ROUNDS)]
+        warm, cold, first, last = _ROUNDS[this % len(_ROUNDS)]
         width = int(min(width, search.num_left))
         steps = int(min(slowly, search.num_left // width))
         evaluated, found_s = _macro.anneal(
@@ -157,7 +157,7 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
             width,
             body,
             _HOT,
-            warm * (_COLD / warm) ** part,
+            warm * (cold / warm) ** part,
             min(last, first + int((last - first + 1) * part)),
         )
         if found_s < best_s:
