@@ -67,10 +67,10 @@ def test_identity_placement(formulation: Any) -> None:
     seconds = np.full((n, d), 10.0)
     seconds[np.arange(n), np.arange(n) % d] = 1.0
     problem = chain(seconds, latency_s=0.01)
-    config = TrainConfig(total_steps=2000, formulation=formulation, network=SMALL)
+    config = TrainConfig(total_steps=1920, formulation=formulation, network=SMALL)
     rows: list[Row] = []
     policy = train([problem], config=config, callback=rows.append)
-    assert rows[-1]["steps"] <= 2000 + 16 * 64
+    assert rows[-1]["steps"] <= 2000  # whole rollouts: 20 of 96
     assert policy.place(problem)[0].tolist() == [i % d for i in range(n)]
 
 
