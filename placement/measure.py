@@ -246,7 +246,7 @@ def _priority(graph: OpGraph, cluster: Cluster, inputs: Sequence[Tensor]) -> NDA
     """int32 ``[N]`` the order in which a pipeline will run the operators: by upward rank.
 
     The order decides what the caches hold. An unrolled LSTM run time step by time step takes
-    half as long again as layer by layer, because every step reads the weights of all layers.
+    nearly twice as long as layer by layer, because every step reads the weights of all layers.
     """
     with _single(graph, cluster, 0, range(graph.num_ops)) as runner:
         seconds = _run(runner, inputs, 2)[:, None]

@@ -18,7 +18,7 @@ from placement.executor.backend import backend_for
 from placement.executor.share import compile_calls, shares
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
-from placement.program import Param, Program, Ref, split_inputs
+from placement.program import Program, fill, split_inputs
 from placement.schedule import Schedule
 
 
@@ -131,7 +131,7 @@ class Runner:
 
     def _stream(self, source: Iterator[Sequence[Tensor]]) -> Iterator[Any]:
         self._start()
-        first = following = self.next_batch
+        following = self.next_batch
         pending: dict[int, tuple[dict[int, Any], set[int]]] = {}  # batch: outputs, devices left
         finished: dict[int, Any] = {}
         exhausted = False
@@ -146,7 +146,7 @@ class Runner:
                 batch, self.next_batch = self.next_batch, self.next_batch + 1
                 pending[batch] = dict(given), set(self._active)
                 self._admit(batch, given)
-            if first == self.next_batch and exhausted:
+            if following == self.next_batch and exhausted:
                 return
             while following not in finished and len(pending) > 0:
                 message = self._results.get()
@@ -169,7 +169,7 @@ class Runner:
                         break  # there is room in the pipeline: fill it before waiting
             while following in finished:
                 value = finished.pop(following)
-                following = first = following + 1
+                following += 1
                 yield value
 
     def _admit(self, batch: int, given: dict[int, Any]) -> None:
@@ -180,14 +180,8 @@ class Runner:
             self.workers[d].inbox.put((batch, -1, mine, -1, None))
 
     def _assemble(self, outputs: dict[int, Any]) -> Any:
-        leaves = [
-            outputs[leaf.tensor]
-            if isinstance(leaf, Ref)
-            else self._program.params[leaf.index]
-            if isinstance(leaf, Param)
-            else leaf
-            for leaf in self._program.output_leaves
-        ]
+        params = self._program.params
+        leaves = [fill(leaf, outputs, params) for leaf in self._program.output_leaves]
         return self._program.unflatten_outputs(leaves)
 
     def _raise(self, failure: Failure) -> None:
