@@ -5,8 +5,9 @@ no locks to take and none to forget. A worker follows the same rule as the simul
 scheduler: of what is ready, the smallest micro-batch, then the highest rank; or it follows a
 given ``Schedule``.
 
-Consecutive operators share their time marks (the end of one is the start of the next), so the
-cost of dispatching an operator is part of the operator, in the profile as in the pipeline.
+Consecutive operators share their time marks (the end of one is the start of the next, unless
+something arrived in between), so the cost of dispatching an operator is part of the operator,
+in the profile as in the pipeline.
 """
 
 from __future__ import annotations
@@ -123,8 +124,6 @@ class Worker(threading.Thread):
             if tensor >= 0:
                 if isinstance(value, Exception):
                     raise value
-                if record:
-                    self.arrivals += (batch, tensor, source, sent, backend.mark())
                 arrived = ((tensor, value),)
             else:
                 arrived = tuple(value.items())
@@ -137,6 +136,11 @@ class Worker(threading.Thread):
                     missing[op] -= 1
                     if missing[op] == 0:
                         became_ready(batch, op)
+            if record:
+                nonlocal mark  # what runs next starts after what arrived
+                mark = backend.mark()
+                if tensor >= 0:
+                    self.arrivals += (batch, tensor, source, sent, mark)
 
         while True:
             while not inbox.empty():
@@ -155,7 +159,6 @@ class Worker(threading.Thread):
                 if self._stopped:
                     return
                 receive(message)
-                mark = backend.mark()
                 continue
             if order is None:
                 key = heapq.heappop(ready)
