@@ -132,8 +132,6 @@ def decode(
     generator: torch.Generator | None = None,
 ) -> NDArray[np.int32]:
     """Choices int32 ``[B, G]`` for problems ``ids [B]``: the first of each is greedy."""
-    rules = make_rules(formulation, problems, len(ids))
-    rules.start(np.arange(len(ids)), ids)
     first = np.zeros(len(ids), bool)
     first[np.unique(ids, return_index=True)[1]] = True
     best = torch.from_numpy(first)
@@ -143,15 +141,17 @@ def decode(
         row = torch.from_numpy(ids)
         if formulation == "one_shot":
             logits = net.all_logits(store, every, encoded)[row]
-            rules.act(torch.where(best[:, None], greedy(logits), sample(logits, generator)).numpy())
-            return rules.choices
+            chosen = torch.where(best[:, None], greedy(logits), sample(logits, generator))
+            return chosen.numpy().astype(np.int32)
+        rules = SequentialRules(problems, len(ids))
+        rules.start(np.arange(len(ids)), ids)
         done = np.zeros(len(ids), bool)
         while not done.all():
             obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
             group, legal = obs["group"].squeeze(1), obs["mask"].bool()
             logits = net.step_logits(store, every, encoded, row, group, obs["devices"], legal)
             actions = torch.where(best, greedy(logits), sample(logits, generator))
-            done = rules.act(actions.numpy())
+            done = rules.decide(actions.numpy())
     return rules.choices
 
 

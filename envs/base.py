@@ -6,16 +6,18 @@ environment; ``envs.vec.PlacementVecEnv`` shows all of them to stable-baselines3
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.problems import EnvError, ProblemSet
-from placement.problem import ProblemError
-from placement.simulator import simulate
+from envs.perturbation import Perturbation
+from envs.problems import EnvError, Evaluator, Floats, ProblemSet, Runtime
+from placement.problem import Planner, Problem, ProblemError
+from placement.simulator import score, simulate
 
 Observation = dict[str, NDArray[Any]]
 
@@ -26,13 +28,17 @@ class Rules(Protocol):
     Attributes:
         problems: what is placed.
         ids: int64 ``[B]`` the problem of each episode.
-        choices: int32 ``[B, G]`` the device of each group so far, -1 = not decided.
+        choices: int32 ``[B, G]`` the device of each group: when an episode is over, its answer.
+        value_s: float64 ``[B]`` seconds of that answer, inf where it cannot run.
+        num_evaluations: placements evaluated so far, of all episodes.
     """
 
     problems: ProblemSet
     observation_space: spaces.Dict
     ids: NDArray[np.int64]
     choices: NDArray[np.int32]
+    value_s: Floats
+    num_evaluations: int
 
     @property
     def action_space(self) -> spaces.Space[Any]:
@@ -47,25 +53,71 @@ class Rules(Protocol):
     def masks(self) -> NDArray[np.bool_]:
         """bool ``[B, A]`` legal actions, flattened as ``MaskablePPO`` wants them."""
 
-    def act(self, actions: NDArray[Any]) -> NDArray[np.bool_]:
-        """Take one action per episode; bool ``[B]`` which are over."""
+    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
+        """Take one action per episode: rewards float64 ``[B]``, and bool ``[B]`` which are over."""
+
+
+def finish(rules: Rules, done: NDArray[np.bool_]) -> Floats:
+    """Evaluate the episodes that are over: their rewards float64 ``[B]``, 0 for the others.
+
+    For rules that build a placement: one evaluation at the end, against the reference.
+    """
+    rewards = np.zeros(len(done))
+    over = np.flatnonzero(done)
+    if len(over):
+        rules.value_s[over], rewards[over] = rules.problems.outcomes(
+            rules.ids[over], rules.choices[over]
+        )
+        rules.num_evaluations += len(over)
+    return rewards
 
 
 class PlacementEnv(gym.Env[Observation, Any]):
-    """One episode of some ``Rules`` as a Gymnasium environment (see its subclasses)."""
+    """One episode of some ``Rules`` as a Gymnasium environment (see its subclasses).
 
+    Args:
+        problems: the problems to choose from; ``reset(options={"problem": i})`` takes one.
+        reference_s: ``[P]`` seconds of reward 0; by default what ``baseline`` reaches, and
+            without a baseline the best single device.
+        baseline: see there.
+        evaluator: ``placement.simulator.score``, or ``Measured(Executor)``, or any object whose
+            ``run(placement)`` returns a ``Timeline``.
+        perturbation: also play on other machines than the problems' own; the variants are
+            problems ``P``, ``P + 1``, ... and need no reference.
+        render_mode: ``"ansi"``: ``render()`` returns the last placement's Gantt chart as text.
+        options: what the environment's rules take besides.
+
+    Raises:
+        EnvError: no problems, wrong references, an unknown render mode or problem number.
+    """
+
+    rules_of: ClassVar[Callable[..., Rules]]
     metadata: dict[str, Any] = {  # noqa: RUF012 (Gymnasium declares it so)
         "render_modes": ["ansi"],
         "render_fps": 1,
     }
 
-    def __init__(self, rules: Rules, render_mode: str | None) -> None:
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        *,
+        reference_s: Sequence[float] | None = None,
+        baseline: Planner | None = None,
+        evaluator: Evaluator | Runtime = score,
+        perturbation: Perturbation | None = None,
+        render_mode: str | None = None,
+        **options: Any,
+    ) -> None:
         if render_mode not in (None, "ansi"):
             raise EnvError(f"render_mode = {render_mode!r} is unknown; use 'ansi' or None")
-        self.rules = rules
-        self.problems = rules.problems
-        self.observation_space: spaces.Dict = rules.observation_space  # type: ignore[assignment]
-        self.action_space = rules.action_space
+        self.problems = ProblemSet.build(problems, reference_s, baseline, evaluator)
+        if perturbation is not None:
+            self.problems = self.problems.and_more(
+                perturbation(problems)[len(problems) :], baseline
+            )
+        self.rules = type(self).rules_of(self.problems, 1, **options)
+        self.observation_space: spaces.Dict = self.rules.observation_space  # type: ignore[assignment]
+        self.action_space = self.rules.action_space
         self.render_mode = render_mode
         self._last: tuple[int, NDArray[np.int32]] | None = None
 
@@ -88,17 +140,15 @@ class PlacementEnv(gym.Env[Observation, Any]):
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """``info`` of the last step has ``problem``, ``value_s`` and ``placement``."""
-        done = bool(self.rules.act(np.asarray(action)[None])[0])
+        rewards, over = self.rules.act(np.asarray(action)[None])
+        done = bool(over[0])
         problem = int(self.rules.ids[0])
         info: dict[str, Any] = {"problem": problem}
-        reward = 0.0
         if done:
-            seconds, rewards = self.problems.outcomes(self.rules.ids, self.rules.choices)
-            reward = float(rewards[0])
             placement = self.problems.placements(problem, self.rules.choices)[0]
-            info |= {"value_s": float(seconds[0]), "placement": placement}
+            info |= {"value_s": float(self.rules.value_s[0]), "placement": placement}
             self._last = problem, placement
-        return self._observation(), reward, done, False, info
+        return self._observation(), float(rewards[0]), done, False, info
 
     def action_masks(self) -> NDArray[np.bool_]:
         """bool ``[A]`` legal actions (sb3-contrib's ``MaskablePPO`` asks for this)."""

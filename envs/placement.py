@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import Observation, PlacementEnv, id_space
-from envs.problems import MAX_ID, Evaluator, ProblemSet, Runtime
-from placement.problem import Planner, Problem
-from placement.simulator import score
+from envs.base import Observation, PlacementEnv, finish, id_space
+from envs.problems import MAX_ID, Floats, ProblemSet
 
 
 class OneShotRules:
@@ -22,6 +19,8 @@ class OneShotRules:
         self.problems = problems
         self.ids = np.zeros(num_envs, np.int64)
         self.choices = np.full((num_envs, problems.max_groups), -1, np.int32)
+        self.value_s = np.full(num_envs, np.inf)
+        self.num_evaluations = 0
         self.observation_space = spaces.Dict({"problem": id_space(MAX_ID)})
         self.action_space = spaces.MultiDiscrete([problems.max_devices] * problems.max_groups)
 
@@ -35,9 +34,10 @@ class OneShotRules:
     def masks(self) -> NDArray[np.bool_]:
         return self.problems.legal[self.ids].reshape(len(self.ids), -1)
 
-    def act(self, actions: NDArray[Any]) -> NDArray[np.bool_]:
+    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
         self.choices[:] = actions
-        return np.ones(len(self.ids), bool)
+        done = np.ones(len(self.ids), bool)
+        return finish(self, done), done
 
 
 class DevicePlacementEnv(PlacementEnv):
@@ -62,26 +62,7 @@ class DevicePlacementEnv(PlacementEnv):
     ``info`` has ``problem`` (int), ``value_s`` (float, inf if it cannot run) and ``placement``
     (int32 ``[N]``).
 
-    Args:
-        problems: the problems to choose from; ``reset(options={"problem": i})`` takes one.
-        reference_s: ``[P]`` seconds of reward 0; by default what ``baseline`` reaches, and
-            without a baseline the best single device.
-        evaluator: ``placement.simulator.score``, or ``Measured(Executor)``, or any object whose
-            ``run(placement)`` returns a ``Timeline``.
-        render_mode: ``"ansi"``: ``render()`` returns the last placement's Gantt chart as text.
-
-    Raises:
-        EnvError: no problems, wrong references, an unknown render mode or problem number.
+    Arguments are those of ``PlacementEnv``.
     """
 
-    def __init__(
-        self,
-        problems: Sequence[Problem],
-        *,
-        reference_s: Sequence[float] | None = None,
-        baseline: Planner | None = None,
-        evaluator: Evaluator | Runtime = score,
-        render_mode: str | None = None,
-    ) -> None:
-        chosen = ProblemSet.build(problems, reference_s, baseline, evaluator)
-        super().__init__(OneShotRules(chosen, 1), render_mode)
+    rules_of = OneShotRules

@@ -131,6 +131,12 @@ class ProblemSet:
             )
         return cls(tuple(problems), given, evaluator)
 
+    def and_more(self, problems: Sequence[Problem], baseline: Planner | None) -> ProblemSet:
+        """With more problems behind these; the references of those follow from ``baseline``."""
+        more = ProblemSet.build(problems, None, baseline, self.evaluator)
+        reference_s = np.concatenate([self.reference_s, more.reference_s])
+        return ProblemSet(self.problems + more.problems, reference_s, self.evaluator)
+
     @cached_property
     def num_groups(self) -> NDArray[np.int64]:
         """int64 ``[P]`` colocation groups of each problem."""

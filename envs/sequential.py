@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numba as nb
@@ -10,11 +9,11 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import Observation, PlacementEnv, id_space
-from envs.problems import MAX_ID, Evaluator, ProblemSet, Runtime, group_order
+from envs.base import Observation, PlacementEnv, finish, id_space
+from envs.problems import MAX_ID, Floats, ProblemSet, group_order
 from placement.planners._search import device_classes
-from placement.problem import Planner, Problem
-from placement.simulator import host_of, score
+from placement.problem import Problem
+from placement.simulator import host_of
 
 Array = NDArray[Any]
 
@@ -361,6 +360,8 @@ class SequentialRules:
         )
         self.ids: NDArray[np.int64] = self._state.ids
         self.choices: NDArray[np.int32] = self._state.choice
+        self.value_s = np.full(num_envs, np.inf)
+        self.num_evaluations = 0
         self._mask = np.zeros((num_envs, width), np.int8)
         shape = (width, NUM_DEVICE_FEATURES)
         self.observation_space = spaces.Dict(
@@ -393,10 +394,15 @@ class SequentialRules:
     def masks(self) -> NDArray[np.bool_]:
         return self._mask.astype(bool)
 
-    def act(self, actions: NDArray[Any]) -> NDArray[np.bool_]:
+    def decide(self, actions: NDArray[Any]) -> NDArray[np.bool_]:
+        """Take one action per episode, without evaluating what is finished; bool ``[B]``."""
         done = np.zeros(len(self.ids), bool)
         _act(self._tables, self._state, actions.astype(np.int64), self._mask, done)
         return done
+
+    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
+        done = self.decide(actions)
+        return finish(self, done), done
 
 
 class SequentialDevicePlacementEnv(PlacementEnv):
@@ -425,26 +431,7 @@ class SequentialDevicePlacementEnv(PlacementEnv):
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, inf if it cannot run) and
     ``placement`` (int32 ``[N]``, -1 = not decided).
 
-    Args:
-        problems: the problems to choose from; ``reset(options={"problem": i})`` takes one.
-        reference_s: ``[P]`` seconds of reward 0; by default what ``baseline`` reaches, and
-            without a baseline the best single device.
-        evaluator: ``placement.simulator.score``, or ``Measured(Executor)``, or any object whose
-            ``run(placement)`` returns a ``Timeline``.
-        render_mode: ``"ansi"``: ``render()`` returns the last placement's Gantt chart as text.
-
-    Raises:
-        EnvError: no problems, wrong references, an unknown render mode or problem number.
+    Arguments are those of ``PlacementEnv``.
     """
 
-    def __init__(
-        self,
-        problems: Sequence[Problem],
-        *,
-        reference_s: Sequence[float] | None = None,
-        baseline: Planner | None = None,
-        evaluator: Evaluator | Runtime = score,
-        render_mode: str | None = None,
-    ) -> None:
-        chosen = ProblemSet.build(problems, reference_s, baseline, evaluator)
-        super().__init__(SequentialRules(chosen, 1), render_mode)
+    rules_of = SequentialRules

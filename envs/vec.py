@@ -11,18 +11,17 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
 from envs.base import Observation, Rules
+from envs.problems import Floats
 
 
 class PlacementVecEnv(VecEnv):
-    """``B`` episodes of ``rules`` (``OneShotRules`` or ``SequentialRules``) as a ``VecEnv``.
+    """``B`` episodes of ``rules`` as a ``VecEnv``. Finished ones start again at once.
 
-    Finished episodes are evaluated with one call per distinct problem and start again at once.
     Problems are dealt like cards: a shuffled deck of all of them, then the next deck.
 
     Attributes:
         best_s: float64 ``[P]`` the best value ever seen of each problem, inf at first.
         best_choices: int32 ``[P, G]`` its choice of devices.
-        num_evaluations: placements evaluated so far.
     """
 
     def __init__(self, rules: Rules, seed: int = 0) -> None:
@@ -30,13 +29,13 @@ class PlacementVecEnv(VecEnv):
         count = len(rules.problems.problems)
         self.best_s = np.full(count, np.inf)
         self.best_choices = np.zeros((count, rules.problems.max_groups), np.int32)
-        self.num_evaluations = 0
         self.render_mode = None
         super().__init__(len(rules.ids), rules.observation_space, rules.action_space)
         self._rng = np.random.default_rng(seed)
         self._deck: list[int] = []
         self._actions: NDArray[Any] = np.zeros(0)
         self._length = np.zeros(self.num_envs, np.int64)
+        self._return = np.zeros(self.num_envs)
         self._started = time.perf_counter()
 
     def reset(self) -> Observation:
@@ -56,16 +55,16 @@ class PlacementVecEnv(VecEnv):
         The info of a finished episode has ``problem``, ``value_s``, ``terminal_observation``
         and ``episode`` (what stable-baselines3's ``Monitor`` reports).
         """
-        done = self.rules.act(self._actions)
+        earned, done = self.rules.act(self._actions)
         self._length += 1
-        rewards = np.zeros(self.num_envs, np.float32)
+        self._return += earned
+        rewards = earned.astype(np.float32)
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         over = np.flatnonzero(done)
         if len(over) == 0:
             return self.rules.observe(), rewards, done, infos
-        ids, choices = self.rules.ids[over].copy(), self.rules.choices[over]
-        seconds, rewards[over] = self.rules.problems.outcomes(ids, choices)
-        self.remember(ids, choices, seconds)
+        ids, seconds = self.rules.ids[over].copy(), self.rules.value_s[over].copy()
+        self._keep(ids, self.rules.choices[over], seconds)
         last = self.rules.observe()
         elapsed = round(time.perf_counter() - self._started, 6)
         for b, problem, value in zip(over.tolist(), ids.tolist(), seconds.tolist(), strict=True):
@@ -73,7 +72,7 @@ class PlacementVecEnv(VecEnv):
                 "problem": problem,
                 "value_s": value,
                 "terminal_observation": {k: rows[b] for k, rows in last.items()},
-                "episode": {"r": float(rewards[b]), "l": int(self._length[b]), "t": elapsed},
+                "episode": {"r": float(self._return[b]), "l": int(self._length[b]), "t": elapsed},
             }
         self._begin(over)
         return self.rules.observe(), rewards, done, infos
@@ -84,12 +83,19 @@ class PlacementVecEnv(VecEnv):
         self.rules.start(rows, np.array(self._deck[: len(rows)], np.int64))
         self._deck = self._deck[len(rows) :]
         self._length[rows] = 0
+        self._return[rows] = 0.0
 
-    def remember(
-        self, ids: NDArray[np.int64], choices: NDArray[np.int32], seconds: NDArray[np.float64]
-    ) -> None:
-        """Count evaluated choices int32 ``[B, G]`` and keep the best of each problem."""
-        self.num_evaluations += len(ids)
+    @property
+    def num_evaluations(self) -> int:
+        """Placements evaluated so far."""
+        return self.rules.num_evaluations
+
+    def remember(self, ids: NDArray[np.int64], choices: NDArray[np.int32], seconds: Floats) -> None:
+        """Count choices int32 ``[B, G]`` that were evaluated elsewhere, and keep the best."""
+        self.rules.num_evaluations += len(ids)
+        self._keep(ids, choices, seconds)
+
+    def _keep(self, ids: NDArray[np.int64], choices: NDArray[np.int32], seconds: Floats) -> None:
         for i, problem in enumerate(ids):
             if seconds[i] < self.best_s[problem]:
                 self.best_s[problem] = seconds[i]

@@ -1,0 +1,92 @@
+"""The same work on another machine: devices missing, faster or slower, links wider or narrower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.cluster import Cluster, Link
+from placement.problem import Problem
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """What may happen to a cluster between two episodes (domain randomisation).
+
+    Machines are drawn beforehand, ``variants`` for each problem, and episodes choose among
+    them: what depends on the machine alone (features, references) is computed once.
+
+    Attributes:
+        drop: probability that a device is missing. Two always stay, and so does a device
+            without which some group could not run, or the parameters would not fit.
+        speed: standard deviation of the logarithm of each device's factor of speed.
+        bandwidth: the same for the bandwidth, one factor for all links of a machine.
+        variants: machines drawn for each problem, besides its own.
+        seed: of the draws.
+    """
+
+    drop: float = 0.25
+    speed: float = 0.3
+    bandwidth: float = 0.7
+    variants: int = 4
+    seed: int = 0
+
+    def __call__(self, problems: Sequence[Problem]) -> list[Problem]:
+        """The problems, then ``variants`` of each."""
+        rng = np.random.default_rng(self.seed)
+        drawn = [self.draw(p, rng) for p in problems for _ in range(self.variants)]
+        return [*problems, *drawn]
+
+    def draw(self, problem: Problem, rng: np.random.Generator) -> Problem:
+        """``problem`` on one machine drawn with ``rng``."""
+        devices = _kept(problem, self.drop, rng)
+        speed = np.exp(rng.normal(0.0, self.speed, len(devices)))
+        bandwidth = float(np.exp(rng.normal(0.0, self.bandwidth)))
+        profile, cluster = problem.profile, problem.cluster
+        chosen = tuple(cluster.devices[d] for d in devices)
+        names = tuple(d.name for d in chosen)
+
+        def faster(seconds: NDArray[Any]) -> NDArray[np.float64]:
+            return seconds[:, devices] / speed
+
+        def wider(links: Sequence[Link]) -> tuple[Link, ...]:
+            return tuple(
+                replace(x, bandwidth_bytes_per_s=x.bandwidth_bytes_per_s * bandwidth)
+                for x in links
+                if x.src in names and x.dst in names
+            )
+
+        pairs, io_s, loaded_s = profile.transfer_s, profile.io_s, profile.loaded_s
+        return replace(
+            problem,
+            cluster=Cluster(cluster.name, chosen, wider(cluster.links)),
+            profile=replace(
+                profile,
+                device_names=names,
+                compute_s=faster(profile.compute_s),
+                spread_s=faster(profile.spread_s),
+                loaded_s=None if loaded_s is None else faster(loaded_s),
+                links=wider(profile.links),
+                transfer_s=None if pairs is None else pairs[:, devices][:, :, devices] / bandwidth,
+                io_s=None if io_s is None else io_s[:, devices] / bandwidth,
+                predicted=None if profile.predicted is None else profile.predicted[:, devices],
+            ),
+        )
+
+
+def _kept(problem: Problem, drop: float, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Devices that stay, int64, ascending."""
+    runs = np.isfinite(problem.group_compute_s)
+    stays = np.ones(problem.num_devices, bool)
+    for d in rng.permutation(problem.num_devices):
+        if rng.random() >= drop or stays.sum() <= 2:
+            continue
+        stays[d] = False
+        room = problem.memory_bytes[stays].sum(dtype=np.float64)
+        if not runs[:, stays].any(axis=1).all() or room < 1.5 * problem.graph.param_bytes.sum():
+            stays[d] = True
+    return np.flatnonzero(stays)
