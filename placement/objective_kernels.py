@@ -80,7 +80,7 @@ def param_bytes_batch(param, reader, size, placements, held):
 
 
 def piecewise_tables(problem: Problem) -> tuple[Any, ...]:
-    """Arguments of ``piecewise_batch``."""
+    """Arguments of ``piecewise_batch``, and ``tables`` of ``piecewise_one``."""
     g = problem.graph
     is_cpu = np.array([d.kind == "cpu" for d in problem.cluster.devices])
     return (
@@ -95,6 +95,117 @@ def piecewise_tables(problem: Problem) -> tuple[Any, ...]:
         problem.io_s,
         is_cpu,
     )
+
+
+@nb.njit(cache=True, nogil=True)
+def piecewise_scratch(n, num_devices):
+    """Room for ``piecewise_one``: int32 ``[10, N + D]`` and float64 ``[2, N]``."""
+    return np.empty((10, n + num_devices), np.int32), np.empty((2, n))
+
+
+@nb.njit(cache=True, nogil=True)
+def piecewise_one(tables, p, scratch, limit):
+    """Seconds of one sample for the placement ``p`` int32 ``[N]``; inf if above ``limit``."""
+    in_ptr, in_tensor, out_ptr, out_tensor, tensor_src = tables[:5]
+    use_ptr, use_dst, compute_s, io_s, is_cpu = tables[5:]
+    n, num_devices = compute_s.shape
+    ints, floats = scratch
+    first, last, level, piece = ints[0], ints[1], ints[2], ints[3]
+    begin, fill, member = ints[4], ints[5], ints[6]  # operators of a piece are consecutive
+    missing, seen, stack = ints[7], ints[8], ints[9]
+    seconds, ready_s = floats[0], floats[1]
+    first[:] = -1
+    for v in range(n):
+        if first[p[v]] < 0:
+            first[p[v]] = v
+        last[p[v]] = v
+    # Levels: an operator before the first of its device has level 0 and is not visited.
+    count = 0
+    for d in range(num_devices):
+        if is_cpu[d] or first[d] < 0:
+            continue
+        low = first[d]
+        deepest = 0
+        for v in range(low, last[d] + 1):
+            inside = p[v] == d
+            deep = 1 if inside else 0
+            for i in range(in_ptr[v], in_ptr[v + 1]):
+                u = tensor_src[in_tensor[i]]
+                if u >= low:
+                    at = level[u]
+                    if inside and p[u] != d:
+                        at += 1
+                    if at > deep:
+                        deep = at
+            level[v] = deep
+            if inside:
+                piece[v] = count + deep - 1
+                if deep > deepest:
+                    deepest = deep
+        count += deepest
+    for v in range(n):
+        if is_cpu[p[v]]:
+            piece[v] = count
+            count += 1
+    begin[: count + 1] = 0
+    seconds[:count] = 0.0
+    missing[:count] = 0
+    ready_s[:count] = 0.0
+    seen[:count] = -1
+    for v in range(n):
+        begin[piece[v] + 1] += 1
+        seconds[piece[v]] += compute_s[v, p[v]]
+    for q in range(count):
+        begin[q + 1] += begin[q]
+        fill[q] = begin[q]
+    for v in range(n):
+        member[fill[piece[v]]] = v
+        fill[piece[v]] += 1
+    for t in range(len(tensor_src)):
+        u = tensor_src[t]
+        home = piece[u] if u >= 0 else -1
+        leaves = False
+        for i in range(use_ptr[t], use_ptr[t + 1]):
+            w = use_dst[i]
+            q = piece[w]
+            if q != home:
+                leaves = True
+                if home >= 0:
+                    missing[q] += 1
+                if seen[q] != t:
+                    seen[q] = t
+                    if not is_cpu[p[w]]:
+                        seconds[q] += io_s[t, p[w]]
+        if leaves and home >= 0 and not is_cpu[p[u]]:
+            seconds[home] += io_s[t, p[u]]
+    waiting = 0
+    for q in range(count):
+        if missing[q] == 0:
+            stack[waiting] = q
+            waiting += 1
+    done = 0
+    latest = 0.0
+    while waiting > 0:
+        waiting -= 1
+        q = stack[waiting]
+        done += 1
+        end = ready_s[q] + seconds[q]
+        if end > limit:
+            return np.inf
+        latest = max(latest, end)
+        for k in range(begin[q], begin[q + 1]):
+            v = member[k]
+            for j in range(out_ptr[v], out_ptr[v + 1]):
+                t = out_tensor[j]
+                for i in range(use_ptr[t], use_ptr[t + 1]):
+                    r = piece[use_dst[i]]
+                    if r != q:
+                        ready_s[r] = max(ready_s[r], end)
+                        missing[r] -= 1
+                        if missing[r] == 0:
+                            stack[waiting] = r
+                            waiting += 1
+    return latest if done == count else np.inf
 
 
 @nb.njit(cache=True, nogil=True)
@@ -113,111 +224,11 @@ def piecewise_batch(
     value,
 ):
     """Seconds ``[B]`` of one sample for placements ``[B, N]``."""
-    n, num_devices = compute_s.shape
-    first = np.empty(num_devices, np.int64)
-    last = np.empty(num_devices, np.int64)
-    level = np.empty(n, np.int32)
-    piece = np.empty(n, np.int32)
-    begin = np.empty(n + 1, np.int32)  # operators of piece q: member[begin[q] : begin[q + 1]]
-    fill = np.empty(n, np.int32)
-    member = np.empty(n, np.int32)
-    missing = np.empty(n, np.int32)
-    seconds = np.empty(n)
-    ready_s = np.empty(n)
-    seen = np.empty(n, np.int32)
-    stack = np.empty(n, np.int32)
+    ins = (in_ptr, in_tensor, out_ptr, out_tensor, tensor_src)
+    tables = (*ins, use_ptr, use_dst, compute_s, io_s, is_cpu)
+    scratch = piecewise_scratch(*compute_s.shape)
     for b in range(len(placements)):
-        p = placements[b]
-        first[:] = -1
-        for v in range(n):
-            if first[p[v]] < 0:
-                first[p[v]] = v
-            last[p[v]] = v
-        # Levels: an operator before the first of its device has level 0 and is not visited.
-        count = 0
-        for d in range(num_devices):
-            if is_cpu[d] or first[d] < 0:
-                continue
-            low = first[d]
-            deepest = 0
-            for v in range(low, last[d] + 1):
-                inside = p[v] == d
-                deep = 1 if inside else 0
-                for i in range(in_ptr[v], in_ptr[v + 1]):
-                    u = tensor_src[in_tensor[i]]
-                    if u >= low:
-                        at = level[u]
-                        if inside and p[u] != d:
-                            at += 1
-                        if at > deep:
-                            deep = at
-                level[v] = deep
-                if inside:
-                    piece[v] = count + deep - 1
-                    if deep > deepest:
-                        deepest = deep
-            count += deepest
-        for v in range(n):
-            if is_cpu[p[v]]:
-                piece[v] = count
-                count += 1
-        begin[: count + 1] = 0
-        seconds[:count] = 0.0
-        missing[:count] = 0
-        ready_s[:count] = 0.0
-        seen[:count] = -1
-        for v in range(n):
-            begin[piece[v] + 1] += 1
-            seconds[piece[v]] += compute_s[v, p[v]]
-        for q in range(count):
-            begin[q + 1] += begin[q]
-            fill[q] = begin[q]
-        for v in range(n):
-            member[fill[piece[v]]] = v
-            fill[piece[v]] += 1
-        for t in range(len(tensor_src)):
-            u = tensor_src[t]
-            home = piece[u] if u >= 0 else -1
-            leaves = False
-            for i in range(use_ptr[t], use_ptr[t + 1]):
-                w = use_dst[i]
-                q = piece[w]
-                if q != home:
-                    leaves = True
-                    if home >= 0:
-                        missing[q] += 1
-                    if seen[q] != t:
-                        seen[q] = t
-                        if not is_cpu[p[w]]:
-                            seconds[q] += io_s[t, p[w]]
-            if leaves and home >= 0 and not is_cpu[p[u]]:
-                seconds[home] += io_s[t, p[u]]
-        waiting = 0
-        for q in range(count):
-            if missing[q] == 0:
-                stack[waiting] = q
-                waiting += 1
-        done = 0
-        latest = 0.0
-        while waiting > 0:
-            waiting -= 1
-            q = stack[waiting]
-            done += 1
-            end = ready_s[q] + seconds[q]
-            latest = max(latest, end)
-            for k in range(begin[q], begin[q + 1]):
-                v = member[k]
-                for j in range(out_ptr[v], out_ptr[v + 1]):
-                    t = out_tensor[j]
-                    for i in range(use_ptr[t], use_ptr[t + 1]):
-                        r = piece[use_dst[i]]
-                        if r != q:
-                            ready_s[r] = max(ready_s[r], end)
-                            missing[r] -= 1
-                            if missing[r] == 0:
-                                stack[waiting] = r
-                                waiting += 1
-        value[b] = latest if done == count else np.inf
+        value[b] = piecewise_one(tables, placements[b], scratch, np.inf)
 
 
 def move_tables(problem: Problem, b: Blocks) -> tuple[Any, ...]:
@@ -356,29 +367,53 @@ def trial_move(tables, state, g, new):
     return largest
 
 
-@nb.njit(cache=True, nogil=True)
-def apply_move(tables, state, g, new):
-    """Move block ``g`` to device ``new``."""
-    compute_s, touch_ptr, touch, io_s, own_bytes, tied_ptr, tied, tied_bytes, _ = tables
-    device, load, held, users, readers = state
+@nb.njit(cache=True, nogil=True, inline="always")
+def _recount(touch_ptr, touch, tied_ptr, tied, device, users, readers, g, new):
+    """Block ``g`` is on ``new`` from now on; loads and bytes are left as they are."""
     old = device[g]
-    if new == old:
-        return
-    at_old, at_new = _change(compute_s, touch_ptr, touch, io_s, device, users, g, new)
-    load[old] += at_old
-    load[new] += at_new
-    held[old] -= own_bytes[g]
-    held[new] += own_bytes[g]
     for i in range(touch_ptr[g], touch_ptr[g + 1]):
         if not touch[i, 1]:
             users[touch[i, 0], old] -= 1
             users[touch[i, 0], new] += 1
     for i in range(tied_ptr[g], tied_ptr[g + 1]):
-        q = tied[i]
-        readers[q, old] -= 1
-        if readers[q, old] == 0:
-            held[old] -= tied_bytes[q]
-        if readers[q, new] == 0:
-            held[new] += tied_bytes[q]
-        readers[q, new] += 1
+        readers[tied[i], old] -= 1
+        readers[tied[i], new] += 1
     device[g] = new
+
+
+@nb.njit(cache=True, nogil=True)
+def apply_moves(tables, state, group, where, count):
+    """Move blocks ``group[:count]`` to devices ``where[:count]``, one after another."""
+    compute_s, touch_ptr, touch, io_s, own_bytes, tied_ptr, tied, tied_bytes, _ = tables
+    device, load, held, users, readers = state
+    for k in range(count):
+        g, new = group[k], where[k]
+        old = device[g]
+        if new == old:
+            continue
+        at_old, at_new = _change(compute_s, touch_ptr, touch, io_s, device, users, g, new)
+        load[old] += at_old
+        load[new] += at_new
+        held[old] -= own_bytes[g]
+        held[new] += own_bytes[g]
+        for i in range(tied_ptr[g], tied_ptr[g + 1]):
+            q = tied[i]
+            held[old] -= tied_bytes[q] * (readers[q, old] == 1)
+            held[new] += tied_bytes[q] * (readers[q, new] == 0)
+        _recount(touch_ptr, touch, tied_ptr, tied, device, users, readers, g, new)
+
+
+@nb.njit(cache=True, nogil=True)
+def apply_move(tables, state, g, new):
+    """Move block ``g`` to device ``new``."""
+    apply_moves(tables, state, (g,), (new,), 1)
+
+
+@nb.njit(cache=True, nogil=True)
+def undo_moves(tables, state, group, where, count, old, new):
+    """Undo ``apply_moves`` between two devices, in counts; loads and bytes are the caller's."""
+    _, touch_ptr, touch, _, _, tied_ptr, tied, _, _ = tables
+    device, _, _, users, readers = state
+    for k in range(count):
+        back = old if where[k] == new else new
+        _recount(touch_ptr, touch, tied_ptr, tied, device, users, readers, group[k], back)

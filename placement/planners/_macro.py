@@ -5,7 +5,7 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-from placement.objective_kernels import _change, apply_move, fill_state
+from placement.objective_kernels import _change, apply_move, apply_moves, fill_state, undo_moves
 
 SINGLE, RUN, CHAIN, GROWTH = range(4)  # the fifth is a swap
 _MANTISSA = 1.0 / (1 << 53)
@@ -34,23 +34,34 @@ def _below(random, n):
 def propose(random, device, compute_s, graph, source, share, group, where, mark):
     """A random macro move off ``device`` int32 ``[G]``; returns how many groups it moves.
 
-    Args:
-        random: uint64 ``[1]``, the generator's state.
-        compute_s: ``[G, D]``; inf = cannot run there.
-        graph: (near_ptr, near, after_ptr, after): neighbours and successors of each group.
-        source: the group it starts from comes from this device, -1: from any.
-        share: float64 ``[5]`` cumulated probabilities of single, run, chain, growth, swap.
-        group, where: int32 ``[L]``: filled with the groups that move and their new devices.
-        mark: int32 ``[G]`` scratch, zeros before and after.
+    ``source``: the group it starts from comes from this device, -1: from any. The rest is as
+    in ``propose_from``.
     """
-    near_ptr, near, after_ptr, after = graph
-    num_groups, num_devices = compute_s.shape
+    num_groups = len(compute_s)
     g = _below(random, num_groups)
     if source >= 0:
         for _ in range(_TRIES):
             if device[g] == source:
                 break
             g = _below(random, num_groups)
+    return propose_from(random, device, compute_s, graph, g, share, group, where, mark)
+
+
+@nb.njit(cache=True, nogil=True)
+def propose_from(random, device, compute_s, graph, g, share, group, where, mark):
+    """A random macro move that begins with group ``g``; returns how many groups it moves.
+
+    Args:
+        random: uint64 ``[1]``, the generator's state.
+        device: int32 ``[G]`` where each group is.
+        compute_s: ``[G, D]``; inf = cannot run there.
+        graph: (near_ptr, near, after_ptr, after): neighbours and successors of each group.
+        share: float64 ``[5]`` cumulated probabilities of single, run, chain, growth, swap.
+        group, where: int32 ``[L]``: filled with the groups that move and their new devices.
+        mark: int32 ``[G]`` scratch, zeros before and after.
+    """
+    near_ptr, near, after_ptr, after = graph
+    num_groups, num_devices = compute_s.shape
     old = device[g]
     new = old
     degree = near_ptr[g + 1] - near_ptr[g]
@@ -122,38 +133,8 @@ def _term(load, held, memory, scale, squarings):
 
 
 @nb.njit(cache=True, nogil=True)
-def energy_change(tables, state, group, where, count, scale, squarings):
-    """Energy after moving ``group[:count]`` to ``where[:count]``, less that before.
-
-    All come from one device and go to one other, or back (a swap).
-    """
-    load, held = state[1], state[2]
-    memory = tables[8]
-    old, new = state[0][group[0]], where[0]
-    before = _term(load[old], held[old], memory[old], scale, squarings)
-    before += _term(load[new], held[new], memory[new], scale, squarings)
-    if count == 1 and len(tables[7]) == 0:
-        at_old, at_new = _change(*tables[:4], state[0], state[3], group[0], new)
-        own = tables[4][group[0]]
-        after = _term(load[old] + at_old, held[old] - own, memory[old], scale, squarings)
-        after += _term(load[new] + at_new, held[new] + own, memory[new], scale, squarings)
-        return after - before
-    load_old, load_new = load[old], load[new]
-    for i in range(count):
-        apply_move(tables, state, group[i], where[i])
-    after = _term(load[old], held[old], memory[old], scale, squarings)
-    after += _term(load[new], held[new], memory[new], scale, squarings)
-    for i in range(count - 1, -1, -1):
-        apply_move(tables, state, group[i], old if where[i] == new else new)
-    load[old], load[new] = load_old, load_new
-    return after - before
-
-
-@nb.njit(cache=True, nogil=True)
-def anneal(
-    tables, state, graph, share, random, best, best_s, steps, width, body, hot, temperature, power
-):
-    """``steps`` choices among ``width`` random moves each, and staying, by softmax.
+def anneal(tables, state, graph, share, random, best, best_s, steps, body, hot, temperature, power):
+    """``steps`` random moves, each made with probability ``min(1, exp(-delta / temperature))``.
 
     Starts from ``state`` and leaves it where it ends. The energy is ``sum_d (load / best) **
     2 ** power``, so that not the slowest device alone counts.
@@ -168,47 +149,47 @@ def anneal(
         temperature: in energies.
 
     Returns:
-        evaluated moves, largest load of ``best``.
+        largest load of ``best``.
     """
-    compute_s, memory = tables[0], tables[8]
-    device, load, held = state[0], state[1], state[2]
+    compute_s, touch_ptr, touch, io_s, own_bytes, _, _, tied_bytes, memory = tables
+    device, load, held, users, _ = state
     num_groups, num_devices = compute_s.shape
-    group = np.empty((width, body), np.int32)
-    where = np.empty((width, body), np.int32)
-    count = np.empty(width, np.int64)
-    delta = np.empty(width)
+    group = np.empty(body, np.int32)
+    where = np.empty(body, np.int32)
     mark = np.zeros(num_groups, np.int32)
+    term = np.empty(num_devices)
     fill_state(tables, state)
     hottest = int(np.argmax(load))
     scale = 1.0 / max(load[hottest] if best_s == np.inf else best_s, 1e-300)
-    evaluated = 0
+    for d in range(num_devices):
+        term[d] = _term(load[d], held[d], memory[d], scale, power)
     for _ in range(steps):
-        least = 0.0
-        for k in range(width):
-            source = hottest if _uniform(random) < hot else -1
-            n = propose(random, device, compute_s, graph, source, share, group[k], where[k], mark)
-            count[k] = n
-            evaluated += 1
-            if n == 0:
-                delta[k] = np.inf
-                continue
-            delta[k] = energy_change(tables, state, group[k], where[k], n, scale, power)
-            least = min(least, delta[k])
-        total = np.exp(least / temperature)  # to stay
-        for k in range(width):
-            delta[k] = np.exp((least - delta[k]) / temperature)
-            total += delta[k]
-        left = _uniform(random) * total
-        chosen = -1
-        for k in range(width):
-            left -= delta[k]
-            if left < 0.0:
-                chosen = k
-                break
-        if chosen < 0:
+        source = hottest if _uniform(random) < hot else -1
+        count = propose(random, device, compute_s, graph, source, share, group, where, mark)
+        if count == 0:
             continue
-        for i in range(count[chosen]):
-            apply_move(tables, state, group[chosen, i], where[chosen, i])
+        limit = -temperature * np.log(1.0 - _uniform(random))
+        g, new = group[0], where[0]
+        old = device[g]
+        limit += term[old] + term[new]
+        if count == 1 and len(tied_bytes) == 0:  # most often: nothing to undo
+            at_old, at_new = _change(compute_s, touch_ptr, touch, io_s, device, users, g, new)
+            own = own_bytes[g]
+            term_old = _term(load[old] + at_old, held[old] - own, memory[old], scale, power)
+            term_new = _term(load[new] + at_new, held[new] + own, memory[new], scale, power)
+            if term_old + term_new > limit:
+                continue
+            apply_move(tables, state, g, new)
+        else:
+            load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
+            apply_moves(tables, state, group, where, count)
+            term_old = _term(load[old], held[old], memory[old], scale, power)
+            term_new = _term(load[new], held[new], memory[new], scale, power)
+            if term_old + term_new > limit:
+                undo_moves(tables, state, group, where, count, old, new)
+                load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+                continue
+        term[old], term[new] = term_old, term_new
         hottest = 0
         fits = held[0] <= memory[0]
         for d in range(1, num_devices):
@@ -218,4 +199,4 @@ def anneal(
         if fits and load[hottest] < best_s * (1 - 1e-12):
             best_s = load[hottest]
             best[:] = device
-    return evaluated, best_s
+    return best_s

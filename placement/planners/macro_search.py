@@ -134,18 +134,16 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
     random = _random(planner.seed)
     best = search.best.copy()
     best_s = search.best_cost if search.best_cost < INFEASIBLE else np.inf
-    width = planner.width or 1
     body = min(planner.body or 64, problem.graph.num_groups)
-    slowly = max(1, int(min(_STEPS, search.num_left / (16 * planner.rounds * width))))
+    slowly = max(1, int(min(_STEPS, search.num_left / (16 * planner.rounds))))
     current = -1
     for this, part in _cooling(search, planner.rounds):
         if this != current:
             current = this
             moves.state[0][:] = best
         warm, cold, first, last = _ROUNDS[this % len(_ROUNDS)]
-        width = int(min(width, search.num_left))
-        steps = int(min(slowly, search.num_left // width))
-        evaluated, found_s = _macro.anneal(
+        steps = int(min(slowly, search.num_left))
+        found_s = _macro.anneal(
             moves.tables,
             moves.state,
             graph,
@@ -154,17 +152,16 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
             best,
             best_s,
             steps,
-            width,
             body,
             _HOT,
             warm * (cold / warm) ** part,
             min(last, first + int((last - first + 1) * part)),
         )
         if found_s < best_s:
-            search.consider(best, evaluated)
+            search.consider(best, steps)
             best_s = found_s
         else:
-            search.num_evaluations += evaluated
+            search.num_evaluations += steps
 
 
 def _anneal_any(planner: MacroSearch, search: Search) -> None:
