@@ -90,9 +90,11 @@ MEANINGS = {
     "Stage.first": "Name of the first operator.",
     "Stage.last": "Name of the last operator, included.",
     "Stage.num_ops": "Number of operators.",
-    "Predicted.value_s": "The objective.",
+    "Predicted.value_s": "The objective; joules if that is `energy`.",
     "Predicted.latency_s": "One micro-batch alone.",
     "Predicted.period_s": "Per micro-batch in the steady state of a pipelined run.",
+    "Predicted.energy_j": "Joules per micro-batch in a pipelined run. Null: the power of a "
+    "device is unknown.",
     "Predicted.busy_s": "Device → seconds in operators per micro-batch.",
     "Predicted.peak_bytes": "Device → the most memory in use at any time. For the objectives "
     "`max_load` and `piecewise_latency`: parameters only.",

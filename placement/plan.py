@@ -172,11 +172,16 @@ class Stage(_Strict):
 
 
 class Predicted(_Strict):
-    """What the simulator says; ``value_s`` is of the objective, ``busy_s`` per micro-batch."""
+    """What the simulator says; ``value_s`` is of the objective (joules if that is ``energy``).
+
+    ``busy_s`` and ``energy_j`` are per micro-batch; ``energy_j`` is null where the power of a
+    device is unknown.
+    """
 
     value_s: Seconds
     latency_s: Seconds
     period_s: Seconds
+    energy_j: Seconds | None = None
     busy_s: dict[Name, Seconds]
     peak_bytes: dict[Name, Count]
 
@@ -522,6 +527,7 @@ def make_plan(
                 value_s=float(score(problem, p)[0]),
                 latency_s=one.latency_s,
                 period_s=many.period_s,
+                energy_j=None if many.energy_j is None else many.energy_j / many.num_microbatches,
                 busy_s=_per_device(devices, many.busy_s / many.num_microbatches),
                 peak_bytes=_per_device(devices, peak),
             ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,8 +16,8 @@ from placement.profile import Profile
 
 Floats = NDArray[np.float64]
 Placement = NDArray[np.int32]  # [N] device of each operator
-Objective = Literal["period", "latency", "max_load", "piecewise_latency"]
-OBJECTIVES: tuple[Objective, ...] = ("period", "latency", "max_load", "piecewise_latency")
+Objective = Literal["period", "latency", "energy", "max_load", "piecewise_latency"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 
 class ProblemError(ValueError):
@@ -31,8 +31,10 @@ class Problem:
     Attributes:
         graph, cluster, profile: what, where, and at which cost.
         objective: what a planner minimises: of the timeline, ``period`` (steady-state seconds
-            per micro-batch) or ``latency`` (seconds of one micro-batch alone); without one,
-            ``max_load`` or ``piecewise_latency`` (see ``placement.objectives``).
+            per micro-batch), ``latency`` (seconds of one micro-batch alone) or ``energy``
+            (joules per micro-batch of the pipelined run; where the name of a value ends in
+            ``_s``, it is joules then); without one, ``max_load`` or ``piecewise_latency``
+            (see ``placement.objectives``).
         num_microbatches: ``M`` of a pipelined run.
         max_in_flight: at most this many micro-batches between first and last operator.
     """
@@ -57,6 +59,12 @@ class Problem:
             raise ProblemError(
                 f"num_microbatches = {self.num_microbatches} and max_in_flight = "
                 f"{self.max_in_flight} must be at least 1"
+            )
+        if self.objective == "energy" and self.power_w is None:
+            silent = [d.name for d in self.cluster.devices if d.busy_w is None or d.idle_w is None]
+            raise ProblemError(
+                f"objective 'energy' needs the power of every device, unknown for {silent}; "
+                "state busy_w and idle_w (watts) in the cluster's YAML file"
             )
         if not np.isfinite(self.group_compute_s).any(axis=1).all():
             g = int(np.flatnonzero(~np.isfinite(self.group_compute_s).any(axis=1))[0])
@@ -217,6 +225,15 @@ class Problem:
         return np.array([d.memory_bytes for d in self.cluster.devices], np.int64)
 
     @cached_property
+    def power_w(self) -> tuple[Floats, Floats] | None:
+        """Watts of each device while it works and while it waits, float64 ``[D]`` each.
+
+        None unless known for every device.
+        """
+        watts = np.array([(d.busy_w, d.idle_w) for d in self.cluster.devices], np.float64)
+        return None if np.isnan(watts).any() else (watts[:, 0], watts[:, 1])
+
+    @cached_property
     def memory_may_bind(self) -> bool:
         """False when even everything on the smallest device, in every flight, would fit."""
         g = self.graph
@@ -296,11 +313,12 @@ class Planner(Protocol):
 
 
 def lower_bounds(problem: Problem) -> dict[str, float]:
-    """Bounds in seconds that hold for every placement, by objective.
+    """Bounds that hold for every placement, by objective: seconds, joules for ``energy``.
 
     Latency: the critical path with every operator at its fastest device. Period and largest
     load: the fractional load balance without communication (an LP), and the heaviest
-    colocation group at its cheapest device.
+    colocation group at its cheapest device. Energy (where power is known): every operator
+    where it adds least, and every device idle for the shortest possible run.
     """
     g = problem.graph
     fastest = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
@@ -310,7 +328,14 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     path = float(finish.max())
     groups = problem.group_compute_s
     load = max(float(groups.min(axis=1).max()), balance_bound(groups))
-    return {"latency": path, "period": load, "max_load": load, "piecewise_latency": path}
+    bounds = {"latency": path, "period": load, "max_load": load, "piecewise_latency": path}
+    if problem.power_w is not None:
+        busy, idle = problem.power_w
+        added = np.where(problem.supported, problem.compute_s, 0.0) * np.maximum(busy - idle, 0.0)
+        added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
+        run_s = max(path / problem.num_microbatches, load)
+        bounds["energy"] = float(added + np.minimum(busy, idle).sum() * run_s) * (1 - 1e-12)
+    return bounds
 
 
 def balance_bound(seconds: Sequence[Sequence[float]] | Floats) -> float:

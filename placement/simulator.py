@@ -117,41 +117,46 @@ def simulate(
 class Values:
     """What a batch of ``B`` placements is worth, float64 ``[B]``; inf = cannot run.
 
-    ``peak_bytes`` is int64 ``[B, D]``, or None where memory cannot bind; ``feasible`` is
+    ``energy_j`` is joules per micro-batch, None where power is unknown; ``peak_bytes`` is int64 ``[B, D]``, or None where memory cannot bind; ``feasible`` is
     bool ``[B]``: supported everywhere and within the memory of every device.
     """
 
     latency_s: Floats
     period_s: Floats
+    energy_j: Floats | None
     peak_bytes: NDArray[np.int64] | None
     feasible: NDArray[np.bool_]
 
 
 def evaluate(problem: Problem, placements: ArrayLike) -> Values:
-    """Latency (one micro-batch) and period of placements int32 ``[B, N]``, in one kernel call.
+    """Latency (one micro-batch), period and energy of placements int32 ``[B, N]``.
 
     Colocation is not checked here (searches move whole groups).
     """
-    latency, _, ok1 = _batch(problem, placements, 1)
-    period, peak, ok = _batch(problem, placements, problem.num_microbatches)
-    return Values(latency, period, peak, ok & ok1)
+    latency, _, _, ok1 = _batch(problem, placements, 1)
+    period, energy, peak, ok = _batch(problem, placements, problem.num_microbatches)
+    return Values(latency, period, energy, peak, ok & ok1)
 
 
 def score(problem: Problem, placements: ArrayLike) -> Floats:
-    """The problem's objective of placements int32 ``[B, N]``: float64 ``[B]`` seconds.
+    """The problem's objective of placements int32 ``[B, N]``: float64 ``[B]``.
 
     inf where an operator is unsupported or memory is exceeded.
     """
     if problem.objective in objectives.ANALYTIC:
         return objectives.score(problem, placements)
     m = 1 if problem.objective == "latency" else problem.num_microbatches
-    value, _, ok = _batch(problem, placements, m)
+    value, energy, _, ok = _batch(problem, placements, m)
+    if problem.objective == "energy":
+        assert energy is not None, "the problem was checked"
+        value = energy
     return np.where(ok, value, np.inf)
 
 
 def _batch(
     problem: Problem, placements: ArrayLike, num_microbatches: int
-) -> tuple[Floats, NDArray[np.int64] | None, NDArray[np.bool_]]:
+) -> tuple[Floats, Floats | None, NDArray[np.int64] | None, NDArray[np.bool_]]:
+    """Period, energy, peak memory (None: not known) and feasibility of each placement."""
     from placement import kernels
 
     p = np.ascontiguousarray(np.atleast_2d(np.asarray(placements, dtype=np.int32)))
@@ -173,11 +178,32 @@ def _batch(
     ok = np.isfinite(busiest)
     value = np.full(len(p), np.inf)
     value[ok] = steady_period(finish[ok], busiest[ok])
+    energy = _energy_j(problem, p, ok, finish.max(axis=1), num_microbatches)
     if not track:
-        return value, None, ok
+        return value, energy, None, ok
     for i in np.flatnonzero(ok):
         peak[i] += problem.param_bytes_on(p[i])
-    return value, peak, ok & (peak <= problem.memory_bytes).all(axis=1)
+    return value, energy, peak, ok & (peak <= problem.memory_bytes).all(axis=1)
+
+
+def _energy_j(
+    problem: Problem,
+    placements: Placement,
+    ok: NDArray[np.bool_],
+    makespan_s: Floats,
+    num_microbatches: int,
+) -> Floats | None:
+    """float64 ``[B]`` joules per micro-batch (``Timeline.energy_j / M``); None: power unknown."""
+    if problem.power_w is None:
+        return None
+    busy_w, idle_w = problem.power_w
+    m, d = num_microbatches, problem.num_devices
+    energy = np.full(len(placements), np.inf)
+    for i in np.flatnonzero(ok):
+        p = placements[i]
+        busy_s = np.bincount(p, weights=durations(problem, p, m), minlength=d)
+        energy[i] = busy_s @ (busy_w - idle_w) + idle_w.sum() * makespan_s[i] / m
+    return energy
 
 
 def list_schedule(problem: Problem, placement: ArrayLike, num_microbatches: int) -> Schedule:
@@ -243,8 +269,7 @@ def _timeline(
     transfer_end: Floats,
     peak: NDArray[np.int64] | None,
 ) -> Timeline:
-    devices = problem.cluster.devices
-    known = all(d.busy_w is not None and d.idle_w is not None for d in devices)
+    busy_w, idle_w = problem.power_w or (None, None)
     return Timeline(
         device_names=problem.cluster.device_names,
         placement=placement,
@@ -254,8 +279,8 @@ def _timeline(
         transfer_start_s=transfer_start,
         transfer_end_s=transfer_end,
         peak_bytes=peak,
-        busy_w=np.array([d.busy_w for d in devices], float) if known else None,
-        idle_w=np.array([d.idle_w for d in devices], float) if known else None,
+        busy_w=busy_w,
+        idle_w=idle_w,
     )
 
 

@@ -73,10 +73,16 @@ def random_problem(
         )
     names = [f"d{i}" for i in range(d)]
     memory = 10 ** int(rng.integers(3, 7))
+    watts = np.random.default_rng(seed + 1)  # leaves everything else as it was
+
+    def power() -> dict[str, float]:
+        return {"busy_w": float(watts.integers(1, 9)), "idle_w": float(watts.integers(0, 4))}
+
     cluster = Cluster(
         "random",
         tuple(
-            Device(x, "cpu" if rng.random() < 0.5 else "other", memory_bytes=memory) for x in names
+            Device(x, "cpu" if rng.random() < 0.5 else "other", memory_bytes=memory, **power())
+            for x in names
         ),
     )
     compute = rng.integers(0, 5, (n, d)) * 1.0 if rng.random() < 0.5 else rng.random((n, d))

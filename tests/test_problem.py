@@ -214,6 +214,7 @@ def test_bounds_hold_for_every_placement_of_small_problems(seed: int) -> None:
     values, bounds = evaluate(problem, every), lower_bounds(problem)
     assert values.latency_s.min() >= bounds["latency"] * (1 - 1e-9)
     assert values.period_s.min() >= bounds["period"] * (1 - 1e-9)
+    assert values.energy_j.min() >= bounds["energy"] * (1 - 1e-9)
 
 
 def test_the_bounds_are_reached_where_nothing_is_in_the_way() -> None:

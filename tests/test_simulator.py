@@ -344,6 +344,22 @@ def test_values_of_a_batch() -> None:
     assert score(problem.with_objective("latency"), [0, 1]).tolist() == [3]
 
 
+def test_energy_is_work_at_busy_power_and_waiting_at_idle_power() -> None:
+    # one micro-batch:  d0  AAA-BB   (d1 helps with A in 1 s, for 10 W)
+    problem = make([[3, 1], [2, 9]], [(0, 1, [1])], link_s_per_byte=1, num_microbatches=1)
+    watts = (Device("d0", busy_w=4, idle_w=1), Device("d1", busy_w=10, idle_w=2))
+    problem = replace(problem, cluster=replace(problem.cluster, devices=watts), objective="energy")
+    assert evaluate(problem, [[0, 0], [1, 0]]).energy_j.tolist() == [
+        5 * 4 + 5 * 2,
+        2 * 4 + 2 * 1 + 1 * 10 + 3 * 2,  # d1 until 1, the transfer until 2, d0 until 4
+    ]
+    assert score(problem, [[0, 0], [1, 0]]).tolist() == [30, 26]
+    silent = replace(problem.cluster, devices=(watts[0], Device("d1", busy_w=10)))
+    with pytest.raises(ProblemError, match=r"power of every device, unknown for \['d1'\]"):
+        replace(problem, cluster=silent)
+    assert evaluate(make([[3, 1]], []), [0]).energy_j is None
+
+
 def test_memory_limits_make_a_placement_infeasible() -> None:
     problem = make(**MEMORY)
     tight = replace(
@@ -455,6 +471,7 @@ def test_no_placement_is_better_than_the_bounds(problem: Problem, seed: int) -> 
     bounds = lower_bounds(problem)
     assert (values.latency_s >= bounds["latency"] * (1 - 1e-9)).all()
     assert (values.period_s >= bounds["period"] * (1 - 1e-9)).all()
+    assert (values.energy_j >= bounds["energy"] * (1 - 1e-9)).all()
 
 
 @given(problems(), st.integers(0, 100))
@@ -465,6 +482,10 @@ def test_a_batch_is_its_placements_one_by_one(problem: Problem, seed: int) -> No
         one = evaluate(problem, p)
         assert one.latency_s[0] == values.latency_s[i]
         assert one.period_s[0] == values.period_s[i]
+        assert one.energy_j[0] == values.energy_j[i]
+        if values.feasible[i]:
+            m = problem.num_microbatches
+            assert simulate(problem, p).energy_j / m == pytest.approx(values.energy_j[i], 1e-9)
         if one.peak_bytes is not None:
             assert one.peak_bytes[0].tolist() == values.peak_bytes[i].tolist()
 

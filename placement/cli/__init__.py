@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from placement.cluster import Cluster
     from placement.graph import OpGraph
+    from placement.problem import Problem
 
 WIDTH = 80
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -107,6 +108,16 @@ def capture_workload(spec: str, report: Progress) -> OpGraph:
     return capture(module, inputs, name=spec)
 
 
+def say_if_predicted(name: str, problem: Problem) -> None:
+    """Tell where times come from if nobody measured them."""
+    predicted = problem.profile.predicted
+    if predicted is not None and predicted.any():
+        say(
+            f"{name}: the times of {int(predicted.any(axis=1).sum())} of {problem.num_ops} "
+            "operators are predicted from their description, not measured"
+        )
+
+
 def cluster_of(path: str | None) -> Cluster:
     """The cluster of a YAML file, or this machine."""
     from placement.cluster import Cluster
@@ -122,11 +133,12 @@ def write_trace(path: str, trace: dict[str, Any]) -> None:
     say(f"trace written to {path}; open it at https://ui.perfetto.dev")
 
 
-def seconds(value: float) -> str:
-    """Seconds with a fitting unit, e.g. ``12.3 ms``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if value * scale >= 1.0 or unit == "µs":
-            return f"{value * scale:.3g} {unit}" if value * scale < 999.5 else f"{value:.0f} s"
+def seconds(value: float, unit: str = "s") -> str:
+    """Seconds (or another unit) with a fitting prefix, e.g. ``12.3 ms``."""
+    for prefix, scale in (("", 1.0), ("m", 1e3), ("µ", 1e6)):
+        if value * scale >= 1.0 or prefix == "µ":
+            shown = f"{value * scale:.3g} {prefix}{unit}"
+            return shown if value * scale < 999.5 else f"{value:.0f} {unit}"
     raise AssertionError("the last unit always fits")
 
 

@@ -17,6 +17,7 @@ EXAMPLE = """examples:
   placement plan resnet50 --planner local_search --seconds 10 --out plan.json
   placement plan bert_base --planner heft --objective latency --json
   placement plan graph.txt --devices 4 --bandwidth 1e9 --planner contiguous_dp
+  placement plan model.onnx --devices 2 --dim batch=1 --planner heft --objective latency
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
 lower_bound_s, seconds, evaluations, feasible, assignment.
@@ -24,35 +25,48 @@ lower_bound_s, seconds, evaluations, feasible, assignment.
 
 
 _FILE_OPTIONS = (
-    ("devices", int, "K"),
-    ("bandwidth", float, "BYTES_PER_S"),
-    ("memory", int, "BYTES"),
-    ("mode", str, "NAME"),
+    ("devices", int, "K", "of a PipeDream or ONNX file"),
+    ("bandwidth", float, "BYTES_PER_S", "between those devices"),
+    ("memory", int, "BYTES", "of each of those devices"),
+    ("mode", str, "NAME", "of a PipeDream file: training or inference"),
+    ("flops", float, "FLOP_PER_S", "of a device, for an ONNX file, which has no times"),
+    ("memory-bandwidth", float, "BYTES_PER_S", "within a device, for an ONNX file"),
 )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "workload", help="a shipped model, your own package.module:function, or a problem file"
-    )
     parser.add_argument("--planner", required=True, metavar="NAME", help="e.g. heft")
-    parser.add_argument(
-        "--objective",
-        metavar="NAME",
-        help="period, latency, max_load or piecewise_latency; default: period, or the file's",
-    )
+    configure_problem(parser)
     parser.add_argument("--seconds", type=float, help="budget of the planner")
     parser.add_argument("--evaluations", type=int, help="budget of the planner")
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--out", metavar="FILE", help="write the plan")
+    parser.add_argument("--trace", metavar="FILE", help="write the predicted timeline")
+    parser.add_argument("options", nargs="*", metavar="option=value", help="of the planner")
+
+
+def configure_problem(parser: argparse.ArgumentParser) -> None:
+    """The arguments that ``load_problem`` reads."""
+    parser.add_argument(
+        "workload", help="a shipped model, your own package.module:function, or a problem file"
+    )
+    parser.add_argument(
+        "--objective",
+        metavar="NAME",
+        help="period, latency, energy, max_load, piecewise_latency; default: period, or the file's",
+    )
     parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
     parser.add_argument("--profile", metavar="FILE", help="measured before; default: the cache")
     parser.add_argument("--microbatches", type=int, metavar="M", help="of a pipelined run (32)")
     parser.add_argument("--in-flight", type=int, metavar="W", help="micro-batches at a time (4)")
-    for name, kind, unit in _FILE_OPTIONS:
-        parser.add_argument(f"--{name}", type=kind, metavar=unit, help="of a PipeDream file")
-    parser.add_argument("--out", metavar="FILE", help="write the plan")
-    parser.add_argument("--trace", metavar="FILE", help="write the predicted timeline")
-    parser.add_argument("options", nargs="*", metavar="option=value", help="of the planner")
+    for name, kind, unit, what in _FILE_OPTIONS:
+        parser.add_argument(f"--{name}", type=kind, metavar=unit, help=what)
+    parser.add_argument(
+        "--dim",
+        action="append",
+        metavar="NAME=SIZE",
+        help="size of a dimension that an ONNX file leaves open, e.g. batch=1; may be repeated",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,18 +138,22 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     """The problem in a file, or of a workload on a cluster, measured where it has not been."""
     chosen = {"num_microbatches": args.microbatches, "max_in_flight": args.in_flight}
     changes = {key: value for key, value in chosen.items() if value is not None}
-    for_file = {name: getattr(args, name) for name, _, _ in _FILE_OPTIONS}
+    names = [name.replace("-", "_") for name, *_ in _FILE_OPTIONS]
+    for_file = {name: getattr(args, name) for name in names} | {"dims": _dims(args.dim)}
     if cli.is_file(args.workload):
         from placement import importers
 
-        for name in ("cluster", "profile"):
-            if getattr(args, name) is not None:
-                raise cli.UsageError(f"--{name} is for workloads; a problem file has its own")
+        if args.profile is not None:
+            raise cli.UsageError("--profile is for workloads; a problem file has its own")
+        if args.cluster is not None:
+            for_file["cluster"] = cli.cluster_of(args.cluster)
         problem = importers.load(args.workload, objective=args.objective, **for_file)
+        cli.say_if_predicted(args.workload, problem)
         return replace(problem, **changes)
     for name, value in for_file.items():
         if value is not None:
-            raise cli.UsageError(f"--{name} is for problem files; {args.workload!r} is none")
+            option = name.replace("_", "-").replace("dims", "dim")
+            raise cli.UsageError(f"--{option} is for problem files; {args.workload!r} is none")
     from placement.measure import load_or_measure
     from placement.problem import Problem
     from placement.profile import Profile
@@ -147,6 +165,18 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     else:
         profile = Profile.load(args.profile).for_cluster(cluster)
     return Problem(graph, cluster, profile, objective=args.objective or "period", **changes)
+
+
+def _dims(given: list[str] | None) -> dict[str, int] | None:
+    if given is None:
+        return None
+    dims = {}
+    for text in given:
+        name, _, size = text.rpartition("=")
+        if not name or not size.isdecimal():
+            raise cli.UsageError(f"--dim {text}: give a name and a size, as in --dim batch=1")
+        dims[name] = int(size)
+    return dims
 
 
 def _option(text: str) -> tuple[str, Any]:

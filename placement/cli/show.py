@@ -71,10 +71,15 @@ def run_schema(args: argparse.Namespace) -> int:
 def show_plan(plan: Plan) -> None:
     """Summary: the values, and what each device does."""
     values = [["latency", *_values(plan, "latency")], ["period", *_values(plan, "period")]]
+    energy_j = plan.predicted.energy_j
+    if energy_j is not None and plan.objective != "energy":
+        values.append(["energy", cli.seconds(energy_j, "J"), *["-"] * 4])
     if plan.objective not in ("latency", "period"):
+        unit = "J" if plan.objective == "energy" else "s"
         value, bound = plan.predicted.value_s, plan.lower_bound_s.get(plan.objective)
-        single = cli.seconds(plan.fallback.value_s) if plan.fallback else "-"
-        values.insert(0, [plan.objective, cli.seconds(value), "-", *_gap(value, bound), single])
+        single = cli.seconds(plan.fallback.value_s, unit) if plan.fallback else "-"
+        shown = cli.seconds(value, unit)
+        values.insert(0, [plan.objective, shown, "-", *_gap(value, bound, unit), single])
     cli.print_table(
         f"{plan.graph.name} ({plan.graph.num_ops} operators) by {plan.planner.name}, "
         f"for {plan.objective}, {plan.num_microbatches} micro-batches, "
@@ -116,8 +121,8 @@ def _values(plan: Plan, what: str) -> list[str]:
     ]
 
 
-def _gap(value: float, bound: float | None) -> list[str]:
-    return [cli.seconds(bound), f"{value / bound - 1:.1%}"] if bound else ["-", "-"]
+def _gap(value: float, bound: float | None, unit: str = "s") -> list[str]:
+    return [cli.seconds(bound, unit), f"{value / bound - 1:.1%}"] if bound else ["-", "-"]
 
 
 def run_diff(args: argparse.Namespace) -> int:

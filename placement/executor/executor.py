@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from placement.executor.loader import Dataset
+from placement.executor.memory import Storages, peak_bytes
 from placement.executor.runner import Runner
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
@@ -32,17 +35,25 @@ class Executor:
         self.problem = problem
         self.warmup = warmup
 
+    @cached_property
+    def storages(self) -> Storages:
+        """The memory behind every tensor, from one run of the program."""
+        program = self.problem.graph.program
+        return Storages.of(program, program.random_inputs())
+
     def run(
         self,
         placement: ArrayLike,
         schedule: Schedule | None = None,
         num_microbatches: int | None = None,
         max_in_flight: int | None = None,
+        loader: Iterable[Any] | Dataset | None = None,
     ) -> Timeline:
         """Measured timeline of ``num_microbatches`` (default: the schedule's or the problem's).
 
         ``max_in_flight`` defaults to the problem's. With 1, every micro-batch runs alone, and
-        the median of ``timeline.span_s`` is the latency.
+        the median of ``timeline.span_s`` is the latency. The items of a ``loader`` take the
+        place of random inputs, all of them (see ``Runner.stream``).
 
         Raises:
             ProblemError: the placement is not one of this problem.
@@ -64,8 +75,13 @@ class Executor:
             if schedule is None:
                 _drain(runner, inputs, self.warmup)
             first = runner.next_batch
-            _drain(runner, inputs, m)
-            return measured_timeline(problem, runner, first, m)
+            if loader is None:
+                _drain(runner, inputs, m)
+            else:
+                for _ in runner.stream(loader):
+                    pass
+            m = runner.next_batch - first
+            return measured_timeline(problem, runner, first, m, self.storages)
 
     def _runner(self, placement: Placement, schedule: Schedule | None, window: int) -> Runner:
         problem = self.problem
@@ -86,14 +102,22 @@ def _drain(runner: Runner, inputs: Sequence[Tensor], num_microbatches: int) -> N
 
 
 def measured_timeline(
-    problem: Problem, runner: Runner, first: int, num_microbatches: int
+    problem: Problem,
+    runner: Runner,
+    first: int,
+    num_microbatches: int,
+    storages: Storages | None = None,
 ) -> Timeline:
     """The ``Timeline`` of micro-batches ``first ...`` that a recording runner has run.
 
-    Time 0 is the admission of the first of them.
+    Time 0 is the admission of the first of them, or the begin of its loading. Memory is known
+    if ``storages`` are given.
     """
     n, m = problem.num_ops, num_microbatches
-    zero = runner.admitted_ns[first]
+    batches = range(first, first + m)
+    admitted = np.array([runner.admitted_ns[b] for b in batches])
+    loaded = np.array([runner.loaded_ns[b] for b in batches if b in runner.loaded_ns])
+    zero = min(int(admitted[0]), int(loaded.min(initial=admitted[0])))
     start, end = np.full((m, n), np.nan), np.full((m, n), np.nan)
     moved: list[tuple[int, int, int, int, float, float]] = []
     for worker in runner.workers:
@@ -111,17 +135,34 @@ def measured_timeline(
                 )
     assert not np.isnan(end).any(), "every operator ran"
     moved.sort(key=lambda row: row[4])
-    devices = problem.cluster.devices
-    known = all(d.busy_w is not None and d.idle_w is not None for d in devices)
+    transfers = np.array([row[:4] for row in moved], np.int32).reshape(-1, 4)
+    sent_s = np.array([row[4] for row in moved], np.float64) * 1e-9
+    peak = None
+    if storages is not None:
+        admitted_s = (admitted - zero) * 1e-9
+        peak = peak_bytes(
+            problem.graph,
+            runner.placement,
+            problem.num_devices,
+            storages,
+            admitted_s,
+            start,
+            end,
+            transfers,
+            sent_s,
+        )
+    busy_w, idle_w = problem.power_w or (None, None)
     return Timeline(
         device_names=problem.cluster.device_names,
         placement=runner.placement,
         start_s=start,
         end_s=end,
-        transfers=np.array([row[:4] for row in moved], np.int32).reshape(-1, 4),
-        transfer_start_s=np.array([row[4] for row in moved]) * 1e-9,
+        transfers=transfers,
+        transfer_start_s=sent_s,
         transfer_end_s=np.array([row[5] for row in moved]) * 1e-9,
+        peak_bytes=peak,
         measured=True,
-        busy_w=np.array([d.busy_w for d in devices], float) if known else None,
-        idle_w=np.array([d.idle_w for d in devices], float) if known else None,
+        busy_w=busy_w,
+        idle_w=idle_w,
+        load_s=(loaded - zero) * 1e-9 if len(loaded) == m else None,
     )

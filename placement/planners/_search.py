@@ -188,6 +188,9 @@ class Search:
             values = evaluate(self._run, placements)
             assert values.peak_bytes is not None, "memory is tracked where it may bind"
             value_s, need = values.period_s, values.peak_bytes
+            if self.problem.objective == "energy":
+                assert values.energy_j is not None, "the problem was checked"
+                value_s = values.energy_j
         capacity = self.problem.memory_bytes
         overflow = (np.maximum(need - capacity, 0) / capacity).sum(axis=1)
         return np.where(overflow > 0, INFEASIBLE * (1 + overflow), value_s)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from placement import cpsat
 from placement.objectives import Blocks, blocks
 from placement.planners import PlannerError, _exact
 from placement.planners._search import INFEASIBLE, Search
@@ -100,7 +101,7 @@ def _solve(planner: CpSat, cp_model: Any, model: Any, search: Search) -> tuple[A
     solver.parameters.max_time_in_seconds = max(0.05, planner.seconds - search.seconds)
     solver.parameters.num_workers = planner.threads
     solver.parameters.random_seed = planner.seed
-    return solver, solver.solve(model)
+    return solver, cpsat.solve(solver, model)
 
 
 def _hint(model: Any, x: list[dict[int, Any]], start: Any) -> None:
