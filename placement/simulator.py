@@ -117,8 +117,9 @@ def simulate(
 class Values:
     """What a batch of ``B`` placements is worth, float64 ``[B]``; inf = cannot run.
 
-    ``energy_j`` is joules per micro-batch, None where power is unknown; ``peak_bytes`` is int64 ``[B, D]``, or None where memory cannot bind; ``feasible`` is
-    bool ``[B]``: supported everywhere and within the memory of every device.
+    ``energy_j`` is joules per micro-batch, None where power is unknown; ``peak_bytes`` is int64
+    ``[B, D]``, or None where memory cannot bind; ``feasible`` is bool ``[B]``: supported
+    everywhere and within the memory of every device.
     """
 
     latency_s: Floats
