@@ -26,6 +26,9 @@ class Timeline:
         peak_bytes: int64 ``[D]``, or None where memory was not tracked.
         measured: True if it comes from real devices.
         busy_w, idle_w: float64 ``[D]`` watts, or None when unknown.
+        load_s: float64 ``[M, 2]`` begin and end of loading each micro-batch on the host (several
+            may be loaded at once), or None where there is no loader. Loading is before the run
+            of a micro-batch: no other figure counts it.
     """
 
     device_names: tuple[str, ...]
@@ -39,6 +42,7 @@ class Timeline:
     measured: bool = False
     busy_w: Floats | None = None
     idle_w: Floats | None = None
+    load_s: Floats | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -98,7 +102,7 @@ class Timeline:
         return float(self.busy_w @ self.busy_s + self.idle_w @ idle_s)
 
     def to_trace(self, op_name: tuple[str, ...] | None = None) -> dict[str, Any]:
-        """Chrome/Perfetto trace: one track per device, one per pair of devices that talk.
+        """Chrome/Perfetto trace: a track per device, per pair of devices that talk, per loader.
 
         Times are microseconds. Load it at https://ui.perfetto.dev or chrome://tracing.
         """
@@ -127,7 +131,27 @@ class Timeline:
         ):
             args = {"micro_batch": m, "tensor": t}
             events.append(_slice(f"tensor {t}", tid[a, b], start, end, args))
+        if self.load_s is not None:
+            base += len(pairs)
+            lanes = side_by_side(self.load_s)
+            for lane in range(int(lanes.max()) + 1):
+                events.append(_track(0, base + lane, f"loader {lane}" if lane else "loader"))
+            for m, (start, end) in enumerate(self.load_s):
+                args = {"micro_batch": m}
+                events.append(_slice(f"load {m}", base + int(lanes[m]), start, end, args))
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def side_by_side(spans_s: Floats) -> Ints:
+    """int32 ``[K]``: the first lane that is free for each span float64 ``[K, 2]``."""
+    lanes = np.zeros(len(spans_s), np.int32)
+    free_s: list[float] = []
+    for k in np.argsort(spans_s[:, 0], kind="stable"):
+        begin, end = spans_s[k]
+        lane = next((i for i, t in enumerate(free_s) if t <= begin), len(free_s))
+        free_s[lane : lane + 1] = [end]
+        lanes[k] = lane
+    return lanes
 
 
 def _track(pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -96,7 +96,8 @@ def test_busy_seconds_of_the_text_are_those_of_the_timeline() -> None:
     timeline = random_timeline(1, 30, 4, 3)
     edges = np.linspace(0, timeline.makespan_s, 41) + timeline.begin_s
     for d in range(3):
-        busy = gantt._busy_per_slice(timeline, d, edges)
+        ops = np.flatnonzero(timeline.placement == d)
+        busy = gantt._busy_per_slice(timeline.start_s[:, ops], timeline.end_s[:, ops], edges)
         assert busy.shape == (4, 40) and busy.sum() == pytest.approx(timeline.busy_s[d])
 
 
@@ -116,6 +117,26 @@ def test_merged_covers_every_slice_and_leaves_gaps(
     bars = merged(start, end, gap_s)
     assert all(any(a <= s and e <= b for a, b in bars) for s, e in zip(start, end, strict=True))
     assert all(after[0] - bar[1] > gap_s for bar, after in pairwise(bars))
+
+
+def test_a_loader_has_a_lane_of_its_own(tmp_path: Path) -> None:
+    # Micro-batch 0 is loaded before the run, 1 and 2 together while it runs.
+    loaded = replace(pipeline(), load_s=np.array([[-2.0, 0.0], [0.0, 1.0], [0.5, 2.0]]))
+    assert text_gantt(loaded, width=23).splitlines() == [
+        " cpu:0 │001122··│  75 %",
+        " cpu:1 │··001122│  75 %",
+        "loader │1122····│  62 %",
+        "        0    4 s",
+    ]
+    without = png_size(plot_gantt(pipeline(), None, tmp_path / "one.png"))
+    assert png_size(plot_gantt(loaded, None, tmp_path / "two.png"))[1] > without[1]
+    axis = gantt._figure_class()().subplots()
+    gantt._draw_loader(axis, loaded.load_s, 2, 1.0)
+    boxes = [path.get_extents() for c in axis.collections for path in c.get_paths()]
+    # Two rows of half a lane: 0 and 1 in the first, 2 in the second.
+    assert [(b.x0, b.x1, round(b.y0, 2), round(b.y1, 2)) for b in boxes] == [
+        (-2, 0, 1.64, 2.0), (0, 1, 1.64, 2.0), (0.5, 2, 2.0, 2.36),
+    ]  # fmt: skip
 
 
 def png_size(path: Path) -> tuple[int, int]:

@@ -6,8 +6,10 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from placement.timeline import Timeline, steady_period
+from placement.timeline import Timeline, side_by_side, steady_period
 
 # One micro-batch of A and B, B on the other device:
 #
@@ -75,6 +77,47 @@ def test_trace_has_a_track_per_device_and_per_link() -> None:
         ("tensor 7", "cpu:0 -> cuda:0", 2e6, 3e6),
     ]
     assert trace["traceEvents"][3]["args"] == {"micro_batch": 0, "operator": 0}
+
+
+def test_a_loader_is_a_track_and_nothing_else_changes() -> None:
+    """
+    Three micro-batches of A, loaded by up to two threads:
+
+                 0 1 2 3 4 5 6
+    loader       0 0 1 1 1
+    loader 1         2 2
+    cpu:0            0 . . 2 1     (2 and 1 in any order)
+    """
+    timeline = Timeline(
+        device_names=("cpu:0",),
+        placement=np.zeros(1, np.int32),
+        start_s=np.array([[2.0], [6.0], [5.0]]),
+        end_s=np.array([[3.0], [7.0], [6.0]]),
+        load_s=np.array([[0.0, 2.0], [2.0, 5.0], [2.0, 4.0]]),
+    )
+    assert timeline.begin_s == 2 and timeline.makespan_s == 5 and timeline.latency_s == 1
+    trace = json.loads(json.dumps(timeline.to_trace()))["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in trace if e["ph"] == "M"}
+    assert tracks == {0: "cpu:0", 1: "loader", 2: "loader 1"}
+    loads = [(e["name"], tracks[e["tid"]], e["ts"], e["dur"]) for e in trace if e["ph"] == "X"][3:]
+    assert loads == [
+        ("load 0", "loader", 0, 2e6),
+        ("load 1", "loader", 2e6, 3e6),
+        ("load 2", "loader 1", 2e6, 2e6),
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=30))
+def test_side_by_side_needs_as_many_lanes_as_are_busy_at_once(spans: list[tuple[int, int]]) -> None:
+    spans_s = np.array([(a, a + b) for a, b in spans], float)
+    lanes = side_by_side(spans_s)
+    for lane in range(lanes.max() + 1):
+        mine = spans_s[lanes == lane]
+        mine = mine[np.lexsort((mine[:, 1], mine[:, 0]))]
+        assert len(mine) and (mine[1:, 0] >= mine[:-1, 1]).all()
+    inside = [((spans_s[:, 0] <= t + 0.5) & (t + 0.5 < spans_s[:, 1])).sum() for t in range(26)]
+    empty = (spans_s[:, 0] == spans_s[:, 1]).any()
+    assert lanes.max() + 1 == max(1, *inside) or empty
 
 
 @pytest.mark.parametrize(

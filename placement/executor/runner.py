@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from placement.cluster import Cluster
 from placement.executor.backend import backend_for
-from placement.executor.share import compile_calls, shares
+from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
+from placement.executor.share import Share, compile_calls, shares
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
 from placement.program import Program, fill, split_inputs
@@ -36,8 +40,9 @@ class Runner:
         max_in_flight: at most this many micro-batches between admission and result.
         priority: int ``[N]`` order of preference among ready operators (smallest first), e.g.
             ``problem.priority``; operator number if not given.
-        schedule: a fixed order, for runs of exactly its number of micro-batches.
+        schedule: a fixed order, for runs of exactly its number of micro-batches each.
         record: keep what is needed for a ``Timeline``.
+        own_buffers: a training step changes the module's own buffers, not copies of them.
 
     Use it as a context manager, or ``close`` it; a runner that is garbage collected ends its
     threads too. Workers start with the first call and stay for the next.
@@ -53,6 +58,7 @@ class Runner:
         priority: ArrayLike | None = None,
         schedule: Schedule | None = None,
         record: bool = False,
+        own_buffers: bool = False,
     ) -> None:
         if not isinstance(graph.program, Program):
             raise RunnerError(
@@ -71,12 +77,16 @@ class Runner:
         self.max_in_flight = max_in_flight
         self.workers: list[Worker] = []
         self.admitted_ns: dict[int, int] = {}
+        self.loaded_ns: dict[int, tuple[int, int]] = {}
         self._program = graph.program
         self._priority = (
             list(range(graph.num_ops)) if priority is None else np.asarray(priority).tolist()
         )
         self._schedule = schedule
         self._record = record
+        self._own_buffers = own_buffers
+        self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
+        self.gradients: dict[int, Tensor] = {}  # sums over micro-batches, by parameter
         self._shares = shares(graph, self.placement, cluster.num_devices)
         self._active = [s.device for s in self._shares if s.ops]
         self._fed = [s.device for s in self._shares if s.model_inputs or s.sources]
@@ -84,6 +94,7 @@ class Runner:
         self._busy = threading.Lock()
         self.next_batch = 0
         self._closed = False
+        self._started_ns = 0
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,26 +105,69 @@ class Runner:
             RunnerError: closed, or another call or stream is using the runner.
             Exception: what an operator raised, with the operator's name as a note.
         """
-        for outputs in self.stream([(args, kwargs)]):
+        for outputs in self.stream_tensors([self._program.flatten_inputs(args, kwargs)]):
             return outputs
         raise AssertionError("one input gives one output")
 
-    def stream(self, inputs: Iterable[Any]) -> Iterator[Any]:
-        """Outputs for each of ``inputs``, in order, computed in a pipeline.
+    def stream(
+        self,
+        loader: Iterable[Any] | Dataset,
+        *,
+        preprocess: Callable[[Any], Any] | None = None,
+        workers: int | None = None,
+        prefetch: int | None = None,
+        prefetch_bytes: int = PREFETCH_BYTES,
+    ) -> Iterator[Any]:
+        """Outputs for each item of ``loader``, in order, computed in a pipeline.
 
-        Each item is what ``capture`` accepts as example inputs. Items are taken from the
-        iterable as the pipeline has room. Whatever ends the stream early (an exception on
-        either side, Ctrl-C, closing the generator) stops the workers; the next call starts
-        them again.
+        Each item, or what ``preprocess`` makes of it, is what ``capture`` accepts as example
+        inputs. Items are loaded by threads while the devices work on earlier ones, if that
+        pays: the time of an item and of a step are measured, and the number of ``workers`` and
+        of items loaded ahead (``prefetch``, at most ``prefetch_bytes``) chosen from them. An
+        iterable is read by one thread at a time; a list or map-style data set, and
+        ``preprocess``, are called by several at once (``workers=1`` if they cannot bear that;
+        ``workers=0`` loads in the calling thread, as the pipeline has room).
+
+        An exception of the loader is raised after the results of all micro-batches before it,
+        with the micro-batch as a note. Whatever ends the stream early (an exception on either
+        side, Ctrl-C, closing the generator) stops the workers and the loader's threads; the
+        next call starts them again.
+
+        Raises:
+            InputError: an item unlike the inputs that the module was captured with.
+            LoaderError: an impossible number of workers or of items to prefetch.
+            RunnerError: closed, or another call or stream is using the runner.
+            Exception: what the loader or an operator raised.
         """
-        return self.stream_tensors(self._flatten(item) for item in inputs)
+        items = InputPipeline(
+            loader,
+            preprocess=preprocess,
+            workers=workers,
+            prefetch=prefetch,
+            prefetch_bytes=prefetch_bytes,
+            busy_s=self._busy_s,
+            cores=self._free_cores(),
+        )
+        return self._stream_items(items)
+
+    def _stream_items(self, items: InputPipeline) -> Iterator[Any]:
+        with items:
+            yield from self._exclusively(map(self._flatten, items), items)
 
     def _flatten(self, item: Any) -> Sequence[Tensor]:
         args, kwargs = split_inputs(item)
         return self._program.flatten_inputs(args, kwargs)
 
     def stream_tensors(self, inputs: Iterable[Sequence[Tensor]]) -> Iterator[Any]:
-        """``stream`` for inputs that are flat already (see ``Program.flatten_inputs``)."""
+        """``stream`` for inputs that are flat already (see ``Program.flatten_inputs``).
+
+        They are taken by the calling thread as the pipeline has room.
+        """
+        return self._exclusively(iter(inputs), None)
+
+    def _exclusively(
+        self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
+    ) -> Iterator[Any]:
         if self._closed:
             raise RunnerError("the runner is closed; bind the plan again")
         if not self._busy.acquire(blocking=False):
@@ -122,16 +176,19 @@ class Runner:
             )
         clean = False
         try:
-            yield from self._stream(iter(inputs))
+            yield from self._stream(source, items)
             clean = True
         finally:
             if not clean:
                 self._stop()
             self._busy.release()
 
-    def _stream(self, source: Iterator[Sequence[Tensor]]) -> Iterator[Any]:
+    def _stream(
+        self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
+    ) -> Iterator[Any]:
         self._start()
-        following = self.next_batch
+        first = following = self.next_batch
+        failed: Exception | None = None
         pending: dict[int, tuple[dict[int, Any], set[int]]] = {}  # batch: outputs, devices left
         finished: dict[int, Any] = {}
         exhausted = False
@@ -142,11 +199,21 @@ class Runner:
                 except StopIteration:
                     exhausted = True
                     break
+                except Exception as error:
+                    error.add_note(
+                        f"raised for micro-batch {self.next_batch - first} of the stream"
+                    )
+                    failed, exhausted = error, True
+                    break
                 given = dict(zip(self._program.input_tensors, item, strict=True))
                 batch, self.next_batch = self.next_batch, self.next_batch + 1
+                if self._record and items is not None:
+                    self.loaded_ns[batch] = items.span_ns
                 pending[batch] = dict(given), set(self._active)
                 self._admit(batch, given)
             if following == self.next_batch and exhausted:
+                if failed is not None:
+                    raise failed
                 return
             while following not in finished and len(pending) > 0:
                 message = self._results.get()
@@ -195,23 +262,38 @@ class Runner:
         failure.error.add_note(f"raised on device {where!r} {what}")
         raise failure.error
 
+    def _busy_s(self) -> float:
+        """How long the busiest device has worked since the workers started."""
+        now = time.perf_counter_ns()
+        busy = 0
+        for d in self._active if self.workers else ():
+            # Read while the worker writes: an error of one wait at most, in a long window.
+            worker = self.workers[d]
+            since = worker.idle_since_ns or now
+            busy = max(busy, since - self._started_ns - worker.idle_ns)
+        return busy * 1e-9
+
+    def _free_cores(self) -> set[int]:
+        """The cores of this process that no device of the placement uses."""
+        if not hasattr(os, "sched_getaffinity"):
+            return set()
+        used = (self.cluster.devices[d].cores for d in self._active)
+        return os.sched_getaffinity(0).difference(*used)
+
     def _start(self) -> None:
         if self.workers:
             return
+        self._started_ns = time.perf_counter_ns()
         self._results = queue.SimpleQueue()
-        loaded: dict[tuple[Any, int], Any] = {}
         for share, device in zip(self._shares, self.cluster.devices, strict=True):
             backend = backend_for(device)
-            params = {}
-            for p in self.graph.param_use[np.isin(self.graph.param_use_op, share.ops)].tolist():
-                key = (backend.torch_device, p)
-                if key not in loaded:
-                    loaded[key] = self._program.params[p].detach().to(backend.torch_device)
-                params[p] = loaded[key]
-            calls = compile_calls(self._program, share.ops, params, backend.torch_device)
+            params, gradients = self._load(share, backend.torch_device)
+            calls = compile_calls(
+                self._program, share.ops, params, gradients, backend.torch_device
+            )
             order = None
             if self._schedule is not None:
-                order = [(int(op), int(b)) for op, b in self._schedule.order[share.device]]
+                order = _repeated(self._schedule, share.device, self.next_batch)
             self.workers.append(
                 Worker(
                     device.name,
@@ -222,6 +304,7 @@ class Runner:
                     self._results,
                     self._record,
                     order,
+                    self.next_batch,
                 )
             )
         for worker in self.workers:
@@ -230,6 +313,39 @@ class Runner:
             self.workers[d].start()
         # The finalizer must not hold the runner itself, or it would never be collected.
         self._finalizer = weakref.finalize(self, _stop_workers, list(self.workers))
+
+    def _load(
+        self, share: Share, device: torch.device
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """What the operators of a share read, and the gradients that they add up."""
+        program, params = self._program, {}
+        changed = {p for p, _ in program.new_buffers} if not self._own_buffers else ()
+        for p in self.graph.param_use[np.isin(self.graph.param_use_op, share.ops)].tolist():
+            if p >= len(program.params):
+                continue  # gradients and optimizer state: bytes, not something to read
+            key = (device, p)
+            if key not in self.loaded:
+                value = program.params[p].detach()
+                self.loaded[key] = value.clone() if p in changed else value.to(device)
+            params[p] = self.loaded[key]
+        mine = [p for p, t in program.gradients if self.graph.tensor_src[t] in share.ops]
+        for p in mine:
+            if p not in self.gradients:
+                self.gradients[p] = torch.zeros_like(program.params[p].detach(), device=device)
+        return params, {p: self.gradients[p] for p in mine}
+
+    def call_on(self, functions: Mapping[int, Callable[[], None]]) -> None:
+        """Call functions in the threads of devices (by number), and wait until all are done."""
+        self._start()
+        for d, function in functions.items():
+            self.workers[d].inbox.put(function)
+        left = set(functions)
+        while left:
+            message = self._results.get()
+            if isinstance(message, Failure):
+                self._stop()
+                self._raise(message)
+            left.discard(message[2])
 
     def _stop(self) -> None:
         if self._finalizer is not None:
@@ -240,12 +356,22 @@ class Runner:
         """End the workers; the runner cannot be used afterwards. Idempotent."""
         self._closed = True
         self._stop()
+        self.loaded.clear()
+        self.gradients.clear()
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _repeated(schedule: Schedule, device: int, first: int) -> Iterator[tuple[int, int]]:
+    """The order of a device, run after run, from micro-batch ``first`` on."""
+    rows = schedule.order[device].tolist()
+    for begin in itertools.count(first, schedule.num_microbatches) if rows else ():
+        for op, batch in rows:
+            yield op, begin + batch
 
 
 def _stop_workers(workers: list[Worker]) -> None:

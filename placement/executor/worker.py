@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 import queue
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,8 @@ class Worker(threading.Thread):
     Attributes:
         slices: batch, operator, start mark, end mark, and so on, if ``record``.
         arrivals: batch, tensor, source device, sent and received mark, and so on, if ``record``.
+        idle_ns: how long the thread has waited for messages so far.
+        idle_since_ns: since when it waits now; 0 while it works.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Worker(threading.Thread):
         self.workers: list[Worker] = []
         self.slices: list[Any] = []
         self.arrivals: list[Any] = []
+        self.idle_ns = 0
+        self.idle_since_ns = 0
         self._results = results
         self._calls = calls
         self._priority = priority
@@ -155,7 +160,10 @@ class Worker(threading.Thread):
             else:
                 runnable = bool(ready)
             if not runnable:
+                self.idle_since_ns = time.perf_counter_ns()
                 message = inbox.get()
+                self.idle_ns += time.perf_counter_ns() - self.idle_since_ns
+                self.idle_since_ns = 0
                 if self._stopped:
                     return
                 receive(message)

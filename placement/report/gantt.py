@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.files import write_atomic
-from placement.timeline import Timeline
+from placement.timeline import Timeline, side_by_side
 
 if TYPE_CHECKING:
     from placement.compare import Comparison
@@ -41,28 +41,36 @@ def text_gantt(timeline: Timeline, width: int = 80) -> str:
     """One line per device: the last digit of the micro-batch it works on, ``·`` while idle.
 
     Each character is an equal slice of the run, and shows the micro-batch with the largest
-    share of it, if the device is busy for at least half of it.
+    share of it, if the device is busy for at least half of it. A loader is one line more; what
+    it did before the run is not shown.
     """
     names = [name[:16] for name in timeline.device_names]
+    if timeline.load_s is not None:
+        names.append("loader")
     margin = max(map(len, names))
     cells = max(8, width - margin - 9)  # " │" before, "│ 100 %" after
     edges = np.linspace(0.0, timeline.makespan_s, cells + 1) + timeline.begin_s
     lines = []
     for d, name in enumerate(names):
-        busy = _busy_per_slice(timeline, d, edges)  # [M, cells]
+        if d < len(timeline.device_names):
+            ops = np.flatnonzero(timeline.placement == d)
+            busy = _busy_per_slice(timeline.start_s[:, ops], timeline.end_s[:, ops], edges)
+            share = timeline.utilisation[d]
+        else:
+            assert timeline.load_s is not None
+            busy = _busy_per_slice(timeline.load_s[:, :1], timeline.load_s[:, 1:], edges)
+            share = min(1.0, busy.sum() / max(timeline.makespan_s, 1e-30))
         top = busy.argmax(axis=0)
         full = busy.sum(axis=0) >= 0.5 * np.diff(edges)
         row = "".join(str(m % 10) if on else IDLE for m, on in zip(top, full, strict=True))
-        lines.append(f"{name:>{margin}} │{row}│{100 * timeline.utilisation[d]:4.0f} %")
+        lines.append(f"{name:>{margin}} │{row}│{100 * share:4.0f} %")
     end = _duration(timeline.makespan_s)
     lines.append(f"{'':>{margin}}  0{end:>{cells - 1}}")
     return "\n".join(lines)
 
 
-def _busy_per_slice(timeline: Timeline, device: int, edges: Floats) -> Floats:
-    """float64 ``[M, len(edges) - 1]`` seconds of each micro-batch on ``device`` between edges."""
-    ops = np.flatnonzero(timeline.placement == device)
-    start, end = timeline.start_s[:, ops], timeline.end_s[:, ops]
+def _busy_per_slice(start: Floats, end: Floats, edges: Floats) -> Floats:
+    """float64 ``[M, len(edges) - 1]`` seconds between edges of slices float64 ``[M, K]``."""
     done = np.stack(
         [
             np.clip(edge - start, 0.0, end - start).sum(axis=1)  # worked until this edge
@@ -79,7 +87,7 @@ def plot_gantt(
     """PNG: predicted over measured on one time axis, a lane per device, a colour per micro-batch.
 
     Operators of one micro-batch that follow each other closely are drawn as one bar; the thin
-    line under a lane is what arrives from other devices.
+    line under a lane is what arrives from other devices. A loader has the lowest lane.
 
     Raises:
         PlotError: matplotlib is not installed.
@@ -91,19 +99,19 @@ def plot_gantt(
         panels.append(("measured", measured))
     span = max(t.makespan_s for _, t in panels)
     unit, scale = _unit(span)
-    num_lanes = sum(len(t.device_names) for _, t in panels)
-    figure = figure_class(figsize=(11, 1.0 + 0.5 * num_lanes + 0.35 * len(panels)), dpi=150)
+    lanes = [len(_lanes(t)) for _, t in panels]
+    figure = figure_class(figsize=(11, 1.0 + 0.5 * sum(lanes) + 0.35 * len(panels)), dpi=150)
     axes = figure.subplots(
         len(panels),
         1,
         sharex=True,
         squeeze=False,
-        gridspec_kw={"height_ratios": [len(t.device_names) for _, t in panels]},
+        gridspec_kw={"height_ratios": lanes},
     )[:, 0]
     for axis, (name, timeline) in zip(axes, panels, strict=True):
         _draw(axis, timeline, scale, resolution_s=span / 1500)
         _label(axis, name, timeline)
-        axis.set_xlim(0, 1.005 * span * scale)
+        axis.set_xlim(min(_begin_s(t) for _, t in panels) * scale, 1.005 * span * scale)
     axes[-1].set_xlabel(
         f"time [{unit}]; numbers are micro-batches, marks under a lane are transfers that arrive",
         fontsize=9,
@@ -113,6 +121,17 @@ def plot_gantt(
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.tight_layout(h_pad=0.8)
     return _save(figure, path)
+
+
+def _lanes(timeline: Timeline) -> tuple[str, ...]:
+    return timeline.device_names + (() if timeline.load_s is None else ("loader",))
+
+
+def _begin_s(timeline: Timeline) -> float:
+    """When loading begins, from the begin of the run: at most 0."""
+    if timeline.load_s is None:
+        return 0.0
+    return min(0.0, float(timeline.load_s.min()) - timeline.begin_s)
 
 
 def _draw(axis: Any, timeline: Timeline, scale: float, resolution_s: float) -> None:
@@ -141,6 +160,22 @@ def _draw(axis: Any, timeline: Timeline, scale: float, resolution_s: float) -> N
             [((a - begin) * scale, max((b - a), resolution_s) * scale) for a, b in arriving],
             (d + 0.395, 0.05),
             facecolor=FAINT,
+            linewidth=0,
+        )
+    if timeline.load_s is not None:
+        _draw_loader(axis, timeline.load_s - begin, num_devices, scale)
+
+
+def _draw_loader(axis: Any, load_s: Floats, lane: int, scale: float) -> None:
+    """Micro-batches that are loaded at the same time share the height of the lane."""
+    axis.axhspan(lane - 0.36, lane + 0.36, color=LANE, lw=0, zorder=0)
+    row = side_by_side(load_s)
+    height = 0.72 / (row.max() + 1)
+    for m, (begin, end) in enumerate(load_s):
+        axis.broken_barh(
+            [(begin * scale, (end - begin) * scale)],
+            (lane - 0.36 + row[m] * height, height),
+            facecolor=COLOURS[m % len(COLOURS)],
             linewidth=0,
         )
 
@@ -185,9 +220,9 @@ def _number(
 
 
 def _label(axis: Any, name: str, timeline: Timeline) -> None:
-    num_devices = len(timeline.device_names)
-    axis.set_yticks(range(num_devices), timeline.device_names, color=INK)
-    axis.set_ylim(num_devices - 0.45, -0.55)
+    lanes = _lanes(timeline)
+    axis.set_yticks(range(len(lanes)), lanes, color=INK)
+    axis.set_ylim(len(lanes) - 0.45, -0.55)
     facts = [f"latency {_duration(timeline.latency_s)}"]
     if timeline.num_microbatches > 1:
         facts.append(f"period {_duration(timeline.period_s)}")

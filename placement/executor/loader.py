@@ -1,0 +1,365 @@
+"""``InputPipeline``: items are loaded and prepared while the devices work on earlier ones.
+
+The first items are loaded in the thread that asks for them, and timed. Where that costs next to
+nothing it stays so: handing an item from thread to thread costs more. Otherwise threads load
+ahead. ``Tuning`` chooses how many and how far from what is measured: the time of an item, the
+time of a step, what items weigh, and whether more threads have made the stream faster.
+
+As in ``worker.py`` threads talk through queues only. A worker takes a permit from one queue,
+loads the next item and puts it into the other; the consumer puts items back in order and gives a
+permit for every item it hands out. So the number of permits is the number of items that are
+loaded ahead, and an interrupted consumer leaves no lock behind.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+PREFETCH_BYTES = 2**28
+MAX_WORKERS = 16
+WORTH_A_THREAD_S = 2e-4  # a few times what a handover between threads costs
+
+
+class LoaderError(ValueError):
+    """The loader cannot be used this way; the message says what to give."""
+
+
+class Dataset(Protocol):
+    """What several workers can read at once."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was measured while ``num_items`` were handed out, in ``elapsed_s``.
+
+    Attributes:
+        waited_s: the consumer waited so long for items.
+        busy_s: the busiest device worked so long.
+        load_s, slowest_s: mean and longest time that one worker took for an item.
+        item_bytes: the largest item.
+    """
+
+    num_items: int
+    elapsed_s: float
+    waited_s: float
+    busy_s: float
+    load_s: float
+    slowest_s: float
+    item_bytes: int
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How many workers load, and how many items ahead of the consumer; ``after`` is the next.
+
+    Workers are added while the devices wait for the loader, as many as the measured times ask
+    for. What did not make the stream 5 % faster is taken back (the cores are busy, or the source
+    is the limit), and tried again only after 1, 2, 4, ... windows.
+    """
+
+    workers: int = 1
+    ahead: int = 2
+    before: tuple[int, float] | None = None  # workers and items per second before they were added
+    pause: int = 0  # windows until more workers are tried again
+    next_pause: int = 1
+
+    def after(self, seen: Window, max_workers: int, memory_bytes: int) -> Tuning:
+        """The choice for the next window; pure."""
+        rate = seen.num_items / seen.elapsed_s
+        # At least 1 % of the time, for devices that only pass items on.
+        step_s = max(seen.busy_s, 0.01 * seen.elapsed_s) / seen.num_items
+        workers, before = self.workers, None
+        pause, next_pause = max(self.pause - 1, 0), self.next_pause
+        if self.before is not None and rate < 1.05 * self.before[1]:
+            workers, pause, next_pause = self.before[0], next_pause, 2 * next_pause
+        starved = min(seen.waited_s, seen.elapsed_s - seen.busy_s) > 0.05 * seen.elapsed_s
+        if starved and pause == 0 and workers < max_workers:
+            before = (workers, rate)
+            workers = max(workers + 1, math.ceil(1.1 * seen.load_s / step_s))
+        room = max(1, memory_bytes // max(seen.item_bytes, 1))
+        workers = min(workers, max_workers, room)
+        # What is ready must last for as long as the slowest item may take.
+        ahead = min(workers + math.ceil(seen.slowest_s / step_s), 4 * MAX_WORKERS, room)
+        return Tuning(workers, max(ahead, workers), before, pause, next_pause)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """One item: its value, or the error in its place, or neither after the last one."""
+
+    index: int
+    value: Any = None
+    error: BaseException | None = None
+    is_last: bool = False
+    start_ns: int = 0
+    end_ns: int = 0
+    num_bytes: int = 0
+
+
+class _Source:
+    """Items one after another: taken by one thread at a time, prepared by many."""
+
+    def __init__(
+        self, items: Iterable[Any] | Dataset, preprocess: Callable[[Any], Any] | None
+    ) -> None:
+        self._items: Any = items if is_dataset(items) else None
+        self._iterator = iter(range(len(items)) if is_dataset(items) else items)  # type: ignore
+        self._preprocess = preprocess
+        self._taken = 0
+        self._turn = threading.Lock()
+        self.ended = False  # as after a ``for`` loop: nothing is asked after the end or an error
+
+    def load(self) -> _Loaded | None:
+        """The next item, ready for use; None after the end."""
+        with self._turn:
+            if self.ended:
+                return None
+            index, begin = self._taken, time.perf_counter_ns()
+            self._taken += 1
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                self.ended = True
+                return _Loaded(index, is_last=True)
+            except BaseException as error:
+                self.ended = True
+                return _Loaded(index, error=error)
+        try:
+            if self._items is not None:
+                item = self._items[item]
+            if self._preprocess is not None:
+                item = self._preprocess(item)
+        except BaseException as error:
+            self.ended = True
+            return _Loaded(index, error=error)
+        return _Loaded(index, item, None, False, begin, time.perf_counter_ns(), num_bytes(item))
+
+
+class InputPipeline(Iterator[Any]):
+    """The items of a loader in order, loaded ahead by threads where that pays.
+
+    Args:
+        items: an iterable, read by one thread at a time; or a data set (``is_dataset``), whose
+            items several threads read at once.
+        preprocess: called with every item, by several threads at once.
+        workers: threads that load; None chooses, 0 loads in the calling thread.
+        prefetch: items that are loaded ahead, ready or being loaded; None chooses.
+        prefetch_bytes: they weigh at most this (as far as tensors and arrays among them tell),
+            but one is always loaded.
+        busy_s: tells how long the busiest device has worked so far; without it, all time
+            between two items counts as work.
+        cores: where the threads run; none given: anywhere.
+
+    A context manager; ``close`` ends the threads after the item they are at. Items that were
+    loaded ahead are lost then. An exception of the loader is raised in the place of its item.
+
+    Attributes:
+        span_ns: begin and end of loading the item that was handed out last.
+        waited_ns: how long the consumer has waited for items so far.
+        peak_bytes: most that was loaded and not handed out at any time.
+        tuning: the current choice.
+
+    Raises:
+        LoaderError: a negative number, or more workers than the items can be given to.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[Any] | Dataset,
+        *,
+        preprocess: Callable[[Any], Any] | None = None,
+        workers: int | None = None,
+        prefetch: int | None = None,
+        prefetch_bytes: int = PREFETCH_BYTES,
+        busy_s: Callable[[], float] | None = None,
+        cores: Collection[int] = (),
+    ) -> None:
+        if workers is not None and workers < 0:
+            raise LoaderError(f"workers = {workers}: give 0 to load in the calling thread, or more")
+        if prefetch is not None and prefetch < 1:
+            raise LoaderError(f"prefetch = {prefetch}: give at least 1, or workers=0 for none")
+        parallel = preprocess is not None or is_dataset(items)
+        if workers is not None and workers > 1 and not parallel:
+            raise LoaderError(
+                f"workers = {workers}, but {type(items).__name__} is an iterator, which one worker "
+                "reads: give a data set with __getitem__ and __len__, or preprocess="
+            )
+        self.span_ns = (0, 0)
+        self.waited_ns = 0
+        self.peak_bytes = 0
+        self.tuning = Tuning(workers or 1, prefetch or 2 * (workers or 1))
+        self._fixed: dict[str, Any] = {
+            name: value
+            for name, value in (("workers", workers), ("ahead", prefetch))
+            if value is not None
+        }
+        self._max_workers = workers or (MAX_WORKERS if parallel else 1)
+        self._memory_bytes = prefetch_bytes
+        self._busy_s = busy_s or self._consumer_busy_s
+        self._cores = frozenset(cores)
+        self._source = _Source(items, preprocess)
+        self._permits: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._loaded: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
+        self._ready: dict[int, _Loaded] = {}
+        self._ready_bytes = 0
+        self._given = 0  # items handed out
+        self._permitted = 0  # items that threads have loaded or may load
+        self._num_slow = 0  # of the last items loaded in the calling thread
+        self._threads: list[threading.Thread] = []
+        self._num_working = 0  # threads that were not told to end
+        self._torch_threads = torch.get_num_threads()
+        self._open_window()
+
+    def __next__(self) -> Any:
+        if self._source.ended and not self._threads:
+            raise StopIteration
+        asked_ns = time.perf_counter_ns()
+        if self._threads or self._wants_threads():
+            item = self._next_loaded()
+        else:
+            item = self._next_inline()
+        self.waited_ns += time.perf_counter_ns() - asked_ns
+        if item.is_last:
+            self.close()
+            raise StopIteration
+        if item.error is not None:
+            self.close()
+            if isinstance(item.error, StopIteration):  # would pass for the end of the items
+                raise RuntimeError("the loader raised StopIteration") from item.error
+            raise item.error
+        self.span_ns = (item.start_ns, item.end_ns)
+        self._given += 1
+        if self._threads:
+            self._observe(item)
+            self._direct()
+        return item.value
+
+    def close(self) -> None:
+        """End the threads, after the item they are at. Idempotent."""
+        self._source.ended = True
+        for _ in self._threads:
+            self._permits.put(False)
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # where a forgotten one is collected
+                thread.join()
+        self._threads = []
+        self._ready.clear()
+
+    def __enter__(self) -> InputPipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wants_threads(self) -> bool:
+        if "workers" in self._fixed:
+            return self._fixed["workers"] > 0
+        return self._num_slow >= 2  # in a row: the first may have opened a file
+
+    def _next_inline(self) -> _Loaded:
+        item = self._source.load()
+        assert item is not None, "not asked after the end"
+        slow = item.end_ns - item.start_ns > 1e9 * WORTH_A_THREAD_S
+        self._num_slow = self._num_slow + 1 if slow else 0
+        return item
+
+    def _next_loaded(self) -> _Loaded:
+        if not self._threads:
+            self._permitted = self._given
+            self._direct()
+            self._open_window()
+        while not self._loaded.empty() or self._given not in self._ready:
+            item = self._loaded.get()
+            self._ready[item.index] = item
+            self._ready_bytes += item.num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._ready_bytes)
+        item = self._ready.pop(self._given)
+        self._ready_bytes -= item.num_bytes
+        return item
+
+    def _direct(self) -> None:
+        """Give permits, start and end threads as ``tuning`` says."""
+        for _ in range(self._permitted, self._given + self.tuning.ahead):
+            self._permits.put(True)
+            self._permitted += 1
+        for _ in range(self.tuning.workers, self._num_working):
+            self._permits.put(False)
+        for _ in range(self._num_working, self.tuning.workers):
+            name = f"placement-loader-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+            self._threads[-1].start()
+        self._num_working = self.tuning.workers
+
+    def _work(self) -> None:
+        if self._cores and hasattr(os, "sched_setaffinity"):
+            with suppress(OSError):  # a container may forbid it; the thread then floats
+                os.sched_setaffinity(0, self._cores)
+        torch.set_num_threads(1)  # several threads load: each works alone, as in a DataLoader
+        try:
+            while self._permits.get() and (item := self._source.load()) is not None:
+                self._loaded.put(item)
+        finally:
+            torch.set_num_threads(self._torch_threads)  # new threads of the process inherit it
+
+    def _open_window(self) -> None:
+        self._window = (time.perf_counter_ns(), self.waited_ns, self._busy_s())
+        self._load_s: list[float] = []
+        self._item_bytes = 0
+
+    def _observe(self, item: _Loaded) -> None:
+        self._load_s.append((item.end_ns - item.start_ns) * 1e-9)
+        self._item_bytes = max(self._item_bytes, item.num_bytes)
+        if len(self._load_s) < max(8, 2 * self.tuning.ahead):
+            return
+        began_ns, waited_ns, busy_s = self._window
+        seen = Window(
+            num_items=len(self._load_s),
+            elapsed_s=(time.perf_counter_ns() - began_ns) * 1e-9,
+            waited_s=(self.waited_ns - waited_ns) * 1e-9,
+            busy_s=self._busy_s() - busy_s,
+            load_s=sum(self._load_s) / len(self._load_s),
+            slowest_s=max(self._load_s),
+            item_bytes=self._item_bytes,
+        )
+        chosen = self.tuning.after(seen, self._max_workers, self._memory_bytes)
+        self.tuning = replace(chosen, **self._fixed)
+        self._open_window()
+
+    def _consumer_busy_s(self) -> float:
+        return (time.perf_counter_ns() - self.waited_ns) * 1e-9
+
+
+def is_dataset(items: Any) -> bool:
+    """Whether several threads may read it at once: a sequence, or a map-style data set.
+
+    That has ``__getitem__`` and ``__len__`` and, unlike what chooses its own order, no
+    ``__iter__``.
+    """
+    kind = type(items)
+    indexed = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+    return isinstance(items, Sequence) or (indexed and not hasattr(kind, "__iter__"))
+
+
+def num_bytes(value: Any) -> int:
+    """Bytes of the tensors and arrays in nested containers."""
+    if isinstance(size := getattr(value, "nbytes", None), int):
+        return size
+    if isinstance(value, Mapping):
+        return sum(num_bytes(x) for x in value.values())
+    if isinstance(value, list | tuple):
+        return sum(num_bytes(x) for x in value)
+    return 0

@@ -1,0 +1,305 @@
+"""The input pipeline: order, bounds, errors in their place, and choices that follow the times."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import islice, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.executor.loader import (
+    MAX_WORKERS,
+    InputPipeline,
+    LoaderError,
+    Tuning,
+    Window,
+    is_dataset,
+    num_bytes,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+PAUSE_S = 0.002  # of a loader that is worth a thread
+
+
+def alive() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("placement-")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running():
+    yield
+    assert alive() == []
+
+
+class Squares:
+    """A map-style data set; ``busy`` is how many threads are in it, ``most`` the maximum."""
+
+    def __init__(self, size: int, pause_s: float = PAUSE_S) -> None:
+        self.size, self.pause_s = size, pause_s
+        self.busy = self.most = 0
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        with self.lock:
+            self.busy += 1
+            self.most = max(self.most, self.busy)
+        time.sleep(self.pause_s * (1 + index % 3) / 2)  # the later may be ready first
+        with self.lock:
+            self.busy -= 1
+        return index * index
+
+
+def slowly(count: int, pause_s: float = PAUSE_S):
+    for i in range(count):
+        time.sleep(pause_s)
+        yield i
+
+
+@pytest.mark.parametrize("workers", [None, 0, 1, 3])
+def test_items_come_in_order_from_a_data_set(workers):
+    data = Squares(40)
+    with InputPipeline(data, workers=workers) as items:
+        assert list(items) == [i * i for i in range(40)]
+        assert list(items) == []  # and it stays at its end
+    assert 1 < data.most <= 3 if workers == 3 else data.most <= MAX_WORKERS
+
+
+@pytest.mark.parametrize("workers", [None, 0, 1])
+def test_an_iterator_is_read_by_one_thread_at_a_time(workers):
+    """A generator that two threads entered would raise."""
+    with InputPipeline(slowly(30), workers=workers) as items:
+        assert list(items) == list(range(30))
+
+
+def test_preprocessing_of_an_iterators_items_runs_in_several_threads():
+    seen = set()
+
+    def prepare(i):
+        seen.add(threading.current_thread().name)
+        time.sleep(PAUSE_S)
+        return -i
+
+    with InputPipeline(iter(range(30)), preprocess=prepare, workers=3) as items:
+        assert list(items) == [-i for i in range(30)]
+    assert 1 < len(seen) <= 3
+
+
+def test_what_costs_nothing_is_loaded_by_the_caller():
+    with InputPipeline([1, 2, 3] * 20) as items:
+        for _ in items:
+            assert alive() == []
+
+
+def test_what_costs_something_is_loaded_ahead():
+    taken = []
+
+    def source():
+        for i in slowly(1000):
+            taken.append(i)
+            yield i
+
+    with InputPipeline(source(), prefetch=5) as items:
+        for i, _ in zip(range(10), items, strict=False):
+            time.sleep(2 * PAUSE_S)
+            assert len(taken) <= i + 1 + 5
+        while len(taken) < 15:  # it runs ahead as far as it may, and stops there
+            time.sleep(PAUSE_S)
+        time.sleep(5 * PAUSE_S)
+        assert len(taken) == 15
+        assert alive() == ["placement-loader-0"]
+
+
+def test_items_ahead_stay_within_the_memory_limit():
+    made = []
+
+    def prepare(i):
+        time.sleep(PAUSE_S)
+        made.append(i)
+        return torch.zeros(1000)  # 4000 bytes
+
+    with InputPipeline(range(10**6), preprocess=prepare, prefetch_bytes=13_000) as items:
+        for given, _ in enumerate(islice(items, 60), 1):
+            time.sleep(PAUSE_S / 4)
+            if given > 30:  # it knows what an item weighs
+                assert len(made) - given <= 3
+        assert items.tuning.ahead == 3
+        assert 0 < items.peak_bytes <= 5 * 4000
+
+
+@pytest.mark.parametrize("workers", [None, 0, 1, 4])
+def test_errors_are_raised_in_the_place_of_their_item(workers):
+    def prepare(i):
+        time.sleep(PAUSE_S)
+        if i == 7:
+            raise OSError("disk on fire")
+        return i
+
+    seen = []
+    with (
+        InputPipeline(range(100), preprocess=prepare, workers=workers) as items,
+        pytest.raises(OSError, match="disk on fire"),
+    ):
+        for x in items:
+            seen.append(x)
+    assert seen == list(range(7))
+    assert list(items) == [] and alive() == []
+
+
+@pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyError])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_exception_ends_the_items_silently(error, workers):
+    def prepare(i):
+        raise error
+
+    with (
+        InputPipeline([1], preprocess=prepare, workers=workers) as items,
+        pytest.raises(RuntimeError if error is StopIteration else error),
+    ):
+        list(items)
+
+
+def test_an_iterator_that_raises_is_not_asked_again():
+    asked = []
+
+    class Once:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            asked.append(1)
+            raise OSError
+
+    for workers in (0, 1):
+        with InputPipeline(Once(), workers=workers) as items, pytest.raises(OSError):
+            next(items)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_closing_in_mid_stream_ends_the_threads(workers):
+    items = InputPipeline(Squares(10**9), workers=workers)
+    assert next(items) == 0
+    assert alive()
+    items.close()
+    assert alive() == [] and list(items) == []
+    items.close()
+
+
+def test_impossible_wishes_say_what_to_give():
+    with pytest.raises(LoaderError, match="workers = -1: give 0 to load in the calling thread"):
+        InputPipeline([1], workers=-1)
+    with pytest.raises(LoaderError, match="prefetch = 0: give at least 1"):
+        InputPipeline([1], prefetch=0)
+    with pytest.raises(LoaderError, match="workers = 2, but generator is an iterator"):
+        InputPipeline((i for i in range(3)), workers=2)
+
+
+def test_what_several_threads_may_read():
+    class Indexed(torch.utils.data.Dataset):
+        def __getitem__(self, index):
+            return index
+
+        def __len__(self):
+            return 3
+
+    loader = torch.utils.data.DataLoader(Indexed())
+    assert [is_dataset(x) for x in ([1], (1,), range(3), Indexed())] == [True] * 4
+    assert [is_dataset(x) for x in (loader, iter([1]), {0: 1}, torch.zeros(3))] == [False] * 4
+
+
+def test_num_bytes_of_nested_items():
+    x = torch.zeros(3, dtype=torch.float64)
+    assert num_bytes({"a": x, "b": [x.numpy(), (x, "text", None)]}) == 3 * 24
+
+
+def test_loader_threads_leave_the_callers_thread_count_alone():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seen = []
+        with InputPipeline(
+            range(4), preprocess=lambda i: seen.append(torch.get_num_threads()), workers=2
+        ) as items:
+            list(items)
+        assert seen == [1] * 4
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def window(load_s: float, step_s: float, workers: int, *, cores: float = 1e9, size: int = 1):
+    """What 100 items show if loading takes ``load_s`` in each of ``workers`` threads.
+
+    ``cores`` threads get on at the same time; the others make loading slower.
+    """
+    load_s *= max(1.0, workers / cores)
+    period_s = max(step_s, load_s / workers)
+    waited_s = 100 * (period_s - step_s)
+    return Window(100, 100 * period_s, waited_s, 100 * step_s, load_s, load_s, size)
+
+
+def settle(load_s: float, step_s: float, *, cores: float = 1e9, **options) -> Tuning:
+    tuning = Tuning()
+    for _ in range(40):
+        seen = window(load_s, step_s, tuning.workers, cores=cores)
+        tuning = tuning.after(seen, **{"max_workers": MAX_WORKERS, "memory_bytes": 2**30} | options)
+    return tuning
+
+
+@pytest.mark.parametrize(
+    "load_s, workers, ahead",
+    [
+        (0.3, 1, 2),  # one is enough, and one item ready
+        (1.0, 1, 2),  # it is just enough
+        (1.5, 2, 4),  # 1.5 steps per item: two ready last that long
+        (4.0, 5, 9),  # 4.4, with a reserve of 10 %
+        (100.0, MAX_WORKERS, 4 * MAX_WORKERS),
+    ],
+)
+def test_workers_and_depth_follow_from_the_measured_times(load_s, workers, ahead):
+    tuning = settle(load_s, 1.0)
+    assert (tuning.workers, tuning.ahead) == (workers, ahead)
+
+
+def test_workers_that_do_not_help_are_taken_back_and_tried_ever_more_rarely():
+    """Loading that computes, 4 steps per item, on one core: 2 workers are as fast as 1."""
+    tuning, tried = Tuning(), []
+    for i in range(64):
+        seen = window(4.0, 1.0, tuning.workers, cores=1)
+        tuning = tuning.after(seen, MAX_WORKERS, 2**30)
+        if tuning.workers > 1:
+            tried.append(i)
+    assert 4 <= len(tried) <= 7
+    gaps = [b - a for a, b in pairwise(tried)]
+    assert gaps == sorted(gaps) and gaps[-1] >= 16
+
+
+def test_cores_that_help_are_used():
+    assert settle(4.0, 1.0, cores=2).workers >= 2
+
+
+def test_a_loader_that_nobody_waits_for_gets_no_more_workers():
+    seen = Window(100, 200.0, 50.0, 199.0, 5.0, 5.0, 1)  # the consumer waits, the devices do not
+    assert Tuning().after(seen, MAX_WORKERS, 2**30).workers == 1
+
+
+@given(
+    st.floats(1e-6, 1e3), st.floats(1e-6, 1e3), st.integers(1, 16), st.integers(0, 10**9),
+    st.integers(1, 10**9),
+)  # fmt: skip
+def test_choices_stay_within_their_limits(load_s, step_s, max_workers, size, memory):
+    tuning = Tuning()
+    for _ in range(5):
+        seen = window(load_s, step_s, tuning.workers, size=size)
+        tuning = tuning.after(seen, max_workers, memory)
+        assert 1 <= tuning.workers <= max_workers
+        assert tuning.workers <= tuning.ahead <= 4 * MAX_WORKERS
+        assert tuning.ahead == 1 or tuning.ahead * size <= memory
