@@ -1,0 +1,136 @@
+"""What a device really holds: memory behind tensors as found in a run, over measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from placement.executor.share import compile_calls
+from placement.graph import OpGraph
+from placement.program import Program, storage_of
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Storages:
+    """The memory behind ``T`` tensors and ``P`` parameters, as a run has shown it.
+
+    Attributes:
+        of_tensor: int64 ``[T]`` number of the storage each tensor is in; -1: in a parameter.
+        of_param: int64 ``[P]`` likewise.
+        num_bytes: int64 ``[S]``.
+    """
+
+    of_tensor: Ints
+    of_param: Ints
+    num_bytes: Ints
+
+    @classmethod
+    def of(cls, program: Program, inputs: Sequence[Tensor]) -> Storages:
+        """From one run in the calling thread that keeps every tensor, so that no two share one."""
+        tensors = [x for step in program.steps for x in (*program.input_tensors, *step.outputs)]
+        kept: list[Any] = [None] * (max(tensors) + 1)
+        for t, value in zip(program.input_tensors, inputs, strict=True):
+            kept[t] = value
+        params = dict(enumerate(program.params))
+        ops = tuple(range(len(program.steps)))
+        with torch.inference_mode():
+            for call in compile_calls(program, ops, params, torch.device("cpu")).values():
+                call(kept)
+        number: dict[int, int] = {}
+        num_bytes: list[int] = []
+
+        def storage(value: Tensor) -> int:
+            key = storage_of(value)
+            if key not in number:
+                number[key] = len(number)
+                num_bytes.append(value.untyped_storage().nbytes())
+            return number[key]
+
+        of_param = np.array([storage(x) for x in program.params], np.int64)
+        of_tensor = np.array([storage(x) for x in kept], np.int64)
+        of_tensor[np.isin(of_tensor, of_param)] = -1
+        return cls(of_tensor, of_param, np.array(num_bytes, np.int64))
+
+    def param_bytes(self, graph: OpGraph, placement: NDArray[np.int32], num_devices: int) -> Ints:
+        """int64 ``[D]`` that the parameters of each device's operators take."""
+        held = np.zeros((len(self.num_bytes), num_devices), bool)
+        held[self.of_param[graph.param_use], placement[graph.param_use_op]] = True
+        return self.num_bytes @ held
+
+
+def peak_bytes(
+    graph: OpGraph,
+    placement: NDArray[np.int32],
+    num_devices: int,
+    storages: Storages,
+    admitted_s: Floats,
+    start_s: Floats,
+    end_s: Floats,
+    transfers: NDArray[np.int32],
+    sent_s: Floats,
+) -> Ints:
+    """int64 ``[D]``: the most that each device held at one time of a measured run.
+
+    A worker holds a tensor from the start of its producer, or from when it was sent, until the
+    last of its own operators that reads it has ended; an input from its admission; an output of
+    the model until its micro-batch ``[M]`` has finished. Tensors in one storage hold it
+    together. Times as in ``Timeline``; ``admitted_s`` float64 ``[M]``.
+    """
+    m, num_tensors = start_s.shape[0], graph.num_tensors
+    # Lives [M, T, D]: begin, and end by the last reader there; nan where a tensor never is.
+    begin = np.full((m, num_tensors, num_devices), np.nan)
+    until = np.full((m, num_tensors, num_devices), -np.inf)
+    users, read = graph.use_dst, graph.use_tensor
+    for b in range(m):
+        np.maximum.at(until[b], (read, placement[users]), end_s[b, users])
+    made = np.flatnonzero(graph.tensor_src >= 0)
+    source = graph.tensor_src[made]
+    home = placement[source]
+    begin[:, made, home] = start_s[:, source]
+    until[:, made, home] = np.maximum(until[:, made, home], end_s[:, source])
+    given = np.flatnonzero(graph.tensor_src < 0)
+    begin[:, given] = np.where(np.isfinite(until[:, given]), admitted_s[:, None, None], np.nan)
+    tensor, batch, _, to = transfers.T
+    begin[batch, tensor, to] = sent_s
+    outputs = graph.output_tensor[graph.tensor_src[graph.output_tensor] >= 0]
+    until[:, outputs, placement[graph.tensor_src[outputs]]] = end_s.max(axis=1)[:, None]
+
+    peak = storages.param_bytes(graph, placement, num_devices)
+    lives = ~np.isnan(begin) & (storages.of_tensor >= 0)[:, None]
+    for d in range(num_devices):
+        b, t = np.nonzero(lives[:, :, d])
+        spans = _merged(
+            b * len(storages.num_bytes) + storages.of_tensor[t], begin[b, t, d], until[b, t, d]
+        )
+        size = storages.num_bytes[spans[0] % len(storages.num_bytes)]
+        at = np.concatenate([spans[2], spans[1]])
+        change = np.concatenate([-size, size])  # what ends at the same time goes first
+        order = np.argsort(at, kind="stable")
+        peak[d] += np.cumsum(change[order]).max(initial=0)
+    return peak
+
+
+def _merged(key: Ints, begin: Floats, until: Floats) -> tuple[Ints, Floats, Floats]:
+    """Spans of one key that touch become one: keys, begins and ends."""
+    order = np.lexsort((begin, key))
+    key, begin, until = key[order], begin[order], until[order]
+    keys: list[int] = []
+    begins: list[float] = []
+    ends: list[float] = []
+    for k, a, z in zip(key.tolist(), begin.tolist(), until.tolist(), strict=True):
+        if keys and keys[-1] == k and a <= ends[-1]:
+            ends[-1] = max(ends[-1], z)
+        else:
+            keys.append(k)
+            begins.append(a)
+            ends.append(z)
+    return np.array(keys, np.int64), np.array(begins), np.array(ends)
