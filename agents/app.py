@@ -326,6 +326,19 @@ def save_best(
             job.mirror.image(f"gantt/{name}", folder / "gantt.png")
 
 
+def save_curves(job: Job, comparison: Comparison) -> None:
+    """``curves.png``: what every planner found over time."""
+    from placement.report import curves, gantt
+
+    path = job.folder / "curves.png"
+    try:
+        curves.plot_curves(comparison, path)
+    except gantt.PlotError as error:
+        cli.say(f"no curves: {error}")
+    else:
+        job.mirror.image("curves", path)
+
+
 def _parameters(cfg: DictConfig, planner: Planner | None, seed: int | None) -> dict[str, Any]:
     """The planner's fields as ``compare`` set them."""
     from placement.plan import parameters_of

@@ -15,6 +15,7 @@ from agents.app import (
     make_problems,
     metric_s,
     save_best,
+    save_curves,
     seeds_of,
 )
 
@@ -43,10 +44,12 @@ def app(cfg: DictConfig) -> float:
             progress=lambda what: run.report(what, None),
         )
         run.mirror.comparison(comparison)
+        save_curves(run, comparison)
         save_best(run, comparison, problems, planners)
     table.print_tables(table.tables(comparison))
     print(
-        f"in {run.folder}: compare.csv, compare.md; per workload plan.json, trace.json, gantt.png"
+        f"in {run.folder}: compare.csv, compare.md, curves.png; "
+        "per workload plan.json, trace.json, gantt.png"
     )
     return metric_s(comparison)
 

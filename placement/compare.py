@@ -58,7 +58,7 @@ class Row:
         bound_s: best proved lower bound of the objective over all planners, and its ``gap``,
             ``value_s / bound_s - 1``.
         plan_s, evaluations: what planning cost.
-        note: why there is no answer.
+        note: why there is no answer, or what the planner said of it (``stats["message"]``).
     """
 
     workload: str
@@ -176,6 +176,35 @@ class Comparison:
             for name, v in cells.items()
         ]
         return tuple(sorted(gains, key=lambda g: -g.mean))
+
+    def reference(self, workload: str) -> tuple[float, float]:
+        """Best value found, and what a missing answer counts as: the best single device.
+
+        Where no single device fits, it counts as the worst answer. inf without any answer.
+        """
+        rows = [r for r in self.rows if r.workload == workload]
+        found = [r.value_s for r in rows if np.isfinite(r.value_s)]
+        singles = [r.value_s for r in rows if r.planner.startswith(SINGLE)]
+        alone = min((v for v in singles if np.isfinite(v)), default=max(found, default=np.inf))
+        return min(found, default=np.inf), alone
+
+    def ratios(self) -> dict[str, dict[str, float]]:
+        """Value over the best found, by planner and workload: geometric mean over the seeds.
+
+        Workloads without any answer are left out.
+        """
+        logs: dict[str, dict[str, list[float]]] = {}
+        for workload in dict.fromkeys(r.workload for r in self.rows):
+            best, otherwise = self.reference(workload)
+            for row in self.rows:
+                if row.workload == workload and 0 < best < np.inf:
+                    value = row.value_s if np.isfinite(row.value_s) else otherwise
+                    mine = logs.setdefault(row.planner, {}).setdefault(workload, [])
+                    mine.append(float(np.log(value / best)))
+        return {
+            planner: {w: float(np.exp(np.mean(v))) for w, v in by_workload.items()}
+            for planner, by_workload in logs.items()
+        }
 
     @property
     def is_measured(self) -> bool:
@@ -421,7 +450,7 @@ def _row(
         period_s=float(values.period_s[0]),
         gap=value_s / bound_s - 1 if bound_s > 0 and np.isfinite(value_s) else None,
         evaluations=cell.solution.stats.get("evaluations"),
-        note=cell.note or ("" if feasible else "does not fit in memory"),
+        note=cell.note or _said(cell.solution, feasible),
     )
     sample = samples.get(cell.placement_id)
     if sample is None:
@@ -438,6 +467,14 @@ def _row(
         latency_error=row.latency_s / latency_s - 1,
         period_error=row.period_s / period_s - 1,
     )
+
+
+def _said(solution: Solution, feasible: bool) -> str:
+    """What a planner says of its answer: that it fell back, or why it does not fit."""
+    said = [solution.stats.get("message", "")]
+    if not feasible:
+        said.append(solution.stats.get("infeasible") or "does not fit in memory")
+    return "; ".join(x for x in said if x)
 
 
 def mape(predicted: ArrayLike, measured: ArrayLike) -> float:

@@ -140,6 +140,23 @@ def test_a_known_comparison(tmp_path: Path) -> None:
     assert made.best("w").planner == "split"
 
 
+@dataclass(frozen=True)
+class Says:
+    """Answers with a message, or with what does not fit."""
+
+    stats: Any
+    placement: tuple[int, ...] = (0, 0, 1, 1)
+
+    def __call__(self, problem: Problem) -> Solution:
+        return Solution(np.array(self.placement, np.int32), 5.0, stats=dict(self.stats))
+
+
+def test_the_note_is_what_the_planner_said(tmp_path: Path) -> None:
+    planners = {"fell back": Says({"message": "too little time"}), "silent": Says({})}
+    made = compare({"w": chain()}, planners, out_dir=tmp_path)
+    assert row(made, "fell back").note == "too little time" and row(made, "silent").note == ""
+
+
 def test_every_single_device_is_a_row_though_nobody_asked(tmp_path: Path) -> None:
     made = compare({"w": chain()}, {}, out_dir=tmp_path)
     assert [r.planner for r in made.rows] == ["single:cpu:0", "single:cpu:1"]

@@ -1,0 +1,143 @@
+"""What planners find over time: best-so-far curves of a ``Comparison``, as numbers and as PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.problem import Solution
+from placement.report import gantt
+from placement.report.gantt import COLOURS, FAINT, INK
+
+if TYPE_CHECKING:
+    from placement.compare import Comparison, Row
+
+Floats = NDArray[np.float64]
+_SHORTEST_S = 1e-3
+_LEAST = 0.05  # per cent above the best found that the picture tells from none
+_LABEL = 9  # points that a label is high
+
+
+def best_so_far(comparison: Comparison, at_s: Floats) -> dict[str, Floats]:
+    """Best value so far over the best of all planners, after ``at_s [T]`` seconds of planning.
+
+    float64 ``[T]`` of each planner: the geometric mean over workloads x seeds. As long as there
+    is no answer, the best single device counts (see ``Comparison.reference``), or the first
+    answer where that is worse. Values are those of the table: a planner's own are not believed
+    where they are better.
+    """
+    logs: dict[str, list[Floats]] = {}
+    for row in comparison.rows:
+        best, otherwise = comparison.reference(row.workload)
+        if not row.planner.startswith("single:") and 0 < best < np.inf:
+            when, value = _steps(row, comparison.solutions)
+            value = np.append(max(otherwise, value.max(initial=0.0)), value)
+            so_far = np.minimum.accumulate(value)[np.searchsorted(when, at_s, side="right")]
+            logs.setdefault(row.planner, []).append(np.log(so_far / best))
+    return {planner: np.exp(np.mean(rows, axis=0)) for planner, rows in logs.items()}
+
+
+def _steps(
+    row: Row, solutions: Mapping[tuple[str, str, int | None], Solution]
+) -> tuple[Floats, Floats]:
+    """Seconds and finite values: of the solution's curve, or of its end where there is none."""
+    solution = solutions.get((row.workload, row.planner, row.seed))
+    if solution is None or not np.isfinite(row.value_s):
+        return np.zeros(0), np.zeros(0)
+    curve = solution.stats.get("curve") or [(row.plan_s, 1, row.value_s)]
+    when = np.array([point[0] for point in curve], float)
+    value = np.array([point[2] for point in curve], float)
+    known = np.isfinite(value)
+    return when[known], np.maximum(value, row.value_s)[known]
+
+
+def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Path:
+    """PNG: how far above the best found planners are over time, both axes logarithmic.
+
+    Planners that run with seeds are lines (``best_so_far``); the others are dots at their median
+    seconds and at what they end with.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+        FileError: the file cannot be written.
+    """
+    figure = gantt._figure_class()(figsize=(10, 6), dpi=150)
+    axis = figure.subplots()
+    plan_s: dict[str, list[float]] = {}
+    for row in comparison.rows:
+        plan_s.setdefault(row.planner, []).append(row.plan_s)
+    longest = max([10 * _SHORTEST_S, *(max(seconds) for seconds in plan_s.values())])
+    at_s = np.geomspace(_SHORTEST_S, longest, 300)
+    above = {
+        planner: np.maximum(100 * (ratio - 1), _LEAST)
+        for planner, ratio in best_so_far(comparison, at_s).items()
+    }
+    order = sorted(above, key=lambda planner: above[planner][-1])
+    drawn = {row.planner for row in comparison.rows if row.seed is not None}
+    for k, planner in enumerate(p for p in order if p in drawn):
+        axis.plot(
+            at_s,
+            above[planner],
+            ("-", "--", ":")[min(2, k // len(COLOURS))],
+            color=COLOURS[k % len(COLOURS)],
+            lw=1.8,
+            label=f"{planner}  {_percent(above[planner][-1])}",
+        )
+    dots = {
+        planner: (max(_SHORTEST_S, float(np.median(plan_s[planner]))), float(above[planner][-1]))
+        for planner in order
+        if planner not in drawn
+    }
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    for x, y in dots.values():
+        axis.plot(x, y, "o", ms=4, color=INK)
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter(lambda value, _: _percent(value))
+    axis.set_xlabel("seconds of planning", fontsize=9, color=INK)
+    workloads = len({row.workload for row in comparison.rows})
+    axis.set_ylabel(
+        f"best so far above the best found, geometric mean of {workloads} workloads",
+        fontsize=9,
+        color=INK,
+    )
+    if drawn & above.keys():
+        axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    gantt._plain_axis(axis)
+    axis.tick_params(axis="y", colors=FAINT, labelsize=9)
+    axis.grid(axis="y", color=FAINT, alpha=0.25, lw=0.6)
+    if title:
+        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure.tight_layout()
+    _label(axis, dots)
+    return gantt._save(figure, path)
+
+
+def _label(axis: Any, dots: Mapping[str, tuple[float, float]]) -> None:
+    """Names beside the dots, moved up where they would cover each other."""
+    to_points = 72 / axis.figure.dpi
+    taken: list[tuple[float, float, float]] = []  # left, right, bottom of the labels
+    for name, (x, y) in sorted(dots.items(), key=lambda item: item[1][1]):
+        left, middle = axis.transData.transform((x, y)) * to_points
+        left, width, bottom = left + 5, 4.2 * len(name), middle - _LABEL / 2
+        for other_left, other_right, other_bottom in sorted(taken, key=lambda t: t[2]):
+            beside = left > other_right or left + width < other_left
+            if not beside and abs(bottom - other_bottom) < _LABEL:
+                bottom = other_bottom + _LABEL
+        taken.append((left, left + width, bottom))
+        axis.annotate(
+            name,
+            (x, y),
+            xytext=(5, bottom - middle),
+            textcoords="offset points",
+            fontsize=7,
+            color=INK,
+        )
+
+
+def _percent(value: float) -> str:
+    return "≤ 0.05 %" if value <= _LEAST else f"{value:.3g} %"
