@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from placement import cli
-from placement.cli import plan, profile, run, show
+from placement.cli import import_problem, plan, profile, run, show
 
 _EXIT_CODES = "exit codes: 0 done; 1 the answer is no; 2 bad input; 130 interrupted"
 _OURS = ("placement", "envs", "agents")
@@ -34,6 +34,12 @@ VERBS = {
         profile.configure,
         profile.run,
         profile.EXAMPLE,
+    ),
+    "import": Verb(
+        "write any problem as one file of our own format",
+        import_problem.configure,
+        import_problem.run,
+        import_problem.EXAMPLE,
     ),
     "plan": Verb("let a planner decide", plan.configure, plan.run, plan.EXAMPLE),
     "run": Verb(

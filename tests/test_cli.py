@@ -174,8 +174,8 @@ def test_plan_of_a_problem_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert checked["valid"] is True and "made from a problem file" in checked["notes"][0]
     assert "exists in the simulator only" in checked["notes"][1]
     assert "there is no model to run" in error(capsys, "run", out)
-    assert "--cluster is for workloads" in error(
-        capsys, "plan", file, "--planner", "heft", "--cluster", "x.yaml"
+    assert "--profile is for workloads" in error(
+        capsys, "plan", file, "--planner", "heft", "--profile", "x.npz"
     )
     file.write_text("{}")
     assert "unknown JSON format" in error(capsys, "plan", file, "--planner", "heft")

@@ -1,26 +1,30 @@
-"""Public workload files as problems; the format is told from the content.
+"""Workload files as problems; the format is told from the content.
 
+* ``problem_file``: our own, everything of a problem (what ``save`` and ``placement import`` write)
 * ``dnn_partitioning``: JSON of github.com/msr-fiddle/dnn-partitioning
 * ``pipedream``: ``graph.txt`` of github.com/msr-fiddle/pipedream
 * ``moirai``: JSON with times on several devices and a transfer matrix per tensor
+* ``onnx_model``: an ONNX model (needs the package onnx); its times are predicted
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from placement.importers import dnn_partitioning, moirai, pipedream
+from placement.cluster import Cluster
+from placement.importers import dnn_partitioning, moirai, onnx_model, pipedream
 from placement.importers._read import FormatError
 from placement.problem import Problem
 
-__all__ = ["FormatError", "load"]
+__all__ = ["FormatError", "load", "save"]
 
 KNOWN = (
-    "formats are dnn-partitioning JSON (nodes with fpgaLatency, maxFPGAs), Moirai JSON (nodes "
-    "with a list 'time', num_devices) and PipeDream graph.txt "
-    "(node1 -- Conv2d -- forward_compute_time=...)"
+    "formats are problem files (problem_version), dnn-partitioning JSON (nodes with fpgaLatency, "
+    "maxFPGAs), Moirai JSON (nodes with a list 'time', num_devices), PipeDream graph.txt "
+    "(node1 -- Conv2d -- forward_compute_time=...) and ONNX (binary)"
 )
 
 
@@ -32,29 +36,50 @@ def load(
     bandwidth: float | None = None,
     memory: int | None = None,
     mode: str | None = None,
+    cluster: Cluster | None = None,
+    dims: Mapping[str, int] | None = None,
+    flops: float | None = None,
+    memory_bandwidth: float | None = None,
 ) -> Problem:
     """The problem in a workload file.
 
-    ``objective`` defaults to ``max_load`` for dnn-partitioning files, for which ``latency`` is
-    the analytic ``piecewise_latency`` their authors mean; otherwise to ``period``. The other
-    options are for PipeDream files, which say nothing about devices (see ``pipedream.read``).
+    ``objective`` defaults to the problem file's; to ``max_load`` for dnn-partitioning files, for
+    which ``latency`` is the analytic ``piecewise_latency`` their authors mean; otherwise to
+    ``period``. The other options are for files that say nothing about devices: see
+    ``pipedream.read`` (``devices``, ``bandwidth``, ``memory``, ``mode``) and ``onnx_model.read``
+    (all but ``mode``).
 
     Raises:
         FormatError: not readable, not a format we know, an option that the format does not
             take, or a mistake in the file: the message names file, field and node.
     """
-    options = {"devices": devices, "bandwidth": bandwidth, "memory": memory, "mode": mode}
+    options = {
+        "devices": devices,
+        "bandwidth": bandwidth,
+        "memory": memory,
+        "mode": mode,
+        "cluster": cluster,
+        "dims": dims,
+        "flops": flops,
+        "memory_bandwidth": memory_bandwidth,
+    }
     given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: not UTF-8 text ({error}); {KNOWN}") from error
+        content = Path(path).read_bytes()
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
+    if onnx_model.looks_like(content):
+        _check_options(given, onnx_model.read, path, "ONNX files")
+        return onnx_model.read(content, str(path), objective=objective, **given)
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: not UTF-8 text ({error}); {KNOWN}") from error
     if not text.strip():
         raise FormatError(f"{path}: the file is empty; {KNOWN}")
     if text.lstrip()[0] not in "{[":
         if pipedream.looks_like(text):
+            _check_options(given, pipedream.read, path, "PipeDream files")
             return pipedream.read(text, str(path), objective=objective, **given)
         raise FormatError(f"{path}: unknown format; {KNOWN}")
     if given:
@@ -63,11 +88,40 @@ def load(
         )
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: not valid JSON: {error}") from error
+    if isinstance(data, dict) and "problem_version" in data:
+        from placement.importers import problem_file  # pydantic is slow to import
+
+        return problem_file.read(text, str(path), objective=objective)
     if dnn_partitioning.looks_like(data):
         return dnn_partitioning.read(data, str(path), objective=objective)
     if moirai.looks_like(data):
         return moirai.read(data, str(path), objective=objective)
     found = sorted(data)[:8] if isinstance(data, dict) else type(data).__name__
     raise FormatError(f"{path}: unknown JSON format (top level: {found}); {KNOWN}")
+
+
+def save(problem: Problem, path: str | Path) -> None:
+    """Write ``problem`` as a file that ``load`` reads; see ``placement.importers.problem_file``.
+
+    A program that the graph was captured with is left out. The file is written whole or not at
+    all.
+
+    Raises:
+        FormatError: a time of the profile is not a number.
+        FileError: it cannot be written there.
+    """
+    from placement.importers import problem_file
+
+    problem_file.save(problem, path)
+
+
+def _check_options(given: Mapping[str, Any], read: Any, path: str | Path, files: str) -> None:
+    """Raise ``FormatError`` unless ``read`` takes all options that are ``given``."""
+    taken = [k for k in read.__kwdefaults__ if k != "objective"]
+    wrong = [k for k in given if k not in taken]
+    if wrong:
+        raise FormatError(
+            f"{path}: {', '.join(wrong)} cannot be set: {files} take {', '.join(taken)}"
+        )

@@ -1,0 +1,59 @@
+"""``placement import``: any problem as one file of our own format."""
+
+from __future__ import annotations
+
+import argparse
+
+from placement import cli
+from placement.cli.plan import configure_problem, load_problem
+
+EXAMPLE = """examples:
+  placement import bert_l-3_inference.json --out problem.json
+  placement import graph.txt --devices 8 --bandwidth 12e9 --mode inference --out problem.json
+  placement import model.onnx --dim batch=1 --cluster cluster.yaml --out problem.json
+  placement import resnet50 --out problem.json     measured here; without the module itself
+
+Every command that takes a problem takes problem.json: placement plan problem.json --planner heft
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    configure_problem(parser)
+    parser.add_argument("--out", metavar="FILE", required=True, help="write the problem")
+
+
+def run(args: argparse.Namespace) -> int:
+    from placement import importers
+    from placement.problem import lower_bounds
+
+    with cli.progress() as report:
+        problem = load_problem(args, report)
+    importers.save(problem, args.out)
+    graph, bounds = problem.graph, lower_bounds(problem)
+    if args.json:
+        cli.print_json(
+            {
+                "nodes": graph.num_ops,
+                "edges": len(graph.edges),
+                "devices": list(problem.cluster.device_names),
+                "objective": problem.objective,
+                "fingerprint": graph.fingerprint,
+                "lower_bound_s": bounds,
+            }
+        )
+    else:
+        cli.print_table(
+            f"{graph.name}, for {problem.objective}",
+            ["operators", "edges", "devices", "colocation groups", "parameters"],
+            [
+                [
+                    str(graph.num_ops),
+                    str(len(graph.edges)),
+                    str(problem.num_devices),
+                    str(graph.num_groups),
+                    cli.mebibytes(float(graph.param_bytes.sum())),
+                ]
+            ],
+        )
+    cli.say(f"problem written to {args.out}; next: placement plan {args.out} --planner best_of")
+    return cli.OK
