@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,31 +58,44 @@ class ContiguousDp:
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, self.seconds, self.evaluations)
         block = merge_blocks(problem, self.max_blocks)
-        classes = device_classes(problem)
-        states, all_orders = _states(problem, classes, self.max_states)
-        costs = stage_costs(problem, block)
-        # Activations of one micro-batch are counted not at all, once, once per flight; if
-        # nothing fits even so, memory is forgotten and the least violating split is told.
-        flights = problem.max_in_flight if problem.objective == "period" else 1
-        times = [0, 1, flights] if problem.memory_may_bind else [0]
-        bottleneck_s = None
-        for count in [*dict.fromkeys(times), None]:
-            splits = _solve(costs.seconds(count), states)
-            if problem.objective == "latency":
-                splits.sort(key=lambda split: costs.latency_s(split[1]))
-            rows = [_choice(stages, block, classes) for _, stages in splits[: self.candidates]]
-            if not len(rows):
-                continue
-            search.costs(rows)
-            bottleneck_s = min(value for value, _ in splits)
-            if search.best_cost < INFEASIBLE:
-                break
+        stats = score_splits(search, block, self.max_states, self.candidates)
         return search.solution(
-            bottleneck_s=bottleneck_s,
-            num_blocks=int(block.max()) + 1,
-            num_groups=problem.graph.num_groups,
-            all_orders=all_orders,
+            **stats, num_blocks=int(block.max()) + 1, num_groups=problem.graph.num_groups
         )
+
+
+def score_splits(
+    search: Search, block: Ints, max_states: int = 512, candidates: int = 32
+) -> dict[str, Any]:
+    """Score the best splits of blocks into stages, ``block`` int32 ``[G]`` being each group's.
+
+    See ``ContiguousDp``.
+
+    Returns:
+        ``bottleneck_s``, the slowest stage of the best split (None: there is none), and
+        ``all_orders``.
+    """
+    problem = search.problem
+    classes = device_classes(problem)
+    states, all_orders = _states(problem, classes, max_states)
+    costs = stage_costs(problem, block)
+    # Activations of one micro-batch are counted not at all, once, once per flight; if
+    # nothing fits even so, memory is forgotten and the least violating split is told.
+    flights = problem.max_in_flight if problem.objective == "period" else 1
+    times = [0, 1, flights] if problem.memory_may_bind else [0]
+    bottleneck_s = None
+    for count in [*dict.fromkeys(times), None]:
+        splits = _solve(costs.seconds(count), states)
+        if problem.objective == "latency":
+            splits.sort(key=lambda split: costs.latency_s(split[1]))
+        rows = [_choice(stages, block, classes) for _, stages in splits[:candidates]]
+        if not len(rows):
+            continue
+        search.costs(rows)
+        bottleneck_s = min(value for value, _ in splits)
+        if search.best_cost < INFEASIBLE:
+            break
+    return {"bottleneck_s": bottleneck_s, "all_orders": all_orders}
 
 
 def merge_blocks(problem: Problem, max_blocks: int) -> Ints:

@@ -22,13 +22,13 @@ class LevelBalance:
 
     Deviations: a colocation group is placed whole, at its first level; unlike devices have
     their own seconds; of devices that are equally good the one with the smaller total load
-    wins. The paper's automatic pipelines are the runtime's business.
+    wins. Without the paper's pipeline between levels: that is ``level_pipeline``.
     """
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
         level = levels(problem)
-        first_that_fits(search, lambda activations: _balance(problem, level, activations))
+        first_that_fits(search, lambda activations: balance(problem, level, activations))
         return search.solution(num_levels=int(level.max()) + 1)
 
 
@@ -41,7 +41,20 @@ def levels(problem: Problem) -> NDArray[np.int32]:
     return level
 
 
-def _balance(problem: Problem, level: NDArray[np.int32], activations: int) -> Choice:
+def balance(
+    problem: Problem,
+    level: NDArray[np.int32],
+    activations: int = 0,
+    team: NDArray[np.bool_] | None = None,
+) -> Choice:
+    """int32 ``[G]``: each level balanced over the devices, longest operators first.
+
+    Args:
+        level: int32 ``[N]``.
+        activations: how often a device must hold what its groups produce.
+        team: bool ``[L, D]`` the devices of each level, all of them if None; a group that none
+            of them can run goes to any that can.
+    """
     g, devices = problem.graph, range(problem.num_devices)
     memory = Memory(problem, activations)
     choice = np.full(g.num_groups, -1, np.int32)
@@ -60,6 +73,8 @@ def _balance(problem: Problem, level: NDArray[np.int32], activations: int) -> Ch
                 at = choice[g.group[g.tensor_src[t]]]
                 cost += [problem.transfer_s(t, at, d) for d in devices]
         able = memory.able(int(group))
+        if team is not None:
+            able = [d for d in able if team[current, d]] or able
         device = min(able, key=lambda d: (load[d] + cost[d], total[d] + cost[d]))
         choice[group] = device
         memory.hold(int(group), device)
