@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -110,6 +110,10 @@ class Program:
         example_leaves: every leaf of the example inputs: a tensor (the caller's own) or a constant.
         output_leaves: every leaf of the outputs: ``Ref``, ``Param`` or a constant.
         in_tree, out_tree: the structures (``torch.utils._pytree``) around these leaves.
+        gradients: of a training step, (parameter, graph tensor that is its gradient); whoever runs
+            the program adds them up over the micro-batches.
+        new_buffers: (buffer, graph tensor that is its new value), e.g. a running mean; written
+            back before the next micro-batch reads the buffer.
     """
 
     steps: tuple[Step, ...]
@@ -124,6 +128,8 @@ class Program:
     output_leaves: tuple[Any, ...]
     in_tree: Any
     out_tree: Any
+    gradients: tuple[tuple[int, int], ...] = ()
+    new_buffers: tuple[tuple[int, int], ...] = ()
 
     @property
     def example_tensors(self) -> tuple[Tensor, ...]:
@@ -278,37 +284,73 @@ def leaves_of(template: Any) -> Iterator[Any]:
         yield template
 
 
-def capture(module: nn.Module, example_inputs: Any, *, name: str | None = None) -> OpGraph:
-    """The operator graph of ``module`` for inputs shaped like ``example_inputs``, for inference.
+def capture(
+    module: nn.Module,
+    example_inputs: Any,
+    *,
+    name: str | None = None,
+    mode: Literal["inference", "training"] = "inference",
+    loss: Callable[..., Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    colocate_backward: bool = True,
+) -> OpGraph:
+    """The operator graph of ``module`` for inputs shaped like ``example_inputs``.
 
-    The module is captured as it computes in evaluation mode without gradients; its own mode is
-    left as it was. ``graph.program`` (a ``Program``) runs it with the module's own parameters.
-    Views, and in-place operators, share the colocation group of the operator whose memory they
-    use; tied parameters count once; parameters that no operator reads are left out.
+    *Inference*: the module is captured as it computes in evaluation mode without gradients; its
+    own mode is left as it was. ``graph.program`` (a ``Program``) runs it with the module's own
+    parameters. Views, and in-place operators, share the colocation group of the operator whose
+    memory they use; tied parameters count once; parameters that no operator reads are left out.
+
+    *Training*: what one micro-batch does in a training step: forward, backward, and gradients,
+    which are added up where the backward operator runs. The module is captured in training mode
+    (submodules in evaluation mode stay so, unless the whole module is). Memory of gradients and
+    of the optimizer's state counts like parameters. Run it with ``placement.Trainer``.
 
     Args:
         example_inputs: a tensor; a tuple of positional arguments; a mapping of keyword arguments;
             or ``(args, kwargs)``, a tuple and a dict. Only shapes, dtypes and constants matter.
+            With ``loss``: a pair ``(inputs, target)`` of that and of what the loss takes.
         name: name of the graph; the name of the module's class if not given.
+        loss: of training: ``loss(module(inputs), target)`` is the loss of a micro-batch. Without
+            it the module returns the loss: itself, as its first output, or as output ``loss``.
+        optimizer: of training, over the module's parameters: the bytes it will keep count as
+            memory, and only its parameters get gradients.
+        colocate_backward: of training: a backward operator is on the device of its forward.
 
     Raises:
         CaptureError: the module fails on these inputs, does not export (data-dependent control
-            flow or shapes, unsupported types), or changes its buffers or its inputs.
+            flow or shapes, unsupported types), or changes its inputs; for inference, if it
+            changes its buffers; for training, if it changes its parameters or there is no loss.
     """
+    if mode == "training":
+        from placement.training import capture_training
+
+        return capture_training(
+            module,
+            example_inputs,
+            name=name,
+            loss=loss,
+            optimizer=optimizer,
+            colocate_backward=colocate_backward,
+        )
+    if mode != "inference":
+        raise CaptureError(f"mode {mode!r} is unknown; use 'inference' or 'training'")
+    if loss is not None or optimizer is not None:
+        raise CaptureError("loss and optimizer are for training: capture(..., mode='training')")
     args, kwargs = split_inputs(example_inputs)
     spec = input_spec(example_inputs)
-    exported = _export(module, args, kwargs)
+    exported = export(module, args, kwargs)
     calls = _calls(exported)
-    _check_static(calls)
+    check_static(calls)
     if _first_unsafe(calls) is not None:
         exported = _functionalise(exported)
         unsafe = _first_unsafe(_calls(exported))
         if unsafe is not None:
             raise CaptureError(
-                f"{unsafe.target} cannot be made one plain operator{_node_line(unsafe)}: rewrite "
+                f"{unsafe.target} cannot be made one plain operator{node_line(unsafe)}: rewrite "
                 "that line without it"
             )
-    arg_names, input_names = _argument_names(module, args, kwargs)
+    arg_names, input_names = argument_names(module, args, kwargs)
     return _build(
         exported,
         name or type(module).__name__,
@@ -406,15 +448,21 @@ def inputs_from_spec(spec: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str
     return tuple(decode(x) for x in args), {k: decode(x) for k, x in kwargs.items()}
 
 
-def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The exported program of ``module`` in evaluation mode; the module is left as it was."""
+def export(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = False
+) -> Any:
+    """The exported program of ``module``; the module is left as it was.
+
+    In evaluation mode without gradients, or for training: then submodules that are in
+    evaluation mode stay so, unless the whole module is.
+    """
     before = [(m, dict(vars(m))) for m in module.modules()]
     try:
         for m, _ in before:
-            m.training = False
+            m.training = training and (m.training or not before[0][1]["training"])
         # The trace tells inputs apart by identity, so one tensor given twice must become two.
         inputs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-        with _quiet() as messages:
+        with quiet() as messages, torch.set_grad_enabled(training):
             exported = torch.export.export(module, *inputs, strict=False)
     except Exception as error:
         raise _export_error(module, args, kwargs, error) from error
@@ -436,7 +484,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @contextmanager
-def _quiet() -> Iterator[list[str]]:
+def quiet() -> Iterator[list[str]]:
     """Trace without gradients and torch's own reports; its warnings about attributes are given."""
     found: list[str] = []
     disabled = logging.root.manager.disable
@@ -459,7 +507,7 @@ def _export_error(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> CaptureError:
     """Name the construct that does not export, the user's line, and the remedy."""
-    text = _first_line(error)
+    text = first_line(error)
     kind = type(error).__name__
     where = _user_line(error)
     try:
@@ -468,7 +516,7 @@ def _export_error(
     except Exception as own:
         return CaptureError(
             f"{type(module).__name__} itself fails on the example inputs{_user_line(own)}: "
-            f"{type(own).__name__}: {_first_line(own)}"
+            f"{type(own).__name__}: {first_line(own)}"
         )
     if "DataDependent" in kind or "data-dependent" in text:
         return CaptureError(
@@ -488,7 +536,7 @@ def _export_error(
     )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 
@@ -506,12 +554,12 @@ def _user_line(error: BaseException) -> str:
     return found
 
 
-def _node_line(node: fx.Node) -> str:
+def node_line(node: fx.Node) -> str:
     """The user's line that made ``node``, as torch recorded it."""
     found = re.findall(r'File "([^"<]+)", line (\d+), in .*\n\s*(.*)', node.stack_trace or "")
     if found:
         return f" at {found[-1][0]}:{found[-1][1]} `{found[-1][2]}`"
-    path = _module_path(node)
+    path = module_path(node)
     return f" in module {path!r}" if path else ""
 
 
@@ -544,7 +592,7 @@ def _calls(exported: Any) -> list[fx.Node]:
     """
     handed_on: dict[int, int] = {}
     for node in exported.graph.nodes:
-        memory = [_storage(x) for x in leaves_of(node.meta.get("val")) if isinstance(x, Tensor)]
+        memory = [storage_of(x) for x in leaves_of(node.meta.get("val")) if isinstance(x, Tensor)]
         if _is_idle_dropout(node):
             handed_on[memory[0]] = node.args[0].meta["memory"][0]
         node.meta["memory"] = [handed_on.get(m, m) for m in memory]
@@ -568,7 +616,7 @@ def _mutated(node: fx.Node) -> list[Any]:
     return found
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """Identity of the memory behind a tensor; fake tensors of a trace share it as real ones do."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -579,12 +627,12 @@ def _functionalise(exported: Any) -> Any:
         # Else torch would take a write to its output for one that its input does not see.
         node.target, node.args = torch.ops.aten.alias.default, node.args[:1]
     try:
-        with _quiet():
+        with quiet():
             exported = exported.run_decompositions({})
     except Exception as error:
         raise CaptureError(
             "the module has an in-place operator or an autocast or gradient-mode region that torch "
-            f"cannot remove: {_first_line(error)}"
+            f"cannot remove: {first_line(error)}"
         ) from error
     signature = exported.graph_signature
     for buffer in signature.buffers_to_mutate.values():
@@ -600,7 +648,7 @@ def _functionalise(exported: Any) -> Any:
     return exported
 
 
-def _check_static(nodes: Sequence[fx.Node]) -> None:
+def check_static(nodes: Sequence[fx.Node]) -> None:
     """Every operator must give tensors of fixed shapes, and there must be no control flow."""
     for node in nodes:
         target = node.target
@@ -608,7 +656,7 @@ def _check_static(nodes: Sequence[fx.Node]) -> None:
             construct = str(target)
             if construct not in _WRAPPERS:
                 raise CaptureError(
-                    f"the module uses the construct {construct!r}{_node_line(node)}, which is no "
+                    f"the module uses the construct {construct!r}{node_line(node)}, which is no "
                     "fixed list of operators: use torch.where for a choice, unroll a loop, or "
                     "choose a plain implementation (e.g. attn_implementation='sdpa')"
                 )
@@ -616,12 +664,12 @@ def _check_static(nodes: Sequence[fx.Node]) -> None:
         if not all(isinstance(x, Tensor) and all(type(d) is int for d in x.shape) for x in values):
             raise CaptureError(
                 f"{target} gives a number or a shape that depends on the values of a tensor"
-                f"{_node_line(node)}: use masks or torch.where, or make the value a constant of "
+                f"{node_line(node)}: use masks or torch.where, or make the value a constant of "
                 "the module"
             )
 
 
-def _argument_names(
+def argument_names(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of forward's positional arguments, and of those that the example gives."""
@@ -737,7 +785,7 @@ class _Builder:
         full_name = names[node.name]
         stored = self.exported.state_dict
         real = stored[full_name] if full_name in stored else self.exported.constants[full_name]
-        key = (_storage(real), real.storage_offset(), real.shape, real.stride(), real.dtype)
+        key = (storage_of(real), real.storage_offset(), real.shape, real.stride(), real.dtype)
         if key not in self.param_at:
             self.param_at[key] = len(self.params)
             self.params.append(real)
@@ -764,8 +812,8 @@ class _Builder:
             elif isinstance(leaf, Param):
                 self.param_uses.append((n, leaf.index))
         self.op_name.append(node.name)
-        self.op_module.append(_module_path(node))
-        self.op_signature.append(_signature(node))
+        self.op_module.append(module_path(node))
+        self.op_signature.append(signature_of(node))
 
     def _add_outputs(self, n: int, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
         value = node.meta["val"]
@@ -824,14 +872,14 @@ class _Builder:
         return arg
 
 
-def _module_path(node: fx.Node) -> str:
+def module_path(node: fx.Node) -> str:
     """Path of the deepest module around the node; a module's repeated calls are one path."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return re.sub(r"@\d+", "", path)
 
 
-def _signature(node: fx.Node) -> str:
+def signature_of(node: fx.Node) -> str:
     """Kind, shapes, dtypes and constants of a call; where it runs is not part of it."""
     parts = [_show(x) for x in node.args]
     parts += [

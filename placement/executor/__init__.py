@@ -2,5 +2,6 @@
 
 from placement.executor.executor import Executor
 from placement.executor.runner import Runner, RunnerError
+from placement.executor.trainer import Trainer
 
-__all__ = ["Executor", "Runner", "RunnerError"]
+__all__ = ["Executor", "Runner", "RunnerError", "Trainer"]

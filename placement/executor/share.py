@@ -22,7 +22,8 @@ class Share:
 
     Attributes:
         ops: operators placed here, ascending.
-        num_inputs: ``[N]`` distinct tensors each operator of this device waits for.
+        num_inputs: ``[N]`` distinct tensors each operator of this device waits for; one without
+            inputs waits for the admission of its micro-batch.
         inputs, outputs: ``[N]`` tensors each operator reads and makes.
         users: ``[T]`` operators of this device that read each tensor.
         peers: ``[T]`` devices that a tensor made here is sent to.
@@ -30,6 +31,7 @@ class Share:
         sources: operators of this device without inputs.
         model_inputs: model inputs read here.
         results: ``[T]`` whether a tensor made here leaves the model.
+        carried: an operator here -> those that wait for it from one micro-batch to the next.
     """
 
     device: int
@@ -43,6 +45,7 @@ class Share:
     sources: tuple[int, ...]
     model_inputs: tuple[int, ...]
     results: list[bool]
+    carried: dict[int, tuple[int, ...]]
 
 
 def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) -> list[Share]:
@@ -53,6 +56,7 @@ def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) ->
     outputs = _rows(graph.out_tensor, graph.out_ptr)
     consumers = _rows(graph.use_dst, graph.use_ptr)
     leaves = set(graph.output_tensor.tolist())
+    carried = carried_operators(graph)
     found = []
     for d in range(num_devices):
         users = [tuple(op for op in ops if place[op] == d) for ops in consumers]
@@ -60,7 +64,7 @@ def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) ->
             Share(
                 device=d,
                 ops=tuple(op for op in range(graph.num_ops) if place[op] == d),
-                num_inputs=[len(x) for x in inputs],
+                num_inputs=[max(1, len(x)) for x in inputs],
                 inputs=inputs,
                 outputs=outputs,
                 users=users,
@@ -76,20 +80,43 @@ def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) ->
                 ),
                 model_inputs=tuple(t for t, src in enumerate(made_at) if src == -1 and users[t]),
                 results=[t in leaves and made_at[t] == d for t in range(graph.num_tensors)],
+                carried={op: readers for op, readers in carried.items() if place[op] == d},
             )
         )
     return found
 
 
+def carried_operators(graph: OpGraph) -> dict[int, tuple[int, ...]]:
+    """Operator that writes a buffer -> operators that read it in the next micro-batch."""
+    found: dict[int, tuple[int, ...]] = {}
+    for param, tensor in graph.program.new_buffers if graph.program is not None else ():
+        writer = int(graph.tensor_src[tensor])
+        readers = graph.param_use_op[graph.param_use == param].tolist()
+        found[writer] = tuple(dict.fromkeys((*found.get(writer, ()), *readers)))
+    return found
+
+
 def compile_calls(
-    program: Program, ops: tuple[int, ...], params: dict[int, Tensor], device: torch.device
+    program: Program,
+    ops: tuple[int, ...],
+    params: dict[int, Tensor],
+    gradients: dict[int, Tensor],
+    device: torch.device,
 ) -> dict[int, Call]:
     """A Python function per operator that reads and writes a list of tensors ``[T]``.
 
     Generated source costs one call and one list access per tensor; filling argument templates
     at run time costs several microseconds per operator. ``params`` are the parameters on this
-    device; ``device`` takes the place of every ``torch.device`` constant.
+    device; ``device`` takes the place of every ``torch.device`` constant. An operator that makes
+    the gradient of a parameter adds it to ``gradients``; new values of buffers are written back.
     """
+    written: dict[int, list[tuple[Tensor, str]]] = {}
+    for p, t in program.gradients:
+        if p in gradients:
+            written.setdefault(t, []).append((gradients[p], "add_"))
+    for p, t in program.new_buffers:
+        if p in params:
+            written.setdefault(t, []).append((params[p], "copy_"))
     names: dict[str, Any] = {}
 
     def bind(value: Any) -> str:
@@ -125,6 +152,9 @@ def compile_calls(
             lines.append(f"    v = {call}")
             for tensor, index in zip(step.outputs, step.output_index, strict=True):
                 lines.append(f"    e[{tensor}] = v[{index}]")
+        for tensor in step.outputs:
+            for kept, how in written.get(tensor, ()):
+                lines.append(f"    {bind(kept)}.{how}(e[{tensor}])")
     exec("\n".join(lines), names)
     return {op: names[f"op{op}"] for op in ops}
 

@@ -16,6 +16,7 @@ import heapq
 import queue
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -52,10 +53,11 @@ class Worker(threading.Thread):
     """Runs the operators of one device.
 
     Messages in the inbox: ``(batch, tensor, value, source device, mark)`` brings a tensor,
-    ``(batch, -1, {tensor: value}, -1, None)`` admits a micro-batch, None ends the thread.
+    ``(batch, -1, {tensor: value}, -1, None)`` admits a micro-batch, a function is called between
+    operators, None ends the thread.
     Messages to ``results``: ``(batch, tensor, value)`` is an output of the model,
-    ``(batch, -1, device)`` says that this device has finished the micro-batch, and a
-    ``Failure`` ends the run.
+    ``(batch, -1, device)`` says that this device has finished the micro-batch (-1: the function),
+    and a ``Failure`` ends the run.
 
     Attributes:
         slices: batch, operator, start mark, end mark, and so on, if ``record``.
@@ -73,7 +75,8 @@ class Worker(threading.Thread):
         priority: list[int],
         results: queue.SimpleQueue[Any],
         record: bool,
-        order: list[tuple[int, int]] | None,
+        order: Iterable[tuple[int, int]] | None,
+        first_batch: int = 0,
     ) -> None:
         super().__init__(name=f"placement-{name}", daemon=True)
         self.share = share
@@ -89,6 +92,7 @@ class Worker(threading.Thread):
         self._priority = priority
         self._record = record
         self._order = None if order is None else iter(order)
+        self._first_batch = first_batch
         self._stopped = False
 
     def stop(self) -> None:
@@ -116,16 +120,25 @@ class Worker(threading.Thread):
         ready: list[int] = []  # heap of batch * num_ops + priority
         expected: int | None = None  # with a schedule: the key that comes next
         order = self._order
+        carried, carried_to = share.carried, dict.fromkeys(share.carried, self._first_batch)
         mark = backend.mark()
 
         def became_ready(batch: int, op: int) -> None:
             heapq.heappush(ready, batch * num_ops + priority[op])
 
-        def receive(message: tuple[Any, ...]) -> None:
+        def receive(message: Any) -> None:
+            if callable(message):
+                message()
+                self._return(-1, -1, share.device)
+                return
             batch, tensor, value, source, sent = message
             flight = flights.get(batch)
             if flight is None:
                 flight = flights[batch] = _Flight(share)
+                for writer, reached in carried_to.items():
+                    if reached < batch:
+                        for op in carried[writer]:
+                            flight.missing[op] += 1
             if tensor >= 0:
                 if isinstance(value, Exception):
                     raise value
@@ -133,7 +146,9 @@ class Worker(threading.Thread):
             else:
                 arrived = tuple(value.items())
                 for op in share.sources:
-                    became_ready(batch, op)
+                    flight.missing[op] -= 1
+                    if flight.missing[op] == 0:
+                        became_ready(batch, op)
             missing = flight.missing
             for t, v in arrived:
                 flight.env[t] = backend.receive(v)
@@ -199,6 +214,14 @@ class Worker(threading.Thread):
                 uses[t] -= 1
                 if uses[t] == 0:
                     env[t] = None
+            if op in carried:
+                carried_to[op] = batch + 1
+                following = flights.get(batch + 1)
+                if following is not None:
+                    for reader in carried[op]:
+                        following.missing[reader] -= 1
+                        if following.missing[reader] == 0:
+                            became_ready(batch + 1, reader)
             flight.left -= 1
             if flight.left == 0:
                 del flights[batch]

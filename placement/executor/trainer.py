@@ -1,0 +1,262 @@
+"""``Trainer``: a captured training step on the devices of this machine, step after step.
+
+A step runs its micro-batches through the pipeline. Gradients are added up where the backward
+operators run; then every device updates the parameters whose gradients it holds, all devices at
+the same time, with an optimizer of the caller's class and settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from placement.cluster import Cluster
+from placement.executor.runner import Runner, RunnerError
+from placement.graph import OpGraph
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.program import Program
+from placement.schedule import Schedule
+from placement.training import flatten_example, optimizer_like
+
+
+class Trainer:
+    """Trains a module that was captured with ``mode="training"``, in place.
+
+    The module's own parameters and buffers are trained where devices compute in host memory;
+    what other devices hold is copied back by ``sync`` (and on leaving the context).
+
+    A step equals plain PyTorch's ``loss.backward()`` for each micro-batch, the mean of the
+    gradients over the micro-batches, and ``optimizer.step()``. Batch normalisation updates its
+    running statistics in the order of the micro-batches, as plain PyTorch does. Dropout draws
+    from the generator of the device that runs it, in the order in which operators happen to
+    run: masks are random, but not those of a plain run with the same seed.
+
+    Args:
+        graph: from ``placement.capture(..., mode="training")``.
+        cluster: devices of this machine.
+        placement: int32 ``[N]`` device of each operator.
+        optimizer: over the module's parameters; settings (e.g. of a learning-rate scheduler) are
+            read at every step, its state is kept up to date by ``sync``. It must treat every
+            parameter by itself (SGD, Adam, AdamW, RMSprop, ...; not LBFGS).
+        max_in_flight: at most this many micro-batches between first operator and last, which
+            bounds the stored activations.
+        priority: int32 ``[N]`` as for ``Runner``.
+        schedule: a fixed order; steps then take exactly its number of micro-batches.
+        record: keep what a measured ``Timeline`` needs.
+
+    Raises:
+        RunnerError: the graph is not of a training step, colocated operators are on different
+            devices, or the optimizer cannot be used.
+        ScheduleError: the schedule does not fit, or deadlocks.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        cluster: Cluster,
+        placement: ArrayLike,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_in_flight: int = 4,
+        priority: ArrayLike | None = None,
+        schedule: Schedule | None = None,
+        record: bool = False,
+    ) -> None:
+        if not isinstance(graph.program, Program) or not graph.program.gradients:
+            raise RunnerError(
+                f"graph {graph.name!r} is no training step; capture it: "
+                "placement.capture(module, inputs, mode='training')"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise RunnerError(
+                "LBFGS needs all gradients at one place and runs the module again: use an "
+                "optimizer that treats every parameter by itself, e.g. torch.optim.AdamW"
+            )
+        self.optimizer = optimizer
+        self._schedule = schedule
+        seconds = np.zeros((graph.num_ops, cluster.num_devices))
+        problem = Problem(graph, cluster, Profile(cluster.device_names, seconds, seconds))
+        p = problem.check_placement(placement)
+        if schedule is not None:
+            schedule.check(problem, p)
+            max_in_flight = schedule.num_microbatches
+        self.runner = Runner(
+            graph,
+            cluster,
+            p,
+            max_in_flight=max_in_flight,
+            priority=priority,
+            schedule=schedule,
+            record=record,
+            own_buffers=True,
+        )
+        self._program = graph.program
+        self._home = {q: int(p[graph.tensor_src[t]]) for q, t in graph.program.gradients}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._num_added = 0
+
+    def step(self, microbatches: Iterable[Any]) -> Tensor:
+        """One optimizer step on the mean gradient of ``microbatches``; their losses, ``[M]``.
+
+        Each is what the graph was captured with as example inputs (with a loss function: a pair
+        of inputs and target).
+
+        Raises:
+            InputError: a micro-batch unlike the example.
+            RunnerError: none given, or not as many as the schedule has.
+            Exception: what an operator or the iterable raised; gradients are forgotten.
+        """
+        losses = self.accumulate(microbatches)
+        self.update()
+        return losses
+
+    def accumulate(self, microbatches: Iterable[Any]) -> Tensor:
+        """Forward and backward of ``microbatches`` without an update; their losses, ``[M]``."""
+        flat = [flatten_example(self._program, item) for item in microbatches]
+        if self._schedule is not None and len(flat) != self._schedule.num_microbatches:
+            raise RunnerError(
+                f"{len(flat)} micro-batches given, the schedule is for "
+                f"{self._schedule.num_microbatches}"
+            )
+        if not flat:
+            raise RunnerError("a step needs at least one micro-batch")
+        try:
+            losses = list(self.runner.stream_tensors(flat))
+        except BaseException:
+            self.zero_gradients()
+            raise
+        self._num_added += len(losses)
+        return torch.stack([x.detach().clone() for x in losses])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The mean of what was accumulated since the last update, by parameter, in host memory."""
+        count = max(self._num_added, 1)
+        return {
+            self._program.param_names[q]: (g / count).cpu()
+            for q, g in self.runner.gradients.items()
+        }
+
+    def zero_gradients(self) -> None:
+        """Forget what was accumulated."""
+        for g in self.runner.gradients.values():
+            g.zero_()
+        self._num_added = 0
+
+    def update(self) -> None:
+        """One optimizer step with the mean of the accumulated gradients.
+
+        Raises:
+            RunnerError: nothing was accumulated.
+        """
+        if self._num_added == 0:
+            raise RunnerError("there are no gradients: call accumulate(microbatches), or step")
+        if not self._optimizers:
+            self._optimizers = self._split_optimizer()
+        updates = {}
+        for d in set(self._home.values()):
+            mine = [self.runner.gradients[q] for q, home in self._home.items() if home == d]
+            own = self._optimizers.get(d)
+            for group in own.param_groups if own is not None else ():
+                settings = self.optimizer.param_groups[group["number"]]
+                group.update({k: v for k, v in settings.items() if k != "params"})
+            updates[d] = _update(own, mine, self._num_added)
+        self.runner.call_on(updates)
+        self._num_added = 0
+        self._spread()
+
+    def _split_optimizer(self) -> dict[int, torch.optim.Optimizer]:
+        """For every device an optimizer of the parameters whose gradients it holds."""
+        found = {}
+        for d in set(self._home.values()):
+            groups, states = [], {}
+            for number, group in enumerate(self.optimizer.param_groups):
+                given = {id(x) for x in group["params"]}
+                mine = []
+                for q, home in self._home.items():
+                    original = self._program.params[q]
+                    if home == d and id(original) in given:
+                        here = self._trained(q)
+                        here.grad = self.runner.gradients[q]
+                        mine.append(here)
+                        if original in self.optimizer.state:
+                            states[here] = _moved(self.optimizer.state[original], here)
+                if mine:
+                    groups.append({**group, "params": mine, "number": number})
+            if groups:
+                found[d] = optimizer_like(self.optimizer, groups)
+                found[d].state.update(states)
+        if not found:
+            raise RunnerError(
+                "the optimizer has none of the parameters that were captured: make it from the "
+                "parameters() of the captured module"
+            )
+        return found
+
+    def _trained(self, q: int) -> Tensor:
+        """Parameter ``q`` where it is updated."""
+        return self.runner.loaded[self.runner.gradients[q].device, q]
+
+    def _spread(self) -> None:
+        """Bring new values to other kinds of memory where operators read the parameter too."""
+        copied = False
+        for (device, q), value in self.runner.loaded.items():
+            if q in self._home and device != self.runner.gradients[q].device:
+                value.copy_(self._trained(q))
+                copied = True
+        if copied:
+            torch.cuda.synchronize()
+
+    def sync(self) -> None:
+        """Bring the module and the optimizer's state up to date."""
+        with torch.no_grad():
+            for (device, q), value in self.runner.loaded.items():
+                if device.type != "cpu" and (q not in self._home or value is self._trained(q)):
+                    self._program.params[q].copy_(value)
+            for own in self._optimizers.values():
+                for q, home in self._home.items():
+                    here = self._trained(q)
+                    original = self._program.params[q]
+                    if own is self._optimizers.get(home) and here in own.state:
+                        self.optimizer.state[original] = _moved(own.state[here], original)
+
+    def close(self) -> None:
+        """``sync``, and end the workers. Idempotent."""
+        self.sync()
+        self._optimizers = {}
+        self.runner.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _update(
+    optimizer: torch.optim.Optimizer | None, gradients: list[Tensor], count: int
+) -> Callable[[], None]:
+    """What a device does at the end of a step: mean, update, and gradients back to zero."""
+
+    def update() -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if count > 1:
+                torch._foreach_div_(gradients, count)
+            if optimizer is not None:
+                optimizer.step()
+            torch._foreach_zero_(gradients)
+
+    return update
+
+
+def _moved(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """An optimizer's state of a parameter, beside it; counters stay in host memory."""
+    return {
+        k: v.to(param.device) if isinstance(v, Tensor) and v.shape == param.shape else v
+        for k, v in state.items()
+    }
