@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,10 @@ class Storages:
             kept[t] = value
         params = dict(enumerate(program.params))
         ops = tuple(range(len(program.steps)))
-        with torch.inference_mode():
-            for call in compile_calls(program, ops, params, torch.device("cpu")).values():
+        silent = replace(program, gradients=(), new_buffers=())  # the module stays as it is
+        calls = compile_calls(silent, ops, params, {}, torch.device("cpu"))
+        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+            for call in calls.values():
                 call(kept)
         number: dict[int, int] = {}
         num_bytes: list[int] = []
