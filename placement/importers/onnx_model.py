@@ -71,7 +71,7 @@ def read(
         FormatError: the package onnx is missing; or naming the file, the node and the tensor.
     """
     try:
-        import onnx
+        import onnx  # noqa: F401
     except ImportError as error:
         raise FormatError(
             f"{path}: reading ONNX needs the package onnx ({error}): "
@@ -82,7 +82,7 @@ def read(
             f"{path}: flops = {flops} and memory_bandwidth = {memory_bandwidth} must be positive"
         )
     parts = _cluster(path, cluster, devices, bandwidth, memory)
-    model = _Model(_with_shapes(onnx, content, path, dict(dims or {})), path)
+    model = _Model(_with_shapes(content, path, dict(dims or {})), path)
     graph, work = model.graph(Path(path).stem)
     seconds = np.maximum(work[:, 0] / flops, work[:, 1] / memory_bandwidth)
     compute_s = seconds[:, None] / np.array([d.speed for d in parts.devices])
@@ -137,10 +137,13 @@ def _cluster(
     )
 
 
-def _with_shapes(onnx: Any, content: bytes, path: str, dims: dict[str, int]) -> Any:
+def _with_shapes(content: bytes, path: str, dims: dict[str, int]) -> Any:
     """The model with its functions inlined, ``dims`` filled in, and shapes inferred."""
+    from onnx import inliner, load_model_from_string
+    from onnx.shape_inference import infer_shapes
+
     try:
-        model = onnx.load_model_from_string(content)
+        model: Any = load_model_from_string(content)
     except Exception as error:  # protobuf raises its own kinds
         raise FormatError(f"{path}: not a readable ONNX model (truncated?): {error}") from error
     if not model.graph.node:
@@ -155,13 +158,13 @@ def _with_shapes(onnx: Any, content: bytes, path: str, dims: dict[str, int]) -> 
                     weight.ClearField(field)
     try:
         if model.functions:
-            model = onnx.inliner.inline_local_functions(model)
+            model = inliner.inline_local_functions(model)
         known = _bind(model, dims)
-        model = onnx.shape_inference.infer_shapes(model, data_prop=True)
-        # Sizes of dimensions that only inference found, as those of NonZero.
-        while dims and (found := _bind(model, dims)):
+        model = infer_shapes(model, data_prop=True)
+        # Sizes that inference needs and does not find: of dimensions as NonZero's, of loops.
+        while (found := _bind(model, dims)) | _carry(model):
             known |= found
-            model = onnx.shape_inference.infer_shapes(model, data_prop=True)
+            model = infer_shapes(model, data_prop=True)
     except Exception as error:
         raise FormatError(f"{path}: shape inference failed: {error}") from error
     unknown = set(dims) - known
@@ -183,6 +186,27 @@ def _bind(model: Any, dims: Mapping[str, int]) -> set[str]:
                 dim.dim_value = dims[key]
                 found.add(key)
     return found
+
+
+def _carry(model: Any) -> set[str]:
+    """What a Loop carries has the shape that its body gives it; returns the names of changed ones.
+
+    Inference leaves it open, because a body may change the shape from trip to trip.
+    """
+    changed = set()
+    for graph in _graphs(model.graph):
+        values = {v.name: v for v in (*graph.value_info, *graph.output)}
+        for node in graph.node:
+            if node.op_type != "Loop":
+                continue
+            for name, inside in zip(node.output, _subgraphs(node)["body"].output[1:], strict=False):
+                if name not in values or name not in node.output[: len(node.input) - 2]:
+                    continue
+                kind, known = values[name].type.tensor_type, inside.type.tensor_type
+                if known.HasField("shape") and not kind.HasField("shape"):
+                    kind.shape.CopyFrom(known.shape)
+                    changed.add(name)
+    return changed
 
 
 def _dims(model: Any) -> Iterator[tuple[str, int, Any]]:
@@ -230,7 +254,13 @@ class _Scope:
     def __init__(self, graph: Any, path: str, outer: _Scope | None = None) -> None:
         self.path, self.outer = path, outer
         self.values = {v.name: v for v in (*graph.value_info, *graph.output, *graph.input)}
-        self.constants = {t.name: t for t in graph.initializer}
+        self.constants = {t.name: t for t in graph.initializer} | {
+            x.output[0]: a.t
+            for x in graph.node
+            if x.op_type == "Constant"
+            for a in x.attribute
+            if a.name == "value"
+        }
         self.sparse = {t.values.name: t for t in graph.sparse_initializer}
 
     def tensor(self, name: str, where: str) -> _Tensor:
