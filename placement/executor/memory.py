@@ -63,10 +63,17 @@ class Storages:
         return cls(of_tensor, of_param, np.array(num_bytes, np.int64))
 
     def param_bytes(self, graph: OpGraph, placement: NDArray[np.int32], num_devices: int) -> Ints:
-        """int64 ``[D]`` that the parameters of each device's operators take."""
+        """int64 ``[D]`` that the parameters of each device's operators take.
+
+        Gradients and optimizer state, which are in the graph only, as the graph states them.
+        """
+        known, use, at = len(self.of_param), graph.param_use, placement[graph.param_use_op]
+        real = use < known
         held = np.zeros((len(self.num_bytes), num_devices), bool)
-        held[self.of_param[graph.param_use], placement[graph.param_use_op]] = True
-        return self.num_bytes @ held
+        held[self.of_param[use[real]], at[real]] = True
+        kept = np.zeros((len(graph.param_bytes) - known, num_devices), bool)
+        kept[use[~real] - known, at[~real]] = True
+        return self.num_bytes @ held + graph.param_bytes[known:] @ kept
 
 
 def peak_bytes(
