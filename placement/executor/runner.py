@@ -22,7 +22,7 @@ from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
 from placement.executor.share import Share, compile_calls, shares
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
-from placement.program import Program, fill, split_inputs
+from placement.program import CaptureError, InputError, Program, fill, split_inputs
 from placement.schedule import Schedule
 
 
@@ -121,12 +121,13 @@ class Runner:
         """Outputs for each item of ``loader``, in order, computed in a pipeline.
 
         Each item, or what ``preprocess`` makes of it, is what ``capture`` accepts as example
-        inputs. Items are loaded by threads while the devices work on earlier ones, if that
-        pays: the time of an item and of a step are measured, and the number of ``workers`` and
-        of items loaded ahead (``prefetch``, at most ``prefetch_bytes``) chosen from them. An
-        iterable is read by one thread at a time; a list or map-style data set, and
-        ``preprocess``, are called by several at once (``workers=1`` if they cannot bear that;
-        ``workers=0`` loads in the calling thread, as the pipeline has room).
+        inputs, or a list of positional ones. Items are loaded by threads while the devices work
+        on earlier ones, if that pays: the time of an item and of a step are measured, and the
+        number of ``workers`` and of items loaded ahead (``prefetch``, at most
+        ``prefetch_bytes``) chosen from them. An iterable is read by one thread at a time; a
+        list or map-style data set, and ``preprocess``, are called by several at once
+        (``workers=1`` if they cannot bear that; ``workers=0`` loads in the calling thread, as
+        the pipeline has room).
 
         An exception of the loader is raised after the results of all micro-batches before it,
         with the micro-batch as a note. Whatever ends the stream early (an exception on either
@@ -155,7 +156,14 @@ class Runner:
             yield from self._exclusively(map(self._flatten, items), items)
 
     def _flatten(self, item: Any) -> Sequence[Tensor]:
-        args, kwargs = split_inputs(item)
+        try:
+            # Data loaders give lists where ``capture`` was given a tuple.
+            args, kwargs = split_inputs(tuple(item) if isinstance(item, list) else item)
+        except CaptureError:
+            raise InputError(
+                f"an item of the loader is a {type(item).__name__}: give a tensor, a tuple or list "
+                "(positional), a dict (keyword) or (tuple, dict)"
+            ) from None
         return self._program.flatten_inputs(args, kwargs)
 
     def stream_tensors(self, inputs: Iterable[Sequence[Tensor]]) -> Iterator[Any]:
@@ -288,9 +296,7 @@ class Runner:
         for share, device in zip(self._shares, self.cluster.devices, strict=True):
             backend = backend_for(device)
             params, gradients = self._load(share, backend.torch_device)
-            calls = compile_calls(
-                self._program, share.ops, params, gradients, backend.torch_device
-            )
+            calls = compile_calls(self._program, share.ops, params, gradients, backend.torch_device)
             order = None
             if self._schedule is not None:
                 order = _repeated(self._schedule, share.device, self.next_batch)
