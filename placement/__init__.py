@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from placement.cluster import Cluster, Device, Link
-    from placement.executor import Executor, Runner
+    from placement.executor import Executor, Runner, Trainer
     from placement.graph import OpGraph
     from placement.plan import Plan, load_plan, make_plan
     from placement.problem import Problem, Solution
@@ -31,6 +31,7 @@ _HOME = {
     "Schedule": "schedule",
     "Solution": "problem",
     "Timeline": "timeline",
+    "Trainer": "executor",
     "capture": "program",
     "load_plan": "plan",
     "make_plan": "plan",
@@ -49,6 +50,7 @@ __all__ = [
     "Schedule",
     "Solution",
     "Timeline",
+    "Trainer",
     "capture",
     "load_plan",
     "make_plan",

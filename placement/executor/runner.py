@@ -140,16 +140,18 @@ class Runner:
             RunnerError: closed, or another call or stream is using the runner.
             Exception: what the loader or an operator raised.
         """
-        items = InputPipeline(
+        items = self.load_ahead(
             loader,
             preprocess=preprocess,
             workers=workers,
             prefetch=prefetch,
             prefetch_bytes=prefetch_bytes,
-            busy_s=self._busy_s,
-            cores=self._free_cores(),
         )
         return self._stream_items(items)
+
+    def load_ahead(self, loader: Iterable[Any] | Dataset, **options: Any) -> InputPipeline:
+        """The items of ``loader``, loaded as ``stream`` does with these options."""
+        return InputPipeline(loader, busy_s=self._busy_s, cores=self._free_cores(), **options)
 
     def _stream_items(self, items: InputPipeline) -> Iterator[Any]:
         with items:
@@ -188,7 +190,7 @@ class Runner:
             clean = True
         finally:
             if not clean:
-                self._stop()
+                self.stop()
             self._busy.release()
 
     def _stream(
@@ -349,11 +351,12 @@ class Runner:
         while left:
             message = self._results.get()
             if isinstance(message, Failure):
-                self._stop()
+                self.stop()
                 self._raise(message)
             left.discard(message[2])
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End the workers, and what they have begun; the next call starts them again."""
         if self._finalizer is not None:
             self._finalizer()
         self.workers = []
@@ -361,7 +364,7 @@ class Runner:
     def close(self) -> None:
         """End the workers; the runner cannot be used afterwards. Idempotent."""
         self._closed = True
-        self._stop()
+        self.stop()
         self.loaded.clear()
         self.gradients.clear()
 

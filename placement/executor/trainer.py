@@ -7,7 +7,8 @@ the same time, with an optimizer of the caller's class and settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from placement.cluster import Cluster
+from placement.executor.loader import PREFETCH_BYTES, Dataset
 from placement.executor.runner import Runner, RunnerError
 from placement.graph import OpGraph
 from placement.problem import Problem
@@ -105,34 +107,74 @@ class Trainer:
         """One optimizer step on the mean gradient of ``microbatches``; their losses, ``[M]``.
 
         Each is what the graph was captured with as example inputs (with a loss function: a pair
-        of inputs and target).
+        of inputs and target), taken from the iterable as the pipeline has room.
 
         Raises:
             InputError: a micro-batch unlike the example.
-            RunnerError: none given, or not as many as the schedule has.
-            Exception: what an operator or the iterable raised; gradients are forgotten.
+            RunnerError: none given, or fewer than the schedule has.
+            Exception: what an operator or the iterable raised; the gradients are forgotten.
         """
         losses = self.accumulate(microbatches)
         self.update()
         return losses
 
-    def accumulate(self, microbatches: Iterable[Any]) -> Tensor:
-        """Forward and backward of ``microbatches`` without an update; their losses, ``[M]``."""
-        flat = [flatten_example(self._program, item) for item in microbatches]
-        if self._schedule is not None and len(flat) != self._schedule.num_microbatches:
+    def train(
+        self,
+        loader: Iterable[Any] | Dataset,
+        num_microbatches: int,
+        *,
+        preprocess: Callable[[Any], Any] | None = None,
+        workers: int | None = None,
+        prefetch: int | None = None,
+        prefetch_bytes: int = PREFETCH_BYTES,
+    ) -> Iterator[Tensor]:
+        """A step for every ``num_microbatches`` items of ``loader``; the losses of each, ``[M]``.
+
+        Items are loaded as ``Runner.stream`` does, also for the next step while one runs. The
+        last step may have fewer; with a schedule such a rest is left out.
+        """
+        if num_microbatches < 1:
+            raise RunnerError(f"num_microbatches = {num_microbatches}, must be at least 1")
+        if self._schedule is not None and num_microbatches != self._schedule.num_microbatches:
             raise RunnerError(
-                f"{len(flat)} micro-batches given, the schedule is for "
+                f"num_microbatches = {num_microbatches}, but the schedule is for "
                 f"{self._schedule.num_microbatches}"
             )
-        if not flat:
-            raise RunnerError("a step needs at least one micro-batch")
+        items = self.runner.load_ahead(
+            loader,
+            preprocess=preprocess,
+            workers=workers,
+            prefetch=prefetch,
+            prefetch_bytes=prefetch_bytes,
+        )
+        with items:
+            for first in items:
+                step: Iterable[Any] = chain([first], islice(items, num_microbatches - 1))
+                if self._schedule is not None:
+                    step = whole = list(step)
+                    if len(whole) < num_microbatches:
+                        return
+                yield self.step(step)
+
+    def accumulate(self, microbatches: Iterable[Any]) -> Tensor:
+        """Forward and backward of ``microbatches`` without an update; their losses, ``[M]``."""
+        needed = None if self._schedule is None else self._schedule.num_microbatches
+        flat = (flatten_example(self._program, x) for x in islice(microbatches, needed))
+        losses = []
         try:
-            losses = list(self.runner.stream_tensors(flat))
+            for loss in self.runner.stream_tensors(flat):
+                losses.append(loss.detach().clone())
+            if len(losses) < (needed or 1):
+                # The workers wait for the rest of the schedule.
+                self.runner.stop()
+                raise RunnerError(
+                    f"{len(losses)} micro-batches given, a step needs {needed or 'at least 1'}"
+                )
         except BaseException:
             self.zero_gradients()
             raise
         self._num_added += len(losses)
-        return torch.stack([x.detach().clone() for x in losses])
+        return torch.stack(losses)
 
     def gradients(self) -> dict[str, Tensor]:
         """The mean of what was accumulated since the last update, by parameter, in host memory."""
