@@ -269,26 +269,28 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("workers", [None, 1])
-def test_memory_is_flat_over_many_micro_batches(workers):
-    """20,000 here; ``python -m experiments.input_pipeline --flat`` streams 100,000."""
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "placement, workers, count",
+    [([0, 0], None, 100_000), ([0, 1], None, 10_000), ([0, 1], 1, 10_000)],
+)
+def test_memory_is_flat_over_many_micro_batches(placement, workers, count):
     graph = capture(*tiny.tiny_mlp(batch=1, width=4, layers=1))
-    items = [torch.zeros(1, 4)] * 5
-    with Runner(graph, CLUSTER, [0, 1], max_in_flight=8) as r:
+    item = torch.zeros(1, 4)
+    with Runner(graph, CLUSTER, placement, max_in_flight=64) as r:
 
-        def stream(times: int) -> None:
-            for _ in r.stream((x for _ in range(times) for x in items), workers=workers):
-                pass
+        def stream(count: int) -> None:
+            done = sum(1 for _ in r.stream((item for _ in range(count)), workers=workers))
+            assert done == count
             gc.collect()
 
-        stream(400)  # 2,000
+        stream(2000)
         before = resident_bytes()
         tracemalloc.start()
-        stream(40)
+        stream(500)
         traced = tracemalloc.get_traced_memory()[0]
-        stream(40)
-        assert tracemalloc.get_traced_memory()[0] - traced < 20_000
+        stream(500)
+        assert tracemalloc.get_traced_memory()[0] - traced < 20_000  # 40 bytes each would show
         tracemalloc.stop()
-        stream(2000 if workers is None else 400)
+        stream(count - 3000)
         assert resident_bytes() - before < 8 * 2**20
