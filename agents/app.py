@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,14 +98,29 @@ def with_lists(argv: Sequence[str]) -> list[str]:
     """``workload=glob(tiny_*)`` as ``workload=[tiny_cnn,tiny_mlp,...]``, and planners alike.
 
     To Hydra a glob is a sweep, one job per choice, which is what it stays after ``-m``. Without,
-    it means one job, and one table, of all of them: of all that ``conf/`` holds.
+    it means one job, and one table, of all of them: of all that ``conf/`` holds. Problem files
+    among the workloads move to ``files``: ``workload=[resnet50,bert24.json]`` becomes
+    ``workload=[resnet50]`` and ``files=["bert24.json"]``.
 
     Raises:
         AppError: a glob that nothing matches.
     """
+    argv = [word for arg in argv for word in _without_files(arg)]
     if any(arg in ("-m", "--multirun", "hydra.mode=MULTIRUN") for arg in argv):
         return list(argv)
     return [_listed(arg) if re.match(r"\w+=glob\(", arg) else arg for arg in argv]
+
+
+def _without_files(arg: str) -> list[str]:
+    if not arg.startswith("workload="):
+        return [arg]
+    value = OverridesParser.create().parse_override(arg).value()
+    items = value if isinstance(value, list) else [value]
+    files = [x for x in items if isinstance(x, str) and (Path(x).suffix or Path(x).is_file())]
+    if not files:
+        return [arg]
+    others = ",".join(str(x) for x in items if x not in files)
+    return [f"workload=[{others}]", f"files={json.dumps(files, ensure_ascii=False)}"]
 
 
 def _listed(arg: str) -> str:
@@ -211,19 +226,62 @@ def _versions() -> str:
 def make_problems(job: Job) -> dict[str, Problem]:
     """Every workload of the configuration, captured and measured (once: profiles are reused).
 
-    ``<folder>/<workload>/profile.npz`` is a copy of what was used.
+    Then every problem of ``files``: they have devices and times of their own, and cannot be
+    run. ``<folder>/<workload>/profile.npz`` is a copy of what was used.
 
     Raises:
         AppError: no workload, or a cluster that must run and cannot.
-        WorkloadError, CaptureError, ClusterError, ProfileError, ProblemError: see the message.
+        WorkloadError, CaptureError, ClusterError, ProfileError, ProblemError, FormatError: see
+            the message.
     """
+    problems = _measured_problems(job) if job.cfg.get("workload") else {}
+    for name, problem in _imported_problems(job.cfg).items():
+        if name in problems:
+            raise AppError(_NAMED_TWICE.format(name=name))
+        problem.profile.save(job.folder / name / "profile.npz")
+        problems[name] = problem
+    if not problems:
+        raise AppError("no workload: add e.g. workload=resnet50 or 'workload=[problem.json]'")
+    return problems
+
+
+_NAMED_TWICE = (
+    "two workloads are called {name!r}; give a file another name: "
+    "'files=[{{path: FILE, name: NAME}}]'"
+)
+
+
+def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
+    from placement import importers
+
+    problems: dict[str, Problem] = {}
+    for node in cfg.get("files") or []:
+        options: Any = {"path": node}
+        if not isinstance(node, str):
+            options = OmegaConf.to_container(node) if isinstance(node, DictConfig) else {}
+        known = {"path", "name", *(importers.load.__kwdefaults__ or {})} - {"objective", "cluster"}
+        if "path" not in options or not set(options) <= known:
+            raise AppError(f"files: {node} must be a path, or have path and any of {sorted(known)}")
+        name = str(options.pop("name", Path(options["path"]).stem))
+        if name in problems:
+            raise AppError(_NAMED_TWICE.format(name=name))
+        try:
+            problem = importers.load(options.pop("path"), objective=cfg.objective, **options)
+        except TypeError as error:
+            raise AppError(f"files: {node}: a value is of the wrong type: {error}") from error
+        cli.say_if_predicted(name, problem)
+        problems[name] = replace(
+            problem, num_microbatches=cfg.num_microbatches, max_in_flight=cfg.max_in_flight
+        )
+    return problems
+
+
+def _measured_problems(job: Job) -> dict[str, Problem]:
     from placement.measure import load_or_measure
     from placement.problem import Problem
     from placement.program import capture
 
     cfg = job.cfg
-    if not cfg.get("workload"):
-        raise AppError("no workload: add e.g. workload=resnet50")
     cluster = instantiate(cfg.cluster)
     described = [d.name for d in cluster.devices if d.like is not None]
     if described and cfg.get("execute"):
@@ -303,7 +361,7 @@ def save_best(
             solution,
             planner=best.planner,
             parameters=_parameters(job.cfg, planners.get(best.planner), best.seed),
-            workload=job.cfg.workload[name].get("spec"),
+            workload=_spec(job.cfg, name),
             measured=_measured(best),
         )
         plan.save(folder / "plan.json")
@@ -337,6 +395,12 @@ def save_curves(job: Job, comparison: Comparison) -> None:
         cli.say(f"no curves: {error}")
     else:
         job.mirror.image("curves", path)
+
+
+def _spec(cfg: DictConfig, workload: str) -> str | None:
+    """How ``placement.workloads.load`` finds it; None if it came from a file."""
+    node = (cfg.get("workload") or {}).get(workload)
+    return None if node is None else node.get("spec")
 
 
 def _parameters(cfg: DictConfig, planner: Planner | None, seed: int | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
@@ -19,6 +20,9 @@ from agents.app import (
     seeds_of,
 )
 
+if TYPE_CHECKING:
+    from placement.problem import Problem
+
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="compare")
 def app(cfg: DictConfig) -> float:
@@ -26,6 +30,9 @@ def app(cfg: DictConfig) -> float:
     from placement.compare import compare
     from placement.executor import Executor
     from placement.report import table
+
+    def executor(problem: Problem) -> Executor | None:
+        return None if problem.graph.program is None else Executor(problem)
 
     if not cfg.get("planner"):
         raise AppError("no planner: add e.g. planner=heft")
@@ -37,7 +44,7 @@ def app(cfg: DictConfig) -> float:
             planners,
             seeds_of(cfg),
             out_dir=run.folder,
-            executor=Executor if cfg.execute else None,
+            executor=executor if cfg.execute else None,
             rounds=cfg.rounds,
             seconds=cfg.seconds,
             evaluations=cfg.evaluations,

@@ -235,7 +235,7 @@ def compare(
     seeds: Sequence[int] = (0,),
     *,
     out_dir: str | Path,
-    executor: Callable[[Problem], Runtime] | None = None,
+    executor: Callable[[Problem], Runtime | None] | None = None,
     rounds: int = 5,
     seconds: float | None = None,
     evaluations: int | None = None,
@@ -249,9 +249,9 @@ def compare(
     ``compare.md`` are written after every workload.
 
     Args:
-        executor: makes the runtime of a problem (``placement.executor.Executor``); None: only
-            predict. All placements of a workload take turns, ``rounds`` times; equal ones share
-            one measurement.
+        executor: makes the runtime of a problem (``placement.executor.Executor``), or None for
+            one that cannot be run; None: only predict. All placements of a workload take turns,
+            ``rounds`` times; equal ones share one measurement.
         seconds, evaluations: budget of every planner that has such a field; None leaves its own.
 
     Raises:
@@ -359,7 +359,7 @@ def _measure(
     workload: str,
     problem: Problem,
     placements: Mapping[str, Placement],
-    executor: Callable[[Problem], Runtime],
+    executor: Callable[[Problem], Runtime | None],
     rounds: int,
     folder: Path,
     say: Progress,
@@ -382,6 +382,8 @@ def _measure(
                 continue
             say(f"{workload}: round {r + 1} of {rounds}, placement {number} of {len(todo)}")
             runtime = runtime or executor(problem)
+            if runtime is None:
+                return {}
             alone = runtime.run(placement, num_microbatches=LATENCY_RUNS, max_in_flight=1)
             pipelined = runtime.run(placement, num_microbatches=problem.num_microbatches)
             samples[name]["latency_s"].append(float(np.median(alone.span_s)))

@@ -300,6 +300,62 @@ def test_a_run_folder_without_permission(
     assert f"cannot use {locked}/out: Permission denied" in capsys.readouterr().err
 
 
+CHAIN = """{"problem_version": 1, "model": "chain", "objective": "max_load",
+ "cluster": {"name": "two", "devices": [{"name": "x"}, {"name": "y"}]},
+ "operators": [{"name": "a", "compute_s": [3, 4]}, {"name": "b", "compute_s": [3, 2]}],
+ "tensors": [{"producer": "a", "bytes": 8, "consumers": ["b"]}]}"""
+GRAPH_TXT = """\
+n1 -- Conv -- forward_compute_time=2, backward_compute_time=0, activation_size=9, parameter_size=0
+n2 -- Conv -- forward_compute_time=2, backward_compute_time=0, activation_size=9, parameter_size=0
+\tn1 -- n2
+"""
+
+
+def test_files_among_workloads_move_to_files() -> None:
+    words = ["seed=0,1", "workload=[tiny_mlp,/data/a b.json,x.onnx]"]
+    moved = ["seed=0,1", "workload=[tiny_mlp]", 'files=["/data/a b.json", "x.onnx"]']
+    assert with_lists(words) == moved
+    assert with_lists(["-m", *words]) == ["-m", *moved]
+    assert with_lists(["workload=graph.txt"]) == ["workload=[]", 'files=["graph.txt"]']
+    for word in ("workload=[tiny_mlp,tiny_cnn]", "workload=tiny_mlp,tiny_cnn", "planner=x.json"):
+        assert with_lists([word]) == [word]
+
+
+def test_problem_files_are_workloads(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my chain.json").write_text(CHAIN)
+    (tmp_path / "graph.txt").write_text(GRAPH_TXT)
+    words = ["planner=heft", "repeats=1", "rounds=1", "tracker=none"]
+    # A file beside a model that is run: both in one table, and only the model is measured.
+    both = "workload=[tiny_mlp,'my chain.json']"
+    assert run("compare", both, *words, "hydra.run.dir=out") == 0
+    rows = {(r["workload"], r["planner"]): r for r in rows_of(tmp_path / "out")}
+    assert float(rows["my chain", "heft"]["period_s"]) == pytest.approx(3.0)
+    assert float(rows["my chain", "single:y"]["period_s"]) == pytest.approx(6.0)
+    assert not rows["my chain", "heft"]["measured_period_s"]
+    assert float(rows["tiny_mlp", "heft"]["measured_period_s"]) > 0
+    plan = json.loads((tmp_path / "out" / "my chain" / "plan.json").read_text())
+    assert plan["graph"]["workload"] is None and plan["objective"] == "period"
+    # Files alone, with options.
+    files = "files=[{path: graph.txt, name: two, devices: 2, mode: inference}]"
+    assert run("compare", "workload=[]", files, *words, "hydra.run.dir=two") == 0
+    assert {(r["workload"], r["num_ops"], r["num_devices"]) for r in rows_of(tmp_path / "two")} == {
+        ("two", "2", "2")
+    }
+    capsys.readouterr()
+    for given, message in (
+        (["workload=[graph.txt,none.json]"], "none.json: cannot be read"),
+        (["workload=[graph.txt]", "files=[graph.txt,graph.txt]"], "two workloads are called"),
+        (["workload=[]", "files=[{path: graph.txt, device: 2}]"], "any of ['bandwidth'"),
+        (["workload=[]", "files=[{path: graph.txt, devices: two}]"], "of the wrong type"),
+        (["workload=[]", "files=[3]"], "files: 3 must be a path"),
+        (["workload=[]"], "no workload: add e.g."),
+    ):
+        assert run("compare", *given, *words, "hydra.run.dir=wrong") == 2
+        assert message in capsys.readouterr().err
+
+
 def test_described_devices_cannot_run(
     run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
