@@ -41,7 +41,7 @@ class Profile:
         workspace_bytes: int64 ``[N]`` memory an operator needs only while it runs.
         predicted: bool ``[N, D]`` entries that were predicted, not measured.
         graph_fingerprint: of the measured graph.
-        provenance: when, where, versions, repeats.
+        provenance: when, where, versions, repeats, ``order``.
     """
 
     device_names: tuple[str, ...]
@@ -68,6 +68,14 @@ class Profile:
         stuck = np.flatnonzero(np.isinf(self.compute_s).all(axis=1))
         if len(stuck):
             raise ProfileError(f"operator {int(stuck[0])} can run on no device of the profile")
+
+    @property
+    def order(self) -> str:
+        """In which order the operators ran, and will: ``"rank"`` or ``"reuse"``.
+
+        See ``Problem.priority``.
+        """
+        return str(self.provenance.get("order", "rank"))
 
     def for_cluster(self, cluster: Cluster) -> Profile:
         """This profile with the columns of ``cluster``, in its order.

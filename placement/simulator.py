@@ -3,8 +3,9 @@
 **Meaning** (``simulate_reference`` is the executable definition; the kernel equals it).
 
 * A device is a serial worker. A free device takes, among the (operator, micro-batch) whose
-  inputs have arrived, the smallest micro-batch, then the highest upward rank, then the
-  smallest operator number; with a ``Schedule`` it takes the next entry of its order.
+  inputs have arrived, the smallest micro-batch, then the first by ``Problem.priority`` (upward
+  rank, unless the profile was measured in another order); with a ``Schedule`` it takes the
+  next entry of its order.
 * A tensor is sent once per (micro-batch, destination device). It is queued on the channel of
   its device pair when its producer ends and leaves when the channel is free. Tensors of one
   producer are queued by tensor number, then by first consumer. A blocking link keeps the

@@ -29,7 +29,7 @@ class Heft:
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
         schedule = ListSchedule(problem)
-        for op in np.argsort(problem.priority):
+        for op in np.argsort(problem.rank_position):
             schedule.place_earliest(int(op))
         search.costs(schedule.choice)
         return search.solution(makespan_s=schedule.makespan_s)
