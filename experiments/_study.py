@@ -315,16 +315,14 @@ def command_line(module: str, argv: Sequence[str] | None) -> str:
     return " ".join(["python -m", module, *(sys.argv[1:] if argv is None else argv)])
 
 
-def parser(doc: str, name: str) -> argparse.ArgumentParser:
-    """With the options that every study has."""
-    made = argparse.ArgumentParser(description=doc.splitlines()[0])
-    made.add_argument("--data", type=Path, default=DATA, help="folder of the public workloads")
-    made.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    made.add_argument(
-        "--work", type=Path, default=ROOT / "runs" / name, help="what is finished; to continue"
+def common_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """The options that every study has."""
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the public workloads")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "runs" / name, help="what is finished, to continue"
     )
-    made.add_argument("--fresh", action="store_true", help="forget what is finished")
-    return made
+    parser.add_argument("--fresh", action="store_true", help="forget what is finished")
 
 
 def launch(study: Callable[[], None]) -> int:

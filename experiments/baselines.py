@@ -20,7 +20,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -45,6 +45,7 @@ NEEDS_A_FILE = ("expert",)
 TIES = 1 + 1e-6  # values this close are equal
 MEMORY_BYTES = 2**40  # of a PipeDream device: never binds
 BANDWIDTH = 12e9  # bytes per second between them
+IN_FLIGHT = 8  # micro-batches, two per device: with fewer, forward and backward wait in turns
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,10 @@ def problems(data: Path, patterns: Sequence[str]) -> dict[str, Problem]:
         if not wanted(name):
             continue
         if name.startswith("pipedream/"):
-            found[name] = importers.load(
+            problem = importers.load(
                 file, devices=4, bandwidth=BANDWIDTH, memory=MEMORY_BYTES, mode="training"
             )
+            found[name] = replace(problem, max_in_flight=IN_FLIGHT)
         elif name.startswith("dnn_partitioning/latency/"):
             found[name] = importers.load(file, objective="piecewise_latency")
         else:
@@ -306,7 +308,8 @@ def notes(rows: Sequence[Row]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
-    parser = _study.parser(__doc__ or "", "baselines")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    _study.common_options(parser, "baselines")
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names of problems")
     parser.add_argument("--seconds", type=float, default=2.0, help="budget of every planner")
     parser.add_argument("--seeds", type=int, default=3, help="of planners that draw")
@@ -358,6 +361,8 @@ over {options.seeds} seeds and then over all problems, with a bootstrap 95 % int
 problems. A run without an answer counts as the best single device (where none fits, as the worst
 answer). "Fell back": it answered, but said that it could not do what it is for; the texts are
 below. Planners without a random draw run once. Every run has one core and a process of its own.
+PipeDream files: training on four devices, 12e9 bytes/s between any two, memory that never binds,
+{IN_FLIGHT} micro-batches in flight.
 
 {table}
 ![Best value so far over time](baselines.png)
