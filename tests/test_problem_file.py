@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,12 @@ from test_importers import DNN, MOIRAI, PIPEDREAM, change
 
 from placement import cli
 from placement.__main__ import main
+from placement.cluster import Cluster, Device, Link
 from placement.compare import problem_fingerprint
+from placement.graph import OpGraph
 from placement.importers import FormatError, load, save
 from placement.problem import OBJECTIVES, Problem, lower_bounds
+from placement.profile import Profile
 from placement.simulator import evaluate, score
 from placement.workloads import synthetic
 
@@ -65,6 +68,7 @@ def check_same(problem: Problem, again: Problem, seed: int = 0) -> None:
     assert again.cluster.fingerprint == problem.cluster.fingerprint
     assert problem_fingerprint(again) == problem_fingerprint(problem)
     np.testing.assert_array_equal(again.profile.spread_s, problem.profile.spread_s)
+    np.testing.assert_array_equal(again.priority, problem.priority)
     assert again.profile.provenance == problem.profile.provenance
     placements = np.array([random_placement(problem, seed + k) for k in range(4)])
     before, after = evaluate(problem, placements), evaluate(again, placements)
@@ -99,6 +103,41 @@ def resaved(problem: Problem, folder: Path) -> Problem:
     return load(folder / "again.json")
 
 
+def test_no_field_is_forgotten() -> None:
+    """A new field of these classes must be saved too; devices and links bring theirs along."""
+    names = {kind: {f.name for f in fields(kind)} for kind in (Problem, OpGraph, Profile, Cluster)}
+    assert names[Problem] == {
+        "graph", "cluster", "profile", "objective", "num_microbatches", "max_in_flight",
+    }  # fmt: skip
+    assert names[OpGraph] == {
+        "name", "op_name", "op_kind", "op_module", "op_signature", "tensor_src", "tensor_bytes",
+        "tensor_root", "use_tensor", "use_dst", "param_bytes", "param_use_op", "param_use",
+        "group", "is_backward", "output_tensor", "program",
+    }  # fmt: skip
+    assert names[Profile] == {
+        "device_names", "compute_s", "spread_s", "links", "loaded_s", "transfer_s", "io_s",
+        "workspace_bytes", "predicted", "graph_fingerprint", "provenance",
+    }  # fmt: skip
+    assert names[Cluster] == {"name", "devices", "links"}
+
+
+def test_every_field_of_devices_and_links(tmp_path: Path) -> None:
+    data = copy.deepcopy(SMALL)
+    device = {
+        "name": "x", "kind": "cuda", "cores": [0, 2], "threads": 3, "memory_bytes": 2**62,
+        "busy_w": 200, "idle_w": 10.5, "like": "cuda:0", "speed": 2, "model": "m",
+    }  # fmt: skip
+    link = {
+        "src": "y", "dst": "x", "latency_s": 1e-300, "bandwidth_bytes_per_s": "inf",
+        "blocking": True, "channel": "bus",
+    }  # fmt: skip
+    data["cluster"]["devices"][0], data["links"] = device, [link]
+    problem = load(written(tmp_path, data))
+    assert problem.cluster.devices[0] == Device(**device | {"cores": (0, 2)})
+    assert problem.profile.links == (Link(**link | {"bandwidth_bytes_per_s": np.inf}),)
+    check_same(problem, resaved(problem, tmp_path))
+
+
 def test_rows_that_only_some_operators_have(tmp_path: Path) -> None:
     data = change(SMALL, "operators", 0, "loaded_s", value=[3, 4])
     data["operators"][1] |= {"spread_s": [0.1, 0], "predicted": [True, False]}
@@ -120,8 +159,6 @@ def test_rows_that_only_some_operators_have(tmp_path: Path) -> None:
 def test_what_is_saved_is_loaded(
     tmp_path_factory: pytest.TempPathFactory, problem: Problem, objective: Any, predicted: bool
 ) -> None:
-    from dataclasses import replace
-
     if predicted:
         marks = problem.compute_s > np.median(problem.compute_s)
         profile = replace(
@@ -291,9 +328,6 @@ def test_plan_takes_either_file(
 def test_import_of_a_workload(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from placement.cluster import Cluster
-    from placement.profile import Profile
-
     def made_up(graph: Any, cluster: Cluster, **_: Any) -> Profile:
         shape = (graph.num_ops, cluster.num_devices)
         return Profile(cluster.device_names, np.full(shape, 1e-3), np.zeros(shape))
@@ -326,6 +360,5 @@ def test_what_a_wrong_command_says(
 
 
 def test_options_of_files_are_not_for_workloads(capsys: pytest.CaptureFixture[str]) -> None:
-    check: Callable[..., int] = main
-    assert check(["import", "tiny_mlp", "--dim", "batch=1", "--out", "out.json"]) == 2
+    assert main(["import", "tiny_mlp", "--dim", "batch=1", "--out", "out.json"]) == 2
     assert "--dim is for problem files; 'tiny_mlp' is none" in capsys.readouterr().err
