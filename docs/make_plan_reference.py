@@ -64,7 +64,10 @@ MEANINGS = {
     "name: `names`, `operators`, `structure`, `tensors`, `parameters`, `colocation`, `backward`.",
     "GraphInfo.workload": "How the model is found: a shipped name, or `package.module:function`. "
     "A function of yours is not called because a file names it; give it with `--model`.",
-    "GraphInfo.input_spec": "Shapes, dtypes and constants of the inputs.",
+    "GraphInfo.input_spec": "Shapes, dtypes and constants of the inputs; in training with a loss "
+    "function, `target` among the keyword arguments is what it compares with.",
+    "GraphInfo.mode": "`inference`, or `training`: forward, backward and gradients of a micro-batch.",
+    "GraphInfo.optimizer": "In training: the class of `torch.optim` whose state counts as memory.",
     "ClusterInfo.name": "For people.",
     "ClusterInfo.fingerprint": "Hash of the devices and the declared links.",
     "ClusterInfo.devices": "In the order of device numbers.",

@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -33,7 +33,7 @@ from placement.ownership import DISTRIBUTION
 from placement.problem import Objective, Placement, Problem, Solution, lower_bounds
 
 if TYPE_CHECKING:
-    from placement.executor import Runner
+    from placement.executor import Runner, Trainer
     from placement.schedule import Schedule
 
 SCHEMA_VERSION = 1
@@ -77,7 +77,10 @@ class PlannerInfo(_Strict):
 
 
 class GraphInfo(_Strict):
-    """The model: ``fingerprint`` of the whole, ``parts`` of what it consists of."""
+    """The model: ``fingerprint`` of the whole, ``parts`` of what it consists of.
+
+    ``optimizer`` is the class of ``torch.optim`` whose state counts as memory in training.
+    """
 
     name: Name
     fingerprint: Hash
@@ -85,6 +88,8 @@ class GraphInfo(_Strict):
     parts: dict[Name, Hash]
     workload: Name | None = None
     input_spec: dict[str, JsonValue] | None = None
+    mode: Literal["inference", "training"] = "inference"
+    optimizer: Name | None = None
 
 
 class DeviceInfo(_Strict):
@@ -360,17 +365,12 @@ class Plan(_Strict):
         from placement.executor import Runner
         from placement.program import capture, inputs_from_spec
 
-        missing = self.missing_devices()
-        if missing:
+        if self.graph.mode == "training":
             raise PlanMismatch(
-                f"this machine cannot run the plan: {'; '.join(missing)}. Plan for this machine: "
-                f"placement plan {self.graph.workload or 'WORKLOAD'}"
+                "the plan is for training: bind_training(module, optimizer, loss=...)"
             )
-        if example_inputs is None:
-            if self.graph.input_spec is None:
-                raise PlanError("the plan has no input shapes: give bind(module, example_inputs)")
-            example_inputs = inputs_from_spec(self.graph.input_spec)
-        graph, cluster = capture(module, example_inputs), self.cluster.build()
+        example = self._example(example_inputs, inputs_from_spec)
+        graph, cluster = capture(module, example), self.cluster.build()
         return Runner(
             graph,
             cluster,
@@ -379,6 +379,67 @@ class Plan(_Strict):
             priority=self.priority,
             record=record,
         )
+
+    def bind_training(
+        self,
+        module: Any,
+        optimizer: Any,
+        example_inputs: Any = None,
+        *,
+        loss: Callable[..., Any] | None = None,
+        colocate_backward: bool = True,
+        record: bool = False,
+    ) -> Trainer:
+        """``module`` on the devices of the plan, to be trained by ``optimizer``.
+
+        ``loss`` and ``colocate_backward`` as for ``placement.capture``; otherwise as ``bind``.
+        An order of the plan is followed: steps then take exactly its micro-batches.
+
+        Raises:
+            PlanMismatch: another module, loss or optimizer than the plan's, or this machine lacks
+                a device.
+            CaptureError: the module cannot be captured.
+        """
+        from placement.executor import Trainer
+        from placement.program import capture
+        from placement.training import example_from_spec
+
+        if self.graph.mode != "training":
+            raise PlanMismatch(
+                "the plan is for inference: bind(module), or plan again from "
+                "capture(module, inputs, mode='training')"
+            )
+        graph = capture(
+            module,
+            self._example(example_inputs, example_from_spec),
+            mode="training",
+            loss=loss,
+            optimizer=optimizer,
+            colocate_backward=colocate_backward,
+        )
+        cluster = self.cluster.build()
+        return Trainer(
+            graph,
+            cluster,
+            self.placement(graph, cluster),
+            optimizer,
+            max_in_flight=self.max_in_flight,
+            priority=self.priority,
+            schedule=self.schedule(graph),
+            record=record,
+        )
+
+    def _example(self, given: Any, from_spec: Callable[[Any], Any]) -> Any:
+        """Inputs to capture with, on a machine that can run the plan."""
+        missing = self.missing_devices()
+        if missing:
+            raise PlanMismatch(
+                f"this machine cannot run the plan: {'; '.join(missing)}. Plan for this machine: "
+                f"placement plan {self.graph.workload or 'WORKLOAD'}"
+            )
+        if given is None and self.graph.input_spec is None:
+            raise PlanError("the plan has no input shapes: give bind(module, example_inputs)")
+        return from_spec(self.graph.input_spec) if given is None else given
 
     def schedule(self, graph: OpGraph) -> Schedule | None:
         """The order, if the plan has one, with operators by number in ``graph``."""
@@ -513,6 +574,8 @@ def make_plan(
                 parts=graph_parts(graph),
                 workload=workload,
                 input_spec=input_spec,
+                mode="training" if graph.is_backward.any() else "inference",
+                optimizer=None if graph.program is None else graph.program.optimizer,
             ),
             cluster=ClusterInfo.of(problem),
             objective=problem.objective,

@@ -114,6 +114,8 @@ class Program:
             the program adds them up over the micro-batches.
         new_buffers: (buffer, graph tensor that is its new value), e.g. a running mean; written
             back before the next micro-batch reads the buffer.
+        optimizer: class of the optimizer whose state the graph counts as memory.
+        is_random: of a training step, whether operators draw random numbers (dropout).
     """
 
     steps: tuple[Step, ...]
@@ -130,6 +132,8 @@ class Program:
     out_tree: Any
     gradients: tuple[tuple[int, int], ...] = ()
     new_buffers: tuple[tuple[int, int], ...] = ()
+    optimizer: str | None = None
+    is_random: bool = False
 
     @property
     def example_tensors(self) -> tuple[Tensor, ...]:

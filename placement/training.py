@@ -40,6 +40,7 @@ from placement.program import (
     export,
     first_line,
     input_spec,
+    inputs_from_spec,
     module_path,
     quiet,
     signature_of,
@@ -119,6 +120,8 @@ def capture_training(
         out_tree=pytree.tree_structure(0),
         gradients=tuple(builder.gradients),
         new_buffers=tuple(builder.new_buffers),
+        optimizer=None if optimizer is None else type(optimizer).__name__,
+        is_random=any(_draws(node) for node in joint.kernels),
     )
     # A gradient accumulator and the optimizer's state live where the gradient is added up.
     sizes = [p.numel() * p.element_size() for p in builder.params]
@@ -170,6 +173,49 @@ def flatten_example(program: Program, example: Any) -> list[Tensor]:
     inputs, target = split_example(example)
     args, kwargs = split_inputs(inputs)
     return program.flatten_inputs(args, {**kwargs, TARGET: target})
+
+
+def example_from_spec(spec: Mapping[str, Any]) -> Any:
+    """An example like the one whose ``Program.input_spec`` is given; a pair if it has a target.
+
+    Raises:
+        InputError: the specification is damaged.
+    """
+    args, kwargs = inputs_from_spec(spec)
+    if TARGET not in kwargs:
+        return args, kwargs
+    target = kwargs.pop(TARGET)
+    return (args, kwargs), target
+
+
+def plain_step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    microbatches: Sequence[Any],
+    loss: Callable[..., Any] | None,
+) -> Tensor:
+    """What a step means: plain PyTorch on the same micro-batches; their losses, ``[M]``."""
+    losses = []
+    for example in microbatches:
+        inputs, target = split_example(example) if loss else (example, None)
+        args, kwargs = split_inputs(inputs)
+        outputs = module(*args, **kwargs)
+        value = loss_of(loss(outputs, target) if loss else outputs)
+        (value / len(microbatches)).backward()
+        losses.append(value.detach())
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def mean_of_outputs(outputs: Any, target: Any = None) -> Tensor:
+    """The mean of all floating-point outputs: a stand-in where only the work counts, not what
+    is learned."""
+    found = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+    found = [x.mean() for x in found if x.is_floating_point()]
+    if not found:
+        raise CaptureError("the module has no floating-point output to make a loss of")
+    return torch.stack(found).mean()
 
 
 def state_bytes(optimizer: torch.optim.Optimizer | None, param: Tensor) -> int:
@@ -347,7 +393,7 @@ def _trace(
         ]
         operands += [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         values = _Forward(exported.graph_module, recorder, calls, set()).run(*operands)
-        loss = _loss_of(pytree.tree_unflatten(values, exported.call_spec.out_spec))
+        loss = loss_of(pytree.tree_unflatten(values, exported.call_spec.out_spec))
         recorder.switch((len(calls) - 1, True))
         found = torch.autograd.grad(loss, [given[i] for i in trainable], allow_unused=True)
         with_gradient.extend(i for i, g in zip(trainable, found, strict=True) if g is not None)
@@ -435,7 +481,7 @@ def _parameters(exported: Any, module: nn.Module) -> tuple[list[Tensor], list[st
     return params, param_names, param_at
 
 
-def _loss_of(outputs: Any) -> Tensor:
+def loss_of(outputs: Any) -> Tensor:
     """The loss among what the module, or the loss function, returned."""
     found = outputs
     if isinstance(outputs, Mapping):
@@ -469,6 +515,20 @@ def _is_view(node: fx.Node) -> bool:
     if node.target is _aten._unsafe_view.default:
         return True
     return any(r.alias_info is not None for r in node.target._schema.returns)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a kernel draws random numbers."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":  # attention is tagged whether it drops or not
+            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return bool(given)
+    return True
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -6,6 +6,7 @@ Data goes to standard output, everything else to standard error. A verb's file h
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from placement.problem import Problem
 
 WIDTH = 80
+OPTIMIZER = "AdamW"
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 Progress = Callable[[str, float | None], None]  # (what is being done, share done or None)
@@ -88,24 +90,78 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
     yield write
 
 
+def _search_here(spec: str) -> None:
+    if ":" in spec and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: it must not hide installed packages
+
+
 def load_workload(spec: str) -> tuple[Any, Any]:
     """``(module, inputs)`` of a shipped workload or of the user's ``package.module:function``."""
     from placement import workloads
 
-    if ":" in spec and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: it must not hide installed packages
+    _search_here(spec)
     loaded: tuple[Any, Any] = workloads.load(spec)
     return loaded
 
 
-def capture_workload(spec: str, report: Progress) -> OpGraph:
-    """The graph of a workload, named after it."""
+def capture_workload(
+    spec: str, report: Progress, mode: str = "inference", optimizer: str | None = None
+) -> OpGraph:
+    """The graph of a workload, named after it; ``optimizer`` (``torch.optim``) is for training."""
     report(f"loading {spec}", None)
-    module, inputs = load_workload(spec)
+    if mode != "training":
+        module, inputs = load_workload(spec)
+    else:
+        module, inputs, loss, chosen = load_training(spec, optimizer)
     from placement.program import capture
 
     report(f"capturing {spec}", None)
-    return capture(module, inputs, name=spec)
+    if mode != "training":
+        return capture(module, inputs, name=spec)
+    return capture(module, inputs, name=spec, mode="training", loss=loss, optimizer=chosen)
+
+
+def load_training(spec: str, optimizer: str | None) -> tuple[Any, Any, Any, Any]:
+    """``(module, example, loss, optimizer)``; see ``placement.workloads.load_training``.
+
+    Raises:
+        UsageError: ``torch.optim`` has no such optimizer that trains with its default settings.
+    """
+    from placement import workloads
+
+    _search_here(spec)
+    module, example, loss = workloads.load_training(spec)
+    from torch import optim
+
+    name = optimizer or OPTIMIZER
+    kind = getattr(optim, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)):
+        raise UsageError(f"--optimizer {name}: torch.optim has no such optimizer; e.g. AdamW, SGD")
+    return module, example, loss, getattr(optim, name)(module.parameters())
+
+
+def add_mode(parser: argparse.ArgumentParser) -> None:
+    """``--mode`` and ``--optimizer`` for a workload."""
+    parser.add_argument(
+        "--mode", metavar="NAME", help="inference or training; default: inference, or the file's"
+    )
+    parser.add_argument(
+        "--optimizer", metavar="NAME", help=f"of torch.optim, for training ({OPTIMIZER})"
+    )
+
+
+def mode_of(args: argparse.Namespace) -> str:
+    """The mode of a workload.
+
+    Raises:
+        UsageError: an unknown mode, or an optimizer for inference.
+    """
+    mode = args.mode or "inference"
+    if mode not in ("inference", "training"):
+        raise UsageError(f"--mode {mode}: must be inference or training")
+    if args.optimizer is not None and mode != "training":
+        raise UsageError(f"--optimizer {args.optimizer} is for --mode training")
+    return mode
 
 
 def say_if_predicted(name: str, problem: Problem) -> None:

@@ -28,7 +28,6 @@ _FILE_OPTIONS = (
     ("devices", int, "K", "of a PipeDream or ONNX file"),
     ("bandwidth", float, "BYTES_PER_S", "between those devices"),
     ("memory", int, "BYTES", "of each of those devices"),
-    ("mode", str, "NAME", "of a PipeDream file: training or inference"),
     ("flops", float, "FLOP_PER_S", "of a device, for an ONNX file, which has no times"),
     ("memory-bandwidth", float, "BYTES_PER_S", "within a device, for an ONNX file"),
 )
@@ -59,6 +58,7 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="FILE", help="measured before; default: the cache")
     parser.add_argument("--microbatches", type=int, metavar="M", help="of a pipelined run (32)")
     parser.add_argument("--in-flight", type=int, metavar="W", help="micro-batches at a time (4)")
+    cli.add_mode(parser)
     for name, kind, unit, what in _FILE_OPTIONS:
         parser.add_argument(f"--{name}", type=kind, metavar=unit, help=what)
     parser.add_argument(
@@ -147,6 +147,9 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
             raise cli.UsageError("--profile is for workloads; a problem file has its own")
         if args.cluster is not None:
             for_file["cluster"] = cli.cluster_of(args.cluster)
+        if args.optimizer is not None:
+            raise cli.UsageError(f"--optimizer is for workloads; {args.workload!r} is a file")
+        for_file["mode"] = args.mode
         problem = importers.load(args.workload, objective=args.objective, **for_file)
         cli.say_if_predicted(args.workload, problem)
         return replace(problem, **changes)
@@ -159,7 +162,7 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     from placement.profile import Profile
 
     cluster = cli.cluster_of(args.cluster)
-    graph = cli.capture_workload(args.workload, report)
+    graph = cli.capture_workload(args.workload, report, cli.mode_of(args), args.optimizer)
     if args.profile is None:
         profile = load_or_measure(graph, cluster, progress=report)
     else:

@@ -22,6 +22,7 @@ NUM_SHOWN = 10
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workload", help="a shipped model, or your own package.module:function")
+    cli.add_mode(parser)
     parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
     parser.add_argument("--out", metavar="FILE", help="where to save; default: the cache folder")
     parser.add_argument("--repeats", type=int, default=10, help="rounds (default %(default)s)")
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise cli.UsageError(f"--repeats {args.repeats}: must be at least 1")
     with cli.progress() as report:
         cluster = measurable(cli.cluster_of(args.cluster))
-        graph = cli.capture_workload(args.workload, report)
+        graph = cli.capture_workload(args.workload, report, cli.mode_of(args), args.optimizer)
         profile = measure(graph, cluster, repeats=args.repeats, progress=report)
     show(graph, cluster, profile, as_json=args.json)
     path = args.out or cached_path(graph, cluster)

@@ -21,6 +21,8 @@ Exit code 1: the results differ from those of the plain module.
 """
 ROUNDS = 5
 
+Way = tuple[Callable[[], Any], Callable[[], float]]  # a single call, and seconds of a period
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="plan.json")
@@ -44,6 +46,10 @@ def run(args: argparse.Namespace) -> int:
     batches = args.batches if args.batches is not None else plan.num_microbatches
     if batches < 1:
         raise cli.UsageError(f"--batches {batches}: must be at least 1")
+    if plan.graph.mode == "training":
+        from placement.cli import train
+
+        return train.run(args, plan, batches)
     with cli.progress() as report:
         report("loading the model", None)
         module, inputs = cli.load_workload(model_of(plan, args.model))
@@ -58,14 +64,15 @@ def run(args: argparse.Namespace) -> int:
             if args.against_single_device and single:
                 runners["single"] = alone(plan, runner, single)
             try:
-                measured = measure(runners, inputs, batches, report)
+                ways = {name: _calls(r, inputs, batches) for name, r in runners.items()}
+                measured = measure(ways, report)
             finally:
                 for other in runners.values():
                     other.close()
         if args.trace:
             report("recording a trace", None)
             trace = recorded_trace(plan, module, inputs, batches)
-    _show(plan, measured, single, as_json=args.json)
+    show(plan, measured, single, as_json=args.json)
     if args.out:
         plan.model_copy(update={"measured": measured["plan"]}).save(args.out)
         cli.say(f"plan written to {args.out}")
@@ -137,32 +144,38 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
     )
 
 
-def measure(
-    runners: dict[str, Runner], inputs: Any, batches: int, report: cli.Progress
-) -> dict[str, Measured]:
-    """Latency of single calls and period of streams; the runners take turns, round by round."""
-    import platform
-
+def _calls(runner: Runner, inputs: Any, batches: int) -> Way:
+    """A single call, and the period of a stream."""
     import numpy as np
 
-    from placement.plan import Measured, now
     from placement.program import split_inputs
     from placement.timeline import steady_period
 
     args, kwargs = split_inputs(inputs)
 
-    def period(runner: Runner) -> float:
+    def period() -> float:
         began = time.perf_counter()
         ends = [time.perf_counter() - began for _ in runner.stream([(args, kwargs)] * batches)]
         return float(steady_period(np.array(ends)))
 
-    latency: dict[str, list[float]] = {name: [] for name in runners}
-    periods: dict[str, list[float]] = {name: [] for name in runners}
+    return lambda: runner(*args, **kwargs), period
+
+
+def measure(ways: dict[str, Way], report: cli.Progress) -> dict[str, Measured]:
+    """Latency of single calls, and periods; the ways to run take turns, round by round."""
+    import platform
+
+    import numpy as np
+
+    from placement.plan import Measured, now
+
+    latency: dict[str, list[float]] = {name: [] for name in ways}
+    periods: dict[str, list[float]] = {name: [] for name in ways}
     for r in range(-1, ROUNDS):  # round -1 warms up
-        for name, runner in runners.items():
+        for name, (call, period) in ways.items():
             report(f"measuring, round {max(r, 0) + 1} of {ROUNDS}", max(r, 0) / ROUNDS)
-            one = float(np.median([_timed(lambda x=runner: x(*args, **kwargs)) for _ in range(3)]))  # type: ignore[misc]
-            many = period(runner)
+            one = float(np.median([timed(call) for _ in range(3)]))
+            many = period()
             if r >= 0:
                 latency[name].append(one)
                 periods[name].append(many)
@@ -174,7 +187,7 @@ def measure(
             when=now(),
             machine=platform.node()[:200],
         )
-        for name in runners
+        for name in ways
     }
 
 
@@ -194,7 +207,7 @@ def recorded_trace(plan: Plan, module: Any, inputs: Any, batches: int) -> dict[s
         return timeline.to_trace(runner.graph.op_name)
 
 
-def _timed(call: Callable[[], Any]) -> float:
+def timed(call: Callable[[], Any]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
@@ -209,7 +222,15 @@ def _spread(values: list[float]) -> Spread:
     return Spread(median_s=float(middle), iqr_s=float(high - low))
 
 
-def _show(plan: Plan, measured: dict[str, Measured], single: str | None, *, as_json: bool) -> None:
+def show(
+    plan: Plan,
+    measured: dict[str, Measured],
+    single: str | None,
+    *,
+    as_json: bool,
+    compared: bool = True,
+) -> None:
+    """What was measured; ``compared``: and found equal to the plain module's results."""
     mine, other = measured["plan"], measured.get("single")
     predicted = {"latency": plan.predicted.latency_s, "period": plan.predicted.period_s}
     ratios = None
@@ -221,7 +242,7 @@ def _show(plan: Plan, measured: dict[str, Measured], single: str | None, *, as_j
     if as_json:
         cli.print_json(
             {
-                "numerics_equal": True,
+                "numerics_equal": True if compared else None,
                 "predicted": {f"{k}_s": v for k, v in predicted.items()},
                 "measured": mine.model_dump(),
                 "single_device": None
@@ -246,4 +267,5 @@ def _show(plan: Plan, measured: dict[str, Measured], single: str | None, *, as_j
     columns = ["", "predicted", "measured", "ratio"]
     if other is not None:
         columns += [f"{single} alone", "speed-up"]
-    cli.print_table(f"{plan.graph.name}: results equal the plain module's", columns, rows)
+    equal = "results equal the plain module's" if compared else "results are random, not compared"
+    cli.print_table(f"{plan.graph.name}: {equal}", columns, rows)

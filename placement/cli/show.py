@@ -192,7 +192,7 @@ def run_validate(args: argparse.Namespace) -> int:
             )
         else:
             with cli.progress() as report:
-                graph = cli.capture_workload(model, report)
+                graph = cli.capture_workload(model, report, plan.graph.mode, plan.graph.optimizer)
             failures += plan.graph_differences(graph) or _order_failures(plan, graph)
         if args.cluster:
             failures += plan.cluster_differences(cli.cluster_of(args.cluster))

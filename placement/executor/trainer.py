@@ -80,6 +80,7 @@ class Trainer:
                 "LBFGS needs all gradients at one place and runs the module again: use an "
                 "optimizer that treats every parameter by itself, e.g. torch.optim.AdamW"
             )
+        self.graph = graph
         self.optimizer = optimizer
         self._schedule = schedule
         seconds = np.zeros((graph.num_ops, cluster.num_devices))

@@ -36,8 +36,36 @@ def load(spec: str, **options: Any) -> tuple[Any, Any]:
 
     Raises:
         WorkloadError: unknown name or option, failing import or function, or a result that is
-            not ``(module, inputs)``.
+            neither ``(module, inputs)`` nor ``(module, (inputs, target), loss)``.
     """
+    made = _make(spec, options)
+    return (made[0], made[1]) if len(made) == 2 else (made[0], made[1][0])
+
+
+def load_training(spec: str, **options: Any) -> tuple[Any, Any, Any]:
+    """As ``load``, for ``capture(module, example, mode="training", loss=loss)``.
+
+    The user's own function gives ``(module, (inputs, target), loss)``, or ``(module, inputs)`` if
+    the module returns its loss; ``loss`` is then None. The shipped workloads know no task: their
+    loss is the mean of their outputs, a stand-in with the same work.
+
+    Returns:
+        ``(module, example, loss)``.
+
+    Raises:
+        WorkloadError: as ``load``.
+    """
+    made = _make(spec, options)
+    if len(made) == 3:
+        return made
+    if ":" in spec:
+        return (*made, None)
+    from placement.training import mean_of_outputs
+
+    return made[0], (made[1], None), mean_of_outputs
+
+
+def _make(spec: str, options: dict[str, Any]) -> Any:
     if ":" in spec:
         home, _, function_name = spec.partition(":")
     else:
@@ -71,13 +99,16 @@ def load(spec: str, **options: Any) -> tuple[Any, Any]:
 
     from torch import nn
 
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+    trained = isinstance(made, tuple) and len(made) == 3 and callable(made[2])
+    pair = isinstance(made, tuple) and len(made) == 2
+    if not ((pair or (trained and len(made[1]) == 2)) and isinstance(made[0], nn.Module)):
         shown = type(made).__name__
         if isinstance(made, tuple):
             shown = f"({', '.join(type(x).__name__ for x in made)})"
         raise WorkloadError(
             f"workload {spec!r} returned {shown}, expected (module, inputs): a torch.nn.Module "
-            "and a tensor, a tuple of arguments or a dict of keyword arguments"
+            "and a tensor, a tuple of arguments or a dict of keyword arguments; or, to train it, "
+            "(module, (inputs, target), loss)"
         )
     return made
 
