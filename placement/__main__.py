@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from placement import cli
-from placement.cli import import_problem, plan, profile, run, show
+from placement.cli import import_problem, plan, profile, run, schedule, show
 
 _EXIT_CODES = "exit codes: 0 done; 1 the answer is no; 2 bad input; 130 interrupted"
 _OURS = ("placement", "envs", "agents")
@@ -44,6 +44,12 @@ VERBS = {
     "plan": Verb("let a planner decide", plan.configure, plan.run, plan.EXAMPLE),
     "run": Verb(
         "carry a plan out, check its results, measure it", run.configure, run.run, run.EXAMPLE
+    ),
+    "schedule": Verb(
+        "search the order of blocks that are given as data",
+        schedule.configure,
+        schedule.run,
+        schedule.EXAMPLE,
     ),
     "validate": Verb(
         "check a plan: against itself, a model, devices",

@@ -1,0 +1,159 @@
+"""``placement schedule``: the order of blocks given as data, searched, with proof."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from placement import cli
+
+if TYPE_CHECKING:
+    from placement.schedulers._blocks import Work
+    from placement.schedulers._search import Answer
+
+EXAMPLE = """example:
+  placement schedule cases.json --case vshape/4/train --memory 4 --micro-batches 8
+
+FILE holds {"cases": {KEY: case}}. A case describes one micro-batch: {"ndevs": D, "mode": "train"
+or "infer", "blocks": [...]}; a block is {"id", "name", "devices", "time", "memory", "deps"}: the
+devices are all busy for the time (an integer), the memory is added to what each of them holds
+when the block starts (nothing is counted in mode "infer"), deps are the ids of predecessors.
+
+The machine-readable result (--json) is one object with the keys period (per micro-batch),
+period_lower_bound and optimal (both for patterns of as many micro-batches as the search allowed:
+--unroll, or those of the pattern found), makespan, seconds (of the search: start of the program,
+imports and compilation are not in it), unroll, micro_batches, memory, starts: a list of
+[micro_batch, block_id, start].
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="cases (JSON)")
+    parser.add_argument("--case", required=True, metavar="KEY", help="e.g. vshape/4/train")
+    parser.add_argument("--memory", type=int, metavar="M", help="limit of each device; default: no")
+    parser.add_argument("--micro-batches", type=int, required=True, metavar="N")
+    parser.add_argument(
+        "--unroll",
+        type=int,
+        metavar="K",
+        help="micro-batches per period; default: 1, and more where that is shorter",
+    )
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="budget (0.8; 8 for more than 4 devices)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from placement.schedulers._blocks import read_work
+    from placement.schedulers._search import search_schedule
+
+    for name in ("micro_batches", "unroll", "seconds"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise cli.UsageError(f"--{name.replace('_', '-')} {value} must be positive")
+    if args.memory is not None and args.memory < 0:
+        raise cli.UsageError(f"--memory {args.memory} must not be negative")
+    case = _case(args.file, args.case)
+    work, ids = read_work(case, args.memory)
+    try:
+        answer = search_schedule(work, args.micro_batches, unroll=args.unroll, seconds=args.seconds)
+    except ImportError as error:
+        raise cli.UsageError(
+            "placement schedule needs OR-Tools: pip install 'device-placement-rl[cp]'"
+        ) from error
+    if args.json:
+        cli.print_json(_answer(args, answer, ids))
+    else:
+        _show(args, case, work, answer, ids)
+    return cli.OK
+
+
+def _case(path: str, key: str) -> dict[str, Any]:
+    """Raises: UsageError, no such file, not this format, or no such case."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            cases = json.load(file)["cases"]
+        keys = sorted(cases)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise cli.UsageError(
+            f'{path}: no cases in it ({type(error).__name__}: {error}); expected {{"cases": ...}}'
+        ) from error
+    if key not in cases:
+        raise cli.UsageError(f"{path} has no case {key!r}; it has {', '.join(keys)}")
+    case: dict[str, Any] = cases[key]
+    return case
+
+
+def _number(value: Any) -> int | float:
+    """A fraction as JSON: whole where it is whole."""
+    return int(value) if value == int(value) else float(value)
+
+
+def _answer(args: argparse.Namespace, answer: Answer, ids: list[int]) -> dict[str, Any]:
+    """What machines read; the keys are a contract."""
+    return {
+        "period": _number(answer.period),
+        "period_lower_bound": _number(answer.found.bound),
+        "optimal": answer.found.optimal,
+        "makespan": answer.makespan,
+        "seconds": round(answer.seconds, 6),
+        "unroll": answer.found.pattern.unroll,
+        "micro_batches": args.micro_batches,
+        "memory": args.memory,
+        "starts": [
+            [j, ids[b], int(start)]
+            for j, row in enumerate(answer.starts)
+            for b, start in enumerate(row)
+        ],
+    }
+
+
+def _show(
+    args: argparse.Namespace, case: dict[str, Any], work: Work, answer: Answer, ids: list[int]
+) -> None:
+    """A table, and the schedule as text: a line per device, a letter per micro-batch."""
+    busiest = args.micro_batches * max(work.load)
+    proved = "optimal" if answer.found.optimal else f"at least {float(answer.found.bound):g}"
+    cli.print_table(
+        f"{args.case}, memory {'unlimited' if args.memory is None else args.memory}, "
+        f"{args.micro_batches} micro-batches",
+        ["", "time", "proved"],
+        [
+            [
+                f"period (pattern of {answer.found.pattern.unroll})",
+                f"{float(answer.period):g}",
+                proved,
+            ],
+            [
+                "makespan",
+                str(answer.makespan),
+                f"at least {work.makespan_bound(args.micro_batches)}",
+            ],
+            ["busiest device", str(busiest), ""],
+            ["search [s]", f"{answer.seconds:.2f}", ""],
+        ],
+    )
+    print(gantt(work, answer.starts, cli.WIDTH))
+
+
+def gantt(work: Work, starts: Any, width: int) -> str:
+    """A line per device: letters are micro-batches, capitals release memory, dots are idle.
+
+    One column is one unit of time where that fits, otherwise several.
+    """
+    end = max(int(start) + work.blocks[b].time for row in starts for b, start in enumerate(row))
+    room = max(8, width - 10)
+    step = -(-end // room)
+    lines = []
+    for d, on in enumerate(work.on):
+        cells = ["."] * (-(-end // step))
+        for j, row in enumerate(starts):
+            letter = "abcdefghijklmnopqrstuvwxyz"[j % 26]
+            for b in on:
+                shown = letter.upper() if work.blocks[b].memory < 0 else letter
+                first = int(row[b])
+                for column in range(first // step, -(-(first + work.blocks[b].time) // step)):
+                    cells[column] = shown
+        lines.append(f"device {d:<2} " + "".join(cells))
+    return "\n".join([*lines, f"one column is {step} of time; capitals release memory"])

@@ -1,0 +1,144 @@
+"""What is found by the name of its file: planners and schedulers, one file each."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+import types
+import typing
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Named:
+    """The callables of a package, one file each; nothing is registered anywhere.
+
+    ``heft`` lives in ``heft.py`` as the class ``Heft``. Files whose name begins with an
+    underscore are not meant.
+
+    Attributes:
+        package: its full name.
+        what: one of them in words, for messages.
+        error: the class of what is raised.
+    """
+
+    package: str
+    what: str
+    error: type[ValueError]
+
+    def names(self) -> list[str]:
+        """All of them by name (none is imported)."""
+        path = sys.modules[self.package].__path__
+        return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+
+    def load(self, name: str, **options: Any) -> Any:
+        """The one called ``name`` (``heft``, or ``package.module:Class``) with these options.
+
+        Options that are strings, as they come from a command line, are read as the type of the
+        field they set.
+
+        Raises:
+            ValueError: (``error``) none of that name, no such option, or a value of the wrong
+                type; the message lists the names, or the fields with types and defaults.
+        """
+        found: Any = self.find(name)
+        configurable = is_dataclass(found)
+        if not configurable:
+            if options:
+                raise self.error(f"{name} is not a dataclass and takes no options, got {options}")
+            return found() if isinstance(found, type) else found
+        known = {f.name: f for f in fields(found) if f.init}
+        hints = typing.get_type_hints(found)
+        values = {}
+        for key, value in options.items():
+            if key not in known:
+                raise self.error(f"{self.what} {name!r} has no option {key!r}; {_describe(found)}")
+            try:
+                values[key] = _convert(value, hints[key])
+            except (TypeError, ValueError):
+                raise self.error(
+                    f"{self.what} {name!r}: {key} = {value!r} is not of type "
+                    f"{known[key].type}; {_describe(found)}"
+                ) from None
+        try:
+            return found(**values)
+        except TypeError as error:
+            raise self.error(f"{self.what} {name!r}: {error}; {_describe(found)}") from error
+
+    def find(self, name: str) -> Any:
+        """The class (or function) that ``load`` would build it from.
+
+        Raises:
+            ValueError: (``error``) there is none.
+        """
+        module, _, attribute = name.partition(":")
+        if not attribute:
+            if name not in self.names():
+                raise self.error(
+                    f"no {self.what} {name!r}; {self.what}s are {', '.join(self.names())}, "
+                    f"or your own as package.module:Class"
+                )
+            module, attribute = f"{self.package}.{name}", name.title().replace("_", "")
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise self.error(f"{self.what} {name!r} cannot be imported: {error}") from error
+        if not callable(found):
+            raise self.error(f"{self.what} {name!r} is a {type(found).__name__}, not a {self.what}")
+        return found
+
+
+def _describe(found: Any) -> str:
+    """``its options are seed: int = 0, ...``."""
+    options = [_text(f) for f in fields(found) if f.init]
+    return "its options are " + ", ".join(options) if options else "it has no options"
+
+
+def _text(field: Field[Any]) -> str:
+    default = "" if field.default is MISSING else f" = {field.default!r}"
+    return f"{field.name}: {field.type}{default}"
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """``value`` as the type ``hint``; strings are parsed. Raises ValueError or TypeError."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in sorted(arguments, key=lambda a: a is str):  # a string is the last resort
+            try:
+                return _convert(value, option)
+            except (TypeError, ValueError):
+                continue
+        raise ValueError(value)
+    if origin is typing.Literal:
+        for option in arguments:
+            if value == option or str(option) == value:
+                return option
+        raise ValueError(value)
+    if origin is tuple:
+        items = [x for x in value.split(",") if x] if isinstance(value, str) else list(value)
+        return tuple(_convert(x, arguments[0]) for x in items)
+    if hint is type(None):
+        if value is None or value in ("None", "none", "null"):
+            return None
+        raise ValueError(value)
+    if hint is bool:
+        if isinstance(value, bool):
+            return value
+        return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
+    if hint in (int, float):
+        if isinstance(value, bool):
+            raise TypeError(value)
+        number = hint(value)
+        if hint is int and not isinstance(value, str) and number != value:
+            raise ValueError(value)
+        return number
+    if hint is str and not isinstance(value, str):
+        raise TypeError(value)
+    if isinstance(hint, type) and not getattr(hint, "_is_protocol", False):
+        if not isinstance(value, hint):
+            raise TypeError(value)
+    elif isinstance(value, str) or not callable(value):  # a Planner
+        raise TypeError(value)
+    return value

@@ -1,0 +1,45 @@
+"""Schedulers: one file per method, ``scheduler(problem, placement, num_microbatches)``.
+
+A scheduler is a frozen dataclass whose fields are its parameters; ``one_f_one_b`` lives in
+``one_f_one_b.py`` as the class ``OneFOneB``. ``load`` finds it by the name of the file, or finds
+yours by ``package.module:Class``; nothing is registered anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from placement.named import Named
+from placement.problem import Placement, Problem
+from placement.schedule import Schedule
+
+
+class SchedulerError(ValueError):
+    """No such scheduler, or one that cannot order this placement; the message says why."""
+
+
+class Scheduler(Protocol):
+    """Orders the work of ``placement`` int32 ``[N]`` for so many micro-batches."""
+
+    def __call__(
+        self, problem: Problem, placement: Placement, num_microbatches: int
+    ) -> Schedule: ...
+
+
+_SCHEDULERS = Named(__name__, "scheduler", SchedulerError)
+
+
+def names() -> list[str]:
+    """The schedulers of this package by name (none is imported)."""
+    return _SCHEDULERS.names()
+
+
+def load(name: str, **options: Any) -> Scheduler:
+    """The scheduler called ``name`` (``gpipe``, or ``package.module:Class``) with these options.
+
+    Raises:
+        SchedulerError: no such scheduler, no such option, or a value of the wrong type; the
+            message lists the schedulers, or the scheduler's fields with types and defaults.
+    """
+    scheduler: Scheduler = _SCHEDULERS.load(name, **options)
+    return scheduler
