@@ -57,6 +57,8 @@ def study(
     module, (x,) = lstm(batch, **size)
     graph = capture(module, (x,), name="lstm")
     cluster = Cluster("two", Cluster.detect().devices[:2])
+    if cluster.num_devices < 2:
+        raise ValueError("this study needs two cores, and this process may use one; see taskset")
     problem = Problem(graph, cluster, measure(graph, cluster, repeats=repeats))
     plans = {
         "one device": planners.load("single_device")(problem),
@@ -107,6 +109,7 @@ def study(
         "seconds": {name: float(np.median(v)) for name, v in taken.items()},
         "ratio": {name: float(np.median(np.array(v) / ours)) for name, v in taken.items()},
         "predicted_s": {n: simulate(problem, p.placement).period_s for n, p in plans.items()},
+        "order": problem.profile.order,
         "cut": {name: plans[name].stats["cut"] for name in plans if "time" in name},
         "extrapolation": extrapolation(problem, batch, size, repeats),
     }
@@ -138,13 +141,16 @@ def report(rows: list[dict[str, Any]]) -> str:
         cells = [f"{1e3 * row['seconds'][n]:.1f} ms ({row['ratio'][n]:.2f}x)" for n in names]
         lines.append(f"| {row['batch']} | " + " | ".join(cells) + " |")
     lines += ["", f"In brackets: over time_slices, medians of rounds. Published: {PUBLISHED}.", ""]
-    lines += ["| batch | faster than one device | cut | predicted | one slice predicts the model |"]
-    lines += ["|---:|---:|---|---:|---:|"]
+    lines += [
+        "| batch | faster than one device | cut | order | predicted | one slice predicts |",
+        "|---:|---:|---|---|---:|---:|",
+    ]
     for row in rows:
         guess = row["extrapolation"]
         lines.append(
             f"| {row['batch']} | {100 * (row['ratio']['one device'] - 1):.0f} % "
-            f"| {row['cut']['time_slices']} | {1e3 * row['predicted_s']['time_slices']:.1f} ms "
+            f"| {row['cut']['time_slices']} | {row['order']} "
+            f"| {1e3 * row['predicted_s']['time_slices']:.1f} ms "
             f"| {1e3 * guess['predicted_s']:.1f} of {1e3 * guess['measured_s']:.1f} ms, error "
             f"{100 * guess['error']:.1f} % |"
         )

@@ -84,13 +84,16 @@ def stages(seconds: Floats) -> NDArray[np.int32]:
     """
     num_stages, num_levels = seconds.shape
     upto = np.concatenate([np.zeros((num_stages, 1)), seconds.cumsum(axis=1)], axis=1)
-    best = upto[0]  # [L + 1] slowest stage of the first levels
+    best = upto[0]  # [L + 1] slowest stage of the first levels; never falls
     begins = []
     for stage in range(1, num_stages):
-        slowest = np.maximum(best[:, None], upto[stage][None, :] - upto[stage][:, None])
-        slowest[np.tril_indices(num_levels + 1, -1)] = np.inf
-        begins.append(slowest.argmin(axis=0))
-        best = slowest.min(axis=0)
+        # The later the last stage begins, the slower those before and the faster the last one:
+        # the best beginning is where they meet, or just before.
+        ahead = np.searchsorted(best + upto[stage], upto[stage])
+        before = np.maximum(ahead - 1, 0)
+        last_s = upto[stage] - upto[stage][before]
+        begins.append(np.where(best[ahead] < last_s, ahead, before))
+        best = np.minimum(best[ahead], last_s)
     stage_of, end = np.zeros(num_levels, np.int32), num_levels
     for stage in range(num_stages - 1, 0, -1):
         begin = int(begins[stage - 1][end])
