@@ -327,6 +327,10 @@ X, Y = [value("x", [3])], [value("y", [3])]
         ([], "the ONNX model has no nodes"),
         ([node("Relu", ["q"], ["y"], name="n")], "node 'n' (Relu): input 'q' is made by no node"),
         ([node("Relu", ["x"], ["y"]), node("Tanh", ["x"], ["y"])], "output 'y' is made twice"),
+        (
+            [node("Identity", [], ["y"])],
+            "shape inference failed: [ShapeInferenceError] (op_type:Id",
+        ),
         ([node("Relu", ["y"], ["b"]), node("Relu", ["b"], ["y"])], "cycle: "),
         ([node("SequenceConstruct", ["x"], ["s"])], "node 's' (SequenceConstruct): 's' is no"),
         ([node("Fancy", ["x"], ["y"], domain="mine")], "shape inference failed"),
@@ -351,6 +355,22 @@ def test_a_truncated_file(tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with pytest.raises(FormatError, match=r"not a readable ONNX model|has no nodes"):
             load(path)
+
+
+def test_damaged_files(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Whatever the bytes are: a problem, or a ``FormatError`` that names the file."""
+    path, refused = convnet(tmp_path), 0
+    content = np.frombuffer(path.read_bytes(), np.uint8)
+    for _ in range(300):
+        damaged = content.copy()
+        damaged[rng.integers(2, len(content), 3)] = rng.integers(0, 256, 3)
+        path.write_bytes(damaged.tobytes())
+        try:
+            load(path)
+        except FormatError as error:
+            refused += 1
+            assert str(path) in str(error)
+    assert refused > 10
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

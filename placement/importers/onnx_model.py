@@ -83,7 +83,12 @@ def read(
         )
     parts = _cluster(path, cluster, devices, bandwidth, memory)
     model = _Model(_with_shapes(content, path, dict(dims or {})), path)
-    graph, work = model.graph(Path(path).stem)
+    try:
+        graph, work = model.graph(Path(path).stem)
+    except FormatError:
+        raise
+    except (TypeError, ValueError, LookupError) as error:  # what a damaged file leaves
+        raise FormatError(f"{path}: not a valid ONNX model: {error}") from error
     seconds = np.maximum(work[:, 0] / flops, work[:, 1] / memory_bandwidth)
     compute_s = seconds[:, None] / np.array([d.speed for d in parts.devices])
     profile = Profile(
@@ -305,6 +310,8 @@ class _Scope:
         digits = re.search(r"\d+", dtype)
         if dtype not in _BITS and (digits is None or not known):
             raise FormatError(f"{where}: {name!r} has elements of type {dtype}, of unknown size")
+        if min(shape, default=0) < 0 or math.prod(shape) >= 2**55:
+            raise FormatError(f"{where}: {name!r} cannot have the shape {list(shape)}")
         return _Tensor(dtype, _BITS.get(dtype) or int(digits[0] if digits else 0), shape)
 
 
@@ -478,7 +485,6 @@ def _work(node: Any, scope: _Scope, where: str) -> tuple[float, float]:
     """Floating-point operations, and bytes read and written."""
     inner = {name: _graph_work(g, scope, where) for name, g in _subgraphs(node).items()}
     if inner:
-        # Else, Scan or another operator that repeats its body.
         times = _trips(node, scope, where)
         return times * max(w[0] for w in inner.values()), times * max(w[1] for w in inner.values())
     inputs = [scope.tensor(x, where) for x in node.input if x]
