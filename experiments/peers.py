@@ -1,0 +1,320 @@
+"""Our pipeline beside other frameworks', on the same machine in the same run.
+
+    python -m experiments.peers pipelining [--rounds 9] [--micro-batches 16]
+
+``torch.distributed.pipelining``: two processes over gloo, each pinned to one core with one
+thread, stages cut at the middle block, ``ScheduleGPipe`` without gradients. Against it our
+``Runner`` on two one-core devices with the same cut, and with the cut of our own planner. All
+run the same number of micro-batches, filling and draining included, and their outputs are
+compared with the plain module's. Rounds are interleaved: in every round each of them runs once,
+while the others wait; ratios are medians over rounds.
+Writes ``experiments/results/peers.json`` and ``.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from placement import planners
+from placement.cluster import Cluster
+from placement.executor import Runner
+from placement.files import write_atomic
+from placement.graph import OpGraph
+from placement.measure import measure, provenance
+from placement.problem import Problem
+from placement.program import capture
+
+RESULTS = Path(__file__).parent / "results"
+PEER, SAME, OWN, PLAIN = "torch.distributed.pipelining", "same cut", "own cut", "plain, all cores"
+PATIENCE_S = 300.0  # a peer that does not answer has failed
+
+
+class Block(nn.Module):
+    """A transformer block, normalisation first."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, w = x.shape
+        qkv = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, w // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        seen = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(seen.transpose(1, 2).reshape(b, s, w))
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return y
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of equal blocks that is cut in the middle; ``item`` is the shape of its input."""
+
+    name: str
+    num_blocks: int
+    item: tuple[int, ...]
+    heads: int = 0  # 0: linear and relu instead of transformer blocks
+
+    def build(self) -> nn.Sequential:
+        """The same weights in every process."""
+        width = self.item[-1]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            if self.heads:
+                blocks: list[nn.Module] = [Block(width, self.heads) for _ in range(self.num_blocks)]
+            else:
+                blocks = [
+                    nn.Sequential(nn.Linear(width, width), nn.ReLU())
+                    for _ in range(self.num_blocks)
+                ]
+        return nn.Sequential(*blocks).eval()
+
+    def inputs(self, num_microbatches: int) -> Tensor:
+        """All micro-batches, one after another in the first dimension."""
+        generator = torch.Generator().manual_seed(1)
+        batch, *rest = self.item
+        return torch.randn(num_microbatches * batch, *rest, generator=generator)
+
+
+STACKS = (
+    Stack("transformer 8 x 384, 128 tokens", 8, (1, 128, 384), heads=6),
+    Stack("transformer 8 x 128, 32 tokens", 8, (1, 32, 128), heads=4),
+    Stack("MLP 16 x 1024, batch 32", 16, (32, 1024)),
+)
+TINY = (Stack("tiny", 2, (2, 8, 16), heads=2),)
+
+
+def stage(
+    rank: int, stack: Stack, num_microbatches: int, core: int, folder: str, pipe: Connection
+) -> None:
+    """One stage in a process of its own: runs all micro-batches whenever it is told to.
+
+    Answers with the time of its begin (first stage) or end (last stage), on the clock that all
+    processes of a machine share, and once with its output.
+    """
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        blocks = list(stack.build())
+        half = len(blocks) // 2
+        mine = nn.Sequential(*(blocks[half:] if rank else blocks[:half]))
+        inputs = stack.inputs(num_microbatches)
+        example = inputs[: stack.item[0]]
+        part = PipelineStage(mine, rank, 2, torch.device("cpu"), input_args=(example,))
+        schedule = ScheduleGPipe(part, num_microbatches)
+        pipe.send("ready")
+        while pipe.recv() == "run":
+            dist.barrier()
+            began = time.perf_counter()
+            with torch.inference_mode():
+                outputs = schedule.eval(inputs) if rank == 0 else schedule.eval()
+            ended = time.perf_counter()
+            pipe.send((began, None) if rank == 0 else (ended, outputs.numpy()))
+    finally:
+        dist.destroy_process_group()
+
+
+class Peer:
+    """``torch.distributed.pipelining`` in two processes that wait while others run."""
+
+    def __init__(self, stack: Stack, num_microbatches: int, cores: list[int]) -> None:
+        context = get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
+        for rank in range(2):
+            here, there = context.Pipe()
+            arguments = (rank, stack, num_microbatches, cores[rank], self._folder.name, there)
+            process = context.Process(target=stage, args=arguments, daemon=True)
+            process.start()
+            there.close()  # so that a stage that ends is seen here
+            self._pipes.append(here)
+            self._processes.append(process)
+        self.outputs: Any = None
+        for rank in range(2):
+            self._answer(rank)
+
+    def _answer(self, rank: int) -> Any:
+        if not self._pipes[rank].poll(PATIENCE_S):
+            raise RuntimeError(f"stage {rank} has not answered for {PATIENCE_S:.0f} s")
+        try:
+            return self._pipes[rank].recv()
+        except EOFError:
+            self._processes[rank].join(5)
+            code = self._processes[rank].exitcode
+            raise RuntimeError(f"stage {rank} ended with code {code}; see its message") from None
+
+    def run(self) -> float:
+        """Seconds for all micro-batches."""
+        for pipe in self._pipes:
+            pipe.send("run")
+        began, _ = self._answer(0)
+        ended, self.outputs = self._answer(1)
+        return float(ended - began)
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            try:
+                pipe.send("stop")
+            except OSError:
+                continue  # it ended by itself
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+def same_cut(graph: OpGraph, num_blocks: int) -> np.ndarray[Any, Any]:
+    """Int32 ``[N]``: operators of the second half of the blocks on device 1."""
+    block = [int(path.split(".")[0]) for path in graph.op_module]
+    return (np.array(block) >= num_blocks // 2).astype(np.int32)
+
+
+def study(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[str, Any]:
+    """Seconds of each way, ratios to the peer (above 1: we are faster), and what was compared."""
+    torch.set_num_threads(1)
+    module, inputs = stack.build(), stack.inputs(num_microbatches)
+    items = list(inputs.split(stack.item[0]))
+    machine = Cluster.detect()
+    cluster = Cluster("two", machine.devices[:2])
+    cores = [d.cores[0] for d in cluster.devices]
+    graph = capture(module, items[0], name=stack.name)
+    problem = Problem(graph, cluster, measure(graph, cluster, repeats=repeats))
+    own = planners.load("best_of")(problem).placement
+    cuts = {SAME: same_cut(graph, stack.num_blocks), OWN: own}
+    with torch.inference_mode():
+        expected = module(inputs)
+
+    with ExitStack() as opened:
+        peer = Peer(stack, num_microbatches, cores)
+        opened.callback(peer.close)
+        runners = {
+            name: opened.enter_context(Runner(graph, cluster, placement, priority=problem.priority))
+            for name, placement in cuts.items()
+        }
+        given: dict[str, Any] = {}
+
+        def ours(name: str) -> Callable[[], float]:
+            def run() -> float:
+                began = time.perf_counter()
+                given[name] = torch.cat(list(runners[name].stream(items)))  # as the peer does
+                return time.perf_counter() - began
+
+            return run
+
+        def plain() -> float:
+            torch.set_num_threads(len(machine.devices))
+            began = time.perf_counter()
+            with torch.inference_mode():
+                given[PLAIN] = torch.cat([module(x) for x in items])
+            took = time.perf_counter() - began
+            torch.set_num_threads(1)
+            return took
+
+        ways: dict[str, Callable[[], float]] = {
+            PEER: peer.run, SAME: ours(SAME), OWN: ours(OWN), PLAIN: plain,
+        }  # fmt: skip
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for r in range(rounds + 2):
+            # The order turns, so that nobody always runs after the same one.
+            names = list(ways)[r % len(ways) :] + list(ways)[: r % len(ways)]
+            for name in names:
+                took = ways[name]()
+                if r >= 2:  # two rounds of warm-up
+                    seconds[name].append(took)
+        given[PEER] = torch.from_numpy(peer.outputs)
+    for name, outputs in given.items():
+        torch.testing.assert_close(outputs, expected, msg=lambda m, n=name: f"{n}: {m}")
+    times = {name: np.array(v) for name, v in seconds.items()}
+    ratios = {name: times[PEER] / v for name, v in times.items() if name != PEER}
+    return {
+        "stack": stack.name,
+        "operators": graph.num_ops,
+        "micro_batches": num_microbatches,
+        "seconds": {name: float(np.median(v)) for name, v in times.items()},
+        "ratio": {name: float(np.median(v)) for name, v in ratios.items()},
+        "ratio_iqr": {
+            name: [float(x) for x in np.percentile(v, [25, 75])] for name, v in ratios.items()
+        },
+        "operators_on_second_device": {name: int(p.sum()) for name, p in cuts.items()},
+    }
+
+
+def report(rows: list[dict[str, Any]], made_on: dict[str, Any]) -> str:
+    """The table of all stacks."""
+    lines = [
+        f"| model | operators | {PEER} | {SAME} | {OWN} | {PLAIN} |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        each = {k: 1e3 * v / row["micro_batches"] for k, v in row["seconds"].items()}
+        cells = [f"{each[PEER]:.2f} ms"]
+        for name in (SAME, OWN, PLAIN):
+            low, high = row["ratio_iqr"][name]
+            cells.append(f"{row['ratio'][name]:.2f}x ({low:.2f} to {high:.2f})")
+        lines.append(f"| {row['stack']} | {row['operators']} | {' | '.join(cells)} |")
+    table = "\n".join(lines)
+    facts = "\n".join(f"- {k}: {v}" for k, v in made_on.items())
+    return (
+        "# Throughput against torch.distributed.pipelining\n\n"
+        "`python -m experiments.peers pipelining`\n\n"
+        f"{table}\n\n"
+        "Milliseconds per micro-batch of the peer; the others as throughput relative to it, "
+        "median and\nquartiles of the paired rounds. Above 1 is faster than the peer. Filling and "
+        "draining count.\n\n"
+        f"{facts}\n"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("peer", choices=["pipelining"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--micro-batches", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=10, help="of the profile")
+    parser.add_argument("--tiny", action="store_true", help="a model of a millisecond, as a test")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("this study needs two cores; this process may use one")
+    rows = []
+    for stack in TINY if options.tiny else STACKS:
+        rows.append(study(stack, options.rounds, options.micro_batches, options.repeats))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    made_on = provenance(rounds=options.rounds, micro_batches=options.micro_batches)
+    text = report(rows, made_on)
+    write_atomic(options.out / "peers.md", text)
+    values = {"pipelining": rows, "made_on": made_on}
+    write_atomic(options.out / "peers.json", json.dumps(values, indent=1) + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
