@@ -787,6 +787,11 @@ def _compile(
     for node in results:
         last[node] = len(order)
     names: dict[str, Any] = {}
+
+    def bind(value: Any) -> str:
+        names[name := f"k{len(names)}"] = value
+        return name
+
     variable = {x: f"a{i}" for i, x in enumerate(operands)}
     variable |= {x: f"v{i}" for i, x in enumerate(order)}
 
@@ -800,8 +805,7 @@ def _compile(
         if isinstance(arg, list | tuple):
             items = "".join(source(x) + "," for x in arg)
             return f"[{items}]" if isinstance(arg, list) else f"({items})"
-        names[name := f"k{len(names)}"] = arg
-        return name
+        return bind(arg)
 
     lines = [f"def run(device, {', '.join(variable[x] for x in operands)}):"]
     for i, node in enumerate(order):
@@ -811,7 +815,7 @@ def _compile(
             arguments = [source(x) for x in node.args]
             arguments += [f"{k}={source(x)}" for k, x in node.kwargs.items()]
             lines.append(
-                f"    {variable[node]} = {source_of_target(node, names)}({', '.join(arguments)})"
+                f"    {variable[node]} = {bind(_callable(node.target))}({', '.join(arguments)})"
             )
         done = [variable[x] for x in dict.fromkeys((*node.all_input_nodes, node)) if last[x] == i]
         if done:
@@ -822,9 +826,15 @@ def _compile(
     return names["run"], list(operands)
 
 
-def source_of_target(node: fx.Node, names: dict[str, Any]) -> str:
-    names[name := f"k{len(names)}"] = node.target
-    return name
+def _callable(target: Any) -> Callable[..., Any]:
+    if target is not _aten.mkldnn_rnn_layer.default:
+        return target  # type: ignore[no-any-return]
+
+    def layer(*args: Any) -> Any:
+        with torch.enable_grad():  # or it keeps nothing for its backward
+            return target(*args)
+
+    return layer
 
 
 def _num_bytes(node: fx.Node) -> int:

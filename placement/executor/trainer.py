@@ -19,11 +19,12 @@ from torch import Tensor
 from placement.cluster import Cluster
 from placement.executor.loader import PREFETCH_BYTES, Dataset
 from placement.executor.runner import Runner, RunnerError
+from placement.executor.share import carried_operators
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.program import Program
-from placement.schedule import Schedule
+from placement.schedule import Schedule, ScheduleError
 from placement.training import flatten_example, optimizer_like
 
 
@@ -88,6 +89,7 @@ class Trainer:
         p = problem.check_placement(placement)
         if schedule is not None:
             schedule.check(problem, p)
+            _check_buffers(graph, schedule)
             max_in_flight = schedule.num_microbatches
         self.runner = Runner(
             graph,
@@ -279,6 +281,26 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_buffers(graph: OpGraph, schedule: Schedule) -> None:
+    """Micro-batches must change a buffer in their order, or a device would wait for ever.
+
+    Raises:
+        ScheduleError: naming the operators.
+    """
+    for rows in schedule.order:
+        at = {(op, batch): i for i, (op, batch) in enumerate(rows.tolist())}
+        for writer, readers in carried_operators(graph).items():
+            for op in readers:
+                for batch in range(1, schedule.num_microbatches):
+                    if (op, batch) in at and at[op, batch] < at[writer, batch - 1]:
+                        raise ScheduleError(
+                            f"operator {graph.op_name[op]!r} of micro-batch {batch} is scheduled "
+                            f"before {graph.op_name[writer]!r} of micro-batch {batch - 1}, but "
+                            "reads a buffer that the latter changes: keep the micro-batches of "
+                            "these operators in order"
+                        )
 
 
 def _update(
