@@ -34,10 +34,10 @@ def test_deltas_of_macro_moves_are_exact(seed: int) -> None:
     moves = LoadMoves(problem, p)
     device, load_s = moves.state[0], moves.state[1]
     group, where = np.zeros(8, np.int32), np.zeros(8, np.int32)
-    mark, random = np.zeros(8, np.int32), _random(seed)
+    mark, random, graph = np.zeros(8, np.int32), _random(seed), _neighbours(problem)
     for _ in range(30):
         count = _macro.propose(
-            random, device, moves.tables[0], _neighbours(problem), -1, SHARE, group, where, mark
+            random, device, moves.tables[0], graph, -1, SHARE, 0.2, 8, group, where, mark
         )
         assert not mark.any() and len(set(group[:count])) == count
         if count == 0:
@@ -69,7 +69,7 @@ def test_moves_are_of_five_sorts() -> None:
         share = (np.arange(5) >= kind).astype(float)
         for _ in range(300):
             count = _macro.propose(
-                random, device, problem.group_compute_s, graph, 0, share, group, where, mark
+                random, device, problem.group_compute_s, graph, 0, share, 0.0, 9, group, where, mark
             )
             assert device[group[0]] == 0 and where[0] == 1
             seen.setdefault(kind, set()).add(tuple(group[:count]))

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-from placement.objective_kernels import _change, apply_move, apply_moves, fill_state, undo_moves
+from placement.objective_kernels import (
+    _change,
+    apply_move,
+    apply_moves,
+    fill_state,
+    piecewise_one,
+    undo_moves,
+)
 
 SINGLE, RUN, CHAIN, GROWTH = range(4)  # the fifth is a swap
 _MANTISSA = 1.0 / (1 << 53)
@@ -31,11 +38,12 @@ def _below(random, n):
 
 
 @nb.njit(cache=True, nogil=True)
-def propose(random, device, compute_s, graph, source, share, group, where, mark):
+def propose(random, device, compute_s, graph, source, share, cut, body, group, where, mark):
     """A random macro move off ``device`` int32 ``[G]``; returns how many groups it moves.
 
-    ``source``: the group it starts from comes from this device, -1: from any. The rest is as
-    in ``propose_from``.
+    ``source``: the group it starts from comes from this device, -1: from any. With probability
+    ``cut`` it is a part of a stage (``_cut``), otherwise ``propose_from``, of ``body`` groups at
+    most. ``group`` and ``where`` are int32 ``[G]``.
     """
     num_groups = len(compute_s)
     g = _below(random, num_groups)
@@ -44,6 +52,9 @@ def propose(random, device, compute_s, graph, source, share, group, where, mark)
             if device[g] == source:
                 break
             g = _below(random, num_groups)
+    if cut > 0.0 and _uniform(random) < cut:
+        return _cut(random, device, compute_s, graph[0], graph[1], g, group, where, mark)
+    group, where = group[:body], where[:body]
     return propose_from(random, device, compute_s, graph, g, share, group, where, mark)
 
 
@@ -121,6 +132,59 @@ def propose_from(random, device, compute_s, graph, g, share, group, where, mark)
     return count
 
 
+@nb.njit(cache=True, nogil=True)
+def _cut(random, device, compute_s, ptr, near, g, group, where, mark):
+    """``g`` and what it needs on its device, or all the rest there, moves to where it touches.
+
+    Needs are neighbours of smaller number, and theirs: of a stage this is all up to ``g``.
+    """
+    num_groups, num_devices = compute_s.shape
+    old = device[g]
+    group[0], mark[g] = g, 1
+    count = 1
+    at = 0
+    while at < count:
+        h = group[at]
+        for i in range(ptr[h], ptr[h + 1]):
+            j = near[i]
+            if j < h and device[j] == old and mark[j] == 0:
+                mark[j] = 1
+                group[count] = j
+                count += 1
+        at += 1
+    marked = count
+    if _uniform(random) < 0.5:
+        for h in range(num_groups):  # behind the marked ones, and then over them
+            if device[h] == old and mark[h] == 0:
+                group[count] = h
+                count += 1
+        for i in range(marked):
+            mark[group[i]] = 0
+        count -= marked
+        for i in range(count):
+            group[i] = group[marked + i]
+    else:
+        for i in range(marked):
+            mark[group[i]] = 0
+    if count == 0:
+        return 0
+    new = _below(random, num_devices - 1)
+    new += new >= old
+    for _ in range(_TRIES):
+        h = group[_below(random, count)]
+        if ptr[h + 1] > ptr[h]:
+            e = device[near[ptr[h] + _below(random, ptr[h + 1] - ptr[h])]]
+            if e != old:
+                new = e
+                break
+    able = 0
+    for i in range(count):
+        if compute_s[group[i], new] < np.inf:
+            group[able], where[able] = group[i], new
+            able += 1
+    return able
+
+
 @nb.njit(cache=True, nogil=True, inline="always")
 def _term(load, held, memory, scale, squarings):
     """What a device adds to the energy: (load * scale) ** 2 ** squarings, more if too full."""
@@ -133,7 +197,9 @@ def _term(load, held, memory, scale, squarings):
 
 
 @nb.njit(cache=True, nogil=True)
-def anneal(tables, state, graph, share, random, best, best_s, steps, body, hot, temperature, power):
+def anneal(
+    tables, state, graph, share, cut, random, best, best_s, steps, body, hot, temperature, power
+):
     """``steps`` random moves, each made with probability ``min(1, exp(-delta / temperature))``.
 
     Starts from ``state`` and leaves it where it ends. The energy is ``sum_d (load / best) **
@@ -154,8 +220,8 @@ def anneal(tables, state, graph, share, random, best, best_s, steps, body, hot, 
     compute_s, touch_ptr, touch, io_s, own_bytes, _, _, tied_bytes, memory = tables
     device, load, held, users, _ = state
     num_groups, num_devices = compute_s.shape
-    group = np.empty(body, np.int32)
-    where = np.empty(body, np.int32)
+    group = np.empty(num_groups, np.int32)
+    where = np.empty(num_groups, np.int32)
     mark = np.zeros(num_groups, np.int32)
     term = np.empty(num_devices)
     fill_state(tables, state)
@@ -165,7 +231,9 @@ def anneal(tables, state, graph, share, random, best, best_s, steps, body, hot, 
         term[d] = _term(load[d], held[d], memory[d], scale, power)
     for _ in range(steps):
         source = hottest if _uniform(random) < hot else -1
-        count = propose(random, device, compute_s, graph, source, share, group, where, mark)
+        count = propose(
+            random, device, compute_s, graph, source, share, cut, body, group, where, mark
+        )
         if count == 0:
             continue
         limit = -temperature * np.log(1.0 - _uniform(random))
@@ -200,3 +268,81 @@ def anneal(tables, state, graph, share, random, best, best_s, steps, body, hot, 
             best_s = load[hottest]
             best[:] = device
     return best_s
+
+
+@nb.njit(cache=True, nogil=True)
+def anneal_pieces(
+    tables,
+    state,
+    pieces,
+    scratch,
+    members,
+    graph,
+    share,
+    cut,
+    random,
+    best,
+    best_s,
+    steps,
+    body,
+    temperature,
+):
+    """Like ``anneal`` for ``piecewise_latency``, with a ``temperature`` in seconds.
+
+    Args:
+        pieces, scratch: of ``objective_kernels.piecewise_one``.
+        members: (ptr, op): the operators of each group.
+
+    Returns:
+        latency of ``best``.
+    """
+    compute_s, memory = tables[0], tables[8]
+    device, load, held = state[0], state[1], state[2]
+    ptr, op = members
+    num_groups = len(compute_s)
+    group = np.empty(num_groups, np.int32)
+    where = np.empty(num_groups, np.int32)
+    mark = np.zeros(num_groups, np.int32)
+    p = np.empty(len(op), np.int32)
+    fill_state(tables, state)
+    for g in range(num_groups):
+        for i in range(ptr[g], ptr[g + 1]):
+            p[op[i]] = device[g]
+    over = _overflow(held, memory)
+    value = piecewise_one(pieces, p, scratch, np.inf)
+    far = 10.0 * (value if best_s == np.inf else best_s)  # what too many bytes cost
+    for _ in range(steps):
+        count = propose(random, device, compute_s, graph, -1, share, cut, body, group, where, mark)
+        if count == 0:
+            continue
+        old, new = device[group[0]], where[0]
+        load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
+        apply_moves(tables, state, group, where, count)
+        for k in range(count):
+            for i in range(ptr[group[k]], ptr[group[k] + 1]):
+                p[op[i]] = where[k]
+        over_then = _overflow(held, memory)
+        limit = value - temperature * np.log(1.0 - _uniform(random)) + far * (over - over_then)
+        then = piecewise_one(pieces, p, scratch, limit)
+        if then <= limit:
+            value, over = then, over_then
+            if over == 0.0 and value < best_s * (1 - 1e-12):
+                best_s = value
+                best[:] = device
+            continue
+        undo_moves(tables, state, group, where, count, old, new)
+        load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+        for k in range(count):
+            for i in range(ptr[group[k]], ptr[group[k] + 1]):
+                p[op[i]] = device[group[k]]
+    return best_s
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _overflow(held, memory):
+    """Bytes that do not fit, as shares of the devices' memory; each device adds one more."""
+    total = 0.0
+    for d in range(len(held)):
+        if held[d] > memory[d]:
+            total += 1.0 + (held[d] - memory[d]) / memory[d]
+    return total

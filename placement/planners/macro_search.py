@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.objectives import LoadMoves
+from placement.objective_kernels import piecewise_scratch, piecewise_tables
+from placement.objectives import ANALYTIC, LoadMoves
 from placement.planners import PlannerError, _macro
 from placement.planners._search import (
     DEFAULT_EVALUATIONS,
     INFEASIBLE,
+    Choice,
     Search,
     can_move,
 )
@@ -30,7 +32,10 @@ _SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # single, run, chain, growth, swa
 # Rounds of max_load: temperature at first and at last, log2 of p at first and at last.
 _FIND, _POLISH = (0.05, 2e-3, 4, 4), (0.02, 1e-4, 4, 8)
 _ROUNDS = (_FIND, (1.0, 1e-4, 2, 7), _POLISH, (0.05, 2e-3, 2, 2), _FIND, _POLISH)
+# Rounds of piecewise_latency: temperatures as a share of the best so far.
+_PIECES = ((3e-3, 1e-4), (0.1, 1e-3), (0.01, 1e-4))
 _WARM = (0.02, 0.005)  # of other objectives, in turn, as a share of the best so far
+_CUT = 0.2  # of the moves for piecewise_latency are parts of stages
 _STEPS = 1024  # between two looks at the clock
 
 
@@ -38,34 +43,41 @@ _STEPS = 1024  # between two looks at the clock
 class MacroSearch:
     """Annealed search that moves whole neighbourhoods of colocation groups at once.
 
-    A step draws ``width`` macro moves and takes one of them, or none, with probability
-    proportional to ``exp(-delta / T)``. A move starts at a group, every fifth time on the
-    busiest device, and goes to the device of a neighbour or any other. It moves the group
-    alone, a run of consecutive groups on its device, a chain of successors, a grown
-    neighbourhood (all of a length drawn log-uniformly), or swaps two groups.
+    A move that makes it worse by ``delta`` is made with probability ``exp(-delta / T)`` (of
+    ``width`` moves, one or none is made with probabilities proportional to it). It starts at
+    a group, for ``max_load`` every fifth time on the busiest device, and goes to the device of
+    a neighbour or any other. It moves the group alone, a run of consecutive groups on its
+    device, a chain of successors, a grown neighbourhood (all of a length drawn
+    log-uniformly), or swaps two groups.
 
-    For ``max_load`` deltas are exact and incremental, in one kernel; what is annealed is
-    ``sum_d (load_d / best) ** p``, because the largest load alone is flat almost everywhere.
-    Other objectives are simulated, ``width`` placements at once, and annealed as they are.
+    For ``max_load`` deltas are exact and incremental, in one kernel, a move at a time; what is
+    annealed is ``sum_d (load_d / best) ** p``, because the largest load alone is flat almost
+    everywhere. For ``piecewise_latency`` a kernel walks over the pieces and gives up where the
+    latency is above what would be accepted; a fifth of its moves take a part of a stage, cut
+    off before or behind a group, to a device next to it. Other objectives are simulated,
+    ``width`` placements at once, and annealed as they are.
 
-    The budget is divided into ``rounds``. Each starts from the best so far and cools down,
-    in some while ``p`` grows up to 128 or 256: rounds of small ``p`` see the balance of all
-    devices and find new shapes, those of large ``p`` see the busiest one alone and polish.
+    The budget is divided into ``rounds`` that cool down. For ``max_load`` each starts from the
+    best so far, and in some ``p`` grows up to 128 or 256: rounds of small ``p`` see the balance
+    of all devices and find new shapes, those of large ``p`` see the busiest one alone and
+    polish. For ``piecewise_latency`` they start in turn from each first placement, the last
+    from the best.
 
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count. None: ``best_of``, and for ``max_load`` ``ideal_dp`` too,
-            within a fifth of the seconds (its linearised program, where there is no limit).
-        rounds: how often it is heated up again.
-        width: moves among which a step chooses; None: 1 for ``max_load``, otherwise 16.
+            its evaluations count. None: ``best_of``, and for the objectives that are formulas
+            the split of ``ideal_dp`` for ``max_load`` too, within a fifth of the seconds (of
+            its linearised program, where there is no limit).
+        rounds: how often it is heated up; None: 8 for ``piecewise_latency``, otherwise 6.
+        width: moves among which a step of the simulated objectives chooses.
         body: most groups a move has; None: 64 for ``max_load``, otherwise all.
         seconds, evaluations: budget; with neither, 2,000 evaluations.
         seed: of the draws.
     """
 
     start: str | Planner | None = None
-    rounds: int = 6
-    width: int | None = None
+    rounds: int | None = None
+    width: int = 16
     body: int | None = None
     seconds: float | None = None
     evaluations: int | None = None
@@ -81,26 +93,34 @@ class MacroSearch:
         search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
         if self.start is None:
             search.run("best_of")
-            if problem.objective == "max_load" and search.left:
-                _run_ideal_dp(search, self.seconds)
         else:
             begin(search, self.start, np.random.default_rng(self.seed))
+        assert search.best is not None
+        starts = [search.best]
+        if self.start is None and problem.objective in ANALYTIC and search.left:
+            starts += _run_ideal_dp(search, self.seconds)
         if can_move(problem):
-            climb = _anneal_loads if problem.objective == "max_load" else _anneal_any
-            climb(self, search)
+            if problem.objective == "max_load":
+                _anneal_loads(self, search)
+            elif problem.objective == "piecewise_latency":
+                _anneal_pieces(self, search, starts)
+            else:
+                _anneal_any(self, search)
         return search.solution()
 
 
-def _run_ideal_dp(search: Search, seconds: float | None) -> None:
+def _run_ideal_dp(search: Search, seconds: float | None) -> list[Choice]:
     """Consider the best contiguous split, or the best that a fifth of the time allows."""
     try:
         planner = IdealDp(memory_bytes=1) if seconds is None else IdealDp(seconds=0.2 * seconds)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            answer = planner(search.problem)
+            answer = planner(search.problem.with_objective("max_load"))
     except PlannerError:  # too many kinds of devices
-        return
-    search.consider(search.choice(answer.placement), 1)
+        return []
+    choice = search.choice(answer.placement)
+    search.consider(choice, 1)
+    return [choice]
 
 
 def _neighbours(problem: Problem) -> tuple[NDArray[np.int32], ...]:
@@ -135,9 +155,10 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
     best = search.best.copy()
     best_s = search.best_cost if search.best_cost < INFEASIBLE else np.inf
     body = min(planner.body or 64, problem.graph.num_groups)
-    slowly = max(1, int(min(_STEPS, search.num_left / (16 * planner.rounds))))
+    rounds = planner.rounds or 6
+    slowly = max(1, int(min(_STEPS, search.num_left / (16 * rounds))))
     current = -1
-    for this, part in _cooling(search, planner.rounds):
+    for this, part in _cooling(search, rounds):
         if this != current:
             current = this
             moves.state[0][:] = best
@@ -148,6 +169,7 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
             moves.state,
             graph,
             _SHARE,
+            0.0,
             random,
             best,
             best_s,
@@ -164,6 +186,63 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
             search.num_evaluations += steps
 
 
+def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -> None:
+    """Anneal the latency of pieces in the kernel until the budget ends."""
+    assert search.best is not None
+    problem = search.problem
+    g = problem.graph
+    moves = LoadMoves(problem, search.best[g.group])
+    tables = (_one_cpu(problem), *moves.tables[1:])
+    pieces = piecewise_tables(problem)
+    scratch = piecewise_scratch(g.num_ops, problem.num_devices)
+    op = np.argsort(g.group, kind="stable").astype(np.int32)
+    ptr = np.searchsorted(g.group[op], np.arange(g.num_groups + 1)).astype(np.int32)
+    graph = _neighbours(problem)
+    random = _random(planner.seed)
+    best = search.best.copy()
+    best_s = search.best_cost if search.best_cost < INFEASIBLE else np.inf
+    rounds = planner.rounds or 8
+    body = min(planner.body or g.num_groups, g.num_groups)
+    slowly = max(1, int(min(16, search.num_left / (16 * rounds))))
+    current = -1
+    for this, part in _cooling(search, rounds):
+        if this != current:
+            current = this
+            moves.state[0][:] = best if this == rounds - 1 else starts[this % len(starts)]
+        warm, cold = _PIECES[0 if this == rounds - 1 else this % len(_PIECES)]
+        steps = int(min(slowly, search.num_left))
+        found_s = _macro.anneal_pieces(
+            tables,
+            moves.state,
+            pieces,
+            scratch,
+            (ptr, op),
+            graph,
+            _SHARE,
+            _CUT,
+            random,
+            best,
+            best_s,
+            steps,
+            body,
+            min(search.best_cost, 1e3) * warm * (cold / warm) ** part,
+        )
+        if found_s < best_s:
+            search.consider(best, steps)
+            best_s = found_s
+        else:
+            search.num_evaluations += steps
+
+
+def _one_cpu(problem: Problem) -> NDArray[np.float64]:
+    """float64 ``[G, D]`` seconds: of CPUs that are alike one stands for the whole pool."""
+    compute_s = problem.group_compute_s.copy()
+    pool = [d for d, device in enumerate(problem.cluster.devices) if device.kind == "cpu"]
+    alike = [d for d in pool[1:] if np.array_equal(compute_s[:, d], compute_s[:, pool[0]])]
+    compute_s[:, alike] = np.inf
+    return compute_s
+
+
 def _anneal_any(planner: MacroSearch, search: Search) -> None:
     """Anneal any objective until the budget ends, scoring whole placements."""
     assert search.best is not None
@@ -171,23 +250,20 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
     graph = _neighbours(problem)
     random = _random(planner.seed)
     choose = np.random.default_rng(planner.seed)
-    compute_s = problem.group_compute_s.copy()
-    if problem.objective == "piecewise_latency":  # CPUs are one pool: one of them stands for all
-        pool = [d for d, device in enumerate(problem.cluster.devices) if device.kind == "cpu"]
-        alike = [d for d in pool[1:] if np.array_equal(compute_s[:, d], compute_s[:, pool[0]])]
-        compute_s[:, alike] = np.inf
+    compute_s = problem.group_compute_s
     body = min(planner.body or problem.graph.num_groups, problem.graph.num_groups)
-    group, where = np.zeros(body, np.int32), np.zeros(body, np.int32)
-    mark = np.zeros(problem.graph.num_groups, np.int32)
-    width = planner.width or 16
+    group, where, mark = np.zeros((3, problem.graph.num_groups), np.int32)
+    width = planner.width
     here, cost, current = search.best, search.best_cost, -1
-    for this, part in _cooling(search, planner.rounds):
+    for this, part in _cooling(search, planner.rounds or 6):
         if this != current:
             here, cost, current = search.best, search.best_cost, this
         temperature = search.best_cost * _WARM[this % 2] * (1e-5 / _WARM[this % 2]) ** part
         rows = np.tile(here, (width, 1))
         for row in rows:
-            count = _macro.propose(random, here, compute_s, graph, -1, _SHARE, group, where, mark)
+            count = _macro.propose(
+                random, here, compute_s, graph, -1, _SHARE, 0.0, body, group, where, mark
+            )
             row[group[:count]] = where[:count]
         found = search.costs(rows)
         if not len(found):  # the time ended meanwhile
@@ -205,12 +281,16 @@ def _random(seed: int) -> NDArray[np.uint64]:
 
 @cache
 def _load_kernel() -> None:
-    """Compile the kernel, or read it from its cache: once, and outside of every budget."""
+    """Compile the kernels, or read them from their cache: once, and outside of every budget."""
     graph = OpGraph.build("two", ["a", "b"], [0], [1], [(0, 1)])
     cluster = Cluster("two", (Device("a"), Device("b")))
     zeros = np.zeros((2, 2))
     links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
     problem = Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "max_load")
-    search = Search(problem, evaluations=8)
-    search.cost(np.zeros(2, np.int32))
-    _anneal_loads(MacroSearch(), search)
+    for objective in ANALYTIC:
+        search = Search(problem.with_objective(objective), evaluations=8)
+        search.cost(np.zeros(2, np.int32))
+        if objective == "max_load":
+            _anneal_loads(MacroSearch(), search)
+        else:
+            _anneal_pieces(MacroSearch(), search, [np.zeros(2, np.int32)])
