@@ -311,8 +311,9 @@ def number(value: float | None, digits: int = 3, scale: float = 1.0, unit: str =
 
 
 def command_line(module: str, argv: Sequence[str] | None) -> str:
-    """The command that makes the results again."""
-    return " ".join(["python -m", module, *(sys.argv[1:] if argv is None else argv)])
+    """The command that makes the results again; of folders elsewhere the last name alone."""
+    words = sys.argv[1:] if argv is None else argv
+    return " ".join(["python -m", module, *(Path(w).name if w[:1] == "/" else w for w in words)])
 
 
 def common_options(parser: argparse.ArgumentParser, name: str) -> None:

@@ -284,7 +284,7 @@ def exact_row(
     row = Exact(
         file=file,
         rounds=rounds,
-        reference="" if program is None else str(program),
+        reference="" if program is None else program.name,
         operators=problem.num_ops,
         devices=problem.num_devices,
         value_s=None,
@@ -361,7 +361,7 @@ def exact(options: argparse.Namespace) -> tuple[Sequence[Any], str, bool]:
     store = Store(options.work / "exact.jsonl", Exact, options.fresh)
     rows = []
     for file, path in files.items():
-        key = {"rounds": options.rounds, "reference": str(program or "")}
+        key = {"rounds": options.rounds, "reference": program.name if program else ""}
         row = store.find(file=file, **key)
         if row is None:
             say(file)

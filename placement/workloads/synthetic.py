@@ -97,8 +97,8 @@ def families() -> dict[str, Family]:
     """The 20 families by name; ``families()[name](seed)`` is a problem of 100-2,000 operators."""
     unlike = (1.0, 2.0, 4.0)
     return {
-        "layered": Family(_layered(10, 10, 0.3)),
-        "layered_wide": Family(_layered(20, 50, 0.05), 8, ccr=0.1, heterogeneity=1.0),
+        "layered": Family(layered(10, 10, 0.3)),
+        "layered_wide": Family(layered(20, 50, 0.05), 8, ccr=0.1, heterogeneity=1.0),
         "series_parallel": Family(_series_parallel(200), ccr=1.0),
         "series_parallel_large": Family(_series_parallel(1500), 8, speeds=unlike),
         "lstm_grid": Family(_grid(4, 50), ccr=0.2),
@@ -120,7 +120,7 @@ def families() -> dict[str, Family]:
     }
 
 
-def _layered(depth: int, width: int, density: float) -> Shape:
+def layered(depth: int, width: int, density: float) -> Shape:
     """Layers of equal width; every operator has a producer in the layer before."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:
