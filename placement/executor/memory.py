@@ -36,8 +36,8 @@ class Storages:
     @classmethod
     def of(cls, program: Program, inputs: Sequence[Tensor]) -> Storages:
         """From one run in the calling thread that keeps every tensor, so that no two share one."""
-        tensors = [x for step in program.steps for x in (*program.input_tensors, *step.outputs)]
-        kept: list[Any] = [None] * (max(tensors) + 1)
+        made = [t for step in program.steps for t in step.outputs]
+        kept: list[Any] = [None] * (max((*program.input_tensors, *made)) + 1)
         for t, value in zip(program.input_tensors, inputs, strict=True):
             kept[t] = value
         params = dict(enumerate(program.params))
@@ -108,18 +108,16 @@ def peak_bytes(
     until[:, made, home] = np.maximum(until[:, made, home], end_s[:, source])
     given = np.flatnonzero(graph.tensor_src < 0)
     begin[:, given] = np.where(np.isfinite(until[:, given]), admitted_s[:, None, None], np.nan)
-    tensor, batch, _, to = transfers.T
-    begin[batch, tensor, to] = sent_s
+    begin[transfers[:, 1], transfers[:, 0], transfers[:, 3]] = sent_s
     outputs = graph.output_tensor[graph.tensor_src[graph.output_tensor] >= 0]
     until[:, outputs, placement[graph.tensor_src[outputs]]] = end_s.max(axis=1)[:, None]
 
     peak = storages.param_bytes(graph, placement, num_devices)
     lives = ~np.isnan(begin) & (storages.of_tensor >= 0)[:, None]
     for d in range(num_devices):
-        b, t = np.nonzero(lives[:, :, d])
-        spans = _merged(
-            b * len(storages.num_bytes) + storages.of_tensor[t], begin[b, t, d], until[b, t, d]
-        )
+        row, t = np.nonzero(lives[:, :, d])
+        key = row * len(storages.num_bytes) + storages.of_tensor[t]
+        spans = _merged(key, begin[row, t, d], until[row, t, d])
         size = storages.num_bytes[spans[0] % len(storages.num_bytes)]
         at = np.concatenate([spans[2], spans[1]])
         change = np.concatenate([-size, size])  # what ends at the same time goes first
