@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from placement.graph import OpGraph
 from placement.program import (
     CaptureError,
+    InputError,
     Param,
     Program,
     Ref,
@@ -170,8 +171,11 @@ def flatten_example(program: Program, example: Any) -> list[Tensor]:
     """
     if TARGET not in program.input_names or TARGET in program.arg_names:
         return program.flatten_inputs(*split_inputs(example))
-    inputs, target = split_example(example)
-    args, kwargs = split_inputs(inputs)
+    try:
+        inputs, target = split_example(example)
+        args, kwargs = split_inputs(inputs)
+    except CaptureError as error:
+        raise InputError(str(error)) from None
     return program.flatten_inputs(args, {**kwargs, TARGET: target})
 
 
@@ -714,6 +718,7 @@ class _Builder:
         ]
         for p, tensor in self.new_buffers:
             writer = self.tensor_src[tensor]
+            self.param_uses.append((writer, p))
             for op in [op for op, q in self.param_uses if q == p]:
                 old, new = group[op], group[writer]
                 group = [new if g == old else g for g in group]

@@ -207,12 +207,15 @@ class Runner:
                 try:
                     item = next(source)
                 except StopIteration:
+                    self._check_whole(self.next_batch - first)
                     exhausted = True
                     break
                 except Exception as error:
                     error.add_note(
                         f"raised for micro-batch {self.next_batch - first} of the stream"
                     )
+                    if self._schedule is not None:
+                        raise  # what it begins, it ends with the rest of its micro-batches
                     failed, exhausted = error, True
                     break
                 given = dict(zip(self._program.input_tensors, item, strict=True))
@@ -248,6 +251,14 @@ class Runner:
                 value = finished.pop(following)
                 following += 1
                 yield value
+
+    def _check_whole(self, count: int) -> None:
+        """Devices that follow a schedule would wait for micro-batches that do not come."""
+        if self._schedule is not None and count % self._schedule.num_microbatches:
+            raise RunnerError(
+                f"{count} micro-batches given, but the schedule is for "
+                f"{self._schedule.num_microbatches} at a time"
+            )
 
     def _admit(self, batch: int, given: dict[int, Any]) -> None:
         if self._record:

@@ -114,7 +114,7 @@ class Trainer:
 
         Raises:
             InputError: a micro-batch unlike the example.
-            RunnerError: none given, or fewer than the schedule has.
+            RunnerError: none given, or not as many as the schedule has.
             Exception: what an operator or the iterable raised; the gradients are forgotten.
         """
         losses = self.accumulate(microbatches)
@@ -161,18 +161,13 @@ class Trainer:
 
     def accumulate(self, microbatches: Iterable[Any]) -> Tensor:
         """Forward and backward of ``microbatches`` without an update; their losses, ``[M]``."""
-        needed = None if self._schedule is None else self._schedule.num_microbatches
-        flat = (flatten_example(self._program, x) for x in islice(microbatches, needed))
+        flat = (flatten_example(self._program, x) for x in microbatches)
         losses = []
         try:
             for loss in self.runner.stream_tensors(flat):
                 losses.append(loss.detach().clone())
-            if len(losses) < (needed or 1):
-                # The workers wait for the rest of the schedule.
-                self.runner.stop()
-                raise RunnerError(
-                    f"{len(losses)} micro-batches given, a step needs {needed or 'at least 1'}"
-                )
+            if not losses:
+                raise RunnerError("no micro-batches given: a step needs at least one")
         except BaseException:
             self.zero_gradients()
             raise
