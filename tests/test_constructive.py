@@ -68,7 +68,9 @@ def make(
         param_uses=[(i, i) for i in range(n)],
     )
     memory = np.broadcast_to(memory_bytes, d)
-    devices = tuple(Device(f"d{i}", memory_bytes=int(memory[i])) for i in range(d))
+    devices = tuple(
+        Device(f"d{i}", memory_bytes=int(memory[i]), busy_w=5.0 - i, idle_w=1.0) for i in range(d)
+    )
     cluster = Cluster("c", devices)
     pairs = itertools.permutations(cluster.device_names, 2)
     links = tuple(Link(a, b, 0.0, 1.0) for a, b in pairs)
