@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -80,11 +80,13 @@ class Found:
         pattern: the best.
         bound: proved: no pattern of ``unroll`` micro-batches has less time per micro-batch.
         unroll: what the search allowed; ``pattern.unroll`` divides it.
+        others: longer patterns that were the best on the way.
     """
 
     pattern: Pattern
     bound: Fraction
     unroll: int = 1
+    others: tuple[Pattern, ...] = ()
 
     @property
     def optimal(self) -> bool:
@@ -102,7 +104,7 @@ def search(work: Work, unroll: int | None, seconds: float) -> Found:
         BlocksError: no micro-batch fits into the memory, or nothing was found in time.
     """
     end = time.perf_counter() + seconds
-    found = _search_one(work, end if unroll == 1 else end - 0.3 * seconds)
+    found = _search_one(work, end)
     if unroll is not None:
         return found if unroll == 1 else _search_unrolled(work, unroll, found.pattern, end)
     for k in range(2, MAX_UNROLL + 1):
@@ -112,7 +114,7 @@ def search(work: Work, unroll: int | None, seconds: float) -> Found:
         share = left / (MAX_UNROLL + 1 - k)
         wide = _search_unrolled(work, k, found.pattern, time.perf_counter() + share)
         if wide.pattern.per_micro_batch < found.pattern.per_micro_batch:
-            found = wide
+            found = replace(wide, others=(*found.others, found.pattern))
     return found
 
 

@@ -52,7 +52,7 @@ def search_schedule(
 ) -> Answer:
     """A schedule of ``N`` micro-batches with the shortest period, and short as a whole.
 
-    At most 70 % of the ``seconds`` (None: ``default_seconds``) go to the period and its proof,
+    At most half of the ``seconds`` (None: ``default_seconds``) go to the period and its proof,
     the rest to warm-up and cool-down; it ends sooner where everything is proved.
 
     Raises:
@@ -64,13 +64,14 @@ def search_schedule(
     _retime.warm_up()
     budget = default_seconds(work) if seconds is None else seconds
     began = time.perf_counter()
-    found = search(work, unroll, 0.7 * budget)
+    found = search(work, unroll, 0.5 * budget)
     patterns = [found.pattern]
-    for options in ({"shortest_flow": True}, {"seed": 1}):
+    for options in ({"shortest_flow": True}, {"seed": 1}, {"seed": 2}, {"seed": 3}):
         left = began + budget - time.perf_counter()
-        similar, _ = solve(work, found.pattern.unroll, found.pattern.period, 0.15 * left, **options)
+        similar, _ = solve(work, found.pattern.unroll, found.pattern.period, 0.1 * left, **options)
         if similar is not None:
             patterns.append(similar)
+    patterns += found.others
     left = began + budget - time.perf_counter()
     starts = _retime.shortest(work, patterns, num_micro_batches, left)
     took = time.perf_counter() - began

@@ -1,0 +1,80 @@
+"""The shortest repeating pattern by modulo scheduling, with warm-up and cool-down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.problem import Placement, Problem
+from placement.schedule import Schedule
+from placement.schedulers import SchedulerError
+from placement.schedulers._blocks import BlocksError
+from placement.schedulers._cut import cut, held_bytes, limited, work_of
+from placement.schedulers._search import Answer, search_schedule
+from placement.simulator import simulate
+
+# How often a search is repeated with less memory where the simulator finds too much.
+_RETRIES = 3
+
+
+@dataclass(frozen=True)
+class Searched:
+    """Modulo scheduling with CP-SAT (after Lin et al., "Tessel", TPDS 35(12) 2024).
+
+    The placed graph is cut into at most 64 blocks, the pattern of one micro-batch (or several)
+    with the shortest period is searched and proved, and all micro-batches follow it as early as
+    its order allows; see ``_repetend.py`` and ``_retime.py``. Other than in the published search,
+    devices may be unlike, transfers take time (as delays), and patterns may hold several
+    micro-batches. Where memory binds, what blocks store for later ones is limited; the simulator
+    has the last word, and if it finds more than there is, the search is repeated with less room.
+
+    Attributes:
+        unroll: micro-batches per period; None: one, and more where that is shorter.
+        seconds: budget; None: 0.8 for up to 4 devices, 8 for more.
+    """
+
+    unroll: int | None = None
+    seconds: float | None = None
+
+    def __call__(self, problem: Problem, placement: Placement, num_microbatches: int) -> Schedule:
+        """Raises: SchedulerError, nothing fits into the memory, or OR-Tools is missing."""
+        return self.solve(problem, placement, num_microbatches)[0]
+
+    def solve(
+        self, problem: Problem, placement: Placement, num_microbatches: int
+    ) -> tuple[Schedule, Answer, float]:
+        """The schedule, what is proved about its blocks, and the seconds of their unit of time."""
+        p = problem.check_placement(placement)
+        made = cut(problem, p)
+        free, unit_s = work_of(problem, p, made, num_microbatches)
+        held = held_bytes(problem, p, made)
+        room = problem.memory_bytes - problem.param_bytes_on(p)
+        over = np.zeros(problem.num_devices, np.int64)
+        for _ in range(_RETRIES):
+            try:
+                work = limited(free, held, room, num_microbatches)
+                answer = search_schedule(
+                    work, num_microbatches, unroll=self.unroll, seconds=self.seconds
+                )
+            except BlocksError as error:
+                if (over > 0).any():
+                    break  # less room than the simulator asks for does not work either
+                raise SchedulerError(f"searched: {error}") from error
+            except ImportError as error:
+                raise SchedulerError(
+                    "searched needs OR-Tools: pip install 'device-placement-rl[cp]', or use "
+                    "list_order or one_f_one_b"
+                ) from error
+            schedule = made.schedule(answer.starts)
+            peak = simulate(problem, p, schedule).peak_bytes
+            assert peak is not None
+            over = peak - problem.memory_bytes
+            if (over <= 0).all():
+                return schedule, answer, unit_s
+            room = room - np.maximum(over, 0)
+        d = int(np.argmax(over))
+        raise SchedulerError(
+            f"searched: {problem.cluster.device_names[d]} would need {over[d]} bytes more than its "
+            f"{problem.memory_bytes[d]}; use fewer micro-batches or another placement"
+        )

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.problem import Placement, Problem
+from placement.profile import Profile
+from placement.schedule import Schedule
+from placement.schedulers import SchedulerError, load, names
+from placement.schedulers._cut import cut, work_of
+from placement.schedulers.interleaved import virtual_order
+from placement.simulator import simulate
+from tests.problems import random_problem
+
+
+def pipeline(
+    num_devices: int,
+    *,
+    chunks: int = 1,
+    training: bool = True,
+    split: bool = False,
+    backward_s: float = 1.0,
+    transfer_s: float = 0.0,
+    memory_bytes: int = 10**12,
+    speed: tuple[float, ...] | None = None,
+) -> tuple[Problem, Placement]:
+    """Pieces of one second through all devices, ``chunks`` times, and back again if training.
+
+    With ``split`` a weight gradient of a second follows each backward piece on its device. Each
+    backward piece reads a byte that its forward piece made.
+    """
+    forward = [d for _ in range(chunks) for d in range(num_devices)]
+    op_name, place, back, uses, seconds = [], [], [], [], []
+    for i, d in enumerate(forward):
+        op_name.append(f"f{i}")
+        place.append(d)
+        back.append(False)
+        seconds.append(1.0)
+        if i:
+            uses.append((i - 1, i))
+    before = len(forward) - 1
+    for i, d in reversed(list(enumerate(forward))) if training else []:
+        here = len(op_name)
+        uses += [(before, here)] + ([(i, here)] if i != before else [])
+        op_name.append(f"b{i}")
+        place.append(d)
+        back.append(True)
+        seconds.append(backward_s)
+        before = here
+        if split:
+            uses.append((here, here + 1))
+            op_name.append(f"w{i}")
+            place.append(d)
+            back.append(True)
+            seconds.append(1.0)
+    speeds = np.ones(num_devices) if speed is None else np.array(speed)
+    compute_s = np.array(seconds)[:, None] / speeds
+    n = len(op_name)
+    graph = OpGraph.build("pipeline", op_name, range(n), np.ones(n), uses, is_backward=back)
+    devices = tuple(Device(f"d{i}", memory_bytes=memory_bytes) for i in range(num_devices))
+    links = tuple(
+        Link(a.name, b.name, transfer_s, 1e12) for a in devices for b in devices if a != b
+    )
+    cluster = Cluster("c", devices)
+    profile = Profile(cluster.device_names, compute_s, np.zeros_like(compute_s), links)
+    problem = Problem(graph, cluster, profile, max_in_flight=2)
+    return problem, np.array(place, np.int32)
+
+
+def draw(problem: Problem, placement: Placement, schedule: Schedule) -> str:
+    """A line per device, a character per second: letters are micro-batches, capitals backward,
+    digits weight gradients."""
+    schedule.check(problem, placement)
+    timeline = simulate(problem, placement, schedule)
+    cells = [["."] * round(timeline.makespan_s) for _ in range(problem.num_devices)]
+    for m in range(schedule.num_microbatches):
+        for op, name in enumerate(problem.graph.op_name):
+            text = {"f": "abcdefgh", "b": "ABCDEFGH", "w": "12345678"}[name[0]][m]
+            for at in range(round(timeline.start_s[m, op]), round(timeline.end_s[m, op])):
+                cells[placement[op]][at] = text
+    return "\n".join(" ".join(row) for row in cells)
+
+
+# --- the timetables ----------------------------------------------------------------------
+
+
+def table(text: str) -> str:
+    """An expected timetable without its indentation."""
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def test_gpipe() -> None:
+    problem, p = pipeline(3)
+    assert draw(problem, p, load("gpipe")(problem, p, 4)) == table("""
+        a b c d . . . . A B C D
+        . a b c d . . A B C D .
+        . . a b c d A B C D . .
+    """)
+
+
+def test_one_f_one_b() -> None:
+    problem, p = pipeline(3)
+    assert draw(problem, p, load("one_f_one_b")(problem, p, 4)) == table("""
+        a b c . . A d B . C . D
+        . a b . A c B d C . D .
+        . . a A b B c C d D . .
+    """)
+
+
+def test_list_order_is_the_simulators_own() -> None:
+    problem, p = pipeline(2)
+    schedule = load("list_order")(problem, p, 4)
+    assert draw(problem, p, schedule) == table("""
+        a b . A c B d C . D
+        . a A b B c C d D .
+    """)
+    alone = simulate(problem, p, num_microbatches=4)
+    np.testing.assert_allclose(simulate(problem, p, schedule).end_s, alone.end_s)
+
+
+def test_interleaved() -> None:
+    # Group a b goes through both chunks of a device before c d; then backward and forward in turns.
+    problem, p = pipeline(2, chunks=2)
+    assert draw(problem, p, load("interleaved")(problem, p, 4)) == table("""
+        a b a b c A d B c A d B . C . D C D
+        . a b a A b B c A d B c C d D C D .
+    """)
+
+
+@pytest.mark.parametrize(("devices", "length"), [(2, 68), (4, 76), (8, 92)])
+def test_interleaved_has_its_published_length(devices: int, length: int) -> None:
+    # Warm-up and cool-down take 1 + 3 per device but the first, the middle never idles.
+    problem, p = pipeline(devices, chunks=2, backward_s=3.0)
+    schedule = load("interleaved")(problem, p, 8)
+    made = simulate(problem, p, schedule).makespan_s
+    assert made == pytest.approx(length) == 8 * 8 + 4 * (devices - 1)
+
+
+def test_zero_bubble() -> None:
+    # The first device needs no input gradients: its capitals are weight gradients too.
+    problem, p = pipeline(3, split=True)
+    assert draw(problem, p, load("zero_bubble")(problem, p, 4)) == table("""
+        a b c . . A 1 d B 2 C 3 D 4
+        . a b . A c B 1 d C 2 D 3 4
+        . . a A b B c C 1 d D 2 3 4
+    """)
+    plain = simulate(problem, p, load("one_f_one_b")(problem, p, 4)).makespan_s
+    assert simulate(problem, p, load("zero_bubble")(problem, p, 4)).makespan_s < plain
+
+
+def test_inference_through_the_devices_twice() -> None:
+    problem, p = pipeline(2, chunks=2, training=False)
+    assert draw(problem, p, load("gpipe")(problem, p, 4)) == table("""
+        a b c d a b c d .
+        . a b c d a b c d
+    """)
+    # The second visit is what backward is in training: it goes first.
+    assert draw(problem, p, load("one_f_one_b")(problem, p, 4)) == table("""
+        a . a b . b c . c d . d .
+        . a . a b . b c . c d . d
+    """)
+    assert draw(problem, p, load("interleaved")(problem, p, 4)) == table("""
+        a b a b c d c d .
+        . a b a b c d c d
+    """)
+
+
+def test_a_pipeline_visited_once_runs_in_order() -> None:
+    problem, p = pipeline(3, training=False)
+    for name in ("gpipe", "one_f_one_b", "interleaved"):
+        assert draw(problem, p, load(name)(problem, p, 3)) == table("""
+            a b c . .
+            . a b c .
+            . . a b c
+        """)
+
+
+def test_virtual_order_runs_every_piece_once() -> None:
+    order = virtual_order(1, 3, 2, 6, True)
+    assert len(order) == len(set(order)) == 2 * 2 * 6
+    assert [b for _, _, b in order[:5]] == [False] * 5  # 2 (3 - 1 - 1) + (2 - 1) 3
+
+
+# --- the search --------------------------------------------------------------------------
+
+
+def test_searched_is_never_longer_than_the_generators() -> None:
+    pytest.importorskip("ortools")
+    for problem, p in (
+        pipeline(3, backward_s=2.0),
+        pipeline(2, chunks=2, training=False),
+        pipeline(3, backward_s=2.0, transfer_s=0.5),
+        pipeline(2, chunks=2, backward_s=3.0, speed=(1.0, 2.0)),
+    ):
+        best = load("searched", seconds=1.0)(problem, p, 8)
+        length = simulate(problem, p, best).makespan_s
+        for name in ("list_order", "gpipe", "one_f_one_b"):
+            other = simulate(problem, p, load(name)(problem, p, 8)).makespan_s
+            assert length <= other * 1.005, name
+
+
+def test_searched_hides_transfers_where_1f1b_waits() -> None:
+    # With transfers of a second, 1F1B waits in every period: its micro-batches are too close.
+    pytest.importorskip("ortools")
+    problem, p = pipeline(3, transfer_s=1.0)
+    scheduler = load("searched", seconds=1.0)
+    _, answer, unit_s = scheduler.solve(problem, p, 12)
+    assert float(answer.period) * unit_s == pytest.approx(2.0, rel=1e-3)
+    assert answer.found.optimal
+    searched = simulate(problem, p, scheduler(problem, p, 12)).makespan_s
+    assert searched < simulate(problem, p, load("one_f_one_b")(problem, p, 12)).makespan_s
+
+
+def test_searched_keeps_within_memory() -> None:
+    # A byte is stored per forward piece and micro-batch. 3 devices with room for 2 of them.
+    pytest.importorskip("ortools")
+    for room in (8, 5, 4):
+        problem, p = pipeline(3, memory_bytes=room)
+        schedule = load("searched", seconds=1.0)(problem, p, 6)
+        peak = simulate(problem, p, schedule).peak_bytes
+        assert (peak <= room).all()
+    problem, p = pipeline(3, memory_bytes=1)
+    with pytest.raises(SchedulerError, match="d0 would need 1 bytes more than its 1"):
+        load("searched", seconds=0.5)(problem, p, 6)
+
+
+# --- blocks of operator graphs -----------------------------------------------------------
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=60)
+def test_blocks_of_any_graph_have_no_circle(seed: int) -> None:
+    problem = random_problem(seed, num_devices=3)
+    rng = np.random.default_rng(seed)
+    place = rng.integers(0, 3, problem.num_ops).astype(np.int32)
+    for most in (64, 4):
+        made = cut(problem, place, max_blocks=most)
+        edges = made.label[problem.graph.edges]
+        assert (edges[:, 0] <= edges[:, 1]).all()
+        assert (made.device[made.label] == place).all()
+        inner = edges[edges[:, 0] != edges[:, 1]]
+        assert (made.level[inner[:, 0]] < made.level[inner[:, 1]]).all()
+        work, unit_s = work_of(problem, place, made, 4)
+        assert work.num_blocks == made.num_blocks and unit_s > 0
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["gpipe", "one_f_one_b", "list_order"]))
+@settings(max_examples=60)
+def test_generators_order_any_graph(seed: int, name: str) -> None:
+    problem = random_problem(seed, num_devices=2)
+    place = np.random.default_rng(seed).integers(0, 2, problem.num_ops).astype(np.int32)
+    load(name)(problem, place, 5).check(problem, place)
+
+
+def test_a_long_chain_is_joined_to_few_blocks() -> None:
+    problem, p = pipeline(2, chunks=60, training=False)
+    assert cut(problem, p, max_blocks=200).num_blocks == 120
+    made = cut(problem, p, max_blocks=150)
+    assert made.num_blocks == 120
+    # Nothing may be joined in a chain that changes devices at every step: all stay.
+    assert cut(problem, p, max_blocks=10).num_blocks == 120
+    assert cut(problem, np.zeros_like(p)).num_blocks == 1
+
+
+# --- what is refused ---------------------------------------------------------------------
+
+
+def test_schedulers_are_found_by_file() -> None:
+    assert names() == [
+        "gpipe",
+        "interleaved",
+        "list_order",
+        "one_f_one_b",
+        "searched",
+        "zero_bubble",
+    ]
+    assert load("searched", unroll="2", seconds="0.5").unroll == 2  # as from a command line
+    with pytest.raises(SchedulerError, match=r"no scheduler 'gpip'; schedulers are gpipe, "):
+        load("gpip")
+    with pytest.raises(SchedulerError, match="has no option 'k'; its options are unroll"):
+        load("searched", k=2)
+    with pytest.raises(SchedulerError, match=r"unroll = 'x' is not of type int \| None"):
+        load("searched", unroll="x")
+
+
+def test_interleaved_wants_whole_groups_and_equal_chunks() -> None:
+    problem, p = pipeline(2, chunks=2)
+    with pytest.raises(SchedulerError, match=r"groups of 2 micro-batches .* 3 are no multiple"):
+        load("interleaved")(problem, p, 3)
+    uneven = p.copy()
+    uneven[[0, 1, 2, 3]] = [0, 1, 1, 1]
+    with pytest.raises(SchedulerError, match="d0 has 1 and"):
+        load("interleaved")(problem, uneven, 4)
+
+
+def test_zero_bubble_wants_gradients_apart() -> None:
+    problem, p = pipeline(3)
+    with pytest.raises(SchedulerError, match=r"does not separate .* all 1 backward"):
+        load("zero_bubble")(problem, p, 4)
+    problem, p = pipeline(3, training=False)
+    with pytest.raises(SchedulerError, match="no backward operators"):
+        load("zero_bubble")(problem, p, 4)
