@@ -115,15 +115,19 @@ def gpt2_tiny() -> Task:
 MODELS = {x.__name__: x for x in (resnet18, gpt2_small, resnet_tiny, gpt2_tiny)}
 
 
-def problem_of(task: Task, num_microbatches: int) -> tuple[Problem, torch.optim.Optimizer]:
+def problem_of(task: Task, options: argparse.Namespace) -> Problem:
     """The training step on two devices of this machine, measured."""
-    optimizer = task.optimizer(task.module.parameters())
     graph = capture(
-        task.module, task.examples(1, 0)[0], mode="training", loss=task.loss, optimizer=optimizer
+        task.module,
+        task.examples(1, 0)[0],
+        mode="training",
+        loss=task.loss,
+        optimizer=task.optimizer(task.module.parameters()),
+        split_backward=options.split_backward,
     )
     cluster = Cluster("two", Cluster.detect().devices[:2])
     profile = measure(graph, cluster, repeats=10)
-    return Problem(graph, cluster, profile, num_microbatches=num_microbatches), optimizer
+    return Problem(graph, cluster, profile, num_microbatches=options.microbatches)
 
 
 def compare(task: Task, problem: Problem, placement: Any, steps: int) -> dict[str, Any]:
@@ -241,7 +245,7 @@ def times(
 def study(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """Equality and seconds of one model."""
     task = MODELS[model]()
-    problem, _ = problem_of(task, options.microbatches)
+    problem = problem_of(task, options)
     answer = planners.load(options.planner)(problem)
     single = planners.load("single_device")(problem)
     return {
@@ -292,11 +296,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--microbatches", type=int, default=8, help="of a step")
     parser.add_argument("--planner", default="best_of")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the searched schedule")
+    parser.add_argument(
+        "--split-backward", action="store_true", help="gradients of weights by themselves"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     rows = [study(model, options) for model in options.models]
     facts = provenance(
-        rounds=options.rounds, microbatches=options.microbatches, planner=options.planner
+        rounds=options.rounds,
+        microbatches=options.microbatches,
+        planner=options.planner,
+        split_backward=options.split_backward,
     )
     page = report(rows, facts)
     options.out.mkdir(parents=True, exist_ok=True)

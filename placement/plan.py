@@ -388,11 +388,12 @@ class Plan(_Strict):
         *,
         loss: Callable[..., Any] | None = None,
         colocate_backward: bool = True,
+        split_backward: bool = False,
         record: bool = False,
     ) -> Trainer:
         """``module`` on the devices of the plan, to be trained by ``optimizer``.
 
-        ``loss`` and ``colocate_backward`` as for ``placement.capture``; otherwise as ``bind``.
+        ``loss`` and how backward is cut as for ``placement.capture``; otherwise as ``bind``.
         An order of the plan is followed: steps then take exactly its micro-batches.
 
         Raises:
@@ -416,6 +417,7 @@ class Plan(_Strict):
             loss=loss,
             optimizer=optimizer,
             colocate_backward=colocate_backward,
+            split_backward=split_backward,
         )
         cluster = self.cluster.build()
         return Trainer(

@@ -297,6 +297,7 @@ def capture(
     loss: Callable[..., Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     colocate_backward: bool = True,
+    split_backward: bool = False,
 ) -> OpGraph:
     """The operator graph of ``module`` for inputs shaped like ``example_inputs``.
 
@@ -320,6 +321,8 @@ def capture(
         optimizer: of training, over the module's parameters: the bytes it will keep count as
             memory, and only its parameters get gradients.
         colocate_backward: of training: a backward operator is on the device of its forward.
+        split_backward: of training: gradients of weights, which nothing waits for, are operators
+            of their own (what zero-bubble schedules need); convolutions then run two kernels.
 
     Raises:
         CaptureError: the module fails on these inputs, does not export (data-dependent control
@@ -336,6 +339,7 @@ def capture(
             loss=loss,
             optimizer=optimizer,
             colocate_backward=colocate_backward,
+            split_backward=split_backward,
         )
     if mode != "inference":
         raise CaptureError(f"mode {mode!r} is unknown; use 'inference' or 'training'")

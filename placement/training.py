@@ -54,6 +54,7 @@ TARGET = "target"  # the name of the loss function's second argument among the i
 _aten = torch.ops.aten
 _higher = torch.ops.higher_order
 Owner = tuple[int, bool]  # (number of the call in the forward, whether it is its backward)
+Part = tuple[int, str]  # (number of the call, "", "_backward" or "_weight_backward")
 
 
 class WithLoss(nn.Module):
@@ -79,6 +80,7 @@ def capture_training(
     loss: Callable[..., Any] | None,
     optimizer: torch.optim.Optimizer | None,
     colocate_backward: bool,
+    split_backward: bool,
 ) -> OpGraph:
     """See ``placement.capture``."""
     inputs, target = split_example(example_inputs) if loss else (example_inputs, None)
@@ -100,8 +102,9 @@ def capture_training(
         wrapped = WithLoss(module, loss, tuple(kwargs)).train(module.training)
         exported = export(wrapped, tuple(values), {}, training=True)
     check_static([n for n in exported.graph.nodes if n.op == "call_function"])
-    joint = _trace(exported, module, pytree.tree_leaves(values), optimizer)
-    builder = _Builder(joint, "module." if loss else "", colocate_backward)
+    joint = _trace(exported, module, pytree.tree_leaves(values), optimizer, split_backward)
+    pieces = _pieces(joint, split_backward)
+    builder = _Builder(joint, pieces, "module." if loss else "", colocate_backward)
     paths, in_tree = pytree.tree_flatten_with_path(values)
     program = Program(
         steps=tuple(builder.steps),
@@ -313,9 +316,10 @@ class _Forward(fx.Interpreter):
 class _Functional(fx.Interpreter):
     """Runs the traced step again, for the trace without in-place operators."""
 
-    def __init__(self, module: Any, recorder: _Recorder) -> None:
+    def __init__(self, module: Any, recorder: _Recorder, split_backward: bool) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._recorder = recorder
+        self._split_backward = split_backward
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function":
@@ -331,6 +335,12 @@ class _Functional(fx.Interpreter):
             return tuple(values)
         if target is _aten.native_batch_norm_backward.default and args[7]:
             args = (*args[:3], None, None, *args[5:])  # the batch's own statistics are used
+        if target is _aten.convolution_backward.default and self._split_backward:
+            *first, (of_input, of_weight, of_bias) = args
+            if of_input and (of_weight or of_bias):
+                given, *_ = target(*first, (True, False, False))
+                _, *trained = target(*first, (False, of_weight, of_bias))
+                return (given, *trained)
         return super().call_function(target, args, kwargs)
 
 
@@ -364,6 +374,7 @@ def _trace(
     module: nn.Module,
     leaves: list[Any],
     optimizer: torch.optim.Optimizer | None,
+    split_backward: bool,
 ) -> _Joint:
     """Trace loss and gradients of an exported program whose inputs have these leaves."""
     signature = exported.graph_signature
@@ -409,7 +420,7 @@ def _trace(
 
     def functional(*given: Tensor) -> Any:
         recorder = _Recorder()
-        results = _Functional(traced, recorder).run(*given)
+        results = _Functional(traced, recorder, split_backward).run(*given)
         recorder.switch(None)
         return results
 
@@ -549,10 +560,10 @@ def _producer(node: fx.Node) -> fx.Node | None:
     return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
-def _pieces(joint: _Joint) -> list[list[fx.Node]]:
+def _pieces(joint: _Joint, split_backward: bool) -> list[tuple[Part, list[fx.Node]]]:
     """The kernels that are needed, as operators: those of one call, and of its backward.
 
-    Operators come in a topological order. Kernels of one owner are split where together they
+    Operators come in a topological order. Kernels of one part are split where together they
     would close a cycle through another operator.
     """
     ends = [joint.loss, *(n for _, n in (*joint.gradients, *joint.new_buffers))]
@@ -568,10 +579,11 @@ def _pieces(joint: _Joint) -> list[list[fx.Node]]:
         for n in joint.kernels
         if n in needed and n.target is not operator.getitem and not _is_view(n)
     ]
+    of_weights = _of_weights(joint, needed) if split_backward else set()
     piece_of: dict[fx.Node, int] = {}
-    pieces: list[list[fx.Node]] = []
+    pieces: list[tuple[Part, list[fx.Node]]] = []
     after: list[set[int]] = []
-    latest: dict[Owner, int] = {}
+    latest: dict[Part, int] = {}
 
     def leads_to(a: int, b: int) -> bool:
         seen, waiting = {a}, [a]
@@ -586,12 +598,15 @@ def _pieces(joint: _Joint) -> list[list[fx.Node]]:
     for kernel in kernels:
         producers = [_producer(_root(x)) for x in kernel.all_input_nodes]
         before = {piece_of[p] for p in producers if p is not None}
-        mine = latest.get(kernel.meta["owner"])
+        call, backward = kernel.meta["owner"]
+        weights = "_weight" if kernel in of_weights else ""
+        part = (call, f"{weights}_backward" if backward else "")
+        mine = latest.get(part)
         if mine is None or any(p != mine and leads_to(mine, p) for p in before):
-            mine = latest[kernel.meta["owner"]] = len(pieces)
-            pieces.append([])
+            mine = latest[part] = len(pieces)
+            pieces.append((part, []))
             after.append(set())
-        pieces[mine].append(kernel)
+        pieces[mine][1].append(kernel)
         piece_of[kernel] = mine
         for p in before - {mine}:
             after[p].add(mine)
@@ -609,10 +624,29 @@ def _pieces(joint: _Joint) -> list[list[fx.Node]]:
     return order
 
 
+def _of_weights(joint: _Joint, needed: set[fx.Node]) -> set[fx.Node]:
+    """Kernels whose results go into gradients of parameters and into no other call's backward."""
+    results = {n for _, n in joint.gradients}
+    others = {joint.loss, *(n for _, n in joint.new_buffers)}
+    found: set[fx.Node] = set()
+    for node in reversed(joint.kernels):
+        readers = [x for x in node.users if x in needed and x.op == "call_function"]
+        own = all(x in found and x.meta["owner"] == node.meta["owner"] for x in readers)
+        if own and node in needed - others and (readers or node in results):
+            found.add(node)
+    return found
+
+
 class _Builder:
     """Numbers operators, tensors and parameters of a joint graph."""
 
-    def __init__(self, joint: _Joint, prefix: str, colocate_backward: bool) -> None:
+    def __init__(
+        self,
+        joint: _Joint,
+        pieces: list[tuple[Part, list[fx.Node]]],
+        prefix: str,
+        colocate_backward: bool,
+    ) -> None:
         self._joint = joint
         self._prefix = prefix
         self.steps: list[Step] = []
@@ -634,25 +668,27 @@ class _Builder:
             if isinstance(source, Ref):
                 self._value[node] = source
                 self.tensor_bytes[source.tensor] = _num_bytes(node)
-        pieces = _pieces(joint)
-        piece_of = {kernel: n for n, piece in enumerate(pieces) for kernel in piece}
-        outputs = _outputs(joint, pieces, piece_of)
         names: Counter[str] = Counter()
-        for piece, results in zip(pieces, outputs, strict=True):
-            self._add(piece, results, names)
+        for (part, kernels), results in zip(pieces, _outputs(joint, pieces), strict=True):
+            self._add(part, kernels, results, names)
         number = {
             node: value.tensor for node, value in self._value.items() if isinstance(value, Ref)
         }
         self.loss = number[joint.loss]
         self.gradients = [(self._param(p), number[n]) for p, n in joint.gradients]
         self.new_buffers = [(self._param(p), number[n]) for p, n in joint.new_buffers]
-        self.group = self._groups([p[0].meta["owner"] for p in pieces], colocate_backward)
+        self.group = self._groups([part for part, _ in pieces], colocate_backward)
 
-    def _add(self, piece: list[fx.Node], results: list[fx.Node], names: Counter[str]) -> None:
+    def _add(
+        self,
+        part: Part,
+        kernels: list[fx.Node],
+        results: list[fx.Node],
+        names: Counter[str],
+    ) -> None:
         n = len(self.steps)
-        call, backward = piece[0].meta["owner"]
-        node = self._joint.calls[call]
-        function, operands = _compile(piece, results)
+        node, suffix = self._joint.calls[part[0]], part[1]
+        function, operands = _compile(kernels, results)
         args = [self._source(x) for x in operands]
         outputs = []
         for result in results:
@@ -679,18 +715,18 @@ class _Builder:
                 self.uses.append((x.tensor, n))
             else:
                 self.param_uses.append((n, x.index))
-        name = f"{node.name}_backward" if backward else node.name
+        name = f"{node.name}{suffix}"
         again = names[name]
         names[name] += 1
         self.op_name.append(f"{name}_part{again + 1}" if again else name)
-        self.op_kind.append(f"{node.target}{'_backward' if backward else ''}")
+        self.op_kind.append(f"{node.target}{suffix}")
         path = module_path(node)
         self.op_module.append(path.removeprefix(self._prefix) if path != self._prefix[:-1] else "")
         text = signature_of(node)
-        if backward:
-            text = f"backward of {text}"
+        if suffix:
+            text = f"{suffix.strip('_').replace('_', ' ')} of {text}"
         self.op_signature.append(f"{text} part {again + 1}" if again else text)
-        self.is_backward.append(backward)
+        self.is_backward.append(bool(suffix))
 
     def _source(self, node: fx.Node) -> Ref | Param:
         if node not in self._value:
@@ -707,15 +743,13 @@ class _Builder:
             self.param_names.append(self._joint.param_names[i])
         return self._param_at[i]
 
-    def _groups(self, owners: list[Owner], colocate_backward: bool) -> list[int]:
+    def _groups(self, parts: list[Part], colocate_backward: bool) -> list[int]:
         """A call and its backward together; who reads a buffer with who writes it.
 
         Who reads the old value of a buffer comes before who writes the new one: an edge says so.
         """
         first: dict[Any, int] = {}
-        group = [
-            first.setdefault(o[0] if colocate_backward else o, n) for n, o in enumerate(owners)
-        ]
+        group = [first.setdefault(x[0] if colocate_backward else x, n) for n, x in enumerate(parts)]
         for p, tensor in self.new_buffers:
             writer = self.tensor_src[tensor]
             self.param_uses.append((writer, p))
@@ -732,13 +766,12 @@ class _Builder:
         return group
 
 
-def _outputs(
-    joint: _Joint, pieces: list[list[fx.Node]], piece_of: dict[fx.Node, int]
-) -> list[list[fx.Node]]:
+def _outputs(joint: _Joint, pieces: list[tuple[Part, list[fx.Node]]]) -> list[list[fx.Node]]:
     """Of every piece: the roots that others read, then views that are results of the step."""
+    piece_of = {kernel: n for n, (_, kernels) in enumerate(pieces) for kernel in kernels}
     found: list[dict[fx.Node, None]] = [{} for _ in pieces]
-    for n, piece in enumerate(pieces):
-        for kernel in piece:
+    for n, (_, kernels) in enumerate(pieces):
+        for kernel in kernels:
             for x in kernel.all_input_nodes:
                 root = _root(x)
                 producer = _producer(root)
@@ -748,14 +781,8 @@ def _outputs(
         producer = _producer(_root(node))
         assert producer is not None, "gradients have memory of their own"
         found[piece_of[producer]][node] = None
-    for n, piece in enumerate(pieces):
-        if not found[n]:  # kept for its effect on nothing: cannot be, all kernels are needed
-            raise AssertionError(f"{piece} makes nothing")
-    return [sorted(roots, key=_is_view_result) for roots in found]
-
-
-def _is_view_result(node: fx.Node) -> bool:
-    return node is not _root(node)
+    assert all(found), "all kernels are needed"
+    return [sorted(nodes, key=_is_view) for nodes in found]
 
 
 def _compile(

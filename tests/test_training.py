@@ -193,6 +193,29 @@ def test_backward_may_be_placed_apart():
     assert together.num_groups < apart.num_groups == apart.num_ops
 
 
+def test_gradients_of_weights_may_be_operators_of_their_own():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    example = (torch.randn(2, 3, 6, 6), torch.tensor([0, 1]))
+    graph = capture(module, example, mode="training", loss=F.cross_entropy, split_backward=True)
+    backward = [name for name in graph.op_name if name.endswith("backward")]
+    assert backward == [
+        "cross_entropy_loss_backward",
+        "linear_backward",
+        "linear_weight_backward",
+        "conv2d_1_backward",
+        "conv2d_1_weight_backward",
+        "conv2d_weight_backward",  # nobody needs the gradient of the image
+    ]
+    assert graph.num_groups == 4
+    weights = [i for i, name in enumerate(graph.op_name) if "_weight_" in name]
+    assert not np.isin(graph.tensor_src[graph.use_tensor], weights).any()
+    F.cross_entropy(module(example[0]), example[1]).backward()
+    _, gradients = run_in_any_order(graph, np.random.default_rng(0))
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad)
+
+
 def run_in_any_order(graph, rng):
     """Loss and gradients, by name, of one micro-batch in a random order that the edges allow."""
     program = graph.program
