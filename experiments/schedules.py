@@ -77,22 +77,26 @@ def study(case: dict[str, Any], key: str, truth: dict[str, Any], scale: float = 
     known = truth.get("best_makespan", {})
     published = truth.get("tessel") or truth.get("tessel_fast") or {}
     level = levels(work)
+    batch = np.arange(COUNTS[-1])[:, None]
+    counts: dict[str, Any] = {}
+    for n, answer in zip(COUNTS, answers, strict=True):
+        counts[f"makespan_{n}"] = answer.makespan
+        counts[f"truth_{n}"] = known.get(str(n), [None])[0]
     return Row(
-        key,
-        truth["memory"],
-        float(one.pattern.per_micro_batch),
-        float(one.bound),
-        took,
-        float(best.period),
-        float(best.found.bound),
-        best.found.pattern.unroll,
-        *(a.makespan for a in answers),
-        truth.get("period"),
-        *(known.get(str(n), [None])[0] for n in COUNTS),
-        published.get("period"),
-        published.get("seconds"),
-        fixed(work, level * 32 + np.arange(32)[:, None]),
-        fixed(work, level + most_visits(work, level) * np.arange(32)[:, None]),
+        case=key,
+        memory=truth["memory"],
+        period_one=float(one.pattern.per_micro_batch),
+        period_one_bound=float(one.bound),
+        seconds=took,
+        period=float(best.period),
+        period_bound=float(best.found.bound),
+        unroll=best.found.pattern.unroll,
+        truth_period=truth.get("period"),
+        published_period=published.get("period"),
+        published_seconds=published.get("seconds"),
+        gpipe_32=fixed(work, level * len(batch) + batch),
+        one_f_one_b_32=fixed(work, level + most_visits(work, level) * batch),
+        **counts,
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.__main__ import main
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.problem import Placement, Problem
@@ -307,6 +308,30 @@ def test_zero_bubble_wants_gradients_apart() -> None:
     problem, p = pipeline(3, training=False)
     with pytest.raises(SchedulerError, match="no backward operators"):
         load("zero_bubble")(problem, p, 4)
+
+
+# --- plans -------------------------------------------------------------------------------
+
+
+def test_a_plan_with_an_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from placement.importers import save
+    from placement.plan import load_plan
+
+    problem, _ = pipeline(2, chunks=2)
+    source, out = str(tmp_path / "problem.json"), str(tmp_path / "plan.json")
+    save(problem, source)
+    verb = ["plan", source, "--planner", "contiguous_dp", "--microbatches", "4", "--out", out]
+    assert main([*verb, "--scheduler", "gpipe"]) == 0
+    plan = load_plan(out)
+    order = plan.schedule(problem.graph)
+    assert order is not None and order.num_microbatches == plan.num_microbatches == 4
+    place = plan.placement(problem.graph, problem.cluster)
+    expected = load("gpipe")(problem, place, 4)
+    for ours, theirs in zip(order.order, expected.order, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert main(["validate", out]) == 0
+    assert main([*verb, "--scheduler", "gpip"]) == 2
+    assert "schedulers are gpipe, " in capsys.readouterr().err
 
 
 # --- the studies -------------------------------------------------------------------------

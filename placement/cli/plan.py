@@ -12,6 +12,7 @@ from placement import cli
 
 if TYPE_CHECKING:
     from placement.problem import Planner, Problem, Solution
+    from placement.schedule import Schedule
 
 EXAMPLE = """examples:
   placement plan resnet50 --planner local_search --seconds 10 --out plan.json
@@ -39,6 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help="budget of the planner")
     parser.add_argument("--evaluations", type=int, help="budget of the planner")
     parser.add_argument("--seed", type=int)
+    parser.add_argument(
+        "--scheduler",
+        metavar="NAME",
+        help="also fix the order of all micro-batches, e.g. searched or one_f_one_b",
+    )
     parser.add_argument("--out", metavar="FILE", help="write the plan")
     parser.add_argument("--trace", metavar="FILE", help="write the predicted timeline")
     parser.add_argument("options", nargs="*", metavar="option=value", help="of the planner")
@@ -70,30 +76,41 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from placement import schedulers
+
     planner = load_planner(args)
+    scheduler = None if args.scheduler is None else schedulers.load(args.scheduler)
+    schedule = None
     with cli.progress() as report:
         problem = load_problem(args, report)
         report(f"planning with {args.planner}", None)
         began = time.perf_counter()
         solution = planner(problem)
         took = time.perf_counter() - began
+        if scheduler is not None and isfinite(solution.value_s):
+            report(f"ordering with {args.scheduler}", None)
+            schedule = scheduler(problem, solution.placement, problem.num_microbatches)
     if args.json:
         cli.print_json(_answer(args, problem, solution, took))
     if not isfinite(solution.value_s):
         cli.say(f"no placement that fits was found: {solution.stats.get('infeasible', '')}")
         return cli.NO
     if args.out or not args.json:
-        _show_and_save(args, planner, problem, solution)
+        _show_and_save(args, planner, problem, solution, schedule)
     if args.trace:
         from placement.simulator import simulate
 
-        timeline = simulate(problem, solution.placement)
+        timeline = simulate(problem, solution.placement, schedule)
         cli.write_trace(args.trace, timeline.to_trace(problem.graph.op_name))
     return cli.OK
 
 
 def _show_and_save(
-    args: argparse.Namespace, planner: Planner, problem: Problem, solution: Solution
+    args: argparse.Namespace,
+    planner: Planner,
+    problem: Problem,
+    solution: Solution,
+    schedule: Schedule | None,
 ) -> None:
     from placement.cli.show import show_plan
     from placement.plan import make_plan, parameters_of
@@ -103,6 +120,7 @@ def _show_and_save(
         solution,
         planner=args.planner,
         parameters=parameters_of(planner),
+        schedule=schedule,
         workload=None if problem.graph.program is None else args.workload,
     )
     if not args.json:
