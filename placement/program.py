@@ -1,57 +1,33 @@
-"""From a PyTorch module to an operator graph, and the program that runs the graph.
-
-``torch.export`` (Ansel et al., "PyTorch 2", ASPLOS 2024) traces the module once. Its
-*training* representation is used as it is: it keeps ``conv2d``, ``linear``, ``batch_norm`` and
-attention as eager PyTorch has them, so one operator of the graph is one call of eager. Only
-where an in-place operator would make the order of two readers matter is the graph
-functionalised, because a distributed run keeps no other order than that of the edges.
-"""
+"""From a PyTorch module to an operator graph, and the program that runs the graph."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import io
-import linecache
-import logging
 import operator
-import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from placement.graph import OpGraph
-
-_SHORT_DTYPE = {
-    "float": "f",
-    "bfloat": "bf",
-    "int": "i",
-    "uint": "u",
-    "complex": "c",
-    "bool": "b",
-}
-
-
-# Regions that functionalisation dissolves into plain operators.
-_WRAPPERS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
-
-_DROPOUTS = (
-    torch.ops.aten.dropout.default,
-    torch.ops.aten.feature_dropout.default,
-    torch.ops.aten.alpha_dropout.default,
-    torch.ops.aten.feature_alpha_dropout.default,
+from placement.exported import (
+    CaptureError,
+    calls_of,
+    check_static,
+    describe,
+    dtype_name,
+    export,
+    first_unsafe,
+    functionalise,
+    leaves_of,
+    module_path,
+    node_line,
+    signature_of,
+    storage_of,
 )
-
-
-class CaptureError(ValueError):
-    """The module cannot be captured; the message names the construct and what to do."""
+from placement.graph import OpGraph
 
 
 class InputError(ValueError):
@@ -144,7 +120,7 @@ class Program:
     def input_specs(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
         """(name, shape, dtype) of every input tensor, in the order of ``input_tensors``."""
         return tuple(
-            (name, tuple(x.shape), _dtype_name(x.dtype))
+            (name, tuple(x.shape), dtype_name(x.dtype))
             for name, x in zip(self.leaf_names, self.example_leaves, strict=True)
             if isinstance(x, Tensor)
         )
@@ -174,12 +150,12 @@ class Program:
                     raise InputError(f"input {name!r} must be a tensor, got {type(got).__name__}")
                 if got.shape != example.shape or got.dtype != example.dtype:
                     raise InputError(
-                        f"input {name!r} is {_describe(got)}, but was captured as "
-                        f"{_describe(example)}: give that, or capture the module again"
+                        f"input {name!r} is {describe(got)}, but was captured as "
+                        f"{describe(example)}: give that, or capture the module again"
                     )
                 tensors.append(got)
             elif isinstance(got, Tensor) or type(got) is not type(example) or got != example:
-                shown = _describe(got) if isinstance(got, Tensor) else repr(got)
+                shown = describe(got) if isinstance(got, Tensor) else repr(got)
                 raise InputError(
                     f"input {name!r} is {shown}, but was captured with the constant {example!r}: "
                     "capture the module again to change it"
@@ -276,18 +252,6 @@ def run_program(program: Program, inputs: Sequence[Tensor]) -> list[Any]:
     return [fill(leaf, live, program.params) for leaf in program.output_leaves]
 
 
-def leaves_of(template: Any) -> Iterator[Any]:
-    """Every leaf of nested lists, tuples and dicts (values), in order."""
-    if isinstance(template, list | tuple):
-        for x in template:
-            yield from leaves_of(x)
-    elif isinstance(template, dict):
-        for x in template.values():
-            yield from leaves_of(x)
-    else:
-        yield template
-
-
 def capture(
     module: nn.Module,
     example_inputs: Any,
@@ -348,11 +312,11 @@ def capture(
     args, kwargs = split_inputs(example_inputs)
     spec = input_spec(example_inputs)
     exported = export(module, args, kwargs)
-    calls = _calls(exported)
+    calls = calls_of(exported)
     check_static(calls)
-    if _first_unsafe(calls) is not None:
-        exported = _functionalise(exported)
-        unsafe = _first_unsafe(_calls(exported))
+    if first_unsafe(calls) is not None:
+        exported = functionalise(exported)
+        unsafe = first_unsafe(calls_of(exported))
         if unsafe is not None:
             raise CaptureError(
                 f"{unsafe.target} cannot be made one plain operator{node_line(unsafe)}: rewrite "
@@ -402,7 +366,7 @@ def input_spec(inputs: Any) -> dict[str, Any]:
 
     def encode(x: Any, where: str) -> Any:
         if isinstance(x, Tensor):
-            return {"shape": list(x.shape), "dtype": _dtype_name(x.dtype)}
+            return {"shape": list(x.shape), "dtype": dtype_name(x.dtype)}
         if x is None or type(x) in (bool, int, float, str):
             return x
         if type(x) in (list, tuple):
@@ -456,227 +420,6 @@ def inputs_from_spec(spec: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str
     return tuple(decode(x) for x in args), {k: decode(x) for k, x in kwargs.items()}
 
 
-def export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = False
-) -> Any:
-    """The exported program of ``module``; the module is left as it was.
-
-    In evaluation mode without gradients, or for training: then submodules that are in
-    evaluation mode stay so, unless the whole module is.
-    """
-    before = [(m, dict(vars(m))) for m in module.modules()]
-    try:
-        for m, _ in before:
-            m.training = training and (m.training or not before[0][1]["training"])
-        # The trace tells inputs apart by identity, so one tensor given twice must become two.
-        inputs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-        with quiet() as messages, torch.set_grad_enabled(training):
-            exported = torch.export.export(module, *inputs, strict=False)
-    except Exception as error:
-        raise _export_error(module, args, kwargs, error) from error
-    finally:
-        for m, attributes in before:
-            for name in vars(m).keys() - attributes.keys():
-                delattr(m, name)
-            vars(m).update(attributes)
-    for message in messages:
-        for path in re.findall(r"self\.([\w.]+)(?=[, ])", message):
-            parent, _, name = path.rpartition(".")
-            # A new attribute is a left-over nobody reads; one that existed is read by later calls.
-            if isinstance(vars(module.get_submodule(parent)).get(name), Tensor):
-                raise CaptureError(
-                    f"the module keeps state between calls in its attribute {path!r}, so that "
-                    "its calls are not independent: make the state an input and an output"
-                )
-    return exported
-
-
-@contextmanager
-def quiet() -> Iterator[list[str]]:
-    """Trace without gradients and torch's own reports; its warnings about attributes are given."""
-    found: list[str] = []
-    disabled = logging.root.manager.disable
-    try:
-        logging.disable(logging.CRITICAL)
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            contextlib.redirect_stderr(io.StringIO()),
-            torch.no_grad(),
-        ):
-            warnings.simplefilter("always")
-            yield found
-            texts = [str(w.message) for w in caught]
-            found.extend(text for text in texts if "assigned during export" in text)
-    finally:
-        logging.disable(disabled)
-
-
-def _export_error(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
-) -> CaptureError:
-    """Name the construct that does not export, the user's line, and the remedy."""
-    text = first_line(error)
-    kind = type(error).__name__
-    where = _user_line(error)
-    try:
-        with torch.no_grad():
-            module(*args, **kwargs)
-    except Exception as own:
-        return CaptureError(
-            f"{type(module).__name__} itself fails on the example inputs{_user_line(own)}: "
-            f"{type(own).__name__}: {first_line(own)}"
-        )
-    if "DataDependent" in kind or "data-dependent" in text:
-        return CaptureError(
-            f"a Python branch, loop or index depends on the values of a tensor{where}: "
-            "use torch.where or masks instead, or make the value a constant of the module "
-            f"({text})"
-        )
-    unknown = re.search(r"Found <class '(.+)'> in output", text)
-    if unknown:
-        return CaptureError(
-            f"the module returns a {unknown[1]}: let it return tensors, constants, or tuples, "
-            "lists and dicts of them (for a key/value cache: set config.use_cache = False)"
-        )
-    return CaptureError(
-        f"torch.export cannot trace the module{where}: {kind}: {text}. Rewrite that line, or "
-        "capture a submodule that leaves it out"
-    )
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
-
-
-def _user_line(error: BaseException) -> str:
-    """`` at file:line: `source` `` of the deepest frame outside torch and this file, or nothing."""
-    torch_home = str(Path(torch.__file__).parent)
-    found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        if not file.startswith((torch_home, "<")) and file != __file__:
-            source = linecache.getline(file, line).strip()
-            found = f" at {file}:{line}" + (f" `{source}`" if source else "")
-        trace = trace.tb_next
-    return found
-
-
-def node_line(node: fx.Node) -> str:
-    """The user's line that made ``node``, as torch recorded it."""
-    found = re.findall(r'File "([^"<]+)", line (\d+), in .*\n\s*(.*)', node.stack_trace or "")
-    if found:
-        return f" at {found[-1][0]}:{found[-1][1]} `{found[-1][2]}`"
-    path = module_path(node)
-    return f" in module {path!r}" if path else ""
-
-
-def _first_unsafe(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """The first call that cannot run as traced, or None; ``nodes`` in graph order.
-
-    An operator may work in place where nobody can notice: the memory it writes to is fresh, not
-    a view, and no other operator or output reads the argument.
-    """
-    fresh: set[fx.Node] = set()
-    for node in nodes:
-        if node.target is operator.getitem:
-            continue
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return node
-        written = _mutated(node)
-        if not all(arg in fresh and len(arg.users) == 1 for arg in written):
-            return node
-        memory = set(node.meta["memory"])
-        aliased = [arg for arg in node.all_input_nodes if memory.intersection(arg.meta["memory"])]
-        if aliased == written:  # both empty, or in place on what was fresh
-            fresh.add(node)
-    return None
-
-
-def _calls(exported: Any) -> list[fx.Node]:
-    """The call nodes in order.
-
-    On the way every node's ``meta["memory"]`` becomes the identities of its tensors' memory.
-    """
-    handed_on: dict[int, int] = {}
-    for node in exported.graph.nodes:
-        memory = [storage_of(x) for x in leaves_of(node.meta.get("val")) if isinstance(x, Tensor)]
-        if _is_idle_dropout(node):
-            handed_on[memory[0]] = node.args[0].meta["memory"][0]
-        node.meta["memory"] = [handed_on.get(m, m) for m in memory]
-    return [node for node in exported.graph.nodes if node.op == "call_function"]
-
-
-def _is_idle_dropout(node: fx.Node) -> bool:
-    """Dropout in evaluation mode hands on its input, but torch records a new tensor for it."""
-    return node.target in _DROPOUTS and not node.args[2]
-
-
-def _mutated(node: fx.Node) -> list[Any]:
-    """The arguments that an operator writes to."""
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    found: list[Any] = []
-    for i, a in enumerate(target._schema.arguments):
-        if a.alias_info is not None and a.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
-            found.extend(leaves_of(value))
-    return found
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Identity of the memory behind a tensor; fake tensors of a trace share it as real ones do."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _functionalise(exported: Any) -> Any:
-    """The program without in-place operators and wrapper regions (autocast, grad mode)."""
-    for node in filter(_is_idle_dropout, exported.graph.nodes):
-        # Else torch would take a write to its output for one that its input does not see.
-        node.target, node.args = torch.ops.aten.alias.default, node.args[:1]
-    try:
-        with quiet():
-            exported = exported.run_decompositions({})
-    except Exception as error:
-        raise CaptureError(
-            "the module has an in-place operator or an autocast or gradient-mode region that torch "
-            f"cannot remove: {first_line(error)}"
-        ) from error
-    signature = exported.graph_signature
-    for buffer in signature.buffers_to_mutate.values():
-        raise CaptureError(
-            f"the module changes its buffer {buffer!r} in evaluation mode too, so that its calls "
-            "are not independent: make the update depend on self.training"
-        )
-    for name in signature.user_inputs_to_mutate.values():
-        raise CaptureError(
-            f"the module changes its input {name!r} in place: let it work on a copy "
-            f"({name} = {name}.clone())"
-        )
-    return exported
-
-
-def check_static(nodes: Sequence[fx.Node]) -> None:
-    """Every operator must give tensors of fixed shapes, and there must be no control flow."""
-    for node in nodes:
-        target = node.target
-        if isinstance(target, torch._ops.HigherOrderOperator):
-            construct = str(target)
-            if construct not in _WRAPPERS:
-                raise CaptureError(
-                    f"the module uses the construct {construct!r}{node_line(node)}, which is no "
-                    "fixed list of operators: use torch.where for a choice, unroll a loop, or "
-                    "choose a plain implementation (e.g. attn_implementation='sdpa')"
-                )
-        values = [x for x in leaves_of(node.meta.get("val")) if x is not None]
-        if not all(isinstance(x, Tensor) and all(type(d) is int for d in x.shape) for x in values):
-            raise CaptureError(
-                f"{target} gives a number or a shape that depends on the values of a tensor"
-                f"{node_line(node)}: use masks or torch.where, or make the value a constant of "
-                "the module"
-            )
-
-
 def argument_names(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -716,7 +459,7 @@ def _build(
     input_tensors = tuple(range(len(builder.tensor_src)))
     for node in placeholders[: len(placeholders) - len(example_leaves)]:
         builder.add_param(node)
-    for node in _calls(exported):
+    for node in calls_of(exported):
         builder.add_call(node)
     outputs = tuple(builder.template(x) for x in exported.graph.output_node().args[0])
 
@@ -878,46 +621,3 @@ class _Builder:
         if isinstance(arg, dict):
             return {k: self.template(x) for k, x in arg.items()}
         return arg
-
-
-def module_path(node: fx.Node) -> str:
-    """Path of the deepest module around the node; a module's repeated calls are one path."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    return re.sub(r"@\d+", "", path)
-
-
-def signature_of(node: fx.Node) -> str:
-    """Kind, shapes, dtypes and constants of a call; where it runs is not part of it."""
-    parts = [_show(x) for x in node.args]
-    parts += [
-        f"{k}={_show(x)}" for k, x in node.kwargs.items() if k not in ("device", "pin_memory")
-    ]
-    return f"{node.target}({', '.join(parts)})"
-
-
-def _show(arg: Any) -> str:
-    if isinstance(arg, fx.Node):
-        value = arg.meta.get("val")
-        return _describe(value) if isinstance(value, Tensor) else repr(value)
-    if isinstance(arg, list | tuple):
-        return f"[{', '.join(_show(x) for x in arg)}]"
-    if isinstance(arg, torch.device):
-        return "device"
-    if isinstance(arg, torch.dtype):
-        return _short_dtype(arg)
-    return repr(arg)
-
-
-def _describe(tensor: Tensor) -> str:
-    """E.g. ``f32[1,3,224,224]``."""
-    return f"{_short_dtype(tensor.dtype)}[{','.join(str(d) for d in tensor.shape)}]"
-
-
-def _short_dtype(dtype: torch.dtype) -> str:
-    kind, bits = re.fullmatch(r"([a-z]+)(.*)", _dtype_name(dtype)).groups()  # type: ignore[union-attr]
-    return _SHORT_DTYPE.get(kind, kind) + bits
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
