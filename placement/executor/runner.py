@@ -345,7 +345,7 @@ class Runner:
             key = (device, p)
             if key not in self.loaded:
                 value = program.params[p].detach()
-                self.loaded[key] = value.clone() if p in changed else value.to(device)
+                self.loaded[key] = value.to(device, copy=p in changed)
             params[p] = self.loaded[key]
         mine = [p for p, t in program.gradients if self.graph.tensor_src[t] in share.ops]
         for p in mine:
