@@ -25,8 +25,8 @@ from placement.schedulers._repetend import Pattern
 
 Keys = NDArray[Any]  # [N, n]: whatever has the smallest comes first
 
-# Micro-batches in which the ends of a schedule are shaped; moves between looks at the clock.
-_FEW = 8
+# At most so many micro-batches shape the ends of a schedule; moves between looks at the clock.
+_FEW = 16
 _ROUNDS = 40
 
 
@@ -69,15 +69,15 @@ def shortest(
     """
     end = time.perf_counter() + seconds
     tables = _orders.tables(work)
-    few = min(_FEW, num_micro_batches)
+    few = min(_FEW, max(num_micro_batches // 2, 4))
     best = _candidates(work, tables, patterns, num_micro_batches)
     if num_micro_batches > few:
         small = _candidates(work, tables, patterns, few)
-        small = _annealed(work, tables, small, end - 0.6 * seconds)
+        small = _annealed(work, tables, small, end - 0.5 * seconds)
         stretched = [
             made
-            for order in small[:2]
-            for p in patterns[:1]
+            for order in small[:3]
+            for p in patterns
             for key in _stretched(order.start, num_micro_batches, p)
             if (made := _arranged(work, tables, key)) is not None
         ]
