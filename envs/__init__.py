@@ -9,3 +9,9 @@ from gymnasium.envs.registration import register
 
 register("DevicePlacement-v0", entry_point="envs.placement:DevicePlacementEnv")
 register("SequentialDevicePlacement-v0", entry_point="envs.sequential:SequentialDevicePlacementEnv")
+register("GuidedSearch-v0", entry_point="envs.guided:GuidedSearchEnv")
+register("RefineDevicePlacement-v0", entry_point="envs.refine:RefineDevicePlacementEnv")
+register(
+    "SelectPlaceDevicePlacement-v0",
+    entry_point="envs.select_place:SelectPlaceDevicePlacementEnv",
+)

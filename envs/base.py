@@ -6,8 +6,9 @@ environment; ``envs.vec.PlacementVecEnv`` shows all of them to stable-baselines3
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -22,54 +23,80 @@ from placement.simulator import score, simulate
 Observation = dict[str, NDArray[Any]]
 
 
-class Rules(Protocol):
+class Rules(ABC):
     """``B`` episodes over a ``ProblemSet``; row ``b`` of every array belongs to episode ``b``.
 
     Attributes:
         problems: what is placed.
+        observation_space, action_space: of one episode.
         ids: int64 ``[B]`` the problem of each episode.
-        choices: int32 ``[B, G]`` the device of each group: when an episode is over, its answer.
+        choices: int32 ``[B, G]`` the device of each group: when an episode is over, its answer;
+            -1 = not decided.
         value_s: float64 ``[B]`` seconds of that answer, inf where it cannot run.
+        best_s: float64 ``[P]`` the best value ever seen of each problem, inf at first.
+        best_choices: int32 ``[P, G]`` its choice of devices.
         num_evaluations: placements evaluated so far, of all episodes.
     """
 
-    problems: ProblemSet
     observation_space: spaces.Dict
-    ids: NDArray[np.int64]
-    choices: NDArray[np.int32]
-    value_s: Floats
-    num_evaluations: int
+    action_space: spaces.Space[Any]
 
-    @property
-    def action_space(self) -> spaces.Space[Any]:
-        """Of one episode."""
+    def __init__(self, problems: ProblemSet, num_envs: int) -> None:
+        count, groups = len(problems.problems), problems.max_groups
+        self.problems = problems
+        self.ids = np.zeros(num_envs, np.int64)
+        self.choices = np.full((num_envs, groups), -1, np.int32)
+        self.value_s = np.full(num_envs, np.inf)
+        self.best_s = np.full(count, np.inf)
+        self.best_choices = np.zeros((count, groups), np.int32)
+        self.num_evaluations = 0
 
-    def start(self, rows: NDArray[np.integer[Any]], ids: NDArray[np.integer[Any]]) -> None:
-        """Begin new episodes in ``rows`` with problems ``ids``."""
+    @abstractmethod
+    def start(
+        self,
+        rows: NDArray[np.integer[Any]],
+        ids: NDArray[np.integer[Any]],
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        """Begin new episodes in ``rows`` with problems ``ids``; ``rng`` is for their draws."""
 
+    @abstractmethod
     def observe(self) -> Observation:
         """Observations ``[B, ...]``, in new arrays every time."""
 
+    @abstractmethod
     def masks(self) -> NDArray[np.bool_]:
         """bool ``[B, A]`` legal actions, flattened as ``MaskablePPO`` wants them."""
 
+    @abstractmethod
     def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
         """Take one action per episode: rewards float64 ``[B]``, and bool ``[B]`` which are over."""
 
+    def keep(self, ids: NDArray[np.int64], choices: NDArray[np.int32], seconds: Floats) -> None:
+        """Remember the best of choices int32 ``[B, G]`` for problems int64 ``[B]``."""
+        for i, problem in enumerate(ids):
+            if seconds[i] < self.best_s[problem]:
+                self.best_s[problem] = seconds[i]
+                self.best_choices[problem] = choices[i]
 
-def finish(rules: Rules, done: NDArray[np.bool_]) -> Floats:
-    """Evaluate the episodes that are over: their rewards float64 ``[B]``, 0 for the others.
 
-    For rules that build a placement: one evaluation at the end, against the reference.
-    """
-    rewards = np.zeros(len(done))
-    over = np.flatnonzero(done)
-    if len(over):
-        rules.value_s[over], rewards[over] = rules.problems.outcomes(
-            rules.ids[over], rules.choices[over]
-        )
-        rules.num_evaluations += len(over)
-    return rewards
+class BuildingRules(Rules):
+    """Rules that make a placement and evaluate it once, at the end, against the reference."""
+
+    @abstractmethod
+    def decide(self, actions: NDArray[Any]) -> NDArray[np.bool_]:
+        """Take one action per episode; bool ``[B]`` which are over. Evaluates nothing."""
+
+    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
+        done = self.decide(actions)
+        rewards = np.zeros(len(done))
+        over = np.flatnonzero(done)
+        if len(over):
+            self.value_s[over], rewards[over] = self.problems.outcomes(
+                self.ids[over], self.choices[over]
+            )
+            self.num_evaluations += len(over)
+        return rewards, done
 
 
 class PlacementEnv(gym.Env[Observation, Any]):
@@ -135,7 +162,7 @@ class PlacementEnv(gym.Env[Observation, Any]):
         problem = int(self.np_random.integers(count)) if chosen is None else int(chosen)
         if not 0 <= problem < count:
             raise EnvError(f"options['problem'] = {problem}, there are {count} (0..{count - 1})")
-        self.rules.start(np.array([0]), np.array([problem]))
+        self.rules.start(np.array([0]), np.array([problem]), self.np_random)
         return self._observation(), {"problem": problem}
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:

@@ -8,23 +8,24 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import Observation, PlacementEnv, finish, id_space
-from envs.problems import MAX_ID, Floats, ProblemSet
+from envs.base import BuildingRules, Observation, PlacementEnv, id_space
+from envs.problems import MAX_ID, ProblemSet
 
 
-class OneShotRules:
+class OneShotRules(BuildingRules):
     """``B`` one-step episodes: the action is the whole placement."""
 
     def __init__(self, problems: ProblemSet, num_envs: int) -> None:
-        self.problems = problems
-        self.ids = np.zeros(num_envs, np.int64)
-        self.choices = np.full((num_envs, problems.max_groups), -1, np.int32)
-        self.value_s = np.full(num_envs, np.inf)
-        self.num_evaluations = 0
+        super().__init__(problems, num_envs)
         self.observation_space = spaces.Dict({"problem": id_space(MAX_ID)})
         self.action_space = spaces.MultiDiscrete([problems.max_devices] * problems.max_groups)
 
-    def start(self, rows: NDArray[np.integer[Any]], ids: NDArray[np.integer[Any]]) -> None:
+    def start(
+        self,
+        rows: NDArray[np.integer[Any]],
+        ids: NDArray[np.integer[Any]],
+        rng: np.random.Generator | None = None,
+    ) -> None:
         self.ids[rows] = ids
         self.choices[rows] = -1
 
@@ -34,10 +35,9 @@ class OneShotRules:
     def masks(self) -> NDArray[np.bool_]:
         return self.problems.legal[self.ids].reshape(len(self.ids), -1)
 
-    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
+    def decide(self, actions: NDArray[Any]) -> NDArray[np.bool_]:
         self.choices[:] = actions
-        done = np.ones(len(self.ids), bool)
-        return finish(self, done), done
+        return np.ones(len(self.ids), bool)
 
 
 class DevicePlacementEnv(PlacementEnv):

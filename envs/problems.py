@@ -221,6 +221,13 @@ def _baseline_s(problem: Problem, baseline: Planner, evaluator: Evaluator) -> fl
     return max(seconds, 1e-12) if np.isfinite(seconds) else single_device_s(problem, evaluator)
 
 
+def choice_of(problem: Problem, placement: Placement) -> NDArray[np.int32]:
+    """int32 ``[G]`` the device of each group of a placement that obeys colocation."""
+    choice = np.zeros(problem.graph.num_groups, np.int32)
+    choice[problem.graph.group] = placement
+    return choice
+
+
 def group_order(problem: Problem) -> NDArray[np.int32]:
     """int32 ``[G]`` groups by the highest priority (upward rank) of their operators."""
     first = np.full(problem.graph.num_groups, problem.num_ops, np.int64)
@@ -235,8 +242,7 @@ def canonical(problem: Problem, placement: Placement) -> Placement:
     this is the one of the equivalent placements that it can express.
     """
     classes = device_classes(problem)
-    choice = np.zeros(problem.graph.num_groups, np.int32)
-    choice[problem.graph.group] = placement
+    choice = choice_of(problem, placement)
     used = list(dict.fromkeys(choice[group_order(problem)].tolist()))
     used += [d for d in range(problem.num_devices) if d not in used]
     renamed = np.empty(problem.num_devices, np.int32)

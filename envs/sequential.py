@@ -9,8 +9,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import Observation, PlacementEnv, finish, id_space
-from envs.problems import MAX_ID, Floats, ProblemSet, group_order
+from envs.base import BuildingRules, Observation, PlacementEnv, id_space
+from envs.problems import MAX_ID, ProblemSet, group_order
 from placement.planners._search import device_classes
 from placement.problem import Problem
 from placement.simulator import host_of
@@ -32,7 +32,7 @@ NUM_DEVICE_FEATURES = len(DEVICE_FEATURES)
 FEATURE_BOUND = 20.0
 
 
-class _Tables(NamedTuple):
+class Tables(NamedTuple):
     """Every problem of a set, one after another; ``*_at [P + 1]`` is where each begins."""
 
     num_groups: Array  # int64 [P]
@@ -70,7 +70,7 @@ class _Tables(NamedTuple):
     work_s: Array  # float64 [P] all groups at their fastest
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """``B`` episodes."""
 
     ids: Array  # int64 [B]
@@ -84,7 +84,7 @@ class _State(NamedTuple):
     num_here: Array  # int32 [B, D]
 
 
-def _tables(chosen: ProblemSet) -> _Tables:
+def tables_of(chosen: ProblemSet) -> Tables:
     problems, width = chosen.problems, chosen.max_devices
 
     def starts(sizes: list[int]) -> Array:
@@ -126,7 +126,7 @@ def _tables(chosen: ProblemSet) -> _Tables:
     fastest = [p.group_compute_s.min(axis=1) for p in problems]
     finish = [_optimistic_finish_s(p) for p in problems]
     hosts = [host_of(p) for p in problems]
-    return _Tables(
+    return Tables(
         num_groups=chosen.num_groups.astype(np.int64),
         num_devices=chosen.num_devices.astype(np.int64),
         op_at=starts([p.num_ops for p in problems]),
@@ -245,7 +245,8 @@ def _new_param_bytes(t, s, b, group, device):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(cache=True, nogil=True)
-def _start(t, s, rows, ids):  # type: ignore[no-untyped-def]
+def begin(t, s, rows, ids):  # type: ignore[no-untyped-def]
+    """Start episodes ``rows`` with problems ``ids``: nothing is placed."""
     for r in range(len(rows)):
         b, p = rows[r], ids[r]
         s.ids[b] = p
@@ -261,57 +262,84 @@ def _start(t, s, rows, ids):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(cache=True, nogil=True)
+def describe(t, s, b, g, mask, features, bound, end, scratch):  # type: ignore[no-untyped-def]
+    """Fill mask ``[D]`` and features ``[D, F]`` of placing group ``g`` now (zeroed before).
+
+    ``end`` float64 ``[D]`` and ``scratch`` float64 ``[N]`` are room to work in.
+    """
+    p = s.ids[b]
+    devices = t.num_devices[p]
+    unit = t.unit_s[p]
+    largest = s.load_s[b, :devices].max()
+    best = np.inf
+    fits = 0
+    for d in range(devices):
+        seconds = t.group_s[t.group_at[p] + g, d]
+        end[d] = np.inf
+        if not np.isfinite(seconds):
+            continue
+        held = s.param_bytes[b, d] + _new_param_bytes(t, s, b, g, d)
+        first = True
+        if s.num_here[b, d] == 0:
+            for e in range(d):
+                same = t.device_class[p, e] == t.device_class[p, d]
+                if same and s.num_here[b, e] == 0:
+                    first = False
+        if first:
+            mask[d] = 2 if held <= t.capacity[p, d] else 1
+            fits += mask[d] == 2
+        end[d], moved_s, local, total = _finish_on(t, s, b, g, d, scratch)
+        best = min(best, end[d])
+        load = s.load_s[b, d] + seconds
+        f = features[d]
+        f[1] = end[d] / t.path_s[p]
+        f[2] = load * devices / t.work_s[p]
+        f[3] = np.log1p(max(0.0, load - largest) / unit)
+        f[4] = np.log1p(moved_s / unit)
+        f[5] = local / total if total > 0.0 else 0.0
+        f[6] = held / t.capacity[p, d]
+        f[7] = 1.0 if s.num_here[b, d] == 0 else 0.0
+        f[8] = s.step[b] / t.num_groups[p]
+    for d in range(devices):
+        # Where a parameter fits nowhere, every device that can run the group is legal.
+        mask[d] = 1 if mask[d] == 2 or (fits == 0 and mask[d] == 1) else 0
+        if np.isfinite(end[d]):
+            features[d, 0] = np.log1p((end[d] - best) / unit)
+        for i in range(features.shape[1]):
+            features[d, i] = min(features[d, i], bound)
+
+
+@nb.njit(cache=True, nogil=True)
+def place(t, s, b, g, d, scratch):  # type: ignore[no-untyped-def]
+    """Put group ``g`` of episode ``b`` on device ``d``."""
+    p = s.ids[b]
+    s.param_bytes[b, d] += _new_param_bytes(t, s, b, g, d)
+    s.free_s[b, d] = _finish_on(t, s, b, g, d, scratch)[0]
+    at = t.group_at[p] + p + g
+    for i in range(t.group_ptr[at], t.group_ptr[at + 1]):
+        op = t.group_op[t.op_at[p] + i]
+        s.finish_s[b, op] = scratch[op]
+    for i in range(t.param_ptr[at], t.param_ptr[at + 1]):
+        s.held[b, t.group_param[t.param_at[p] + i], d] = True
+    s.load_s[b, d] += t.group_s[t.group_at[p] + g, d]
+    s.num_here[b, d] += 1
+    s.choice[b, g] = d
+    s.step[b] += 1
+
+
+@nb.njit(cache=True, nogil=True)
 def _observe(t, s, group, mask, features, bound):  # type: ignore[no-untyped-def]
     """Fill group ``[B, 1]``, mask ``[B, D]`` and features ``[B, D, F]`` (zeroed by the caller)."""
     scratch = np.empty(s.finish_s.shape[1])
-    width = mask.shape[1]
-    end = np.empty(width)
+    end = np.empty(mask.shape[1])
     for b in range(len(s.ids)):
         p = s.ids[b]
-        groups, devices = t.num_groups[p], t.num_devices[p]
-        if s.step[b] >= groups:  # over, and not started again: anything legal will do
+        if s.step[b] >= t.num_groups[p]:  # over, and not started again: anything legal will do
             mask[b, 0] = 1
             continue
         g = t.order[t.group_at[p] + s.step[b]]
         group[b, 0] = g
-        unit = t.unit_s[p]
-        largest = s.load_s[b, :devices].max()
-        best = np.inf
-        fits = 0
-        for d in range(devices):
-            seconds = t.group_s[t.group_at[p] + g, d]
-            end[d] = np.inf
-            if not np.isfinite(seconds):
-                continue
-            held = s.param_bytes[b, d] + _new_param_bytes(t, s, b, g, d)
-            first = True
-            if s.num_here[b, d] == 0:
-                for e in range(d):
-                    same = t.device_class[p, e] == t.device_class[p, d]
-                    if same and s.num_here[b, e] == 0:
-                        first = False
-            if first:
-                mask[b, d] = 2 if held <= t.capacity[p, d] else 1
-                fits += mask[b, d] == 2
-            end[d], moved_s, local, total = _finish_on(t, s, b, g, d, scratch)
-            best = min(best, end[d])
-            load = s.load_s[b, d] + seconds
-            f = features[b, d]
-            f[1] = end[d] / t.path_s[p]
-            f[2] = load * devices / t.work_s[p]
-            f[3] = np.log1p(max(0.0, load - largest) / unit)
-            f[4] = np.log1p(moved_s / unit)
-            f[5] = local / total if total > 0.0 else 0.0
-            f[6] = held / t.capacity[p, d]
-            f[7] = 1.0 if s.num_here[b, d] == 0 else 0.0
-            f[8] = s.step[b] / groups
-        for d in range(devices):
-            # Where a parameter fits nowhere, every device that can run the group is legal.
-            mask[b, d] = 1 if mask[b, d] == 2 or (fits == 0 and mask[b, d] == 1) else 0
-            if np.isfinite(end[d]):
-                features[b, d, 0] = np.log1p((end[d] - best) / unit)
-            for i in range(features.shape[2]):
-                features[b, d, i] = min(features[b, d, i], bound)
+        describe(t, s, b, g, mask[b], features[b], bound, end, scratch)
 
 
 @nb.njit(cache=True, nogil=True)
@@ -322,46 +350,36 @@ def _act(t, s, actions, mask, done):  # type: ignore[no-untyped-def]
         if s.step[b] >= t.num_groups[p] or d < 0 or d >= mask.shape[1] or mask[b, d] == 0:
             done[b] = True
             continue
-        g = t.order[t.group_at[p] + s.step[b]]
-        s.param_bytes[b, d] += _new_param_bytes(t, s, b, g, d)
-        s.free_s[b, d] = _finish_on(t, s, b, g, d, scratch)[0]
-        at = t.group_at[p] + p + g
-        for i in range(t.group_ptr[at], t.group_ptr[at + 1]):
-            op = t.group_op[t.op_at[p] + i]
-            s.finish_s[b, op] = scratch[op]
-        for i in range(t.param_ptr[at], t.param_ptr[at + 1]):
-            s.held[b, t.group_param[t.param_at[p] + i], d] = True
-        s.load_s[b, d] += t.group_s[t.group_at[p] + g, d]
-        s.num_here[b, d] += 1
-        s.choice[b, g] = d
-        s.step[b] += 1
+        place(t, s, b, t.order[t.group_at[p] + s.step[b]], d, scratch)
         done[b] = s.step[b] == t.num_groups[p]
 
 
-class SequentialRules:
+def state_of(problems: ProblemSet, num_envs: int) -> State:
+    """Room for ``num_envs`` episodes."""
+    width, groups = problems.max_devices, problems.max_groups
+    ops = max(p.num_ops for p in problems.problems)
+    params = max(len(p.graph.param_bytes) for p in problems.problems)
+    return State(
+        ids=np.zeros(num_envs, np.int64),
+        step=np.zeros(num_envs, np.int64),
+        choice=np.full((num_envs, groups), -1, np.int32),
+        finish_s=np.zeros((num_envs, ops)),
+        free_s=np.zeros((num_envs, width)),
+        load_s=np.zeros((num_envs, width)),
+        param_bytes=np.zeros((num_envs, width)),
+        held=np.zeros((num_envs, params, width), bool),
+        num_here=np.zeros((num_envs, width), np.int32),
+    )
+
+
+class SequentialRules(BuildingRules):
     """``B`` episodes, one group per step; every step is one numba call for all of them."""
 
     def __init__(self, problems: ProblemSet, num_envs: int) -> None:
-        self.problems = problems
-        width, groups = problems.max_devices, problems.max_groups
-        ops = max(p.num_ops for p in problems.problems)
-        params = max(len(p.graph.param_bytes) for p in problems.problems)
-        self._tables = _tables(problems)
-        self._state = _State(
-            ids=np.zeros(num_envs, np.int64),
-            step=np.zeros(num_envs, np.int64),
-            choice=np.full((num_envs, groups), -1, np.int32),
-            finish_s=np.zeros((num_envs, ops)),
-            free_s=np.zeros((num_envs, width)),
-            load_s=np.zeros((num_envs, width)),
-            param_bytes=np.zeros((num_envs, width)),
-            held=np.zeros((num_envs, params, width), bool),
-            num_here=np.zeros((num_envs, width), np.int32),
-        )
-        self.ids: NDArray[np.int64] = self._state.ids
-        self.choices: NDArray[np.int32] = self._state.choice
-        self.value_s = np.full(num_envs, np.inf)
-        self.num_evaluations = 0
+        super().__init__(problems, num_envs)
+        width = problems.max_devices
+        self._tables, self._state = tables_of(problems), state_of(problems, num_envs)
+        self.ids, self.choices = self._state.ids, self._state.choice
         self._mask = np.zeros((num_envs, width), np.int8)
         shape = (width, NUM_DEVICE_FEATURES)
         self.observation_space = spaces.Dict(
@@ -374,8 +392,13 @@ class SequentialRules:
         )
         self.action_space = spaces.Discrete(width)
 
-    def start(self, rows: NDArray[np.integer[Any]], ids: NDArray[np.integer[Any]]) -> None:
-        _start(self._tables, self._state, np.asarray(rows, np.int64), np.asarray(ids, np.int64))
+    def start(
+        self,
+        rows: NDArray[np.integer[Any]],
+        ids: NDArray[np.integer[Any]],
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        begin(self._tables, self._state, np.asarray(rows, np.int64), np.asarray(ids, np.int64))
 
     def observe(self) -> Observation:
         count = len(self.ids)
@@ -395,14 +418,9 @@ class SequentialRules:
         return self._mask.astype(bool)
 
     def decide(self, actions: NDArray[Any]) -> NDArray[np.bool_]:
-        """Take one action per episode, without evaluating what is finished; bool ``[B]``."""
         done = np.zeros(len(self.ids), bool)
         _act(self._tables, self._state, actions.astype(np.int64), self._mask, done)
         return done
-
-    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
-        done = self.decide(actions)
-        return finish(self, done), done
 
 
 class SequentialDevicePlacementEnv(PlacementEnv):

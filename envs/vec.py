@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
 from envs.base import Observation, Rules
-from envs.problems import Floats
 
 
 class PlacementVecEnv(VecEnv):
@@ -20,15 +19,13 @@ class PlacementVecEnv(VecEnv):
     Problems are dealt like cards: a shuffled deck of all of them, then the next deck.
 
     Attributes:
-        best_s: float64 ``[P]`` the best value ever seen of each problem, inf at first.
-        best_choices: int32 ``[P, G]`` its choice of devices.
+        rules: what is played; its ``best_s`` and ``best_choices`` are kept up to date.
+        allowed: int64 problems that are dealt; at first all. Holds from the next deal.
     """
 
     def __init__(self, rules: Rules, seed: int = 0) -> None:
         self.rules = rules
-        count = len(rules.problems.problems)
-        self.best_s = np.full(count, np.inf)
-        self.best_choices = np.zeros((count, rules.problems.max_groups), np.int32)
+        self.allowed = np.arange(len(rules.problems.problems))
         self.render_mode = None
         super().__init__(len(rules.ids), rules.observation_space, rules.action_space)
         self._rng = np.random.default_rng(seed)
@@ -64,7 +61,7 @@ class PlacementVecEnv(VecEnv):
         if len(over) == 0:
             return self.rules.observe(), rewards, done, infos
         ids, seconds = self.rules.ids[over].copy(), self.rules.value_s[over].copy()
-        self._keep(ids, self.rules.choices[over], seconds)
+        self.rules.keep(ids, self.rules.choices[over], seconds)
         last = self.rules.observe()
         elapsed = round(time.perf_counter() - self._started, 6)
         for b, problem, value in zip(over.tolist(), ids.tolist(), seconds.tolist(), strict=True):
@@ -79,33 +76,26 @@ class PlacementVecEnv(VecEnv):
 
     def _begin(self, rows: NDArray[np.integer[Any]]) -> None:
         while len(self._deck) < len(rows):
-            self._deck += self._rng.permutation(len(self.best_s)).tolist()
-        self.rules.start(rows, np.array(self._deck[: len(rows)], np.int64))
+            self._deck += self._rng.permutation(self.allowed).tolist()
+        self.rules.start(rows, np.array(self._deck[: len(rows)], np.int64), self._rng)
         self._deck = self._deck[len(rows) :]
         self._length[rows] = 0
         self._return[rows] = 0.0
-
-    @property
-    def num_evaluations(self) -> int:
-        """Placements evaluated so far."""
-        return self.rules.num_evaluations
-
-    def remember(self, ids: NDArray[np.int64], choices: NDArray[np.int32], seconds: Floats) -> None:
-        """Count choices int32 ``[B, G]`` that were evaluated elsewhere, and keep the best."""
-        self.rules.num_evaluations += len(ids)
-        self._keep(ids, choices, seconds)
-
-    def _keep(self, ids: NDArray[np.int64], choices: NDArray[np.int32], seconds: Floats) -> None:
-        for i, problem in enumerate(ids):
-            if seconds[i] < self.best_s[problem]:
-                self.best_s[problem] = seconds[i]
-                self.best_choices[problem] = choices[i]
 
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
         """Seed the choice of problems (one generator deals for all episodes)."""
         self._rng = np.random.default_rng(seed)
         self._deck = []
         return [seed] * self.num_envs
+
+    def state(self) -> dict[str, Any]:
+        """What ``restore`` needs to go on from the next ``reset``, as JSON values."""
+        return {"rng": self._rng.bit_generator.state, "deck": self._deck}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Deal the problems that followed when ``state()`` was taken; then ``reset()``."""
+        self._rng.bit_generator.state = state["rng"]
+        self._deck = list(state["deck"])
 
     def close(self) -> None:
         """Nothing to free."""

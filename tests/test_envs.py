@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from problems import random_problem
 from stable_baselines3.common.env_checker import check_env as sb3_check
 
+from envs.perturbation import Perturbation
 from envs.placement import DevicePlacementEnv, OneShotRules
 from envs.problems import (
     INFEASIBLE_REWARD,
@@ -24,16 +25,23 @@ from envs.problems import (
     canonical,
     group_order,
 )
+from envs.select_place import SelectPlaceDevicePlacementEnv
 from envs.sequential import DEVICE_FEATURES, SequentialDevicePlacementEnv, SequentialRules
 from envs.vec import PlacementVecEnv
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.planners import load
+from placement.planners._search import can_move
 from placement.problem import Objective, Problem
 from placement.profile import Profile
 from placement.simulator import score, simulate
 
-IDS = ("envs:DevicePlacement-v0", "envs:SequentialDevicePlacement-v0")
+BUILDING = (
+    "envs:DevicePlacement-v0",
+    "envs:SequentialDevicePlacement-v0",
+    "envs:SelectPlaceDevicePlacement-v0",
+)
+IDS = (*BUILDING, "envs:RefineDevicePlacement-v0", "envs:GuidedSearch-v0")
 
 
 def chain(
@@ -68,18 +76,24 @@ def mixed() -> list[Problem]:
     return [random_problem(s, grouped=s % 2 == 0, unsupported=s % 3 == 0) for s in range(12)]
 
 
+def movable() -> list[Problem]:
+    """Those with something to search."""
+    return [p for p in mixed() if can_move(p)]
+
+
 @pytest.mark.parametrize("name", IDS)
 def test_both_checkers_pass(name: str) -> None:
-    env = gym.make(name, problems=mixed(), render_mode="ansi").unwrapped
+    problems = movable() if "Guided" in name else mixed()
+    env = gym.make(name, problems=problems, render_mode="ansi").unwrapped
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # A policy of ours reads the two-dimensional observation; SB3's default ones would not.
-        warnings.filterwarnings("ignore", message=".*unconventional shape.*")
+        warnings.filterwarnings("ignore", message=".*(unconventional shape|image).*")
         gymnasium_check(env)
         sb3_check(env)
 
 
-@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("name", BUILDING)
 def test_episodes_over_problems_of_different_sizes(name: str) -> None:
     problems = mixed()
     env = gym.make(name, problems=problems)
@@ -92,7 +106,8 @@ def test_episodes_over_problems_of_different_sizes(name: str) -> None:
         sequential = isinstance(env.action_space, gym.spaces.Discrete)
         steps = 0
         while True:
-            rows = env.unwrapped.action_masks().reshape(-1, env.unwrapped.problems.max_devices)
+            mask = env.unwrapped.action_masks()
+            rows = mask[None] if sequential else mask.reshape(env.action_space.shape[0], -1)
             picked = [rng.choice(np.flatnonzero(row)) for row in rows]
             obs, reward, over, truncated, info = env.step(picked[0] if sequential else picked)
             assert obs in env.observation_space
@@ -340,10 +355,10 @@ def test_many_episodes_at_once_equal_single_ones(rules: Any) -> None:
                 finished.append(began[b])
                 actions[b] = []
                 began[b] = int(obs["problem"][b, 0])
-    assert np.array_equal(vec.best_s, best)
-    assert vec.num_evaluations == len(finished)
+    assert np.array_equal(vec.rules.best_s, best)
+    assert vec.rules.num_evaluations == len(finished)
     for i in np.flatnonzero(np.isfinite(best)):
-        placement = vec.rules.problems.placements(i, vec.best_choices[i : i + 1])[0]
+        placement = vec.rules.problems.placements(i, vec.rules.best_choices[i : i + 1])[0]
         assert score(problems[i], placement)[0] == best[i]
     # Dealt like cards: after every deck each problem has had its turn.
     if rules is OneShotRules:
@@ -381,3 +396,79 @@ def test_what_users_get_wrong() -> None:
         SequentialDevicePlacementEnv([problem], reference_s=[1.0, 2.0])
     with pytest.raises(EnvError, match="positive"):
         SequentialDevicePlacementEnv([problem], reference_s=[np.inf])
+
+
+def test_select_place_offers_what_is_ready() -> None:
+    """op0 and op1 feed op2; op2 is ready when both are placed. Two kinds of device."""
+    graph = OpGraph.build("v", ["a", "b", "c"], [0, 1, 2], [1, 1, 1], [(0, 2), (1, 2)])
+    lone = chain([[1, 2]] * 3)
+    problem = Problem(graph, lone.cluster, lone.profile, "latency")
+    env = SelectPlaceDevicePlacementEnv([problem], window=4)
+    obs, _ = env.reset(seed=0)
+    assert obs["mask"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+    assert obs["group"].tolist() == [0, 1, 0, 0]
+    obs = env.step(1 * 2 + 0)[0]  # b on device 0
+    assert obs["mask"].tolist() == [[1, 1], [0, 0], [0, 0], [0, 0]]
+    assert obs["group"][0] == 0
+    obs, reward, over, _, _ = env.step(0 * 2 + 1)  # a on device 1
+    assert (obs["group"][0], reward, over) == (2, 0.0, False)
+    _, reward, over, _, info = env.step(0)
+    assert over
+    assert info["placement"].tolist() == [1, 0, 0]
+    # a ends at 2 on device 1, is sent in 0.5, c takes 1: 3.5; the best single device takes 3.
+    assert reward == pytest.approx(np.log(3 / 3.5))
+    env.reset(seed=0)
+    assert env.step(2 * 2)[1:3] == (INFEASIBLE_REWARD, True)  # c is not ready
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10_000))
+def test_select_place_in_any_order_sees_what_the_sequential_one_does(seed: int) -> None:
+    """With a window of one it is the sequential environment, where nothing waits in a circle."""
+    problem = random_problem(seed, unsupported=True)
+    one = SelectPlaceDevicePlacementEnv([problem], window=1)
+    other = SequentialDevicePlacementEnv([problem])
+    rng = np.random.default_rng(seed)
+    (a, _), (b, _) = one.reset(seed=0), other.reset(seed=0)
+    for _ in range(problem.graph.num_groups):
+        assert a["group"][0] == b["group"][0]
+        assert np.array_equal(a["devices"][0], b["devices"])
+        assert np.array_equal(a["mask"][0], b["mask"])
+        action = int(rng.choice(np.flatnonzero(b["mask"])))
+        (a, r, over, _, _), (b, r2, over2, _, _) = one.step(action), other.step(action)
+        assert (r, over) == (r2, over2)
+    assert over
+
+
+def test_perturbed_machines() -> None:
+    problem = chain([[1, 2, np.inf, 4]] * 5, memory_bytes=10**6)
+    seen = Perturbation(drop=0.5, speed=0.2, bandwidth=0.5, variants=20, seed=1)([problem])
+    assert seen[0] is problem and len(seen) == 21
+    sizes = {p.num_devices for p in seen}
+    assert min(sizes) == 2 and len(sizes) == 3
+    for p in seen[1:]:
+        assert p.graph is problem.graph
+        kept = [problem.cluster.index(name) for name in p.cluster.device_names]
+        with np.errstate(invalid="ignore"):
+            factor = problem.compute_s[:, kept] / p.compute_s
+        finite = np.isfinite(p.compute_s)
+        assert np.array_equal(finite, np.isfinite(problem.compute_s[:, kept]))
+        assert np.ptp(factor[:, finite[0]], axis=0) == pytest.approx(0)
+        assert np.isfinite(load("best_of")(p).value_s)
+    # Nothing changes where nothing may.
+    same = Perturbation(0.0, 0.0, 0.0, 1)([problem])[1]
+    assert np.array_equal(same.compute_s, problem.compute_s)
+    linked = random_problem(1, 6, 4)
+    before = {(x.src, x.dst): x.bandwidth_bytes_per_s for x in linked.profile.links}
+    for p in Perturbation(variants=5)([linked])[1:]:
+        links = p.profile.links
+        factor = [x.bandwidth_bytes_per_s / before[x.src, x.dst] for x in links]
+        assert factor == pytest.approx(factor[:1] * len(links))
+        assert {d for x in links for d in (x.src, x.dst)} <= set(p.cluster.device_names)
+    # Only device 0 runs this group: it always stays.
+    picky = chain([[1, np.inf, np.inf]] * 2)
+    drawn = Perturbation(drop=1.0, variants=10)([picky])
+    assert all("cpu:0" in p.cluster.device_names and p.num_devices == 2 for p in drawn[1:])
+    env = DevicePlacementEnv([problem], perturbation=Perturbation(variants=3))
+    assert env.reset(options={"problem": 3})[1] == {"problem": 3}
+    assert env.action_space.nvec.tolist() == [4] * 5

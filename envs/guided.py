@@ -1,0 +1,324 @@
+"""``GuidedSearch-v0``: choose a macro move in an annealed search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from envs import _guided
+from envs._guided import BOUND, NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State, Tables
+from envs.base import Observation, PlacementEnv, Rules, id_space
+from envs.problems import MAX_ID, EnvError, Floats, ProblemSet, choice_of
+from placement import kernels
+from placement.objective_kernels import move_state, move_tables, piecewise_tables
+from placement.objectives import ANALYTIC, blocks
+from placement.planners import load
+from placement.planners._search import can_move
+from placement.planners.macro_search import _neighbours
+from placement.problem import Placement, Problem
+from placement.simulator import score
+
+# Ways of cooling down: temperature at first and at last, log2 of p at first and at last. Energies
+# of max_load are sums of p-th powers; other objectives are annealed as their logarithm.
+ROUNDS = {
+    True: ((0.05, 2e-3, 4, 4), (1.0, 1e-4, 2, 7), (0.02, 1e-4, 4, 8), (0.05, 2e-3, 2, 2)),
+    False: ((0.02, 1e-5, 0, 0), (0.005, 1e-5, 0, 0)),
+}
+
+NO_NETWORK = tuple(
+    np.zeros(shape, np.float32)
+    for shape in ((NUM_SEARCH_FEATURES, 1), (NUM_MOVE_FEATURES, 1), (0, 1), (0, 1))
+) + tuple(np.zeros(shape, np.float32) for shape in ((1,), (1, 1), (1,), (1,)))
+
+
+def tables_of(problem: Problem) -> Tables:
+    """What the kernels need of a problem."""
+    g, n, d = problem.graph, problem.num_ops, problem.num_devices
+    objective = problem.objective
+    kind = {
+        "max_load": _guided.LOAD,
+        "piecewise_latency": _guided.PIECEWISE,
+        "energy": _guided.ENERGY,
+    }.get(objective, _guided.TIMELINE)
+    runs = objective not in ANALYTIC
+    m = problem.num_microbatches if runs and objective != "latency" else 1
+    window, track = min(m, problem.max_in_flight), problem.memory_may_bind and runs
+    rank = np.zeros(g.num_groups)
+    np.maximum.at(rank, g.group, problem.upward_rank_s)
+    sent = len(g.use_dst) * m if runs else 0
+    busy_w, idle_w = problem.power_w or (np.zeros(d), np.zeros(d))
+    simulator = kernels.tables(problem)
+    return Tables(
+        kind=kind,
+        moves=move_tables(problem, blocks(problem, g.group)),
+        graph=_neighbours(problem),
+        simulator=simulator,
+        piecewise=piecewise_tables(problem),
+        group=g.group.astype(np.int32),
+        group_s=problem.group_compute_s,
+        compute_s=problem.compute_s,
+        loaded_s=problem.loaded_s,
+        rank=(rank / max(rank.max(), 1e-300)).astype(np.float32),
+        mean_transfer_s=problem.mean_transfer_s,
+        busy_w=busy_w,
+        idle_w=idle_w,
+        num_batches=m,
+        window=window,
+        track=bool(track),
+        scratch=kernels.scratch(
+            n, g.num_tensors, len(g.use_dst), d, problem.num_channels, window, m, track
+        ),
+        placement=np.zeros((1, n), np.int32),
+        seconds=np.zeros(n),
+        load=np.zeros(d),
+        value=np.zeros(1),
+        finish=np.zeros(m),
+        peak=np.zeros(d, np.int64),
+        start=np.zeros((m, n)),
+        end=np.zeros((m, n)),
+        transfers=np.zeros((sent, 4), np.int32),
+        transfer_start=np.zeros(sent),
+        transfer_end=np.zeros(sent),
+        no_order=np.zeros((0, 2), np.int32),
+        no_order_ptr=np.zeros(d + 1, np.int32),
+    )
+
+
+def state_of(tables: Tables, width: int) -> State:
+    """Room for one episode of ``width`` moves per step."""
+    groups, devices = tables.group_s.shape
+    body = min(64, groups) if tables.kind == _guided.LOAD else groups
+    return State(
+        random=np.ones(1, np.uint64),
+        moves=move_state(tables.moves, np.argmin(tables.group_s, axis=1).astype(np.int32)),
+        best=np.zeros(groups, np.int32),
+        x=np.zeros(_guided.NUM_X),
+        chain=np.zeros(groups, np.int32),
+        on_chain=np.zeros(groups, np.float32),
+        when=np.zeros(groups, np.float32),
+        refused=np.zeros((groups, devices), np.float32),
+        moved=np.zeros(groups, np.int64),
+        mark=np.zeros(groups, np.int32),
+        count=np.zeros(width + 1, np.int64),
+        body=np.zeros((width + 1, body), np.int32),
+        where=np.zeros((width + 1, body), np.int32),
+        offered=np.zeros((width + 1, NUM_MOVE_FEATURES), np.float32),
+        search=np.zeros(NUM_SEARCH_FEATURES, np.float32),
+    )
+
+
+def begin(
+    tables: Tables,
+    state: State,
+    choice: NDArray[np.int32],
+    number: int,
+    rng: np.random.Generator,
+) -> None:
+    """Start at ``choice`` int32 ``[G]``, to cool down in the way of round ``number``.
+
+    ``rng`` seeds what is drawn from now on.
+    """
+    state.random[0] = rng.integers(1, 2**64, dtype=np.uint64)
+    rounds = ROUNDS[tables.kind == _guided.LOAD]
+    state.x[_guided.WARM : _guided.POWER_LAST + 1] = rounds[number % len(rounds)]
+    state.moves[0][:] = choice
+    _guided.play(tables, state, _guided.BEGIN, 0, NO_NETWORK, 0.0, 0.0)
+
+
+def take(tables: Tables, state: State, action: int, used: float) -> float:
+    """Try a move; the next ones are offered for ``used`` 0..1 of the budget. The reward."""
+    gain: float = _guided.play(tables, state, _guided.TAKE, action, NO_NETWORK, used, used)
+    return gain
+
+
+def resume(tables: Tables, state: State) -> None:
+    """Evaluate the placement of ``state`` again, and look at it."""
+    _guided.play(tables, state, _guided.RESUME, 0, NO_NETWORK, 0.0, 0.0)
+
+
+def search(
+    tables: Tables,
+    state: State,
+    network: tuple[NDArray[np.float32], ...],
+    chooser: int,
+    steps: int,
+    used: float,
+    then: float,
+) -> None:
+    """``steps`` steps in one call, see ``_guided.play``; ``network`` as ``_guided._network``."""
+    _guided.play(tables, state, _guided.SEARCH + chooser, steps, network, used, then)
+
+
+def start_choices(
+    problems: ProblemSet, starts: Sequence[Placement] | None
+) -> list[NDArray[np.int32]]:
+    """The device of each group, int32 ``[G]`` per problem, at ``starts``; None: ``best_of``."""
+    if starts is None:
+        starts = [load("best_of")(p).placement for p in problems.problems]
+    if len(starts) != len(problems.problems):
+        raise EnvError(f"{len(starts)} starts for {len(problems.problems)} problems")
+    return [choice_of(p, w) for p, w in zip(problems.problems, starts, strict=True)]
+
+
+class GuidedSearchRules(Rules):
+    """``B`` searches side by side, each an annealing of ``moves`` steps.
+
+    Args:
+        problems: what is placed; values are predictions.
+        num_envs: ``B``.
+        starts: placement int32 ``[N]`` per problem that searches begin at; None: ``best_of``.
+        moves: steps of an episode.
+        width: ``C``, moves offered at each step.
+        again: share of the episodes that begin at the best placement met so far instead,
+            because that is where most of a long search happens.
+
+    Raises:
+        EnvError: values do not come from the simulator, or nothing can move.
+    """
+
+    def __init__(
+        self,
+        problems: ProblemSet,
+        num_envs: int,
+        starts: Sequence[Placement] | None = None,
+        moves: int = 256,
+        width: int = 16,
+        again: float = 0.0,
+    ) -> None:
+        if problems.evaluator is not score:
+            raise EnvError("GuidedSearch evaluates in its own kernel: leave evaluator out")
+        if moves < 1 or width < 1:
+            raise EnvError(f"moves = {moves} and width = {width} must be at least 1")
+        for problem in problems.problems:
+            if not can_move(problem):
+                raise EnvError(
+                    f"graph {problem.graph.name!r}: no operator has a choice of devices, "
+                    f"there is nothing to search; leave this problem out"
+                )
+        super().__init__(problems, num_envs)
+        self.moves, self.width, self.again = moves, width, again
+        self._starts = start_choices(problems, starts)
+        self._tables = [tables_of(p) for p in problems.problems]
+        self._states: list[dict[int, State]] = [{} for _ in range(num_envs)]
+        rows = width + 1
+        self.observation_space = spaces.Dict(
+            {
+                "problem": id_space(MAX_ID),
+                "moves": spaces.Box(-3 * BOUND, 3 * BOUND, (rows, NUM_MOVE_FEATURES), np.float32),
+                "search": spaces.Box(-BOUND, BOUND, (NUM_SEARCH_FEATURES,), np.float32),
+                "group": spaces.Box(0, MAX_ID, (rows,), np.int64),
+                "device": spaces.Box(0, MAX_ID, (rows,), np.int64),
+                "mask": spaces.Box(0, 1, (rows,), np.int8),
+            }
+        )
+        self.action_space = spaces.Discrete(rows)
+
+    def start(
+        self,
+        rows: NDArray[np.integer[Any]],
+        ids: NDArray[np.integer[Any]],
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        rng = np.random.default_rng(0) if rng is None else rng
+        for b, p in zip(rows.tolist(), ids.tolist(), strict=True):
+            self.ids[b] = p
+            tables = self._tables[p]
+            if p not in self._states[b]:
+                self._states[b][p] = state_of(tables, self.width)
+            state = self._states[b][p]
+            choice = self._starts[p]
+            if rng.random() < self.again and np.isfinite(self.best_s[p]):
+                choice = self.best_choices[p, : len(choice)]
+            begin(tables, state, choice, int(rng.integers(12)), rng)
+            self.num_evaluations += 1
+
+    def observe(self) -> Observation:
+        count, rows = len(self.ids), self.width + 1
+        seen: Observation = {
+            "problem": self.ids[:, None].copy(),
+            "moves": np.empty((count, rows, NUM_MOVE_FEATURES), np.float32),
+            "search": np.empty((count, NUM_SEARCH_FEATURES), np.float32),
+            "group": np.empty((count, rows), np.int64),
+            "device": np.empty((count, rows), np.int64),
+            "mask": self.masks().astype(np.int8),
+        }
+        for b in range(count):
+            state = self._state(b)
+            seen["moves"][b] = state.offered
+            seen["search"][b] = state.search
+            seen["group"][b] = state.body[:, 0]
+            seen["device"][b] = state.where[:, 0]
+        return seen
+
+    def masks(self) -> NDArray[np.bool_]:
+        mask = np.zeros((len(self.ids), self.width + 1), bool)
+        for b, p in enumerate(self.ids):
+            mask[b] = self._state(b).count > 0
+            mask[b, 0] = self._tables[p].kind == _guided.LOAD or not mask[b].any()
+        return mask
+
+    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
+        rewards = np.zeros(len(self.ids))
+        done = np.zeros(len(self.ids), bool)
+        for b, (p, action) in enumerate(zip(self.ids.tolist(), actions.tolist(), strict=True)):
+            tables, state = self._tables[p], self._state(b)
+            exact = tables.kind == _guided.LOAD
+            self.num_evaluations += self.width if exact else int(state.count[action] > 0)
+            used = (state.x[_guided.STEP] + 1.0) / self.moves
+            rewards[b] = take(tables, state, action, used)
+            if used >= 1.0:
+                done[b] = True
+                self._finish(b, p, state)
+        return rewards, done
+
+    def _finish(self, b: int, p: int, state: State) -> None:
+        cost = float(state.x[_guided.BEST])
+        self.value_s[b] = cost if cost < _guided.INFEASIBLE else np.inf
+        self.choices[b] = -1
+        self.choices[b, : len(state.best)] = state.best
+        self.keep(self.ids[b : b + 1], self.choices[b : b + 1], self.value_s[b : b + 1])
+
+    def _state(self, b: int) -> State:
+        return self._states[b][int(self.ids[b])]
+
+
+class GuidedSearchEnv(PlacementEnv):
+    """Choose among macro moves, in a search that cools down over a budget of moves.
+
+    A macro move takes a body of colocation groups of one device to another (or swaps two): one
+    group, a run of consecutive groups on its device, a chain of successors, or a grown
+    neighbourhood. It begins with a group of the critical chain, of the busiest device, or any
+    other, and goes to the device of a neighbour, or any other.
+
+    **Observation** ``Dict``, of ``C`` moves and, before them, the choice to stay:
+
+    * ``problem`` int64 ``[1]``: which of ``problems`` this is.
+    * ``moves`` float32 ``[C + 1, 26]`` in -30..30: ``MOVE_FEATURES``, logarithms and shares.
+    * ``search`` float32 ``[12]`` in -10..10: ``SEARCH_FEATURES``.
+    * ``group``, ``device`` int64 ``[C + 1]``: the first group that moves, and where to (0, 0 for
+      the choice to stay, and where the mask is 0).
+    * ``mask`` int8 ``[C + 1]``: 1 = legal.
+
+    **Action** ``Discrete(C + 1)``. The effect of a move on ``max_load`` is known (an exact
+    incremental difference): it is made, and 0 stays. Under the other objectives it is
+    simulated, and kept as annealing does: always if better, otherwise with probability
+    ``(before / after) ** (1 / temperature)``; staying is legal only where nothing can move. An
+    illegal action stays.
+
+    **Reward** float: the improvement ``log(best before / best after)`` of the best value of the
+    episode, at most 1, never negative: the return is ``log(first / best)``.
+
+    **Termination**: after ``moves`` steps. Never truncated.
+
+    ``info`` of the last step has ``problem`` (int), ``value_s`` (float, the best; inf where
+    nothing fits) and ``placement`` (int32 ``[N]``).
+
+    Arguments are those of ``PlacementEnv`` and of ``GuidedSearchRules``; references only say
+    what ``agents`` reports, the reward does not need them.
+    """
+
+    rules_of = GuidedSearchRules
