@@ -452,7 +452,7 @@ def _row(
         period_s=float(values.period_s[0]),
         gap=value_s / bound_s - 1 if bound_s > 0 and np.isfinite(value_s) else None,
         evaluations=cell.solution.stats.get("evaluations"),
-        note=cell.note or _said(cell.solution, feasible),
+        note=cell.note or _said(cell.solution, feasible, value_s),
     )
     sample = samples.get(cell.placement_id)
     if sample is None:
@@ -471,11 +471,13 @@ def _row(
     )
 
 
-def _said(solution: Solution, feasible: bool) -> str:
+def _said(solution: Solution, feasible: bool, value_s: float) -> str:
     """What a planner says of its answer: that it fell back, or why it does not fit."""
     said = [solution.stats.get("message", "")]
     if not feasible:
         said.append(solution.stats.get("infeasible") or "does not fit in memory")
+    elif not np.isfinite(value_s):  # objectives without a timeline: see placement.objectives
+        said.append("cannot run: its pieces wait for each other, or do not fit in memory")
     return "; ".join(x for x in said if x)
 
 

@@ -70,14 +70,14 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
     plan_s: dict[str, list[float]] = {}
     for row in comparison.rows:
         plan_s.setdefault(row.planner, []).append(row.plan_s)
-    longest = max([10 * _SHORTEST_S, *(max(seconds) for seconds in plan_s.values())])
-    at_s = np.geomspace(_SHORTEST_S, longest, 300)
+    drawn = {row.planner for row in comparison.rows if row.seed is not None}
+    shown = [s for planner in drawn or plan_s.keys() for s in plan_s[planner]]
+    at_s = np.geomspace(_SHORTEST_S, max([10 * _SHORTEST_S, *shown]), 300)
     above = {
         planner: np.maximum(100 * (ratio - 1), _LEAST)
         for planner, ratio in best_so_far(comparison, at_s).items()
     }
     order = sorted(above, key=lambda planner: above[planner][-1])
-    drawn = {row.planner for row in comparison.rows if row.seed is not None}
     for k, planner in enumerate(p for p in order if p in drawn):
         axis.plot(
             at_s,
@@ -96,6 +96,7 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
     axis.set_yscale("log")
     for x, y in dots.values():
         axis.plot(x, y, "o", ms=4, color=INK)
+    axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     axis.minorticks_off()
     axis.yaxis.set_major_formatter(lambda value, _: _percent(value))
     axis.set_xlabel("seconds of planning", fontsize=9, color=INK)
