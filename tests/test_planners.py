@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.planners import PlannerError, load, names
-from placement.planners._search import Search, device_classes
+from placement.planners._search import Position, Search, can_move, device_classes, moves
 from placement.planners.contiguous_dp import merge_blocks, stage_costs
 from placement.problem import Problem, ProblemError, lower_bounds
 from placement.profile import Profile
@@ -24,7 +24,14 @@ from placement.testing import check_planner
 # contract tests of its own.
 ELSEWHERE = ("expert", "metis", "cp_sat", "mip", "coarsened")
 PLANNERS = [name for name in names() if name not in ELSEWHERE]
-SEARCHES = ("random_search", "local_search", "simulated_annealing")
+SEARCHES = (
+    "random_search",
+    "local_search",
+    "simulated_annealing",
+    "macro_search",
+    "brkga",
+    "cross_entropy",
+)
 
 
 def make(
@@ -102,7 +109,9 @@ def every_placement(problem: Problem) -> np.ndarray:
 
 def quick(name: str):
     """The planner with a budget that keeps the tests short."""
-    return load(name, **({"evaluations": 60} if name in SEARCHES else {}))
+    options = {"evaluations": 60} if name in SEARCHES else {}
+    options |= {"max_states": 60} if name == "antichain_dp" else {}
+    return load(name, **options)
 
 
 # --- what every planner promises ---------------------------------------------------------
@@ -173,11 +182,77 @@ def test_the_same_seed_gives_the_same_curve(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("objective", ["period", "max_load", "piecewise_latency"])
+def test_every_search_takes_a_start_a_seed_and_both_budgets(name: str, objective: str) -> None:
+    problem = random_small(5, num_ops=6, objective=objective)
+    for start in ("heft", "random", load("round_robin")):
+        both = {"evaluations": 50, "seconds": 60.0}  # the scarcer one ends it
+        first, again = (load(name, start=start, seed=4, **both)(problem) for _ in range(2))
+        assert first.stats["evaluations"] <= 50
+        assert np.array_equal(first.placement, again.placement)
+        curve, same = ([row[1:] for row in s.stats["curve"]] for s in (first, again))
+        assert curve == same
+        assert curve[-1] == (first.stats["evaluations"], first.value_s)
+        if start != "random":
+            planner = load(start) if isinstance(start, str) else start
+            assert first.value_s <= planner(problem).value_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
 def test_budgets_are_used_to_the_end(name: str) -> None:
     problem = random_small(3, num_ops=6)
     assert load(name, evaluations=137)(problem).stats["evaluations"] == 137
     assert load(name)(problem).stats["evaluations"] == 2000
     assert load(name, seconds=0.05)(problem).stats["seconds"] >= 0.05
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6), bytes_each=st.sampled_from([0, 10]))
+def test_moves_are_scored_incrementally_as_whole_placements_are(seed: int, bytes_each: int) -> None:
+    problem = random_small(
+        seed, num_ops=6, objective="max_load", param_bytes=bytes_each, memory_bytes=35
+    )
+    search, whole = Search(problem), Search(problem)
+    start = np.zeros(problem.graph.num_groups, np.int32)
+    start[:] = search.allowed.argmax(axis=1)
+    search.cost(start)
+    assume(can_move(problem))
+    here, rng = Position(search), np.random.default_rng(seed)
+    propose = moves(problem)
+    for step in range(40):
+        groups, device = propose(rng, here.choice)
+        then = here.choice.copy()
+        then[groups] = device
+        assert here.trial(groups, device) == pytest.approx(whole.cost(then), rel=1e-12)
+        if step % 3 == 0:
+            here.keep()
+            assert np.array_equal(here.choice, then)
+        if step == 20:
+            here.go(start, whole.cost(start))
+    assert search.num_evaluations == 41
+    assert search.best_cost <= whole.best_cost * (1 + 1e-12)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6))
+def test_brute_force_is_at_most_the_program_over_ideals_and_that_at_most_greedy(seed: int) -> None:
+    equal = np.random.default_rng(seed).random((int(seed % 7) + 2, 1)) + 0.1
+    rng = np.random.default_rng(seed)
+    edges = [(a, b) for a in range(len(equal)) for b in range(a + 1, len(equal))]
+    edges = [e for e in edges if rng.random() < 0.4]
+    problem = make(
+        np.repeat(equal, 2, axis=1),
+        edges,
+        tensor_bytes=rng.integers(0, 40, len(equal)),
+        bandwidth=100.0,
+        objective="max_load",
+    )
+    best = score(problem, every_placement(problem)).min()
+    found = load("ideal_dp")(problem).value_s
+    greedy = min(load(n)(problem).value_s for n in ("single_device", "m_topo", "balanced_split"))
+    assert best <= found * (1 + 1e-9)
+    assert found <= greedy * (1 + 1e-9)
+    assert max(lower_bounds(problem)["max_load"], 0.0) <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["local_search", "simulated_annealing"])

@@ -15,7 +15,7 @@ from placement import objectives
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.planners import PlannerError, load
-from placement.problem import Placement, Planner, Problem, Solution
+from placement.problem import Objective, Placement, Planner, Problem, Solution
 from placement.profile import Profile
 from placement.simulator import evaluate, score, simulate
 
@@ -66,7 +66,7 @@ class Search:
         self._run = (
             replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
         )
-        _load_kernel()
+        _load_kernels(problem.objective)
         self._started = time.perf_counter()
 
     @property
@@ -196,12 +196,104 @@ class Search:
         return np.where(overflow > 0, INFEASIBLE * (1 + overflow), value_s)
 
 
+class Position:
+    """Where a search stands that changes a placement move by move.
+
+    For ``max_load`` a move is scored from the loads of the two devices concerned
+    (``objectives.LoadMoves``), otherwise as a whole placement. Every trial is one evaluation.
+
+    Attributes:
+        choice: int32 ``[G]``.
+        cost: of the choice, as ``Search.costs`` tells it.
+    """
+
+    def __init__(self, search: Search) -> None:
+        """Begin at the best choice so far."""
+        assert search.best is not None, "a start is always scored"
+        self._search = search
+        self._moves: objectives.LoadMoves | None = None
+        if search.problem.objective == "max_load":
+            placement = search.best[search.problem.graph.group]
+            self._moves = objectives.LoadMoves(search.problem, placement)
+        self.choice, self.cost = search.best.copy(), search.best_cost
+        self._then, self._then_cost = self.choice, self.cost
+
+    def go(self, choice: Choice, cost: float) -> None:
+        """Stand at a choice whose cost is known."""
+        self.choice, self.cost = choice.copy(), cost
+        if self._moves is not None:
+            from placement.objective_kernels import fill_state
+
+            self._moves.state[0][:] = choice
+            fill_state(self._moves.tables, self._moves.state)
+
+    def trial(self, groups: NDArray[np.intp], device: int) -> float:
+        """Cost if ``groups``, which share a device, were on ``device``; ``keep`` makes it so."""
+        self._then = self.choice.copy()
+        self._then[groups] = device
+        if self._moves is None:
+            self._then_cost = self._search.cost(self._then)
+        else:
+            self._then_cost = self._load_cost(groups, device)
+            if self._then_cost < self._search.best_cost:
+                self._search.consider(self._then, 1)
+            else:
+                self._search.num_evaluations += 1
+        return self._then_cost
+
+    def keep(self) -> None:
+        """Make the move that was tried last."""
+        if self._moves is not None:
+            from placement.objective_kernels import apply_moves
+
+            moved = np.flatnonzero(self._then != self.choice)
+            apply_moves(*self._moves_args(moved, self._then[moved]))
+        self.choice, self.cost = self._then, self._then_cost
+
+    def _moves_args(self, groups: NDArray[np.intp], devices: Choice) -> tuple[Any, ...]:
+        assert self._moves is not None
+        return self._moves.tables, self._moves.state, groups, devices, len(groups)
+
+    def _load_cost(self, groups: NDArray[np.intp], device: int) -> float:
+        from placement.objective_kernels import apply_moves, undo_moves
+
+        assert self._moves is not None
+        old = int(self.choice[groups[0]])
+        _, load_s, held, _, _ = self._moves.state
+        before = load_s.copy(), held.copy()
+        arguments = self._moves_args(groups, np.full(len(groups), device, np.int32))
+        apply_moves(*arguments)
+        capacity = self._search.problem.memory_bytes
+        overflow = float((np.maximum(held - capacity, 0) / capacity).sum())
+        cost = INFEASIBLE * (1 + overflow) if overflow > 0 else float(load_s.max())
+        undo_moves(*arguments, old, device)
+        load_s[:], held[:] = before
+        return cost
+
+
+def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
+    """The search and the draws of a planner with a budget, a ``seed`` and a ``start``.
+
+    ``start`` is a planner or its name, or ``random``; it is scored, its evaluations count.
+    """
+    search = Search(problem, planner.seconds, planner.evaluations, DEFAULT_EVALUATIONS)
+    rng = np.random.default_rng(planner.seed)
+    if planner.start == "random":
+        search.cost(random_choice(rng, search.allowed))
+    else:
+        search.run(planner.start)
+    return search, rng
+
+
 @cache
-def _load_kernel() -> None:
-    """Compile the simulator, or read it from its cache: once, and outside of every budget."""
+def _load_kernels(objective: Objective) -> None:
+    """Compile what scores, or read it from its cache: once, and outside of every budget."""
     graph = OpGraph.build("one", ["one"], [], [], [])
     profile = Profile(("one",), np.zeros((1, 1)), np.zeros((1, 1)))
-    evaluate(Problem(graph, Cluster("one", (Device("one"),)), profile), [[0]])
+    one = Problem(graph, Cluster("one", (Device("one"),)), profile)
+    evaluate(one, [[0]])
+    if objective in objectives.ANALYTIC:
+        score(one.with_objective(objective), [[0]])
 
 
 def too_large(problem: Problem, placement: Placement) -> str:

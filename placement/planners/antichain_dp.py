@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.coarsen import coarsen
 from placement.planners._list_schedule import first_that_fits, produced_bytes
 from placement.planners._search import Choice, Search, device_classes
 from placement.planners.contiguous_dp import merge_blocks
@@ -27,9 +28,12 @@ class AntichainDp:
     stage least. A stage takes the larger of its compute and of the transfers of all tensors
     that cross into it; for ``max_load`` their sum, and those that cross out of it.
 
-    Where there are more than ``max_states`` states, the operators are merged into at most
-    that many blocks in their order, whose prefixes are the states: ``stats["linearised"]``
-    says so, ``stats["num_states"]`` how many are left. Without it the split is the best of all
+    Where there are more than ``max_states`` states, tasks are merged (``placement.coarsen``:
+    what costs nothing, chains, heavy edges) until the sets of merged tasks are that few at
+    most, and the prefixes of one order of all tasks are states too; ``stats["num_tasks"]``
+    says how many are left, ``stats["num_states"]`` how many states. Where merging down to
+    twice the number of devices does not suffice, the prefixes are the only states, and
+    ``stats["linearised"]`` is true. Where nothing was merged the split is the best of all
     contiguous ones for this cost and this order of devices (``stats["bottleneck_s"]``).
 
     Deviations: a colocation group is one task, and edges between groups point to the one
@@ -38,19 +42,15 @@ class AntichainDp:
     parameters and what is produced must fit, tied parameters count where they are first used.
 
     Attributes:
-        max_states: of the dynamic program, which compares all pairs.
+        max_states: of the dynamic program, which compares all pairs and holds a few numbers
+            of each: 2,000 need about 0.3 GiB.
     """
 
-    max_states: int = 1000
+    max_states: int = 2000
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
-        groups = problem.graph.num_groups
-        ideals = enumerate_ideals(_edges(problem), groups, self.max_states)
-        linearised = ideals is None
-        if ideals is None:
-            block = merge_blocks(problem, max(1, self.max_states - 1))
-            ideals = np.array(block[None, :] < np.arange(int(block.max()) + 2)[:, None])
+        ideals, num_tasks = _states(problem, self.max_states)
         inside = _inside(ideals)
         compute = _compute_s(problem, ideals)
         crossing = _crossing_s(problem, ideals)
@@ -77,7 +77,10 @@ class AntichainDp:
 
         first_that_fits(search, plan)
         return search.solution(
-            bottleneck_s=bottleneck_s, num_states=len(ideals), linearised=linearised
+            bottleneck_s=bottleneck_s,
+            num_states=len(ideals),
+            num_tasks=num_tasks or problem.graph.num_groups,
+            linearised=num_tasks is None,
         )
 
 
@@ -87,18 +90,51 @@ def _edges(problem: Problem) -> NDArray[np.int32]:
     return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0).astype(np.int32)
 
 
+def _states(problem: Problem, limit: int) -> tuple[Bools, int | None]:
+    """The states bool ``[S, G]`` and the tasks whose sets they are, None if prefixes alone."""
+    groups = problem.graph.num_groups
+    exact = enumerate_ideals(_edges(problem), groups, limit)
+    if exact is not None:
+        return exact, groups
+    prefixes = _prefixes(problem, limit // 2)
+    first = np.unique(problem.graph.group, return_index=True)[1]
+    target = groups
+    while (target := 7 * target // 8) >= 2 * problem.num_devices:
+        coarse, label = coarsen(problem, target)
+        if coarse.graph.num_groups > target:  # no more can be merged
+            break
+        found = enumerate_ideals(_edges(coarse), coarse.graph.num_groups, limit - len(prefixes))
+        if found is not None:
+            task = coarse.graph.group[label[first]]
+            both = np.unique(np.concatenate([prefixes, found[:, task]]), axis=0)
+            return both[np.argsort(both.sum(axis=1), kind="stable")], coarse.graph.num_groups
+    return _prefixes(problem, limit), None
+
+
+def _prefixes(problem: Problem, limit: int) -> Bools:
+    """bool ``[S, G]``: blocks of consecutive groups, added one after another."""
+    block = merge_blocks(problem, max(1, limit - 1))
+    return np.array(block[None, :] < np.arange(int(block.max()) + 2)[:, None])
+
+
 def enumerate_ideals(edges: NDArray[np.int32], num_items: int, limit: int) -> Bools | None:
     """bool ``[S, num_items]``: all downward-closed sets by size, None if more than ``limit``."""
     before = [0] * num_items
+    after: list[list[int]] = [[] for _ in range(num_items)]
     for a, b in edges.tolist():
         before[b] |= 1 << a
-    layer, found = {0}, [0]
+        after[a].append(b)
+    # What may be added to each set of one size.
+    layer = {0: [v for v in range(num_items) if not before[v]]}
+    found = [0]
     for _ in range(num_items):
-        grown = set()
-        for ideal in layer:
-            for v in range(num_items):
-                if not ideal >> v & 1 and before[v] & ~ideal == 0:
-                    grown.add(ideal | 1 << v)
+        grown: dict[int, list[int]] = {}
+        for ideal, free in layer.items():
+            for v in free:
+                larger = ideal | 1 << v
+                if larger not in grown:
+                    freed = [w for w in after[v] if before[w] & ~larger == 0]
+                    grown[larger] = [w for w in free if w != v] + freed
             if len(found) + len(grown) > limit:
                 return None
         layer = grown

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.planners import PlannerError
-from placement.planners._search import DEFAULT_EVALUATIONS, Search, can_move
-from placement.planners.local_search import begin
+from placement.planners._search import begin, can_move
 from placement.problem import Planner, Problem, Solution
 
 
@@ -53,9 +52,7 @@ class Brkga:
                 f"brkga: population = {self.population} leaves no children beside {num_elite} "
                 f"elite and {num_mutants} mutants; use at least 4, and smaller shares"
             )
-        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
-        rng = np.random.default_rng(self.seed)
-        begin(search, self.start, rng)
+        search, rng = begin(self, problem)
         assert search.best is not None
         shape = search.allowed.shape
         keys = rng.random((self.population, *shape))

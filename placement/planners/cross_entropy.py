@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.planners import PlannerError
-from placement.planners._search import DEFAULT_EVALUATIONS, Search, can_move
-from placement.planners.local_search import begin
+from placement.planners._search import begin, can_move
 from placement.problem import Planner, Problem, Solution
 
 
@@ -53,9 +52,7 @@ class CrossEntropy:
                 )
         if self.population < 2:
             raise PlannerError(f"cross_entropy: population = {self.population} must be at least 2")
-        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
-        rng = np.random.default_rng(self.seed)
-        begin(search, self.start, rng)
+        search, rng = begin(self, problem)
         assert search.best is not None
         uniform = search.allowed / search.allowed.sum(axis=1, keepdims=True)
         groups, devices = np.arange(len(uniform)), np.arange(uniform.shape[1])

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.planners._search import (
-    DEFAULT_EVALUATIONS,
     Choice,
+    Position,
     Search,
+    begin,
     can_move,
     moves,
     random_choice,
@@ -41,27 +42,23 @@ class LocalSearch:
     seed: int = 0
 
     def __call__(self, problem: Problem) -> Solution:
-        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
-        rng = np.random.default_rng(self.seed)
-        current, cost = begin(search, self.start, rng)
+        search, rng = begin(self, problem)
         restarts = 0
         if can_move(problem):
+            here = Position(search)
             propose = moves(problem)
             num_moves = problem.graph.num_groups * (problem.num_devices - 1)
             stale = 0
             while search.left:
                 if stale >= self.patience * num_moves:
                     restarts, stale = restarts + 1, 0
-                    current = _kicked(search, rng)
-                    cost = search.cost(current)
+                    kicked = _kicked(search, rng)
+                    here.go(kicked, search.cost(kicked))
                     continue
-                groups, device = propose(rng, current)
-                trial = current.copy()
-                trial[groups] = device
-                found = search.cost(trial)
-                stale = 0 if found < cost else stale + 1
-                if found <= cost:
-                    current, cost = trial, found
+                found = here.trial(*propose(rng, here.choice))
+                stale = 0 if found < here.cost else stale + 1
+                if found <= here.cost:
+                    here.keep()
         return search.solution(restarts=restarts)
 
 
@@ -73,13 +70,3 @@ def _kicked(search: Search, rng: np.random.Generator) -> Choice:
     groups = rng.choice(len(choice), count, replace=False)
     choice[groups] = random_choice(rng, search.allowed[groups])
     return choice
-
-
-def begin(search: Search, start: str | Planner, rng: np.random.Generator) -> tuple[Choice, float]:
-    """The first choice int32 ``[G]`` of a search, and its cost."""
-    if start == "random":
-        search.cost(random_choice(rng, search.allowed))
-    else:
-        search.run(start)
-    assert search.best is not None, "a start is always scored"
-    return search.best.copy(), search.best_cost

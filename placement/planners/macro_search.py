@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -16,22 +16,21 @@ from placement.objective_kernels import piecewise_scratch, piecewise_tables
 from placement.objectives import ANALYTIC, LoadMoves
 from placement.planners import PlannerError, _macro
 from placement.planners._search import (
-    DEFAULT_EVALUATIONS,
     INFEASIBLE,
     Choice,
     Search,
+    begin,
     can_move,
 )
 from placement.planners.ideal_dp import IdealDp
-from placement.planners.local_search import begin
 from placement.problem import Planner, Problem, Solution
 from placement.profile import Profile
 
 _HOT = 0.2  # of the moves start on the busiest device; more of them, and it digs in there
 _SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # single, run, chain, growth, swap; cumulated
 # Rounds of max_load: temperature at first and at last, log2 of p at first and at last.
-_FIND, _POLISH = (0.05, 2e-3, 4, 4), (0.02, 1e-4, 4, 8)
-_ROUNDS = (_FIND, (1.0, 1e-4, 2, 7), _POLISH, (0.05, 2e-3, 2, 2), _FIND, _POLISH)
+_FIND, _POLISH = (0.05, 2e-3, 4, 4), (0.03, 1e-5, 2, 8)
+_ROUNDS = (_FIND, _POLISH, (1.0, 1e-4, 2, 7), _POLISH, _FIND, _POLISH)
 # Rounds of piecewise_latency: temperatures as a share of the best so far.
 _PIECES = ((3e-3, 1e-4), (0.1, 1e-3), (0.01, 1e-4))
 _WARM = (0.02, 0.005)  # of other objectives, in turn, as a share of the best so far
@@ -58,7 +57,7 @@ class MacroSearch:
     ``width`` placements at once, and annealed as they are.
 
     The budget is divided into ``rounds`` that cool down. For ``max_load`` each starts from the
-    best so far, and in some ``p`` grows up to 128 or 256: rounds of small ``p`` see the balance
+    best so far, and in most ``p`` grows up to 128 or 256: rounds of small ``p`` see the balance
     of all devices and find new shapes, those of large ``p`` see the busiest one alone and
     polish. For ``piecewise_latency`` they start in turn from each first placement, the last
     from the best.
@@ -90,11 +89,7 @@ class MacroSearch:
             if value is not None and value < 1:
                 raise PlannerError(f"macro_search: {name} = {value} must be at least 1")
         _load_kernel()
-        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
-        if self.start is None:
-            search.run("best_of")
-        else:
-            begin(search, self.start, np.random.default_rng(self.seed))
+        search, _ = begin(replace(self, start=self.start or "best_of"), problem)
         assert search.best is not None
         starts = [search.best]
         if self.start is None and problem.objective in ANALYTIC and search.left:
@@ -287,10 +282,10 @@ def _load_kernel() -> None:
     zeros = np.zeros((2, 2))
     links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
     problem = Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "max_load")
-    for objective in ANALYTIC:
-        search = Search(problem.with_objective(objective), evaluations=8)
-        search.cost(np.zeros(2, np.int32))
-        if objective == "max_load":
-            _anneal_loads(MacroSearch(), search)
-        else:
-            _anneal_pieces(MacroSearch(), search, [np.zeros(2, np.int32)])
+    everything = np.zeros(2, np.int32)
+    search = Search(problem, evaluations=8)
+    search.cost(everything)
+    _anneal_loads(MacroSearch(), search)
+    search = Search(problem.with_objective("piecewise_latency"), evaluations=8)
+    search.cost(everything)
+    _anneal_pieces(MacroSearch(), search, [everything])

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from placement.planners._search import (
-    DEFAULT_EVALUATIONS,
-    Search,
-    can_move,
-    random_choice,
-    single_devices,
-)
-from placement.problem import Problem, Solution
+from placement.planners._search import begin, can_move, random_choice
+from placement.problem import Planner, Problem, Solution
 
 
 @dataclass(frozen=True)
 class RandomSearch:
-    """Best of N: the single devices, then groups on devices drawn uniformly.
+    """Best of N: a start, then groups on devices drawn uniformly.
 
     Attributes:
+        start: planner that gives the first placement (a name or a planner), or ``random``;
+            its evaluations count.
         seconds, evaluations: budget; with neither, 2,000 evaluations.
         seed: of the draws.
     """
 
+    start: str | Planner = "single_device"
     seconds: float | None = None
     evaluations: int | None = None
     seed: int = 0
 
     def __call__(self, problem: Problem) -> Solution:
-        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
-        rng = np.random.default_rng(self.seed)
-        search.costs(single_devices(problem))
+        search, rng = begin(self, problem)
         while search.left and can_move(problem):
             search.costs([random_choice(rng, search.allowed) for _ in range(32)])
         return search.solution()

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners._search import (
-    DEFAULT_EVALUATIONS,
-    INFEASIBLE,
-    Search,
-    can_move,
-    moves,
-)
-from placement.planners.local_search import begin
+from placement.planners._search import INFEASIBLE, Position, begin, can_move, moves
 from placement.problem import Planner, Problem, Solution
 
 
@@ -47,28 +40,25 @@ class SimulatedAnnealing:
     seed: int = 0
 
     def __call__(self, problem: Problem) -> Solution:
-        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
-        rng = np.random.default_rng(self.seed)
-        current, cost = begin(search, self.start, rng)
+        search, rng = begin(self, problem)
         first = 0.0
         if can_move(problem):
+            here = Position(search)
             propose = moves(problem)
             worsenings: list[float] = []
             begun, returned = search.used, False
             while search.left:
                 progress = (search.used - begun) / max(1.0 - begun, 1e-12)
                 if progress > 0.5 and not returned and search.best is not None:
-                    returned, current, cost = True, search.best, search.best_cost
-                groups, device = propose(rng, current)
-                trial = current.copy()
-                trial[groups] = device
-                found = search.cost(trial)
-                if cost < found < INFEASIBLE and len(worsenings) < 100:
-                    worsenings.append(found - cost)
+                    returned = True
+                    here.go(search.best, search.best_cost)
+                found = here.trial(*propose(rng, here.choice))
+                if here.cost < found < INFEASIBLE and len(worsenings) < 100:
+                    worsenings.append(found - here.cost)
                     first = float(np.median(worsenings)) / -math.log(self.accept)
                 temperature = first * self.last_temperature**progress
                 # With probability exp(-worsening / temperature); never at temperature 0.
                 limit = -temperature * math.log(1.0 - rng.random())
-                if found <= cost or found - cost < limit:
-                    current, cost = trial, found
+                if found <= here.cost or found - here.cost < limit:
+                    here.keep()
         return search.solution(first_temperature_s=first)
