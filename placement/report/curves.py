@@ -77,7 +77,11 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
         planner: np.maximum(100 * (ratio - 1), _LEAST)
         for planner, ratio in best_so_far(comparison, at_s).items()
     }
-    order = sorted(above, key=lambda planner: above[planner][-1])
+    ended = {
+        planner: max(_LEAST, float(100 * (ratio[0] - 1)))
+        for planner, ratio in best_so_far(comparison, np.array([np.inf])).items()
+    }
+    order = sorted(ended, key=ended.__getitem__)
     for k, planner in enumerate(p for p in order if p in drawn):
         axis.plot(
             at_s,
@@ -85,10 +89,10 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
             ("-", "--", ":")[min(2, k // len(COLOURS))],
             color=COLOURS[k % len(COLOURS)],
             lw=1.8,
-            label=f"{planner}  {_percent(above[planner][-1])}",
+            label=f"{planner}  {_percent(ended[planner])}",
         )
     dots = {
-        planner: (max(_SHORTEST_S, float(np.median(plan_s[planner]))), float(above[planner][-1]))
+        planner: (max(_SHORTEST_S, float(np.median(plan_s[planner]))), ended[planner])
         for planner in order
         if planner not in drawn
     }
