@@ -252,6 +252,8 @@ def test_memory_that_is_too_small_is_refused_with_the_numbers() -> None:
         search(Work(blocks, 1, (1,)), 1, 5.0)
     with pytest.raises(BlocksError, match=r"leaves \+1 of memory"):
         Work((Block((0,), 1, 1),), 1, (5,))
+    with pytest.raises(BlocksError, match=r"block 1 releases 1 .* it waits for take 0"):
+        Work((Block((0,), 1, 1), Block((0,), 1, -1)), 1, (5,))
 
 
 @pytest.mark.parametrize(

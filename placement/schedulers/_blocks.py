@@ -88,6 +88,13 @@ class Work:
                     f"device {d}: every micro-batch leaves {kept:+d} of memory behind; "
                     "under a limit the blocks of a device must release what they take"
                 )
+            for v in on:
+                taken = sum(max(0, self.blocks[u].memory) for u in on if self.path[u, v] > NEVER)
+                if -self.blocks[v].memory > taken:
+                    raise BlocksError(
+                        f"device {d}: block {v} releases {-self.blocks[v].memory} of memory, the "
+                        f"blocks it waits for take {taken} there"
+                    )
             largest = max((self.blocks[b].memory for b in on), default=0)
             if largest > limit[d]:
                 raise BlocksError(
