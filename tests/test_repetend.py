@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.__main__ import main
+from placement.schedulers import _repetend
 from placement.schedulers._blocks import Block, BlocksError, Work, read_work
 from placement.schedulers._repetend import search, solve
 from placement.schedulers._retime import earliest
@@ -158,6 +159,19 @@ def test_a_pattern_of_three_micro_batches_where_memory_is_tight() -> None:
     assert search(work, 2, 20.0).pattern.per_micro_batch == 6
     assert search(work, 3, 20.0).pattern.per_micro_batch == Fraction(16, 3) == work.period_bound
     assert search(work, None, 20.0).pattern.per_micro_batch == Fraction(16, 3)
+
+
+@given(works(most=6), st.integers(1, 3))
+@settings(max_examples=25)
+def test_what_the_proofs_assume_loses_nothing(work: Work, unroll: int) -> None:
+    """Below the proved bound nothing is found either where neighbours may be far apart."""
+    found = search(work, unroll, 20.0)
+    period = int(found.bound * unroll) - 1
+    if period >= unroll * max(work.load):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_repetend, "_near", lambda work: [])
+            patch.setattr(_repetend, "_other_roots", lambda work: [])
+            assert solve(work, unroll, period, 5.0)[0] is None
 
 
 def test_infeasible_is_told_from_unknown() -> None:
