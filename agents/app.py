@@ -240,6 +240,7 @@ def make_problems(job: Job) -> dict[str, Problem]:
             raise AppError(_NAMED_TWICE.format(name=name))
         problem.profile.save(job.folder / name / "profile.npz")
         problems[name] = problem
+    problems |= _synthetic_problems(job.cfg)
     if not problems:
         raise AppError("no workload: add e.g. workload=resnet50 or 'workload=[problem.json]'")
     return problems
@@ -273,6 +274,24 @@ def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
         problems[name] = replace(
             problem, num_microbatches=cfg.num_microbatches, max_in_flight=cfg.max_in_flight
         )
+    return problems
+
+
+def _synthetic_problems(cfg: DictConfig) -> dict[str, Problem]:
+    from placement.workloads.synthetic import families
+
+    known, problems = families(), {}
+    for node in cfg.get("synthetic") or []:
+        family, seeds = (node, [0]) if isinstance(node, str) else (node.family, node.seeds)
+        if family not in known:
+            raise AppError(f"synthetic: {family!r} is unknown; there are {', '.join(known)}")
+        for seed in seeds:
+            problems[f"{family}-{seed}"] = replace(
+                known[family](seed),
+                objective=cfg.objective,
+                num_microbatches=cfg.num_microbatches,
+                max_in_flight=cfg.max_in_flight,
+            )
     return problems
 
 

@@ -6,39 +6,67 @@ problems acts on any other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import SAGEConv
+from torch_geometric.data import Batch
+from torch_geometric.nn import GATv2Conv, SAGEConv
+from torch_geometric.utils import scatter
 
 from agents.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES
 from agents.store import GraphStore
+from envs.refine import PAIR_FEATURES as REFINE_PAIRS
+from envs.refine import SEARCH_FEATURES as REFINE_SEARCH
 from envs.sequential import NUM_DEVICE_FEATURES
 
 ILLEGAL = -1e9
+Formulation = Literal["one_shot", "sequential", "select_place", "refine", "guided_search"]
+
+
+class PolicyError(ValueError):
+    """A policy cannot be read, or made as configured; the message says what to do."""
+
+
+EncoderKind = Literal["sage", "gat", "dag"]
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Size of the network, and how far an untrained policy strays from its warm start.
+    """Kind and size of the network, and how far an untrained policy strays from its warm start.
 
     Attributes:
+        encoder: ``sage``, ``gat`` or ``dag`` (see ``LAYERS``).
         hidden: ``H``, width of every layer.
-        layers: rounds of message passing, each in both directions.
+        layers: rounds of message passing, each in both directions; 0: no message passing.
         changes: groups that an untrained policy moves away from the warm start per placement,
             on average; at most ``max_change`` of them.
         max_change: see there.
         finish_weight: without a warm start, a policy that places one group at a time starts
             close to list scheduling: logits fall with this times the log finish time.
+        scorer: width of the network that scores the moves of a guided search.
+        embed: it sees the encoder's view of groups and devices too, not their features alone.
     """
 
+    encoder: EncoderKind = "sage"
     hidden: int = 64
     layers: int = 3
     changes: float = 4.0
     max_change: float = 0.3
     finish_weight: float = 4.0
+    scorer: int = 32
+    embed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.encoder not in LAYERS:
+            raise PolicyError(f"encoder {self.encoder!r} is unknown; use one of {list(LAYERS)}")
+        if self.hidden < 4 or self.hidden % 4:
+            raise PolicyError(f"hidden = {self.hidden} must be a positive multiple of 4")
+
+
+Observations = dict[str, Tensor]
 
 
 class Encoded(NamedTuple):
@@ -49,7 +77,7 @@ class Encoded(NamedTuple):
     devices: Tensor  # float32 [U, D, H]
 
 
-class Layer(nn.Module):
+class Sage(nn.Module):
     """GraphSAGE (Hamilton et al. 2017) along and against the edges, residual."""
 
     def __init__(self, hidden: int) -> None:
@@ -58,44 +86,84 @@ class Layer(nn.Module):
         self.against = SAGEConv(hidden, hidden, root_weight=False)
         self.norm = nn.LayerNorm(hidden)
 
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, waves: Waves) -> Tensor:
         y = self.norm(x)
+        edges = batch.edge_index
         return x + torch.relu(self.along(y, edges) + self.against(y, edges.flip(0)))
 
 
-class PlacementNet(nn.Module):
-    """Scores and values for both decodings (all groups at once, one group at a time)."""
+class Gat(nn.Module):
+    """GATv2 (Brody et al. 2022) with edge features along and against the edges, residual."""
 
-    def __init__(self, config: NetworkConfig | None = None) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.config = config or NetworkConfig()
-        h = self.config.hidden
+        options = {"heads": 4, "edge_dim": 2, "add_self_loops": False}
+        self.along = GATv2Conv(hidden, hidden // 4, **options)
+        self.against = GATv2Conv(hidden, hidden // 4, **options)
+        self.own = nn.Linear(hidden, hidden)
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(self, x: Tensor, batch: Batch, waves: Waves) -> Tensor:
+        y = self.norm(x)
+        edges, edge = batch.edge_index, batch.edge_attr
+        heard = self.along(y, edges, edge) + self.against(y, edges.flip(0), edge)
+        return x + torch.relu(self.own(y) + heard)
+
+
+class Dag(nn.Module):
+    """Along the order of the graph, then against it: one layer sees every ancestor and descendant.
+
+    As DAGNN (Thost and Chen 2021) does: a group hears of its producers after they heard of
+    theirs. Messages are means and maxima; the topological levels are ``GraphStore.waves``.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.own = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(2))
+        self.heard = nn.ModuleList(nn.Linear(2 * hidden, hidden, bias=False) for _ in range(2))
+        self.norm = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
+
+    def forward(self, x: Tensor, batch: Batch, waves: Waves) -> Tensor:
+        for k, order in enumerate(waves):
+            own = self.own[k](self.norm[k](x))
+            done = x
+            for nodes, sources, targets in order:
+                y = own[nodes]
+                if len(sources):
+                    told, size = done[sources], len(nodes)
+                    mean = scatter(told, targets, dim_size=size, reduce="mean")
+                    largest = scatter(told, targets, dim_size=size, reduce="max")
+                    y = y + self.heard[k](torch.cat([mean, largest], dim=1))
+                done = done.index_copy(0, nodes, x[nodes] + torch.relu(y))
+            x = done
+        return x
+
+
+Waves = list[list[tuple[Tensor, Tensor, Tensor]]]
+LAYERS: dict[str, Callable[[int], nn.Module]] = {"sage": Sage, "gat": Gat, "dag": Dag}
+
+
+class Encoder(nn.Module):
+    """Message passing over the groups, then what a graph and its devices are in it."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        h = config.hidden
+        self.needs_waves = config.encoder == "dag"
         self.group_in = nn.Linear(len(GROUP_FEATURES), h)
-        self.layers = nn.ModuleList(Layer(h) for _ in range(self.config.layers))
+        self.layers = nn.ModuleList(LAYERS[config.encoder](h) for _ in range(config.layers))
         self.group_out = nn.LayerNorm(h)
         self.graph = nn.Sequential(nn.Linear(2 * h, h), nn.ReLU())
         self.device = nn.Sequential(nn.Linear(len(DEVICE_FEATURES) + h, h), nn.ReLU())
-        self.from_group = nn.Linear(h, h)
-        self.from_graph = nn.Linear(h, h, bias=False)
-        self.from_device = nn.Linear(h, h, bias=False)
-        self.from_pair = nn.Linear(len(PAIR_FEATURES), h, bias=False)
-        self.from_state = nn.Linear(NUM_DEVICE_FEATURES, h, bias=False)
-        self.score = nn.Sequential(nn.ReLU(), nn.Linear(h, h), nn.ReLU(), nn.Linear(h, 1))
-        self.value = nn.Sequential(
-            nn.Linear(h + 2 * NUM_DEVICE_FEATURES, h), nn.ReLU(), nn.Linear(h, 1)
-        )
-        for last in (self.score[-1], self.value[-1]):
-            assert isinstance(last, nn.Linear)
-            # Start at the warm start: the learned part of every score begins near zero.
-            nn.init.normal_(last.weight, std=0.01)
-            nn.init.zeros_(last.bias)
 
-    def encode(self, store: GraphStore, ids: Tensor) -> Encoded:
+    def forward(self, store: GraphStore, ids: Tensor) -> Encoded:
         """Encode the distinct graphs int64 ``ids [U]`` of ``store``."""
-        batch = store.batch(tuple(ids.tolist()))
+        key = tuple(ids.tolist())
+        batch = store.batch(key)
+        waves = store.waves(key) if self.needs_waves else []
         x = self.group_in(batch.x)
         for layer in self.layers:
-            x = layer(x, batch.edge_index)
+            x = layer(x, batch, waves)
         groups = store.dense(self.group_out(x), ids)
         real = store.real[ids][:, :, None]
         mean = groups.sum(dim=1) / real.sum(dim=1)
@@ -104,6 +172,72 @@ class PlacementNet(nn.Module):
         everywhere = graph[:, None].expand(-1, store.device.shape[1], -1)
         devices = self.device(torch.cat([store.device[ids], everywhere], dim=2))
         return Encoded(groups, graph, devices)
+
+
+class PlacementNet(nn.Module):
+    """Scores and values of (group, device) pairs, for every formulation that has such pairs.
+
+    ``formulation`` adds what only one of them needs: ``select_place`` a score of ready groups,
+    ``refine`` what is observed of the current placement.
+    """
+
+    def __init__(
+        self, config: NetworkConfig | None = None, formulation: Formulation = "sequential"
+    ) -> None:
+        super().__init__()
+        self.config = config or NetworkConfig()
+        self.formulation = formulation
+        h = self.config.hidden
+        state, search = NUM_DEVICE_FEATURES, 0
+        if formulation == "refine":
+            state, search = len(REFINE_PAIRS), len(REFINE_SEARCH)
+        self.encoder = Encoder(self.config)
+        self.from_group = nn.Linear(h, h)
+        self.from_graph = nn.Linear(h, h, bias=False)
+        self.from_device = nn.Linear(h, h, bias=False)
+        self.from_pair = nn.Linear(len(PAIR_FEATURES), h, bias=False)
+        self.from_state = nn.Linear(state, h, bias=False)
+        self.score = nn.Sequential(nn.ReLU(), nn.Linear(h, h), nn.ReLU(), nn.Linear(h, 1))
+        self.value = nn.Sequential(nn.Linear(h + 2 * state + search, h), nn.ReLU(), nn.Linear(h, 1))
+        heads = [self.score, self.value]
+        if formulation == "select_place":
+            self.select = nn.Sequential(nn.Linear(2 * h + state, h), nn.ReLU(), nn.Linear(h, 1))
+            heads.append(self.select)
+        for head in heads:
+            last = head[-1]
+            assert isinstance(last, nn.Linear)
+            # Start at the warm start: the learned part of every score begins near zero.
+            nn.init.normal_(last.weight, std=0.01)
+            nn.init.zeros_(last.bias)
+
+    def encode(self, store: GraphStore, ids: Tensor) -> Encoded:
+        """The distinct graphs int64 ``ids [U]`` of ``store``, encoded."""
+        found: Encoded = self.encoder(store, ids)
+        return found
+
+    def evaluate(
+        self, store: GraphStore, ids: Tensor, encoded: Encoded, row: Tensor, obs: Observations
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits ``[B, ..., A]``, values ``[B]``, and which groups are real (None: all).
+
+        ``obs`` is of the formulation's environment; ``row`` int64 ``[B]`` is each episode's place
+        among the encoded graphs ``ids``.
+        """
+        if self.formulation == "one_shot":
+            logits = self.all_logits(store, ids, encoded)[row]
+            return logits, self.values(encoded, row, None, store.legal), store.real[ids][row]
+        legal = obs["mask"].bool()
+        if self.formulation == "refine":
+            pairs, search = obs["pairs"].float(), obs["search"].float()
+            logits = self.move_logits(store, ids, encoded, row, pairs, legal)
+            return logits, self.values(encoded, row, pairs, legal, search), None
+        state, group = obs["devices"].float(), obs["group"].long()
+        if self.formulation == "select_place":
+            logits = self.select_logits(store, ids, encoded, row, group, state, legal)
+        else:
+            one = group.squeeze(1)
+            logits = self.step_logits(store, ids, encoded, row, one, state, legal)
+        return logits, self.values(encoded, row, state, legal), None
 
     def all_logits(self, store: GraphStore, ids: Tensor, encoded: Encoded) -> Tensor:
         """Masked logits float32 ``[U, G, D]`` of every group at once."""
@@ -146,16 +280,88 @@ class PlacementNet(nn.Module):
         residual = bonus - cold * self.config.finish_weight * state[:, :, 0]
         return (logits + residual).masked_fill(~legal, ILLEGAL)
 
-    def values(self, encoded: Encoded, row: Tensor, state: Tensor | None, legal: Tensor) -> Tensor:
-        """Expected reward float32 ``[B]``; ``state`` None: before anything is placed."""
+    def select_logits(
+        self,
+        store: GraphStore,
+        ids: Tensor,
+        encoded: Encoded,
+        row: Tensor,
+        group: Tensor,
+        state: Tensor,
+        legal: Tensor,
+    ) -> Tensor:
+        """Log-probabilities float32 ``[B, K * D]`` of a ready group, times those of its device.
+
+        ``group`` int64 ``[B, K]``, ``state`` float32 ``[B, K, D, F]``, ``legal`` bool
+        ``[B, K, D]``; an untrained network selects the first, which has the highest priority.
+        """
+        count, ready, devices, features = state.shape
+        many = row[:, None].expand(-1, ready).reshape(-1)
+        some = legal.any(dim=2)
+        flat = legal.reshape(-1, devices).clone()
+        flat[:, 0] |= ~some.reshape(-1)  # a row that is only padding: some device, never selected
+        device = self.step_logits(
+            store, ids, encoded, many, group.reshape(-1), state.reshape(-1, devices, features), flat
+        )
+        device = torch.log_softmax(device, dim=-1).reshape(count, ready, devices)
+        least = state.masked_fill(~legal[:, :, :, None], -ILLEGAL).amin(dim=2)
+        least = least.masked_fill(~some[:, :, None], 0.0)
+        seen = [
+            encoded.groups[row[:, None], group],
+            encoded.graph[row][:, None].expand(-1, ready, -1),
+            least,
+        ]
+        wanted = self.select(torch.cat(seen, dim=2)).squeeze(-1)
+        wanted = wanted - torch.arange(ready) * 1.0  # a list scheduler takes the first
+        select = torch.log_softmax(wanted.masked_fill(~some, ILLEGAL), dim=-1)
+        both = select[:, :, None] + device
+        return both.masked_fill(~legal, ILLEGAL).reshape(count, -1)
+
+    def move_logits(
+        self,
+        store: GraphStore,
+        ids: Tensor,
+        encoded: Encoded,
+        row: Tensor,
+        pairs: Tensor,
+        legal: Tensor,
+    ) -> Tensor:
+        """Masked logits float32 ``[B, G * D]`` of moving each group to each device.
+
+        ``pairs`` float32 ``[B, G, D, F]``, ``legal`` bool ``[B, G, D]``.
+        """
+        x = (
+            self.from_group(encoded.groups)[row][:, :, None]
+            + self.from_graph(encoded.graph)[row][:, None, None]
+            + self.from_device(encoded.devices)[row][:, None]
+            + self.from_pair(store.pair[ids[row]])
+            + self.from_state(pairs)
+        )
+        logits = self.score(x).squeeze(-1)
+        return logits.masked_fill(~legal, ILLEGAL).flatten(1)
+
+    def values(
+        self,
+        encoded: Encoded,
+        row: Tensor,
+        state: Tensor | None,
+        legal: Tensor,
+        search: Tensor | None = None,
+    ) -> Tensor:
+        """Expected return float32 ``[B]``.
+
+        ``state`` float32 ``[B, ..., F]`` of what may be chosen, where ``legal`` bool ``[B, ...]``;
+        None: before anything is placed. ``search`` float32 ``[B, S]`` is what ``refine`` knows.
+        """
         if state is None:
             seen = encoded.graph.new_zeros(len(row), 2 * NUM_DEVICE_FEATURES)
         else:
-            some = legal[:, :, None]
+            state, some = state.flatten(1, -2), legal.flatten(1)[:, :, None]
             mean = (state * some).sum(dim=1) / some.sum(dim=1)
             least = state.masked_fill(~some, -ILLEGAL).amin(dim=1)
             seen = torch.cat([mean, least], dim=1)
-        return self.value(torch.cat([encoded.graph[row], seen], dim=1)).squeeze(1)
+        parts = [encoded.graph[row], seen] + ([] if search is None else [search])
+        return self.value(torch.cat(parts, dim=1)).squeeze(1)
 
     def _bonus(self, legal: Tensor, warm: Tensor, num_groups: Tensor) -> Tensor:
         """Logits ``[U, G, D]`` that put the warm start's device first.

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.problems import group_order
+from placement.planners._search import device_classes
 from placement.problem import Placement, Problem
 
 GROUP_FEATURES = (
@@ -32,13 +33,19 @@ GROUP_FEATURES = (
     "log number of operators",
     "share of backward operators",
     "position by priority",
+    "log transfer seconds of all that is alive after it (a cut here) over the mean group",
+    "share of the seconds up to it",
+    "share of the bytes up to it",
+    "log bytes of parameters and outputs over the mean device's memory per group",
 )
 DEVICE_FEATURES = (
     "log seconds of everything here over the fastest device",
     "log memory over the parameters of everything",
+    "log memory over an equal share of all parameters and of the tensors in flight",
     "log mean seconds to send the mean tensor out over the mean group",
     "log mean seconds to receive it",
     "share of the warm start's work",
+    "interchangeable devices before this one, over the devices",
 )
 PAIR_FEATURES = (
     "log seconds here over the fastest device",
@@ -56,10 +63,13 @@ class Features:
     """Features of one problem: ``G`` groups, ``D`` devices, ``E`` edges between groups.
 
     Attributes:
-        group: float32 ``[G, 16]``.
-        device: float32 ``[D, 5]``.
+        group: float32 ``[G, 20]``.
+        device: float32 ``[D, 7]``.
         pair: float32 ``[G, D, 7]``.
         edges: int64 ``[2, E]`` producer and consumer, distinct; may have cycles.
+        edge: float32 ``[E, 2]`` log transfer seconds over the mean group, share of the bytes.
+        level: int64 ``[G]`` longest path that ends here, in edges (colocation can close circles:
+            edges from a later group by number do not count).
         legal: bool ``[G, D]``.
         warm: int64 ``[G]`` the warm start's device, -1 = there is none.
     """
@@ -68,6 +78,8 @@ class Features:
     device: NDArray[np.float32]
     pair: NDArray[np.float32]
     edges: NDArray[np.int64]
+    edge: NDArray[np.float32]
+    level: NDArray[np.int64]
     legal: NDArray[np.bool_]
     warm: NDArray[np.int64]
 
@@ -90,7 +102,8 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
     # A tensor counts once per pair of groups, however many operators use it there.
     rows = np.unique(np.stack([tensor[apart], a[apart], b[apart]], axis=1), axis=0)
     tensor, a, b = rows[:, 0], rows[:, 1], rows[:, 2]
-    edges = np.unique(rows[:, 1:], axis=0)
+    edges, which = np.unique(rows[:, 1:], axis=0, return_inverse=True)
+    which = which.reshape(-1)
     move_s, size = problem.mean_transfer_s[tensor], g.tensor_bytes[tensor].astype(np.float64)
     sent_s = np.bincount(a, move_s, groups)
     received_s = np.bincount(b, move_s, groups)
@@ -120,13 +133,18 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
             np.log(count),
             np.bincount(g.group, g.is_backward, groups) / count,
             position / groups,
+            _log(_cut_s(problem), unit),
+            *_so_far(problem, mean, params + out_bytes),
+            _log((params + out_bytes) * groups, float(problem.memory_bytes.mean())),
         ],
         axis=1,
     )
 
     everything = np.where(legal, seconds, fastest[:, None]).sum(axis=0)
+    classes = device_classes(problem)
     capacity = problem.memory_bytes.astype(np.float64)
     send_s, receive_s = _link_s(problem)
+    in_flight = min(problem.max_in_flight, problem.num_microbatches)
     choice = np.full(groups, -1, np.int64)
     load = np.zeros(devices)
     held = np.zeros((groups, devices))
@@ -146,9 +164,11 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
         [
             _log(everything, everything.min()),
             _log(capacity, float(g.param_bytes.sum())),
+            _log(capacity * devices, float(g.param_bytes.sum()) + in_flight * g.tensor_bytes.sum()),
             _log(send_s, unit),
             _log(receive_s, unit),
             load / max(load.sum(), 1e-15),
+            np.tril(classes[:, None] == classes, -1).sum(axis=1) / devices,
         ],
         axis=1,
     )
@@ -169,6 +189,14 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
         device=device.astype(np.float32),
         pair=pair.astype(np.float32),
         edges=np.ascontiguousarray(edges.T, dtype=np.int64),
+        edge=np.stack(
+            [
+                _log(np.bincount(which, move_s, len(edges)), unit),
+                _share(np.bincount(which, size, len(edges))),
+            ],
+            axis=1,
+        ).astype(np.float32),
+        level=_group_level(groups, edges),
         legal=legal,
         warm=choice,
     )
@@ -205,6 +233,44 @@ def _levels(problem: Problem) -> tuple[NDArray[np.float64], ...]:
     np.maximum.at(longest[0], g.group, bottom)
     np.maximum.at(longest[1], g.group, top + bottom)
     return first, longest[0], longest[1]
+
+
+def _cut_s(problem: Problem) -> NDArray[np.float64]:
+    """float64 ``[G]`` seconds to move all that is alive after the last operator of each group."""
+    g = problem.graph
+    n = g.num_ops
+    used = np.diff(g.use_ptr) > 0
+    last = np.zeros(g.num_tensors, np.int64)
+    np.maximum.at(last, g.use_tensor, g.use_dst)
+    first = np.maximum(g.tensor_src, -1) + 1  # alive between operator first - 1 and last
+    change = np.bincount(first[used], problem.mean_transfer_s[used], n + 1)
+    change -= np.bincount(last[used] + 1, problem.mean_transfer_s[used], n + 2)[: n + 1]
+    alive = np.maximum(np.cumsum(change)[1:], 0.0)
+    return alive[_last_op(problem)]
+
+
+def _so_far(problem: Problem, *amounts: NDArray[Any]) -> list[NDArray[np.float64]]:
+    """Of each amount ``[G]`` its share in the groups that end no later, float64 ``[G]``."""
+    order = np.argsort(_last_op(problem), kind="stable")
+    shares = []
+    for amount in amounts:
+        share = np.empty(len(order))
+        share[order] = np.cumsum(amount[order]) / max(float(amount.sum()), 1e-300)
+        shares.append(share)
+    return shares
+
+
+def _last_op(problem: Problem) -> NDArray[np.int64]:
+    last = np.zeros(problem.graph.num_groups, np.int64)
+    np.maximum.at(last, problem.graph.group, np.arange(problem.num_ops))
+    return last
+
+
+def _group_level(groups: int, edges: NDArray[np.int64]) -> NDArray[np.int64]:
+    level = np.zeros(groups, np.int64)
+    for a, b in edges[edges[:, 0] < edges[:, 1]]:  # sorted by producer: its level is final
+        level[b] = max(level[b], level[a] + 1)
+    return level
 
 
 def _link_s(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

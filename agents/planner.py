@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agents.encoder import PlacementNet
-from agents.trained import PolicyError, TrainedPolicy
-from placement.planners._search import INFEASIBLE, Search
+from agents.encoder import PlacementNet, PolicyError
+from agents.guided import CHOOSERS, Chooser, GuidedNet, anneal, load_kernel
+from agents.store import GraphStore
+from agents.trained import TrainedPolicy, actions, one_thread
+from envs.problems import Evaluator, ProblemSet, canonical
+from envs.refine import RefineRules
+from placement.planners._search import DEFAULT_EVALUATIONS, INFEASIBLE, Search, can_move
 from placement.problem import Placement, Planner, Problem, Solution
 
-Mode = Literal["zero_shot", "best_of_k", "finetune"]
+Mode = Literal["zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
 
 
@@ -32,12 +36,21 @@ class PolicyPlanner:
         policy: a policy, or the file of one; None is an untrained network, which samples
             placements a few groups away from the baseline's.
         mode: ``zero_shot`` decodes greedily; ``best_of_k`` samples ``k`` placements too;
-            ``finetune`` first trains on this very problem for ``steps``, then does the same.
+            ``finetune`` first trains on this very problem for ``steps``, then does the same;
+            ``refine`` re-places one group at a time, ``steps`` times, each time evaluated;
+            ``guided_search`` spends the budget in an annealed search whose moves a policy of
+            that formulation chooses (2,000 evaluations if there is no budget).
         k: sampled placements.
-        steps: environment steps of ``finetune``.
+        steps: environment steps of ``finetune`` or ``refine``.
         seconds, evaluations: budget in all, the baseline's included; None is no limit.
         seed: of sampling and training.
         baseline: where to start: the name of a planner, or a planner.
+        chooser: of ``guided_search``: ``policy``, or for comparison the ``hand``-written score
+            that a policy starts from (what an untrained one is), or ``uniform`` chance.
+        rounds: of ``guided_search``: how often it is heated up.
+        width: of ``guided_search``: moves offered at each step.
+        seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
+            sampled placements are evaluated first; the search starts from the best.
     """
 
     policy: str | Path | TrainedPolicy | None = None
@@ -48,23 +61,30 @@ class PolicyPlanner:
     evaluations: int | None = None
     seed: int = 0
     baseline: str | Planner = "best_of"
+    chooser: Chooser = "policy"
+    rounds: int = 6
+    width: int = 16
+    seed_policy: str | Path | TrainedPolicy | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in ("zero_shot", "best_of_k", "finetune"):
-            raise PolicyError(
-                f"mode {self.mode!r} is unknown; use zero_shot, best_of_k or finetune"
-            )
-        if self.k < 1 or self.steps < 1:
-            raise PolicyError(f"k = {self.k} and steps = {self.steps} must be at least 1")
+        if self.mode not in get_args(Mode):
+            raise PolicyError(f"mode {self.mode!r} is unknown; use one of {get_args(Mode)}")
+        if self.chooser not in CHOOSERS:
+            raise PolicyError(f"chooser {self.chooser!r} is unknown; use one of {list(CHOOSERS)}")
+        for what in ("k", "steps", "rounds", "width"):
+            if getattr(self, what) < 1:
+                raise PolicyError(f"{what} = {getattr(self, what)} must be at least 1")
 
     def __call__(self, problem: Problem) -> Solution:
         """Plan ``problem``.
 
         Raises:
-            PolicyError: the policy's file cannot be read.
+            PolicyError: the policy's file cannot be read, or is of another formulation.
             PlannerError: no such baseline, or a budget that is not positive.
         """
-        policy = self._policy()
+        if self.mode == "guided_search":
+            return self._guided_search(problem)
+        policy = self._policy(self.policy)
         search = Search(problem, self.seconds, self.evaluations)
         start = search.run(self.baseline)
         stats: dict[str, Any] = {
@@ -76,48 +96,96 @@ class PolicyPlanner:
             before = search.num_evaluations
             policy = self._finetune(policy, problem, start.placement, search)
             stats["training_evaluations"] = search.num_evaluations - before
+        if self.mode == "refine":
+            self._refine(policy, search, start.placement)
+        else:
+            stats |= self._decode(policy, search, start.placement, self.mode != "zero_shot")
+        stats["best_value_s"] = search.best_cost if search.best_cost < INFEASIBLE else np.inf
+        return search.solution(start.lower_bound_s, **stats)
+
+    def _decode(
+        self, policy: TrainedPolicy, search: Search, warm: Placement, samples: bool
+    ) -> dict[str, Any]:
+        """Evaluate the greedy placement and, if wanted, ``k`` sampled ones; what they are worth."""
         before = search.num_evaluations
-        wanted = 0 if self.mode == "zero_shot" else self.k
+        wanted = self.k if samples else 0
         seconds: list[float] = []
         for sampled in range(0, max(wanted, 1), SAMPLES_AT_ONCE):
             if not search.left:
                 break
-            rows = policy.place(
-                problem,
-                start.placement,
-                min(SAMPLES_AT_ONCE, wanted - sampled),
-                self.seed + sampled,
-            )
+            number = min(SAMPLES_AT_ONCE, wanted - sampled)
+            rows = policy.place(search.problem, warm, number, self.seed + sampled)
             # The greedy placement comes first in every batch; it counts once.
-            costs = search.costs(_choices(problem, rows if sampled == 0 else rows[1:]))
+            costs = search.costs(_choices(search.problem, rows if sampled == 0 else rows[1:]))
             seconds += np.where(costs < INFEASIBLE, costs, np.inf).tolist()
-        if seconds:
-            stats |= {"greedy_value_s": seconds[0], "greedy_evaluations": 1}
-        if wanted and seconds:
+        if not seconds:
+            return {}
+        stats: dict[str, Any] = {"greedy_value_s": seconds[0], "greedy_evaluations": 1}
+        if wanted:
             stats["best_of_k_value_s"] = min(seconds)
             stats["best_of_k_evaluations"] = search.num_evaluations - before
+        return stats
+
+    def _guided_search(self, problem: Problem) -> Solution:
+        net: GuidedNet | None = None
+        if self.policy is not None and self.chooser == "policy":
+            found = self._policy(self.policy).net
+            if not isinstance(found, GuidedNet):
+                raise PolicyError(
+                    f"a {found.formulation} policy cannot choose moves; give it as seed_policy, or "
+                    f"train one with training.formulation=guided_search"
+                )
+            net = found
+        seeds = None if self.seed_policy is None else self._policy(self.seed_policy)
+        load_kernel()
+        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
+        start = search.run(self.baseline)
+        stats: dict[str, Any] = {
+            "mode": self.mode,
+            "chooser": self.chooser,
+            "baseline_value_s": start.value_s,
+            "baseline_evaluations": search.num_evaluations,
+        }
+        if seeds is not None and search.left:
+            stats |= self._decode(seeds, search, start.placement, True)
+        with one_thread():
+            stats["steps"] = anneal(search, net, self.chooser, self.rounds, self.width, self.seed)
         stats["best_value_s"] = search.best_cost if search.best_cost < INFEASIBLE else np.inf
         return search.solution(start.lower_bound_s, **stats)
 
-    def _policy(self) -> TrainedPolicy:
-        if isinstance(self.policy, TrainedPolicy):
-            return self.policy
-        if self.policy is not None:
-            return TrainedPolicy.load(self.policy)
+    def _policy(self, given: str | Path | TrainedPolicy | None) -> TrainedPolicy:
+        if isinstance(given, TrainedPolicy):
+            return given
+        if given is not None:
+            return TrainedPolicy.load(given)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return TrainedPolicy(PlacementNet())
+
+    def _refine(self, policy: TrainedPolicy, search: Search, warm: Placement) -> None:
+        """Walk from ``warm``; every placement on the way is evaluated and may be the answer."""
+        if policy.formulation != "refine":
+            raise PolicyError(
+                f"a {policy.formulation} policy cannot refine placements; train one with "
+                f"training.formulation=refine"
+            )
+        if not can_move(search.problem):
+            return
+        chosen = ProblemSet((search.problem,), np.ones(1), _evaluator(search))
+        rules = RefineRules(chosen, 1, [warm], self.steps)
+        store = GraphStore([search.problem], [canonical(search.problem, warm)])
+        rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
+        generator = torch.Generator().manual_seed(self.seed)
+        with one_thread():
+            for taken in actions(policy.net, store, rules, torch.tensor(False), generator):
+                if rules.act(taken)[1].all() or not search.left:
+                    return
 
     def _finetune(
         self, policy: TrainedPolicy, problem: Problem, warm: Placement, search: Search
     ) -> TrainedPolicy:
         """Train a copy of ``policy`` on this problem, within what is left of the budget."""
         from agents.training import TrainConfig, train
-
-        def evaluate(_: Problem, placements: Placement) -> NDArray[np.float64]:
-            costs = search.costs(_choices(problem, placements))
-            costs = np.where(costs < INFEASIBLE, costs, np.inf)
-            return np.pad(costs, (0, len(placements) - len(costs)), constant_values=np.inf)
 
         limits: dict[str, Any] = {}
         if self.seconds is not None:
@@ -126,7 +194,20 @@ class PolicyPlanner:
             left = self.evaluations - search.num_evaluations - self.k - 1
             limits["max_evaluations"] = max(1, left)
         config = TrainConfig(total_steps=self.steps, seed=self.seed, **limits)
-        return train([problem], config=config, warm=[warm], policy=policy, evaluator=evaluate)
+        return train(
+            [problem], config=config, warm=[warm], policy=policy, evaluator=_evaluator(search)
+        )
+
+
+def _evaluator(search: Search) -> Evaluator:
+    """Seconds float64 ``[B]`` of placements, counted by ``search``; inf where its budget ended."""
+
+    def evaluate(_: Problem, placements: Placement) -> NDArray[np.float64]:
+        costs = search.costs(_choices(search.problem, placements))
+        costs = np.where(costs < INFEASIBLE, costs, np.inf)
+        return np.pad(costs, (0, len(placements) - len(costs)), constant_values=np.inf)
+
+    return evaluate
 
 
 def _choices(problem: Problem, placements: Placement) -> NDArray[np.int32]:

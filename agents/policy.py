@@ -16,14 +16,15 @@ from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor
 
-from agents.encoder import Encoded, PlacementNet, greedy, sample
+from agents.encoder import Observations, PlacementNet, greedy, sample
+from agents.guided import GuidedNet
 from agents.store import GraphStore
-
-Observations = dict[str, Tensor]
 
 
 class PlacementPolicy(BasePolicy):
-    """What both policies share: the network, the graphs, the optimizer, sampling.
+    """The policy of every formulation: the network, the graphs, the optimizer, sampling.
+
+    What is observed and decided is the network's business: ``net.evaluate``.
 
     Args:
         observation_space, action_space, lr_schedule: as stable-baselines3 gives them.
@@ -36,7 +37,7 @@ class PlacementPolicy(BasePolicy):
         observation_space: spaces.Dict,
         action_space: spaces.Space[Any],
         lr_schedule: Schedule,
-        net: PlacementNet,
+        net: PlacementNet | GuidedNet,
         store: GraphStore,
         use_sde: bool = False,
     ) -> None:
@@ -45,7 +46,7 @@ class PlacementPolicy(BasePolicy):
         self.net = net
         self.store = store
         self.optimizer = torch.optim.Adam(net.parameters(), lr=lr_schedule(1), eps=1e-5)
-        self._kept: tuple[int, Encoded] | None = None
+        self._kept: tuple[int, Any] | None = None
 
     def forward(self, obs: Observations, deterministic: bool = False) -> Any:
         """Actions, values float32 ``[B]`` and log-probabilities float32 ``[B]``."""
@@ -69,10 +70,12 @@ class PlacementPolicy(BasePolicy):
         return greedy(logits) if deterministic else sample(logits)
 
     def _evaluate(self, obs: Observations) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits ``[B, ..., D]``, values ``[B]``, and which groups are real (None: all)."""
-        raise NotImplementedError
+        """Logits ``[B, ..., A]``, values ``[B]``, and which groups are real (None: all)."""
+        ids, encoded, row = self._encode(obs)
+        found: Any = self.net.evaluate(self.store, ids, encoded, row, obs)
+        return found
 
-    def _encode(self, obs: Observations) -> tuple[Tensor, Encoded, Tensor]:
+    def _encode(self, obs: Observations) -> tuple[Tensor, Any, Tensor]:
         """Each distinct graph encoded once: their numbers ``[U]``, and ``[B]`` rows among them.
 
         While collecting (no gradients) all graphs are encoded once per state of the network.
@@ -86,27 +89,6 @@ class PlacementPolicy(BasePolicy):
         if self._kept is None or self._kept[0] != version:
             self._kept = version, self.net.encode(self.store, ids)
         return ids, self._kept[1], problem
-
-
-class OneShotPolicy(PlacementPolicy):
-    """For ``DevicePlacement-v0``: one ``[B, G, D]`` categorical for all groups."""
-
-    def _evaluate(self, obs: Observations) -> tuple[Tensor, Tensor, Tensor | None]:
-        ids, encoded, row = self._encode(obs)
-        logits = self.net.all_logits(self.store, ids, encoded)[row]
-        values = self.net.values(encoded, row, None, self.store.legal)
-        return logits, values, self.store.real[ids][row]
-
-
-class SequentialPolicy(PlacementPolicy):
-    """For ``SequentialDevicePlacement-v0``: a ``[B, D]`` categorical for the current group."""
-
-    def _evaluate(self, obs: Observations) -> tuple[Tensor, Tensor, Tensor | None]:
-        ids, encoded, row = self._encode(obs)
-        state, legal = obs["devices"].float(), obs["mask"].bool()
-        group = obs["group"].long().squeeze(1)
-        logits = self.net.step_logits(self.store, ids, encoded, row, group, state, legal)
-        return logits, self.net.values(encoded, row, state, legal), None
 
 
 def _mean_log_prob(logits: Tensor, actions: Tensor, real: Tensor | None) -> Tensor:

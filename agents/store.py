@@ -12,6 +12,8 @@ from torch_geometric.data import Batch, Data
 from agents.features import Features, features
 from placement.problem import Placement, Problem
 
+MAX_WAVES = 48
+
 
 class GraphStore:
     """Static tensors of ``P`` problems, padded to ``G`` groups and ``D`` devices.
@@ -53,6 +55,7 @@ class GraphStore:
         self._graphs = [_data(f) for f in found]
         # Batching costs as much as encoding: keep the last combinations of graphs.
         self.batch = lru_cache(maxsize=64)(self._batch)
+        self.waves = lru_cache(maxsize=64)(self._batch_waves)
 
     def __len__(self) -> int:
         """``P``."""
@@ -62,6 +65,10 @@ class GraphStore:
         """The graphs ``ids`` side by side, as PyG has it (cached as ``batch``)."""
         return Batch.from_data_list([self._graphs[i] for i in ids])
 
+    def _batch_waves(self, ids: tuple[int, ...]) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
+        """``_waves`` of ``batch(ids)`` (cached as ``waves``)."""
+        return _waves(self.batch(ids))
+
     def dense(self, nodes: Tensor, ids: Tensor) -> Tensor:
         """``[sum of groups, H]`` of the graphs int64 ``ids [U]`` -> ``[U, G, H]``, zero-padded."""
         out = nodes.new_zeros(len(ids), self.real.shape[1], nodes.shape[1])
@@ -70,4 +77,32 @@ class GraphStore:
 
 
 def _data(f: Features) -> Data:
-    return Data(x=torch.from_numpy(f.group), edge_index=torch.from_numpy(f.edges))
+    return Data(
+        x=torch.from_numpy(f.group),
+        edge_index=torch.from_numpy(f.edges),
+        edge_attr=torch.from_numpy(f.edge),
+        level=torch.from_numpy(f.level),
+    )
+
+
+def _waves(batch: Batch) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
+    """Nodes in the order of their levels, along and against the edges.
+
+    A wave is (nodes int64 ``[W]``, sources int64 ``[K]``, targets int64 ``[K]`` among the nodes):
+    what reaches the wave from earlier ones. Deep graphs have ``MAX_WAVES``; neighbouring levels
+    then share one, and edges within it are left to the next layer.
+    """
+    depth = int(batch.level.max()) + 1
+    wave = batch.level * min(depth, MAX_WAVES) // depth
+    src, dst = batch.edge_index
+    found = []
+    for order, a, b in ((wave, src, dst), (wave.max() - wave, dst, src)):
+        place = torch.zeros(len(order), dtype=torch.long)
+        rows = []
+        for w in range(int(order.max()) + 1):
+            nodes = torch.nonzero(order == w).squeeze(1)
+            place[nodes] = torch.arange(len(nodes))
+            into = (order[b] == w) & (order[a] < w)
+            rows.append((nodes, a[into], place[b[into]]))
+        found.append(rows)
+    return found

@@ -8,19 +8,26 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from agents.app import job, launch, make_planner, make_problems, metric_s, save_best
+from agents.app import AppError, job, launch, make_planner, make_problems, metric_s, save_best
 
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="train")
 def app(cfg: DictConfig) -> float:
     """One training; returns the policy's objective in seconds."""
-    from agents.planner import PolicyPlanner
+    from agents.expert import solve
+    from agents.planner import Mode, PolicyPlanner
     from agents.trained import TrainedPolicy
     from agents.training import Row, train
+    from envs.perturbation import Perturbation
     from placement.compare import compare
     from placement.report import table
 
+    modes: dict[str, Mode] = {"refine": "refine", "guided_search": "guided_search"}
+
     baseline, config = make_planner(cfg.baseline), instantiate(cfg.training, _convert_="all")
+    expert = make_planner(cfg.expert)
+    if cfg.warm_start not in ("baseline", "imitation"):
+        raise AppError(f"warm_start = {cfg.warm_start} is unknown; use baseline or imitation")
     policy = None if cfg.policy is None else TrainedPolicy.load(cfg.policy)
     with job(cfg, "train") as run:
         problems = make_problems(run)
@@ -30,11 +37,26 @@ def app(cfg: DictConfig) -> float:
             text = f"training: greedy {row['greedy_speedup']:.3f}x, best {row['best_speedup']:.3f}x"
             run.report(text, min(1.0, row["steps"] / config.total_steps))
 
+        machines = dict(problems)
+        if cfg.variants:
+            drawn = Perturbation(variants=cfg.variants, seed=cfg.seed)(list(problems.values()))
+            names = [f"{n}/{i}" for n in problems for i in range(cfg.variants)]
+            machines |= dict(zip(names, drawn[len(problems) :], strict=True))
+        solutions = None
+        if cfg.warm_start == "imitation":
+            solutions = solve(
+                machines,
+                expert,
+                run.folder / "solutions.npz",
+                lambda name, part: run.report(f"{name}: expert", part),
+            )
         trained = train(
-            list(problems.values()),
+            list(machines.values()),
             config=config,
             baseline=baseline,
             policy=policy,
+            solutions=solutions,
+            resume=cfg.resume,
             out_dir=run.folder,
             callback=progress,
         )
@@ -42,12 +64,19 @@ def app(cfg: DictConfig) -> float:
         run.mirror.artifact("policy", "policy", run.folder / "policy.npz", ["best"])
         planners = {
             "baseline": baseline,
-            "policy": PolicyPlanner(run.folder / "policy.npz", seed=cfg.seed, baseline=baseline),
+            "policy": PolicyPlanner(
+                run.folder / "policy.npz",
+                modes.get(trained.formulation, "best_of_k"),
+                seed=cfg.seed,
+                baseline=baseline,
+            ),
         }
         comparison = compare(
             problems,
             planners,
             [cfg.seed],
+            seconds=cfg.seconds,
+            evaluations=cfg.evaluations,
             out_dir=run.folder,
             progress=lambda what: run.report(what, None),
         )

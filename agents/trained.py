@@ -8,44 +8,59 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from agents.encoder import NetworkConfig, PlacementNet, greedy, sample
+from agents.encoder import (
+    Formulation,
+    NetworkConfig,
+    PlacementNet,
+    PolicyError,
+    greedy,
+    sample,
+)
+from agents.guided import GuidedNet
 from agents.store import GraphStore
 from envs.base import Rules
 from envs.placement import OneShotRules
-from envs.problems import ProblemSet, canonical
+from envs.problems import Floats, ProblemSet, canonical
+from envs.select_place import SelectPlaceRules
 from envs.sequential import SequentialRules
 from placement.files import write_atomic
 from placement.problem import Placement, Problem, Solution
 
-Formulation = Literal["one_shot", "sequential"]
-FORMAT = 1
-
-
-class PolicyError(ValueError):
-    """A policy file cannot be read, or is of another version; the message says what to do."""
+FORMAT = 2
+Net = PlacementNet | GuidedNet
+# Formulations that make a placement, and evaluate it once it is made.
+BUILDING: dict[str, Any] = {
+    "one_shot": OneShotRules,
+    "sequential": SequentialRules,
+    "select_place": SelectPlaceRules,
+}
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedPolicy:
-    """A network with the decoding it was trained for.
+    """A network, and where it comes from.
 
     Attributes:
         net: the network.
-        formulation: ``sequential`` (one group per step, sees finish times) or ``one_shot``.
         card: how it was trained: config, problems, versions, figures. JSON values only.
         best: after training, the best placement ever evaluated of each training problem.
     """
 
-    net: PlacementNet
-    formulation: Formulation = "sequential"
+    net: Net
     card: dict[str, Any] = field(default_factory=dict)
     best: tuple[Solution, ...] = ()
+
+    @property
+    def formulation(self) -> Formulation:
+        """The environment that it acts in."""
+        return self.net.formulation
 
     def place(
         self, problem: Problem, warm: Placement | None = None, num_samples: int = 0, seed: int = 0
@@ -54,13 +69,21 @@ class TrainedPolicy:
 
         ``warm`` int32 ``[N]`` is the placement to start from; what is returned has
         interchangeable devices in order of first use. Nothing is evaluated.
+
+        Raises:
+            PolicyError: it is a policy that improves placements, and does not make them.
         """
+        if self.formulation not in BUILDING:
+            raise PolicyError(
+                f"a {self.formulation} policy improves placements and needs evaluations; "
+                f"use PolicyPlanner(policy, mode={self.formulation!r})"
+            )
         chosen = ProblemSet((problem,), np.ones(1))
         store = GraphStore([problem], [None if warm is None else canonical(problem, warm)])
         ids = np.zeros(1 + num_samples, np.int64)
         generator = torch.Generator().manual_seed(seed)
         with one_thread():
-            choices = decode(self.net, self.formulation, chosen, store, ids, generator)
+            choices = decode(self.net, chosen, store, ids, generator)
         return chosen.placements(0, choices)
 
     def save(self, path: str | Path) -> None:
@@ -104,9 +127,9 @@ class TrainedPolicy:
         if head.get("formulation") not in get_args(Formulation):
             raise PolicyError(f"{path}: formulation {head.get('formulation')!r} is unknown")
         try:
-            net = PlacementNet(NetworkConfig(**head["network"]))
+            net = make_net(NetworkConfig(**head["network"]), head["formulation"])
             net.load_state_dict(weights)
-            return cls(net, head["formulation"], head["card"])
+            return cls(net, head["card"])
         except (RuntimeError, TypeError, KeyError) as error:
             raise PolicyError(
                 f"{path}: the weights do not fit this version's network ({error}); "
@@ -114,45 +137,72 @@ class TrainedPolicy:
             ) from error
 
 
-def make_rules(formulation: Formulation, problems: ProblemSet, num_envs: int) -> Rules:
-    """The rules of the environment that a formulation acts in."""
-    if formulation == "one_shot":
-        return OneShotRules(problems, num_envs)
-    if formulation == "sequential":
-        return SequentialRules(problems, num_envs)
-    raise PolicyError(f"formulation {formulation!r} is unknown; use 'sequential' or 'one_shot'")
+def make_net(config: NetworkConfig | None, formulation: Formulation) -> Net:
+    """A new network for a formulation."""
+    return (
+        GuidedNet(config) if formulation == "guided_search" else PlacementNet(config, formulation)
+    )
 
 
 def decode(
-    net: PlacementNet,
-    formulation: Formulation,
+    net: Net,
     problems: ProblemSet,
     store: GraphStore,
     ids: NDArray[np.int64],
     generator: torch.Generator | None = None,
 ) -> NDArray[np.int32]:
-    """Choices int32 ``[B, G]`` for problems ``ids [B]``: the first of each is greedy."""
+    """Choices int32 ``[B, G]`` for problems ``ids [B]``: the first of each is greedy.
+
+    Of a formulation in ``BUILDING``; nothing is evaluated.
+    """
     first = np.zeros(len(ids), bool)
     first[np.unique(ids, return_index=True)[1]] = True
-    best = torch.from_numpy(first)
-    with torch.no_grad():
-        every = torch.arange(len(store))
-        encoded = net.encode(store, every)
-        row = torch.from_numpy(ids)
-        if formulation == "one_shot":
-            logits = net.all_logits(store, every, encoded)[row]
-            chosen = torch.where(best[:, None], greedy(logits), sample(logits, generator))
-            return chosen.numpy().astype(np.int32)
-        rules = SequentialRules(problems, len(ids))
-        rules.start(np.arange(len(ids)), ids)
-        done = np.zeros(len(ids), bool)
-        while not done.all():
-            obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
-            group, legal = obs["group"].squeeze(1), obs["mask"].bool()
-            logits = net.step_logits(store, every, encoded, row, group, obs["devices"], legal)
-            actions = torch.where(best, greedy(logits), sample(logits, generator))
-            done = rules.decide(actions.numpy())
+    rules = BUILDING[net.formulation](problems, len(ids))
+    rules.start(np.arange(len(ids)), ids)
+    done = np.zeros(len(ids), bool)
+    for taken in actions(net, store, rules, torch.from_numpy(first), generator):
+        done = rules.decide(taken)
+        if done.all():
+            break
     return rules.choices
+
+
+def walk(
+    net: Net, store: GraphStore, rules: Rules, generator: torch.Generator
+) -> tuple[NDArray[np.int32], Floats]:
+    """One episode of each problem: the answers int32 ``[P, G]`` and their seconds ``[P]``.
+
+    For rules that evaluate as they go; actions are sampled.
+    """
+    ids = np.arange(len(rules.problems.problems))
+    rules.start(ids, ids)
+    choices, value_s = rules.choices.copy(), rules.value_s.copy()
+    left = np.ones(len(ids), bool)
+    for taken in actions(net, store, rules, torch.tensor(False), generator):
+        done = rules.act(taken)[1] & left
+        choices[done], value_s[done] = rules.choices[done], rules.value_s[done]
+        left &= ~done
+        if not left.any():
+            break
+    return choices, value_s
+
+
+def actions(
+    net: Net,
+    store: GraphStore,
+    rules: Rules,
+    best: Tensor,
+    generator: torch.Generator | None,
+) -> Iterator[NDArray[np.int64]]:
+    """What the policy does next, again and again: greedily where ``best``, otherwise sampled."""
+    with torch.no_grad():
+        every, row = torch.arange(len(store)), torch.from_numpy(rules.ids)
+        encoded: Any = net.encode(store, every)
+        while True:
+            obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
+            logits = net.evaluate(store, every, encoded, row, obs)[0]
+            which = best.reshape(-1, *[1] * (logits.dim() - 2))
+            yield torch.where(which, greedy(logits), sample(logits, generator)).numpy()
 
 
 @contextmanager

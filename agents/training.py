@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import platform
 import random
 import time
@@ -11,27 +12,40 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import stable_baselines3
 import torch
 from numpy.typing import NDArray
 from stable_baselines3 import PPO
+from stable_baselines3.common.buffers import DictRolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 
-from agents.encoder import NetworkConfig, PlacementNet
-from agents.policy import OneShotPolicy, SequentialPolicy
+from agents.encoder import Formulation, NetworkConfig, PolicyError
+from agents.expert import imitate
+from agents.policy import PlacementPolicy
 from agents.store import GraphStore
-from agents.trained import Formulation, PolicyError, TrainedPolicy, decode, make_rules, one_thread
-from envs.problems import Evaluator, ProblemSet, Runtime, canonical, single_device_s
+from agents.trained import BUILDING, Net, TrainedPolicy, decode, make_net, one_thread, walk
+from envs.base import Rules
+from envs.guided import GuidedSearchRules
+from envs.problems import (
+    Evaluator,
+    ProblemSet,
+    Runtime,
+    canonical,
+    choice_of,
+    single_device_s,
+)
+from envs.refine import RefineRules
 from envs.vec import PlacementVecEnv
 from placement.files import write_atomic
+from placement.planners import load
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.simulator import score
 
 Row = dict[str, float]
-POLICIES = {"one_shot": OneShotPolicy, "sequential": SequentialPolicy}
+CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True)
@@ -39,12 +53,13 @@ class TrainConfig:
     """``total_steps`` is the dial; everything else has a default that follows from it.
 
     Attributes:
-        total_steps: environment steps (sequential: one group; one-shot: one placement).
-        formulation: ``sequential`` or ``one_shot``.
+        total_steps: environment steps (one-shot: one placement; otherwise one group or move).
+        formulation: ``sequential``, ``one_shot``, ``select_place``, ``refine`` or
+            ``guided_search``: the environment.
         seed: the same seed gives the same policy.
         num_envs: episodes side by side; 0 = 4 to 16, for about 20 updates in all.
         steps_per_env: steps of each between updates; 0 = about one whole episode (one-shot: 4 to
-            64, for about 20 updates).
+            64, for about 20 updates; guided search: 128).
         learning_rate, last_learning_rate: from the first step to the last, linearly.
         entropy, last_entropy: the same for the weight of the entropy.
         epochs, minibatches: passes over a rollout, and equal parts of at least 32 steps that it
@@ -54,7 +69,16 @@ class TrainConfig:
         patience: stop after so many checks without a better greedy or best placement; 0 = never.
         max_seconds: stop when the next update would end later than this; 0 = no limit.
         max_evaluations: stop after so many evaluated placements; 0 = no limit.
-        network: size of a new network (ignored when training goes on from a policy).
+        per_graph: normalise advantages over the steps of each graph in a rollout, not over all:
+            graphs whose rewards spread more do not drown out the others.
+        curriculum: share of the training in which larger graphs join: at first the smallest
+            quarter is played, at the end of this share all; 0: all from the beginning.
+        imitation_epochs: passes over the solutions that ``train`` is given, before PPO.
+        imitation_rate: learning rate meanwhile.
+        moves: steps of an episode of ``guided_search`` (256) or ``refine`` (twice the groups);
+            0: these defaults.
+        again: share of the episodes of ``guided_search`` that begin at the best met so far.
+        network: kind and size of a new network (ignored when training goes on from a policy).
     """
 
     total_steps: int = 20_000
@@ -74,19 +98,29 @@ class TrainConfig:
     patience: int = 0
     max_seconds: float = 0.0
     max_evaluations: int = 0
+    per_graph: bool = True
+    curriculum: float = 0.0
+    imitation_epochs: int = 20
+    imitation_rate: float = 1e-3
+    moves: int = 0
+    again: float = 0.5
     network: NetworkConfig = field(default_factory=NetworkConfig)
 
     def __post_init__(self) -> None:
         for what in ("total_steps", "epochs", "minibatches", "num_checks"):
             if getattr(self, what) < 1:
                 raise PolicyError(f"{what} = {getattr(self, what)} must be at least 1")
-        if self.formulation not in POLICIES:
+        if self.formulation not in get_args(Formulation):
             raise PolicyError(
-                f"formulation {self.formulation!r} is unknown; use one of {list(POLICIES)}"
+                f"formulation {self.formulation!r} is unknown; use one of {get_args(Formulation)}"
             )
+        if not 0.0 <= self.curriculum <= 1.0:
+            raise PolicyError(f"curriculum = {self.curriculum} must be a share, 0..1")
 
     def rollout(self, formulation: Formulation, mean_groups: float) -> tuple[int, int]:
         """Environments, and steps of each between two updates."""
+        if formulation == "guided_search":
+            return self.num_envs or 16, self.steps_per_env or 128
         length = 1 if formulation == "one_shot" else max(1, round(mean_groups))
         num_envs = self.num_envs or min(max(self.total_steps // (80 * length) * 4, 4), 16)
         if self.steps_per_env:
@@ -104,7 +138,9 @@ def train(
     warm: Sequence[Placement | None] | None = None,
     reference_s: Sequence[float] | None = None,
     policy: TrainedPolicy | None = None,
+    solutions: Sequence[Placement] | None = None,
     evaluator: Evaluator | Runtime = score,
+    resume: bool = False,
     out_dir: str | Path | None = None,
     callback: Callable[[Row], bool | None] | None = None,
     progress: bool = False,
@@ -118,8 +154,12 @@ def train(
 
     Args:
         policy: go on from this one (its formulation and network count).
+        solutions: int32 ``[N]`` per problem: imitate these first (``agents.expert``).
+        resume: go on from the checkpoint in ``out_dir``, if there is one, exactly as if training
+            had not been interrupted; problems and configuration must be those it began with.
         evaluator: simulator (default), ``envs.problems.Measured(Executor)``, or a runtime.
-        out_dir: ``metrics.csv``, ``policy.npz`` (every better check) and ``best.npz`` go there.
+        out_dir: ``metrics.csv``, ``policy.npz`` (every better check), ``best.npz`` and
+            ``checkpoint.pt`` (every check) go there.
         callback: called with every row of the metrics; return False to stop.
         progress: show a progress bar.
 
@@ -138,14 +178,16 @@ def train(
     store = GraphStore(problems, starts)
     with one_thread():
         _seed(config.seed)
-        net = PlacementNet(config.network) if policy is None else deepcopy(policy.net)
+        net = make_net(config.network, formulation) if policy is None else deepcopy(policy.net)
         num_envs, steps = config.rollout(formulation, float(chosen.num_groups.mean()))
-        env = PlacementVecEnv(make_rules(formulation, chosen, num_envs), config.seed)
+        rules = make_rules(config, formulation, chosen, num_envs, starts)
+        env = PlacementVecEnv(rules, config.seed)
         for i, start in enumerate(starts):
             if start is not None:
-                env.remember(np.array([i]), _choice(chosen, i, start), warm_s[i : i + 1])
+                rules.keep(np.array([i]), _choice(chosen, i, start), warm_s[i : i + 1])
+                rules.num_evaluations += 1
         model = PPO(
-            POLICIES[formulation],  # type: ignore[arg-type]  # what it needs of a policy they have
+            PlacementPolicy,  # type: ignore[arg-type]  # it has what PPO needs of a policy
             env,
             learning_rate=lambda left: _between(
                 config.last_learning_rate, config.learning_rate, left
@@ -156,14 +198,64 @@ def train(
             gamma=config.gamma,
             gae_lambda=config.gae_lambda,
             ent_coef=config.entropy,
+            normalize_advantage=not config.per_graph,
+            rollout_buffer_class=PerGraphBuffer if config.per_graph else None,
             policy_kwargs={"net": net, "store": store},
             seed=config.seed,
             device="cpu",
         )
-        watch = _Watch(config, formulation, chosen, store, env, net, out_dir, callback, progress)
-        # Without log_interval stable-baselines3 prints nothing and keeps the last figures.
-        model.learn(config.total_steps, callback=watch, log_interval=None)  # type: ignore[arg-type]
+        watch = _Watch(config, starts, chosen, store, env, net, out_dir, callback, progress)
+        went_on = resume and watch.load(model)
+        if solutions is not None and not went_on:
+            imitate(
+                model.policy,  # type: ignore[arg-type]
+                chosen,
+                solutions,
+                epochs=config.imitation_epochs,
+                learning_rate=config.imitation_rate,
+                seed=config.seed,
+            )
+        left = config.total_steps - model.num_timesteps
+        if left > 0:
+            # Without log_interval stable-baselines3 prints nothing and keeps the last figures.
+            model.learn(left, watch, log_interval=None, reset_num_timesteps=not went_on)  # type: ignore[arg-type]
     return watch.trained()
+
+
+def make_rules(
+    config: TrainConfig,
+    formulation: Formulation,
+    problems: ProblemSet,
+    num_envs: int,
+    starts: Sequence[Placement | None],
+    again: float | None = None,
+) -> Rules:
+    """The rules of the environment that a formulation acts in; searches begin at ``starts``."""
+    if formulation in BUILDING:
+        rules: Rules = BUILDING[formulation](problems, num_envs)
+        return rules
+    given = [
+        load("single_device")(p).placement if s is None else s
+        for p, s in zip(problems.problems, starts, strict=True)
+    ]
+    if formulation == "refine":
+        return RefineRules(problems, num_envs, given, config.moves or None)
+    share = config.again if again is None else again
+    return GuidedSearchRules(problems, num_envs, given, config.moves or 256, again=share)
+
+
+class PerGraphBuffer(DictRolloutBuffer):
+    """A rollout whose advantages have mean 0 and deviation 1 over the steps of each graph."""
+
+    def compute_returns_and_advantage(self, last_values: torch.Tensor, dones: Any) -> None:
+        super().compute_returns_and_advantage(last_values, dones)
+        ids = self.observations["problem"].reshape(self.advantages.shape).astype(np.int64)
+        whole = self.advantages.std() + 1e-8
+        for i in np.unique(ids):
+            these = self.advantages[ids == i]
+            # A graph with few steps, or nothing to choose from, has no deviation of its own.
+            scale = these.std() if len(these) >= 16 else whole
+            self.advantages[ids == i] = (these - these.mean()) / max(scale, 1e-3 * whole)
 
 
 class _Watch(BaseCallback):
@@ -172,17 +264,17 @@ class _Watch(BaseCallback):
     def __init__(
         self,
         config: TrainConfig,
-        formulation: Formulation,
+        starts: Sequence[Placement | None],
         problems: ProblemSet,
         store: GraphStore,
         env: PlacementVecEnv,
-        net: PlacementNet,
+        net: Net,
         out_dir: str | Path | None,
         report: Callable[[Row], bool | None] | None,
         progress: bool,
     ) -> None:
         super().__init__()
-        self.config, self.formulation = config, formulation
+        self.config, self.starts = config, starts
         self.problems, self.store, self.env, self.net = problems, store, env, net
         self.out_dir = None if out_dir is None else Path(out_dir)
         self.report = report
@@ -197,6 +289,8 @@ class _Watch(BaseCallback):
         self.best_seen = -np.inf
         self.rewards: list[float] = []
         self.started = time.perf_counter()
+        self.resumed: dict[str, Any] | None = None
+        self.sizes = np.argsort(problems.num_groups, kind="stable")
         self.update_began = self.started
         self.update_s = 0.0
         self.bar: Any = None
@@ -210,11 +304,18 @@ class _Watch(BaseCallback):
             self.task = self.bar.add_task("training", total=self.config.total_steps)
 
     def _on_rollout_start(self) -> None:
-        left = self.model._current_progress_remaining
+        left = max(0.0, 1.0 - self.num_timesteps / self.config.total_steps)
         self.model.ent_coef = _between(  # type: ignore[attr-defined]
             self.config.last_entropy, self.config.entropy, left
         )
-        self._record()
+        if self.config.curriculum:
+            share = min(1.0, 0.25 + 0.75 * (1.0 - left) / self.config.curriculum)
+            self.env.allowed = self.sizes[: max(1, round(share * len(self.sizes)))]
+        if self.resumed is not None:
+            self._begin_again(self.resumed)
+            self.resumed = None
+        elif self._record():
+            self._begin_again(self._save())
         now = time.perf_counter()
         self.update_s, self.update_began = now - self.update_began, now
 
@@ -224,7 +325,7 @@ class _Watch(BaseCallback):
         end = max(time.perf_counter(), self.update_began + self.update_s)
         if config.max_seconds and end - self.started > config.max_seconds:
             self.stop = True
-        if config.max_evaluations and self.env.num_evaluations >= config.max_evaluations:
+        if config.max_evaluations and self.env.rules.num_evaluations >= config.max_evaluations:
             self.stop = True
         return not self.stop
 
@@ -233,19 +334,97 @@ class _Watch(BaseCallback):
         if self.bar is not None:
             self.bar.stop()
 
-    def _record(self, last: bool = False) -> None:
-        """One row of metrics; a greedy check where one is due."""
+    def _save(self) -> dict[str, Any]:
+        """All that the rest of the training depends on (tensors, numbers and text), written."""
+        generator: Any = np.random.get_state()
+        kind, keys, at, has_gauss, gauss = generator
+        assert kind == "MT19937"
+        state = {
+            "format": 1,
+            "config": json.dumps(asdict(self.config)),
+            "fingerprints": [p.graph.fingerprint for p in self.problems.problems],
+            "steps": self.model.num_timesteps,
+            "updates": self.model._n_updates,  # type: ignore[attr-defined]
+            "net": self.net.state_dict(),
+            "optimizer": self.model.policy.optimizer.state_dict(),
+            "torch": torch.get_rng_state(),
+            "numpy": [torch.from_numpy(keys.astype(np.int64)), at, has_gauss, gauss],
+            "env": json.dumps(self.env.state()),
+            "best_s": torch.from_numpy(self.env.rules.best_s),
+            "best_choices": torch.from_numpy(self.env.rules.best_choices),
+            "evaluations": self.env.rules.num_evaluations,
+            "rows": json.dumps(self.rows),
+            "best_weights": self.best_weights,
+            "greedy_s": torch.from_numpy(self.greedy_s),
+            "figures": [self.best_greedy, self.best_seen, self.checks, self.idle_checks],
+            "seconds": time.perf_counter() - self.started,
+        }
+        if self.out_dir is not None:
+            file = io.BytesIO()
+            torch.save(state, file)
+            write_atomic(self.out_dir / CHECKPOINT, file.getvalue())
+        return state
+
+    def load(self, model: PPO) -> bool:
+        """Prepare to go on from the checkpoint of ``out_dir``; False: there is none.
+
+        Raises:
+            PolicyError: it is not readable, or of another training.
+        """
+        path = None if self.out_dir is None else self.out_dir / CHECKPOINT
+        if path is None or not path.is_file():
+            return False
+        try:
+            state = torch.load(path, weights_only=True)
+            version = state["format"]
+        except Exception as error:  # zip, pickle and torch each raise their own kinds
+            raise PolicyError(
+                f"{path}: not a readable checkpoint ({error}); delete it to begin anew"
+            ) from error
+        config = json.loads(json.dumps(asdict(self.config)))
+        same = [p.graph.fingerprint for p in self.problems.problems] == state.get("fingerprints")
+        if version != 1 or not same or json.loads(state["config"]) != config:
+            raise PolicyError(
+                f"{path}: a checkpoint of other problems or another configuration; resume with "
+                f"those it began with, or delete it to begin anew"
+            )
+        self.resumed = state
+        model.num_timesteps, model._n_updates = state["steps"], state["updates"]
+        self.net.load_state_dict(state["net"])
+        model.policy.optimizer.load_state_dict(state["optimizer"])
+        rules = self.env.rules
+        rules.best_s[:], rules.best_choices[:] = state["best_s"], state["best_choices"]
+        rules.num_evaluations = state["evaluations"]
+        self.rows, self.best_weights = json.loads(state["rows"]), state["best_weights"]
+        self.greedy_s = state["greedy_s"].numpy()
+        self.best_greedy, self.best_seen, self.checks, self.idle_checks = state["figures"]
+        self.started = time.perf_counter() - state["seconds"]
+        return True
+
+    def _begin_again(self, state: dict[str, Any]) -> None:
+        """Begin all episodes anew, after a checkpoint and after resuming from it alike."""
+        torch.set_rng_state(state["torch"])
+        keys, at, has_gauss, gauss = state["numpy"]
+        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), at, has_gauss, gauss))
+        self.env.restore(json.loads(state["env"]))
+        self.model._last_obs = self.env.reset()  # type: ignore[assignment]
+        self.env.rules.num_evaluations = state["evaluations"]
+        self.model._last_episode_starts = np.ones(self.env.num_envs, bool)
+
+    def _record(self, last: bool = False) -> bool:
+        """One row of metrics; a greedy check where one is due: whether there was one."""
         due = self.checks * self.config.total_steps // self.config.num_checks
-        if last or self.num_timesteps >= due:
+        checks = last or self.num_timesteps >= due
+        if checks:
             self._check()
         values = self.model.logger.name_to_value
         row: Row = {
             "steps": self.num_timesteps,
             "seconds": time.perf_counter() - self.started,
-            "evaluations": self.env.num_evaluations,
+            "evaluations": self.env.rules.num_evaluations,
             "reward_mean": float(np.mean(self.rewards)) if self.rewards else np.nan,
             "greedy_speedup": self._speedup(self.greedy_s),
-            "best_speedup": self._speedup(self.env.best_s),
+            "best_speedup": self._speedup(self.env.rules.best_s),
             "entropy": -float(values.get("train/entropy_loss", np.nan)),
             "approx_kl": float(values.get("train/approx_kl", np.nan)),
             "clip_fraction": float(values.get("train/clip_fraction", np.nan)),
@@ -254,7 +433,7 @@ class _Watch(BaseCallback):
             "explained_variance": float(values.get("train/explained_variance", np.nan)),
             "learning_rate": float(values.get("train/learning_rate", np.nan)),
         }
-        row |= {f"best_s_{i}": float(v) for i, v in enumerate(self.env.best_s)}
+        row |= {f"best_s_{i}": float(v) for i, v in enumerate(self.env.rules.best_s)}
         self.rewards = []
         self.rows.append(row)
         self._write_metrics()
@@ -263,22 +442,33 @@ class _Watch(BaseCallback):
             self.bar.update(self.task, completed=self.num_timesteps, description=text)
         if self.report is not None and self.report(row) is False:
             self.stop = True
+        return checks
 
     def _check(self) -> None:
-        """Decode greedily, keep the weights if they are the best so far."""
+        """Decode greedily, or search a little; keep the weights if they are the best so far."""
         self.checks += 1
         ids = np.arange(len(self.problems.problems))
-        choices = decode(self.net, self.formulation, self.problems, self.store, ids)
-        self.greedy_s, rewards = self.problems.outcomes(ids, choices)
-        self.env.remember(ids, choices, self.greedy_s)
-        greedy = float(rewards.mean())
+        if self.net.formulation in BUILDING:
+            choices = decode(self.net, self.problems, self.store, ids)
+            self.greedy_s = self.problems.outcomes(ids, choices)[0]
+            self.env.rules.num_evaluations += len(ids)
+        else:
+            rules = make_rules(
+                self.config, self.net.formulation, self.problems, len(ids), self.starts, again=0.0
+            )
+            generator = torch.Generator().manual_seed(self.config.seed)
+            choices, self.greedy_s = walk(self.net, self.store, rules, generator)
+            self.env.rules.num_evaluations += rules.num_evaluations
+        self.env.rules.keep(ids, choices, self.greedy_s)
+        rewards = [self.problems.rewards(i, self.greedy_s[i : i + 1])[0] for i in range(len(ids))]
+        greedy = float(np.mean(rewards))
         better = greedy > self.best_greedy
         if better:
             self.best_greedy = greedy
             self.best_weights = deepcopy(self.net.state_dict())
             if self.out_dir is not None:
                 self.trained().save(self.out_dir / "policy.npz")
-        seen = self._speedup(self.env.best_s)
+        seen = self._speedup(self.env.rules.best_s)
         self.idle_checks = 0 if better or seen > self.best_seen else self.idle_checks + 1
         self.best_seen = max(self.best_seen, seen)
         if self.config.patience and self.idle_checks >= self.config.patience:
@@ -302,15 +492,15 @@ class _Watch(BaseCallback):
     def _write_best(self, path: Path) -> None:
         file = io.BytesIO()
         arrays: dict[str, Any] = {f"placement_{i}": s.placement for i, s in enumerate(self._best())}
-        np.savez_compressed(file, value_s=self.env.best_s, **arrays)
+        np.savez_compressed(file, value_s=self.env.rules.best_s, **arrays)
         write_atomic(path, file.getvalue())
 
     def _best(self) -> tuple[Solution, ...]:
-        stats = {"evaluations": self.env.num_evaluations}
+        stats = {"evaluations": self.env.rules.num_evaluations}
         return tuple(
             Solution(
-                self.problems.placements(i, self.env.best_choices[i : i + 1])[0],
-                float(self.env.best_s[i]),
+                self.problems.placements(i, self.env.rules.best_choices[i : i + 1])[0],
+                float(self.env.rules.best_s[i]),
                 None,
                 stats,
             )
@@ -319,7 +509,7 @@ class _Watch(BaseCallback):
 
     def trained(self) -> TrainedPolicy:
         """The policy of the best check."""
-        net = PlacementNet(self.net.config)
+        net = make_net(self.net.config, self.net.formulation)
         net.load_state_dict(self.best_weights)
         last = self.rows[-1] if self.rows else {}
         card = {
@@ -340,11 +530,11 @@ class _Watch(BaseCallback):
             },
             "steps": self.num_timesteps,
             "seconds": time.perf_counter() - self.started,
-            "evaluations": self.env.num_evaluations,
+            "evaluations": self.env.rules.num_evaluations,
             "greedy_speedup": float(np.exp(self.best_greedy)),
             "best_speedup": float(last.get("best_speedup", np.nan)),
         }
-        return TrainedPolicy(net, self.formulation, card, self._best())
+        return TrainedPolicy(net, card, self._best())
 
 
 def _problem_set(
@@ -370,7 +560,8 @@ def _problem_set(
 def _choice(problems: ProblemSet, problem: int, placement: Placement) -> NDArray[np.int32]:
     """int32 ``[1, G]`` the device of each group of a placement."""
     choice = np.zeros((1, problems.max_groups), np.int32)
-    choice[0, problems.problems[problem].graph.group] = placement
+    found = choice_of(problems.problems[problem], placement)
+    choice[0, : len(found)] = found
     return choice
 
 

@@ -15,15 +15,18 @@ from hypothesis import strategies as st
 from problems import problems, random_problem
 from test_envs import chain
 
-from agents.encoder import ILLEGAL, NetworkConfig, PlacementNet, greedy, sample
+from agents.encoder import ILLEGAL, NetworkConfig, PolicyError, greedy, sample
 from agents.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, features
 from agents.planner import PolicyPlanner
-from agents.policy import OneShotPolicy, SequentialPolicy
+from agents.policy import PlacementPolicy
 from agents.store import GraphStore
-from agents.trained import PolicyError, TrainedPolicy
+from agents.trained import TrainedPolicy, make_net
 from agents.training import TrainConfig, train
+from envs import _guided
+from envs.guided import GuidedSearchRules
 from envs.placement import OneShotRules
 from envs.problems import ProblemSet, canonical
+from envs.select_place import SelectPlaceRules
 from envs.sequential import SequentialRules
 from placement.cluster import Cluster
 from placement.graph import OpGraph
@@ -32,12 +35,12 @@ from placement.problem import Problem
 from placement.simulator import score
 from placement.testing import check_planner
 
-FORMULATIONS = ("one_shot", "sequential")
+FORMULATIONS = ("one_shot", "sequential", "select_place")
 
 
 def untrained(formulation: Any = "sequential", **config: Any) -> TrainedPolicy:
     torch.manual_seed(0)
-    return TrainedPolicy(PlacementNet(NetworkConfig(hidden=16, layers=2, **config)), formulation)
+    return TrainedPolicy(make_net(NetworkConfig(hidden=16, layers=2, **config), formulation))
 
 
 def scaled(problem: Problem, seconds: float, size: int) -> Problem:
@@ -133,8 +136,8 @@ def test_log_probabilities_are_means_over_the_real_groups() -> None:
     chosen = ProblemSet.build([chain([[1, 1]] * 3), chain([[1, 1, 1]] * 5)])
     rules = OneShotRules(chosen, 2)
     rules.start(np.arange(2), np.arange(2))
-    net, store = untrained().net, GraphStore(chosen.problems)
-    policy = OneShotPolicy(
+    net, store = untrained("one_shot").net, GraphStore(chosen.problems)
+    policy = PlacementPolicy(
         rules.observation_space, rules.action_space, lambda _: 1e-3, net=net, store=store
     )
     obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
@@ -155,7 +158,7 @@ def test_the_encoding_is_kept_until_the_network_changes() -> None:
     net = untrained().net
     encode = net.encode
     net.encode = lambda *a: calls.append(1) or encode(*a)  # type: ignore[method-assign]
-    policy = SequentialPolicy(
+    policy = PlacementPolicy(
         rules.observation_space, rules.action_space, lambda _: 0.1, net=net, store=store
     )
     obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
@@ -232,9 +235,9 @@ def test_files_that_are_not_policies(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="not a readable policy"):
         TrainedPolicy.load(path)
     np.savez(path, head=np.array(json.dumps({"format": 99})))
-    with pytest.raises(PolicyError, match="format 99, this version reads 1"):
+    with pytest.raises(PolicyError, match="format 99, this version reads 2"):
         TrainedPolicy.load(path)
-    head = {"format": 1, "formulation": "sequential", "network": {}, "card": {}}
+    head = {"format": 2, "formulation": "sequential", "network": {}, "card": {}}
     np.savez(path, head=np.array(json.dumps(head)), weight=np.zeros(3))
     with pytest.raises(PolicyError, match="weights do not fit"):
         TrainedPolicy.load(path)
@@ -302,7 +305,7 @@ def test_the_planner_from_a_command_line(tmp_path: Path) -> None:
     assert planner(random_problem(3)).stats["mode"] == "zero_shot"
     with pytest.raises(PlannerError, match="mode"):
         load("agents.planner:PolicyPlanner", mode="magic")
-    with pytest.raises(PolicyError, match="zero_shot, best_of_k or finetune"):
+    with pytest.raises(PolicyError, match="mode 'magic' is unknown; use one of"):
         PolicyPlanner(mode="magic")  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="not a readable policy"):
         PolicyPlanner(tmp_path / "none.npz")(random_problem(3))
@@ -314,3 +317,161 @@ def test_a_graph_without_tensors_or_devices_to_choose_from() -> None:
     problem = replace(lone, graph=graph)
     for formulation in FORMULATIONS:
         assert untrained(formulation).place(problem).tolist() == [[0]]
+
+
+ENCODERS = ("sage", "gat", "dag")
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_every_encoder_sees_the_graph_alone(encoder: Any) -> None:
+    small, large = random_problem(1, 4, 2, grouped=True), random_problem(2, 12, 4)
+    net = untrained(encoder=encoder).net
+    alone, both = GraphStore([small]), GraphStore([large, small])
+    with torch.no_grad():
+        a = net.encode(alone, torch.tensor([0]))
+        b = net.encode(both, torch.tensor([0, 1]))
+    g, d = small.group_compute_s.shape
+    assert torch.allclose(a.groups[0], b.groups[1, :g], atol=1e-5)
+    assert torch.allclose(a.graph[0], b.graph[1], atol=1e-5)
+    assert torch.allclose(a.devices[0], b.devices[1, :d], atol=1e-5)
+
+
+def test_one_layer_of_dag_sees_every_ancestor_and_descendant() -> None:
+    """In a chain of 10 what is told of the first reaches the last, and the other way round."""
+    problem = chain(np.ones((10, 2)))
+    for encoder, reaches in (("dag", 9), ("sage", 1), ("gat", 1)):
+        torch.manual_seed(0)
+        config = NetworkConfig(encoder=encoder, hidden=16, layers=1)
+        net, store = make_net(config, "sequential"), GraphStore([problem])
+        with torch.no_grad():
+            for end in (0, 9):
+                before = net.encode(store, torch.tensor([0])).groups[0].clone()
+                store.batch((0,)).x[end] += 5.0
+                change = (net.encode(store, torch.tensor([0])).groups[0] - before).abs().amax(1)
+                store.batch((0,)).x[end] -= 5.0
+                far = torch.arange(10) if end == 0 else torch.arange(9, -1, -1)
+                assert (change[far[: reaches + 1]] > 0).all()
+                assert (change[far[reaches + 1 :]] == 0).all()
+
+
+def test_waves_follow_the_levels() -> None:
+    # a -> b -> d, a -> c -> d: waves {a}, {b, c}, {d}, and back.
+    graph = OpGraph.build(
+        "diamond", list("abcd"), range(4), [1] * 4, [(0, 1), (0, 2), (1, 3), (2, 3)]
+    )
+    lone = chain([[1, 1]] * 4)
+    store = GraphStore([replace(lone, graph=graph)])
+    along, against = store.waves((0,))
+    assert [nodes.tolist() for nodes, _, _ in along] == [[0], [1, 2], [3]]
+    assert [nodes.tolist() for nodes, _, _ in against] == [[3], [1, 2], [0]]
+    _, sources, targets = along[1]
+    assert sorted(zip(sources.tolist(), targets.tolist(), strict=True)) == [(0, 0), (0, 1)]
+    _, sources, targets = against[2]
+    assert sorted(zip(sources.tolist(), targets.tolist(), strict=True)) == [(1, 0), (2, 0)]
+    # However deep a graph is, there are not more waves than that.
+    deep = GraphStore([chain(np.ones((500, 2)))])
+    assert len(deep.waves((0,))[0]) == 48
+
+
+def test_cut_costs_by_hand() -> None:
+    # a -> b -> c, and a -> c: after a one tensor is alive, after b two, after c none.
+    graph = OpGraph.build("skip", list("abc"), range(3), [10] * 3, [(0, 1), (1, 2), (0, 2)])
+    lone = chain([[1, 1]] * 3)
+    f = features(replace(lone, graph=graph))
+    names = [text.split(" (")[0] for text in GROUP_FEATURES]
+    cut = f.group[:, names.index("log transfer seconds of all that is alive after it")]
+    assert np.exp(cut) == pytest.approx([0.5, 1.0, 1e-3], rel=1e-4)
+    so_far = f.group[:, names.index("share of the seconds up to it")]
+    assert so_far == pytest.approx([1 / 3, 2 / 3, 1])
+    assert f.edge.shape == (3, 2)
+    assert np.exp(f.edge[:, 0]) == pytest.approx([0.5] * 3)
+    assert f.level.tolist() == [0, 1, 2]
+
+
+def test_select_place_is_a_group_then_its_device() -> None:
+    """The probabilities of all pairs are those of the groups times those of the devices."""
+    chosen = ProblemSet.build([random_problem(s, 8, 3, unsupported=True) for s in range(4)])
+    rules = SelectPlaceRules(chosen, 4, window=5)
+    rules.start(np.arange(4), np.arange(4))
+    net, store = untrained("select_place").net, GraphStore(chosen.problems)
+    obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
+    ids = torch.arange(4)
+    with torch.no_grad():
+        logits = net.evaluate(store, ids, net.encode(store, ids), ids, obs)[0]
+    p = logits.exp().reshape(obs["mask"].shape)
+    assert p.sum(dim=(1, 2)).numpy() == pytest.approx(np.ones(4), abs=1e-5)
+    assert (p[obs["mask"] == 0] == 0).all()
+    # Untrained, of those that are ready the first is the most likely.
+    ready = obs["mask"].bool().any(dim=2)
+    assert (p.sum(dim=2).argmax(dim=1) == 0).all() and ready[:, 0].all()
+
+
+@pytest.mark.parametrize("embed", [False, True])
+@pytest.mark.parametrize("objective", ["latency", "max_load"])
+def test_the_kernel_scores_moves_as_the_network_does(embed: bool, objective: Any) -> None:
+    problem = random_problem(3, 15, 3, objective=objective)
+    rules = GuidedSearchRules(ProblemSet.build([problem]), 1)
+    rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
+    net, store = untrained("guided_search", embed=embed).net, GraphStore([problem])
+    with torch.no_grad():
+        for weights in net.parameters():
+            weights.add_(0.3 * torch.randn(weights.shape))
+    for _ in range(3):
+        obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
+        ids = torch.zeros(1, dtype=torch.long)
+        with torch.no_grad():
+            logits = net.evaluate(store, ids, net.encode(store, ids), ids, obs)[0][0].numpy()
+        found = np.empty(17)
+        _guided._network(net.weights(store), rules._state(0), 16, found)
+        legal = rules.masks()[0]
+        assert found[legal] == pytest.approx(logits[legal], rel=1e-3, abs=1e-3)
+        rules.act(np.array([int(np.argmax(legal[::-1]))]))
+
+
+@pytest.mark.parametrize("chooser", ["policy", "hand", "uniform"])
+def test_guided_search_keeps_the_planner_contract(chooser: Any) -> None:
+    policy = untrained("guided_search") if chooser == "policy" else None
+    check_planner(PolicyPlanner(policy, "guided_search", chooser=chooser, evaluations=200, k=2))
+
+
+def test_guided_search_spends_its_budget_and_beats_its_start() -> None:
+    problem = chain(np.random.default_rng(0).random((20, 3)), latency_s=0.01)
+    for objective, per_step in (("latency", 1), ("max_load", 16)):
+        made = problem.with_objective(objective)
+        planner = PolicyPlanner(None, "guided_search", evaluations=1500, baseline="single_device")
+        answer = planner(made)
+        stats = answer.stats
+        assert answer.value_s == score(made, answer.placement)[0]
+        assert answer.value_s < 0.95 * stats["baseline_value_s"]
+        assert 1500 - 2 * per_step <= stats["evaluations"] <= 1500
+        assert stats["steps"] * per_step <= 1500
+        again = planner(made)
+        assert np.array_equal(answer.placement, again.placement)
+        # The untrained policy is the hand-written score, but for rounding.
+        hand = replace(planner, chooser="hand")(made)
+        assert hand.value_s == answer.value_s
+    seeded = replace(planner, seed_policy=untrained("sequential"), k=3)(made)
+    assert seeded.stats["best_of_k_evaluations"] == 4
+
+
+def test_refine_planner() -> None:
+    problem = chain(np.random.default_rng(0).random((12, 3)), latency_s=0.01)
+    answer = PolicyPlanner(untrained("refine"), "refine", steps=50, baseline="round_robin")(problem)
+    assert answer.value_s < answer.stats["baseline_value_s"]
+    assert answer.stats["evaluations"] == answer.stats["baseline_evaluations"] + 51
+    few = PolicyPlanner(untrained("refine"), "refine", evaluations=20)(problem)
+    assert few.stats["evaluations"] <= 20
+
+
+def test_policies_of_the_wrong_formulation() -> None:
+    problem = chain([[1, 2]] * 3)
+    with pytest.raises(PolicyError, match="a sequential policy cannot choose moves"):
+        PolicyPlanner(untrained(), "guided_search")(problem)
+    with pytest.raises(PolicyError, match="a sequential policy cannot refine"):
+        PolicyPlanner(untrained(), "refine")(problem)
+    with pytest.raises(PolicyError, match="mode='guided_search'"):
+        PolicyPlanner(untrained("guided_search"), "zero_shot")(problem)
+    with pytest.raises(PolicyError, match="encoder 'other' is unknown; use one of"):
+        NetworkConfig(encoder="other")  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="hidden = 6 must be a positive multiple of 4"):
+        NetworkConfig(hidden=6)

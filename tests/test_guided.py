@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import typeof
 from problems import random_placement, random_problem
 from test_envs import chain
 
@@ -34,6 +35,17 @@ from placement.simulator import score
 from placement.timeline import steady_period
 
 RNG = np.random.default_rng
+
+
+def test_one_compilation_serves_all_problems() -> None:
+    """Every layout of arrays would be compiled anew, for a minute."""
+    kinds = set()
+    for seed in range(12):
+        problem = random_problem(seed, grouped=seed % 2 == 0, unsupported=True)
+        for objective in objectives_of(problem):
+            tables = tables_of(problem.with_objective(objective))
+            kinds.add((str(typeof(tables)), str(typeof(state_of(tables, 3)))))
+    assert len(kinds) == 1
 
 
 def objectives_of(problem: Problem) -> list[Any]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from test_envs import chain
 
-from agents.encoder import NetworkConfig
-from agents.trained import PolicyError, TrainedPolicy
-from agents.training import Row, TrainConfig, train
+from agents.encoder import NetworkConfig, PolicyError
+from agents.expert import demonstrations, load_solutions, solve
+from agents.planner import PolicyPlanner
+from agents.trained import TrainedPolicy
+from agents.training import PerGraphBuffer, Row, TrainConfig, train
+from envs.problems import ProblemSet, canonical
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.planners import load
@@ -21,7 +26,8 @@ from placement.problem import Problem
 from placement.profile import Profile
 from placement.simulator import score
 
-FORMULATIONS = ("one_shot", "sequential")
+FORMULATIONS = ("one_shot", "sequential", "select_place")
+FILES = ["best.npz", "checkpoint.pt", "metrics.csv", "policy.npz"]
 SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from list scheduling
 
 
@@ -121,7 +127,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     policy = train(
         problems, config=config, baseline=load("heft"), out_dir=tmp_path, callback=rows.append
     )
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best.npz", "metrics.csv", "policy.npz"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == FILES
     with (tmp_path / "metrics.csv").open() as file:
         table = list(csv.DictReader(file))
     assert len(table) == len(rows)
@@ -178,3 +184,201 @@ def test_what_users_get_wrong() -> None:
         TrainConfig(formulation="other")  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="1 warm starts for 2 problems"):
         train([chain([[1]]), chain([[1]])], warm=[None])
+
+
+@pytest.mark.parametrize("formulation", ["sequential", "one_shot", "guided_search"])
+def test_resuming_is_exact(formulation: Any, tmp_path: Path) -> None:
+    """Two iterations, an interruption, and two more make the policy of four in a row."""
+    problems = [layered(0, 3, 3, 2), layered(1, 4, 3, 3), layered(2, 2, 3, 2)]
+    config = TrainConfig(
+        total_steps=4 * 64,
+        num_envs=4,
+        steps_per_env=16,
+        formulation=formulation,
+        network=NetworkConfig(hidden=16, layers=1, embed=True),
+        num_checks=4,
+        curriculum=0.5,
+        moves=10,
+    )
+
+    def run(folder: str, stop_at: float = np.inf, resume: bool = False) -> TrainedPolicy:
+        return train(
+            problems,
+            config=config,
+            baseline=load("heft"),
+            out_dir=tmp_path / folder,
+            resume=resume,
+            callback=lambda row: row["steps"] < stop_at,
+        )
+
+    whole = run("whole")
+    run("parts", stop_at=128)
+    table = (tmp_path / "parts" / "metrics.csv").read_text().splitlines()
+    assert 3 <= len(table) < 6
+    parts = run("parts", resume=True)
+    first, second = whole.net.state_dict(), parts.net.state_dict()
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    for a, b in zip(whole.best, parts.best, strict=True):
+        assert np.array_equal(a.placement, b.placement)
+        assert a.stats == b.stats
+    rows = []
+    for folder in ("whole", "parts"):
+        with (tmp_path / folder / "metrics.csv").open() as file:
+            rows.append(
+                [{k: v for k, v in r.items() if k != "seconds"} for r in csv.DictReader(file)]
+            )
+    assert rows[0] == rows[1]
+    # Finished: nothing is left to do, and the answer is the same.
+    again = run("parts", resume=True)
+    assert all(torch.equal(first[k], v) for k, v in again.net.state_dict().items())
+
+
+def test_checkpoints_of_something_else(tmp_path: Path) -> None:
+    problem = layered(0, 3, 3, 2)
+    config = TrainConfig(total_steps=64, network=SMALL)
+    train([problem], config=config, out_dir=tmp_path)
+    with pytest.raises(PolicyError, match="other problems or another configuration"):
+        train([layered(1, 3, 3, 2)], config=config, out_dir=tmp_path, resume=True)
+    with pytest.raises(PolicyError, match="other problems or another configuration"):
+        train([problem], config=replace(config, seed=1), out_dir=tmp_path, resume=True)
+    (tmp_path / "checkpoint.pt").write_bytes(b"half")
+    with pytest.raises(PolicyError, match="not a readable checkpoint"):
+        train([problem], config=config, out_dir=tmp_path, resume=True)
+    # Where there is no checkpoint training simply begins.
+    train([problem], config=config, out_dir=tmp_path / "new", resume=True)
+
+
+def test_advantages_are_normalised_per_graph() -> None:
+    space = spaces.Dict({"problem": spaces.Box(0, 9, (1,), np.int64)})
+    buffer = PerGraphBuffer(32, space, spaces.Discrete(2), n_envs=3, gae_lambda=1.0, gamma=1.0)
+    rng = np.random.default_rng(0)
+    for _ in range(32):
+        buffer.add(
+            {"problem": np.array([[0], [1], [2]])},
+            np.zeros((3, 1)),
+            rng.normal([0, 50, 3], [1, 20, 0]),  # the third graph: nothing to choose from
+            np.ones(3),
+            torch.zeros(3),
+            torch.zeros(3),
+        )
+    buffer.compute_returns_and_advantage(torch.zeros(3), np.ones(3))
+    assert buffer.advantages.mean(axis=0) == pytest.approx([0, 0, 0], abs=1e-5)
+    assert buffer.advantages.std(axis=0) == pytest.approx([1, 1, 0], abs=1e-4)
+    assert buffer.returns.mean(axis=0)[1] > 30  # what the value head learns is not touched
+
+
+def test_curriculum_begins_with_the_small() -> None:
+    problems = [layered(i, 2, depth, 2) for i, depth in enumerate((8, 2, 6, 4))]
+    config = TrainConfig(total_steps=400, network=SMALL, num_envs=4, num_checks=1, curriculum=0.5)
+    rows: list[Row] = []
+    train(problems, config=config, callback=rows.append)
+    # Greedy checks see all; of the others only the smallest has been sampled at first.
+    samples = [r["evaluations"] for r in rows]
+    assert samples == sorted(samples)
+    with pytest.raises(PolicyError, match="curriculum = 2 must be a share"):
+        TrainConfig(curriculum=2)
+
+
+@pytest.mark.parametrize("formulation", ["one_shot", "sequential", "select_place"])
+def test_imitation_reproduces_searched_solutions(formulation: Any, tmp_path: Path) -> None:
+    problems = {f"p{i}": layered(i, 3, 4, 2 + i) for i in range(2)}
+    expert = load("local_search", evaluations=300)
+    solutions = solve(problems, expert, tmp_path / "solutions.npz")
+    config = TrainConfig(
+        total_steps=1,
+        learning_rate=0.0,
+        last_learning_rate=0.0,
+        formulation=formulation,
+        network=NetworkConfig(hidden=32, layers=2),
+        imitation_epochs=150,
+        imitation_rate=5e-3,
+    )
+    policy = train(list(problems.values()), config=config, solutions=solutions)
+    for problem, solution in zip(problems.values(), solutions, strict=True):
+        same = canonical(problem, solution)
+        assert np.mean(policy.place(problem)[0] == same) > 0.9
+
+
+def test_solutions_are_kept_and_reused(tmp_path: Path) -> None:
+    calls = []
+
+    def expert(problem: Problem) -> Any:
+        calls.append(problem)
+        return load("heft")(problem)
+
+    problems = {"a": layered(0, 3, 3, 2), "b": layered(1, 3, 3, 2)}
+    path = tmp_path / "solutions.npz"
+    first = solve({"a": problems["a"]}, expert, path)
+    both = solve(problems, expert, path)
+    assert len(calls) == 2
+    assert np.array_equal(first[0], both[0])
+    assert sorted(load_solutions(path)) == ["a", "b"]
+    # Of another problem by the same name: searched for again.
+    solve({"a": layered(2, 4, 4, 3)}, expert, path)
+    assert len(calls) == 3
+    path.write_bytes(b"half")
+    with pytest.raises(PolicyError, match="not a readable file of solutions"):
+        solve(problems, expert, path)
+
+
+def test_equivalent_solutions_teach_the_same() -> None:
+    """Equal devices are renamed in order of first use; what cannot be followed is left out."""
+    problem = chain([[1, 1, 1]] * 4)
+    chosen = ProblemSet.build([problem])
+    for a, b in (([0, 0, 1, 2], [2, 2, 0, 1]), ([1, 1, 1, 1], [2, 2, 2, 2])):
+        for formulation in ("one_shot", "sequential", "select_place"):
+            first = demonstrations(chosen, [np.array(a, np.int32)], formulation)
+            second = demonstrations(chosen, [np.array(b, np.int32)], formulation)
+            assert np.array_equal(first[1], second[1])
+            assert len(first[1]) == (1 if formulation == "one_shot" else 4)
+            assert all(np.array_equal(first[0][k], second[0][k]) for k in first[0])
+    assert demonstrations(chosen, [np.array([2, 0, 0, 1], np.int32)], "sequential")[1].tolist() == [
+        0,
+        1,
+        1,
+        2,
+    ]
+    with pytest.raises(PolicyError, match="nothing to imitate"):
+        demonstrations(chosen, [np.zeros(4, np.int32)], "refine")
+    with pytest.raises(PolicyError, match="0 solutions for 1 problems"):
+        demonstrations(chosen, [], "sequential")
+
+
+def test_guided_search_learns() -> None:
+    """Operator i is fast only on device i mod D, which the hand-written score does not favour."""
+    n, d = 24, 4
+    seconds = np.full((n, d), 1.2)
+    seconds[np.arange(n), np.arange(n) % d] = 1.0
+    problem = chain(seconds, latency_s=0.001).with_objective("latency")
+    returns = {}
+    for rate in (0.0, 3e-3):
+        config = TrainConfig(
+            total_steps=6000,
+            formulation="guided_search",
+            learning_rate=rate,
+            last_learning_rate=rate / 10,
+            num_envs=8,
+            steps_per_env=40,
+            moves=20,
+            again=0.0,
+            num_checks=1,
+        )
+        rows: list[Row] = []
+        policy = train([problem], config=config, callback=rows.append)
+        returns[rate] = np.mean([r["reward_mean"] for r in rows[-3:-1]])
+    assert returns[3e-3] > 1.2 * returns[0.0] > 0.0
+    answer = PolicyPlanner(policy, "guided_search", evaluations=300, baseline="single_device")
+    assert answer(problem).value_s < load("heft")(problem).value_s * 1.001
+
+
+def test_refine_learns() -> None:
+    n, d = 8, 2
+    seconds = np.full((n, d), 3.0)
+    seconds[np.arange(n), np.arange(n) % d] = 1.0
+    problem = chain(seconds, latency_s=0.01)
+    config = TrainConfig(
+        total_steps=2000, formulation="refine", network=SMALL, moves=8, num_envs=8, num_checks=1
+    )
+    rows: list[Row] = []
+    train([problem], config=config, callback=rows.append)
+    assert rows[-2]["reward_mean"] > 1.2 * rows[1]["reward_mean"] > 0

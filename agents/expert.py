@@ -1,0 +1,176 @@
+"""Expert iteration: search solves many problems, a policy imitates, then PPO improves it.
+
+``solve`` searches, and keeps what it found in one file; ``imitate`` trains a policy on it by
+cross-entropy; ``agents.training.train(..., solutions=...)`` does that before PPO. The policy then
+gives searches better starts, and their solutions are imitated in turn (Anthony, Tian and Barber,
+"Thinking fast and slow with deep learning and tree search", NeurIPS 2017).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from agents.encoder import PolicyError
+from agents.policy import PlacementPolicy
+from agents.trained import BUILDING
+from envs.problems import ProblemSet, canonical, choice_of
+from placement.files import write_atomic
+from placement.problem import Placement, Planner, Problem
+from placement.simulator import score
+
+
+def solve(
+    problems: Mapping[str, Problem],
+    planner: Planner,
+    path: str | Path,
+    progress: Callable[[str, float], None] | None = None,
+) -> list[Placement]:
+    """A good placement int32 ``[N]`` of each problem, searched for or read from ``path``.
+
+    The ``.npz`` file is written after each search, so an interrupted run goes on where it was. A
+    solution in it stays if it is of the same graph and devices and at least as good as what the
+    file says; it is searched for again otherwise.
+
+    Raises:
+        FileError: ``path`` cannot be written.
+        PolicyError: it is not a file of solutions.
+    """
+    known = load_solutions(path) if Path(path).is_file() else {}
+    for i, (name, problem) in enumerate(problems.items()):
+        if progress is not None:
+            progress(name, i / len(problems))
+        if name not in known or not _fits(problem, known[name]):
+            known[name] = np.asarray(planner(problem).placement, np.int32)
+            file = io.BytesIO()
+            arrays: dict[str, Any] = dict(known)
+            np.savez_compressed(file, **arrays)
+            write_atomic(path, file.getvalue())
+    return [known[name] for name in problems]
+
+
+def load_solutions(path: str | Path) -> dict[str, Placement]:
+    """Placements int32 ``[N]`` by name, of a file that ``solve`` wrote.
+
+    Raises:
+        PolicyError: missing, truncated, or something else.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            return {name: data[name].astype(np.int32) for name in data.files}
+    except Exception as error:  # zip and numpy each raise their own kinds
+        raise PolicyError(
+            f"{path}: not a readable file of solutions ({error}); delete it to search again"
+        ) from error
+
+
+def _fits(problem: Problem, placement: Placement) -> bool:
+    shape = placement.shape == (problem.num_ops,)
+    if not shape or placement.min() < 0 or placement.max() >= problem.num_devices:
+        return False
+    return bool(np.isfinite(score(problem, placement)[0]))
+
+
+def demonstrations(
+    problems: ProblemSet, solutions: Sequence[Placement], formulation: str
+) -> tuple[dict[str, NDArray[Any]], NDArray[np.int64]]:
+    """What a policy would observe on its way to each solution, and what it should do.
+
+    Observations ``[S, ...]`` and actions int64 ``[S]``, or ``[S, G]`` for ``one_shot``.
+    Interchangeable devices are renamed in order of first use: of equivalent placements a policy
+    can make exactly this one, and is not taught to tell apart what is equal. Solutions that the
+    environment cannot express (memory was full before) are followed as far as possible.
+
+    Raises:
+        PolicyError: the formulation improves placements, or there are too few solutions.
+    """
+    if formulation not in BUILDING:
+        raise PolicyError(
+            f"a {formulation} policy does not make placements: nothing to imitate; use one of "
+            f"{sorted(BUILDING)}"
+        )
+    if len(solutions) != len(problems.problems):
+        raise PolicyError(f"{len(solutions)} solutions for {len(problems.problems)} problems")
+    count, width = len(solutions), problems.max_devices
+    target = np.zeros((count, problems.max_groups), np.int64)
+    for i, (problem, placement) in enumerate(zip(problems.problems, solutions, strict=True)):
+        choice = choice_of(problem, canonical(problem, placement))
+        target[i, : len(choice)] = choice
+    rules = BUILDING[formulation](problems, count)
+    rules.start(np.arange(count), np.arange(count))
+    seen: list[dict[str, NDArray[Any]]] = []
+    done_before = np.zeros(count, bool)
+    actions: list[NDArray[np.int64]] = []
+    while not done_before.all():
+        obs = rules.observe()
+        wanted = target
+        if formulation != "one_shot":
+            wanted = target[np.arange(count), obs["group"][:, 0]]  # the first of the ready groups
+            legal = rules.masks().reshape(count, -1)[:, :width]
+            illegal = ~legal[np.arange(count), wanted]
+            wanted = np.where(illegal, legal.argmax(axis=1), wanted)
+        else:
+            illegal = np.zeros(count, bool)
+        teach = ~done_before & ~illegal
+        seen.append({k: rows[teach] for k, rows in obs.items()})
+        actions.append(wanted[teach])
+        done_before |= rules.decide(wanted)
+    return (
+        {k: np.concatenate([rows[k] for rows in seen]) for k in seen[0]},
+        np.concatenate(actions),
+    )
+
+
+def imitate(
+    policy: PlacementPolicy,
+    problems: ProblemSet,
+    solutions: Sequence[Placement],
+    *,
+    epochs: int = 20,
+    learning_rate: float = 1e-3,
+    batch_size: int = 512,
+    seed: int = 0,
+) -> list[float]:
+    """Train ``policy`` to make ``solutions``; mean cross-entropy per decision of each epoch.
+
+    The value head learns what the solutions are worth, so that PPO does not begin blind.
+
+    Raises:
+        PolicyError: see ``demonstrations``.
+    """
+    obs, actions = demonstrations(problems, solutions, policy.net.formulation)
+    choices = np.zeros((len(solutions), problems.max_groups), np.int32)
+    for i, (problem, placement) in enumerate(zip(problems.problems, solutions, strict=True)):
+        choices[i, : problem.graph.num_groups] = choice_of(problem, placement)
+    worth = problems.outcomes(np.arange(len(solutions)), choices)[1]
+    returns = torch.from_numpy(worth[obs["problem"][:, 0]].astype(np.float32))
+    tensors = {k: torch.from_numpy(rows) for k, rows in obs.items()}
+    wanted = torch.from_numpy(actions)
+    rng = np.random.default_rng(seed)
+    optimizer = torch.optim.Adam(policy.net.parameters(), lr=learning_rate)
+    losses = []
+    for _ in range(epochs):
+        total = 0.0
+        for rows in np.array_split(
+            rng.permutation(len(wanted)), max(1, round(len(wanted) / batch_size))
+        ):
+            some = torch.from_numpy(rows)
+            values, log_prob, _ = policy.evaluate_actions(
+                {k: v[some] for k, v in tensors.items()}, wanted[some]
+            )
+            loss = -log_prob.mean()
+            whole = loss + 0.1 * nn.functional.mse_loss(values, returns[some])
+            optimizer.zero_grad()
+            whole.backward()
+            nn.utils.clip_grad_norm_(policy.net.parameters(), 0.5)
+            optimizer.step()
+            total += float(loss.detach()) * len(rows)
+        losses.append(total / len(wanted))
+    return losses

@@ -1,0 +1,195 @@
+"""The policy that chooses among macro moves, and the search that it guides at full speed."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from agents.encoder import ILLEGAL, Encoded, Encoder, Formulation, NetworkConfig, Observations
+from agents.store import GraphStore
+from envs import _guided
+from envs._guided import NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES
+from envs.guided import begin, state_of, tables_of
+from envs.guided import search as take_steps
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.planners._search import Search, can_move
+from placement.problem import Problem
+from placement.profile import Profile
+
+Chooser = Literal["policy", "hand", "uniform"]
+CHOOSERS: dict[str, int] = {
+    "policy": _guided.POLICY,
+    "hand": _guided.HAND,
+    "uniform": _guided.UNIFORM,
+}
+_SLICE_S = 0.01  # between two looks at the clock
+
+
+class GuidedNet(nn.Module):
+    """Scores the moves that ``GuidedSearch-v0`` offers: hand-written score plus a network.
+
+    The last layer begins near zero: untrained, it chooses as the hand-written score does. With
+    ``config.embed`` the first layer also sees the encoder's view of the group that moves first
+    and of its new device. Both are added where the features are, so that a search computes them
+    once per graph (``weights``) and its inner loop only looks them up.
+    """
+
+    formulation: Formulation = "guided_search"
+
+    def __init__(self, config: NetworkConfig | None = None) -> None:
+        super().__init__()
+        self.config = config or NetworkConfig()
+        h = self.config.scorer
+        self.encoder = Encoder(self.config) if self.config.embed else None
+        self.by_search = nn.Linear(NUM_SEARCH_FEATURES, h)
+        self.by_move = nn.Linear(NUM_MOVE_FEATURES, h, bias=False)
+        self.hidden = nn.Linear(h, h)
+        self.out = nn.Linear(h, 1, bias=False)
+        self.value = nn.Sequential(
+            nn.Linear(NUM_SEARCH_FEATURES + 2 * NUM_MOVE_FEATURES, 2 * h),
+            nn.ReLU(),
+            nn.Linear(2 * h, 1),
+        )
+        if self.config.embed:
+            self.by_group = nn.Linear(self.config.hidden, h, bias=False)
+            self.by_device = nn.Linear(self.config.hidden, h, bias=False)
+        last = self.value[-1]
+        assert isinstance(last, nn.Linear)
+        for weight in (self.out.weight, last.weight):
+            nn.init.normal_(weight, std=0.01)
+        nn.init.zeros_(last.bias)
+
+    def encode(self, store: GraphStore, ids: Tensor) -> Encoded | None:
+        """The graphs int64 ``ids [U]`` encoded; None: this policy does not look at them."""
+        return None if self.encoder is None else self.encoder(store, ids)
+
+    def evaluate(
+        self,
+        store: GraphStore,
+        ids: Tensor,
+        encoded: Encoded | None,
+        row: Tensor,
+        obs: Observations,
+    ) -> tuple[Tensor, Tensor, None]:
+        """Logits ``[B, C + 1]`` and values ``[B]``; as ``PlacementNet.evaluate``."""
+        moves, search, legal = obs["moves"].float(), obs["search"].float(), obs["mask"].bool()
+        places = None
+        if encoded is not None:
+            places = encoded, row, obs["group"].long(), obs["device"].long()
+        return self.logits(moves, search, legal, places), self.values(moves, search, legal), None
+
+    def logits(
+        self,
+        moves: Tensor,
+        search: Tensor,
+        legal: Tensor,
+        places: tuple[Encoded, Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Masked logits float32 ``[B, C + 1]``; ``_guided._network`` computes the same.
+
+        ``moves`` float32 ``[B, C + 1, F]``, ``search`` float32 ``[B, S]``, ``legal`` bool
+        ``[B, C + 1]``; ``places``: the encoded graphs, and int64 the row among them ``[B]``,
+        the group and the device ``[B, C + 1]`` of each move.
+        """
+        x = self.by_search(search)[:, None] + self.by_move(moves)
+        if places is not None:
+            encoded, row, group, device = places
+            known = self.by_group(encoded.groups)[row[:, None], group]
+            known = known + self.by_device(encoded.devices)[row[:, None], device]
+            x = torch.cat([x[:, :1], x[:, 1:] + known[:, 1:]], dim=1)
+        score = self.out(torch.relu(self.hidden(torch.relu(x)))).squeeze(-1)
+        return (score + moves[:, :, 0]).masked_fill(~legal, ILLEGAL)
+
+    def values(self, moves: Tensor, search: Tensor, legal: Tensor) -> Tensor:
+        """Expected improvement of log(best) still to come, float32 ``[B]``."""
+        some = legal[:, :, None]
+        mean = (moves * some).sum(dim=1) / some.sum(dim=1)
+        largest = moves.masked_fill(~some, -30.0).amax(dim=1)
+        # The hand score of max_load spans 60 units; the others are within 10.
+        scale = moves.new_ones(moves.shape[2])
+        scale[0] = 0.1
+        return self.value(torch.cat([search, mean * scale, largest * scale], dim=1)).squeeze(1)
+
+    def weights(self, store: GraphStore | None) -> tuple[NDArray[np.float32], ...]:
+        """``net`` of ``_guided._network`` for the one graph of ``store`` (None: no embedding)."""
+        groups = devices = torch.zeros(0, self.config.scorer)
+        with torch.no_grad():
+            if store is not None and (encoded := self.encode(store, torch.tensor([0]))):
+                groups = self.by_group(encoded.groups[0])
+                devices = self.by_device(encoded.devices[0])
+            parts = (
+                self.by_search.weight.T,
+                self.by_move.weight.T,
+                groups,
+                devices,
+                self.by_search.bias,
+                self.hidden.weight.T,
+                self.hidden.bias,
+                self.out.weight[0],
+            )
+            return tuple(np.ascontiguousarray(x.numpy(), dtype=np.float32) for x in parts)
+
+
+def anneal(
+    search: Search,
+    net: GuidedNet | None,
+    chooser: Chooser,
+    rounds: int = 6,
+    width: int = 16,
+    seed: int = 0,
+) -> int:
+    """Spend what is left of a ``Search``'s budget in the kernel; the steps that were made.
+
+    Each of the ``rounds`` starts from the best so far and cools down, as the episodes do that
+    the policy was trained on. For ``max_load`` an offered move counts as an evaluation.
+    """
+    problem = search.problem
+    assert search.best is not None
+    if not can_move(problem):
+        return 0
+    store = GraphStore([problem]) if net is not None and net.config.embed else None
+    weights = (net or GuidedNet()).weights(store)
+    tables = tables_of(problem)
+    state, rng = state_of(tables, width), np.random.default_rng(seed)
+    exact = tables.kind == _guided.LOAD and chooser != "uniform"
+    per_step = width if exact else 1
+    # Temperatures change a hundred times in a round, wherever the budget is counted.
+    most = max(1.0, search.num_left / (100 * rounds * per_step))
+    begun, current, rate, made = search.used, -1, 400.0, 0
+    while search.left and search.num_left > per_step:
+        progress = (search.used - begun) / max(1.0 - begun, 1e-12) * rounds
+        this = min(int(progress), rounds - 1)
+        if this != current:
+            current = this
+            begin(tables, state, search.best, this, rng)
+            search.num_evaluations += 1
+        part, before = min(progress - this, 1.0), search.seconds
+        steps = int(max(1, min(most, _SLICE_S * rate, search.num_left // per_step)))
+        best_s = float(state.x[_guided.BEST])
+        take_steps(tables, state, weights, CHOOSERS[chooser], steps, part, part)
+        rate = steps / max(search.seconds - before, 1e-9)
+        made += steps
+        if state.x[_guided.BEST] < best_s:
+            search.consider(state.best, steps * per_step)
+        else:
+            search.num_evaluations += steps * per_step
+    return made
+
+
+@cache
+def load_kernel() -> None:
+    """Compile the search, or read it from its cache: once, and outside of every budget."""
+    graph = OpGraph.build("two", ["a", "b"], [0], [1], [(0, 1)])
+    cluster = Cluster("two", (Device("a"), Device("b")))
+    zeros = np.zeros((2, 2))
+    links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
+    problem = Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "latency")
+    search = Search(problem, evaluations=8)
+    search.cost(np.zeros(2, np.int32))
+    anneal(search, None, "hand")
