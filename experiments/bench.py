@@ -205,6 +205,55 @@ def problem_tables() -> Iterator[Row]:
         yield Row("lower bounds", bounds * 1e3, "ms", note=note)
 
 
+def planners() -> Iterator[Row]:
+    """The exact change of ``max_load`` by a move, the search on it, the program over ideals."""
+    import numba
+
+    from placement.objective_kernels import trial_move
+    from placement.objectives import LoadMoves
+    from placement.planners import _macro, load
+    from placement.planners.macro_search import _SHARE, _neighbours
+    from placement.workloads.synthetic import families
+
+    @numba.njit
+    def try_all(tables, state, group, where):  # type: ignore[no-untyped-def]
+        total = 0.0
+        for i in range(len(group)):
+            total += trial_move(tables, state, group[i], where[i])
+        return total
+
+    count = 200_000
+    for name in ("layered_wide", "transformer", "inception"):
+        problem = families()[name](0).with_objective("max_load")
+        moves = LoadMoves(problem, load("contiguous_dp")(problem).placement)
+        graph, best = _neighbours(problem), moves.state[0].copy()
+        random, rng = np.array([1], np.uint64), np.random.default_rng(0)
+        group = rng.integers(0, problem.graph.num_groups, count)
+        where = rng.integers(0, problem.num_devices, count)
+
+        def anneal(share, moves=moves, graph=graph, random=random, best=best):  # type: ignore[no-untyped-def]
+            settings = (np.inf, count, 64, 0.2, 1e-3, 6)
+            _macro.anneal(moves.tables, moves.state, graph, share, 0.0, random, best, *settings)
+
+        trials, single, macro = medians_s(
+            lambda m=moves, g=group, d=where: try_all(m.tables, m.state, g, d),  # type: ignore[misc]
+            lambda run=anneal: run(np.ones(5)),  # type: ignore[misc]
+            lambda run=anneal: run(_SHARE),  # type: ignore[misc]
+        )
+        note = f"{name}, {problem.num_ops} operators, {problem.num_devices} devices"
+        yield Row("incremental delta, moves/s", count / trials, "1/s", 2e6, True, note)
+        yield Row("macro_search, moves of one group/s", count / single, "1/s", 2e6, True, note)
+        yield Row("macro_search, moves/s", count / macro, "1/s", None, True, note)
+    for name in ("inception", "transformer_training", "deep_chain"):
+        problem = families()[name](0).with_objective("max_load")
+        (program,) = medians_s(lambda q=problem: load("ideal_dp")(q), rounds=3)  # type: ignore[misc]
+        ideals = load("ideal_dp")(problem).stats["ideals"]
+        note = (
+            f"{name}, {problem.num_ops} operators, {problem.num_devices} devices, {ideals} ideals"
+        )
+        yield Row("ideal_dp, seconds", program, "s", None, note=note)
+
+
 def learning() -> Iterator[Row]:
     """Environment steps and PPO steps per second."""
     from experiments.bench_learning import environment_rows, training_rows
@@ -219,6 +268,7 @@ SECTIONS: tuple[Callable[[], Iterator[Row]], ...] = (
     pipelined,
     placements_per_second,
     problem_tables,
+    planners,
     learning,
 )
 
