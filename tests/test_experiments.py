@@ -19,6 +19,8 @@ from experiments import _study, baselines, public, scale
 from experiments._study import Store, StudyError, limited
 from placement.problem import Problem, Solution
 
+pytestmark = pytest.mark.timeout(300)  # the first study of a fresh clone compiles the kernels
+
 needs_data = pytest.mark.skipif(
     not (_study.DATA / "dnn_partitioning" / "truth.json").exists(),
     reason="the public workloads are not beside the checkout",
