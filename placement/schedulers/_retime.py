@@ -69,7 +69,7 @@ def shortest(
     """
     end = time.perf_counter() + seconds
     tables = _orders.tables(work)
-    few = min(_FEW, max(num_micro_batches // 2, 4))
+    few = min(_FEW, num_micro_batches // 2 if num_micro_batches >= _FEW else num_micro_batches)
     best = _candidates(work, tables, patterns, num_micro_batches)
     if num_micro_batches > few:
         small = _candidates(work, tables, patterns, few)
