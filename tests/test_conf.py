@@ -24,6 +24,8 @@ from hydra.utils import get_object, instantiate
 import agents.compare
 import agents.train
 from agents.app import AppError, make_planner, with_lists
+from agents.expert import load_solutions
+from agents.trained import TrainedPolicy
 from placement import planners, workloads
 from placement.planners import PlannerError
 
@@ -384,6 +386,35 @@ def test_train(run: Callable[..., int], tmp_path: Path) -> None:
     again = ["planner=policy", "planner.policy.policy=more/policy.npz", "planner.policy.k=2"]
     assert run("compare", *PREDICT, *again, "hydra.run.dir=last") == 0
     assert "policy" in {r["planner"] for r in rows_of(tmp_path / "last")}
+
+
+def test_train_on_synthetic_problems(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["workload=[]", "synthetic=[{family: reduction_tree, seeds: [0, 1]}]", "tracker=none"]
+    words += ["training.total_steps=64", "+training.num_envs=2", "+training.network.hidden=8"]
+    words += ["num_microbatches=1", "objective=max_load", "evaluations=200", "variants=1"]
+    assert run("train", *words, "training.formulation=guided_search", "hydra.run.dir=g") == 0
+    rows = rows_of(tmp_path / "g")
+    assert {r["workload"] for r in rows} == {"reduction_tree-0", "reduction_tree-1"}
+    card = TrainedPolicy.load(tmp_path / "g" / "policy.npz").card
+    assert len(card["problems"]) == 4  # and each on another machine
+    # Finished: resuming changes nothing.
+    again = [*words, "training.formulation=guided_search", "hydra.run.dir=g", "resume=true"]
+    assert run("train", *again) == 0
+    values = [(r["workload"], r["planner"], r["value_s"]) for r in rows]
+    assert [(r["workload"], r["planner"], r["value_s"]) for r in rows_of(tmp_path / "g")] == values
+    imitate = ["warm_start=imitation", "planner@expert=heft", "+training.imitation_epochs=2"]
+    one = ["training.formulation=one_shot", "training.network.encoder=dag", "hydra.run.dir=i"]
+    assert run("train", *words, *imitate, *one) == 0
+    assert sorted(load_solutions(tmp_path / "i" / "solutions.npz")) == [
+        "reduction_tree-0",
+        "reduction_tree-0/0",
+        "reduction_tree-1",
+        "reduction_tree-1/0",
+    ]
+    assert run("train", *words, "warm_start=magic", "hydra.run.dir=x") == 2
+    assert "use baseline or imitation" in capsys.readouterr().err
 
 
 if __name__ == "__main__":
