@@ -150,7 +150,8 @@ class Search:
         """The best that was found, with ``seconds``, ``evaluations``, ``curve`` and ``stats``.
 
         Where nothing fits in memory the least violating placement, worth inf, and a text
-        ``infeasible`` with the bytes.
+        ``infeasible`` with the bytes; for ``piecewise_latency`` it may be the pieces that wait
+        for each other.
         """
         assert self.best is not None, "the first evaluation is always made"
         placement = self.best[self.problem.graph.group]
@@ -158,7 +159,7 @@ class Search:
         value = self.best_cost if fits else np.inf
         curve = [*self.curve, (self.seconds, self.num_evaluations, value)]
         if not fits:
-            stats["infeasible"] = too_large(self._run, placement)
+            stats["infeasible"] = why_infinite(self._run, placement)
         told = {"seconds": self.seconds, "evaluations": self.num_evaluations, "curve": curve}
         return Solution(placement, value, lower_bound_s, told | stats)
 
@@ -294,10 +295,17 @@ def _load_kernels(objective: Objective) -> None:
     evaluate(one, [[0]])
     if objective in objectives.ANALYTIC:
         score(one.with_objective(objective), [[0]])
+    if objective == "max_load":
+        from placement.objective_kernels import apply_moves, undo_moves
+
+        moved = objectives.LoadMoves(one.with_objective(objective), [0])
+        nothing = np.zeros(0, np.intp), np.zeros(0, np.int32), 0
+        apply_moves(moved.tables, moved.state, *nothing)
+        undo_moves(moved.tables, moved.state, *nothing, 0, 0)
 
 
-def too_large(problem: Problem, placement: Placement) -> str:
-    """Where a placement does not fit, in bytes."""
+def why_infinite(problem: Problem, placement: Placement) -> str:
+    """Why a placement is worth inf: what does not fit, in bytes, or which pieces cannot run."""
     analytic = problem.objective in objectives.ANALYTIC
     peak = None if analytic else simulate(problem, placement).peak_bytes
     if analytic:
@@ -308,7 +316,20 @@ def too_large(problem: Problem, placement: Placement) -> str:
         for device, need in zip(problem.cluster.devices, peak, strict=True)
         if need > device.memory_bytes
     ]
-    return "no placement found that fits in memory; the closest: " + ", ".join(over)
+    if over:
+        return "no placement found that fits in memory; the closest: " + ", ".join(over)
+    names, devices = problem.graph.op_name, problem.cluster.device_names
+    waiting = objectives.circle(problem, placement)
+    assert waiting, "what fits and can run has a value"
+    told = [
+        f"{len(ops)} operators of {devices[d]!r} from {int(ops[0])} ({names[ops[0]]!r})"
+        for d, ops in waiting[:3]
+    ]
+    return (
+        f"no placement found that can run: {len(waiting)} pieces wait for each other in a circle, "
+        f"each for the next: {', '.join(told)}{', ...' if len(waiting) > 3 else ''}; contiguous "
+        "stages never do: use ideal_dp, or macro_search, which begins with them"
+    )
 
 
 def device_classes(problem: Problem) -> NDArray[np.int32]:
