@@ -119,6 +119,30 @@ def piecewise_latency(problem: Problem, placement: Placement) -> float:
     return max(finish.values())
 
 
+def circle(problem: Problem, placement: ArrayLike) -> list[tuple[int, Ints]]:
+    """Pieces that wait for each other, each for the next one and the last for the first.
+
+    Each as its device and its operators, int32 and in order; empty where every piece can run.
+    """
+    from placement import objective_kernels as kernels
+
+    g = problem.graph
+    p = np.ascontiguousarray(placement, dtype=np.int32)
+    scratch = kernels.piecewise_scratch(problem.num_ops, problem.num_devices)
+    if np.isfinite(kernels.piecewise_one(kernels.piecewise_tables(problem), p, scratch, np.inf)):
+        return []
+    piece, missing = scratch[0][3][: problem.num_ops], scratch[0][7]
+    src, dst = piece[g.edges[:, 0]], piece[g.edges[:, 1]]
+    stuck = (src != dst) & (missing[src] > 0) & (missing[dst] > 0)
+    waits_for = dict(zip(dst[stuck].tolist(), src[stuck].tolist(), strict=True))
+    # What never ran waits for something that never ran, so that this walk ends where it was.
+    walk = [next(iter(waits_for))]
+    while (then := waits_for[walk[-1]]) not in walk:
+        walk.append(then)
+    found = [np.flatnonzero(piece == q).astype(np.int32) for q in walk[walk.index(then) :]]
+    return [(int(p[ops[0]]), ops) for ops in found]
+
+
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """A problem seen as ``I`` blocks of operators that are placed whole.

@@ -24,7 +24,8 @@ def check_planner(planner: Planner, problems: Sequence[Problem] | None = None) -
 
     * The placement is int32 ``[N]`` and obeys support and colocation.
     * ``value_s`` is what the simulator says; inf, and ``stats["infeasible"]`` a text with the
-      bytes, where it does not fit in memory.
+      bytes, where it does not fit in memory, or with the operators whose pieces wait for each
+      other (``piecewise_latency``).
     * ``lower_bound_s`` is None or at most ``value_s``.
     * ``stats`` has ``seconds`` and ``evaluations``; a ``curve`` of (seconds, evaluations,
       value) improves and ends at ``value_s``.
@@ -75,7 +76,7 @@ def _check_solution(problem: Problem, answer: Solution, where: str) -> None:
     if np.isinf(value):
         why = str(stats.get("infeasible", ""))
         told = bool(re.search(r"\d", why))
-        _need(told, where, f"is worth inf, but stats['infeasible'] = {why!r} has no bytes")
+        _need(told, where, f"is worth inf, but stats['infeasible'] = {why!r} has no numbers")
     else:
         _need("infeasible" not in stats, where, f"is worth {value} s and infeasible")
     if "curve" in stats:

@@ -132,6 +132,32 @@ def test_piecewise_latency_of_drawn_examples() -> None:
     assert value([(0, 1), (2, 3)], [0, 1, 1, 0]) == np.inf
 
 
+def test_pieces_that_wait_for_each_other_are_named() -> None:
+    # acc:0 {0, 3} waits for 2, acc:1 {1, 2} waits for 0; 4 only waits for them.
+    times = ([1] * 5, [1] * 5, [0] * 5)
+    problem = make([(0, 1), (2, 3), (3, 4)], *times, objective="piecewise_latency")
+    found = objectives.circle(problem, [0, 1, 1, 0, 2])
+    assert sorted((d, ops.tolist()) for d, ops in found) == [(0, [0, 3]), (1, [1, 2])]
+    # Dealt out like cards over three accelerators: 0 3 | 1 4 | 2 wait as 0 -> 4, 1 -> 3.
+    problem = make([(0, 4), (1, 3)], *times, num_acc=3, num_cpus=0, objective="piecewise_latency")
+    said = planners.load("round_robin")(problem).stats["infeasible"]
+    assert "2 pieces wait for each other" in said and "memory" not in said
+    assert "2 operators of 'acc:0' from 0 ('0')" in said and "'acc:1' from 1 ('1')" in said
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6))
+def test_a_circle_is_told_where_and_only_where_the_latency_is_inf(seed: int) -> None:
+    problem = draw_problem(seed).with_objective("piecewise_latency")
+    edges = set(map(tuple, problem.graph.edges.tolist()))
+    for placement in draw_placements(problem, seed, 5):
+        found = objectives.circle(problem, placement)
+        assert bool(found) == np.isinf(piecewise_latency(problem, placement))
+        for (_, piece), (_, awaited) in zip(found, [*found[1:], *found[:1]], strict=True):
+            assert any((int(a), int(b)) in edges for a in awaited for b in piece)
+            assert not set(piece) & set(awaited)
+
+
 @settings(max_examples=150)
 @given(st.integers(0, 10**6))
 def test_kernels_equal_the_references(seed: int) -> None:

@@ -77,7 +77,7 @@ BROKEN = {
     "lower_bound_s = .* is above": lambda p, s: replace(s, lower_bound_s=s.value_s * 1.01),
     "stats lack 'seconds'": lambda p, s: without(s, "seconds"),
     "stats lack 'evaluations'": lambda p, s: without(s, "evaluations"),
-    "has no bytes": lambda p, s: without(s, "infeasible"),
+    "has no numbers": lambda p, s: without(s, "infeasible"),
     "s and infeasible": lambda p, s: stats(s, infeasible="needs 3 bytes, has 2"),
     "the curve does not improve": forever_worse,
     "the curve ends at": lambda p, s: stats(s, curve=[(0.0, 1, s.value_s + 1)]),

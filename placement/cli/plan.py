@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         cli.print_json(_answer(args, problem, solution, took))
     if not isfinite(solution.value_s):
-        cli.say(f"no placement that fits was found: {solution.stats.get('infeasible', '')}")
+        why = solution.stats.get("infeasible", "")
+        cli.say(f"no placement that fits and can run was found: {why}")
         return cli.NO
     if args.out or not args.json:
         _show_and_save(args, planner, problem, solution, schedule)

@@ -327,8 +327,8 @@ def why_infinite(problem: Problem, placement: Placement) -> str:
     ]
     return (
         f"no placement found that can run: {len(waiting)} pieces wait for each other in a circle, "
-        f"each for the next: {', '.join(told)}{', ...' if len(waiting) > 3 else ''}; contiguous "
-        "stages never do: use ideal_dp, or macro_search, which begins with them"
+        f"each for the next: {', '.join(told)}{', ...' if len(waiting) > 3 else ''}; "
+        "use ideal_dp, whose stages do not, or macro_search, which begins with them"
     )
 
 

@@ -81,6 +81,7 @@ def _split(
     groups = problem.group_compute_s
     count = len(groups)
     finite = np.isfinite(groups)
+    memory_bytes = np.minimum(problem.memory_bytes, need.sum())  # more would overflow when added
     elapsed = np.vstack([np.zeros(len(order)), np.where(finite, groups, 0.0).cumsum(axis=0)])
     held = np.append(0, need.cumsum())
     broken = np.vstack([np.zeros(len(order), int), (~finite).cumsum(axis=0)])
@@ -90,7 +91,7 @@ def _split(
         at, ends = 0, []
         for d in order:
             time_end = np.searchsorted(elapsed[:, d], elapsed[at, d] + limit_s, "right")
-            room_end = np.searchsorted(held, held[at] + problem.memory_bytes[d], "right")
+            room_end = np.searchsorted(held, held[at] + memory_bytes[d], "right")
             able_end = np.searchsorted(broken[:, d], broken[at, d], "right")
             at = max(at, min(int(time_end), int(room_end), int(able_end)) - 1)
             ends.append(at)

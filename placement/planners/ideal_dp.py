@@ -20,7 +20,7 @@ from placement.graph import OpGraph
 from placement.objective_kernels import move_tables
 from placement.objectives import Blocks, blocks, device_loads
 from placement.planners import PlannerError, _ideals
-from placement.planners._search import too_large
+from placement.planners._search import why_infinite
 from placement.problem import Problem, Solution, balance_prices, lower_bounds, priced
 from placement.profile import Profile
 from placement.simulator import score
@@ -120,7 +120,7 @@ class IdealDp:
         stats["max_load_s"] = float(device_loads(problem, placement).max())
         value = float(score(problem, placement)[0])
         if not np.isfinite(value):  # the split counts parameters, a timeline activations too
-            stats["infeasible"] = too_large(problem, placement)
+            stats["infeasible"] = why_infinite(problem, placement)
         return Solution(placement, value, bound, stats)
 
 
