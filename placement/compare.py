@@ -49,7 +49,7 @@ class Row:
         placement_id: equal for equal placements, None without an answer.
         feasible: supported everywhere and within memory.
         value_s: the objective in the simulator, inf where infeasible.
-        latency_s, period_s: predicted.
+        latency_s, period_s: predicted. energy_j: too, per micro-batch; None: power unknown.
         measured_latency_s, measured_period_s: medians of ``num_rounds`` interleaved rounds;
             ``..._iqr_s``: their interquartile ranges.
         latency_error, period_error: ``predicted / measured - 1``.
@@ -72,6 +72,7 @@ class Row:
     value_s: float
     latency_s: float
     period_s: float
+    energy_j: float | None = None
     measured_latency_s: float | None = None
     measured_latency_iqr_s: float | None = None
     measured_period_s: float | None = None
@@ -450,6 +451,7 @@ def _row(
         value_s=value_s,
         latency_s=float(values.latency_s[0]),
         period_s=float(values.period_s[0]),
+        energy_j=None if values.energy_j is None else float(values.energy_j[0]),
         gap=value_s / bound_s - 1 if bound_s > 0 and np.isfinite(value_s) else None,
         evaluations=cell.solution.stats.get("evaluations"),
         note=cell.note or _said(cell.solution, feasible, value_s),

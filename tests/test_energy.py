@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from problems import random_problem
 
+from placement.compare import compare
 from placement.planners import load, names
 from placement.problem import Problem, lower_bounds
+from placement.report.table import tables
 from placement.simulator import evaluate, score
 
 ELSEWHERE = ("expert", "metis", "coarsened")  # they need a file, a package, or a planner
@@ -53,3 +56,14 @@ def test_a_frugal_device_wins_where_energy_counts_and_a_fast_one_where_time_does
     problem = replace(problem, cluster=cluster, profile=profile)
     assert load("single_device")(problem).placement.tolist() == [1] * 6
     assert load("single_device")(problem.with_objective("latency")).placement.tolist() == [0] * 6
+
+
+def test_a_comparison_shows_joules_beside_the_times(tmp_path: Path) -> None:
+    both = {name: load(name) for name in ("heft", "round_robin")}
+    comparison = compare({"toy": roomy(1)}, both, out_dir=tmp_path)
+    row = comparison.best("toy")
+    assert row.energy_j == row.value_s == min(r.value_s for r in comparison.rows)
+    table = tables(comparison)[0]
+    assert table.header[:3] == ("planner", "mJ", "period ms")
+    assert f"{1e3 * row.value_s:.0f}" in {cells[1] for cells in table.cells}
+    assert all(len(line) == len(table.header) for line in table.cells)
