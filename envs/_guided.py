@@ -151,33 +151,10 @@ class State(NamedTuple):
 
 
 @nb.njit(cache=True, nogil=True)
-def _begin(t, s):
-    """Evaluate the placement in ``s.moves[0]`` and forget everything else."""
-    s.x[STEP] = s.x[FOUND] = s.x[USED] = 0.0
-    s.refused[:] = 0.0
-    s.moved[:] = 0
-    _resume(t, s)
-    s.x[BEST] = s.x[FIRST] = s.x[COST]
-    s.best[:] = s.moves[0]
-
-
-@nb.njit(cache=True, nogil=True)
-def _resume(t, s):
-    """Evaluate the placement in ``s.moves[0]`` again (drift of many moves is gone then)."""
-    fill_state(t.moves, s.moves)
-    s.on_chain[:] = 0.0
-    s.when[:] = 0.0
-    s.x[NUM_CHAIN] = 0.0
-    s.x[COST] = _evaluate(t, s)
-    _look(t, s)
-
-
-@nb.njit(cache=True, nogil=True)
 def _evaluate(t, s):
     """Cost of the placement in ``s.moves``: its value, or INFEASIBLE * (1 + overflow)."""
     device, load, held = s.moves[0], s.moves[1], s.moves[2]
-    memory = t.moves[8]
-    num_devices = len(load)
+    memory, num_devices = t.moves[8], len(load)
     t.peak[:] = 0
     if t.kind == LOAD:
         value = load.max()
@@ -189,7 +166,47 @@ def _evaluate(t, s):
             piecewise_batch(*t.piecewise, t.placement, t.value)
             value = t.value[0]
         else:
-            value = _simulate(t, placement)
+            seconds, busy_s = t.seconds, t.load
+            n = len(placement)
+            busy_s[:] = 0.0
+            for i in range(n):
+                seconds[i] = t.compute_s[i, placement[i]]
+                busy_s[placement[i]] += seconds[i]
+            total, most = busy_s.sum(), busy_s.max()
+            if t.num_batches > 1 and num_devices > 1 and most > 0.0:
+                for i in range(n):
+                    d = placement[i]
+                    share = (total - busy_s[d]) / most / (num_devices - 1)
+                    seconds[i] += share * (t.loaded_s[i, d] - seconds[i])
+                busy_s[:] = 0.0
+                for i in range(n):
+                    busy_s[placement[i]] += seconds[i]
+                most = busy_s.max()
+            kernels.run(
+                t.simulator,
+                t.scratch,
+                placement,
+                seconds,
+                t.num_batches,
+                t.window,
+                t.no_order,
+                t.no_order_ptr,
+                t.finish,
+                t.track,
+                t.peak,
+                True,
+                t.start,
+                t.end,
+                t.transfers,
+                t.transfer_start,
+                t.transfer_end,
+            )
+            if t.kind == ENERGY:
+                value = t.idle_w.sum() * t.finish.max() / t.num_batches
+                for d in range(num_devices):
+                    value += busy_s[d] * (t.busy_w[d] - t.idle_w[d])
+            else:
+                value = _steady(t.finish, most)
     overflow = 0.0
     for d in range(num_devices):
         need = t.peak[d] + held[d]
@@ -198,52 +215,6 @@ def _evaluate(t, s):
     if overflow > 0.0:
         return INFEASIBLE * (1.0 + overflow)
     return min(value, 2.0 * INFEASIBLE)  # inf: pieces that wait for each other
-
-
-@nb.njit(cache=True, nogil=True)
-def _simulate(t, placement):
-    """Latency, period or energy of one placement; what ran when stays in ``t``."""
-    seconds, load = t.seconds, t.load
-    n, num_devices = t.compute_s.shape
-    load[:] = 0.0
-    for i in range(n):
-        seconds[i] = t.compute_s[i, placement[i]]
-        load[placement[i]] += seconds[i]
-    total, most = load.sum(), load.max()
-    if t.num_batches > 1 and num_devices > 1 and most > 0.0:
-        for i in range(n):
-            d = placement[i]
-            share = (total - load[d]) / most / (num_devices - 1)
-            seconds[i] += share * (t.loaded_s[i, d] - seconds[i])
-        load[:] = 0.0
-        for i in range(n):
-            load[placement[i]] += seconds[i]
-        most = load.max()
-    kernels.run(
-        t.simulator,
-        t.scratch,
-        placement,
-        seconds,
-        t.num_batches,
-        t.window,
-        t.no_order,
-        t.no_order_ptr,
-        t.finish,
-        t.track,
-        t.peak,
-        True,
-        t.start,
-        t.end,
-        t.transfers,
-        t.transfer_start,
-        t.transfer_end,
-    )
-    if t.kind == ENERGY:
-        joules = t.idle_w.sum() * t.finish.max() / t.num_batches
-        for d in range(num_devices):
-            joules += load[d] * (t.busy_w[d] - t.idle_w[d])
-        return joules
-    return _steady(t.finish, most)
 
 
 @nb.njit(cache=True, nogil=True)
@@ -569,12 +540,44 @@ def _choose(random, logits, width):
 
 
 @nb.njit(cache=True, nogil=True)
-def _search(t, s, net, chooser, steps, used, then):
-    width = len(s.count) - 1
+def play(t, s, job, number, net, used, then):
+    """The one entry: what calls the simulator is compiled once more with each level of calls.
+
+    * BEGIN: evaluate the placement in ``s.moves[0]``, forget everything else, offer moves.
+    * RESUME: evaluate that placement again, and look at it (drift of many moves is gone then).
+    * TAKE: try move ``number``, then offer the next ones where ``then`` of the budget is spent;
+      returns the improvement of log(best).
+    * SEARCH + chooser: ``number`` steps while ``used`` of the budget becomes ``then``. POLICY
+      chooses by the softmax of ``_network``, HAND by that of the hand-written score alone. For
+      UNIFORM one move is drawn, and for max_load made as annealing does. Staying is a choice
+      for max_load only.
+    """
+    x, width = s.x, len(s.count) - 1
+    if job < TAKE:
+        fill_state(t.moves, s.moves)
+        s.on_chain[:] = 0.0
+        s.when[:] = 0.0
+        x[NUM_CHAIN] = 0.0
+        x[COST] = _evaluate(t, s)
+        _look(t, s)
+        if job == BEGIN:
+            x[STEP] = x[FOUND] = 0.0
+            s.refused[:] = 0.0
+            s.moved[:] = 0
+            x[BEST] = x[FIRST] = x[COST]
+            s.best[:] = s.moves[0]
+            _cool(s, 0.0)
+            _offer(t, s, width)
+        return 0.0
+    gain = 0.0
+    chooser = job - SEARCH
+    steps = 1 if job == TAKE else number
     logits = np.empty(width + 1)
     for i in range(steps):
         k = 1
-        if chooser == UNIFORM:
+        if job == TAKE:
+            k = number
+        elif chooser == UNIFORM:
             if t.kind == LOAD and np.log(1.0 - _uniform(s.random)) > s.offered[1, 0]:
                 k = 0
         else:
@@ -586,36 +589,7 @@ def _search(t, s, net, chooser, steps, used, then):
             if t.kind != LOAD and s.count.max() > 0:
                 logits[0] = -np.inf
             k = _choose(s.random, logits, width)
-        _take(t, s, k)
+        gain += _take(t, s, k)
         _cool(s, used + (then - used) * (i + 1) / steps)
-        _offer(t, s, 1 if chooser == UNIFORM else width)
-
-
-@nb.njit(cache=True, nogil=True)
-def play(t, s, job, number, net, used, then):
-    """The one entry, so that the simulator is compiled into one function only.
-
-    * BEGIN: evaluate the placement in ``s.moves[0]``, forget everything else, offer moves.
-    * RESUME: evaluate that placement again, and look at it.
-    * TAKE: try move ``number``, then offer the next ones where ``used`` of the budget is spent;
-      returns the improvement of log(best).
-    * SEARCH + chooser: ``number`` steps while ``used`` of the budget becomes ``then``. POLICY
-      chooses by the softmax of ``_network``, HAND by that of the hand-written score alone. For
-      UNIFORM one move is drawn, and for max_load made as annealing does. Staying is a choice
-      for max_load only.
-    """
-    gain = 0.0
-    width = len(s.count) - 1
-    if job == BEGIN:
-        _begin(t, s)
-        _cool(s, 0.0)
-        _offer(t, s, width)
-    elif job == RESUME:
-        _resume(t, s)
-    elif job == TAKE:
-        gain = _take(t, s, number)
-        _cool(s, used)
-        _offer(t, s, width)
-    else:
-        _search(t, s, net, job - SEARCH, number, used, then)
+        _offer(t, s, 1 if job == SEARCH + UNIFORM else width)
     return gain
