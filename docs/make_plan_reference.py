@@ -66,7 +66,8 @@ MEANINGS = {
     "A function of yours is not called because a file names it; give it with `--model`.",
     "GraphInfo.input_spec": "Shapes, dtypes and constants of the inputs; in training with a loss "
     "function, `target` among the keyword arguments is what it compares with.",
-    "GraphInfo.mode": "`inference`, or `training`: forward, backward and gradients of a micro-batch.",
+    "GraphInfo.mode": "`inference`, or `training`: forward, backward and gradients of a "
+    "micro-batch.",
     "GraphInfo.optimizer": "In training: the class of `torch.optim` whose state counts as memory.",
     "ClusterInfo.name": "For people.",
     "ClusterInfo.fingerprint": "Hash of the devices and the declared links.",
