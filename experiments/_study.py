@@ -206,7 +206,7 @@ def warm(names: Sequence[str], objectives: Sequence[Objective] = OBJECTIVES) -> 
     graph = OpGraph.build(
         "warm", [f"op{n}" for n in ops], ops, 1 + ops, [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)]
     )
-    devices = tuple(Device(x, kind="acc", memory_bytes=40) for x in ("a", "b"))
+    devices = tuple(Device(x, "acc", memory_bytes=40, busy_w=2.0, idle_w=1.0) for x in ("a", "b"))
     links = tuple(Link(a, b, 1e-3, 1e3) for a in "ab" for b in "ab" if a != b)
     seconds = np.repeat(1.0 + ops[:, None], 2, axis=1)
     profile = Profile(("a", "b"), seconds, 0 * seconds, links)

@@ -1,45 +1,60 @@
-"""How well predicted time agrees with measured time on the devices of this machine.
+"""How well predicted time and memory agree with what is measured on the devices of this machine.
 
-    python -m experiments.fidelity [WORKLOAD ...] [--placements 20] [--rounds 3]
+    python -m experiments.fidelity [WORKLOAD ...] [--placements 50] [--rounds 3]
 
 For every workload, single-device, planned and random placements run for real in interleaved
-rounds (so that drift falls on all alike): latency with one micro-batch at a time, period in a
-pipeline. Profiles are taken before and after every round. The medians are compared with the
-simulator.
-Writes ``experiments/results/fidelity.csv`` and ``fidelity.md``.
+rounds (so that drift falls on all alike): latency with one micro-batch at a time, period and peak
+memory in a pipeline. Profiles are taken before and after every round. The medians are compared
+with the simulator, and with the simulator without each thing that it takes into account. What is
+finished lies in ``runs/fidelity``: the same command continues. Writes
+``experiments/results/fidelity.csv`` and ``fidelity.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import sys
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from experiments._study import RESULTS, ROOT, command_line, provenance, say, to_csv, to_table
 from placement import planners
 from placement.cluster import Cluster
 from placement.compare import mape, spearman
 from placement.executor import Executor
 from placement.files import write_atomic
-from placement.measure import measure, provenance
+from placement.measure import measure
 from placement.problem import Placement, Problem
 from placement.profile import Profile
 from placement.program import capture
 from placement.simulator import simulate
 from placement.workloads import load
 
-WORKLOADS = ("resnet50", "bert_base", "vit", "lstm", "inception", "bert_tiny_hidden128")
-RESULTS = Path(__file__).parent / "results"
+WORKLOADS = (
+    "resnet50",
+    "bert_base",
+    "gpt2",
+    "t5",
+    "vit",
+    "convnext",
+    "inception",
+    "lstm",
+    "dlrm",
+    "bert_tiny_hidden128",
+)
+LATENCY_RUNS = 4  # micro-batches alone, one after another
 
 
 @dataclass(frozen=True)
 class Row:
-    """One placement: predicted and measured seconds."""
+    """One placement: seconds and bytes (of the device with most), predicted and measured.
+
+    ``..._without``: the prediction without each of ``CORRECTIONS``, by name.
+    """
 
     workload: str
     placement: str
@@ -47,6 +62,33 @@ class Row:
     measured_latency_s: float
     predicted_period_s: float
     measured_period_s: float
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    latency_without: dict[str, float]
+    period_without: dict[str, float]
+
+
+def _alone(profile: Profile) -> Profile:
+    return replace(profile, loaded_s=None)
+
+
+def _free_links(profile: Profile) -> Profile:
+    return replace(profile, links=())
+
+
+def _fastest(profile: Profile) -> Profile:
+    """Every operator as fast as on its fastest device: what one profile for all would say."""
+    fastest = np.broadcast_to(profile.compute_s.min(axis=1, keepdims=True), profile.compute_s.shape)
+    return replace(profile, compute_s=fastest.copy())
+
+
+# What the simulator takes into account, and the profile without it.
+CORRECTIONS: Mapping[str, Callable[[Profile], Profile]] = {
+    "slowing down of busy neighbours": _alone,
+    "transfers and wake-ups": _free_links,
+    "both": lambda profile: _alone(_free_links(profile)),
+    "differences between the devices": _fastest,
+}
 
 
 def candidates(problem: Problem, count: int) -> dict[str, Placement]:
@@ -70,37 +112,61 @@ def candidates(problem: Problem, count: int) -> dict[str, Placement]:
 
 
 def study(workload: str, count: int, rounds: int, repeats: int) -> list[Row]:
-    """Predicted and measured times of ``count`` placements of one workload."""
+    """Predicted and measured times and memory of ``count`` placements of one workload."""
     module, inputs = load(workload)
     graph = capture(module, inputs, name=workload)
     cluster = Cluster.detect()
-    print(f"{workload}: {graph.num_ops} operators; measuring", file=sys.stderr, flush=True)
+    say(f"{workload}: {graph.num_ops} operators; measuring")
     profiles = [measure(graph, cluster, repeats=repeats)]
     problem = Problem(graph, cluster, profiles[0], num_microbatches=16)
     placements = candidates(problem, count)
     executor = Executor(problem)
     latency: dict[str, list[float]] = {name: [] for name in placements}
     period: dict[str, list[float]] = {name: [] for name in placements}
+    peak: dict[str, list[int]] = {name: [] for name in placements}
     for r in range(rounds):
-        for name, placement in placements.items():
-            alone = executor.run(placement, num_microbatches=4, max_in_flight=1)
+        for i, (name, placement) in enumerate(placements.items(), 1):
+            say(f"{workload}: round {r + 1} of {rounds}, placement {i} of {len(placements)}")
+            alone = executor.run(placement, num_microbatches=LATENCY_RUNS, max_in_flight=1)
             latency[name].append(float(np.median(alone.span_s)))
-            period[name].append(executor.run(placement).period_s)
+            pipelined = executor.run(placement)
+            assert pipelined.peak_bytes is not None, "an executor knows its memory"
+            period[name].append(pipelined.period_s)
+            peak[name].append(int(pipelined.peak_bytes.max()))
         # The machine drifts by 10 % and more within minutes: profile as often as we run.
         profiles.append(measure(graph, cluster, repeats=repeats))
-        print(f"{workload}: round {r + 1} of {rounds}", file=sys.stderr, flush=True)
-    problem = replace(problem, profile=merged(profiles))
-    return [
-        Row(
-            workload,
-            name,
-            simulate(problem, placement, num_microbatches=1).latency_s,
-            float(np.median(latency[name])),
-            simulate(problem, placement).period_s,
-            float(np.median(period[name])),
+    profile = merged(profiles)
+    rows = []
+    for name, placement in placements.items():
+        many = predicted(problem, profile, placement)
+        without = {
+            what: predicted(problem, change(profile), placement)
+            for what, change in CORRECTIONS.items()
+        }
+        rows.append(
+            Row(
+                workload,
+                name,
+                many[0],
+                float(np.median(latency[name])),
+                many[1],
+                float(np.median(period[name])),
+                many[2],
+                int(np.median(peak[name])),
+                {what: w[0] for what, w in without.items()},
+                {what: w[1] for what, w in without.items()},
+            )
         )
-        for name, placement in placements.items()
-    ]
+    return rows
+
+
+def predicted(problem: Problem, profile: Profile, placement: Placement) -> tuple[float, float, int]:
+    """Latency, period, and the peak memory of the device with most."""
+    problem = replace(problem, profile=profile)
+    many = simulate(problem, placement)
+    assert many.peak_bytes is not None, "a prediction knows its memory"
+    one = simulate(problem, placement, num_microbatches=1)
+    return one.latency_s, many.period_s, int(many.peak_bytes.max())
 
 
 def merged(profiles: list[Profile]) -> Profile:
@@ -108,56 +174,73 @@ def merged(profiles: list[Profile]) -> Profile:
     compute = np.median([p.compute_s for p in profiles], axis=0)
     loaded = [p.loaded_s for p in profiles if p.loaded_s is not None]
     return replace(
-        profiles[-1],
+        profiles[0],
         compute_s=compute,
         loaded_s=np.median(loaded, axis=0) if loaded else None,
     )
 
 
-def summary(rows: list[Row]) -> str:
-    """Markdown: error and rank correlation per workload and over all."""
-    lines = [
-        "| workload | placements | latency MAPE % | Spearman | period MAPE % | Spearman |",
-        "|---|---|---|---|---|---|",
-    ]
+def summary(rows: Sequence[Row]) -> str:
+    """Markdown: error and rank correlation per workload and over all, then the corrections."""
+    lines = []
     for workload in [*dict.fromkeys(r.workload for r in rows), "all"]:
         chosen = [r for r in rows if workload in (r.workload, "all")]
         cells = [workload, str(len(chosen))]
-        for what in ("latency", "period"):
-            predicted = [getattr(r, f"predicted_{what}_s") for r in chosen]
-            measured = [getattr(r, f"measured_{what}_s") for r in chosen]
-            cells += [
-                f"{100 * mape(predicted, measured):.1f}",
-                f"{spearman(predicted, measured):.3f}",
+        for what in ("latency_s", "period_s", "peak_bytes"):
+            said = [getattr(r, f"predicted_{what}") for r in chosen]
+            found = [getattr(r, f"measured_{what}") for r in chosen]
+            cells += [f"{100 * mape(said, found):.1f}", f"{spearman(said, found):.3f}"]
+        lines.append(cells)
+    header = ["workload", "placements"]
+    for what in ("latency", "period", "peak memory"):
+        header += [f"{what} MAPE %", "Spearman"]
+    return f"{to_table(header, lines)}\n{corrections(rows)}"
+
+
+def corrections(rows: Sequence[Row]) -> str:
+    """Markdown: the errors over all placements without each thing taken into account."""
+    errors = []
+    for what in ("", *CORRECTIONS):
+        cells = [f"without {what}" if what else "everything taken into account"]
+        for kind in ("latency", "period"):
+            found = [getattr(r, f"measured_{kind}_s") for r in rows]
+            said = [
+                getattr(r, f"{kind}_without")[what] if what else getattr(r, f"predicted_{kind}_s")
+                for r in rows
             ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            cells += [f"{100 * mape(said, found):.1f}", f"{spearman(said, found):.3f}"]
+        errors.append(cells)
+    return to_table(["", "latency MAPE %", "Spearman", "period MAPE %", "Spearman"], errors)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workloads", nargs="*", default=WORKLOADS)
-    parser.add_argument("--placements", type=int, default=20)
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", default=WORKLOADS)
+    parser.add_argument("--placements", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=6, help="of a profile")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "fidelity")
+    parser.add_argument("--fresh", action="store_true", help="forget what is finished")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows: list[Row] = []
     for workload in options.workloads or WORKLOADS:
-        rows += study(workload, options.placements, options.rounds, options.repeats)
+        how = f"{workload}-{options.placements}-{options.rounds}-{options.repeats}.json"
+        path = options.work / how
+        if path.exists() and not options.fresh:
+            mine = [Row(**row) for row in json.loads(path.read_text())]
+        else:
+            mine = study(workload, options.placements, options.rounds, options.repeats)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps([asdict(row) for row in mine]))
+        rows += mine
         # Written after every workload: an interrupted study keeps what it has.
-        text = io.StringIO()
-        writer = csv.DictWriter(text, fieldnames=list(Row.__dataclass_fields__))
-        writer.writeheader()
-        writer.writerows(vars(r) for r in rows)
-        write_atomic(RESULTS / "fidelity.csv", text.getvalue())
-        facts = "\n".join(f"- {k}: {v}" for k, v in provenance(rounds=options.rounds).items())
-        command = "python -m experiments.fidelity " + " ".join(options.workloads)
-        write_atomic(
-            RESULTS / "fidelity.md",
-            f"# Predicted against measured\n\n`{command.strip()}`\n\n{summary(rows)}\n{facts}\n",
-        )
+        write_atomic(options.out / "fidelity.csv", to_csv(rows))
+        command = command_line("experiments.fidelity", argv)
+        text = f"# Predicted against measured\n\n`{command}`\n\n{summary(rows)}\n{provenance()}"
+        write_atomic(options.out / "fidelity.md", text)
     print(summary(rows))
 
 

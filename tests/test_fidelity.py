@@ -1,0 +1,62 @@
+"""The study of prediction against measurement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from problems import random_problem
+
+from experiments import fidelity
+
+pytestmark = pytest.mark.timeout(300)  # the first study of a fresh clone compiles the kernels
+
+
+def test_a_tiny_workload_and_the_same_command_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["tiny_cnn", "--placements", "9", "--rounds", "1", "--repeats", "1"]
+    command += ["--out", str(tmp_path), "--work", str(tmp_path / "work")]
+    fidelity.main(command)
+    text = capsys.readouterr().out
+    assert "| tiny_cnn | 9 |" in text and "| all | 9 |" in text
+    assert "without slowing down of busy neighbours" in text
+    rows = (tmp_path / "fidelity.csv").read_text().splitlines()
+    assert len(rows) == 10 and rows[0].startswith("workload,placement,predicted_latency_s")
+    fidelity.main(command)  # measures nothing: the same figures again
+    assert capsys.readouterr().out == text
+    assert (tmp_path / "fidelity.csv").read_text().splitlines() == rows
+
+
+def test_candidates_are_legal_and_begin_with_single_devices() -> None:
+    problem = random_problem(5, 12, 2, grouped=True)
+    found = fidelity.candidates(problem, 20)
+    assert len(found) == 20
+    assert [p.tolist() for p in list(found.values())[:2]] == [[0] * 12, [1] * 12]
+    for placement in found.values():
+        problem.check_placement(placement)
+
+
+def test_errors_are_counted_with_and_without_each_correction() -> None:
+    #            predicted  measured  without everything
+    # latency        2          2            1             0 % and 50 %
+    # period         3          2            2            50 % and  0 %
+    less = dict.fromkeys(fidelity.CORRECTIONS, 1.0), dict.fromkeys(fidelity.CORRECTIONS, 2.0)
+    row = fidelity.Row("w", "p", 2.0, 2.0, 3.0, 2.0, 110, 100, *less)
+    lines = fidelity.summary([row, replace(row, placement="q")]).splitlines()
+    assert [w.strip() for w in lines[2].split("|")[1:8:2]] == ["w", "0.0", "50.0", "10.0"]
+    assert any("both | 50.0" in line and "| 0.0 |" in line for line in lines)
+
+
+def test_what_a_correction_takes_away() -> None:
+    profile = random_problem(0, 8, 3).profile
+    profile = replace(profile, loaded_s=2 * profile.compute_s)
+    less = {what: change(profile) for what, change in fidelity.CORRECTIONS.items()}
+    assert less["slowing down of busy neighbours"].loaded_s is None
+    assert less["transfers and wake-ups"].links == ()
+    assert less["both"].links == () and less["both"].loaded_s is None
+    same = less["differences between the devices"].compute_s
+    assert (same == profile.compute_s.min(axis=1)[:, None]).all() and same.shape == (8, 3)
+    assert np.array_equal(profile.compute_s, random_problem(0, 8, 3).profile.compute_s)
