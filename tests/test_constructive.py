@@ -18,7 +18,9 @@ from placement.cluster import Cluster, Device, Link
 from placement.coarsen import coarsen, expand
 from placement.graph import OpGraph
 from placement.planners import PlannerError, load
+from placement.planners._list_schedule import Memory, produced_bytes, transfers_s
 from placement.planners.antichain_dp import enumerate_ideals
+from placement.planners.balanced_split import _orders
 from placement.planners.critical_path_greedy import critical_path, key_operators, parts
 from placement.planners.level_balance import levels
 from placement.planners.m_sct import favourite_children
@@ -28,6 +30,7 @@ from placement.profile import Profile
 from placement.simulator import score
 from placement.testing import check_planner
 from placement.workloads.synthetic import families
+from tests.problems import random_problem as anything
 
 CONSTRUCTIVE = (
     "antichain_dp",
@@ -166,6 +169,45 @@ def test_peft_reproduces_the_example_of_its_paper() -> None:
 # --- Baechi ------------------------------------------------------------------------------------
 
 
+@settings(max_examples=50)
+@given(seed=st.integers(0, 10**6))
+def test_what_is_known_of_all_devices_at_once_is_what_is_known_of_each(seed: int) -> None:
+    problem = anything(seed, grouped=True, unsupported=True)
+    g, rng = problem.graph, np.random.default_rng(seed)
+    src = rng.integers(0, problem.num_devices, g.num_tensors)
+    found = transfers_s(problem, np.arange(g.num_tensors), src)
+    for t, d in np.ndindex(found.shape):
+        assert found[t, d] == problem.transfer_s(t, int(src[t]), d)
+
+    memory = Memory(problem, activations=1)
+    placed: list[tuple[int, int]] = []
+    for group in range(g.num_groups):
+        here = [[x for x, e in [*placed, (group, d)] if e == d] for d in range(problem.num_devices)]
+        need = [
+            g.param_bytes[np.unique(g.param_use[np.isin(g.group[g.param_use_op], x)])].sum()
+            + produced_bytes(problem)[x].sum()
+            for x in here
+        ]
+        can = np.flatnonzero(np.isfinite(problem.group_compute_s[group]))
+        room = [d for d in can if need[d] <= problem.memory_bytes[d]]
+        assert memory.able(group).tolist() == (room or can.tolist())
+        placed.append((group, int(rng.choice(can))))
+        memory.hold(*placed[-1])
+
+
+def test_bytes_are_not_counted_where_memory_cannot_bind(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    count = Memory._need
+    monkeypatch.setattr(Memory, "_need", lambda m, g: counted.append(g) or count(m, g))
+    for memory_bytes, times in ((10**12, 0), (200, 2)):
+        problem = make([[1.0] * 4] * 6, chain(6), param_bytes=50, memory_bytes=memory_bytes)
+        for name in ("heft", "peft", "m_etf", "m_topo", "level_balance"):
+            counted.clear()
+            load(name)(problem)
+            # Once to choose and once to hold, for all devices together.
+            assert len(counted) == times * 6, name
+
+
 def test_m_topo_fills_one_device_after_another() -> None:
     # 6 operators of 10 bytes on 2 devices: a share is 60 / 2 + 10 = 40 bytes, 4 operators.
     problem = make([[1, 1]] * 6, chain(6), param_bytes=10)
@@ -253,6 +295,14 @@ def test_balanced_split_is_optimal(seed: int) -> None:
 
 
 # --- dynamic programs --------------------------------------------------------------------------
+
+
+def test_orders_of_devices_that_differ() -> None:
+    classes = [0, 0, 1]
+    assert _orders(np.array(classes, np.int32), 120) == [(0, 1, 2), (0, 2, 1), (2, 0, 1)]
+    assert _orders(np.array(classes, np.int32), 2) == [(0, 1, 2)]
+    # Of 64 devices permutations are not even counted.
+    assert _orders(np.zeros(64, np.int32), 120) == [tuple(range(64))]
 
 
 def test_pipedream_counts_the_transfer_as_a_stage() -> None:

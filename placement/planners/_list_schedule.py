@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from placement.problem import Problem
 from placement.simulator import host_of
 
 Floats = NDArray[np.float64]
+Devices = NDArray[np.intp]  # [K], in order
 
 
 class ListSchedule:
@@ -44,41 +46,42 @@ class ListSchedule:
         """End of the last operator."""
         return float(self.finish_s.max())
 
-    def able(self, op: int) -> list[int]:
+    def able(self, op: int) -> Devices:
         """Devices that ``op`` may go to: its group's, or those with support and (if any) room."""
         group = int(self.problem.graph.group[op])
         if self.choice[group] >= 0:
-            return [int(self.choice[group])]
+            return np.array([self.choice[group]], np.intp)
         return self.memory.able(group)
 
-    def ready_s(self, op: int, device: int) -> float:
-        """When the last input of ``op`` is on ``device``."""
-        g, problem = self.problem.graph, self.problem
-        latest = 0.0
-        for tensor in g.in_tensor[g.in_ptr[op] : g.in_ptr[op + 1]]:
-            src = g.tensor_src[tensor]
-            if src >= 0:
-                sent = self.finish_s[src]
-                sent += problem.transfer_s(tensor, self.choice[g.group[src]], device)
-            elif self._shares_host[device]:
-                sent = 0.0
-            else:
-                sent = problem.transfer_s(tensor, self._host, device)
-            latest = max(latest, sent)
-        return latest
+    def ready_s(self, op: int) -> Floats:
+        """float64 ``[D]``: when the last input of ``op`` is on each device."""
+        g = self.problem.graph
+        tensors = g.in_tensor[g.in_ptr[op] : g.in_ptr[op + 1]]
+        if not len(tensors):
+            return np.zeros(self.problem.num_devices)
+        src = g.tensor_src[tensors]
+        given = src < 0
+        home = np.where(given, self._host, self.choice[g.group[src]])
+        sent = transfers_s(self.problem, tensors, home)
+        sent[given] = np.where(self._shares_host, 0.0, sent[given])
+        sent += np.where(given, 0.0, self.finish_s[src])[:, None]
+        return sent.max(axis=0, initial=0.0)
 
-    def start_s(self, op: int, device: int) -> float:
-        """Start of ``op`` on ``device`` in the earliest gap that is long enough."""
-        ready, length = self.ready_s(op, device), self.problem.compute_s[op, device]
-        begins, ends = self._begins[device], self._ends[device]
-        at = bisect.bisect_right(ends, ready)  # intervals before ``at`` are over
-        start = ready
-        while at < len(begins) and begins[at] < start + length:
-            start = max(start, ends[at])
-            at += 1
-        return start
+    def starts_s(self, op: int, devices: Devices) -> Floats:
+        """float64 ``[K]``: start of ``op`` on each of ``devices``, in the earliest gap."""
+        starts = self.ready_s(op)[devices]
+        for k in np.flatnonzero(starts < self.free_s[devices]).tolist():  # else after them all
+            device = int(devices[k])
+            start, length = float(starts[k]), float(self.problem.compute_s[op, device])
+            begins, ends = self._begins[device], self._ends[device]
+            at = bisect.bisect_right(ends, start)  # intervals before ``at`` are over
+            while at < len(begins) and begins[at] < start + length:
+                start = max(start, ends[at])
+                at += 1
+            starts[k] = start
+        return starts
 
-    def reach_s(self, op: int, device: int, start: float) -> float:
+    def reach_s(self, op: int, devices: Devices, starts: Floats) -> Floats:
         """What to compare devices by: the end of ``op`` there, or of its whole group.
 
         Where ``op`` is the first of its group, the seconds of the others follow it: they will
@@ -87,7 +90,7 @@ class ListSchedule:
         group = self.problem.graph.group[op]
         first = self.choice[group] < 0
         seconds = self.problem.group_compute_s[group] if first else self.problem.compute_s[op]
-        return float(start + seconds[device])
+        return starts + seconds[devices]
 
     def place(self, op: int, device: int, start: float) -> None:
         """Run ``op`` on ``device`` from ``start``, and fix its group there."""
@@ -106,12 +109,23 @@ class ListSchedule:
     def place_earliest(self, op: int, extra_s: Floats | None = None) -> None:
         """Place ``op`` where ``reach_s`` (plus ``extra_s[device]``) is least."""
         able = self.able(op)
-        starts = [self.start_s(op, d) for d in able]
-        reach = [self.reach_s(op, d, s) for d, s in zip(able, starts, strict=True)]
+        starts = self.starts_s(op, able)
+        reach = self.reach_s(op, able, starts)
         if extra_s is not None:
-            reach = [r + extra_s[d] for d, r in zip(able, reach, strict=True)]
+            reach += extra_s[able]
         best = int(np.argmin(reach))
-        self.place(op, able[best], starts[best])
+        self.place(op, int(able[best]), float(starts[best]))
+
+
+def transfers_s(problem: Problem, tensors: NDArray[Any], src: NDArray[Any]) -> Floats:
+    """float64 ``[K, D]``: ``problem.transfer_s`` of each tensor from its ``src`` to a device."""
+    if problem.profile.transfer_s is not None:
+        seconds = problem.profile.transfer_s[tensors, src]
+    else:
+        size = problem.graph.tensor_bytes[tensors].astype(np.float64)[:, None]
+        seconds = problem.link_latency_s[src] + size * problem.link_s_per_byte[src]
+    seconds[np.arange(len(src)), src] = 0.0
+    return seconds
 
 
 class Memory:
@@ -124,30 +138,40 @@ class Memory:
     def __init__(self, problem: Problem, activations: int = 0) -> None:
         g = problem.graph
         self._allowed = np.isfinite(problem.group_compute_s)
+        self._may_bind = problem.memory_may_bind  # otherwise nothing need be counted
+        if not self._may_bind:
+            return
         self._capacity = problem.memory_bytes
         self._param_bytes = g.param_bytes
-        self._held = np.zeros((problem.num_devices, len(g.param_bytes)), bool)
+        self._missing = np.ones((problem.num_devices, len(g.param_bytes)), bool)
         self._used = np.zeros(problem.num_devices, np.int64)
         self._produced = activations * produced_bytes(problem)
         pairs = np.unique(np.stack([g.group[g.param_use_op], g.param_use], axis=1), axis=0)
-        cuts = np.searchsorted(pairs[:, 0], np.arange(1, g.num_groups))
-        self._params = np.split(pairs[:, 1], cuts)
+        self._param_ptr = np.searchsorted(pairs[:, 0], np.arange(g.num_groups + 1))
+        self._param = pairs[:, 1]
 
-    def need(self, group: int, device: int) -> int:
-        """Bytes on ``device`` if ``group`` went there too."""
-        new = self._params[group][~self._held[device, self._params[group]]]
-        return int(self._used[device] + self._param_bytes[new].sum() + self._produced[group])
-
-    def able(self, group: int) -> list[int]:
+    def able(self, group: int) -> Devices:
         """Devices that can run ``group``: those with room, or all of them where none has."""
-        can = [int(d) for d in np.flatnonzero(self._allowed[group])]
-        room = [d for d in can if self.need(group, d) <= self._capacity[d]]
-        return room or can
+        can = np.flatnonzero(self._allowed[group])
+        if not self._may_bind:
+            return can
+        room = can[(self._need(group) <= self._capacity)[can]]
+        return room if len(room) else can
 
     def hold(self, group: int, device: int) -> None:
         """``group`` is on ``device`` from now on."""
-        self._used[device] = self.need(group, device)
-        self._held[device, self._params[group]] = True
+        if self._may_bind:
+            self._used[device] = self._need(group)[device]
+            self._missing[device, self._params(group)] = False
+
+    def _params(self, group: int) -> NDArray[np.int32]:
+        return self._param[self._param_ptr[group] : self._param_ptr[group + 1]]
+
+    def _need(self, group: int) -> NDArray[np.int64]:
+        """int64 ``[D]``: bytes on each device if ``group`` went there too."""
+        params = self._params(group)
+        new = self._missing[:, params] @ self._param_bytes[params]
+        return self._used + new + self._produced[group]
 
 
 def produced_bytes(problem: Problem) -> NDArray[np.int64]:

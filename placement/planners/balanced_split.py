@@ -13,6 +13,7 @@ from placement.planners._search import Choice, Search, device_classes
 from placement.problem import Problem, Solution
 
 Floats = NDArray[np.float64]
+_MAX_ORDERED = 8  # devices: they have 40,320 permutations, however few of them differ
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class BalancedSplit:
 
     Deviations: seconds are those of the profile, which for an unmeasured model are predicted
     from its static description (the paper divides operations by peak rates); every order of
-    the devices is tried, those that may be swapped count as one, while there are at most
+    at most 8 devices is tried, those that may be swapped count as one, while there are at most
     ``max_orders``, and otherwise the cluster's order alone; a colocation group is placed whole,
     at its first operator; an operator that breaks a range because no device there can run it
     leaves the split unbalanced: it goes to the first device that can.
@@ -55,11 +56,14 @@ class BalancedSplit:
 
 def _orders(classes: NDArray[np.int32], limit: int) -> list[tuple[int, ...]]:
     """Orders of the devices that differ, the cluster's own first; it alone if beyond ``limit``."""
+    own = tuple(range(len(classes)))
+    if len(classes) > _MAX_ORDERED:
+        return [own]
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for order in itertools.permutations(range(len(classes))):
+    for order in itertools.permutations(own):
         found.setdefault(tuple(classes[list(order)]), order)
-        if len(found) > limit or (len(classes) > 8 and len(found) > 1):
-            return [tuple(range(len(classes)))]
+        if len(found) > limit:
+            return [own]
     return list(found.values())
 
 
@@ -82,22 +86,25 @@ def _split(
     count = len(groups)
     finite = np.isfinite(groups)
     memory_bytes = np.minimum(problem.memory_bytes, need.sum())  # more would overflow when added
-    elapsed = np.vstack([np.zeros(len(order)), np.where(finite, groups, 0.0).cumsum(axis=0)])
+    # A row for each device: a search along a column would copy it first.
+    elapsed = np.zeros((len(order), count + 1))
+    np.cumsum(np.where(finite, groups, 0.0).T, axis=1, out=elapsed[:, 1:])
     held = np.append(0, need.cumsum())
-    broken = np.vstack([np.zeros(len(order), int), (~finite).cumsum(axis=0)])
+    broken = np.zeros((len(order), count + 1), int)
+    np.cumsum(~finite.T, axis=1, out=broken[:, 1:])
 
     def cuts(limit_s: float) -> list[int]:
         """Where the range of each device of ``order`` ends."""
         at, ends = 0, []
         for d in order:
-            time_end = np.searchsorted(elapsed[:, d], elapsed[at, d] + limit_s, "right")
+            time_end = np.searchsorted(elapsed[d], elapsed[d, at] + limit_s, "right")
             room_end = np.searchsorted(held, held[at] + memory_bytes[d], "right")
-            able_end = np.searchsorted(broken[:, d], broken[at, d], "right")
+            able_end = np.searchsorted(broken[d], broken[d, at], "right")
             at = max(at, min(int(time_end), int(room_end), int(able_end)) - 1)
             ends.append(at)
         return ends
 
-    high = float(elapsed[-1].max()) * (1 + 1e-9)
+    high = float(elapsed[:, -1].max()) * (1 + 1e-9)
     feasible = cuts(high)[-1] == count
     if feasible:
         low = 0.0

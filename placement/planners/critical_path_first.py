@@ -47,7 +47,7 @@ class CriticalPathFirst:
             schedule = ListSchedule(problem, activations)
             for op in ready_order(problem, priority):
                 if on_path[op] and device in schedule.able(op):
-                    schedule.place(op, device, schedule.start_s(op, device))
+                    schedule.place(op, device, float(schedule.starts_s(op, np.array([device]))[0]))
                 else:
                     schedule.place_earliest(op)
             makespan_s = schedule.makespan_s

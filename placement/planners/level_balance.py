@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners._list_schedule import Memory, first_that_fits
+from placement.planners._list_schedule import Memory, first_that_fits, transfers_s
 from placement.planners._search import Choice, Search
 from placement.problem import Problem, Solution
 
@@ -55,7 +55,7 @@ def balance(
         team: bool ``[L, D]`` the devices of each level, all of them if None; a group that none
             of them can run goes to any that can.
     """
-    g, devices = problem.graph, range(problem.num_devices)
+    g = problem.graph
     memory = Memory(problem, activations)
     choice = np.full(g.num_groups, -1, np.int32)
     total = np.zeros(problem.num_devices)
@@ -68,14 +68,16 @@ def balance(
         if level[op] != current:
             load, current = np.zeros(problem.num_devices), level[op]
         cost = problem.group_compute_s[group].copy()
-        for t in g.in_tensor[g.in_ptr[op] : g.in_ptr[op + 1]]:
-            if g.tensor_src[t] >= 0:
-                at = choice[g.group[g.tensor_src[t]]]
-                cost += [problem.transfer_s(t, at, d) for d in devices]
+        tensors = g.in_tensor[g.in_ptr[op] : g.in_ptr[op + 1]]
+        tensors = tensors[g.tensor_src[tensors] >= 0]
+        for row in transfers_s(problem, tensors, choice[g.group[g.tensor_src[tensors]]]):
+            cost += row
         able = memory.able(int(group))
-        if team is not None:
-            able = [d for d in able if team[current, d]] or able
-        device = min(able, key=lambda d: (load[d] + cost[d], total[d] + cost[d]))
+        if team is not None and team[current, able].any():
+            able = able[team[current, able]]
+        least = (load + cost)[able]
+        able = able[least == least.min()]
+        device = int(able[(total + cost)[able].argmin()])
         choice[group] = device
         memory.hold(int(group), device)
         load[device] += cost[device]

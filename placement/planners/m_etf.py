@@ -60,7 +60,7 @@ def earliest_task_first(
     ready: list[int] = []
 
     def release(op: int) -> None:
-        arrive_s[op] = [schedule.ready_s(op, d) for d in range(num_devices)]
+        arrive_s[op] = schedule.ready_s(op)
         ready.append(op)
 
     for entry in np.flatnonzero(missing == 0):
@@ -74,8 +74,9 @@ def earliest_task_first(
         order = np.lexsort((rows, -rank[rows], _least(problem, schedule, rows, start)))
         op = int(rows[order[0]])
         able = schedule.able(op)
-        at = dict(zip(range(num_devices), start[order[0]], strict=True))
-        device = min(able, key=lambda d: (at[d], schedule.reach_s(op, d, at[d])))
+        at = start[order[0]]
+        first_able = able[at[able] == at[able].min()]
+        device = int(first_able[schedule.reach_s(op, first_able, at[first_able]).argmin()])
         schedule.place(op, device, float(at[device]))
         ready.remove(op)
         awaited[awaited == op] = -1

@@ -44,7 +44,7 @@ def _fill(problem: Problem, activations: int) -> Choice:
         while current < count - 1 and used[current] + weight[group] > capacity[current]:
             current += 1
         able = memory.able(group)
-        device = min(able, key=lambda d: (d - current) % count)
+        device = int(able[((able - current) % count).argmin()])
         choice[group] = device
         used[device] += int(weight[group])
         memory.hold(group, device)
