@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, cmp_to_key
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -421,11 +421,28 @@ def balance_prices(seconds: Floats) -> Floats:
     """
     s = np.asarray(seconds, dtype=np.float64)
     s = s[s.min(axis=1) > 0]
-    kinds, kind, count = np.unique(s, axis=1, return_inverse=True, return_counts=True)
-    kind = kind.reshape(-1)
+    kinds, kind, count = _equal_columns(s)
     if len(s) == 0 or len(count) == 1:
-        return np.full(seconds.shape[1], 1.0 / seconds.shape[1])
+        return np.full(s.shape[1], 1.0 / s.shape[1])
     return (_two_prices if len(count) == 2 else _lp_prices)(kinds, count)[kind]
+
+
+def _equal_columns(s: Floats) -> tuple[Floats, NDArray[np.intp], NDArray[np.intp]]:
+    """``np.unique(s, axis=1)`` with inverse and counts; that compares rows entry by entry."""
+    columns = np.ascontiguousarray(s.T)
+
+    def compare(a: int, b: int) -> int:
+        differs = columns[a] != columns[b]
+        at = int(differs.argmax()) if len(differs) else 0
+        if not differs[at : at + 1].any():
+            return 0
+        return -1 if columns[a, at] < columns[b, at] else 1
+
+    order = sorted(range(len(columns)), key=cmp_to_key(compare))
+    new = [i == 0 or compare(order[i - 1], d) != 0 for i, d in enumerate(order)]
+    kind = np.empty(len(columns), np.intp)
+    kind[order] = np.cumsum(new) - 1
+    return columns[np.array(order)[new]].T, kind, np.bincount(kind)
 
 
 def _two_prices(s: Floats, count: NDArray[np.intp]) -> Floats:

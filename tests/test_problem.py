@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.problem import Problem, ProblemError, balance_bound, lower_bounds
+from placement.problem import Problem, ProblemError, _equal_columns, balance_bound, lower_bounds
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate, simulate
 
@@ -192,6 +192,18 @@ def test_balance_bound_is_the_fractional_optimum_and_below_every_assignment(seed
         for p in itertools.product(range(d), repeat=int(g))
     )
     assert bound <= best
+
+
+@given(st.integers(0, 10**6))
+def test_equal_columns_are_numpys_unique_ones(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = np.array([0.5, 1.0, 2.0, np.inf])
+    s = rng.choice(values, (int(rng.integers(0, 4)), int(rng.integers(1, 9))))
+    kinds, kind, count = _equal_columns(s)
+    expected = np.unique(s, axis=1, return_inverse=True, return_counts=True)
+    np.testing.assert_array_equal(kinds, expected[0])
+    np.testing.assert_array_equal(kind, expected[1].reshape(-1))
+    np.testing.assert_array_equal(count, expected[2])
 
 
 def test_bounds_by_hand() -> None:
