@@ -543,7 +543,8 @@ def _choose(random, logits, width):
 def play(t, s, job, number, net, used, then):
     """The one entry: what calls the simulator is compiled once more with each level of calls.
 
-    * BEGIN: evaluate the placement in ``s.moves[0]``, forget everything else, offer moves.
+    * BEGIN: evaluate the placement in ``s.moves[0]``, forget everything else, offer moves for
+      step ``number``, where ``used`` of the budget is spent.
     * RESUME: evaluate that placement again, and look at it (drift of many moves is gone then).
     * TAKE: try move ``number``, then offer the next ones where ``then`` of the budget is spent;
       returns the improvement of log(best).
@@ -561,12 +562,12 @@ def play(t, s, job, number, net, used, then):
         x[COST] = _evaluate(t, s)
         _look(t, s)
         if job == BEGIN:
-            x[STEP] = x[FOUND] = 0.0
+            x[STEP] = x[FOUND] = number
             s.refused[:] = 0.0
-            s.moved[:] = 0
+            s.moved[:] = number
             x[BEST] = x[FIRST] = x[COST]
             s.best[:] = s.moves[0]
-            _cool(s, 0.0)
+            _cool(s, used)
             _offer(t, s, width)
         return 0.0
     gain = 0.0

@@ -117,16 +117,19 @@ def begin(
     choice: NDArray[np.int32],
     number: int,
     rng: np.random.Generator,
+    step: int = 0,
+    used: float = 0.0,
 ) -> None:
     """Start at ``choice`` int32 ``[G]``, to cool down in the way of round ``number``.
 
-    ``rng`` seeds what is drawn from now on.
+    ``rng`` seeds what is drawn from now on. The first ``step`` steps, and the share ``used`` of
+    the budget, count as made.
     """
     state.random[0] = rng.integers(1, 2**64, dtype=np.uint64)
     rounds = ROUNDS[tables.kind == _guided.LOAD]
     state.x[_guided.WARM : _guided.POWER_LAST + 1] = rounds[number % len(rounds)]
     state.moves[0][:] = choice
-    _guided.play(tables, state, _guided.BEGIN, 0, NO_NETWORK, 0.0, 0.0)
+    _guided.play(tables, state, _guided.BEGIN, step, NO_NETWORK, used, used)
 
 
 def take(tables: Tables, state: State, action: int, used: float) -> float:
@@ -173,8 +176,8 @@ class GuidedSearchRules(Rules):
         starts: placement int32 ``[N]`` per problem that searches begin at; None: ``best_of``.
         moves: steps of an episode.
         width: ``C``, moves offered at each step.
-        again: share of the episodes that begin at the best placement met so far instead,
-            because that is where most of a long search happens.
+        again: share of the episodes that begin at the best placement met so far instead, and
+            anywhere in the cooling: that is where most of a long search happens.
 
     Raises:
         EnvError: values do not come from the simulator, or nothing can move.
@@ -230,10 +233,12 @@ class GuidedSearchRules(Rules):
             if p not in self._states[b]:
                 self._states[b][p] = state_of(tables, self.width)
             state = self._states[b][p]
-            choice = self._starts[p]
-            if rng.random() < self.again and np.isfinite(self.best_s[p]):
-                choice = self.best_choices[p, : len(choice)]
-            begin(tables, state, choice, int(rng.integers(12)), rng)
+            choice, step = self._starts[p], 0
+            if rng.random() < self.again:
+                step = int(rng.integers(self.moves))
+                if np.isfinite(self.best_s[p]):
+                    choice = self.best_choices[p, : len(choice)]
+            begin(tables, state, choice, int(rng.integers(12)), rng, step, step / self.moves)
             self.num_evaluations += 1
 
     def observe(self) -> Observation:
