@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -529,54 +530,54 @@ def pipedream(options: argparse.Namespace) -> tuple[Sequence[Any], str, bool]:
     """Pipelines over equal devices against one of them."""
     files = chosen(options, "pipedream/*.txt")
     constructive, searches = ("antichain_dp", "pipedream"), ("macro_search", "simulated_annealing")
-    took = len(files) * len(options.devices) * (len(searches) * options.seconds + 2)
+    num_problems = len(files) * len(options.devices) * len(options.bandwidth)
+    took = num_problems * (len(searches) * options.seconds + 2)
     say(f"{len(files)} files: about {took / 60:.0f} minutes")
     store = Store(options.work / "pipedream.jsonl", Row, options.fresh)
     _study.warm([*constructive, *searches, "single_device"], ["period"])
     rows, cells = list[Row](), list[list[str]]()
-    for file, path in files.items():
-        for devices in options.devices:
-            in_flight = options.in_flight * devices
-            problem = replace(
-                importers.load(
-                    path,
-                    devices=devices,
-                    bandwidth=options.bandwidth,
-                    memory=options.memory,
-                    mode=options.mode,
-                ),
-                max_in_flight=in_flight,
-                num_microbatches=4 * in_flight,
-            )
-            settings = (
-                f"devices={devices} bandwidth={options.bandwidth:g} memory={options.memory} "
-                f"mode={options.mode} in_flight={in_flight}"
-            )
-            one = answer(store, file, problem, "single_device", settings=settings)
-            made = [answer(store, file, problem, p, settings=settings) for p in constructive]
-            found = [
-                answer(store, file, problem, p, options.seconds, 0, settings) for p in searches
+    for bandwidth, file, devices in product(options.bandwidth, files, options.devices):
+        path = files[file]
+        in_flight = options.in_flight * devices
+        problem = replace(
+            importers.load(
+                path,
+                devices=devices,
+                bandwidth=bandwidth,
+                memory=options.memory,
+                mode=options.mode,
+            ),
+            max_in_flight=in_flight,
+            num_microbatches=4 * in_flight,
+        )
+        settings = (
+            f"devices={devices} bandwidth={bandwidth:g} memory={options.memory} "
+            f"mode={options.mode} in_flight={in_flight}"
+        )
+        one = answer(store, file, problem, "single_device", settings=settings)
+        made = [answer(store, file, problem, p, settings=settings) for p in constructive]
+        found = [answer(store, file, problem, p, options.seconds, 0, settings) for p in searches]
+        every = [one, *made, *found]
+        rows += every
+        alone = one.value_s or np.nan
+        cells.append(
+            [
+                _short(file).removeprefix("pipedream/"),
+                str(problem.num_ops),
+                f"{bandwidth / 1e9:g}",
+                str(devices),
+                number(one.value_s, 2, 1e3),
+                *(number(alone / (r.value_s or np.nan), 2, 1, "x") for r in (*made, *found)),
+                number(alone / best(found), 2, 1, "x"),
+                number(alone / bound(every), 2, 1, "x"),
+                number(best(every) / bound(every) - 1, 1, 100),
             ]
-            every = [one, *made, *found]
-            rows += every
-            alone = one.value_s or np.nan
-            cells.append(
-                [
-                    _short(file).removeprefix("pipedream/"),
-                    str(problem.num_ops),
-                    str(devices),
-                    number(one.value_s, 2, 1e3),
-                    *(number(alone / (r.value_s or np.nan), 2, 1, "x") for r in (*made, *found)),
-                    number(alone / best(found), 2, 1, "x"),
-                    number(alone / bound(every), 2, 1, "x"),
-                    number(best(every) / bound(every) - 1, 1, 100),
-                ]
-            )
-    header = ["file", "operators", "devices", "one device ms", *constructive, *searches,
+        )
+    header = ["file", "operators", "GB/s", "devices", "one device ms", *constructive, *searches,
               "best search", "at most", "gap %"]  # fmt: skip
     text = (
         f"Period of the pipelined timeline, as a speed-up over one device; {options.mode}, equal "
-        f"devices, every pair joined by {options.bandwidth:g} bytes/s each way, "
+        "devices, every pair joined at GB/s each way, "
         f"{options.memory / GIB:g} GiB each, up to {options.in_flight} micro-batches per device in "
         f"flight. Searches: {options.seconds:g} s. At most: what the best proved bound leaves.\n\n"
         + _study.to_table(header, cells)
@@ -650,7 +651,13 @@ def main(argv: list[str] | None = None) -> int:
             one.add_argument("--exact-seconds", type=float, default=60.0, help="of cp_sat and mip")
         if name == "pipedream":
             one.add_argument("--devices", type=int, nargs="+", default=[4, 8])
-            one.add_argument("--bandwidth", type=float, default=12e9, help="bytes per second")
+            one.add_argument(
+                "--bandwidth",
+                type=float,
+                nargs="+",
+                default=[12e9, 100e9],
+                help="bytes per second, of PCIe and of NVLink for example",
+            )
             one.add_argument("--memory", type=int, default=2**40, help="bytes of a device")
             one.add_argument("--mode", choices=("training", "inference"), default="training")
             one.add_argument("--in-flight", type=int, default=2, help="micro-batches per device")
