@@ -153,7 +153,9 @@ def anneal(
     assert search.best is not None
     if not can_move(problem):
         return 0
-    store = GraphStore([problem]) if net is not None and net.config.embed else None
+    store = None
+    if net is not None and net.config.embed:  # it was trained beside the start of its searches
+        store = GraphStore([problem], [search.best[problem.graph.group]])
     weights = (net or GuidedNet()).weights(store)
     tables = tables_of(problem)
     state, rng = state_of(tables, width), np.random.default_rng(seed)
