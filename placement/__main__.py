@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from placement import cli
-from placement.cli import import_problem, plan, profile, run, schedule, show
+from placement.cli import export, import_problem, plan, profile, run, schedule, show
 
 _EXIT_CODES = "exit codes: 0 done; 1 the answer is no; 2 bad input; 130 interrupted"
 _OURS = ("placement", "envs", "agents")
@@ -59,6 +59,12 @@ VERBS = {
     ),
     "show": Verb("summarise a plan", show.configure, show.run, show.EXAMPLE),
     "diff": Verb("what two plans differ in", show.configure_diff, show.run_diff, show.DIFF_EXAMPLE),
+    "export": Verb(
+        "write a plan in the format of another program",
+        export.configure,
+        export.run,
+        export.EXAMPLE,
+    ),
     "schema": Verb(
         "print the JSON schema of plans",
         show.configure_schema,

@@ -35,6 +35,7 @@ from placement.problem import Objective, Placement, Problem, Solution, lower_bou
 if TYPE_CHECKING:
     from placement.executor import Runner, Trainer
     from placement.schedule import Schedule
+    from placement.timeline import Timeline
 
 SCHEMA_VERSION = 1
 MAX_FILE_BYTES = 256 * 2**20
@@ -80,6 +81,8 @@ class GraphInfo(_Strict):
     """The model: ``fingerprint`` of the whole, ``parts`` of what it consists of.
 
     ``optimizer`` is the class of ``torch.optim`` whose state counts as memory in training.
+    ``modules`` is the path of each operator's module; ``parameters`` says which operators (by
+    number) read each parameter or buffer; ``backward`` numbers the backward operators.
     """
 
     name: Name
@@ -90,6 +93,9 @@ class GraphInfo(_Strict):
     input_spec: dict[str, JsonValue] | None = None
     mode: Literal["inference", "training"] = "inference"
     optimizer: Name | None = None
+    modules: tuple[Name, ...] = ()
+    parameters: dict[Name, tuple[Count, ...]] = {}
+    backward: tuple[Count, ...] = ()
 
 
 class DeviceInfo(_Strict):
@@ -458,6 +464,20 @@ class Plan(_Strict):
             tuple(np.array(r, np.int32).reshape(-1, 2) for r in rows), self.num_microbatches
         )
 
+    def timeline(self, problem: Problem, num_microbatches: int | None = None) -> Timeline:
+        """What the simulator predicts for so many micro-batches; None: as planned, in its order.
+
+        Raises:
+            PlanMismatch: ``problem`` is about another graph or other devices.
+            ProblemError: it cannot be placed so.
+        """
+        from placement.simulator import simulate
+
+        placement = self.placement(problem.graph, problem.cluster)
+        if num_microbatches is not None:
+            return simulate(problem, placement, num_microbatches=num_microbatches)
+        return simulate(problem, placement, self.schedule(problem.graph))
+
     def inconsistencies(self) -> list[str]:
         """What contradicts itself in the file: one line each, with key and value."""
         found = []
@@ -489,6 +509,11 @@ class Plan(_Strict):
             found.append(f"assignment has {len(self.assignment)} operators, graph.num_ops = {n}")
         elif sorted(self.priority) != list(range(n)):
             found.append(f"priority must hold each of 0..{n - 1} once")
+        if self.graph.modules and len(self.graph.modules) != n:
+            found.append(f"graph.modules has {len(self.graph.modules)} paths, num_ops = {n}")
+        for key, numbers in (*self.graph.parameters.items(), ("backward", self.graph.backward)):
+            if max(numbers, default=0) >= n:
+                found.append(f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}")
         if self.stages != _stages(list(self.assignment), list(self.assignment.values())):
             found.append("stages do not follow from assignment")
         for key, table in (
@@ -578,6 +603,9 @@ def make_plan(
                 input_spec=input_spec,
                 mode="training" if graph.is_backward.any() else "inference",
                 optimizer=None if graph.program is None else graph.program.optimizer,
+                modules=graph.op_module,
+                parameters=_readers(graph),
+                backward=tuple(np.flatnonzero(graph.is_backward).tolist()),
             ),
             cluster=ClusterInfo.of(problem),
             objective=problem.objective,
@@ -707,20 +735,26 @@ def graph_parts(graph: OpGraph) -> dict[str, str]:
 
 
 def module_map(graph: OpGraph, on: Sequence[str]) -> dict[str, str]:
+    """``whole_modules`` of a graph; ``on`` is the ``[N]`` device name of each operator."""
+    return whole_modules(graph.op_module, on)
+
+
+def whole_modules(modules: Sequence[str], on: Sequence[str]) -> dict[str, str]:
     """Module path -> device, for the outermost modules whose operators are all on one device.
 
     Args:
-        on: ``[N]`` device name of each operator.
+        modules: ``[N]`` path of each operator's module.
+        on: ``[N]`` its device name.
     """
     where: dict[str, str | None] = {}
-    for path, device in zip(graph.op_module, on, strict=True):
-        for above in _ancestry(path):
+    for path, device in zip(modules, on, strict=True):
+        for above in ancestry(path):
             if where.setdefault(above, device) != device:
                 where[above] = None
     return {
         path: device
         for path, device in where.items()
-        if device is not None and not any(where[x] for x in _ancestry(path)[:-1])
+        if device is not None and not any(where[x] for x in ancestry(path)[:-1])
     }
 
 
@@ -752,6 +786,19 @@ def _stages(names: Sequence[str], on: Sequence[str]) -> tuple[Stage, ...]:
         for a, b in pairwise(cuts)
         if b > a
     )
+
+
+def _readers(graph: OpGraph) -> dict[str, tuple[int, ...]]:
+    """Name of each parameter -> numbers of the operators that read it."""
+    if graph.program is None:
+        return {}
+    program = graph.program
+    readers: dict[str, list[int]] = {
+        name: [] for name in (*program.state_names, *program.param_names)
+    }
+    for op, p in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True):
+        readers[program.param_names[p]].append(op)
+    return {name: tuple(ops) for name, ops in readers.items()}
 
 
 def _named_order(
@@ -787,7 +834,7 @@ def _per_device(devices: Sequence[str], values: Any) -> dict[str, Any]:
     return dict(zip(devices, values.tolist(), strict=True))
 
 
-def _ancestry(path: str) -> list[str]:
+def ancestry(path: str) -> list[str]:
     """``a.b`` -> ``["", "a", "a.b"]``."""
     parts = path.split(".") if path else []
     return [".".join(parts[:i]) for i in range(len(parts) + 1)]

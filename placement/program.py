@@ -78,6 +78,7 @@ class Program:
         steps: ``[N]`` operator calls; step ``n`` is operator ``n``.
         params: ``[P]`` the module's own parameters, buffers and constants (not copies).
         param_names: ``[P]`` the first name of each in the module.
+        state_names: all names of the module's ``state_dict``, also those of what nobody reads.
         input_tensors: graph tensor numbers of the tensors among the inputs, in input order.
         input_names: names of the module's arguments, as the example gave them.
         arg_names: names of the arguments that a call may give by position.
@@ -110,6 +111,7 @@ class Program:
     new_buffers: tuple[tuple[int, int], ...] = ()
     optimizer: str | None = None
     is_random: bool = False
+    state_names: tuple[str, ...] = ()
 
     @property
     def example_tensors(self) -> tuple[Tensor, ...]:
@@ -478,6 +480,7 @@ def _build(
         output_leaves=outputs,
         in_tree=in_tree,
         out_tree=exported.call_spec.out_spec,
+        state_names=tuple(exported.state_dict),
     )
     return OpGraph.build(
         name,

@@ -139,7 +139,7 @@ def load_planner(args: argparse.Namespace) -> Planner:
     name = args.planner
     if name == "policy" and name not in planners.names():
         name = "agents.planner:PolicyPlanner"  # by name: this package must not import that one
-    options = dict(_option(text) for text in args.options)
+    options = dict(option(text) for text in args.options)
     kind = planners.find(name)
     known = {f.name for f in fields(kind)} if is_dataclass(kind) else set()
     for key in ("seconds", "evaluations", "seed"):
@@ -201,10 +201,11 @@ def _dims(given: list[str] | None) -> dict[str, int] | None:
     return dims
 
 
-def _option(text: str) -> tuple[str, Any]:
+def option(text: str, of: str = "planner") -> tuple[str, Any]:
+    """``key=value`` as a pair; ``of`` is who takes it."""
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
-        raise cli.UsageError(f"{text!r}: planner options are given as option=value")
+        raise cli.UsageError(f"{text!r}: {of} options are given as option=value")
     return key, value
 
 

@@ -1,0 +1,193 @@
+"""``placement export``: a plan in the format of the program that will use it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from placement import cli
+from placement.cli.plan import option
+
+if TYPE_CHECKING:
+    from placement.exporters import Exported
+    from placement.plan import Plan
+    from placement.problem import Problem
+
+EXAMPLE = """examples:
+  placement export --list
+  placement export plan.json --to huggingface --out device_map.json
+  placement export plan.json --to vllm --out vllm.env --nearest layers=transformer.h
+  placement export plan.json --to chrome_trace --model resnet50 --out trace.json
+
+Exit code 1: the program cannot express the plan; the message says which operator is in the way.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="plan.json", nargs="?")
+    parser.add_argument("options", nargs="*", metavar="option=value", help="of the exporter")
+    parser.add_argument("--list", action="store_true", help="the exporters, their options")
+    parser.add_argument("--to", metavar="NAME", help="an exporter, e.g. huggingface")
+    parser.add_argument("--out", metavar="FILE", help="write it here")
+    parser.add_argument(
+        "--nearest",
+        action="store_true",
+        help="if the plan cannot be expressed, the nearest one that can, and what it loses",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="the workload or problem file of the plan, for predictions; default: a shipped one's",
+    )
+    parser.add_argument("--profile", metavar="FILE", help="measured before; default: the cache")
+
+
+def run(args: argparse.Namespace) -> int:
+    from placement import exporters
+    from placement.plan import load_plan
+
+    if args.list:
+        return _list(args)
+    if args.plan is None and args.options:  # argparse leaves what follows a flag to the options
+        args.plan = args.options.pop(0)
+    if args.plan is None or args.to is None or args.out is None:
+        raise cli.UsageError("give a plan, --to NAME and --out FILE; placement export --list")
+    exporter = exporters.load(args.to, **dict(option(text, "exporter") for text in args.options))
+    plan = load_plan(args.plan)
+    problem = _problem(plan, args) if args.model or args.profile else None
+    predicted, moved = None, {}
+    try:
+        exported = exporter(plan, problem)
+    except exporters.Inexpressible as error:
+        if not args.nearest:
+            cli.say(str(error))
+            return cli.NO
+        nearest = moved_plan(plan, error.nearest)
+        moved = {op: d for op, d in error.nearest.items() if d != plan.assignment[op]}
+        problem = problem or _problem(plan, args)
+        predicted, obstacle = _loss(plan, nearest, problem)
+        cli.say(str(error).partition(". --nearest")[0])
+        if predicted is None:
+            cli.say(f"{len(moved)} of {plan.graph.num_ops} operators move; {obstacle}")
+        elif obstacle:
+            cli.say(f"the nearest plan that {args.to} can express does not fit: {obstacle}")
+            return cli.NO
+        exported = exporter(nearest, problem)
+    paths = _write(exported, args.out)
+    if args.json:
+        cli.print_json(
+            {"to": args.to, "files": paths, "moved": moved, "predicted": predicted}
+            | {"note": exported.note}
+        )
+    elif predicted is not None:
+        rows = [
+            [what, cli.seconds(was), cli.seconds(now), f"{now / was - 1:+.1%}" if was else "-"]
+            for what, (was, now) in predicted.items()
+        ]
+        title = f"{len(moved)} of {plan.graph.num_ops} operators move"
+        cli.print_table(title, ["predicted", "the plan", "the nearest", "change"], rows)
+    cli.say(f"written: {', '.join(paths)}; {exported.note}")
+    return cli.OK
+
+
+def moved_plan(plan: Plan, assignment: dict[str, str]) -> Plan:
+    """The plan with operators elsewhere. What was predicted or measured is not about it."""
+    return plan.model_copy(update={"assignment": assignment, "order": None, "measured": None})
+
+
+def _loss(
+    plan: Plan, nearest: Plan, problem: Problem | None
+) -> tuple[dict[str, list[float]] | None, str]:
+    """``({"latency_s": [of the plan, of the nearest], ...}, what is wrong with the nearest)``.
+
+    Both are simulated with the same profile; None, and why, where that is not possible.
+    """
+    import numpy as np
+
+    from placement.plan import memory_excess
+
+    if problem is None:
+        return None, "what that costs is not known, the profile is not at hand: --model, --profile"
+    try:
+        one, many = [[p.timeline(problem, m) for p in (plan, nearest)] for m in (1, None)]
+    except ValueError as error:
+        return None, f"what that costs is not known: {error}"
+    values = {"latency_s": [t.latency_s for t in one], "period_s": [t.period_s for t in many]}
+    peaks = [t.peak_bytes for t in (one[1], many[1]) if t.peak_bytes is not None]
+    excess = memory_excess(problem, np.max(peaks, axis=0)) if peaks else []
+    return values, "; ".join(excess)
+
+
+def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
+    """The problem of the plan if its costs are at hand; nothing is measured.
+
+    Raises:
+        UsageError: a model was named, but its profile is not there.
+    """
+    from placement import importers, workloads
+    from placement.measure import cached_path
+    from placement.problem import Problem
+    from placement.profile import Profile
+
+    model = args.model
+    if model is None and plan.graph.workload in workloads.names():
+        model = plan.graph.workload
+    if model is None:
+        return None
+    if cli.is_file(model):
+        return importers.load(model)
+    with cli.progress() as report:
+        graph = cli.capture_workload(model, report, plan.graph.mode, plan.graph.optimizer)
+    cluster = plan.cluster.build()
+    path = Path(args.profile) if args.profile else cached_path(graph, cluster)
+    if not path.exists():
+        if args.model or args.profile:
+            raise cli.UsageError(
+                f"{path}: no such profile; measure first: placement profile {model}"
+            )
+        return None
+    profile = Profile.load(path).for_cluster(cluster)
+    return Problem(
+        graph,
+        cluster,
+        profile,
+        objective=plan.objective,
+        num_microbatches=plan.num_microbatches,
+        max_in_flight=plan.max_in_flight,
+    )
+
+
+def _write(exported: Exported, out: str) -> list[str]:
+    from placement.files import write_atomic
+
+    paths = {s: Path(out).with_suffix(s) if s else Path(out) for s in exported.files}
+    if len({*paths.values()}) < len(paths):
+        raise cli.UsageError(f"--out {out}: {', '.join(paths)[2:]} is written beside it")
+    for suffix, content in exported.files.items():
+        write_atomic(paths[suffix], content)
+    return [str(path) for path in paths.values()]
+
+
+def _list(args: argparse.Namespace) -> int:
+    from dataclasses import fields
+
+    from placement import exporters
+
+    rows: list[dict[str, Any]] = []
+    for name in exporters.names():
+        found = exporters.find(name)
+        options = {f.name: f.default for f in fields(found)}
+        rows.append({"name": name, "what": found.__doc__.splitlines()[0], "options": options})
+    if args.json:
+        cli.print_json({"exporters": rows})
+    else:
+        cli.print_table(
+            "placement export plan.json --to NAME --out FILE",
+            ["name", "what is written", "options"],
+            [
+                [r["name"], r["what"], ", ".join(f"{k}={v}" for k, v in r["options"].items())]
+                for r in rows
+            ],
+        )
+    return cli.OK

@@ -1,0 +1,85 @@
+"""Exporters: one file per program that a plan is handed to, ``exporter(plan) -> Exported``.
+
+An exporter is a frozen dataclass whose fields are its options; ``vllm`` lives in ``vllm.py`` as
+the class ``Vllm``, whose docstring names the source of the format. ``load`` finds it by the name
+of the file, or finds yours by ``package.module:Class``; nothing is registered anywhere.
+
+Most programs can express less than a plan. An exporter never rounds in silence: it raises
+``Inexpressible``, which says what does not fit and carries the nearest assignment that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from placement.named import Named
+from placement.plan import Plan
+from placement.problem import Problem
+
+
+class ExportError(ValueError):
+    """No such exporter or option, or a plan that lacks what the format needs."""
+
+
+class Inexpressible(ExportError):
+    """The format cannot say what the plan says.
+
+    Attributes:
+        nearest: operator -> device: what can be said, with few operators moved.
+    """
+
+    def __init__(self, message: str, nearest: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.nearest = dict(nearest)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an exporter writes.
+
+    Attributes:
+        files: suffix -> content. The suffix ``""`` is the file that the user named, every other
+            replaces that file's suffix: ``{"": script, ".json": data}``.
+        note: one line: what to do with it, and what it cannot say.
+    """
+
+    files: Mapping[str, str | bytes]
+    note: str
+
+
+class Exporter(Protocol):
+    """``exporter(plan) -> Exported``; ``problem`` is there where the caller has it."""
+
+    def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported: ...
+
+
+_EXPORTERS = Named(__name__, "exporter", ExportError)
+
+
+def names() -> list[str]:
+    """The exporters of this package by name (none is imported)."""
+    return _EXPORTERS.names()
+
+
+def load(name: str, **options: Any) -> Exporter:
+    """The exporter called ``name`` (``vllm``, or ``package.module:Class``) with these options.
+
+    Options that are strings are read as the type of the field they set.
+
+    Raises:
+        ExportError: no such exporter, no such option, or a value of the wrong type; the message
+            lists the exporters, or the exporter's fields with types and defaults.
+    """
+    exporter: Exporter = _EXPORTERS.load(name, **options)
+    return exporter
+
+
+def find(name: str) -> Any:
+    """The class (or function) that ``load`` would build the exporter from.
+
+    Raises:
+        ExportError: there is none.
+    """
+    return _EXPORTERS.find(name)

@@ -1,0 +1,270 @@
+"""What programs that place whole modules can say: units of operators, chains of stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from placement.exporters import ExportError, Inexpressible
+from placement.plan import Plan
+
+
+@dataclass(frozen=True)
+class Part:
+    """Units ``first`` to ``last`` (both included) on one device."""
+
+    device: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward operators of a plan, ``F`` of them in the order they are numbered.
+
+    Attributes:
+        plan: where they come from.
+        number: ``[F]`` operator numbers in the plan.
+        name, module, device: ``[F]`` names, module paths, and devices of the plan.
+    """
+
+    plan: Plan
+    number: tuple[int, ...]
+    name: tuple[str, ...]
+    module: tuple[str, ...]
+    device: tuple[str, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Forward:
+        """From a plan.
+
+        Raises:
+            ExportError: the plan does not know the modules of its operators.
+        """
+        if not any(plan.graph.modules):
+            raise ExportError(
+                f"the plan of {plan.graph.name!r} does not know to which modules its operators "
+                "belong (it was made from a problem file, or by an older version): make it again "
+                "from the model, placement plan package.module:function --out plan.json"
+            )
+        backward = set(plan.graph.backward)
+        number = tuple(i for i in range(plan.graph.num_ops) if i not in backward)
+        names, devices = list(plan.assignment), list(plan.assignment.values())
+        return cls(
+            plan,
+            number,
+            tuple(names[i] for i in number),
+            tuple(plan.graph.modules[i] for i in number),
+            tuple(devices[i] for i in number),
+        )
+
+    def whole(self, device: Sequence[str]) -> dict[str, str]:
+        """Operator -> device, backward operators where the forward of their module is."""
+        found = dict(zip(self.name, device, strict=True))
+        of_module = dict(zip(self.module, device, strict=True))
+        names, modules = list(self.plan.assignment), self.plan.graph.modules
+        for i in self.plan.graph.backward:
+            forward = names[i].removesuffix("_backward").removesuffix("_weight")
+            here = self.plan.assignment[names[i]]
+            found[names[i]] = found.get(forward) or of_module.get(modules[i], here)
+        return {name: found[name] for name in names}
+
+    def require(self, device: Sequence[str], consumer: str, why: str = "") -> None:
+        """Check that the plan is what the consumer will do with forward operators on ``device``.
+
+        Raises:
+            Inexpressible: it is not; the message names the first operator that would move.
+        """
+        planned, nearest = self.plan.assignment, self.whole(device)
+        moved = [name for name in planned if planned[name] != nearest[name]]
+        if not moved:
+            return
+        path = self.plan.graph.modules[list(planned).index(moved[0])]
+        more = f", and {len(moved) - 1} more would move" if len(moved) > 1 else ""
+        raise Inexpressible(
+            f"{consumer} cannot express this plan: {why + '; ' if why else ''}operator "
+            f"{moved[0]!r} of module {path!r} is planned on {planned[moved[0]]!r}, it would run on "
+            f"{nearest[moved[0]]!r}{more}. --nearest exports the nearest plan it can express",
+            nearest,
+        )
+
+    def chain(
+        self,
+        unit: Sequence[int],
+        labels: Sequence[str],
+        consumer: str,
+        max_turns: int | None = None,
+    ) -> list[Part]:
+        """The units as a pipeline: consecutive ones on one device, devices in equal turns.
+
+        Args:
+            unit: ``[F]`` unit of each operator, 0 to U-1, or -1: it belongs to no unit and runs
+                with the unit before it, or with the one behind it, whichever the plan says.
+            labels: ``[U]`` what units are called in messages.
+            max_turns: how often a device may come; None: any number.
+
+        Raises:
+            Inexpressible: a unit is on several devices, or devices do not take equal turns.
+                ``nearest`` then has every device once, in the order of the plan.
+        """
+        unit = self.joined(unit)
+        count: list[Counter[str]] = [Counter() for _ in labels]
+        for u, device in zip(unit, self.device, strict=True):
+            count[u][device] += 1
+        split = [u for u, found in enumerate(count) if len(found) > 1]
+        on = [found.most_common(1)[0][0] for found in count]
+        parts = _parts(on)
+        turns = [p.device for p in parts]
+        round_ = list(dict.fromkeys(turns))
+        times = len(turns) // len(round_)
+        fits = turns == round_ * times and times <= (max_turns or times)
+        if split or not fits:
+            why = (
+                f"it keeps {labels[split[0]]} on one device"
+                if split
+                else f"its devices come in the order {_some(turns)}"
+            )
+            on = _nearest(count, self._by_position(unit))
+            self.require([on[u] for u in unit], consumer, why)
+        self.require([on[u] for u in unit], consumer)
+        return _parts(on)
+
+    def joined(self, unit: Sequence[int]) -> list[int]:
+        """``unit`` with operators of no unit in a neighbouring one."""
+        joined, n = list(unit), len(unit)
+        real = [i for i in range(n) if unit[i] >= 0]
+        if not real:
+            raise ExportError(f"no operator of {self.plan.graph.name!r} belongs to a unit")
+        after = n
+        behind = [0] * n
+        for i in reversed(range(n)):
+            after = i if unit[i] >= 0 else after
+            behind[i] = unit[after] if after < n else unit[real[-1]]
+        for i in range(n):
+            if unit[i] < 0:
+                stays = i > 0 and (self.device[i] == self.device[i - 1] or i > real[-1])
+                joined[i] = joined[i - 1] if stays else behind[i]
+        return joined
+
+    def _by_position(self, unit: Sequence[int]) -> list[str]:
+        """The devices in use, by the mean unit of their operators."""
+        where: dict[str, list[int]] = {}
+        for u, device in zip(unit, self.device, strict=True):
+            where.setdefault(device, []).append(u)
+        return sorted(where, key=lambda d: sum(where[d]) / len(where[d]))
+
+
+def actions(forward: Forward, unit: Sequence[int], parts: Sequence[Part]) -> list[list[str]]:
+    """The plan's order as actions of ``torch.distributed.pipelining``: a row per rank.
+
+    ``2F0`` is the forward of stage 2 for micro-batch 0; ``B`` its backward, or ``I`` and ``W``
+    for gradients of inputs and of weights where the plan has them apart.
+
+    Raises:
+        Inexpressible: an action is left half-way; ``nearest`` is the assignment without order.
+    """
+    plan, names = forward.plan, list(forward.plan.assignment)
+    stage_of = [i for i, part in enumerate(parts) for _ in range(part.first, part.last + 1)]
+    stage = dict(zip(forward.name, (stage_of[u] for u in forward.joined(unit)), strict=True))
+    last_of = dict(zip(forward.module, stage.values(), strict=True))
+    split = any(names[i].endswith("_weight_backward") for i in plan.graph.backward)
+    kind = dict.fromkeys(forward.name, "F")
+    for i in plan.graph.backward:
+        base = names[i].removesuffix("_backward").removesuffix("_weight")
+        stage[names[i]] = stage.get(base, last_of.get(plan.graph.modules[i], len(parts) - 1))
+        kind[names[i]] = "B" if not split else "W" if "_weight_" in names[i] else "I"
+    rows = []
+    for device in dict.fromkeys(part.device for part in parts):
+        done = [f"{stage[op]}{kind[op]}{batch}" for op, batch in (plan.order or {})[device]]
+        row = [action for action, _ in groupby(done)]
+        twice = [action for action, times in Counter(row).items() if times > 1]
+        if twice:
+            raise Inexpressible(
+                f"the plan's order leaves {twice[0]} on {device!r} half-way and comes back to it, "
+                "a schedule of stages cannot. --nearest leaves the order to the schedule",
+                plan.assignment,
+            )
+        rows.append(row)
+    return rows
+
+
+def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], int]:
+    """The repeated layers of a model: ``(path of their list, unit [F], number of layers L)``.
+
+    Units are 0 for what runs before the first layer, 1 to L for the layers, L+1 for what runs
+    behind the last one, -1 between.
+
+    Args:
+        layers: path of the list, e.g. ``transformer.h``; None finds the list with most operators.
+
+    Raises:
+        ExportError: there is no such list, or its layers do not run in order.
+    """
+    lists: dict[str, Counter[int]] = {}
+    for path in forward.module:
+        parts = path.split(".")
+        for i, part in enumerate(parts):
+            if part.isdecimal():
+                lists.setdefault(".".join(parts[:i]), Counter())[int(part)] += 1
+    lists = {k: v for k, v in lists.items() if sorted(v) == list(range(len(v))) and len(v) > 1}
+    found = layers if layers is not None else max(lists, key=lambda k: lists[k].total(), default="")
+    if found not in lists:
+        raise ExportError(
+            f"{forward.plan.graph.name!r} has no list of layers"
+            + (f" {layers!r}" if layers is not None else "")
+            + (f"; there are {_some(sorted(lists))}: layers=NAME" if lists else "")
+        )
+    dots = found.count(".") + 1 if found else 0
+    inside = [
+        int(path.split(".")[dots]) if _below(path, found) and path != found else None
+        for path in forward.module
+    ]
+    runs = [x for x in inside if x is not None]
+    if runs != sorted(runs):
+        raise ExportError(f"the layers of {found!r} do not run one after the other")
+    first = next(i for i, x in enumerate(inside) if x is not None)
+    last = max(i for i, x in enumerate(inside) if x is not None)
+    num_layers = len(lists[found])
+    unit = [
+        x + 1 if x is not None else 0 if i < first else num_layers + 1 if i > last else -1
+        for i, x in enumerate(inside)
+    ]
+    return found, unit, num_layers
+
+
+def _below(path: str, module: str) -> bool:
+    return not module or path == module or path.startswith(module + ".")
+
+
+def _parts(on: Sequence[str]) -> list[Part]:
+    parts, start = [], 0
+    for device, group in groupby(on):
+        size = len(list(group))
+        parts.append(Part(device, start, start + size - 1))
+        start += size
+    return parts
+
+
+def _nearest(count: Sequence[Counter[str]], order: Sequence[str]) -> list[str]:
+    """``[U]`` devices in the given order, a run of units each, so that fewest operators move.
+
+    Dynamic program over units: the best way to end the units so far on device ``j``.
+    """
+    cost = [0] * len(order)
+    choices = []
+    for found in count:
+        back = [min(range(j + 1), key=lambda k: (cost[k], -k)) for j in range(len(order))]
+        cost = [cost[k] + found.total() - found[order[j]] for j, k in enumerate(back)]
+        choices.append(back)
+    j = min(range(len(order)), key=lambda k: cost[k])
+    on = []
+    for back in reversed(choices):
+        on.append(order[j])
+        j = back[j]
+    return on[::-1]
+
+
+def _some(items: Sequence[str], limit: int = 6) -> str:
+    return ", ".join(items[:limit]) + (", ..." if len(items) > limit else "")

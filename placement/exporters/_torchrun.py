@@ -1,0 +1,135 @@
+"""Run the pipeline that the JSON file beside this script describes:
+
+    torchrun --nproc-per-node RANKS THIS_FILE package.module:function
+
+The function returns ``(module, inputs)``, for training ``(module, (inputs, target), loss)``; its
+inputs are one micro-batch, batch first. Exit code 1: the pipeline computes something else than
+the plain module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.utils import _pytree as pytree
+
+
+def main() -> int:
+    data = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if len(sys.argv) != 2 or world != len(data["ranks"]):
+        print(f"torchrun --nproc-per-node {len(data['ranks'])} {sys.argv[0]} package.module:name")
+        return 2
+    device = take(data["ranks"][rank])
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        return run(data, rank, world, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def take(described: dict[str, Any]) -> torch.device:
+    """This process on the device of the plan: its cores and threads, or its GPU."""
+    if described["kind"] == "cuda":
+        device = torch.device(described["name"])
+        torch.cuda.set_device(device)
+        return device
+    cores = set(described["cores"])
+    if cores and hasattr(os, "sched_setaffinity") and cores <= os.sched_getaffinity(0):
+        os.sched_setaffinity(0, cores)
+    if described["threads"]:
+        torch.set_num_threads(described["threads"])
+    return torch.device("cpu")
+
+
+def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> int:
+    sys.path.append(os.getcwd())
+    name, _, function = sys.argv[1].partition(":")
+    module, example, *loss = getattr(importlib.import_module(name), function)()
+    training = data["mode"] == "training"
+    target = None
+    if training and loss:
+        example, target = example
+    module = module.train(training).to(device)
+    example, target = to(example, device), to(target, device)
+    args, kwargs = ((), example) if isinstance(example, dict) else (_tuple(example), {})
+    loss_fn = (loss[0] if loss else lambda out, _: mean(out)) if training else None
+
+    with torch.no_grad():
+        expected = module(*args, **kwargs)
+        if loss_fn is not None:
+            expected = loss_fn(expected, target)
+    split = {path: SplitPoint.BEGINNING for path in data["split_points"]}
+    pipe = pipeline(module, args, kwargs, split_spec=split)
+    if pipe.num_stages != len(split) + 1:
+        print(f"{pipe.num_stages} stages, {len(split) + 1} planned: a module runs more than once")
+        return 1
+    stages = [pipe.build_stage(s, device) for s in range(rank, pipe.num_stages, world)]
+    schedule_class = get_schedule_class(data["schedule"])
+    many = issubclass(schedule_class, PipelineScheduleMulti)
+    count = data["num_microbatches"]
+    schedule = schedule_class(stages if many else stages[0], count, loss_fn=loss_fn)  # type: ignore
+    whole_args, whole_kwargs = repeated(args, count), repeated(kwargs, count)
+    first, last = rank == 0, (pipe.num_stages - 1) % world == rank
+    for _ in range(2):  # the first one warms up
+        losses: list[torch.Tensor] = []
+        more: dict[str, Any] = {}
+        if training and last:
+            fake = torch.zeros(count, device=device) if target is None else repeated(target, count)
+            more = {"target": fake, "losses": losses}
+        dist.barrier()
+        began = time.perf_counter()
+        with torch.set_grad_enabled(training):
+            if first:
+                out = schedule.step(*whole_args, **whole_kwargs, **more)
+            else:
+                out = schedule.step(**more)
+        dist.barrier()
+        took_s = time.perf_counter() - began
+    if not last:
+        return 0
+    actual: Any = losses if training else out
+    expected = [expected] * count if training else repeated(expected, count)
+    wrong = ""
+    try:
+        torch.testing.assert_close(pytree.tree_leaves(actual), pytree.tree_leaves(expected))
+    except AssertionError as error:
+        wrong = str(error)
+    answer = {"stages": pipe.num_stages, "schedule": data["schedule"], "equal": not wrong}
+    print(json.dumps(answer | {"seconds_per_microbatch": took_s / count, "wrong": wrong}))
+    return 1 if wrong else 0
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def to(value: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, value)
+
+
+def repeated(value: Any, count: int) -> Any:
+    """The micro-batch ``count`` times, as one batch."""
+    return pytree.tree_map(
+        lambda x: torch.cat([x] * count) if isinstance(x, torch.Tensor) else x, value
+    )
+
+
+def mean(out: Any) -> torch.Tensor:
+    """A stand-in for a loss: the mean of the outputs' means, as for shipped workloads."""
+    leaves = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+    return torch.stack([x.float().mean() for x in leaves if x.is_floating_point()]).mean()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

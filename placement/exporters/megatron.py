@@ -1,0 +1,55 @@
+"""Megatron-LM: which layers are in which pipeline stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from placement.exporters import Exported
+from placement.exporters._modules import Forward, layer_units
+from placement.plan import Plan
+from placement.problem import Problem
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """Value of ``--pipeline-model-parallel-layout``, e.g. ``Et*2|t*3|t*3L``.
+
+    Format: ``PipelineParallelLayerLayout.parse_str_to_list`` in
+    ``megatron/core/transformer/pipeline_parallel_layer_layout.py``: ``E`` embedding, ``t``
+    transformer layer, ``L`` final normalisation, head and loss; ``x*n`` repeats; ``|`` ends a
+    stage. Stage ``i`` is on pipeline rank ``i`` modulo the number of ranks, so devices may take
+    several turns (virtual stages) if they keep their order.
+
+    Attributes:
+        layers: path of the list of layers; None finds it.
+    """
+
+    layers: str | None = None
+
+    def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
+        forward = Forward.of(plan)
+        path, unit, num_layers = layer_units(forward, self.layers)
+        used = [min(unit, key=lambda u: (u < 0, u)), max(unit)]
+        labels = [
+            "what runs before the layers",
+            *(f"layer {i} of {path!r}" for i in range(num_layers)),
+            "what runs behind the layers",
+        ]
+        shift = used[0]  # a model may begin or end with a layer
+        labels = labels[shift : used[1] + 1]
+        parts = forward.chain(
+            [u - shift if u >= 0 else -1 for u in unit], labels, "the layout of Megatron-LM"
+        )
+        stages = []
+        for i, part in enumerate(parts):
+            units = range(part.first + shift, part.last + shift + 1)
+            count = sum(1 <= u <= num_layers for u in units)
+            layers = "" if count == 0 else "t" if count == 1 else f"t*{count}"
+            begins, ends = "E" if i == 0 else "", "L" if i == len(parts) - 1 else ""
+            stages.append(begins + layers + ends)
+        ranks = list(dict.fromkeys(part.device for part in parts))
+        return Exported(
+            {"": "|".join(stages) + "\n"},
+            f"--pipeline-model-parallel-size {len(ranks)} "
+            f'--pipeline-model-parallel-layout "$(cat FILE)"; ranks are {", ".join(ranks)}',
+        )

@@ -1,0 +1,75 @@
+"""``torch.distributed.pipelining``: split points, and a script that runs the pipeline."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from placement.exporters import Exported
+from placement.exporters._modules import Forward
+from placement.plan import Plan, ancestry
+from placement.problem import Problem
+
+
+@dataclass(frozen=True)
+class TorchPipelining:
+    """A script for ``torchrun``, and beside it the split points and the schedule as JSON.
+
+    Format: ``torch.distributed.pipelining.pipeline(module, args, split_spec={path:
+    SplitPoint.BEGINNING})`` of torch 2.13: a stage begins where a module begins that runs once.
+    Stage ``i`` is on rank ``i`` modulo the number of ranks. The script takes the module as
+    ``package.module:function``, checks that the pipeline computes what the plain module does, and
+    prints seconds per micro-batch. It reads the plan's names from the JSON; none is code.
+
+    Attributes:
+        schedule: a class of ``torch.distributed.pipelining`` without ``Schedule``; None: GPipe
+            (LoopedBFS if devices take several turns), in training 1F1B (Interleaved1F1B).
+    """
+
+    schedule: str | None = None
+
+    def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
+        forward = Forward.of(plan)
+        begins = _beginnings(forward.module)
+        starts = [0, *sorted(begins)]
+        unit = [sum(s <= i for s in starts) - 1 for i in range(len(forward.module))]
+        labels = [f"what runs from {begins.get(s, '')!r} to the next module" for s in starts]
+        parts = forward.chain(unit, labels, "torch.distributed.pipelining")
+        ranks = list(dict.fromkeys(part.device for part in parts))
+        training, turns = plan.graph.mode == "training", len(parts) > len(ranks)
+        chosen = ("1F1B", "Interleaved1F1B") if training else ("GPipe", "LoopedBFS")
+        cluster = {d.name: d for d in plan.cluster.devices}
+        data = {
+            "split_points": [begins[starts[part.first]] for part in parts[1:]],
+            "ranks": [
+                cluster[name].model_dump(include={"name", "kind", "cores", "threads"})
+                for name in ranks
+            ],
+            "schedule": self.schedule or chosen[turns],
+            "num_microbatches": plan.num_microbatches,
+            "mode": plan.graph.mode,
+            "workload": plan.graph.workload,
+        }
+        script = Path(__file__).with_name("_torchrun.py").read_text(encoding="utf-8")
+        return Exported(
+            {"": script, ".json": json.dumps(data, indent=1) + "\n"},
+            f"run: torchrun --nproc-per-node {len(ranks)} FILE package.module:function",
+        )
+
+
+def _beginnings(modules: tuple[str, ...]) -> dict[int, str]:
+    """First operator -> path of the innermost module that begins there, and runs only once.
+
+    Innermost, because an outer one may be a list of modules, which never runs itself.
+    """
+    where: dict[str, list[int]] = {}
+    for i, path in enumerate(modules):
+        for above in ancestry(path)[1:]:
+            where.setdefault(above, []).append(i)
+    found: dict[int, str] = {}
+    for path in sorted(where, key=lambda x: -x.count(".")):
+        first, last = where[path][0], where[path][-1]
+        if first > 0 and last - first + 1 == len(where[path]):
+            found.setdefault(first, path)
+    return found

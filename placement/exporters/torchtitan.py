@@ -1,0 +1,54 @@
+"""torchtitan: the modules of each pipeline stage, and the schedule."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from placement.exporters import Exported
+from placement.exporters._modules import Forward, actions
+from placement.plan import Plan
+from placement.problem import Problem
+
+
+@dataclass(frozen=True)
+class Torchtitan:
+    """JSON of ``ParallelismConfig`` fields, ``module_fqns_per_model_part`` first; schedule CSV.
+
+    Format: ``torchtitan/config/configs.py`` (``ParallelismConfig``) and ``pipeline_module_split``
+    in ``torchtitan/distributed/pipeline_parallel.py``: children of the model are whole, but a
+    list of layers is split by its items (``layers.3``). Part ``i`` is on pipeline rank ``i``
+    modulo the number of ranks. The CSV, written for training plans with an order, is what
+    ``_PipelineScheduleRuntime._load_csv`` of torch reads: a row per rank, actions as ``0F0``.
+    Operators that the model runs itself go with the modules around them.
+    """
+
+    def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
+        forward = Forward.of(plan)
+        names = [_kept_whole(path, forward.module) for path in forward.module]
+        labels = [x for x in dict.fromkeys(names) if x]
+        unit = [labels.index(x) if x else -1 for x in names]
+        parts = forward.chain(unit, [repr(x) for x in labels], "torchtitan")
+        ranks = list(dict.fromkeys(part.device for part in parts))
+        config: dict[str, object] = {
+            "module_fqns_per_model_part": [labels[p.first : p.last + 1] for p in parts],
+            "pipeline_parallel_degree": len(ranks),
+            "pipeline_parallel_schedule": "1F1B" if len(ranks) == len(parts) else "Interleaved1F1B",
+        }
+        files = {"": ""}
+        note = f"fields of ParallelismConfig; ranks are {', '.join(ranks)}"
+        if plan.order is not None and plan.graph.mode == "training":
+            rows = actions(forward, unit, parts)
+            files[".csv"] = "\n".join(",".join(row) for row in rows) + "\n"
+            config["pipeline_parallel_schedule"] = "_PipelineScheduleRuntime"
+            note += "; pipeline_parallel_schedule_csv is the path of the .csv"
+        files[""] = json.dumps(config, indent=1) + "\n"
+        return Exported(files, note)
+
+
+def _kept_whole(path: str, modules: tuple[str, ...]) -> str:
+    """The module that torchtitan keeps whole; none for operators of the model itself."""
+    first, _, rest = path.partition(".")
+    item = rest.partition(".")[0]
+    # Only a list has items by number and runs nothing itself.
+    return f"{first}.{item}" if item.isdecimal() and first not in modules else first

@@ -1,0 +1,45 @@
+"""vLLM: how many layers each pipeline rank has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from placement.exporters import Exported
+from placement.exporters._modules import Forward, layer_units
+from placement.plan import Plan
+from placement.problem import Problem
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """Environment file with ``VLLM_PP_LAYER_PARTITION``, layers per pipeline rank.
+
+    Format: ``get_pp_indices`` in ``vllm/distributed/utils.py`` (vllm-project/vllm#6920): integers
+    joined by commas, as many as ``--pipeline-parallel-size``, whose sum is the number of layers.
+    The embedding is on the first rank, the final normalisation and the head on the last.
+
+    Attributes:
+        layers: path of the list of layers; None finds it.
+    """
+
+    layers: str | None = None
+
+    def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
+        forward = Forward.of(plan)
+        path, unit, num_layers = layer_units(forward, self.layers)
+        unit = [u if u < 0 else min(max(u, 1), num_layers) - 1 for u in unit]
+        labels = [f"layer {i} of {path!r}" for i in range(num_layers)]
+        labels[0] += " and what runs before it"
+        labels[-1] += " and what runs behind it"
+        parts = forward.chain(unit, labels, "VLLM_PP_LAYER_PARTITION", max_turns=1)
+        lines = [f"# rank {i}: {part.device}" for i, part in enumerate(parts)]
+        devices = [d for d in plan.cluster.devices if d.name in {p.device for p in parts}]
+        if all(d.kind == "cuda" for d in devices):
+            order = ",".join(part.device.rpartition(":")[2] or "0" for part in parts)
+            lines.append(f"CUDA_VISIBLE_DEVICES={order}")
+        layers = ",".join(str(part.last - part.first + 1) for part in parts)
+        lines.append(f"VLLM_PP_LAYER_PARTITION={layers}")
+        return Exported(
+            {"": "\n".join(lines) + "\n"},
+            f"set what is in it, and serve with --pipeline-parallel-size {len(parts)}",
+        )

@@ -1,0 +1,604 @@
+"""Exporters: what real programs read is what the plan says; what they cannot say is refused."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from itertools import combinations_with_replacement
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement import exporters
+from placement.__main__ import main
+from placement.cluster import Cluster, Device
+from placement.exporters import Exported, ExportError, Inexpressible
+from placement.graph import OpGraph
+from placement.plan import Plan, make_plan
+from placement.problem import Problem, Solution
+from placement.profile import Profile
+from placement.schedulers import load as load_scheduler
+
+ROOT = Path(__file__).parents[1]
+GPUS = ("cuda:0", "cuda:1")
+
+# A decoder of two layers, as capture gives it: operators in the order in which they run.
+MODULES = (
+    "",  # 0: positions, made by the model itself
+    "embed",
+    "layers.0.attn",  # 2
+    "layers.0",  # 3: a residual addition
+    "layers.0.mlp",
+    "layers.1.attn",  # 5
+    "layers.1",
+    "layers.1.mlp",
+    "norm",  # 8
+    "",  # 9: a view
+    "head",
+)
+PARAMETERS = {f"{m}.weight": (i,) for i, m in enumerate(MODULES) if m and i not in (3, 6)}
+
+
+def problem(
+    modules: tuple[str, ...] = MODULES,
+    devices: tuple[str, ...] = GPUS,
+    names: tuple[str, ...] | None = None,
+    num_backward: int = 0,
+    heavy: tuple[int, ...] = (),
+) -> Problem:
+    """A chain of operators of 1 s on every device; the last ``num_backward`` are backward.
+
+    ``heavy`` operators have 6 parts in 10 of a device's memory as parameters.
+    """
+    n = len(modules)
+    graph = OpGraph.build(
+        "decoder",
+        names or [f"op{i}" for i in range(n)],
+        list(range(n)),
+        [8] * n,
+        [(i, i + 1) for i in range(n - 1)],
+        op_module=modules,
+        is_backward=[i >= n - num_backward for i in range(n)],
+        param_bytes=[600_000] * len(heavy),
+        param_uses=[(op, i) for i, op in enumerate(heavy)],
+    )
+    cluster = Cluster(
+        "two", tuple(Device(d, d.partition(":")[0], memory_bytes=10**6) for d in devices)
+    )
+    seconds = np.ones((n, len(devices)))
+    return Problem(
+        graph,
+        cluster,
+        Profile(cluster.device_names, seconds, np.zeros_like(seconds)),
+        num_microbatches=4,
+    )
+
+
+def plan_of(on: list[int], p: Problem | None = None, **changes: Any) -> Plan:
+    """The plan with operators on devices of these numbers; it knows its parameters."""
+    p = p or problem()
+    plan = make_plan(p, Solution(np.array(on, np.int32), 1.0), planner="by hand", **changes)
+    known = plan.graph.model_copy(update={"parameters": PARAMETERS})
+    return plan.model_copy(update={"graph": known})
+
+
+def export(name: str, plan: Plan, problem: Problem | None = None, **options: Any) -> Exported:
+    return exporters.load(name, **options)(plan, problem)
+
+
+def moved(plan: Plan, nearest: dict[str, str]) -> Plan:
+    return plan.model_copy(update={"assignment": nearest, "order": None})
+
+
+CUT = [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]  # between the layers
+INSIDE = [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1]  # in layer 0, before its mlp
+TURNS = [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]  # embedding | layer 0 | layer 1 | the rest
+
+
+# What every exporter promises
+
+
+def test_found_by_file_name() -> None:
+    assert {"huggingface", "vllm", "csv", "chrome_trace"} <= set(exporters.names())
+    for name in exporters.names():
+        assert exporters.find(name).__doc__.splitlines()[0]
+        assert "Format: " in exporters.find(name).__doc__  # where the grammar is from
+    with pytest.raises(ExportError, match="no exporter 'vlm'; exporters are"):
+        exporters.load("vlm")
+    with pytest.raises(ExportError, match=r"has no option 'layer'.* layers: str"):
+        exporters.load("vllm", layer="x")
+
+
+BY_MODULE = ["huggingface", "vllm", "megatron", "llama_cpp", "torchtitan", "torch_pipelining"]
+
+
+@pytest.mark.parametrize("name", BY_MODULE)
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 1), min_size=len(MODULES), max_size=len(MODULES)))
+def test_the_nearest_plan_is_expressible(name: str, on: list[int]) -> None:
+    plan = plan_of(on)
+    try:
+        export(name, plan)
+    except Inexpressible as error:
+        assert error.nearest != plan.assignment
+        assert list(error.nearest) == list(plan.assignment)
+        export(name, moved(plan, error.nearest))
+
+
+@pytest.mark.parametrize("name", BY_MODULE)
+def test_plans_without_modules_are_refused(name: str) -> None:
+    plan = plan_of([0, 1], problem(("", "")))
+    with pytest.raises(ExportError, match="does not know to which modules"):
+        export(name, plan)
+
+
+def test_nearest_moves_as_few_operators_as_possible() -> None:
+    """Against every way to cut the units between two devices in the plan's order."""
+    from placement.exporters._modules import Forward
+
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        on = random.integers(2, size=len(MODULES)).tolist()
+        forward = Forward.of(plan_of(on))
+        unit = [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+        try:
+            forward.chain(unit, "abcd", "x", max_turns=1)
+            continue
+        except Inexpressible as error:
+            found = sum(error.nearest[op] != d for op, d in forward.plan.assignment.items())
+        order = forward._by_position(unit)
+        best = min(
+            sum(order[row[u]] != d for u, d in zip(unit, forward.device, strict=True))
+            for row in combinations_with_replacement(range(len(order)), 4)
+        )
+        assert found == best
+
+
+def test_error_says_which_operator_is_in_the_way() -> None:
+    with pytest.raises(Inexpressible) as found:
+        export("vllm", plan_of(INSIDE))
+    assert str(found.value) == (
+        "VLLM_PP_LAYER_PARTITION cannot express this plan: it keeps layer 0 of 'layers' and what "
+        "runs before it on one device; operator 'op4' of module 'layers.0.mlp' is planned on "
+        "'cuda:1', it would run on 'cuda:0'. --nearest exports the nearest plan it can express"
+    )
+    assert [op for op, d in found.value.nearest.items() if d == "cuda:0"] == [
+        f"op{i}" for i in range(5)
+    ]
+
+
+def test_backward_goes_with_its_forward() -> None:
+    names = ("a", "b", "b_backward", "a_backward")
+    p = problem(("layers.0", "layers.1", "layers.1", "layers.0"), names=names, num_backward=2)
+    assert export("vllm", plan_of([0, 1, 1, 0], p)).files[""].endswith("=1,1\n")
+    with pytest.raises(Inexpressible, match=r"'b_backward' of module 'layers\.1'") as found:
+        export("vllm", plan_of([0, 1, 0, 0], p))
+    assert list(found.value.nearest.values()) == ["cuda:0", "cuda:1", "cuda:1", "cuda:0"]
+
+
+# Tables and traces
+
+
+def test_csv_is_a_row_per_operator() -> None:
+    text = export("csv", plan_of(CUT)).files[""]
+    rows = list(csv.DictReader(io.StringIO(str(text))))
+    assert [r["operator"] for r in rows] == [f"op{i}" for i in range(11)]
+    assert [r["module"] for r in rows] == list(MODULES)
+    assert [GPUS.index(r["device"]) for r in rows] == CUT
+    assert [int(r["stage"]) for r in rows] == CUT
+
+
+def test_csv_holds_no_formulas() -> None:
+    names = ("=1+1", '@x,"y"', "-z")
+    rows = list(
+        csv.reader(
+            io.StringIO(
+                str(export("csv", plan_of([0] * 3, problem(("m",) * 3, names=names))).files[""])
+            )
+        )
+    )
+    assert [r[1] for r in rows[1:]] == ["'=1+1", '\'@x,"y"', "'-z"]
+
+
+def test_trace_of_a_plan_alone_shows_how_busy_devices_are() -> None:
+    plan = plan_of(CUT)  # 5 and 6 operators of 1 s: a period of 6 s
+    trace = json.loads(export("chrome_trace", plan).files[""])
+    work = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert [(e["tid"], e["ts"], e["dur"]) for e in work] == [
+        *[(0, m * 6e6, 5e6) for m in range(4)],
+        *[(1, m * 6e6, 6e6) for m in range(4)],
+    ]
+    tracks = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    assert tracks == list(GPUS)
+
+
+def test_trace_with_the_problem_is_the_predicted_timeline() -> None:
+    p = problem()
+    plan = plan_of(CUT, p)
+    trace = json.loads(export("chrome_trace", plan, p).files[""])
+    assert trace == json.loads(json.dumps(plan.timeline(p).to_trace(p.graph.op_name)))
+    assert sum(e["name"] == "op3" for e in trace["traceEvents"]) == 4
+
+
+# Hugging Face
+
+
+def test_device_map_covers_every_parameter() -> None:
+    def entries(on: list[int], **parameters: tuple[int, ...]) -> Any:
+        plan = plan_of(on)
+        known = plan.graph.model_copy(update={"parameters": PARAMETERS | parameters})
+        return json.loads(export("huggingface", plan.model_copy(update={"graph": known})).files[""])
+
+    assert entries([0] * 11) == {"": "cuda:0"}
+    assert entries(CUT) == {
+        **dict.fromkeys(["embed", "layers.0"], "cuda:0"),
+        **dict.fromkeys(["layers.1", "norm", "head"], "cuda:1"),
+    }
+    more = {
+        "layers.0.scale": (3,),  # of a module that is split itself
+        "layers.1.attn.bias": (),  # nobody reads it, in a module that is mapped
+        "pooler.dense.weight": (),  # of a module that never runs: with the last operator
+        "spare": (),
+    }
+    found = entries(INSIDE, **more)
+    assert found["layers.0.attn"] == found["layers.0.scale"] == "cuda:0"
+    assert found["layers.0.mlp"] == found["pooler"] == found["spare"] == "cuda:1"
+    assert "layers.0" not in found and "layers.1.attn.bias" not in found
+
+
+def test_device_map_keeps_modules_with_parameters_whole() -> None:
+    plan = plan_of([0, 1, 1], problem(("a", "a", "b")))
+    split = {"a.weight": (0,), "b.weight": (2,)}
+    known = plan.graph.model_copy(update={"parameters": split})
+    with pytest.raises(Inexpressible, match="a module with parameters has one device") as found:
+        export("huggingface", plan.model_copy(update={"graph": known}))
+    assert list(found.value.nearest.values()) == ["cuda:0", "cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "on", "nearest"),
+    [
+        (("cpu:0", "cpu:1"), CUT, ["cpu:1"] * 11),  # torch has one CPU device
+        (("cpu:0", "cuda:0"), CUT, ["cuda:0"] * 11),  # accelerate would offload, not compute
+    ],
+)
+def test_device_map_has_one_host(
+    devices: tuple[str, ...], on: list[int], nearest: list[str]
+) -> None:
+    with pytest.raises(Inexpressible, match="torch has one CPU device") as found:
+        export("huggingface", plan_of(on, problem(devices=devices)))
+    assert list(found.value.nearest.values()) == nearest
+
+
+def captured(name: str, cut: str | None) -> tuple[Any, Any, Problem, Plan]:
+    """A shipped model on two GPUs that need not be there: from module ``cut`` on the second."""
+    from placement.program import capture
+    from placement.workloads import load
+
+    module, inputs = load(name)
+    graph = capture(module, inputs, name=name)
+    cluster = Cluster("two", tuple(Device(d, "cuda", memory_bytes=10**9) for d in GPUS))
+    seconds = np.ones((graph.num_ops, 2))
+    p = Problem(graph, cluster, Profile(GPUS, seconds, np.zeros_like(seconds)), num_microbatches=4)
+    at = [m == cut or m.startswith(f"{cut}.") for m in graph.op_module]
+    first = at.index(True) if cut else graph.num_ops
+    on = np.array([int(i >= first) for i in range(graph.num_ops)], np.int32)
+    on = on[graph.group]  # numbered as operators: a group is where its first operator is
+    return module, inputs, p, make_plan(p, Solution(on, 1.0), planner="by hand", workload=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"), [("tiny_mlp", "2"), ("tiny_cnn", "body"), ("tiny_views", None)]
+)
+def test_accelerate_takes_the_device_map(name: str, cut: str | None) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    import torch
+
+    module, inputs, _, plan = captured(name, cut)
+    where = json.loads(export("huggingface", plan).files[""])
+    accelerate.utils.check_device_map(module, where)  # raises where a parameter is not covered
+    assert set(where.values()) == ({*GPUS} if cut else {"cuda:0"})
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    with torch.no_grad():
+        expected = module(*args, **kwargs)
+        here = dict.fromkeys(where, "cpu")
+        accelerate.dispatch_model(module, here, main_device="cpu", force_hooks=True)
+        actual = module(*args, **kwargs)
+    torch.testing.assert_close(actual, expected)
+    modules = dict(module.named_modules())
+    assert all(hasattr(modules[path], "_hf_hook") for path in where)
+
+
+# Layers: vLLM, Megatron-LM, llama.cpp
+
+
+def test_vllm() -> None:
+    assert export("vllm", plan_of(CUT)).files[""] == (
+        "# rank 0: cuda:0\n# rank 1: cuda:1\n"
+        "CUDA_VISIBLE_DEVICES=0,1\nVLLM_PP_LAYER_PARTITION=1,1\n"
+    )
+    turned = export("vllm", plan_of([1 - d for d in CUT]))
+    assert "CUDA_VISIBLE_DEVICES=1,0\n" in str(turned.files[""])
+    with pytest.raises(Inexpressible, match="one device; operator 'op"):
+        export("vllm", plan_of(TURNS))
+    with pytest.raises(ExportError, match="no list of layers 'h'; there are layers: layers=NAME"):
+        export("vllm", plan_of(CUT), layers="h")
+
+
+def test_layers_must_run_in_order() -> None:
+    with pytest.raises(ExportError, match="do not run one after the other"):
+        export("vllm", plan_of([0, 0, 0], problem(("layers.0", "layers.1", "layers.0"))))
+
+
+def megatron_stages(layout: str) -> list[str]:
+    """As Megatron-LM reads it: commas are nothing, ``x*n`` is n times x, ``|`` ends a stage."""
+    import re
+
+    unrolled = re.sub(r"(.)\*(\d+)", lambda x: x[1] * int(x[2]), layout.strip().replace(",", ""))
+    assert set(unrolled) <= set("EtL|")
+    return unrolled.split("|")
+
+
+def test_megatron() -> None:
+    def stages(on: list[int]) -> list[str]:
+        return megatron_stages(str(export("megatron", plan_of(on)).files[""]))
+
+    assert stages([0] * 11) == ["EttL"]
+    assert stages(CUT) == ["Et", "tL"]
+    assert stages(TURNS) == ["E", "t", "t", "L"]  # virtual stages: ranks 0, 1, 0, 1
+    assert stages([0] * 8 + [1] * 3) == ["Ett", "L"]
+    with pytest.raises(Inexpressible, match="keeps layer 0 of 'layers'"):
+        stages(INSIDE)
+
+
+def test_llama_cpp() -> None:
+    import re
+
+    def where(text: str, tensor: str) -> str | None:
+        """As llama.cpp does it: the first rule whose pattern is found in the name."""
+        rules = [rule.rpartition("=") for rule in text.strip().split(",")]
+        return next((buffer for pattern, _, buffer in rules if re.search(pattern, tensor)), None)
+
+    text = str(export("llama_cpp", plan_of(TURNS, problem(devices=("cpu:0", "cuda:1")))).files[""])
+    assert text == "^blk\\.(1)\\.=CPU,^token_embd=CPU,^blk\\.(0)\\.=CUDA1,^output=CUDA1\n"
+    assert where(text, "token_embd.weight") == where(text, "blk.1.attn_q.weight") == "CPU"
+    assert where(text, "output_norm.weight") == where(text, "blk.0.ffn_up.weight") == "CUDA1"
+    assert where(text, "blk.10.ffn_up.weight") is None
+    with pytest.raises(Inexpressible, match="one CPU device"):
+        export("llama_cpp", plan_of(CUT, problem(devices=("cpu:0", "cpu:1"))))
+    with pytest.raises(ExportError, match=r"no buffer type of llama\.cpp is known for 'npu:0'"):
+        export("llama_cpp", plan_of(CUT, problem(devices=("npu:0", "cpu:0"))))
+
+
+# torchtitan and torch.distributed.pipelining
+
+
+def test_torchtitan() -> None:
+    def config(on: list[int]) -> Any:
+        return json.loads(export("torchtitan", plan_of(on)).files[""])
+
+    assert config(CUT) == {
+        "module_fqns_per_model_part": [["embed", "layers.0"], ["layers.1", "norm", "head"]],
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "1F1B",
+    }
+    turns = config(TURNS)
+    assert turns["module_fqns_per_model_part"] == [
+        ["embed"],
+        ["layers.0"],
+        ["layers.1"],
+        ["norm", "head"],
+    ]
+    assert turns["pipeline_parallel_schedule"] == "Interleaved1F1B"
+    with pytest.raises(Inexpressible, match=r"keeps 'layers\.0' on one device"):
+        config(INSIDE)
+
+
+def training(*, scheduler: str) -> tuple[Problem, Plan]:
+    """Two layers, forward and backward, of which a scheduler makes the order."""
+    names = ("a", "b", "b_backward", "a_backward")
+    p = problem(("layers.0", "layers.1", "layers.1", "layers.0"), names=names, num_backward=2)
+    on = np.array([0, 1, 1, 0], np.int32)
+    schedule = load_scheduler(scheduler)(p, on, p.num_microbatches)
+    return p, plan_of(on.tolist(), p, schedule=schedule)
+
+
+def test_order_as_actions_of_torch() -> None:
+    _, plan = training(scheduler="one_f_one_b")
+    exported = export("torchtitan", plan)
+    # a: |0F0 0F1 0B0 0F2 0B1 ...|  with the last stage one forward, one backward
+    assert str(exported.files[".csv"]).splitlines() == [
+        "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3",
+        "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3",
+    ]
+    assert (
+        json.loads(exported.files[""])["pipeline_parallel_schedule"] == "_PipelineScheduleRuntime"
+    )
+
+
+@pytest.mark.parametrize("scheduler", ["gpipe", "one_f_one_b"])
+def test_torch_accepts_the_schedule(scheduler: str) -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    _, plan = training(scheduler=scheduler)
+    rows = str(export("torchtitan", plan).files[".csv"]).splitlines()
+    actions = {
+        rank: [schedules._Action.from_str(x) for x in row.split(",")]
+        for rank, row in enumerate(rows)
+    }
+    assert schedules._validate_schedule(actions, 2, 2, plan.num_microbatches) == {0: 0, 1: 1}
+
+
+def test_an_order_that_leaves_a_stage_half_way_is_refused() -> None:
+    p = problem(("layers.0", "layers.0", "layers.1", ""), num_backward=1)
+    plan = plan_of([0, 0, 1, 1], p)
+    order = {
+        "cuda:0": tuple((op, m) for op in ("op0", "op1") for m in range(4)),
+        "cuda:1": tuple((op, m) for m in range(4) for op in ("op2", "op3")),
+    }
+    plan = plan.model_copy(update={"order": order})
+    with pytest.raises(Inexpressible, match="leaves 0F0 on 'cuda:0' half-way") as found:
+        export("torchtitan", plan)
+    assert ".csv" not in export("torchtitan", moved(plan, found.value.nearest)).files
+
+
+def test_split_points() -> None:
+    def points(on: list[int]) -> Any:
+        data = json.loads(export("torch_pipelining", plan_of(on)).files[".json"])
+        return data["split_points"], data["schedule"]
+
+    assert points(CUT) == (["layers.1.attn"], "GPipe")
+    assert points(INSIDE) == (["layers.0.mlp"], "GPipe")
+    assert points(TURNS) == (["layers.0.attn", "layers.1.attn", "norm"], "LoopedBFS")
+    with pytest.raises(Inexpressible, match=r"it keeps what runs from 'layers\.0\.attn' to the"):
+        points([0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1])  # no module begins at the addition
+
+
+HOSTILE = "x'); __import__('os').system('touch pwned'); ('"
+
+
+def test_hostile_names_are_data_in_scripts() -> None:
+    p = problem(("a", f'{HOSTILE}"', "c"), names=("a", '"""', f"${{{HOSTILE}}}"))
+    exported = export("torch_pipelining", plan_of([0, 1, 1], p))
+    script = str(exported.files[""])
+    ast.parse(script)
+    assert script == str(export("torch_pipelining", plan_of(CUT)).files[""])  # the same for all
+    assert json.loads(exported.files[".json"])["split_points"] == [f'{HOSTILE}"']
+
+
+def test_torchrun_computes_what_the_module_does(tmp_path: Path) -> None:
+    """Four stages in turns on two processes: LoopedBFS over gloo."""
+    _, _, p, plan = captured("tiny_mlp", "2")
+    cpus = tuple(Device(f"cpu:{i}", "cpu", memory_bytes=10**9) for i in range(2))
+    cluster = Cluster("cores", cpus)
+    zeros = np.zeros((p.num_ops, 2))
+    p = Problem(
+        p.graph, cluster, Profile(cluster.device_names, zeros + 1.0, zeros), num_microbatches=4
+    )
+    plan = make_plan(p, Solution(np.array([0, 0, 1, 1, 0, 1], np.int32), 1.0), planner="by hand")
+    plan.save(tmp_path / "plan.json")
+    script = tmp_path / "run.py"
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "plan.json"),
+                "--to",
+                "torch_pipelining",
+                "--out",
+                str(script),
+            ]
+        )
+        == 0
+    )
+    assert json.loads(script.with_suffix(".json").read_text())["split_points"] == ["2", "4", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*command, str(script), "placement.workloads.tiny:tiny_mlp"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert (answer["stages"], answer["schedule"], answer["equal"]) == (4, "LoopedBFS", True)
+
+
+# The command
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Path]:
+    """A plan that vLLM cannot express, and the problem it is for."""
+    from placement import importers
+
+    p = problem()
+    plan_of(INSIDE, p).save(tmp_path / "plan.json")
+    importers.save(p, tmp_path / "problem.json")
+    return tmp_path / "plan.json", tmp_path / "problem.json"
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["exporters"]
+    assert [row["name"] for row in listed] == exporters.names()
+    assert main(["export", "--list"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_command(saved: tuple[Path, Path], capsys: Any) -> None:
+    plan, model = saved
+    out = plan.with_name("out.env")
+    assert main(["export", str(plan), "--to", "vllm", "--out", str(out)]) == 1
+    assert "operator 'op4'" in capsys.readouterr().err
+    assert not out.exists()
+    nearest = ["export", str(plan), "--to", "vllm", "--out", str(out), "--nearest", "--json"]
+    assert main([*nearest, "layers=layers"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["moved"] == {"op4": "cuda:0"}
+    assert json.loads(said.out)["predicted"] is None  # never a figure that nobody computed
+    assert "1 of 11 operators move; what that costs is not known" in said.err
+    assert out.read_text().endswith("VLLM_PP_LAYER_PARTITION=1,1\n")
+    assert main([*nearest, "--model", str(model)]) == 0
+    # 4 + 7 operators of 1 s against 5 + 6
+    predicted = json.loads(capsys.readouterr().out)["predicted"]
+    assert predicted == {"latency_s": [11.0, 11.0], "period_s": [7.0, 6.0]}
+
+
+def test_nearest_that_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> None:
+    from placement import importers
+
+    p = problem(heavy=(0, 4))  # operator 4 would join operator 0
+    plan, model, out = (tmp_path / x for x in ("plan.json", "problem.json", "out"))
+    plan_of(INSIDE, p).save(plan)
+    importers.save(p, model)
+    command = ["export", str(plan), "--to", "vllm", "--out", str(out), "--nearest"]
+    assert main([*command, "--model", str(model)]) == 1
+    assert "does not fit: device 'cuda:0' needs 1,200,0" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_usage_errors(saved: tuple[Path, Path], capsys: Any) -> None:
+    plan, _ = saved
+
+    def error(*words: str) -> str:
+        assert main(["export", *words]) == 2
+        return str(capsys.readouterr().err)
+
+    out = str(plan.with_name("x.json"))
+    assert "give a plan, --to NAME and --out FILE" in error(str(plan))
+    assert "no exporter 'x'; exporters are" in error(str(plan), "--to", "x", "--out", out)
+    assert "exporter options are given as option=value" in error(
+        str(plan), "layers", "--to", "vllm", "--out", out
+    )
+    assert ".json is written beside it" in error(
+        str(plan), "--to", "torch_pipelining", "--out", out
+    )
+    assert not Path(out).exists()
+
+
+def test_export_needs_no_torch(saved: tuple[Path, Path]) -> None:
+    code = (
+        "import sys; from placement.__main__ import main; "
+        f"code = main(['export', {str(saved[0])!r}, '--to', 'huggingface', '--out', "
+        f"{str(saved[0].with_name('map.json'))!r}]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
