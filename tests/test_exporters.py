@@ -520,6 +520,157 @@ def test_torchrun_computes_what_the_module_does(tmp_path: Path) -> None:
     assert (answer["stages"], answer["schedule"], answer["equal"]) == (4, "LoopedBFS", True)
 
 
+# ONNX files
+
+
+def onnx_plan(folder: Path, devices: tuple[str, ...], on: list[int]) -> tuple[str, Plan]:
+    """Gemm, Relu, Gemm with a constant in between, named as a hostile file would; and its plan."""
+    onnx = pytest.importorskip("onnx")
+    from onnx import helper, numpy_helper
+
+    from placement import importers
+
+    weight = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
+    scale = helper.make_node(
+        "Constant", [], ["scale"], value=numpy_helper.from_array(np.full(4, 0.5, np.float32))
+    )
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["a"], name="first);cpu(=x"),
+            scale,
+            helper.make_node("Relu", ["a"], ["b"], name="$(touch pwned)"),
+            helper.make_node("Mul", ["b", "scale"], ["c"]),
+            helper.make_node("MatMul", ["c", "w"], ["y"], name="last"),
+        ],
+        "small",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 4])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2, 4])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    path = str(folder / "model.onnx")
+    onnx.save(model, path)
+    described = (Device(d, d.partition(":")[0], like=None, memory_bytes=10**9) for d in devices)
+    p = importers.load(path, cluster=Cluster("any", tuple(described)))
+    return path, make_plan(p, Solution(np.array(on, np.int32), 1.0), planner="by hand")
+
+
+X = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+
+def test_onnx_file_says_where_its_nodes_run(tmp_path: Path) -> None:
+    path, plan = onnx_plan(tmp_path, GPUS, [0, 1, 1, 0])
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    model = onnx.load_from_string(export("onnx", plan, model=path).files[""])
+    onnx.checker.check_model(model, full_check=True)
+    assert model.ir_version == 11
+    assert [(c.name, c.num_devices, list(c.device)) for c in model.configuration] == [
+        ("placement", 2, [*GPUS])
+    ]
+    found = [
+        [
+            (c.pipeline_stage, s.tensor_name, *s.device)
+            for c in n.device_configurations
+            for s in c.sharding_spec
+        ]
+        for n in model.graph.node
+    ]
+    assert found == [[(0, "a", 0)], [], [(1, "b", 1)], [(1, "c", 1)], [(2, "y", 0)]]
+    before, after = (ReferenceEvaluator(m).run(None, {"x": X}) for m in (onnx.load(path), model))
+    np.testing.assert_array_equal(before, after)
+    # Written again, the configuration is replaced, another one is kept.
+    onnx.save(model, path)
+    other = export("onnx", plan, model=path, configuration="other").files[""]
+    assert [c.name for c in onnx.load_from_string(other).configuration] == ["placement", "other"]
+    again = export("onnx", plan, model=path).files[""]
+    assert onnx.load_from_string(again) == model
+
+
+def test_onnx_errors(tmp_path: Path) -> None:
+    path, plan = onnx_plan(tmp_path, GPUS, [0, 1, 1, 0])
+    with pytest.raises(ExportError, match=r"name the ONNX file .* model=model\.onnx"):
+        export("onnx", plan)
+    with pytest.raises(ExportError, match="is about another model: 11 of its 11 operators"):
+        export("onnx", plan_of(CUT), model=path)
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(b"no model")
+    with pytest.raises(ExportError, match="cannot be read as an ONNX file"):
+        export("onnx", plan, model=str(broken))
+
+
+def test_onnxruntime_settings(tmp_path: Path) -> None:
+    path, plan = onnx_plan(tmp_path, ("cpu:0", "cuda:1"), [0, 1, 1, 0])
+    import onnx
+
+    exported = export("onnxruntime", plan, model=path)
+    assert json.loads(exported.files[".json"]) == {
+        "session.layer_assignment_settings": "cpu(=placement_0); gpu:1(=placement_1)"
+    }
+    nodes = onnx.load_from_string(exported.files[""]).graph.node
+    assert [{p.key: p.value for p in n.metadata_props}.get("layer_ann") for n in nodes] == [
+        "placement_0",
+        None,
+        "placement_1",
+        "placement_1",
+        "placement_0",
+    ]
+    _, two = onnx_plan(tmp_path, GPUS, [0, 1, 1, 1])
+    with pytest.raises(Inexpressible, match="are one device") as found:
+        export("onnxruntime", two, model=path)
+    assert set(found.value.nearest.values()) == {"cuda:1"}
+    _, odd = onnx_plan(tmp_path, ("npu:0",), [0, 0, 0, 0])
+    with pytest.raises(ExportError, match="no execution provider is known for 'npu:0'"):
+        export("onnxruntime", odd, model=path)
+
+
+def test_onnxruntime_runs_the_annotated_model(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    path, plan = onnx_plan(tmp_path, ("cpu:0",), [0, 0, 0, 0])
+    exported = export("onnxruntime", plan, model=path)
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4
+    for key, value in json.loads(exported.files[".json"]).items():
+        options.add_session_config_entry(key, value)  # a wrong grammar raises below
+    here = ["CPUExecutionProvider"]
+    session = runtime.InferenceSession(exported.files[""], options, providers=here)
+    plain = runtime.InferenceSession(path, providers=here)
+    np.testing.assert_array_equal(session.run(None, {"x": X}), plain.run(None, {"x": X}))
+
+
+def test_openvino_takes_the_affinities(tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    core = openvino.Core()
+    path, plan = onnx_plan(tmp_path, ("cpu:0",), [0, 0, 0, 0])
+    model = core.read_model(path)
+    expected = core.compile_model(path, "CPU")([X])[0]
+    affinity = json.loads(export("openvino", plan, model=path).files[""])
+    for node in model.get_ordered_ops():
+        node.get_rt_info()["affinity"] = affinity[node.get_friendly_name()]
+    np.testing.assert_allclose(core.compile_model(model, "HETERO:CPU")([X])[0], expected)
+
+
+def test_openvino_covers_every_node(tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    path, plan = onnx_plan(tmp_path, ("cpu:0", "gpu:1"), [0, 1, 1, 0])
+    exported = export("openvino", plan, model=path)
+    assert "HETERO:CPU,GPU.1" in exported.note or "HETERO:GPU.1,CPU" in exported.note
+    affinity = json.loads(exported.files[""])
+    model = openvino.Core().read_model(path)
+    of = {x.get_friendly_name(): affinity[x.get_friendly_name()] for x in model.get_ordered_ops()}
+    of_type = {x.get_type_name(): of[x.get_friendly_name()] for x in model.get_ordered_ops()}
+    assert of_type["Relu"] == of_type["Multiply"] == of["scale"] == "GPU.1"
+    assert of_type["Parameter"] == of_type["Result"] == of["last" if "last" in of else "y"] == "CPU"
+    with pytest.raises(ExportError, match="knows no device 'cuda:0'"):
+        export("openvino", onnx_plan(tmp_path, GPUS, [0, 0, 1, 1])[1], model=path)
+    named = onnx_plan(tmp_path, GPUS, [0, 0, 1, 1])[1]
+    both = export("openvino", named, model=path, devices="cuda:0=GPU.0,cuda:1=CPU")
+    assert set(json.loads(both.files[""]).values()) == {"GPU.0", "CPU"}
+    with pytest.raises(Inexpressible, match=r"are one device \(CPU\)"):
+        export("openvino", named, model=path, devices="cuda:0=CPU,cuda:1=CPU")
+
+
 # The command
 
 

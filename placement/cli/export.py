@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,16 +179,20 @@ def _list(args: argparse.Namespace) -> int:
     for name in exporters.names():
         found = exporters.find(name)
         options = {f.name: f.default for f in fields(found)}
-        rows.append({"name": name, "what": found.__doc__.splitlines()[0], "options": options})
+        what = found.__doc__.splitlines()[0].replace("``", "")
+        rows.append({"name": name, "what": what, "options": options})
     if args.json:
         cli.print_json({"exporters": rows})
-    else:
-        cli.print_table(
-            "placement export plan.json --to NAME --out FILE",
-            ["name", "what is written", "options"],
-            [
-                [r["name"], r["what"], ", ".join(f"{k}={v}" for k, v in r["options"].items())]
-                for r in rows
-            ],
+        return cli.OK
+    indent = max(len(row["name"]) for row in rows) + 2
+    for row in rows:
+        options = "".join(f" [{key}=...]" for key in row["options"])
+        print(
+            textwrap.fill(
+                f"{row['name']:<{indent}}{row['what']}{options}",
+                cli.WIDTH,
+                subsequent_indent=" " * indent,
+                break_on_hyphens=False,
+            )
         )
     return cli.OK

@@ -326,16 +326,7 @@ class _Model:
 
     @cached_property
     def names(self) -> list[str]:
-        """A name for each node: its own, or its first output's, made unique."""
-        names: dict[str, None] = {}
-        for i, node in enumerate(self.main.node):
-            own = node.name or next(iter(node.output), "") or f"{node.op_type}_{i}"
-            name, times = own, 1
-            while name in names:
-                times += 1
-                name = f"{own}#{times}"
-            names[name] = None
-        return list(names)
+        return node_names(self.main.node)
 
     def graph(self, name: str) -> tuple[OpGraph, Any]:
         """The operator graph, and float64 ``[N, 2]`` operations and bytes of each operator."""
@@ -449,6 +440,19 @@ class _Model:
                 elif x not in known:
                     raise FormatError(f"{self._where(v)}: input {x!r} is made by no node")
         return edges
+
+
+def node_names(nodes: Any) -> list[str]:
+    """A name for each node: its own, or its first output's, made unique."""
+    names: dict[str, None] = {}
+    for i, node in enumerate(nodes):
+        own = node.name or next(iter(node.output), "") or f"{node.op_type}_{i}"
+        name, times = own, 1
+        while name in names:
+            times += 1
+            name = f"{own}#{times}"
+        names[name] = None
+    return list(names)
 
 
 def _inputs(node: Any) -> list[str]:
