@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +14,10 @@ from placement.graph import OpGraph
 from placement.problem import Planner, Problem, ProblemError, Solution
 from placement.profile import Profile
 from placement.simulator import score
+
+if TYPE_CHECKING:
+    from placement.exporters import Exporter
+    from placement.plan import Plan
 
 
 class ContractError(ValueError):
@@ -50,6 +55,45 @@ def check_planner(planner: Planner, problems: Sequence[Problem] | None = None) -
             again = planner(problem)
             same = np.array_equal(again.placement, answer.placement)
             _need(same, where, f"gave {answer.placement} and then {again.placement}")
+
+
+def check_exporter(exporter: Exporter, plans: Sequence[Plan]) -> None:
+    """Run ``exporter`` twice on every plan and check what every exporter promises.
+
+    * It returns ``Exported`` with text or bytes for the suffix ``""``, twice the same, or
+    * raises ``Inexpressible``, whose ``nearest`` has the same operators on devices of the plan,
+      differs from it (or the plan has an order, which is given up), and can be exported.
+
+    Args:
+        exporter: a configured exporter.
+        plans: some that it can express, some that it cannot.
+
+    Raises:
+        ContractError: the first promise that is broken.
+    """
+    from placement.exporters import Exported, Inexpressible, moved
+
+    for plan in plans:
+        where = f"{exporter!r} on the plan of {plan.graph.name!r}"
+        try:
+            exported = exporter(plan)
+        except Inexpressible as error:
+            nearest = error.nearest
+            _need([*nearest] == [*plan.assignment], where, "nearest has other operators")
+            strange = {*nearest.values()} - {d.name for d in plan.cluster.devices}
+            _need(not strange, where, f"nearest uses {strange}, which are not of the cluster")
+            same = nearest == plan.assignment and plan.order is None
+            _need(not same, where, "nearest is the plan itself")
+            plan = moved(plan, nearest)
+            try:
+                exported = exporter(plan)
+            except Inexpressible as again:
+                raise ContractError(f"{where}: its own nearest plan is refused: {again}") from again
+        _need(isinstance(exported, Exported), where, f"returned a {type(exported).__name__}")
+        _need("" in exported.files, where, f"writes only {[*exported.files]}, not ''")
+        for suffix, content in exported.files.items():
+            _need(isinstance(content, str | bytes), where, f"{suffix!r} is no text and no bytes")
+        _need(exporter(plan) == exported, where, "wrote something else the second time")
 
 
 def _check_solution(problem: Problem, answer: Solution, where: str) -> None:

@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 from placement import exporters
 from placement.__main__ import main
 from placement.cluster import Cluster, Device
-from placement.exporters import Exported, ExportError, Inexpressible
+from placement.exporters import Exported, ExportError, Inexpressible, moved
 from placement.graph import OpGraph
 from placement.plan import Plan, make_plan
 from placement.problem import Problem, Solution
 from placement.profile import Profile
 from placement.schedulers import load as load_scheduler
+from placement.testing import ContractError, check_exporter
 
 ROOT = Path(__file__).parents[1]
 GPUS = ("cuda:0", "cuda:1")
@@ -95,10 +96,6 @@ def export(name: str, plan: Plan, problem: Problem | None = None, **options: Any
     return exporters.load(name, **options)(plan, problem)
 
 
-def moved(plan: Plan, nearest: dict[str, str]) -> Plan:
-    return plan.model_copy(update={"assignment": nearest, "order": None})
-
-
 CUT = [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]  # between the layers
 INSIDE = [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1]  # in layer 0, before its mlp
 TURNS = [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]  # embedding | layer 0 | layer 1 | the rest
@@ -125,13 +122,20 @@ BY_MODULE = ["huggingface", "vllm", "megatron", "llama_cpp", "torchtitan", "torc
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 1), min_size=len(MODULES), max_size=len(MODULES)))
 def test_the_nearest_plan_is_expressible(name: str, on: list[int]) -> None:
-    plan = plan_of(on)
-    try:
-        export(name, plan)
-    except Inexpressible as error:
-        assert error.nearest != plan.assignment
-        assert list(error.nearest) == list(plan.assignment)
-        export(name, moved(plan, error.nearest))
+    check_exporter(exporters.load(name), [plan_of(on)])
+
+
+def test_contract_finds_what_is_broken() -> None:
+    def refuses(plan: Plan, problem: Problem | None = None) -> Exported:
+        raise Inexpressible("never", dict.fromkeys(plan.assignment, "cuda:0"))
+
+    def nameless(plan: Plan, problem: Problem | None = None) -> Exported:
+        return Exported({".json": ""}, "")
+
+    with pytest.raises(ContractError, match="its own nearest plan is refused: never"):
+        check_exporter(refuses, [plan_of(CUT)])
+    with pytest.raises(ContractError, match=r"writes only \['\.json'\]"):
+        check_exporter(nameless, [plan_of(CUT)])
 
 
 @pytest.mark.parametrize("name", BY_MODULE)

@@ -90,7 +90,8 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
     yield write
 
 
-def _search_here(spec: str) -> None:
+def search_here(spec: str) -> None:
+    """Modules of the working directory are found where ``spec`` is ``package.module:name``."""
     if ":" in spec and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: it must not hide installed packages
 
@@ -99,7 +100,7 @@ def load_workload(spec: str) -> tuple[Any, Any]:
     """``(module, inputs)`` of a shipped workload or of the user's ``package.module:function``."""
     from placement import workloads
 
-    _search_here(spec)
+    search_here(spec)
     loaded: tuple[Any, Any] = workloads.load(spec)
     return loaded
 
@@ -129,7 +130,7 @@ def load_training(spec: str, optimizer: str | None) -> tuple[Any, Any, Any, Any]
     """
     from placement import workloads
 
-    _search_here(spec)
+    search_here(spec)
     module, example, loss = workloads.load_training(spec)
     from torch import optim
 

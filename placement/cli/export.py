@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         args.plan = args.options.pop(0)
     if args.plan is None or args.to is None or args.out is None:
         raise cli.UsageError("give a plan, --to NAME and --out FILE; placement export --list")
+    cli.search_here(args.to)
     exporter = exporters.load(args.to, **dict(option(text, "exporter") for text in args.options))
     plan = load_plan(args.plan)
     problem = _problem(plan, args) if args.model or args.profile else None
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.nearest:
             cli.say(str(error))
             return cli.NO
-        nearest = moved_plan(plan, error.nearest)
+        nearest = exporters.moved(plan, error.nearest)
         moved = {op: d for op, d in error.nearest.items() if d != plan.assignment[op]}
         problem = problem or _problem(plan, args)
         predicted, obstacle = _loss(plan, nearest, problem)
@@ -90,11 +91,6 @@ def run(args: argparse.Namespace) -> int:
         cli.print_table(title, ["predicted", "the plan", "the nearest", "change"], rows)
     cli.say(f"written: {', '.join(paths)}; {exported.note}")
     return cli.OK
-
-
-def moved_plan(plan: Plan, assignment: dict[str, str]) -> Plan:
-    """The plan with operators elsewhere. What was predicted or measured is not about it."""
-    return plan.model_copy(update={"assignment": assignment, "order": None, "measured": None})
 
 
 def _loss(
@@ -186,10 +182,10 @@ def _list(args: argparse.Namespace) -> int:
         return cli.OK
     indent = max(len(row["name"]) for row in rows) + 2
     for row in rows:
-        options = "".join(f" [{key}=...]" for key in row["options"])
+        given = "".join(f" [{key}=...]" for key in row["options"])
         print(
             textwrap.fill(
-                f"{row['name']:<{indent}}{row['what']}{options}",
+                f"{row['name']:<{indent}}{row['what']}{given}",
                 cli.WIDTH,
                 subsequent_indent=" " * indent,
                 break_on_hyphens=False,

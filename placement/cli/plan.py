@@ -139,6 +139,7 @@ def load_planner(args: argparse.Namespace) -> Planner:
     name = args.planner
     if name == "policy" and name not in planners.names():
         name = "agents.planner:PolicyPlanner"  # by name: this package must not import that one
+    cli.search_here(name)
     options = dict(option(text) for text in args.options)
     kind = planners.find(name)
     known = {f.name for f in fields(kind)} if is_dataclass(kind) else set()

@@ -55,6 +55,15 @@ class Exporter(Protocol):
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported: ...
 
 
+def moved(plan: Plan, assignment: Mapping[str, str]) -> Plan:
+    """The plan with operators elsewhere; its order and measurements are not about that.
+
+    What is predicted and ``stages`` stay those of the original: a copy to export, not to save.
+    """
+    update = {"assignment": dict(assignment), "order": None, "measured": None}
+    return plan.model_copy(update=update)
+
+
 _EXPORTERS = Named(__name__, "exporter", ExportError)
 
 
