@@ -380,10 +380,10 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     """
     g = problem.graph
     fastest = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
-    finish = fastest.copy()
-    for src, dst in g.edges[np.argsort(g.edges[:, 1], kind="stable")]:
-        finish[dst] = max(finish[dst], finish[src] + fastest[dst])
-    path = float(finish.max())
+    own_s, finish = fastest.tolist(), fastest.tolist()  # lists: a loop over arrays takes long
+    for src, dst in g.edges[np.argsort(g.edges[:, 1], kind="stable")].tolist():
+        finish[dst] = max(finish[dst], finish[src] + own_s[dst])
+    path = max(finish)
     groups = problem.group_compute_s
     load = max(float(groups.min(axis=1).max()), balance_bound(groups))
     bounds = {"latency": path, "period": load, "max_load": load, "piecewise_latency": path}

@@ -18,7 +18,7 @@ from placement.cluster import Cluster, Device, Link
 from placement.coarsen import coarsen, expand
 from placement.graph import OpGraph
 from placement.planners import PlannerError, load
-from placement.planners._list_schedule import Memory, produced_bytes, transfers_s
+from placement.planners._list_schedule import ListSchedule, Memory, produced_bytes, transfers_s
 from placement.planners.antichain_dp import enumerate_ideals
 from placement.planners.balanced_split import _orders
 from placement.planners.critical_path_greedy import critical_path, key_operators, parts
@@ -193,6 +193,29 @@ def test_what_is_known_of_all_devices_at_once_is_what_is_known_of_each(seed: int
         assert memory.able(group).tolist() == (room or can.tolist())
         placed.append((group, int(rng.choice(can))))
         memory.hold(*placed[-1])
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 10**6))
+def test_gaps_are_those_between_operators(seed: int) -> None:
+    problem = random_problem(seed)  # small whole seconds: many operators touch, some take none
+    schedule, rng = ListSchedule(problem), np.random.default_rng(seed)
+    busy: list[list[tuple[float, float]]] = [[] for _ in range(problem.num_devices)]
+    for op in range(problem.num_ops):
+        able = schedule.able(op)
+        starts = schedule.starts_s(op, able)
+        for d, start in zip(able, starts, strict=True):
+            free, length = schedule.ready_s(op)[d], problem.compute_s[op, d]
+            for begin, end in sorted(busy[d]):
+                if end > free and begin < free + length:
+                    free = end
+                elif begin >= free + length:
+                    break
+            assert start == free
+        k = int(rng.integers(len(able)))
+        schedule.place(op, int(able[k]), float(starts[k]))
+        end = float(schedule.finish_s[op])
+        busy[able[k]] += [(float(starts[k]), end)] if end > starts[k] else []
 
 
 def test_bytes_are_not_counted_where_memory_cannot_bind(monkeypatch: pytest.MonkeyPatch) -> None:

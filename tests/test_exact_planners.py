@@ -17,7 +17,7 @@ from placement.importers import load as load_workload
 from placement.objectives import device_loads
 from placement.planners import PlannerError, load
 from placement.planners.ideal_dp import contract
-from placement.problem import Problem
+from placement.problem import Objective, Problem
 from placement.simulator import score
 from placement.testing import check_planner
 
@@ -132,6 +132,22 @@ def test_the_same_seed_gives_the_same(name: str) -> None:
     problem = small(3)
     a, b = (exact(name)(problem) for _ in range(2))
     assert np.array_equal(a.placement, b.placement) and a.lower_bound_s == b.lower_bound_s
+
+
+@pytest.mark.parametrize("name", ["cp_sat", "mip"])
+@pytest.mark.parametrize("objective", ["max_load", "piecewise_latency"])
+def test_a_program_there_is_no_time_for_is_not_written(
+    name: str, objective: Objective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = small(0).with_objective(objective)
+    start = load("single_device")(problem)
+    clock = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    found = exact(name, seconds=8, start="single_device")(problem)
+    # Every look at the clock takes a second: one at each block of the program would be too many.
+    assert "too few to write" in found.stats["status"]
+    assert found.value_s == start.value_s
+    assert next(clock) < 40
 
 
 def test_a_missing_solver_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from placement import importers
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.objectives import device_loads
-from placement.planners import PlannerError, load
+from placement.planners import PlannerError, _ideals, load
 from placement.planners.ideal_dp import IdealDp, contract
 from placement.problem import Problem
 from placement.profile import Profile
@@ -192,7 +192,7 @@ def test_limits_are_never_silent() -> None:
         small = IdealDp(memory_bytes=1000)(problem)
     with pytest.warns(RuntimeWarning, match="seconds"):
         quick = IdealDp(seconds=1e-9)(equal([], [1.0 + 0.1 * i for i in range(17)], 0.1, 5))
-    with pytest.warns(RuntimeWarning, match="too few for ideals of"):
+    with pytest.warns(RuntimeWarning, match="too few for the ideals"):
         wide = IdealDp(seconds=1e-9)(equal([], [1.0] * 20, 0.1, 2))
     for found in (small, quick, wide):
         assert not found.stats["contiguous_optimum"]
@@ -202,6 +202,23 @@ def test_limits_are_never_silent() -> None:
     many = make([], np.arange(1.0, 14)[None, :], np.zeros((1, 13)))
     with pytest.raises(PlannerError, match="13 kinds of devices make 8192 sets"):
         IdealDp()(many)
+
+
+def test_without_time_runs_of_items_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 200 operators of 1 s and 2 devices: 50 runs of 4 can be cut in the middle.
+    problem = equal([(i, i + 1) for i in range(199)], [1.0] * 200, 0.0, 2)
+    clock = itertools.count()
+    extend, prefixes = _ideals.extend, []
+    load("ideal_dp")(problem)  # the kernels are compiled
+    monkeypatch.setattr(
+        _ideals, "extend", lambda spans, *rest: prefixes.append(len(spans)) or extend(spans, *rest)
+    )
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    with pytest.warns(RuntimeWarning, match="not proved optimal"):
+        found = load("ideal_dp", seconds=1)(problem)
+    assert found.value_s == 100
+    assert not found.stats["contiguous_optimum"]
+    assert prefixes and max(prefixes) <= 51
 
 
 def test_what_cannot_fit_says_so() -> None:

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.planners import PlannerError, load, names
-from placement.planners._search import Position, Search, can_move, device_classes, moves
+from placement.planners._search import (
+    Position,
+    Search,
+    can_move,
+    device_classes,
+    distinct_pairs,
+    moves,
+)
 from placement.planners.contiguous_dp import merge_blocks, stage_costs
 from placement.problem import Problem, ProblemError, lower_bounds
 from placement.profile import Profile
@@ -264,6 +271,43 @@ def test_a_search_is_never_worse_than_its_start(name: str, start: str) -> None:
         assert value <= load(start)(problem).value_s
     given_planner = load(name, start=load("heft"), evaluations=100)(problem)
     assert given_planner.value_s <= load("heft")(problem).value_s
+
+
+def test_seconds_are_shared_among_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_small(5, num_ops=6)
+    run, shares, rows = Search.run, [], []
+    monkeypatch.setattr(
+        Search, "run", lambda s, p, share=1.0: shares.append(share) or run(s, p, share)
+    )
+    score_rows = Search._cost
+    monkeypatch.setattr(Search, "_cost", lambda s, x: rows.append(len(x)) or score_rows(s, x))
+    best = load("best_of")(problem)
+    assert shares == [1 / 4, 1 / 3, 1 / 2, 1]
+    assert sum(rows) == best.stats["evaluations"]  # what a planner said is not scored again
+    shares.clear()
+    load("local_search", start="single_device", evaluations=10)(problem)
+    assert shares == [1 / 2]
+
+
+def test_heft_deals_out_what_it_had_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make(np.ones((40, 4)), chain(40), tensor_bytes=10)
+    clock = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    found = load("heft", seconds=10)(problem)
+    assert next(clock) < 30  # looks at the clock: one for each operator that was placed
+    assert "ended before 3" in found.stats["message"]
+    # The chain stays on one device while there is time; the rest are runs of equal length.
+    rest = found.placement[10:]
+    assert (np.diff(rest) >= 0).all() and np.ptp(np.bincount(rest)) <= 2
+    assert found.value_s == score(problem, found.placement)[0]
+
+
+@given(seed=st.integers(0, 10**6))
+def test_distinct_pairs_are_numpys_unique_rows(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pairs = rng.integers(0, 5, (int(rng.integers(0, 20)), 2)).astype(np.int32)
+    unlike = pairs[pairs[:, 0] != pairs[:, 1]]
+    np.testing.assert_array_equal(distinct_pairs(pairs, 5), np.unique(unlike, axis=0))
 
 
 # --- memory ------------------------------------------------------------------------------
@@ -599,7 +643,7 @@ def test_load_takes_a_function_of_the_user() -> None:
         ("no.such.module:Class", {}, "cannot be imported"),
         ("placement.planners.heft:Gone", {}, "cannot be imported"),
         ("placement.planners.heft:__doc__", {}, "is a str, not a planner"),
-        ("heft", {"seed": 1}, "no option 'seed'; it has no options"),
+        ("m_topo", {"seed": 1}, "no option 'seed'; it has no options"),
         ("local_search", {"sed": 1}, r"options are start: .*seed: int = 0"),
         ("local_search", {"seed": "x"}, r"seed = 'x' is not of type int"),
         ("local_search", {"seed": 1.5}, r"seed = 1.5 is not"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,6 +152,26 @@ def _order(device: Ints, edges: Edges, num_devices: int) -> Ints | None:
     return np.array(order, np.int32)
 
 
+class OutOfTime(Exception):
+    """The seconds are too few to write the program down and solve it."""
+
+
+def writing(search: Search, reading: float) -> Callable[[], None]:
+    """A check for whoever writes a program down, to be called now and then.
+
+    It raises ``OutOfTime`` when a solver would end too late: solvers look at their clock only
+    when they have read a program, which takes about ``reading`` times as long as writing it.
+    """
+    begun = search.seconds
+    allowed = search.seconds_left / (1.0 + reading)
+
+    def check() -> None:
+        if search.seconds - begun > allowed:
+            raise OutOfTime
+
+    return check
+
+
 def begin(search: Search, start: str | Planner | None, contiguous: bool, seconds: float) -> None:
     """Run the planner that gives the first placement; the default one for so many seconds."""
     problem = search.problem
@@ -196,3 +217,6 @@ def finish(
         else:
             bound = max(bound, min(bound_s, search.best_cost))
     return search.solution(bound, solved="max_load", contiguous=contiguous, **stats)
+
+
+UNWRITTEN = "the seconds were too few to write the program down: this is the start"

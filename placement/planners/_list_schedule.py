@@ -16,6 +16,7 @@ from placement.simulator import host_of
 
 Floats = NDArray[np.float64]
 Devices = NDArray[np.intp]  # [K], in order
+Intervals = tuple[list[float], list[float]]  # begins, ends
 
 
 class ListSchedule:
@@ -38,8 +39,9 @@ class ListSchedule:
         self.free_s = np.zeros(problem.num_devices)
         self.memory = Memory(problem, activations)
         self._host, self._shares_host = host_of(problem)
-        self._begins: list[list[float]] = [[] for _ in range(problem.num_devices)]
-        self._ends: list[list[float]] = [[] for _ in range(problem.num_devices)]
+        # (begins, ends) of the operators of each device, and of operators without a gap between.
+        self._runs: list[Intervals] = [([], []) for _ in range(problem.num_devices)]
+        self._touching: list[Intervals] = [([], []) for _ in range(problem.num_devices)]
 
     @property
     def makespan_s(self) -> float:
@@ -73,7 +75,8 @@ class ListSchedule:
         for k in np.flatnonzero(starts < self.free_s[devices]).tolist():  # else after them all
             device = int(devices[k])
             start, length = float(starts[k]), float(self.problem.compute_s[op, device])
-            begins, ends = self._begins[device], self._ends[device]
+            # What takes no time fits between two intervals that touch, anything else does not.
+            begins, ends = self._touching[device] if length > 0 else self._runs[device]
             at = bisect.bisect_right(ends, start)  # intervals before ``at`` are over
             while at < len(begins) and begins[at] < start + length:
                 start = max(start, ends[at])
@@ -102,9 +105,18 @@ class ListSchedule:
         self.finish_s[op] = end
         self.free_s[device] = max(self.free_s[device], end)
         if end > start:  # what takes no time occupies nothing
-            at = bisect.bisect_right(self._begins[device], start)
-            self._begins[device].insert(at, start)
-            self._ends[device].insert(at, end)
+            begins, ends = self._runs[device]
+            at = bisect.bisect_right(begins, start)
+            begins.insert(at, start)
+            ends.insert(at, end)
+            begins, ends = self._touching[device]
+            at = bisect.bisect_right(begins, start)
+            begins.insert(at, start)
+            ends.insert(at, end)
+            if at + 1 < len(begins) and begins[at + 1] == end:
+                del begins[at + 1], ends[at]
+            if at and ends[at - 1] == start:
+                del begins[at], ends[at - 1]
 
     def place_earliest(self, op: int, extra_s: Floats | None = None) -> None:
         """Place ``op`` where ``reach_s`` (plus ``extra_s[device]``) is least."""

@@ -20,7 +20,7 @@ class BestOf:
     Attributes:
         planners: names, as ``placement.planners.load`` takes them.
         seconds, evaluations: budget of all together; None is no limit. Planners for which
-            nothing is left are not run.
+            nothing is left are not run; of the seconds that are left each has an equal share.
     """
 
     planners: tuple[str, ...] = ("single_device", "heft", "contiguous_dp", "round_robin")
@@ -31,10 +31,10 @@ class BestOf:
         search = Search(problem, self.seconds, self.evaluations)
         values: dict[str, float] = {}
         winner = ""
-        for name in self.planners:
+        for i, name in enumerate(self.planners):
             if search.left:
                 before = search.best_cost
-                values[name] = search.run(name).value_s
+                values[name] = search.run(name, 1.0 / (len(self.planners) - i)).value_s
                 winner = name if search.best_cost < before else winner
         bound = lower_bounds(problem)[problem.objective]
         return search.solution(bound, winner=winner, values_s=values)

@@ -166,9 +166,16 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
     np.minimum.at(first, both[0], both[1])
     np.maximum.at(last, both[0], both[1])
 
+    all_uses, made_at, given_at = (_points(x, size) for x in (both, producer, uses[:, given]))
     host, shares_host = host_of(problem)
     compute, blocked, received = (np.empty((num_devices, size, size)) for _ in range(3))
+    classes = device_classes(problem)
     for d in range(num_devices):
+        like = int(np.flatnonzero(classes == classes[d])[0])
+        if like < d:
+            for table in (compute, blocked, received):
+                table[d] = table[like]
+            continue
         per_block = np.zeros(size - 1)
         finite = np.isfinite(run_s[:, d])
         np.add.at(per_block, at[finite], run_s[finite, d])
@@ -180,13 +187,13 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
         others = [e for e in range(num_devices) if e != d]
         arrive = _mean_transfer(problem, [(e, d) for e in others])
         # A tensor is received where it is used and not made.
-        received[d] = _touched(both, arrive, size) - _touched(producer, arrive, size)
+        received[d] = _touched(all_uses, arrive, size) - _touched(made_at, arrive, size)
         if not shares_host[d]:
-            received[d] += _touched(uses[:, given], _mean_transfer(problem, [(host, d)]), size)
+            received[d] += _touched(given_at, _mean_transfer(problem, [(host, d)]), size)
         block_s = _mean_transfer(problem, [(d, e) for e in others], problem.link_blocking)
         # A tensor is sent where it is made and not everything that uses it is.
         within = _within(first[made], last[made], block_s[made], size)
-        blocked[d] = _touched(producer, block_s, size) - within
+        blocked[d] = _touched(made_at, block_s, size) - within
 
     roots = np.stack([g.tensor_root[both[0]], both[1]])
     params = np.stack([g.param_use, at[g.param_use_op]])
@@ -194,8 +201,8 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
         compute=compute,
         blocked=np.maximum(blocked, 0.0),
         received=np.maximum(received, 0.0),
-        param_bytes=_touched(params, g.param_bytes.astype(np.float64), size),
-        activation_bytes=_touched(roots, g.tensor_bytes.astype(np.float64), size),
+        param_bytes=_touched(_points(params, size), g.param_bytes.astype(np.float64), size),
+        activation_bytes=_touched(_points(roots, size), g.tensor_bytes.astype(np.float64), size),
         memory_bytes=problem.memory_bytes,
     )
 
@@ -215,16 +222,26 @@ def _mean_transfer(
     return total / max(1, len(pairs))
 
 
-def _touched(points: NDArray, weight: Floats, size: int) -> Floats:
+Points = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+
+
+def _points(points: NDArray, size: int) -> Points:
+    """Distinct points ``[2, K]`` (item, position), sorted: (item, first row, position).
+
+    Rows ``previous point of the item < j <= position`` share this as the first at or after ``j``.
+    """
+    item, at = np.divmod(np.unique(points[0] * np.int64(size) + points[1]), size)
+    same = np.append(False, item[1:] == item[:-1])
+    return item, np.where(same, np.append(0, at[:-1] + 1), 0), at
+
+
+def _touched(points: Points, weight: Floats, size: int) -> Floats:
     """float64 ``[size, size]``: for each ``[j, i)`` the weight of the items with a point in it.
 
-    ``points`` is ``[2, K]``: (item, position). Each item is counted once per interval: for its
-    first point at or after ``j``, which rows ``previous point < j <= point`` share.
+    Each item is counted once per interval: for its first point at or after ``j``.
     """
-    item, at = np.unique(points, axis=1).astype(np.int64)
+    item, low, at = points
     grid = np.zeros((size, size))
-    same = np.append(False, item[1:] == item[:-1])
-    low = np.where(same, np.append(0, at[:-1] + 1), 0)
     np.add.at(grid, (low, at + 1), weight[item])
     np.add.at(grid, (at + 1, at + 1), -weight[item])
     return grid.cumsum(axis=0).cumsum(axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from placement.problem import Planner, Problem, Solution, lower_bounds
 # The start's value in integer units. Not more: OR-Tools 9.15 has been seen to call programs with
 # coefficients near 10**9 infeasible in presolve that it solves without.
 _UNITS = 10**7
+_READING = 0.5  # CP-SAT looks at its clock after this times the seconds of writing it a program
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class CpSat:
         contiguous: only splits along the pipeline.
         start: planner of the first placement, which is improved on; None: ``macro_search``
             or, if contiguous, ``ideal_dp``, for a tenth of the seconds, at most 5.
-        seconds: budget.
+        seconds: budget. The problem is read and the start is made in any case; where too little
+            is left for the program, the start is the answer (``stats["status"]``).
         threads: of the solver.
         seed: of the solver.
     """
@@ -63,7 +66,11 @@ class CpSat:
         search = Search(problem, self.seconds)
         _exact.begin(search, self.start, self.contiguous, min(5.0, 0.1 * self.seconds))
         if problem.objective == "piecewise_latency":
-            return _latency(self, cp_model, search)
+            try:
+                return _latency(self, cp_model, search, _exact.writing(search, _READING))
+            except _exact.OutOfTime:
+                bound_s = lower_bounds(problem)["piecewise_latency"]
+                return search.solution(bound_s, status=_exact.UNWRITTEN, branches=0)
         s = _exact.stages(problem, self.contiguous, search)
         unit_s = (
             s.upper_s / _UNITS
@@ -72,7 +79,12 @@ class CpSat:
         )
         model = cp_model.CpModel()
         load = model.new_int_var(0, 2**40, "load")
-        x, kind = _stages(model, load, problem, s, unit_s)
+        try:
+            check = _exact.writing(search, _READING)
+            x, kind = _stages(model, load, problem, s, unit_s, check)
+            check()
+        except _exact.OutOfTime:
+            return _exact.finish(search, self.contiguous, 0.0, status=_exact.UNWRITTEN, branches=0)
         model.minimize(load)
         if s.start is not None:
             model.add(load <= _UNITS)
@@ -111,13 +123,19 @@ def _hint(model: Any, x: list[dict[int, Any]], start: Any) -> None:
 
 
 def _stages(
-    model: Any, load: Any, problem: Problem, s: _exact.Stages, unit_s: float
+    model: Any,
+    load: Any,
+    problem: Problem,
+    s: _exact.Stages,
+    unit_s: float,
+    check: Callable[[], None],
 ) -> tuple[list[dict[int, Any]], list[list[Any]]]:
     """Variables: is block ``i`` on stage ``c`` (``x[i][c]``), is stage ``c`` of kind ``k``."""
     b, num_stages = s.costs, problem.num_devices
     rank = np.argsort(_exact.by_weight(b))
     x: list[dict[int, Any]] = []
     for i in range(b.num_blocks):
+        check()
         x.append(
             {c: model.new_bool_var("") for c in range(num_stages) if s.may_run(i, int(rank[i]), c)}
         )
@@ -132,16 +150,19 @@ def _stages(
         # up[i][c]: block i is on stage c or before.
         up = [[model.new_bool_var("") for _ in range(num_stages)] for _ in range(b.num_blocks)]
         for i, row in enumerate(up):
+            check()
             model.add(row[-1] == 1)
             for c in range(num_stages):
                 model.add(row[c] - (row[c - 1] if c else 0) == x[i][c])
         for first, then in s.edges:
+            check()
             for c in range(num_stages):
                 model.add_implication(up[then][c], up[first][c])
     total_bytes = int(b.own_bytes.sum() + b.tied_bytes.sum())
     for c in range(num_stages):
         paid = []
         for t in s.paid_on(c):
+            check()
             pays = model.new_bool_var("")
             paid.append((t, pays))
             here = x[b.src[t]].get(c, 0) if b.src[t] >= 0 else 0
@@ -178,7 +199,7 @@ def _held(model: Any, b: Blocks, on: list[Any]) -> Any:
     return held
 
 
-def _latency(planner: CpSat, cp_model: Any, search: Search) -> Solution:
+def _latency(planner: CpSat, cp_model: Any, search: Search, check: Callable[[], None]) -> Solution:
     """Least piecewise latency with at most one piece per accelerator; CPUs are one pool."""
     problem = search.problem
     if planner.contiguous:
@@ -199,6 +220,7 @@ def _latency(planner: CpSat, cp_model: Any, search: Search) -> Solution:
     end = [model.new_int_var(0, horizon, f"e{v}") for v in range(problem.num_ops)]
     x = []
     for group_s in problem.group_compute_s:
+        check()
         row = {d: model.new_bool_var("") for d in range(problem.num_devices) if group_s[d] < np.inf}
         model.add_exactly_one(row.values())
         x.append(row)
@@ -209,6 +231,7 @@ def _latency(planner: CpSat, cp_model: Any, search: Search) -> Solution:
     for u, v in g.edges.tolist():
         preds[v].add(u)
     for v in range(problem.num_ops):
+        check()
         for d in pool:
             if d in at[v]:
                 runs = _units(problem.compute_s[v, d], unit_s)
@@ -219,6 +242,7 @@ def _latency(planner: CpSat, cp_model: Any, search: Search) -> Solution:
         ends = model.new_int_var(0, horizon, f"f{d}")
         total: Any = begins
         for v in range(problem.num_ops):
+            check()
             if d not in at[v]:
                 continue
             total += _units(problem.compute_s[v, d], unit_s) * at[v][d]
@@ -231,6 +255,7 @@ def _latency(planner: CpSat, cp_model: Any, search: Search) -> Solution:
             src = int(g.tensor_src[t])
             home = at[src].get(d, 0) if src >= 0 else 0
             there = {id(at[u]): at[u].get(d, 0) for u in g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]}
+            check()
             if problem.io_s[t, d] > 0 and there:
                 pays = model.new_bool_var(f"p{t},{d}")
                 for user in there.values():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.planners._list_schedule import ListSchedule
-from placement.planners._search import Search
+from placement.planners._search import Choice, Search
 from placement.problem import Problem, Solution
 
 
@@ -24,12 +24,42 @@ class Heft:
     finish of that operator plus the seconds of the rest of the group there; a device that
     cannot hold the group's parameters beside those it has is passed over while another can;
     HEFT minimises latency, whatever the problem's objective is.
+
+    Attributes:
+        seconds: budget; what is not placed when it ends is dealt out in runs of about equal
+            seconds, ``stats["message"]`` says how many operators. None is no limit. Ranks, one
+            pass over the graph, and the evaluation of the answer are made in any case.
     """
 
+    seconds: float | None = None
+
     def __call__(self, problem: Problem) -> Solution:
-        search = Search(problem)
+        search = Search(problem, self.seconds)
         schedule = ListSchedule(problem)
-        for op in np.argsort(problem.rank_position):
-            schedule.place_earliest(int(op))
+        order = np.argsort(problem.rank_position).tolist()
+        for placed, op in enumerate(order):
+            if not search.seconds_left:
+                left = len(order) - placed
+                choice = _dealt_out(problem, schedule.choice)
+                search.costs(choice)
+                return search.solution(
+                    message=f"seconds = {self.seconds} ended before {left} operators were placed"
+                )
+            schedule.place_earliest(op)
         search.costs(schedule.choice)
         return search.solution(makespan_s=schedule.makespan_s)
+
+
+def _dealt_out(problem: Problem, choice: Choice) -> Choice:
+    """``choice`` where a group without a device has one: a run of them for each device."""
+    left = choice < 0
+    if not left.any():
+        return choice
+    seconds = problem.group_compute_s[left].min(axis=1) + 1e-30  # not 0 in all
+    part = (np.cumsum(seconds) - seconds / 2) / seconds.sum()
+    device = (part * problem.num_devices).astype(np.int32)
+    allowed = np.isfinite(problem.group_compute_s[left])
+    able = allowed[np.arange(len(device)), device]
+    done = choice.copy()
+    done[left] = np.where(able, device, allowed.argmax(axis=1))
+    return done

@@ -32,7 +32,8 @@ Edges = set[tuple[int, int]]
 
 _TRIVIAL_S = 1e-9
 _FAR = 1e300  # a load that every split beats
-_STEPS = 2_000_000  # sets between two looks at the clock
+_STEPS = 2_000_000  # sets of items and devices between two looks at the clock
+_RUNS = 50  # of items, where there is no time to look at each
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class IdealDp:
     linearised split (one topological order: ideals are prefixes) are never followed. So the
     time depends on how good that is; there is no limit on graphs or ideals, but on memory and
     time. Where a limit is hit the answer is the best split found so far, at least the
-    linearised one, with a warning and ``stats["contiguous_optimum"]`` False.
+    linearised one (of 50 runs of items, if time is short), with a warning and
+    ``stats["contiguous_optimum"]`` False.
 
     Under another objective the split is the same and is scored by that objective. Equal
     devices are interchangeable; unlike ones are used in every order (``max_states``).
@@ -57,7 +59,9 @@ class IdealDp:
 
     Attributes:
         memory_bytes: of the ideals and the tables over them.
-        seconds: budget, from the problem to the answer; None is no limit.
+        seconds: budget, from the problem to the answer; None is no limit. The reductions and
+            the linearised split of 50 runs are made in any case: less than a second for
+            10,000 operators.
         max_states: sets of devices, ``prod(devices of a kind + 1)``.
     """
 
@@ -82,13 +86,18 @@ class IdealDp:
         linear, exact, message, num_ideals = _Split(), _Split(), "", 0
         if np.isfinite(kinds.floor_s):
             orders = _orders(b.num_blocks, edges)
-            linear = min((_linearised(problem, b, o, kinds, deadline) for o in orders), key=_load)
-            ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes, deadline)
+            lines = [_linearised(problem, b, o, kinds, deadline) for o in orders]
+            linear = min(lines, key=_load)
+            if linear.load_s == _FAR and not all(line.complete for line in lines):
+                linear = _coarse(problem, item, b, kinds)
+            ideals: _Ideals | int = 0
+            if time.perf_counter() < deadline:
+                ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes, deadline)
             if isinstance(ideals, int):
                 message = (
                     f"the ideals need more than memory_bytes = {self.memory_bytes}"
                     if ideals >= self.memory_bytes
-                    else f"seconds = {self.seconds} are too few for ideals of {ideals} bytes"
+                    else f"seconds = {self.seconds} are too few for the ideals"
                 )
             else:
                 num_ideals = ideals.count
@@ -429,9 +438,25 @@ def _linearised(
     split = _Split()
     for guess in (1.01 * least, 1.05 * least, 1.2 * least, 2 * least, 8 * least, _FAR):
         split = _solve(problem, line, prefixes, in_order, guess, deadline)
-        if split.load_s < _FAR:
+        if split.load_s < _FAR or not split.complete:
             break
     return replace(split, stages=[(kind, order[items]) for kind, items in split.stages])
+
+
+def _coarse(problem: Problem, item: Ints, b: Blocks, kinds: _Kinds) -> _Split:
+    """The best linearised split into stages of whole runs of items, or of items if there is none.
+
+    This is what there is always time for, except where operators run on few devices.
+    """
+    n = b.num_blocks
+    run = np.arange(n) * min(n, _RUNS) // n
+    runs, work = blocks(problem, run[item].astype(np.int32)), np.bincount(run, weights=kinds.work)
+    order = np.arange(runs.num_blocks)
+    split = _linearised(problem, runs, order, replace(kinds, work=work), np.inf)
+    if split.load_s == _FAR:
+        return _linearised(problem, b, np.arange(n), kinds, np.inf)
+    stages = [(kind, np.flatnonzero(np.isin(run, members))) for kind, members in split.stages]
+    return replace(split, stages=stages)
 
 
 def _solve(
@@ -458,7 +483,7 @@ def _solve(
     from_ideal, from_kind = np.zeros(shape, np.int32), np.zeros(shape, np.int8)
     best = np.array([below_s])
     at = sets = 0
-    while at < ideals.count and (at == 0 or time.perf_counter() < deadline):
+    while at < ideals.count and time.perf_counter() < deadline:
         at, met = _ideals.extend(
             ideals.spans,
             ideals.links,
@@ -471,7 +496,7 @@ def _solve(
             from_kind,
             best,
             at,
-            _STEPS,
+            max(1, _STEPS // kinds.num_states),
         )
         sets += met
     complete = at >= ideals.count

@@ -21,6 +21,7 @@ from placement.planners._search import (
     Search,
     begin,
     can_move,
+    distinct_pairs,
 )
 from placement.planners.ideal_dp import IdealDp
 from placement.problem import Planner, Problem, Solution
@@ -64,9 +65,10 @@ class MacroSearch:
 
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count. None: ``best_of``, and for the objectives that are formulas
-            the split of ``ideal_dp`` for ``max_load`` too, within a fifth of the seconds (of
-            its linearised program, where there is no limit).
+            its evaluations count, and it has at most half of the seconds. None: ``best_of``,
+            and for the objectives that are formulas the split of ``ideal_dp`` for ``max_load``
+            too, within a fifth of the seconds (of its linearised program, where there is no
+            limit).
         rounds: how often it is heated up; None: 8 for ``piecewise_latency``, otherwise 6.
         width: moves among which a step of the simulated objectives chooses.
         body: most groups a move has; None: 64 for ``max_load``, otherwise all.
@@ -122,12 +124,12 @@ def _neighbours(problem: Problem) -> tuple[NDArray[np.int32], ...]:
     """``graph`` of ``_macro.propose``: (near_ptr, near, after_ptr, after), all int32."""
     g = problem.graph
     pairs = g.group[g.edges] if len(g.edges) else np.zeros((0, 2), np.int32)
-    pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
-    both = np.unique(np.concatenate([pairs, pairs[:, ::-1]]), axis=0)
+    after = distinct_pairs(pairs, g.num_groups)
+    both = distinct_pairs(np.concatenate([pairs, pairs[:, ::-1]]), g.num_groups)
     numbers = np.arange(g.num_groups + 1)
     return tuple(
         np.ascontiguousarray(x, dtype=np.int32)
-        for edges in (both, pairs)
+        for edges in (both, after)
         for x in (np.searchsorted(edges[:, 0], numbers), edges[:, 1])
     )
 

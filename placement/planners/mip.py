@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from placement.planners import _exact
 from placement.planners._search import Search
 from placement.problem import Planner, Problem, Solution
 
+_READING = 6.0  # HiGHS looks at its clock after so many times the seconds of writing it a program
 _TOLERANCE = 1e-6  # of the solver, for feasibility and for integers
 
 
@@ -31,7 +33,8 @@ class Mip:
         contiguous: only splits along the pipeline.
         start: planner of the first placement, which is improved on; None: ``macro_search``
             or, if contiguous, ``ideal_dp``, for a tenth of the seconds, at most 5.
-        seconds: budget.
+        seconds: budget. The problem is read and the start is made in any case; where too little
+            is left for the program, the start is the answer (``stats["status"]``).
     """
 
     contiguous: bool = False
@@ -48,7 +51,12 @@ class Mip:
         s = _exact.stages(problem, self.contiguous, search)
         known = s.start is not None and s.upper_s > 0
         unit_s = s.upper_s if known else _exact.largest_s(s)
-        rows, x, kind = _stages(problem, s, unit_s)
+        try:
+            check = _exact.writing(search, _READING)
+            rows, x, kind = _stages(problem, s, unit_s, check)
+            check()
+        except _exact.OutOfTime:
+            return _exact.finish(search, self.contiguous, 0.0, status=_exact.UNWRITTEN, nodes=0)
         # SciPy cannot hand HiGHS a placement; at least it need not look for a worse one.
         rows.upper[0] = 1.0 + _TOLERANCE if known else np.inf
         size = (len(rows.low), len(rows.upper))
@@ -109,7 +117,7 @@ class _Rows:
 
 
 def _stages(
-    problem: Problem, s: _exact.Stages, unit_s: float
+    problem: Problem, s: _exact.Stages, unit_s: float, check: Callable[[], None]
 ) -> tuple[_Rows, np.ndarray, np.ndarray]:
     """The program, columns ``x [I, S]`` of blocks on stages (-1: not there), ``kind [S, K]``."""
     b, num_stages = s.costs, problem.num_devices
@@ -117,6 +125,7 @@ def _stages(
     rank = np.argsort(_exact.by_weight(b))
     x = np.full((b.num_blocks, num_stages), -1)
     for i in range(b.num_blocks):
+        check()
         for c in range(num_stages):
             if s.may_run(i, int(rank[i]), c):
                 x[i, c] = rows.binary()
@@ -131,16 +140,19 @@ def _stages(
             rows.row(len(members), len(members), [(column, 1.0) for column in kind[:, k]])
         up = np.array([[rows.binary() for _ in range(num_stages)] for _ in range(b.num_blocks)])
         for i in range(b.num_blocks):
+            check()
             rows.row(1, 1, [(up[i, -1], 1.0)])
             for c in range(num_stages):
                 before = up[i, c - 1] if c else -1
                 rows.row(0, 0, [(up[i, c], 1.0), (before, -1.0), (x[i, c], -1.0)])
         for first, then in s.edges:
+            check()
             for c in range(num_stages):
                 rows.row(0, np.inf, [(up[first, c], 1.0), (up[then, c], -1.0)])
     for c in range(num_stages):
         paid = []
         for t in s.paid_on(c):
+            check()
             pays = rows.binary()
             paid.append((pays, t))
             here = x[b.src[t], c] if b.src[t] >= 0 else -1
