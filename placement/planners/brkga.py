@@ -55,14 +55,20 @@ class Brkga:
         search, rng = begin(self, problem)
         assert search.best is not None
         shape = search.allowed.shape
-        keys = rng.random((self.population, *shape))
+        keys = np.empty((self.population, *shape))
+        for k in range(self.population if search.left else 1):
+            keys[k] = rng.random(shape)
         keys[0, np.arange(shape[0]), search.best] += 1.0
         fitness = np.full(self.population, np.inf)
         fitness[0] = search.best_cost
         fresh, generations = 1, 0
         while search.left and can_move(problem):
-            decoded = np.where(search.allowed, keys[fresh:], -1.0).argmax(axis=2)
-            cost = search.costs(decoded)
+            decoded = np.empty((self.population - fresh, shape[0]), np.int32)
+            count = 0
+            while count < len(decoded) and search.left:  # one by one: a large problem takes long
+                decoded[count] = np.where(search.allowed, keys[fresh + count], -1.0).argmax(axis=1)
+                count += 1
+            cost = search.costs(decoded[:count])
             fitness[fresh : fresh + len(cost)] = cost
             if fresh + len(cost) < self.population:  # the budget has ended
                 break

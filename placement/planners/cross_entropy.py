@@ -62,9 +62,13 @@ class CrossEntropy:
         generations = 0
         while search.left and can_move(problem):
             limit = ((1.0 - self.floor) * chance + self.floor * uniform).cumsum(axis=1)
-            draw = rng.random((self.population, len(uniform), 1)) * limit[:, -1:]
-            rows = (limit <= draw).sum(axis=2).astype(np.int32)
-            cost = search.costs(rows)
+            rows = np.empty((self.population, len(uniform)), np.int32)
+            drawn = 0
+            while drawn < len(rows) and search.left:  # one by one: a large problem takes long
+                draw = rng.random((len(uniform), 1)) * limit[:, -1:]
+                rows[drawn] = (limit <= draw).sum(axis=1)
+                drawn += 1
+            cost = search.costs(rows[:drawn])
             if len(cost) < self.population:  # the budget has ended
                 break
             elite = rows[np.argsort(cost, kind="stable")[:num_elite]]

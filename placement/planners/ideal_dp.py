@@ -450,7 +450,8 @@ def _coarse(problem: Problem, item: Ints, b: Blocks, kinds: _Kinds) -> _Split:
     """
     n = b.num_blocks
     run = np.arange(n) * min(n, _RUNS) // n
-    runs, work = blocks(problem, run[item].astype(np.int32)), np.bincount(run, weights=kinds.work)
+    runs = blocks(problem, run[item].astype(np.int32))
+    work = np.bincount(run, weights=kinds.work).astype(np.float64)
     order = np.arange(runs.num_blocks)
     split = _linearised(problem, runs, order, replace(kinds, work=work), np.inf)
     if split.load_s == _FAR:
