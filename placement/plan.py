@@ -797,7 +797,8 @@ def _readers(graph: OpGraph) -> dict[str, tuple[int, ...]]:
         name: [] for name in (*program.state_names, *program.param_names)
     }
     for op, p in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True):
-        readers[program.param_names[p]].append(op)
+        if p < len(program.param_names):  # gradients and state of the optimizer have no name
+            readers[program.param_names[p]].append(op)
     return {name: tuple(ops) for name, ops in readers.items()}
 
 

@@ -81,7 +81,8 @@ def capture_training(
     check_static([n for n in exported.graph.nodes if n.op == "call_function"])
     joint = trace_step(exported, module, pytree.tree_leaves(values), optimizer, split_backward)
     pieces = cut(joint, split_backward)
-    builder = _Builder(joint, pieces, "module." if loss else "", colocate_backward)
+    prefix = "module." if loss else ""
+    builder = _Builder(joint, pieces, prefix, colocate_backward)
     paths, in_tree = pytree.tree_flatten_with_path(values)
     program = Program(
         steps=tuple(builder.steps),
@@ -103,6 +104,7 @@ def capture_training(
         new_buffers=tuple(builder.new_buffers),
         optimizer=None if optimizer is None else type(optimizer).__name__,
         is_random=any(is_random(node) for node in joint.kernels),
+        state_names=tuple(name.removeprefix(prefix) for name in exported.state_dict),
     )
     # A gradient accumulator and the optimizer's state live where the gradient is added up.
     sizes = [p.numel() * p.element_size() for p in builder.params]

@@ -478,42 +478,40 @@ def test_hostile_names_are_data_in_scripts() -> None:
     assert json.loads(exported.files[".json"])["split_points"] == [f'{HOSTILE}"']
 
 
-def test_torchrun_computes_what_the_module_does(tmp_path: Path) -> None:
-    """Four stages in turns on two processes: LoopedBFS over gloo."""
-    _, _, p, plan = captured("tiny_mlp", "2")
-    cpus = tuple(Device(f"cpu:{i}", "cpu", memory_bytes=10**9) for i in range(2))
-    cluster = Cluster("cores", cpus)
-    zeros = np.zeros((p.num_ops, 2))
-    p = Problem(
-        p.graph, cluster, Profile(cluster.device_names, zeros + 1.0, zeros), num_microbatches=4
-    )
-    plan = make_plan(p, Solution(np.array([0, 0, 1, 1, 0, 1], np.int32), 1.0), planner="by hand")
-    plan.save(tmp_path / "plan.json")
-    script = tmp_path / "run.py"
-    assert (
-        main(
-            [
-                "export",
-                str(tmp_path / "plan.json"),
-                "--to",
-                "torch_pipelining",
-                "--out",
-                str(script),
-            ]
-        )
-        == 0
-    )
-    assert json.loads(script.with_suffix(".json").read_text())["split_points"] == ["2", "4", "5"]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+def cores_plan(mode: str) -> Plan:
+    """The three layers of a small model on two cores: in turns, or to be trained by 1F1B."""
+    from placement.program import capture
+    from placement.workloads import load_training
+
+    module, example, loss = load_training("tiny_mlp")
+    if mode == "training":
+        graph = capture(module, example, mode="training", loss=loss)
+    else:
+        graph = capture(module, example[0])
+    cores = tuple(Device(f"cpu:{i}", "cpu", memory_bytes=10**9) for i in range(2))
+    zeros = np.zeros((graph.num_ops, 2))
+    profile = Profile(("cpu:0", "cpu:1"), zeros + 1.0, zeros)
+    p = Problem(graph, Cluster("cores", cores), profile, num_microbatches=4)
+    first = {"0", "1", "4"} if mode == "inference" else {"0", "1", "2"}
+    on = np.array([int(m not in first) for m in graph.op_module], np.int32)
+    return make_plan(p, Solution(on, 1.0), planner="by hand")
+
+
+@pytest.mark.parametrize(
+    ("mode", "points", "schedule"),
+    [("inference", ["2", "4", "5"], "LoopedBFS"), ("training", ["3"], "1F1B")],
+)
+def test_torchrun_computes_what_the_module_does(
+    mode: str, points: list[str], schedule: str, tmp_path: Path
+) -> None:
+    """Two processes over gloo; in training their losses are those of the plain module."""
+    plan, script = tmp_path / "plan.json", tmp_path / "run.py"
+    cores_plan(mode).save(plan)
+    assert main(["export", str(plan), "--to", "torch_pipelining", "--out", str(script)]) == 0
+    assert json.loads(script.with_suffix(".json").read_text())["split_points"] == points
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, str(script), "placement.workloads.tiny:tiny_mlp"],
+        [*torchrun, str(script), "placement.workloads.tiny:tiny_mlp"],
         capture_output=True,
         text=True,
         timeout=110,
@@ -521,7 +519,15 @@ def test_torchrun_computes_what_the_module_does(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert (answer["stages"], answer["schedule"], answer["equal"]) == (4, "LoopedBFS", True)
+    assert (answer["stages"], answer["schedule"]) == (len(points) + 1, schedule)
+    assert answer["equal"]
+
+
+def test_plans_of_training_know_modules_and_parameters() -> None:
+    graph = cores_plan("training").graph
+    assert [graph.modules[i] for i in graph.backward][-3:] == ["2", "1", "0"]
+    assert graph.parameters["0.weight"] == (graph.modules.index("0"),)
+    assert set(graph.parameters) == {f"{i}.{x}" for i in (0, 2, 4) for x in ("weight", "bias")}
 
 
 # ONNX files
@@ -702,6 +708,9 @@ def test_command(saved: tuple[Path, Path], capsys: Any) -> None:
     out = plan.with_name("out.env")
     assert main(["export", str(plan), "--to", "vllm", "--out", str(out)]) == 1
     assert "operator 'op4'" in capsys.readouterr().err
+    assert main(["export", str(plan), "--to", "vllm", "--out", str(out), "--json"]) == 1
+    refused = json.loads(capsys.readouterr().out)
+    assert refused["files"] == [] and "operator 'op4'" in refused["note"]
     assert not out.exists()
     nearest = ["export", str(plan), "--to", "vllm", "--out", str(out), "--nearest", "--json"]
     assert main([*nearest, "layers=layers"]) == 0
@@ -742,9 +751,16 @@ def test_usage_errors(saved: tuple[Path, Path], capsys: Any) -> None:
     assert "exporter options are given as option=value" in error(
         str(plan), "layers", "--to", "vllm", "--out", out
     )
-    assert ".json is written beside it" in error(
-        str(plan), "--to", "torch_pipelining", "--out", out
+    # Never over the plan itself, nor two contents into one file.
+    for name in ("plan.py", "x.json"):
+        there = str(plan.with_name(name))
+        assert f"a .json is written beside it, and {plan.with_name(name).stem}" in error(
+            str(plan), "--to", "torch_pipelining", "--out", there
+        ).replace(f"{plan.parent}{os.sep}", "")
+    assert "name it with --model" in error(
+        str(plan), "--to", "csv", "--out", out, "--profile", "x.npz"
     )
+    assert "is in use; name another file" in error(str(plan), "--to", "csv", "--out", str(plan))
     assert not Path(out).exists()
 
 

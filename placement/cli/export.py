@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         exported = exporter(plan, problem)
     except exporters.Inexpressible as error:
         if not args.nearest:
+            if args.json:
+                _answer(args, [], {}, None, str(error))
             cli.say(str(error))
             return cli.NO
         nearest = exporters.moved(plan, error.nearest)
@@ -76,12 +78,9 @@ def run(args: argparse.Namespace) -> int:
             cli.say(f"the nearest plan that {args.to} can express does not fit: {obstacle}")
             return cli.NO
         exported = exporter(nearest, problem)
-    paths = _write(exported, args.out)
+    paths = _write(exported, args)
     if args.json:
-        cli.print_json(
-            {"to": args.to, "files": paths, "moved": moved, "predicted": predicted}
-            | {"note": exported.note}
-        )
+        _answer(args, paths, moved, predicted, exported.note)
     elif predicted is not None:
         rows = [
             [what, cli.seconds(was), cli.seconds(now), f"{now / was - 1:+.1%}" if was else "-"]
@@ -91,6 +90,18 @@ def run(args: argparse.Namespace) -> int:
         cli.print_table(title, ["predicted", "the plan", "the nearest", "change"], rows)
     cli.say(f"written: {', '.join(paths)}; {exported.note}")
     return cli.OK
+
+
+def _answer(
+    args: argparse.Namespace,
+    files: list[str],
+    moved: dict[str, str],
+    predicted: dict[str, list[float]] | None,
+    note: str,
+) -> None:
+    """What machines read; without files, ``note`` says why the plan cannot be expressed."""
+    answer = {"to": args.to, "files": files, "moved": moved, "predicted": predicted}
+    cli.print_json(answer | {"note": note})
 
 
 def _loss(
@@ -131,6 +142,8 @@ def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
     if model is None and plan.graph.workload in workloads.names():
         model = plan.graph.workload
     if model is None:
+        if args.profile:
+            raise cli.UsageError("--profile is about a model: name it with --model")
         return None
     if cli.is_file(model):
         return importers.load(model)
@@ -155,12 +168,22 @@ def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
     )
 
 
-def _write(exported: Exported, out: str) -> list[str]:
+def _write(exported: Exported, args: argparse.Namespace) -> list[str]:
+    """Write the files and return their paths.
+
+    Raises:
+        UsageError: two of them, or one of them and the plan, are the same file.
+    """
     from placement.files import write_atomic
 
-    paths = {s: Path(out).with_suffix(s) if s else Path(out) for s in exported.files}
-    if len({*paths.values()}) < len(paths):
-        raise cli.UsageError(f"--out {out}: {', '.join(paths)[2:]} is written beside it")
+    out = Path(args.out)
+    paths = {suffix: out.with_suffix(suffix) if suffix else out for suffix in exported.files}
+    taken = [Path(args.plan).resolve()]
+    for suffix, path in paths.items():
+        if path.resolve() in taken:
+            beside = f"a {suffix} is written beside it, and " if suffix else ""
+            raise cli.UsageError(f"--out {out}: {beside}{path} is in use; name another file")
+        taken.append(path.resolve())
     for suffix, content in exported.files.items():
         write_atomic(paths[suffix], content)
     return [str(path) for path in paths.values()]

@@ -70,6 +70,8 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
         if loss_fn is not None:
             expected = loss_fn(expected, target)
     split = {path: SplitPoint.BEGINNING for path in data["split_points"]}
+    for path in split:
+        module.get_submodule(path)  # raises where the model is not that of the plan
     pipe = pipeline(module, args, kwargs, split_spec=split)
     if pipe.num_stages != len(split) + 1:
         print(f"{pipe.num_stages} stages, {len(split) + 1} planned: a module runs more than once")
