@@ -17,7 +17,11 @@ from placement.report.table import tables
 from placement.simulator import evaluate, score
 
 ELSEWHERE = ("expert", "metis", "coarsened")  # they need a file, a package, or a planner
-BUDGETS = {"cp_sat": {"seconds": 0.5}, "mip": {"seconds": 0.5}, "macro_search": {"seconds": 0.2}}
+BUDGETS = {
+    "cp_sat": {"seconds": 0.5},
+    "mip": {"seconds": 0.5},
+    "macro_search": {"evaluations": 300},
+}
 
 
 def roomy(seed: int, num_ops: int = 6) -> Problem:

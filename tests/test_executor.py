@@ -28,8 +28,6 @@ from placement.schedule import Schedule
 from placement.simulator import list_schedule, simulate
 from placement.workloads import tiny
 
-pytestmark = pytest.mark.timeout(60)
-
 CORES = sorted(os.sched_getaffinity(0))
 # Three devices even where there are fewer cores: what they compute must not depend on it.
 CLUSTER = Cluster(

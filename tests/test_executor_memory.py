@@ -21,8 +21,6 @@ from placement.program import capture, storage_of
 from placement.simulator import _peak_bytes_reference, simulate
 from placement.workloads import tiny
 
-pytestmark = pytest.mark.timeout(60)
-
 CORES = sorted(os.sched_getaffinity(0))
 CLUSTER = Cluster(
     "tests", tuple(Device(f"cpu:{i}", "cpu", (CORES[i % len(CORES)],)) for i in range(3))

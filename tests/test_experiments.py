@@ -19,8 +19,6 @@ from experiments import _study, baselines, public, scale
 from experiments._study import Store, StudyError, limited
 from placement.problem import Problem, Solution
 
-pytestmark = pytest.mark.timeout(300)  # the first study of a fresh clone compiles the kernels
-
 needs_data = pytest.mark.skipif(
     not (_study.DATA / "dnn_partitioning" / "truth.json").exists(),
     reason="the public workloads are not beside the checkout",
@@ -249,7 +247,7 @@ def test_baselines_from_the_command_line(
 ) -> None:
     bad = ",".join(f"{HERE}:{kind}" for kind in ("Refuses", "Dies", "FallsBack"))
     words = ["dnn_partitioning/*", "moirai/tiny*", "pipedream/*", "--data", str(data), *places]
-    words += ["--planners", f"ideal_dp,random_search,{bad}", "--seconds", "0.05", "--seeds", "2"]
+    words += ["--planners", f"ideal_dp,random_search,{bad}", "--seconds", "0.3", "--seeds", "2"]
     assert baselines.main(words) == 0
     out = tmp_path / "out"
     rows = rows_of(out / "baselines.csv")
@@ -300,7 +298,8 @@ def test_baselines_in_two_processes(tmp_path: Path, places: list[str]) -> None:
 
 def test_the_estimate_counts_seeds_of_planners_that_draw_alone() -> None:
     assert baselines.estimate_s(["macro_search"], 2.0, 3, 10) == 60
-    assert baselines.estimate_s(["heft"], 2.0, 3, 10) < 10
+    assert baselines.estimate_s(["heft"], 2.0, 3, 10) == 10  # ends at half its budget or before
+    assert baselines.estimate_s(["round_robin"], 2.0, 3, 10) == 2
     assert _study.is_search("brkga") and not _study.is_search("cp_sat")
 
 
@@ -371,7 +370,7 @@ def test_a_value_that_is_not_the_recorded_optimum_is_an_error(
 
 
 def search_words(data: Path, places: list[str]) -> list[str]:
-    budgets = ["--seconds", "0.1", "--seeds", "2", "--exact-seconds", "2"]
+    budgets = ["--seconds", "0.1", "--seeds", "2", "--exact-seconds", "10"]
     return ["search", "--data", str(data), *places, *budgets]
 
 
@@ -447,7 +446,7 @@ def test_scale_survives_planners_that_do_not(
     tmp_path: Path, places: list[str], no_more_runs: Callable[[], None]
 ) -> None:
     names = ["round_robin", *(f"{HERE}:{x}" for x in ("Refuses", "Dies", "Sleeps", "FallsBack"))]
-    words = [*names, "--operators", "60", "100", "--devices", "2", "--limit", "1.5", *places]
+    words = [*names, "--operators", "60", "100", "--devices", "2", "--limit", "4", *places]
     assert scale.main(words) == 0
     rows = rows_of(tmp_path / "out" / "scale.csv")
     status = {(r["planner"].partition(":")[2], r["operators"]): r["status"] for r in rows}
@@ -462,7 +461,7 @@ def test_scale_survives_planners_that_do_not(
     text = (tmp_path / "out" / "scale.md").read_text()
     assert "SIGKILL" in text and "gave up" in text and "N operators are too many" in text
     # What a limit stopped is not tried on more operators.
-    more = [*names, "--operators", "100", "150", "--devices", "2", "--limit", "1.5", *places]
+    more = [*names, "--operators", "100", "150", "--devices", "2", "--limit", "4", *places]
     assert scale.main(more) == 0
     rows = rows_of(tmp_path / "out" / "scale.csv")
     status = {(r["planner"].partition(":")[2], r["operators"]): r["status"] for r in rows}

@@ -11,8 +11,6 @@ from problems import random_problem
 
 from experiments import fidelity
 
-pytestmark = pytest.mark.timeout(300)  # the first study of a fresh clone compiles the kernels
-
 
 def test_a_tiny_workload_and_the_same_command_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -21,6 +21,10 @@ from placement.schedulers._search import search_schedule
 pytest.importorskip("ortools", reason="the search needs OR-Tools")
 
 
+# Seconds until an answer must be as good as expected: on a busy machine the first may pass idly.
+BUDGETS = (0.1, 1.0, 10.0)
+
+
 def v_shape(num_devices: int, memory: int | None = None, backward: int = 3) -> Work:
     """Forward through all devices (1 each), backward through them again (3 each)."""
     blocks = [Block((d,), 1, 1, preds=((d - 1, 0),) if d else ()) for d in range(num_devices)]
@@ -213,11 +217,14 @@ def test_a_budget_of_nothing_gives_the_best_so_far_and_its_bound() -> None:
 @given(works(most=3), st.integers(2, 3))
 @settings(max_examples=20)
 def test_the_makespan_is_the_brute_force_optimum(work: Work, num: int) -> None:
-    answer = search_schedule(work, num, seconds=0.1)
-    assert work.errors(answer.starts) == []
     best = best_makespan(work, num)
-    assert work.makespan_bound(num) <= best <= answer.makespan
-    assert answer.makespan == best
+    for seconds in BUDGETS:
+        answer = search_schedule(work, num, seconds=seconds)
+        assert work.errors(answer.starts) == []
+        assert work.makespan_bound(num) <= best <= answer.makespan
+        if answer.makespan == best:
+            return
+    pytest.fail(f"{answer.makespan} instead of {best}")
 
 
 @given(works(most=6), st.integers(1, 9))
@@ -396,11 +403,14 @@ def test_published_cases(shared: Path, key: str, memory: int | None) -> None:
     records = json.loads((folder / "truth.json").read_text())["records"]
     truth = next(r for r in records if r["case"] == key and r["memory"] == memory)
     work, ids = read_work(case, memory)
-    answer = search_schedule(work, 8, unroll=1, seconds=2.0)
-    assert answer.found.optimal
+    # Annealing is given little time; the study of schedules compares in full.
+    longest = 1.1 * truth["best_makespan"]["8"][0]
+    for seconds in BUDGETS:
+        answer = search_schedule(work, 8, unroll=1, seconds=seconds)
+        if answer.found.optimal and answer.makespan <= longest:
+            break
+    assert answer.found.optimal and answer.makespan <= longest
     assert answer.period <= truth.get("period", answer.period)
-    # A busy machine may leave no time to anneal; the study of schedules compares in full.
-    assert answer.makespan <= 1.1 * truth["best_makespan"]["8"][0]
     rows = [(j, ids[b], int(s)) for j, row in enumerate(answer.starts) for b, s in enumerate(row)]
     verdict = check(case, 8, rows, memory)
     assert verdict["ok"] and verdict["makespan"] == answer.makespan

@@ -22,8 +22,6 @@ from placement.schedule import Schedule, ScheduleError
 from placement.simulator import list_schedule, simulate
 from placement.training import plain_step as plain_pytorch_step
 
-pytestmark = pytest.mark.timeout(60)
-
 CORES = sorted(os.sched_getaffinity(0))
 CLUSTER = Cluster(
     "tests", tuple(Device(f"cpu:{i}", "cpu", (CORES[i % len(CORES)],)) for i in range(2))
