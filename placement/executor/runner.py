@@ -105,9 +105,9 @@ class Runner:
             RunnerError: closed, or another call or stream is using the runner.
             Exception: what an operator raised, with the operator's name as a note.
         """
-        for outputs in self.stream_tensors([self._program.flatten_inputs(args, kwargs)]):
-            return outputs
-        raise AssertionError("one input gives one output")
+        # To the end of the stream: one that is left early stops the workers.
+        (outputs,) = self.stream_tensors([self._program.flatten_inputs(args, kwargs)])
+        return outputs
 
     def stream(
         self,
@@ -306,6 +306,7 @@ class Runner:
             return
         self._started_ns = time.perf_counter_ns()
         self._results = queue.SimpleQueue()
+        workers = []
         for share, device in zip(self._shares, self.cluster.devices, strict=True):
             backend = backend_for(device)
             params, gradients = self._load(share, backend.torch_device)
@@ -313,7 +314,7 @@ class Runner:
             order = None
             if self._schedule is not None:
                 order = _repeated(self._schedule, share.device, self.next_batch)
-            self.workers.append(
+            workers.append(
                 Worker(
                     device.name,
                     share,
@@ -326,12 +327,14 @@ class Runner:
                     self.next_batch,
                 )
             )
-        for worker in self.workers:
-            worker.workers = self.workers
+        for worker in workers:
+            worker.workers = workers
+        # Before any starts: they end even if starting them is interrupted. The finalizer must not
+        # hold the runner itself, or it would never be collected.
+        self._finalizer = weakref.finalize(self, _stop_workers, list(workers))
+        self.workers = workers
         for d in self._active:
-            self.workers[d].start()
-        # The finalizer must not hold the runner itself, or it would never be collected.
-        self._finalizer = weakref.finalize(self, _stop_workers, list(self.workers))
+            workers[d].start()
 
     def _load(
         self, share: Share, device: torch.device
@@ -356,15 +359,20 @@ class Runner:
     def call_on(self, functions: Mapping[int, Callable[[], None]]) -> None:
         """Call functions in the threads of devices (by number), and wait until all are done."""
         self._start()
-        for d, function in functions.items():
-            self.workers[d].inbox.put(function)
         left = set(functions)
-        while left:
-            message = self._results.get()
-            if isinstance(message, Failure):
-                self.stop()
-                self._raise(message)
-            left.discard(message[2])
+        try:
+            for d, function in functions.items():
+                self.workers[d].inbox.put(function)
+            while left:
+                message = self._results.get()
+                if isinstance(message, Failure):
+                    self._raise(message)
+                if isinstance(message[2], Exception):
+                    raise message[2]
+                left.discard(message[2])
+        except BaseException:  # what is left must not answer to a later call
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """End the workers, and what they have begun; the next call starts them again."""
@@ -395,10 +403,11 @@ def _repeated(schedule: Schedule, device: int, first: int) -> Iterator[tuple[int
 
 
 def _stop_workers(workers: list[Worker]) -> None:
-    started = [w for w in workers if w.ident is not None]
-    for worker in started:
+    for worker in workers:
         worker.stop()
-    for worker in started:
-        worker.join()
+    for worker in workers:
+        # Not started, or the one in which the runner is collected.
+        if worker.ident not in (None, threading.get_ident()):
+            worker.join()
     for worker in workers:
         worker.workers = []
