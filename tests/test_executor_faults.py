@@ -171,14 +171,24 @@ def test_a_consumer_that_raises(workers):
 @WORKERS
 @pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.05])
 def test_ctrl_c_wherever_the_stream_then_is(workers, delay_s):
+    ended = threading.Event()
+
+    def press() -> None:
+        time.sleep(delay_s)
+        # Again if nothing happens: Python drops what is raised in a callback of the collector.
+        while not ended.is_set():
+            signal.raise_signal(signal.SIGINT)
+            ended.wait(20)
+
+    hand = threading.Thread(target=press)
     with runner() as r:
-        timer = threading.Timer(delay_s, signal.raise_signal, [signal.SIGINT])
         with pytest.raises(KeyboardInterrupt):
             items = (GOOD for _ in range(10**9))
             for i, _ in enumerate(r.stream(items, preprocess=slowly, workers=workers)):
                 if i == 3:
-                    timer.start()
-        timer.join()
+                    hand.start()
+        ended.set()
+        hand.join()
         gc.collect()
         assert alive() == [] and works(r)
 
@@ -262,6 +272,8 @@ def test_a_loader_is_a_track_of_the_measured_timeline():
     tracks = [e["args"]["name"] for e in timeline.to_trace()["traceEvents"] if e["ph"] == "M"]
     assert "loader" in tracks
     assert Executor(problem).run(SPLIT, num_microbatches=2).load_s is None
+    with pytest.raises(LoaderError, match="gave no items"):
+        Executor(problem).run(SPLIT, loader=[])
 
 
 def resident_bytes() -> int:

@@ -46,9 +46,16 @@ def test_on_one_device_the_predicted_peak_is_the_measured_one(make):
     executor = Executor(problem)
     for device in range(2):
         placement = np.full(graph.num_ops, device, np.int32)
-        measured, predicted = executor.run(placement), simulate(problem, placement)
-        assert measured.peak_bytes.tolist() == predicted.peak_bytes.tolist()
-        assert measured.peak_bytes[device] > problem.param_bytes_on(placement)[device]
+        predicted = simulate(problem, placement).peak_bytes
+        assert predicted[device] > problem.param_bytes_on(placement)[device]
+        # Less where the machine is so busy that micro-batches are admitted late.
+        for _ in range(20):
+            measured = executor.run(placement).peak_bytes
+            assert (measured <= predicted).all()
+            if (measured == predicted).all():
+                break
+        else:
+            pytest.fail(f"measured {measured.tolist()}, predicted {predicted.tolist()}")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -57,12 +57,12 @@ class CpuBackend:
         self.torch_device = torch.device("cpu")
         self._cores = device.cores
         self._threads = device.threads
+        self._threads_before = torch.get_num_threads()  # of the caller, not of another worker
 
     def enter(self, stack: ExitStack) -> None:
-        before = torch.get_num_threads()
-        # Per thread in OpenMP, but new threads of the process inherit it: put it back.
-        torch.set_num_threads(self._threads)
-        stack.callback(torch.set_num_threads, before)
+        set_own_num_threads(self._threads)
+        # New threads of the process inherit the last setting: put it back.
+        stack.callback(torch.set_num_threads, self._threads_before)
         if self._cores and hasattr(os, "sched_setaffinity"):
             with suppress(OSError):  # a container may forbid it; the worker then floats
                 os.sched_setaffinity(0, self._cores)
@@ -78,6 +78,15 @@ class CpuBackend:
 
     def resolve_ns(self, mark: int) -> int:
         return mark
+
+
+def set_own_num_threads(count: int) -> None:
+    """Give PyTorch ``count`` threads in the calling thread.
+
+    The first question of a thread takes over the last setting of any thread, so it comes first.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(count)
 
 
 class CudaBackend:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from placement.executor.loader import Dataset
+from placement.executor.loader import Dataset, LoaderError
 from placement.executor.memory import Storages, peak_bytes
 from placement.executor.runner import Runner
 from placement.problem import Placement, Problem
@@ -58,6 +58,7 @@ class Executor:
         Raises:
             ProblemError: the placement is not one of this problem.
             ScheduleError: the schedule does not fit, or deadlocks.
+            LoaderError: the loader is empty.
         """
         problem = self.problem
         p = problem.check_placement(placement)
@@ -81,6 +82,8 @@ class Executor:
                 for _ in runner.stream(loader):
                     pass
             m = runner.next_batch - first
+            if m == 0:
+                raise LoaderError("the loader gave no items: a timeline needs at least one")
             return measured_timeline(problem, runner, first, m, self.storages)
 
     def _runner(self, placement: Placement, schedule: Schedule | None, window: int) -> Runner:

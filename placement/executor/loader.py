@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 import torch
 
+from placement.executor.backend import set_own_num_threads
+
 PREFETCH_BYTES = 2**28
 MAX_WORKERS = 16
 WORTH_A_THREAD_S = 2e-4  # a few times what a handover between threads costs
@@ -143,10 +145,11 @@ class _Source:
                 item = self._items[item]
             if self._preprocess is not None:
                 item = self._preprocess(item)
+            size = num_bytes(item)
         except BaseException as error:
             self.ended = True
             return _Loaded(index, error=error)
-        return _Loaded(index, item, None, False, begin, time.perf_counter_ns(), num_bytes(item))
+        return _Loaded(index, item, None, False, begin, time.perf_counter_ns(), size)
 
 
 class InputPipeline(Iterator[Any]):
@@ -254,7 +257,8 @@ class InputPipeline(Iterator[Any]):
         for _ in self._threads:
             self._permits.put(False)
         for thread in self._threads:
-            if thread is not threading.current_thread():  # where a forgotten one is collected
+            # Not started for an interrupt, or the one in which a forgotten one is collected.
+            if thread.ident not in (None, threading.get_ident()):
                 thread.join()
         self._threads = []
         self._ready.clear()
@@ -308,7 +312,7 @@ class InputPipeline(Iterator[Any]):
         if self._cores and hasattr(os, "sched_setaffinity"):
             with suppress(OSError):  # a container may forbid it; the thread then floats
                 os.sched_setaffinity(0, self._cores)
-        torch.set_num_threads(1)  # several threads load: each works alone, as in a DataLoader
+        set_own_num_threads(1)  # several threads load: each works alone, as in a DataLoader
         try:
             while self._permits.get() and (item := self._source.load()) is not None:
                 self._loaded.put(item)
@@ -355,8 +359,12 @@ def is_dataset(items: Any) -> bool:
 
 
 def num_bytes(value: Any) -> int:
-    """Bytes of the tensors and arrays in nested containers."""
-    if isinstance(size := getattr(value, "nbytes", None), int):
+    """Bytes of the tensors and arrays in nested containers; 0 of what does not tell."""
+    try:
+        size = getattr(value, "nbytes", None)
+    except RuntimeError:  # a sparse tensor: unknown
+        return 0
+    if isinstance(size, int):
         return size
     if isinstance(value, Mapping):
         return sum(num_bytes(x) for x in value.values())

@@ -267,9 +267,11 @@ class Trainer:
 
     def close(self) -> None:
         """``sync``, and end the workers. Idempotent."""
-        self.sync()
-        self._optimizers = {}
-        self.runner.close()
+        try:
+            self.sync()
+        finally:
+            self._optimizers = {}
+            self.runner.close()
 
     def __enter__(self) -> Trainer:
         return self

@@ -168,6 +168,7 @@ class Worker(threading.Thread):
                 if self._stopped:
                     return
                 receive(message)
+                message = None  # or an idle worker would hold what came last
             if order is not None:
                 if expected is None and (entry := next(order, None)) is not None:
                     expected = entry[1] * num_ops + priority[entry[0]]
@@ -182,6 +183,7 @@ class Worker(threading.Thread):
                 if self._stopped:
                     return
                 receive(message)
+                message = None
                 continue
             if order is None:
                 key = heapq.heappop(ready)
