@@ -161,8 +161,10 @@ def anneal(
     state, rng = state_of(tables, width), np.random.default_rng(seed)
     exact = tables.kind == _guided.LOAD and chooser != "uniform"
     per_step = width if exact else 1
-    # Temperatures change a hundred times in a round, wherever the budget is counted.
+    # Temperatures change a hundred times in a round, wherever the budget is counted. The clock
+    # is looked at only where seconds are limited: otherwise the seed decides everything.
     most = max(1.0, search.num_left / (100 * rounds * per_step))
+    slice_s = _SLICE_S if np.isfinite(search.seconds_left) else np.inf
     begun, current, rate, made = search.used, -1, 400.0, 0
     while search.left and search.num_left > per_step:
         progress = (search.used - begun) / max(1.0 - begun, 1e-12) * rounds
@@ -172,7 +174,7 @@ def anneal(
             begin(tables, state, search.best, this, rng)
             search.num_evaluations += 1
         part, before = min(progress - this, 1.0), search.seconds
-        steps = int(max(1, min(most, _SLICE_S * rate, search.num_left // per_step)))
+        steps = int(max(1, min(most, slice_s * rate, search.num_left // per_step)))
         best_s = float(state.x[_guided.BEST])
         take_steps(tables, state, weights, CHOOSERS[chooser], steps, part, part)
         rate = steps / max(search.seconds - before, 1e-9)
