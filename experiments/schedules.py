@@ -42,7 +42,10 @@ PIECES = ((0, 0.4), (1, 0.1), (0, 0.1), (1, 0.4))
 
 @dataclass(frozen=True)
 class Row:
-    """A case and a memory limit; makespans of 8, 16 and 32 micro-batches; None: not known."""
+    """A case, a memory limit and a ``scale`` of the default budgets.
+
+    Makespans are those of 8, 16 and 32 micro-batches; None: not known.
+    """
 
     case: str
     memory: int | None
@@ -63,6 +66,7 @@ class Row:
     published_seconds: float | None
     gpipe_32: int | None
     one_f_one_b_32: int | None
+    scale: float = 1.0
 
 
 def study(case: dict[str, Any], key: str, truth: dict[str, Any], scale: float = 1.0) -> Row:
@@ -96,6 +100,7 @@ def study(case: dict[str, Any], key: str, truth: dict[str, Any], scale: float = 
         published_seconds=published.get("seconds"),
         gpipe_32=fixed(work, level * len(batch) + batch),
         one_f_one_b_32=fixed(work, level + most_visits(work, level) * batch),
+        scale=scale,
         **counts,
     )
 
@@ -186,6 +191,10 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
+def _key(truth: dict[str, Any], scale: float) -> dict[str, Any]:
+    return {"case": truth["case"], "memory": truth["memory"], "scale": scale}
+
+
 def run_cases(options: argparse.Namespace, argv: Sequence[str] | None) -> None:
     """The study of published cases."""
     folder = options.data / "schedules"
@@ -204,10 +213,10 @@ def run_cases(options: argparse.Namespace, argv: Sequence[str] | None) -> None:
     search_schedule(read_work(cases[chosen[0]["case"]], None)[0], 2, seconds=0.1)  # compiles
     store = _study.Store(options.work / "rows.jsonl", Row, options.fresh)
     for i, truth in enumerate(chosen):
-        if store.find(case=truth["case"], memory=truth["memory"]) is None:
+        if store.find(**_key(truth, options.scale)) is None:
             _study.say(f"{i + 1}/{len(chosen)} {truth['case']}, memory {truth['memory']}")
             store.add(study(cases[truth["case"]], truth["case"], truth, options.scale))
-    rows = [r for t in chosen if (r := store.find(case=t["case"], memory=t["memory"]))]
+    rows = [r for t in chosen if (r := store.find(**_key(t, options.scale)))]
     write_atomic(options.out / "schedules.csv", _study.to_csv(rows))
     write_atomic(
         options.out / "schedules.md",

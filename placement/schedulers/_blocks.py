@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from math import ceil, gcd
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -246,12 +246,12 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
             circle, or no micro-batch fits into the memory.
     """
     try:
-        num_devices, rows = int(case["ndevs"]), {int(b["id"]): b for b in case["blocks"]}
+        num_devices, rows = _whole(case["ndevs"]), {_whole(b["id"]): b for b in case["blocks"]}
         infer = case.get("mode") == "infer"
-        preds = {i: [int(p) for p in b["deps"]] for i, b in rows.items()}
-        numbers = {i: (int(b["time"]), int(b["memory"])) for i, b in rows.items()}
-        devices = {i: tuple(int(d) for d in b["devices"]) for i, b in rows.items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        preds = {i: [_whole(p) for p in b["deps"]] for i, b in rows.items()}
+        numbers = {i: (_whole(b["time"]), _whole(b["memory"])) for i, b in rows.items()}
+        devices = {i: tuple(sorted({_whole(d) for d in b["devices"]})) for i, b in rows.items()}
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BlocksError(
             f"not a case: {type(error).__name__} {error}; it has ndevs and blocks, each with id, "
             "devices, time, memory, deps"
@@ -281,6 +281,8 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
     return Work(blocks, num_devices, limit), order
 
 
-def common_unit(values: Sequence[int]) -> int:
-    """Greatest common divisor, at least 1."""
-    return max(1, gcd(*values))
+def _whole(value: Any) -> int:
+    """Raises: ValueError, a number with a fraction or a text; others, no number at all."""
+    if value != int(value):
+        raise ValueError(f"{value!r} is not a whole number (a finer unit makes it one)")
+    return int(value)

@@ -31,7 +31,8 @@ class Searched:
 
     Attributes:
         unroll: micro-batches per period; None: one, and more where that is shorter.
-        seconds: budget; None: 0.8 for up to 4 devices, 8 for more.
+        seconds: budget of a search, of which there are up to three where memory binds; None:
+            0.8 for up to 4 devices, 8 for more.
     """
 
     unroll: int | None = None
