@@ -20,6 +20,9 @@ from placement.schedulers.interleaved import virtual_order
 from placement.simulator import simulate
 from tests.problems import random_problem
 
+# Of a search, which ends as soon as everything is proved.
+SECONDS = 10.0
+
 
 def pipeline(
     num_devices: int,
@@ -200,7 +203,7 @@ def test_searched_is_never_longer_than_the_generators() -> None:
         pipeline(3, backward_s=2.0, transfer_s=0.5),
         pipeline(2, chunks=2, backward_s=3.0, speed=(1.0, 2.0)),
     ):
-        best = load("searched", seconds=1.0)(problem, p, 8)
+        best = load("searched", seconds=SECONDS)(problem, p, 8)
         length = simulate(problem, p, best).makespan_s
         for name in ("list_order", "gpipe", "one_f_one_b"):
             other = simulate(problem, p, load(name)(problem, p, 8)).makespan_s
@@ -211,7 +214,7 @@ def test_searched_hides_transfers_where_1f1b_waits() -> None:
     # With transfers of a second, 1F1B waits in every period: its micro-batches are too close.
     pytest.importorskip("ortools")
     problem, p = pipeline(3, transfer_s=1.0)
-    scheduler = load("searched", seconds=1.0)
+    scheduler = load("searched", seconds=SECONDS)
     _, answer, unit_s = scheduler.solve(problem, p, 12)
     assert float(answer.period) * unit_s == pytest.approx(2.0, rel=1e-3)
     assert answer.found.optimal
@@ -229,7 +232,7 @@ def test_searched_keeps_within_memory() -> None:
         assert (peak <= room).all()
     problem, p = pipeline(3, memory_bytes=1)
     with pytest.raises(SchedulerError, match="d0 would need 2 bytes more than its 1"):
-        load("searched", seconds=0.5)(problem, p, 6)
+        load("searched", seconds=SECONDS)(problem, p, 6)
 
 
 # --- blocks of operator graphs -----------------------------------------------------------
