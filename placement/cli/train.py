@@ -75,7 +75,9 @@ def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: 
 
     from placement.training import plain_step
 
-    plain = copy.deepcopy(module).train()
+    plain = copy.deepcopy(module)
+    if not plain.training:  # as captured: else submodules in evaluation mode stay so
+        plain.train()
     # By position: the copy has the same parameters in the same order.
     twin = dict(zip(module.parameters(), plain.parameters(), strict=True))
     groups = [
