@@ -36,8 +36,8 @@ def solve(
     """A good placement int32 ``[N]`` of each problem, searched for or read from ``path``.
 
     The ``.npz`` file is written after each search, so an interrupted run goes on where it was. A
-    solution in it stays if it is of the same graph and devices and at least as good as what the
-    file says; it is searched for again otherwise.
+    solution in it stays if the problem of that name can run it (as many operators, devices that
+    exist, memory that suffices); it is searched for again otherwise.
 
     Raises:
         FileError: ``path`` cannot be written.
