@@ -69,9 +69,10 @@ MEANINGS = {
     "GraphInfo.mode": "`inference`, or `training`: forward, backward and gradients of a "
     "micro-batch.",
     "GraphInfo.optimizer": "In training: the class of `torch.optim` whose state counts as memory.",
-    "GraphInfo.modules": "Path of each operator's module, by operator number; `\"\"` is the model "
+    "GraphInfo.modules": 'Path of each operator\'s module, by operator number; `""` is the model '
     "itself. Empty: not known.",
-    "GraphInfo.parameters": "Name of a parameter or buffer → numbers of the operators that read it.",
+    "GraphInfo.parameters": "Name of a parameter or buffer → numbers of the operators that "
+    "read it.",
     "GraphInfo.backward": "Numbers of the backward operators.",
     "ClusterInfo.name": "For people.",
     "ClusterInfo.fingerprint": "Hash of the devices and the declared links.",
