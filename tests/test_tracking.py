@@ -179,4 +179,5 @@ def test_a_comparison_is_mirrored(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "plan-tiny_mlp": ("plan", ["best", "latest", "measured"]),
     }
     names = [p.name for p in (tmp_path / "out/wandb").glob("offline-run-*/files/media/*/*")]
-    assert len(names) == 2  # the table, and the folder of the picture
+    # The table, the best-so-far curves, and the folder of the workload's picture.
+    assert sorted(name.split("_")[0] for name in names) == ["comparison", "curves", "gantt"]
