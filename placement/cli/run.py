@@ -69,16 +69,24 @@ def run(args: argparse.Namespace) -> int:
             finally:
                 for other in runners.values():
                     other.close()
+        trace = None
         if args.trace:
             report("recording a trace", None)
             trace = recorded_trace(plan, module, inputs, batches)
     show(plan, measured, single, as_json=args.json)
-    if args.out:
-        plan.model_copy(update={"measured": measured["plan"]}).save(args.out)
-        cli.say(f"plan written to {args.out}")
-    if args.trace:
-        cli.write_trace(args.trace, trace)
+    keep(args, plan, measured["plan"], trace)
     return cli.OK
+
+
+def keep(
+    args: argparse.Namespace, plan: Plan, measured: Measured, trace: dict[str, Any] | None
+) -> None:
+    """Write what ``--out`` and ``--trace`` ask for: the plan with what was measured, the trace."""
+    if args.out:
+        plan.model_copy(update={"measured": measured}).save(args.out)
+        cli.say(f"plan written to {args.out}")
+    if trace is not None:
+        cli.write_trace(args.trace, trace)
 
 
 def model_of(plan: Plan, given: str | None) -> str:

@@ -7,7 +7,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.run import Way, measure, model_of, show, timed
+from placement.cli.run import Way, keep, measure, model_of, show, timed
 
 if TYPE_CHECKING:
     from placement.executor import Trainer
@@ -54,15 +54,12 @@ def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
         finally:
             for other in trainers.values():
                 other.close()
+        trace = None
         if args.trace:
             report("recording a trace", None)
             trace = recorded_trace(plan, module, optimizer, example, loss, batches)
     show(plan, measured, single, as_json=args.json, compared=compared)
-    if args.out:
-        plan.model_copy(update={"measured": measured["plan"]}).save(args.out)
-        cli.say(f"plan written to {args.out}")
-    if args.trace:
-        cli.write_trace(args.trace, trace)
+    keep(args, plan, measured["plan"], trace)
     return cli.OK
 
 
