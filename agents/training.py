@@ -509,7 +509,7 @@ class _Watch(BaseCallback):
 
     def trained(self) -> TrainedPolicy:
         """The policy of the best check."""
-        net = make_net(self.net.config, self.net.formulation)
+        net = deepcopy(self.net)  # of whatever class it is
         net.load_state_dict(self.best_weights)
         last = self.rows[-1] if self.rows else {}
         card = {

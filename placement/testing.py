@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.problem import Planner, Problem, ProblemError, Solution
+from placement.problem import Placement, Planner, Problem, ProblemError, Solution
 from placement.profile import Profile
-from placement.simulator import score
+from placement.schedule import Schedule, ScheduleError
+from placement.simulator import score, simulate
 
 if TYPE_CHECKING:
     from placement.exporters import Exporter
     from placement.plan import Plan
+    from placement.schedulers import Scheduler
 
 
 class ContractError(ValueError):
@@ -94,6 +96,156 @@ def check_exporter(exporter: Exporter, plans: Sequence[Plan]) -> None:
         for suffix, content in exported.files.items():
             _need(isinstance(content, str | bytes), where, f"{suffix!r} is no text and no bytes")
         _need(exporter(plan) == exported, where, "wrote something else the second time")
+
+
+def check_scheduler(
+    scheduler: Scheduler, cases: Sequence[tuple[Problem, Placement]] | None = None
+) -> None:
+    """Run ``scheduler`` twice on every case with 1, 2 and 5 micro-batches and check its promises.
+
+    * It returns a ``Schedule`` of so many micro-batches that has every (operator, micro-batch)
+      once, on its device, in an order that does not deadlock, and
+    * twice the same; or
+    * it raises ``SchedulerError``: it cannot order this placement.
+
+    Args:
+        scheduler: a configured scheduler.
+        cases: problems with a placement int32 ``[N]``; ``small_placements()`` if not given.
+
+    Raises:
+        ContractError: the first promise that is broken, or every case was refused.
+    """
+    from placement.schedulers import SchedulerError
+
+    refusal = ""
+    answered = False
+    for problem, placement in small_placements() if cases is None else cases:
+        for num in (1, 2, 5):
+            where = f"{scheduler!r} on {problem.graph.name!r} placed {placement}, {num} batches"
+            try:
+                schedule, again = (scheduler(problem, placement, num) for _ in range(2))
+            except SchedulerError as error:
+                refusal = str(error)
+                continue
+            answered = True
+            _need(isinstance(schedule, Schedule), where, f"returned {type(schedule).__name__}")
+            got = schedule.num_microbatches
+            _need(got == num, where, f"is for {got} micro-batches")
+            try:
+                schedule.check(problem, placement)
+            except ScheduleError as error:
+                raise ContractError(f"{where}: {error}") from error
+            simulate(problem, placement, schedule)
+            same = all(map(np.array_equal, schedule.order, again.order))
+            _need(same, where, "gave another order the second time")
+    _need(answered, repr(scheduler), f"refused every case; the last time: {refusal}")
+
+
+class Policy(Protocol):
+    """Makes placements without evaluating any, e.g. ``agents.trained.TrainedPolicy``."""
+
+    def place(
+        self, problem: Problem, warm: Placement | None = None, num_samples: int = 0, seed: int = 0
+    ) -> Placement:
+        """int32 ``[1 + num_samples, N]``: the greedy placement, then sampled ones."""
+        ...
+
+
+def check_policy(policy: Policy, problems: Sequence[Problem] | None = None) -> None:
+    """Let ``policy`` place every problem, with and without a warm start, and check its promises.
+
+    * Placements are int32 ``[1 + num_samples, N]`` and obey support and colocation.
+    * The same seed gives the same placements; the greedy one, which is the first, depends neither
+      on the seed nor on the number of samples.
+    * Sizes do not matter: one policy places problems of any number of operators and devices.
+
+    Args:
+        policy: one that makes placements; it need not be trained.
+        problems: ``small_problems()`` if not given.
+
+    Raises:
+        ContractError: the first promise that is broken.
+    """
+    for problem in small_problems() if problems is None else problems:
+        first = problem.supported.argmax(axis=1).astype(np.int32)
+        for warm in (None, first):
+            where = f"{type(policy).__name__} on {problem.graph.name!r} ({problem.objective})"
+            rows = policy.place(problem, warm, 3, 1)
+            _need(isinstance(rows, np.ndarray), where, f"returned a {type(rows).__name__}")
+            shape = (4, problem.num_ops)
+            right = rows.dtype == np.int32 and rows.shape == shape
+            _need(right, where, f"placements are {rows.dtype} {rows.shape}, not int32 {shape}")
+            for row in rows:
+                try:
+                    problem.check_placement(row)
+                except ProblemError as error:
+                    raise ContractError(f"{where}: {error}") from error
+            same = np.array_equal(rows, policy.place(problem, warm, 3, 1))
+            _need(same, where, "the same seed gave other placements")
+            greedy = policy.place(problem, warm, 0, 2)[0]
+            same = np.array_equal(rows[0], greedy)
+            _need(same, where, f"the greedy placement was {rows[0]}, then {greedy}")
+
+
+def check_workload(workload: str | Callable[[], Any]) -> None:
+    """Build ``workload`` twice, capture it, run it scattered over devices, and check its promises.
+
+    * The module is in evaluation mode and can be captured.
+    * It is the same every time: the same graph, inputs of the same shapes, the same weights.
+    * Operators placed at random on two CPU devices compute what the plain module computes.
+
+    Args:
+        workload: a name as on the command line, or a function that returns (module, inputs).
+
+    Raises:
+        ContractError: the first promise that is broken.
+        CaptureError, WorkloadError: it cannot be captured, or there is no such workload.
+    """
+    import torch
+
+    from placement.executor import Runner
+    from placement.program import capture, split_inputs
+    from placement.workloads import load
+
+    where = f"workload {workload if isinstance(workload, str) else workload.__name__!r}"
+    make = (lambda: load(workload)) if isinstance(workload, str) else workload
+    (module, inputs), (twin, others) = make(), make()
+    _need(not module.training, where, "the module is in training mode; return module.eval()")
+    graph, again = capture(module, inputs), capture(twin, others)
+    same = graph.fingerprint == again.fingerprint
+    _need(same, where, f"built twice it has {graph.num_ops} and {again.num_ops} operators, unlike")
+    for (name, a), b in zip(module.state_dict().items(), twin.state_dict().values(), strict=True):
+        told = f"{name!r} is drawn anew every time; use placement.workloads.seeded"
+        _need(torch.equal(a, b), where, told)
+    cluster = Cluster("two", (Device("cpu:0"), Device("cpu:1")))
+    chosen = np.random.default_rng(0).integers(cluster.num_devices, size=graph.num_groups)
+    args, kwargs = split_inputs(inputs)
+    with Runner(graph, cluster, chosen[graph.group]) as runner, torch.inference_mode():
+        try:
+            torch.testing.assert_close(runner(*args, **kwargs), module(*args, **kwargs))
+        except AssertionError as error:
+            raise ContractError(f"{where}: scattered, it computes otherwise: {error}") from error
+
+
+def check_cluster(cluster: Cluster) -> None:
+    """Check what a described cluster should say, so that predictions for it mean something.
+
+    * Every ordered pair of devices has one link, or none has (they are measured then): a pair
+      without a link costs nothing, which is hardly ever meant.
+    * Every device states its memory.
+
+    Raises:
+        ContractError: the first promise that is broken.
+    """
+    where = f"cluster {cluster.name!r}"
+    pairs = [(link.src, link.dst) for link in cluster.links]
+    names = cluster.device_names
+    missing = [(a, b) for a in names for b in names if a != b and (a, b) not in pairs]
+    _need(not pairs or not missing, where, f"no link for {missing[:3]}, which would cost nothing")
+    twice = sorted({p for p in pairs if pairs.count(p) > 1})
+    _need(not twice, where, f"more than one link for {twice[:3]}")
+    endless = [d.name for d in cluster.devices if d.memory_bytes == Device("any").memory_bytes]
+    _need(not endless, where, f"no memory_bytes for {endless}")
 
 
 def _check_solution(problem: Problem, answer: Solution, where: str) -> None:
@@ -187,4 +339,33 @@ def small_problems() -> list[Problem]:
         profile = Profile(names, seconds, np.zeros((n, d)), links)
         problem = Problem(graph, cluster, profile, "period", num_microbatches=16, max_in_flight=2)
         found += [problem, problem.with_objective("latency")]
+    return found
+
+
+def small_placements() -> list[tuple[Problem, Placement]]:
+    """Problems with a placement int32 ``[N]``: what a scheduler is asked to order.
+
+    ``small_problems()`` on one device, scattered, and cut once; and a training step, forward
+    through three devices and back again.
+    """
+    found = []
+    for problem in small_problems():
+        group = np.arange(problem.graph.num_groups)
+        for wanted in (0 * group, group % problem.num_devices, 2 * group // len(group)):
+            device = np.minimum(wanted, problem.num_devices - 1)
+            allowed = np.isfinite(problem.group_compute_s)  # [G, D]
+            device = np.where(allowed[group, device], device, allowed.argmax(axis=1))
+            found.append((problem, device[problem.graph.group].astype(np.int32)))
+    graph = OpGraph.build(
+        "step",
+        ["f0", "f1", "f2", "b2", "w2", "b1", "w1", "b0", "w0"],  # w: gradients of weights
+        tensor_src=range(9),
+        tensor_bytes=[10] * 9,
+        uses=[(0, 1), (0, 7), (1, 2), (1, 5), (2, 3), (3, 4), (3, 5), (5, 6), (5, 7), (7, 8)],
+        is_backward=[False] * 3 + [True] * 6,
+    )
+    cluster = Cluster("three", tuple(Device(f"cpu:{d}") for d in range(3)))
+    profile = Profile(cluster.device_names, np.ones((9, 3)), np.zeros((9, 3)))
+    step = Problem(graph, cluster, profile, num_microbatches=4)
+    found.append((step, np.array([0, 1, 2, 2, 2, 1, 1, 0, 0], np.int32)))
     return found

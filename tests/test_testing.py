@@ -6,10 +6,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from placement import schedulers
+from placement.cluster import Cluster, Device, Link
 from placement.planners import load
-from placement.problem import Problem, Solution
+from placement.problem import Placement, Problem, Solution
+from placement.schedule import Schedule
 from placement.simulator import evaluate
-from placement.testing import ContractError, check_planner, small_problems
+from placement.testing import (
+    ContractError,
+    check_cluster,
+    check_planner,
+    check_policy,
+    check_scheduler,
+    check_workload,
+    small_placements,
+    small_problems,
+)
 
 
 @dataclass(frozen=True)
@@ -127,3 +139,152 @@ def test_own_problems_can_be_given() -> None:
     problem = small_problems()[0]
     with pytest.raises(ContractError, match=r"on 'equal' \(period\): lower_bound_s"):
         check_planner(Altered(BROKEN["lower_bound_s = .* is above"]), [problem])
+
+
+# --- schedulers ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """A correct scheduler whose order is then altered."""
+
+    change: Any
+
+    def __call__(self, problem: Problem, placement: Placement, num_microbatches: int) -> Schedule:
+        right = schedulers.load("gpipe")(problem, placement, num_microbatches)
+        return self.change(right)
+
+
+def refuse(*_: Any) -> Schedule:
+    raise schedulers.SchedulerError("only on Sundays")
+
+
+BROKEN_ORDERS = {
+    "returned list": lambda s: list(s.order),
+    "is for 9 micro-batches": lambda s: replace(s, num_microbatches=9),
+    "is scheduled 0 times": lambda s: replace(s, order=tuple(r[:-1] for r in s.order)),
+    "deadlocks": lambda s: replace(s, order=tuple(r[::-1] for r in s.order)),
+    "which is placed on": lambda s: replace(s, order=s.order[::-1]),
+    "refused every case; the last time: only on Sundays": refuse,
+}
+
+
+@pytest.mark.parametrize("name", schedulers.names())
+def test_every_scheduler_keeps_its_promises(name: str) -> None:
+    if name == "searched":
+        pytest.importorskip("ortools")
+    check_scheduler(schedulers.load(name))
+
+
+@pytest.mark.parametrize("message", BROKEN_ORDERS)
+def test_each_broken_promise_of_a_scheduler_is_told(message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        check_scheduler(Reordered(BROKEN_ORDERS[message]), small_placements()[-1:])
+
+
+def test_a_scheduler_that_changes_its_mind_is_told() -> None:
+    # On one device micro-batches may follow each other in either order: nothing else is wrong.
+    problem, placement = next(c for c in small_placements() if c[0].num_devices == 1)
+    turns = iter(range(10**6))
+
+    @dataclass(frozen=True)
+    class Fickle:
+        def __call__(self, p: Problem, where: Placement, num: int) -> Schedule:
+            batches = range(num) if next(turns) % 2 else reversed(range(num))
+            rows = [(op, m) for m in batches for op in range(p.num_ops)]
+            return Schedule((np.array(rows, np.int32),), num)
+
+    with pytest.raises(ContractError, match="another order the second time"):
+        check_scheduler(Fickle(), [(problem, placement)])
+
+
+def test_what_schedulers_are_asked_to_order_is_varied() -> None:
+    cases = small_placements()
+    assert any(len(set(p.tolist())) == 1 for _, p in cases)
+    assert any(len(set(p.tolist())) > 1 for _, p in cases)
+    assert any(problem.graph.is_backward.any() for problem, _ in cases)
+    for problem, placement in cases:
+        problem.check_placement(placement)
+
+
+# --- policies ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chance:
+    """Every group anywhere it can run; the greedy placement is the first device that can."""
+
+    change: Any = None
+
+    def place(
+        self, problem: Problem, warm: Any = None, num_samples: int = 0, seed: int = 0
+    ) -> Placement:
+        rng = np.random.default_rng(seed)
+        allowed = np.isfinite(problem.group_compute_s)
+        rows = [allowed.argmax(axis=1)]
+        for _ in range(num_samples):
+            rows.append(np.where(allowed, rng.random(allowed.shape), -1.0).argmax(axis=1))
+        placements = np.array(rows, np.int32)[:, problem.graph.group]
+        return placements if self.change is None else self.change(placements, seed)
+
+
+BROKEN_POLICIES = {
+    "placements are int64": lambda rows, seed: rows.astype(np.int64),
+    r"int32 \(3, 5\), not int32 \(4, 5\)": lambda rows, seed: rows[: min(3, len(rows))],
+    "there are 2": lambda rows, seed: rows + 1,
+    "cannot run on": lambda rows, seed: np.ones_like(rows) if rows.shape[1] == 6 else rows,
+    "the same seed gave other": lambda rows, seed: (rows + next(calls)) % 2,
+    "the greedy placement was": lambda rows, seed: (rows + seed) % 2,
+}
+
+
+def test_a_correct_policy_passes() -> None:
+    check_policy(Chance())
+
+
+@pytest.mark.parametrize("message", BROKEN_POLICIES)
+def test_each_broken_promise_of_a_policy_is_told(message: str) -> None:
+    wanted = {"cannot run on": "unlike"}.get(message, "equal")
+    problems = [p for p in small_problems() if p.graph.name == wanted]
+    with pytest.raises(ContractError, match=message):
+        check_policy(Chance(BROKEN_POLICIES[message]), problems)
+
+
+# --- workloads and clusters ----------------------------------------------------------------------
+
+
+def linear(training: bool = False, seeded: bool = True) -> Any:
+    torch = pytest.importorskip("torch")
+    if seeded:
+        torch.manual_seed(0)
+    return torch.nn.Linear(4, 4).train(training), (torch.ones(2, 4),)
+
+
+def test_a_correct_workload_passes() -> None:
+    check_workload("tiny_branches")
+    check_workload(linear)
+
+
+def test_each_broken_promise_of_a_workload_is_told() -> None:
+    with pytest.raises(ContractError, match="in training mode"):
+        check_workload(lambda: linear(training=True))
+    with pytest.raises(ContractError, match="'weight' is drawn anew"):
+        check_workload(lambda: linear(seeded=False))
+
+
+def described(links: list[tuple[str, str]], **device: Any) -> Cluster:
+    devices = (Device("a", memory_bytes=8), Device("b", **device))
+    return Cluster("two", devices, tuple(Link(x, y, 1e-5, 1e9) for x, y in links))
+
+
+def test_a_cluster_says_what_predictions_need() -> None:
+    both = [("a", "b"), ("b", "a")]
+    check_cluster(described(both, memory_bytes=8))
+    check_cluster(described([], memory_bytes=8))  # links are measured
+    for links, device, message in (
+        (both[:1], {"memory_bytes": 8}, r"no link for \[\('b', 'a'\)\]"),
+        (both + both[:1], {"memory_bytes": 8}, "more than one link"),
+        (both, {}, r"no memory_bytes for \['b'\]"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            check_cluster(described(links, **device))
