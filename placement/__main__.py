@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from placement import cli
-from placement.cli import export, import_problem, plan, profile, run, schedule, show
+from placement.cli import export, import_problem, plan, profile, report, run, schedule, show
 
 _EXIT_CODES = "exit codes: 0 done; 1 the answer is no; 2 bad input; 130 interrupted"
 _OURS = ("placement", "envs", "agents")
@@ -65,6 +65,7 @@ VERBS = {
         export.run,
         export.EXAMPLE,
     ),
+    "report": Verb("one HTML page of a run folder", report.configure, report.run, report.EXAMPLE),
     "schema": Verb(
         "print the JSON schema of plans",
         show.configure_schema,

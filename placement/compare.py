@@ -247,7 +247,8 @@ def compare(
     An interrupted comparison continues where it stopped when it is started again with the same
     ``out_dir``: what is finished lies in ``out_dir/cells`` and ``out_dir/measured`` under a
     digest of the problem, the planner with its parameters, and the seed. ``compare.csv`` and
-    ``compare.md`` are written after every workload.
+    ``compare.md`` are written after every workload. ``out_dir/problems`` and the timelines of
+    the last round in ``out_dir/measured`` are for ``placement.report.html``.
 
     Args:
         executor: makes the runtime of a problem (``placement.executor.Executor``), or None for
@@ -296,7 +297,7 @@ class _Cell:
     @property
     def placement_id(self) -> str:
         assert self.solution is not None
-        return _digest(self.solution.placement)[:12]
+        return placement_id(self.solution.placement)
 
 
 def _plan_all(
@@ -309,8 +310,13 @@ def _plan_all(
     folder: Path,
     say: Progress,
 ) -> list[_Cell]:
+    from placement import importers
+
     cells = _single_devices(problem)
     fingerprint = problem_fingerprint(problem)
+    saved_problem = folder / "problems" / f"{fingerprint[:12]}.json"
+    if not saved_problem.is_file():
+        importers.save(problem, saved_problem)
     for name, planner in planners.items():
         for seed in seeds if "seed" in _fields(planner) else (None,):
             ready = _prepared(planner, seed, seconds, evaluations)
@@ -320,7 +326,8 @@ def _plan_all(
             if saved is None:
                 say(f"{workload}: {name}" + ("" if seed is None else f", seed {seed}"))
                 cell = _plan(name, seed, ready, problem)
-                head = {"key": key, "workload": workload, "parameters": describe(ready)}
+                head = {"key": key, "workload": workload, "problem": fingerprint}
+                head |= {"parameters": describe(ready)}
                 write_atomic(path, _json({**head, **asdict(cell)}))
             else:
                 answer = saved["solution"]
@@ -389,6 +396,7 @@ def _measure(
             pipelined = runtime.run(placement, num_microbatches=problem.num_microbatches)
             samples[name]["latency_s"].append(float(np.median(alone.span_s)))
             samples[name]["period_s"].append(pipelined.period_s)
+            pipelined.save(path.with_name(f"{path.stem}-{name}.npz"))
             write_atomic(path, _json({"key": key, "workload": workload, "samples": samples}))
     return samples
 
@@ -506,6 +514,11 @@ def geometric_interval(values: ArrayLike, num_resamples: int = 10_000) -> tuple[
     means = logs[rng.integers(len(logs), size=(num_resamples, len(logs)))].mean(axis=1)
     low, high = np.exp(np.percentile(means, [2.5, 97.5]))
     return float(low), float(high)
+
+
+def placement_id(placement: Placement) -> str:
+    """Equal for equal placements, int32 ``[N]``: 12 hexadecimal digits."""
+    return _digest(placement)[:12]
 
 
 def problem_fingerprint(problem: Problem) -> str:

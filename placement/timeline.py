@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import io
+import json
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.files import write_atomic
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
+
+
+class TimelineError(ValueError):
+    """A file is not a timeline; the message names it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +149,35 @@ class Timeline:
                 args = {"micro_batch": m}
                 events.append(_slice(f"load {m}", base + int(lanes[m]), start, end, args))
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def save(self, path: str | Path) -> None:
+        """Write one ``.npz`` file, atomically (arrays and JSON text; no pickle).
+
+        Raises:
+            FileError: it cannot be written there.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        arrays = {k: v for k, v in values.items() if isinstance(v, np.ndarray)}
+        head = json.dumps({"device_names": self.device_names, "measured": self.measured})
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, allow_pickle=False, head=np.array(head), **arrays)
+        write_atomic(path, buffer.getvalue())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """Read a file written by ``save``.
+
+        Raises:
+            TimelineError: missing, truncated or not a timeline.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as data:
+                head = json.loads(str(data["head"]))
+                arrays = {k: data[k] for k in data.files if k != "head"}
+            names = tuple(head["device_names"])
+            return cls(device_names=names, measured=head["measured"], **arrays)
+        except Exception as error:  # zip, json and numpy each raise their own kinds
+            raise TimelineError(f"{path}: not a readable timeline ({error})") from error
 
 
 def side_by_side(spans_s: Floats) -> Ints:

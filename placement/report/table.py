@@ -178,6 +178,32 @@ def to_csv(comparison: Comparison) -> str:
     return text.getvalue()
 
 
+def from_csv(text: str) -> tuple[Row, ...]:
+    """The rows that ``to_csv`` wrote; a column that an older version did not have is unknown.
+
+    Raises:
+        ValueError: a value of the wrong kind, or a column that is missing.
+    """
+    from placement.compare import Row
+
+    kinds = {f.name: str(f.type) for f in fields(Row)}
+    rows = []
+    for record in csv.DictReader(io.StringIO(text)):
+        values = {k: _parsed(kinds[k], v) for k, v in record.items() if k in kinds and v != ""}
+        empty = {k: None for k, v in record.items() if v == "" and "None" in kinds.get(k, "")}
+        try:
+            rows.append(Row(**values | empty))
+        except TypeError as error:
+            raise ValueError(f"line {len(rows) + 2}: {error}") from error
+    return tuple(rows)
+
+
+def _parsed(kind: str, text: str) -> Any:
+    if kind == "bool":
+        return text == "True"
+    return {"int": int, "float": float, "str": str}[kind.split(" ")[0]](text)
+
+
 def _median(rows: Sequence[Row], column: str) -> float | None:
     """Over the seeds; None where a seed has no answer, so that failures are not averaged away."""
     values: list[Any] = [getattr(r, column) for r in rows]

@@ -1,0 +1,40 @@
+"""``placement report``: a run folder as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from placement import cli
+
+EXAMPLE = """examples:
+  placement report runs/compare/2026-01-31_12-00-00
+  placement report . --out page.html        a folder with a plan.json
+
+The page needs no network and no other file. The machine-readable result (--json) has the keys
+path, num_bytes, num_workloads, num_planners, num_predicted, num_measured, unread.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN_DIR", help="of a comparison, a training, or plans")
+    parser.add_argument("--out", metavar="FILE", help="default: report.html in the folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    from placement.report.html import write_report
+
+    with cli.progress() as report:
+        report(f"reading {args.folder}", None)
+        written = write_report(args.folder, args.out)
+    for line in written.unread:
+        cli.say(f"left out, cannot be read: {line}")
+    if args.json:
+        cli.print_json(asdict(written) | {"path": str(written.path)})
+    else:
+        print(
+            f"{written.path}: {written.num_workloads} workloads, {written.num_planners} planners, "
+            f"{written.num_predicted} predicted and {written.num_measured} measured timelines, "
+            f"{written.num_bytes / 2**20:.1f} MiB; open it in a browser"
+        )
+    return cli.OK

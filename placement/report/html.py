@@ -1,0 +1,610 @@
+"""A run folder as one HTML page that needs nothing else: no network, no other file.
+
+All data is JSON in an element that browsers do not execute, read by the scripts in ``page/`` and
+shown as text only, so that names from files are never markup. The page allows itself no other
+script and no connection (a content security policy with hashes).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shlex
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.compare import SINGLE, Comparison, Row, placement_id
+from placement.files import write_atomic
+from placement.ownership import version
+from placement.problem import Placement, Problem
+from placement.report import curves, table, usage
+from placement.report.run_folder import RunFolder, Workload, read_run
+from placement.timeline import Timeline
+
+SCRIPTS = ("base.js", "charts.js", "timeline.js", "graph.js", "main.js")
+NUM_BINS = 400  # of utilisation and memory over time
+MAX_BARS = 2_000_000  # operators x micro-batches of all timelines: about 10 MB of page
+NUM_POINTS = 200  # of a best-so-far curve
+
+_UNSAFE = re.compile("[\u0000-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Written:
+    """The page that was written, and what is in it."""
+
+    path: Path
+    num_bytes: int
+    num_workloads: int
+    num_planners: int
+    num_predicted: int
+    num_measured: int
+    unread: tuple[str, ...]
+
+
+def write_report(folder: str | Path, out: str | Path | None = None) -> Written:
+    """Write the page of a run folder, whole or not at all; default: ``report.html`` in it.
+
+    Raises:
+        RunFolderError: there is nothing to report on.
+        FileError: it cannot be written there.
+    """
+    run = read_run(folder)
+    data = page_data(run)
+    path = write_atomic(out or run.path / "report.html", page(data))
+    decisions = [d for w in data["workloads"] for d in w["decisions"]]
+    return Written(
+        path=path,
+        num_bytes=path.stat().st_size,
+        num_workloads=len(data["workloads"]),
+        num_planners=len({p["name"] for w in data["workloads"] for p in w["planners"]}),
+        num_predicted=sum(d["predicted"] is not None for d in decisions),
+        num_measured=sum(d["measured"] is not None for d in decisions),
+        unread=run.unread,
+    )
+
+
+def page(data: dict[str, Any]) -> str:
+    """The page that shows ``data``, the value of ``page_data``."""
+    files = resources.files("placement.report") / "page"
+    style = (files / "page.css").read_text(encoding="utf-8")
+    script = "".join((files / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    policy = f"default-src 'none'; script-src {_sha256(script)}; style-src {_sha256(style)}"
+    return Template((files / "page.html").read_text(encoding="utf-8")).substitute(
+        policy=policy, style=style, script=script, data=_inert(data)
+    )
+
+
+def _sha256(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _inert(data: Any) -> str:
+    """JSON without any character that ends, or begins, something in HTML."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def page_data(run: RunFolder) -> dict[str, Any]:
+    """Everything that the page shows, as JSON values: seconds, bytes, and null for unknown."""
+    comparison = run.comparison
+    decided = [_decisions(w, comparison) for w in run.workloads]
+    num_ops = [w.problem.num_ops if w.problem else 0 for w in run.workloads]
+    bars = sum(n * len(ds) * 2 for n, ds in zip(num_ops, decided, strict=True))
+    batches = max(1, MAX_BARS // max(bars, 1))
+    from placement.plan import now
+
+    return _plain(
+        {
+            "title": run.path.resolve().name,
+            "made": now(),
+            "version": version(),
+            "workloads": [
+                _workload(w, ds, comparison, batches)
+                for w, ds in zip(run.workloads, decided, strict=True)
+            ],
+            "overall": None if comparison is None else _overall(comparison),
+            "scatter": [] if comparison is None else _scatter(comparison),
+            "training": run.metrics,
+            "provenance": _provenance(run),
+            "commands": _commands(run),
+            "unread": list(run.unread),
+        }
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Decision:
+    """One placement, and the planners that gave it (their best seed)."""
+
+    planners: list[str]
+    placement: Placement
+    predicted: Timeline | None
+    measured: Timeline | None
+    window: int  # micro-batches in flight
+
+
+def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decision]:
+    found: dict[str, _Decision] = {}
+    plan, problem = workload.plan, workload.problem
+    plan_id = None
+    if plan is not None:
+        devices = [d.name for d in plan.cluster.devices]
+        on = np.array([devices.index(d) for d in plan.assignment.values()], np.int32)
+        plan_id = placement_id(on)
+    rows = [] if comparison is None else _representatives(comparison, workload.name)
+    for row in rows:
+        solution = None
+        if comparison is not None:
+            solution = comparison.solutions.get((workload.name, row.planner, row.seed))
+        if solution is None or row.placement_id is None:
+            continue
+        if row.placement_id in found:
+            found[row.placement_id].planners.append(row.planner)
+            continue
+        traces = workload.traces if row.placement_id == plan_id else {}
+        window = problem.max_in_flight if problem else 1
+        found[row.placement_id] = _Decision(
+            [row.planner],
+            solution.placement,
+            _simulated(problem, solution.placement) or traces.get("predicted"),
+            workload.measured.get(row.placement_id) or traces.get("measured"),
+            window,
+        )
+    if plan is not None and plan_id is not None and plan_id not in found and not rows:
+        predicted, window = workload.traces.get("predicted"), plan.max_in_flight
+        if problem is not None:
+            predicted = plan.timeline(problem)
+            window = plan.num_microbatches if plan.order else window
+        others = [t for k, t in workload.traces.items() if k not in ("predicted", "measured")]
+        measured = workload.traces.get("measured")
+        for other in others:
+            if predicted is None and not other.measured:
+                predicted = other
+            elif measured is None and other.measured:
+                measured = other
+        found[plan_id] = _Decision([plan.planner.name], on, predicted, measured, window)
+    return list(found.values())
+
+
+def _representatives(comparison: Comparison, workload: str) -> list[Row]:
+    """The best seed of every planner."""
+    best: dict[str, Row] = {}
+    for row in comparison.rows:
+        if row.workload == workload and row.placement_id is not None:
+            now = best.setdefault(row.planner, row)
+            if row.value_s < now.value_s:
+                best[row.planner] = row
+    return list(best.values())
+
+
+def _simulated(problem: Problem | None, placement: Placement) -> Timeline | None:
+    from placement.simulator import simulate
+
+    if problem is None or len(placement) != problem.num_ops:
+        return None
+    try:
+        return simulate(problem, placement)
+    except ValueError:  # an operator that its device cannot run
+        return None
+
+
+def _workload(
+    workload: Workload, decisions: list[_Decision], comparison: Comparison | None, batches: int
+) -> dict[str, Any]:
+    problem, plan = workload.problem, workload.plan
+    rows = () if comparison is None else comparison.rows
+    rows = tuple(r for r in rows if r.workload == workload.name)
+    index = {name: i for i, d in enumerate(decisions) for name in d.planners}
+    by_planner: dict[str, list[Row]] = {}
+    for row in rows:
+        by_planner.setdefault(row.planner, []).append(row)
+    planners = [_planner(name, mine, index) for name, mine in by_planner.items()]
+    if not rows and plan is not None:
+        planners = [_planned(workload, index)]
+    first = rows[0] if rows else None
+    return {
+        "name": workload.name,
+        "objective": first.objective if first else plan.objective if plan else None,
+        "num_ops": first.num_ops if first else plan.graph.num_ops if plan else None,
+        "num_devices": first.num_devices if first else len(plan.cluster.devices) if plan else None,
+        "num_microbatches": _either(problem, plan, "num_microbatches"),
+        "max_in_flight": _either(problem, plan, "max_in_flight"),
+        "devices": _devices(workload, decisions),
+        "bound": first.bound_s if first else plan.lower_bound_s.get(plan.objective) if plan else None,
+        "best": _best(comparison, workload.name),
+        "planners": planners,
+        "decisions": [_decision(problem, d, batches) for d in decisions],
+        "graph": _graph(workload),
+        "curves": [] if comparison is None else _curves(rows, comparison),
+        "stages": [] if plan is None else [s.model_dump() for s in plan.stages],
+    }
+
+
+def _either(problem: Problem | None, plan: Any, name: str) -> Any:
+    return getattr(problem, name) if problem else getattr(plan, name) if plan else None
+
+
+def _best(comparison: Comparison | None, workload: str) -> str | None:
+    if comparison is None:
+        return None
+    try:
+        return comparison.best(workload).planner
+    except ValueError:
+        return None
+
+
+_MEDIANS = (
+    "value_s",
+    "latency_s",
+    "period_s",
+    "energy_j",
+    "measured_latency_s",
+    "measured_latency_iqr_s",
+    "measured_period_s",
+    "measured_period_iqr_s",
+    "latency_error",
+    "period_error",
+    "speedup",
+    "measured_speedup",
+    "gap",
+    "plan_s",
+    "evaluations",
+)
+
+
+def _planner(name: str, rows: Sequence[Row], index: dict[str, int]) -> dict[str, Any]:
+    """A line of the table: medians over the seeds, as in ``compare.md``."""
+    return {
+        "name": name,
+        "single": name.startswith(SINGLE),
+        "seeds": len(rows),
+        "feasible": all(row.feasible for row in rows),
+        "rounds": max(row.num_rounds for row in rows),
+        "note": next((row.note for row in rows if row.note), ""),
+        "decision": index.get(name),
+        **{column: table._median(rows, column) for column in _MEDIANS},
+    }
+
+
+def _planned(workload: Workload, index: dict[str, int]) -> dict[str, Any]:
+    """The line of a plan without a comparison."""
+    plan = workload.plan
+    assert plan is not None
+    bound = plan.lower_bound_s.get(plan.objective)
+    said = plan.predicted
+    what = "latency" if "latency" in plan.objective else "period"
+    line: dict[str, Any] = dict.fromkeys(_MEDIANS)
+    line |= {
+        "name": plan.planner.name,
+        "single": False,
+        "seeds": 1,
+        "feasible": True,
+        "rounds": 0,
+        "note": "",
+        "decision": index.get(plan.planner.name),
+        "value_s": said.value_s,
+        "latency_s": said.latency_s,
+        "period_s": said.period_s,
+        "energy_j": said.energy_j,
+        "gap": said.value_s / bound - 1 if bound else None,
+    }
+    if plan.fallback is not None:
+        alone, mine = getattr(plan.fallback, f"{what}_s"), getattr(said, f"{what}_s")
+        line["speedup"] = alone / mine if mine else None
+    if plan.measured is not None:
+        for name in ("latency", "period"):
+            spread = getattr(plan.measured, f"{name}_s")
+            line |= {
+                "rounds": plan.measured.n,
+                f"measured_{name}_s": spread.median_s,
+                f"measured_{name}_iqr_s": spread.iqr_s,
+                f"{name}_error": getattr(said, f"{name}_s") / spread.median_s - 1
+                if spread.median_s
+                else None,
+            }
+    return line
+
+
+def _devices(workload: Workload, decisions: list[_Decision]) -> list[dict[str, Any]]:
+    if workload.problem is not None:
+        devices: Sequence[Any] = workload.problem.cluster.devices
+    elif workload.plan is not None:
+        devices = workload.plan.cluster.devices
+    else:
+        timelines = [t for d in decisions for t in (d.predicted, d.measured) if t is not None]
+        names = timelines[0].device_names if timelines else ()
+        return [{"name": n, "kind": "", "model": "", "memory_bytes": None} for n in names]
+    return [
+        {
+            "name": d.name,
+            "kind": d.kind,
+            "model": d.model,
+            "threads": d.threads,
+            "memory_bytes": d.memory_bytes if d.memory_bytes < 2**62 else None,
+        }
+        for d in devices
+    ]
+
+
+def _decision(problem: Problem | None, decision: _Decision, batches: int) -> dict[str, Any]:
+    said, found = decision.predicted, decision.measured
+    return {
+        "planners": decision.planners,
+        "placement": _packed(decision.placement.astype("<u2")),
+        "predicted": _timeline(problem, said, decision.window, batches) if said else None,
+        "measured": _timeline(problem, found, decision.window, batches) if found else None,
+    }
+
+
+def _timeline(
+    problem: Problem | None, timeline: Timeline, window: int, batches: int
+) -> dict[str, Any]:
+    """A timeline: its figures, its bars as packed ticks, and what devices do in equal slices.
+
+    ``bars``: uint32 little-endian ``start[K, N]``, ``took[K, N]``, ``transfers[X, 4]``,
+    ``sent[X]``, ``took[X]``, deflated; times are ticks from the begin of the run. Starts are
+    differences to the micro-batch before, which a steady pipeline makes equal.
+    """
+    shown = min(batches, timeline.num_microbatches)
+    tick_s = max(1e-9, timeline.makespan_s / (2**32 - 2))
+    begin = timeline.begin_s
+    mine = timeline.transfers[:, 1] < shown
+
+    def ticks(seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+        return np.rint(seconds / tick_s).astype(np.int64)
+
+    start, end = ticks(timeline.start_s[:shown] - begin), ticks(timeline.end_s[:shown] - begin)
+    sent = ticks(timeline.transfer_start_s[mine] - begin)
+    until = ticks(timeline.transfer_end_s[mine] - begin)
+    bars = (
+        np.diff(start, axis=0, prepend=0),
+        end - start,
+        timeline.transfers[mine],
+        sent,
+        until - sent,
+    )
+    edges = begin + np.linspace(0.0, timeline.makespan_s, NUM_BINS + 1)
+    memory = None
+    if problem is not None:
+        steps = usage.memory_steps(problem, timeline, window)
+        memory = [usage.largest(s, edges).tolist() for s in steps]
+    busy = usage.busy_share(timeline, NUM_BINS)
+    return {
+        "bars": _packed(*(b.astype("<i8").astype("<u4") for b in bars)),
+        "tick_s": tick_s,
+        "num_shown": shown,
+        "num_microbatches": timeline.num_microbatches,
+        "num_ops": timeline.start_s.shape[1],
+        "num_transfers": int(mine.sum()),
+        "makespan_s": timeline.makespan_s,
+        "latency_s": timeline.latency_s,
+        "period_s": timeline.period_s,
+        "utilisation": timeline.utilisation.tolist(),
+        "peak_bytes": None if timeline.peak_bytes is None else timeline.peak_bytes.tolist(),
+        "busy": [[round(float(x), 3) for x in row] for row in busy],
+        "memory": memory,
+    }
+
+
+def _packed(*arrays: NDArray[Any]) -> str:
+    raw = b"".join(np.ascontiguousarray(a).tobytes() for a in arrays)
+    return base64.b64encode(zlib.compress(raw, 9)).decode()
+
+
+def _graph(workload: Workload) -> dict[str, Any] | None:
+    """Operators and, where the problem is known, edges ``[E, 3]`` (from, to, bytes)."""
+    problem, plan = workload.problem, workload.plan
+    if problem is not None:
+        g = problem.graph
+        size = dict.fromkeys(map(tuple, g.edges.tolist()), 0)
+        src = g.tensor_src[g.use_tensor]
+        for a, b, t in zip(src.tolist(), g.use_dst.tolist(), g.use_tensor.tolist(), strict=True):
+            if a >= 0:
+                size[a, b] += int(g.tensor_bytes[t])
+        modules = list(dict.fromkeys(g.op_module))
+        number = {m: i for i, m in enumerate(modules)}
+        kinds = list(dict.fromkeys(g.op_kind))
+        kind = {k: i for i, k in enumerate(kinds)}
+        seconds = [[_short(x) for x in row] for row in problem.compute_s.tolist()]
+        return {
+            "ops": list(g.op_name),
+            "modules": modules,
+            "module": [number[m] for m in g.op_module],
+            "kinds": kinds,
+            "kind": [kind[k] for k in g.op_kind],
+            "backward": np.flatnonzero(g.is_backward).tolist(),
+            "param_bytes": g.op_param_bytes.tolist(),
+            "compute_s": seconds,
+            "edges": [x for (a, b), n in size.items() for x in (a, b, n)],
+            "tensor_bytes": g.tensor_bytes.tolist(),
+            "tensor_src": g.tensor_src.tolist(),
+        }
+    if plan is None:
+        return None
+    of_op = plan.graph.modules or ("",) * plan.graph.num_ops
+    modules = list(dict.fromkeys(of_op))
+    number = {m: i for i, m in enumerate(modules)}
+    return {
+        "ops": list(plan.assignment),
+        "modules": modules,
+        "module": [number[m] for m in of_op],
+        "kinds": [],
+        "kind": None,
+        "backward": list(plan.graph.backward),
+        "param_bytes": None,
+        "compute_s": None,
+        "edges": None,
+        "tensor_bytes": None,
+        "tensor_src": None,
+    }
+
+
+def _short(seconds: float) -> float | None:
+    return float(f"{seconds:.4g}") if np.isfinite(seconds) else None
+
+
+def _curves(rows: Sequence[Row], comparison: Comparison) -> list[dict[str, Any]]:
+    """Best value so far of every planner and seed: points (seconds of planning, value)."""
+    made = []
+    for row in rows:
+        if row.planner.startswith(SINGLE):
+            continue
+        when, value = curves._steps(row, comparison.solutions)
+        if len(when):
+            best = np.minimum.accumulate(value)
+            kept = np.flatnonzero(np.append(True, best[1:] < best[:-1]))
+            if len(kept) > NUM_POINTS:
+                kept = kept[np.linspace(0, len(kept) - 1, NUM_POINTS).astype(int)]
+            points = [[_short(float(when[k])), float(best[k])] for k in kept]
+            end = max(row.plan_s, float(when[-1]))
+            made.append({"planner": row.planner, "seed": row.seed, "points": points, "end_s": end})
+    return made
+
+
+def _overall(comparison: Comparison) -> dict[str, Any]:
+    fidelity = comparison.fidelity()
+    return {
+        "measured": comparison.is_measured,
+        "gains": [asdict(gain) for gain in comparison.gains()],
+        "fidelity": None if fidelity is None else asdict(fidelity),
+    }
+
+
+def _scatter(comparison: Comparison) -> list[dict[str, Any]]:
+    """A point per measured placement: those that ``Comparison.fidelity`` is about."""
+    points: dict[tuple[str, str | None], dict[str, Any]] = {}
+    for row in comparison.rows:
+        if row.num_rounds:
+            point = points.setdefault(
+                (row.workload, row.placement_id),
+                {
+                    "workload": row.workload,
+                    "planners": [],
+                    "latency": [row.latency_s, row.measured_latency_s],
+                    "period": [row.period_s, row.measured_period_s],
+                },
+            )
+            if row.planner not in point["planners"]:
+                point["planners"].append(row.planner)
+    return list(points.values())
+
+
+def _provenance(run: RunFolder) -> list[dict[str, Any]]:
+    """Groups of (what, value), in the order in which they are shown."""
+    groups: list[dict[str, Any]] = []
+    if "versions.json" in run.texts:
+        try:
+            versions = json.loads(run.texts["versions.json"])
+        except ValueError:
+            versions = {}
+        if isinstance(versions, dict):
+            groups.append({"title": "Versions of the run", "facts": list(versions.items())})
+    for workload in run.workloads:
+        facts: list[tuple[str, Any]] = []
+        problem, plan = workload.problem, workload.plan
+        if problem is not None:
+            facts += [
+                ("graph", f"{problem.graph.name}, {problem.graph.fingerprint}"),
+                ("cluster", f"{problem.cluster.name}, {problem.cluster.fingerprint}"),
+                *((f"profile: {k}", _said(v)) for k, v in problem.profile.provenance.items()),
+            ]
+        if plan is not None:
+            facts += [
+                ("plan", str(workload.plan_path)),
+                ("planner", f"{plan.planner.name} {_said(plan.planner.parameters)}"),
+                ("plan made", f"{plan.provenance.created}, version {plan.provenance.version}"),
+                ("commit", plan.provenance.git_commit or "unknown"),
+            ]
+            if problem is None:
+                facts += [
+                    ("graph", f"{plan.graph.name}, {plan.graph.fingerprint}"),
+                    ("cluster", f"{plan.cluster.name}, {plan.cluster.fingerprint}"),
+                    *((f"profile: {k}", _said(v)) for k, v in plan.provenance.profile.items()),
+                ]
+            if plan.measured is not None:
+                facts.append(("measured", f"{plan.measured.when} on {plan.measured.machine}"))
+        if facts:
+            groups.append({"title": workload.name, "facts": facts})
+    for name in (".hydra/overrides.yaml", ".hydra/config.yaml"):
+        if name in run.texts:
+            groups.append({"title": name, "text": run.texts[name]})
+    return groups
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _commands(run: RunFolder) -> list[dict[str, str]]:
+    """What to type to make the run again, to carry its plans out, and to make this page again."""
+    made = []
+    hydra = _hydra_command(run)
+    if hydra is not None:
+        made.append({"what": "the run again, in another folder", "command": hydra})
+        here = f"{hydra} hydra.run.dir={shlex.quote(str(run.path))}"
+        made.append({"what": "continue it where it stopped", "command": here})
+    for workload in run.workloads:
+        plan, path = workload.plan, shlex.quote(str(workload.plan_path))
+        if plan is None:
+            continue
+        name = workload.name
+        if plan.graph.workload is not None:
+            words = ["placement", "plan", plan.graph.workload, "--planner", plan.planner.name]
+            words += ["--objective", plan.objective]
+            words += ["--microbatches", str(plan.num_microbatches)]
+            words += ["--in-flight", str(plan.max_in_flight), "--out", "plan.json"]
+            if plan.graph.mode == "training":
+                words += ["--mode", "training"]
+                words += ["--optimizer", plan.graph.optimizer] if plan.graph.optimizer else []
+            words += [
+                f"{key}={_said(value)}"
+                for key, value in plan.planner.parameters.items()
+                if isinstance(value, bool | int | float | str)
+            ]
+            made.append({"what": f"{name}: plan again", "command": shlex.join(words)})
+            model = [] if ":" not in plan.graph.workload else ["--model", plan.graph.workload]
+            run_it = f"placement run {path} --against-single-device {shlex.join(model)}".strip()
+            made.append({"what": f"{name}: run, compare with PyTorch", "command": run_it})
+        made.append({"what": f"{name}: check the plan", "command": f"placement validate {path}"})
+    again = f"placement report {shlex.quote(str(run.path))}"
+    return [*made, {"what": "this page again", "command": again}]
+
+
+def _hydra_command(run: RunFolder) -> str | None:
+    """The command of a run that Hydra made: its job, with its overrides."""
+    import yaml
+
+    try:
+        overrides = yaml.safe_load(run.texts[".hydra/overrides.yaml"])
+        job = yaml.safe_load(run.texts[".hydra/hydra.yaml"])["hydra"]["job"]["name"]
+        return shlex.join([str(job), *map(str, overrides or ())])
+    except (KeyError, TypeError, yaml.YAMLError):
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """As JSON: no infinities, and text without control and direction-changing characters."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if np.isfinite(value) else None
+    if isinstance(value, str):
+        return _UNSAFE.sub(lambda m: m[0] if m[0] in "\n\t" else "\ufffd", value)
+    return value
+
+
