@@ -121,10 +121,10 @@ def test_workers_hold_no_more_and_no_less_than_that():
 
         return run
 
-    with Runner(graph, CLUSTER, placement, max_in_flight=1) as runner:
+    with Runner(graph, CLUSTER, placement, max_in_flight=1, record=True) as runner:
         runner._start()
-        worker = runner.workers[0]
-        worker._calls.update({op: watched(call) for op, call in worker._calls.items()})
+        calls = runner.workers[0]._compiled.calls
+        calls.update({op: watched(call) for op, call in calls.items()})
         for _ in runner.stream_tensors([graph.program.random_inputs()] * 3):
             pass
     full = 16 * 8 * 4

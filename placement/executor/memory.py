@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from placement.executor.share import compile_calls
+from placement.executor.share import compile_runs
 from placement.graph import OpGraph
 from placement.program import Program, storage_of
 
@@ -41,9 +41,9 @@ class Storages:
         for t, value in zip(program.input_tensors, inputs, strict=True):
             kept[t] = value
         params = dict(enumerate(program.params))
-        ops = tuple(range(len(program.steps)))
+        runs = [(op,) for op in range(len(program.steps))]
         silent = replace(program, gradients=(), new_buffers=())  # the module stays as it is
-        calls = compile_calls(silent, ops, params, {}, torch.device("cpu"))
+        calls = compile_runs(silent, runs, None, params, {}, torch.device("cpu")).calls
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             for call in calls.values():
                 call(kept)

@@ -19,7 +19,7 @@ from torch import Tensor
 from placement.cluster import Cluster
 from placement.executor.backend import backend_for
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
-from placement.executor.share import Share, compile_calls, shares
+from placement.executor.share import Share, compile_runs, fused, runs_of, shares
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
 from placement.program import CaptureError, InputError, Program, fill, split_inputs
@@ -310,16 +310,28 @@ class Runner:
         for share, device in zip(self._shares, self.cluster.devices, strict=True):
             backend = backend_for(device)
             params, gradients = self._load(share, backend.torch_device)
-            calls = compile_calls(self._program, share.ops, params, gradients, backend.torch_device)
             order = None
             if self._schedule is not None:
                 order = _repeated(self._schedule, share.device, self.next_batch)
+            # A timeline and a schedule speak of operators; else those between which nothing
+            # arrives or leaves run as one, and the interpreter has less to do.
+            fuse = order is None and not self._record
+            runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
+            compiled = compile_runs(
+                self._program,
+                runs,
+                share if fuse else None,
+                params,
+                gradients,
+                backend.torch_device,
+            )
+            share = fused(share, runs) if fuse else share
             workers.append(
                 Worker(
                     device.name,
                     share,
                     backend,
-                    calls,
+                    compiled,
                     self._priority,
                     self._results,
                     self._record,

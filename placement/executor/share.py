@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -96,19 +96,103 @@ def carried_operators(graph: OpGraph) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def compile_calls(
+def runs_of(share: Share, priority: Sequence[int]) -> list[tuple[int, ...]]:
+    """The operators of a device in order of ``priority``, cut into runs that need no look around.
+
+    All that other devices send to a run is read by its first operator, and only its last makes
+    something that leaves the device. The order is topological over all devices, so runs can wait
+    for each other in no circle.
+    """
+    made = {t for op in share.ops for t in share.outputs[op]}
+    here = made | set(share.model_inputs)
+    leaving = {t for t in made if share.peers[t] or share.results[t]}
+    found: list[list[int]] = []
+    closed = True
+    awaited: tuple[int, ...] = ()
+    for op in sorted(share.ops, key=priority.__getitem__):
+        if closed or any(t not in here and t not in awaited for t in share.inputs[op]):
+            found.append([])
+            awaited = share.inputs[op]
+        found[-1].append(op)
+        closed = not leaving.isdisjoint(share.outputs[op])
+    return [tuple(run) for run in found]
+
+
+def fused(share: Share, runs: Sequence[tuple[int, ...]]) -> Share:
+    """The share with each run as one operator, by the number of its first."""
+    first = {op: run[0] for run in runs for op in run}
+    made_in = {t: first[op] for op in share.ops for t in share.outputs[op]}
+    users = [
+        tuple(dict.fromkeys(first[op] for op in ops if first[op] != made_in.get(t)))
+        for t, ops in enumerate(share.users)
+    ]
+    inputs, outputs, num_inputs = list(share.inputs), list(share.outputs), list(share.num_inputs)
+    for run in runs:
+        head, own = run[0], {t for op in run for t in share.outputs[op]}
+        read = dict.fromkeys(t for op in run for t in share.inputs[op] if t not in own)
+        inputs[head] = tuple(read)
+        num_inputs[head] = max(1, len(read))
+        outputs[head] = tuple(
+            t
+            for op in run
+            for t in share.outputs[op]
+            if users[t] or share.peers[t] or share.results[t]
+        )
+    carried: dict[int, tuple[int, ...]] = {}
+    for op, readers in share.carried.items():
+        ours = (*carried.get(first[op], ()), *(first[r] for r in readers))
+        carried[first[op]] = tuple(dict.fromkeys(ours))
+    return replace(
+        share,
+        ops=tuple(run[0] for run in runs),
+        num_inputs=num_inputs,
+        inputs=inputs,
+        outputs=outputs,
+        users=users,
+        num_uses=[len(x) for x in users],
+        sources=tuple(run[0] for run in runs if not inputs[run[0]]),
+        carried=carried,
+    )
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Runs of operators as Python functions.
+
+    Attributes:
+        calls: by the first operator of a run; reads and writes a list of tensors ``[T]``.
+        op_at: which operator a line of the generated source belongs to.
+    """
+
+    calls: dict[int, Call]
+    op_at: list[int]
+
+    def failed_op(self, error: BaseException, op: int) -> int:
+        """Which operator of the run that begins with ``op`` raised ``error``."""
+        at = error.__traceback__
+        while at is not None:
+            if at.tb_frame.f_code is self.calls[op].__code__:
+                return self.op_at[at.tb_lineno - 1]
+            at = at.tb_next
+        return op
+
+
+def compile_runs(
     program: Program,
-    ops: tuple[int, ...],
+    runs: Sequence[tuple[int, ...]],
+    share: Share | None,
     params: dict[int, Tensor],
     gradients: dict[int, Tensor],
     device: torch.device,
-) -> dict[int, Call]:
-    """A Python function per operator that reads and writes a list of tensors ``[T]``.
+) -> Compiled:
+    """A Python function per run of operators.
 
     Generated source costs one call and one list access per tensor; filling argument templates
-    at run time costs several microseconds per operator. ``params`` are the parameters on this
-    device; ``device`` takes the place of every ``torch.device`` constant. An operator that makes
-    the gradient of a parameter adds it to ``gradients``; new values of buffers are written back.
+    at run time costs several microseconds per operator. With the ``share`` of the device, what
+    only one run reads stays in its local variables, and is dropped after its last reader;
+    without, every tensor is left in the list. ``params`` are the parameters on this device;
+    ``device`` takes the place of every ``torch.device`` constant. An operator that makes the
+    gradient of a parameter adds it to ``gradients``; new values of buffers are written back.
     """
     written: dict[int, list[tuple[Tensor, str]]] = {}
     for p, t in program.gradients:
@@ -118,14 +202,18 @@ def compile_calls(
         if p in params:
             written.setdefault(t, []).append((params[p], "copy_"))
     names: dict[str, Any] = {}
+    local: set[int] = set()
 
     def bind(value: Any) -> str:
         names[name := f"k{len(names)}"] = value
         return name
 
+    def name(tensor: int) -> str:
+        return f"t{tensor}" if tensor in local else f"e[{tensor}]"
+
     def source(template: Any) -> str:
         if isinstance(template, Ref):
-            return f"e[{template.tensor}]"
+            return name(template.tensor)
         if isinstance(template, Param):
             return bind(params[template.index])
         if isinstance(template, torch.device):
@@ -137,26 +225,44 @@ def compile_calls(
             return f"[{items}]" if isinstance(template, list) else f"({items})"
         return bind(template)
 
-    lines = []
-    for op in ops:
-        step = program.steps[op]
-        arguments = [source(x) for x in step.args]
-        arguments += [f"{k}={source(x)}" for k, x in step.kwargs.items()]
-        call = f"{bind(step.target)}({', '.join(arguments)})"
-        lines.append(f"def op{op}(e):")
-        if not step.outputs:
-            lines.append(f"    {call}")
-        elif not step.multi:
-            lines.append(f"    e[{step.outputs[0]}] = {call}")
-        else:
-            lines.append(f"    v = {call}")
-            for tensor, index in zip(step.outputs, step.output_index, strict=True):
-                lines.append(f"    e[{tensor}] = v[{index}]")
-        for tensor in step.outputs:
-            for kept, how in written.get(tensor, ()):
-                lines.append(f"    {bind(kept)}.{how}(e[{tensor}])")
-    exec("\n".join(lines), names)
-    return {op: names[f"op{op}"] for op in ops}
+    lines: list[str] = []
+    op_at: list[int] = []
+    made_at = {t: op for run in runs for op in run for t in program.steps[op].outputs}
+    for run in runs:
+        dropped: dict[int, list[str]] = {}
+        if share is not None:
+            local = set()
+            last = {t: op for op in run for t in (*share.inputs[op], *share.outputs[op])}
+            for t, op in last.items():
+                if share.peers[t] or share.results[t] or not set(share.users[t]).issubset(run):
+                    continue
+                if made_at.get(t) in run:
+                    local.add(t)
+                dropped.setdefault(op, []).append(f"{name(t)} = None")
+        lines.append(f"def op{run[0]}(e):")
+        op_at.append(run[0])
+        for op in run:
+            step = program.steps[op]
+            arguments = [source(x) for x in step.args]
+            arguments += [f"{k}={source(x)}" for k, x in step.kwargs.items()]
+            call = f"{bind(step.target)}({', '.join(arguments)})"
+            if not step.outputs:
+                body = [call]
+            elif not step.multi:
+                body = [f"{name(step.outputs[0])} = {call}"]
+            else:
+                body = [f"v = {call}"]
+                for tensor, index in zip(step.outputs, step.output_index, strict=True):
+                    body.append(f"{name(tensor)} = v[{index}]")
+                body.append("del v")
+            for tensor in step.outputs:
+                for kept, how in written.get(tensor, ()):
+                    body.append(f"{bind(kept)}.{how}({name(tensor)})")
+            body += dropped.get(op, ())
+            lines += [f"    {line}" for line in body]
+            op_at += [op] * len(body)
+    exec(compile("\n".join(lines), "<operators>", "exec"), names)
+    return Compiled({run[0]: names[f"op{run[0]}"] for run in runs}, op_at)
 
 
 def _rows(values: np.ndarray[Any, Any], ptr: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:

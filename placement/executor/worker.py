@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from placement.executor.backend import Backend
-from placement.executor.share import Call, Share
+from placement.executor.share import Compiled, Share
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Worker(threading.Thread):
         name: str,
         share: Share,
         backend: Backend,
-        calls: dict[int, Call],
+        compiled: Compiled,
         priority: list[int],
         results: queue.SimpleQueue[Any],
         record: bool,
@@ -88,7 +88,7 @@ class Worker(threading.Thread):
         self.idle_ns = 0
         self.idle_since_ns = 0
         self._results = results
-        self._calls = calls
+        self._compiled = compiled
         self._priority = priority
         self._record = record
         self._order = None if order is None else iter(order)
@@ -108,11 +108,15 @@ class Worker(threading.Thread):
                 self._loop()
         except BaseException as error:
             # The thread ends here; the error goes on in the thread that called.
-            self._results.put(Failure(error, self.share.device, self._running))
+            op = self._running
+            if op is not None:
+                op = self._compiled.failed_op(error, op)
+            self._results.put(Failure(error, self.share.device, op))
 
     def _loop(self) -> None:
         share, backend, inbox, record = self.share, self.backend, self.inbox, self._record
-        calls, priority, inputs, outputs = self._calls, self._priority, share.inputs, share.outputs
+        calls, priority = self._compiled.calls, self._priority
+        inputs, outputs = share.inputs, share.outputs
         users, results = share.users, share.results
         num_ops = len(priority)
         by_priority = sorted(range(num_ops), key=priority.__getitem__)
