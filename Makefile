@@ -4,12 +4,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help demo test lint types bench clean
+.PHONY: help setup demo test lint types bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the verbs
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
 	  || sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED)  ## the environment in .venv, and nothing else
 
 demo: $(INSTALLED)  ## capture, measure, place, train, execute, compare and export a real model
 	$(BIN)/python -m experiments.demo
@@ -27,6 +29,12 @@ types: $(INSTALLED)  ## static types
 
 bench: $(INSTALLED)  ## the speeds that the README quotes
 	$(BIN)/python -m experiments.bench
+
+docs: $(INSTALLED)  ## build the documentation into build/site; a warning is an error
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b dirhtml -c docs . build/site
+	@echo '<meta http-equiv="refresh" content="0; url=docs/">' > build/site/index.html
+	@echo "built: build/site/index.html"
 
 clean:  ## remove the environment, caches and run outputs
 	rm -rf .venv build dist outputs multirun wandb .pytest_cache .mypy_cache .ruff_cache \

@@ -78,6 +78,17 @@ def test_the_pages_are_there() -> None:
     assert written >= {"quickstart.md", "concepts.md", "plan.md", "extend.md", "faq.md"}
 
 
+def test_every_page_is_in_the_contents() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", index, re.MULTILINE | re.DOTALL)
+    listed = [x for tree in trees for x in tree.splitlines() if x and not x.startswith(":")]
+    missing = {p.stem for p in DOCS} - {"index"} - set(listed)
+    assert not missing, f"add {missing} to a toctree of docs/index.md"
+    assert len(listed) == len(set(listed))
+    for name in listed:
+        assert (ROOT / "docs" / f"{name}.md").exists(), name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_relative_links_lead_somewhere(page: Path) -> None:
     wrong = []
@@ -152,10 +163,10 @@ def test_the_reader_of_pages_finds_blocks_commands_and_headings() -> None:
     assert anchors(page) == {"one-two-three"}
 
 
-def reference() -> Any:
-    """The script ``docs/make_plan_reference.py``, as a module."""
-    path = ROOT / "docs" / "make_plan_reference.py"
-    spec = importlib.util.spec_from_file_location("make_plan_reference", path)
+def reference(name: str = "make_plan_reference") -> Any:
+    """A script of ``docs/``, as a module."""
+    path = ROOT / "docs" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -176,3 +187,54 @@ def test_plan_reference_wants_a_meaning_for_every_key() -> None:
     }
     with pytest.raises(KeyError, match=r"Plan\.colour"):
         script.tables(schema)
+
+
+def test_the_table_of_results_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "reproduce.md").read_text()
+    assert page == reference("make_reproduction").updated(page), (
+        "run: python docs/make_reproduction.py"
+    )
+
+
+def test_no_result_is_forgotten() -> None:
+    script = reference("make_reproduction")
+    with pytest.raises(KeyError, match=r"new\.csv belongs to no study"):
+        script.files_by_study(["new.csv"])
+    assert script.files_by_study(["scale.png", "scale.md"])["scale"] == ["scale.md", "scale.png"]
+    for stem in script.STUDIES:
+        command, facts = script.origin(stem)
+        module = command.split()[2].replace(".", "/")
+        assert (ROOT / f"{module}.py").exists(), command
+        assert {"when", "cpu", "cores"} <= set(facts), stem
+
+
+def test_readme_quotes_results_with_their_commands() -> None:
+    """Each number of the README has a command, and each command there leads to a committed file."""
+    readme = (ROOT / "README.md").read_text()
+    commands = set(re.findall(r"python -m experiments\.(\w+)", readme))
+    made = {
+        reference("make_reproduction").origin(s)[0] for s in reference("make_reproduction").STUDIES
+    }
+    assert commands <= {c.split()[2].removeprefix("experiments.") for c in made}
+
+
+def test_every_picture_is_shown_and_every_shown_picture_is_there() -> None:
+    pytest.importorskip("matplotlib")
+    drawn = {f"{name}.svg" for name in reference("make_pictures").PICTURES}
+    kept = {p.name for p in (ROOT / "docs" / "img").iterdir()}
+    shown = set()
+    for page in PAGES:
+        shown |= set(re.findall(r"!\[[^\]]+\]\((?:docs/)?img/([^)]+)\)", page.read_text()))
+    assert {name for name in kept if name.endswith(".svg")} == drawn
+    assert shown == kept
+
+
+def test_pictures_come_out_the_same(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    pinned = re.search(r"^matplotlib==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    if pinned is None or matplotlib.__version__ != pinned[1]:
+        pytest.skip(
+            f"the pictures were drawn with another matplotlib than {matplotlib.__version__}"
+        )
+    drawn = reference("make_pictures").draw("timeline", tmp_path).read_text()
+    assert drawn == (ROOT / "docs" / "img" / "timeline.svg").read_text()

@@ -1,0 +1,112 @@
+"""Write the table of ``docs/reproduce.md`` from the files in ``experiments/results``.
+
+    python docs/make_reproduction.py
+
+Command, day and machine are read from the results themselves. What a study answers, how long it
+takes and what it needs is written here. A result without a study, or a study without a result, is
+an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "experiments" / "results"
+BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+
+
+class Study(NamedTuple):
+    """What a reader wants to know before starting one; ``minutes`` on the machine of the result."""
+
+    answers: str
+    minutes: float
+    needs_data: bool = False
+
+
+# By the name that the files of a result begin with.
+STUDIES = {
+    "pipelining": Study("Does a planned pipeline beat plain PyTorch at batch 1?", 3),
+    "fidelity": Study("How far are predictions from measurements?", 18),
+    "peers": Study("Throughput beside `torch.distributed.pipelining`", 1),
+    "training": Study("Are losses plain PyTorch's, and how fast is a step?", 5),
+    "time_slices": Study("What is gained by cutting an LSTM along time?", 5.5),
+    "input_pipeline": Study("What does loading ahead gain, and cost in memory?", 4),
+    "schedules_executed": Study("Are searched schedules faster on real devices?", 3),
+    "schedules": Study("Are searched schedules as short as published ones?", 1.5, True),
+    "baselines": Study("Every planner on 48 problems, equal budgets", 40, True),
+    "public_exact": Study("The contiguous optimum, exactly: how fast?", 11, True),
+    "public_search": Study("Any split: how far from the best known and from bounds?", 38, True),
+    "public_pipedream": Study("Pipelines over equal devices", 7, True),
+    "public_moirai": Study("Unlike devices", 1.5, True),
+    "scale": Study("Planners up to 100,000 operators", 22),
+    "bench": Study("Speeds of simulator, planners and training", 1),
+}
+
+
+def table() -> str:
+    """Markdown: a row per study.
+
+    Raises:
+        KeyError: a file of the results belongs to no study.
+        FileNotFoundError: a study has no result.
+    """
+    rows = [
+        "| result | what it answers | command | minutes | made on |",
+        "|---|---|---|---:|---|",
+    ]
+    files = files_by_study([path.name for path in RESULTS.iterdir()])
+    for stem, study in STUDIES.items():
+        if not files[stem]:
+            raise FileNotFoundError(f"no file in {RESULTS} begins with {stem!r}")
+        command, facts = origin(stem)
+        links = [f"[{Path(f).suffix[1:]}](../experiments/results/{f})" for f in files[stem]]
+        data = " (1)" if study.needs_data else ""
+        machine = f"{facts['when'][:10]}, {short(facts['cpu'])}, {facts['cores']} cores"
+        rows.append(
+            f"| `{stem}` {' '.join(links)} | {study.answers} | `{command}`{data} "
+            f"| {study.minutes:g} | {machine} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def files_by_study(names: list[str]) -> dict[str, list[str]]:
+    """The files of each study; what is read first comes first."""
+    found: dict[str, list[str]] = {stem: [] for stem in STUDIES}
+    order = [".md", ".json", ".csv", ".png"]
+    for name in sorted(names, key=lambda name: order.index(Path(name).suffix)):
+        if Path(name).stem not in STUDIES:
+            raise KeyError(f"experiments/results/{name} belongs to no study in {__file__}")
+        found[Path(name).stem].append(name)
+    return found
+
+
+def origin(stem: str) -> tuple[str, dict[str, str]]:
+    """The command that made a result, and the facts it noted: when, cpu, cores, ..."""
+    page = RESULTS / f"{stem}.md"
+    if page.exists():
+        text = page.read_text(encoding="utf-8")
+        command = re.search(r"^`(python -m experiments\.[^`]+)`$", text, re.MULTILINE)
+        if command is None:
+            raise KeyError(f"{page} does not say which command made it")
+        return command[1], dict(re.findall(r"^- (\w+): (.+)$", text, re.MULTILINE))
+    facts = json.loads((RESULTS / f"{stem}.json").read_text(encoding="utf-8"))["provenance"]
+    return f"python -m experiments.{stem}", {k: str(v) for k, v in facts.items()}
+
+
+def short(cpu: str) -> str:
+    return re.sub(r"\((R|TM)\)| Processor| CPU", "", cpu).replace("  ", " ")
+
+
+def updated(page: str) -> str:
+    """``page`` with a new table."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    path = DOCS / "reproduce.md"
+    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
