@@ -537,6 +537,9 @@ def problem_fingerprint(problem: Problem) -> str:
         problem.objective,
         problem.num_microbatches,
         problem.max_in_flight,
+        # What is already known of problems that are simulated as usual stays known.
+        *(() if problem.contention else ("no contention",)),
+        *(() if problem.ready_order == "priority" else (problem.ready_order,)),
     )
 
 

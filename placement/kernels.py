@@ -82,6 +82,8 @@ def tables(problem: Problem) -> tuple[Any, ...]:
         produced_outputs,
         np.bincount(produced_outputs, minlength=g.num_tensors).astype(np.int32),
         np.zeros(0, np.int64) if workspace is None else workspace.astype(np.int64),
+        problem.contention,
+        problem.ready_order == "arrival",
     )
     problem.__dict__["_kernel_tables"] = cached
     return cached
@@ -179,9 +181,9 @@ def _pop_timed(times, keys, size):
 def _insert_later(times, keys, head, tail, begin, limit, time, key):
     """Insert into the sorted queue ``[head, tail)`` of the region ``[begin, limit)``.
 
-    Times come nearly in order, so the walk from the back is short. The region has twice the
-    room of the most that can wait: moving the queue to its front is rare. Returns the new
-    head and tail.
+    Equal times stand by key. Times come nearly in order, so the walk from the back is short.
+    The region has twice the room of the most that can wait: moving the queue to its front is
+    rare. Returns the new head and tail.
     """
     if tail == limit:
         for i in range(tail - head):
@@ -190,7 +192,7 @@ def _insert_later(times, keys, head, tail, begin, limit, time, key):
         tail = begin + tail - head
         head = begin
     i = tail
-    while i > head and times[i - 1] > time:
+    while i > head and (times[i - 1] > time or (times[i - 1] == time and keys[i - 1] > key)):
         times[i] = times[i - 1]
         keys[i] = keys[i - 1]
         i -= 1
@@ -314,6 +316,8 @@ def run(
         output_tensor,
         output_count,
         workspace_bytes,
+        contention,
+        by_arrival,
     ) = problem_tables
     (
         slot_of,
@@ -404,8 +408,20 @@ def run(
                     arrival[slot * n + i] = now
                     if num_inputs[i] == 0 and not fixed:
                         d = placement[i]
-                        _set_ready(low, high, d * window + slot, words, priority[i])
-                        num_ready[d] += 1
+                        if by_arrival:
+                            head[d], tail[d] = _insert_later(
+                                later_s,
+                                later,
+                                head[d],
+                                tail[d],
+                                base[d],
+                                base[d + 1],
+                                now,
+                                (np.int64(batch) << 32) | i,
+                            )
+                        else:
+                            _set_ready(low, high, d * window + slot, words, priority[i])
+                            num_ready[d] += 1
             else:
                 break
             # Unsigned indices spare numba's test for negative ones: 10 % of the run.
@@ -422,7 +438,7 @@ def run(
                 mark = np.int64(batch) * num_tensors + t
                 first = stamp[dst] != mark
                 free_s = channel_s[c]
-                begin = max(now, free_s)
+                begin = max(now, free_s) if contention else now
                 arrives_s = begin + cost if first else arrives[dst]
                 channel_s[c] = arrives_s if first else free_s
                 arrives[dst] = arrives_s
@@ -461,7 +477,7 @@ def run(
                 arrival[at] = ready_s
                 missing[at] -= 1
                 if missing[at] == 0 and not fixed:
-                    if ready_s <= now:
+                    if ready_s <= now and not by_arrival:
                         _set_ready(low, high, dst * window + slot, words, priority[user])
                         num_ready[dst] += 1
                     else:
@@ -473,7 +489,7 @@ def run(
                             base[dst],
                             base[dst + 1],
                             ready_s,
-                            (np.int64(slot) << 32) | user,
+                            (np.int64(batch) << 32) | user,
                         )
             if op == n:
                 continue
@@ -530,12 +546,22 @@ def run(
                             op = i
                         else:
                             wake_s[d] = arrival[at]
+            elif by_arrival:
+                if head[d] < tail[d]:
+                    if later_s[head[d]] <= now:
+                        at = later[head[d]]
+                        head[d] += 1
+                        op = at & 0xFFFFFFFF
+                        slot = slot_of[at >> 32]
+                    else:
+                        wake_s[d] = later_s[head[d]]
             else:
                 while head[d] < tail[d] and later_s[head[d]] <= now:
                     at = later[head[d]]
                     head[d] += 1
                     num_ready[d] += 1
-                    _set_ready(low, high, d * window + (at >> 32), words, priority[at & 0xFFFFFFFF])
+                    row = d * window + slot_of[at >> 32]
+                    _set_ready(low, high, row, words, priority[at & 0xFFFFFFFF])
                 if num_ready[d] > 0:
                     num_ready[d] -= 1
                     for k in range(num_active):

@@ -19,6 +19,7 @@ Floats = NDArray[np.float64]
 Placement = NDArray[np.int32]  # [N] device of each operator
 Objective = Literal["period", "latency", "energy", "max_load", "piecewise_latency"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+ReadyOrder = Literal["priority", "arrival"]
 
 
 class ProblemError(ValueError):
@@ -38,6 +39,11 @@ class Problem:
             (see ``placement.objectives``).
         num_microbatches: ``M`` of a pipelined run.
         max_in_flight: at most this many micro-batches between first and last operator.
+        contention: a channel carries one tensor at a time; False: any number, each at full
+            bandwidth.
+        ready_order: which of the operators that are ready a free device takes: the first by
+            ``priority`` (of the smallest micro-batch), or the first by ``arrival`` of its last
+            input. The simulators of GiPH and DOPPLER have no contention, and order by arrival.
     """
 
     graph: OpGraph
@@ -46,6 +52,8 @@ class Problem:
     objective: Objective = "period"
     num_microbatches: int = 32
     max_in_flight: int = 4
+    contention: bool = True
+    ready_order: ReadyOrder = "priority"
 
     def __post_init__(self) -> None:
         self.profile.check(self.graph)
@@ -56,6 +64,10 @@ class Problem:
             )
         if self.objective not in OBJECTIVES:
             raise ProblemError(f"objective {self.objective!r} is unknown; use one of {OBJECTIVES}")
+        if self.ready_order not in get_args(ReadyOrder):
+            raise ProblemError(
+                f"ready_order {self.ready_order!r} is unknown; use one of {get_args(ReadyOrder)}"
+            )
         if self.num_microbatches < 1 or self.max_in_flight < 1:
             raise ProblemError(
                 f"num_microbatches = {self.num_microbatches} and max_in_flight = "

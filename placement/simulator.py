@@ -4,10 +4,12 @@
 
 * A device is a serial worker. A free device takes, among the (operator, micro-batch) whose
   inputs have arrived, the smallest micro-batch, then the first by ``Problem.priority`` (upward
-  rank, unless the profile was measured in another order); with a ``Schedule`` it takes the
-  next entry of its order.
+  rank, unless the profile was measured in another order); with ``ready_order="arrival"`` the
+  one whose last input arrived first, then the smallest micro-batch, then the smallest operator;
+  with a ``Schedule`` it takes the next entry of its order.
 * A tensor is sent once per (micro-batch, destination device). It is queued on the channel of
-  its device pair when its producer ends and leaves when the channel is free. Tensors of one
+  its device pair when its producer ends and leaves when the channel is free (without
+  ``contention``: at once, however many are under way). Tensors of one
   producer are queued by tensor number, then by first consumer. A blocking link keeps the
   sender's worker busy until its transfer ends.
 * At equal times all ends come first, then admissions, then starts, each in device order.
@@ -326,7 +328,7 @@ def simulate_reference(
                 arrives[dst] = now
                 if not local[dst]:
                     channel = problem.link_channel[src, dst]
-                    begin = max(now, channel_free[channel])
+                    begin = max(now, channel_free[channel]) if problem.contention else now
                     finish = begin + problem.transfer_s(tensor, src, dst)
                     channel_free[channel] = arrives[dst] = finish
                     sent.append((tensor, batch, src, dst, begin, finish))
@@ -360,6 +362,8 @@ def simulate_reference(
     def choose(device: int, now: float) -> tuple[int, int] | None:
         if schedule is None:
             here = [key for key, at in waiting[device].items() if at <= now]
+            if problem.ready_order == "arrival":
+                return min(here, key=lambda k: (waiting[device][k], k), default=None)
             return min(here, key=lambda k: (k[0], problem.priority[k[1]]), default=None)
         if next_entry[device] == len(schedule.order[device]):
             return None

@@ -3,6 +3,7 @@
 * ``problem_file``: our own, everything of a problem (what ``save`` and ``placement import`` write)
 * ``dnn_partitioning``: JSON of github.com/msr-fiddle/dnn-partitioning
 * ``pipedream``: ``graph.txt`` of github.com/msr-fiddle/pipedream
+* ``doppler``: ``compute_graph/*.txt`` of github.com/xinyuyao/Doppler
 * ``moirai``: JSON with times on several devices and a transfer matrix per tensor
 * ``onnx_model``: an ONNX model (needs the package onnx); its times are predicted
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.cluster import Cluster
-from placement.importers import dnn_partitioning, moirai, onnx_model, pipedream
+from placement.importers import dnn_partitioning, doppler, moirai, onnx_model, pipedream
 from placement.importers._read import FormatError
 from placement.problem import Problem
 
@@ -24,7 +25,8 @@ __all__ = ["FormatError", "load", "save"]
 KNOWN = (
     "formats are problem files (problem_version), dnn-partitioning JSON (nodes with fpgaLatency, "
     "maxFPGAs), Moirai JSON (nodes with a list 'time', num_devices), PipeDream graph.txt "
-    "(node1 -- Conv2d -- forward_compute_time=...) and ONNX (binary)"
+    "(node1 -- Conv2d -- forward_compute_time=...), DOPPLER graphs (a count, three lists, then "
+    "'compute,transfer' per operator) and ONNX (binary)"
 )
 
 
@@ -44,10 +46,10 @@ def load(
     """The problem in a workload file.
 
     ``objective`` defaults to the problem file's; to ``max_load`` for dnn-partitioning files, for
-    which ``latency`` is the analytic ``piecewise_latency`` their authors mean; otherwise to
-    ``period``. The other options are for files that say nothing about devices: see
-    ``pipedream.read`` (``devices``, ``bandwidth``, ``memory``, ``mode``) and ``onnx_model.read``
-    (all but ``mode``).
+    which ``latency`` is the analytic ``piecewise_latency`` their authors mean; to ``latency``
+    for graphs of DOPPLER; otherwise to ``period``. The other options are for files that say
+    nothing about devices: see ``pipedream.read`` (``devices``, ``bandwidth``, ``memory``,
+    ``mode``), ``doppler.read`` (``devices``) and ``onnx_model.read`` (all but ``mode``).
 
     Raises:
         FormatError: not readable, not a format we know, an option that the format does not
@@ -81,6 +83,9 @@ def load(
         if pipedream.looks_like(text):
             _check_options(given, pipedream.read, path, "PipeDream files")
             return pipedream.read(text, str(path), objective=objective, **given)
+        if doppler.looks_like(text):
+            _check_options(given, doppler.read, path, "DOPPLER graphs")
+            return doppler.read(text, str(path), objective=objective, **given)
         raise FormatError(f"{path}: unknown format; {KNOWN}")
     if given:
         raise FormatError(

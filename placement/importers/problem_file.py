@@ -40,7 +40,7 @@ from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.files import write_atomic
 from placement.graph import GraphError, OpGraph
 from placement.importers._read import FormatError
-from placement.problem import Objective, Problem, ProblemError
+from placement.problem import Objective, Problem, ProblemError, ReadyOrder
 from placement.profile import Profile, ProfileError
 
 VERSION = 1
@@ -138,6 +138,8 @@ class ProblemRecord(_Strict):
     objective: Objective = Problem.objective
     num_microbatches: Positive = Problem.num_microbatches
     max_in_flight: Positive = Problem.max_in_flight
+    contention: bool = Problem.contention
+    ready_order: ReadyOrder = Problem.ready_order
     fingerprint: str | None = None
     measured_graph: str = ""
     provenance: dict[str, JsonValue] = {}
@@ -233,6 +235,8 @@ def _document(problem: Problem) -> dict[str, Any]:
         "objective": problem.objective,
         "num_microbatches": problem.num_microbatches,
         "max_in_flight": problem.max_in_flight,
+        **({} if problem.contention else {"contention": False}),
+        **({} if problem.ready_order == "priority" else {"ready_order": problem.ready_order}),
         "fingerprint": g.fingerprint,
         "measured_graph": profile.graph_fingerprint,
         "provenance": profile.provenance,
@@ -295,6 +299,8 @@ def _problem(record: ProblemRecord, objective: str | None) -> Problem:
         objective=objective or record.objective,  # type: ignore[arg-type]
         num_microbatches=record.num_microbatches,
         max_in_flight=record.max_in_flight,
+        contention=record.contention,
+        ready_order=record.ready_order,
     )
 
 

@@ -59,6 +59,8 @@ class ContiguousDp:
         search = Search(problem, self.seconds, self.evaluations)
         block = merge_blocks(problem, self.max_blocks)
         stats = score_splits(search, block, self.max_states, self.candidates)
+        if search.best is None:  # every device refuses operators in the middle: no split at all
+            search.costs(np.argmin(problem.group_compute_s, axis=1))
         return search.solution(
             **stats, num_blocks=int(block.max()) + 1, num_groups=problem.graph.num_groups
         )

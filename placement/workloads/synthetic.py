@@ -1,13 +1,15 @@
 """Problems made of nothing: 20 families of graphs with drawn costs, for comparing planners.
 
 Unlike the other files of this folder these are not models: ``families()[name](seed)`` is a
-``Problem`` right away. The same name and seed give the same problem everywhere.
+``Problem`` right away, and so is ``giph(seed)``, of a published test set. The same name and seed
+give the same problem everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -118,6 +120,82 @@ def families() -> dict[str, Family]:
         "mixture_of_experts": Family(_experts(12, 8), 8, ccr=0.4),
         "butterfly": Family(_butterfly(5), ccr=1.0, heterogeneity=1.0),
     }
+
+
+def giph(seed: int) -> Problem:
+    """A problem of the default test distribution of GiPH (Hu et al., MLSys 2023).
+
+    Layers of few operators between one source and one sink, 15 to 24 devices that each support
+    some of five kinds of operators, work over speed for seconds (heterogeneity of rank 1), and a
+    delay and a bandwidth of each pair of devices. The parameters are those of the released
+    ``parameters/multiple_networks_diff.txt`` (github.com/uidmice/placement-rl), the draws are
+    our own. There, ``v`` of 10 or 15 is nominal: graphs have 11 to 46 operators.
+
+    One of its units of time is a millisecond here, one of its bytes a megabyte. Links are
+    without contention and operators run in the order of arrival, as in its simulator. The
+    objective is ``latency``.
+    """
+    rng = np.random.default_rng(seed)
+    num_kinds = 5
+    num_ops, edges = _giph_graph(rng)
+    work = rng.uniform(80.0, 120.0, num_ops)
+    kind = rng.integers(num_kinds, size=num_ops)
+    size = 1e6 * rng.uniform(80.0, 120.0, len(edges))
+
+    d = int(rng.integers(15, 25))
+    delay = np.triu(rng.uniform(0.0, 20.0, (d, d)), 1)  # ms
+    per_byte = np.triu(rng.uniform(0.6e-2, 1.4e-2, (d, d)), 1) * 1e-6  # ms
+    delay, per_byte = delay + delay.T, per_byte + per_byte.T
+    speed = rng.uniform(3.0, 7.0, d)
+    supports = rng.random((d, num_kinds)) < 0.2
+    for device in np.flatnonzero(~supports.any(axis=1)):
+        supports[device, rng.integers(num_kinds)] = True
+    for missing in np.flatnonzero(~supports.any(axis=0)):
+        supports[rng.choice(d, int(0.2 * d), replace=False), missing] = True
+
+    compute_s = 1e-3 * np.where(supports[:, kind].T, work[:, None] / speed, np.inf)
+    names = [f"dev:{i}" for i in range(d)]
+    links = tuple(
+        Link(names[a], names[b], 1e-3 * delay[a, b], 1e3 / per_byte[a, b])
+        for a in range(d)
+        for b in range(d)
+        if a != b
+    )
+    graph = OpGraph.build(
+        f"giph-{seed}",
+        [f"op{n}" for n in range(num_ops)],
+        tensor_src=[a for a, _ in edges],
+        tensor_bytes=size.astype(int),
+        uses=[(t, b) for t, (_, b) in enumerate(edges)],
+        op_kind=[f"kind{k}" for k in kind],
+    )
+    cluster = Cluster("giph", tuple(Device(x, kind="accelerator") for x in names), links)
+    profile = Profile(cluster.device_names, compute_s, np.zeros_like(compute_s), links)
+    return Problem(graph, cluster, profile, "latency", contention=False, ready_order="arrival")
+
+
+def _giph_graph(rng: np.random.Generator) -> tuple[int, Edges]:
+    """Layers between a source and a sink; edges may skip layers."""
+    nominal = int(rng.choice([10, 15]))
+    shape, density = float(rng.choice([0.1, 0.2, 0.3])), float(rng.choice([0.1, 0.2]))
+    depth = int(np.ceil(rng.uniform(0.8, 1.2) * np.sqrt(nominal) / shape))
+    widths = np.ceil(rng.uniform(0.0, 2.0 * shape * np.sqrt(nominal), depth)).astype(int)
+    ends = np.cumsum([1, *np.maximum(widths, 1), 1])
+    first = np.append(0, ends[:-1])  # of each layer; ends: one past its last operator
+    num_ops = int(ends[-1])
+    edges: set[tuple[int, int]] = set()
+    for begin, end in zip(first[1:-1].tolist(), ends[1:-1].tolist(), strict=True):
+        drawn = rng.random((begin, end - begin)) < density
+        edges |= {(a, begin + b) for a, b in np.argwhere(drawn).tolist()}
+    path = [int(rng.integers(a, b)) for a, b in zip(first, ends, strict=True)]
+    edges |= set(pairwise(path))
+    for begin, end in zip(first[1:-1].tolist(), ends[1:-1].tolist(), strict=True):
+        for n in range(begin, end):
+            if not any(a == n for a, _ in edges):
+                edges.add((n, int(rng.integers(end, num_ops))))
+            if not any(b == n for _, b in edges):
+                edges.add((int(rng.integers(begin)), n))
+    return num_ops, sorted(edges)
 
 
 def layered(depth: int, width: int, density: float) -> Shape:

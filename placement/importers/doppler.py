@@ -1,0 +1,113 @@
+"""Graphs of DOPPLER (Yao et al., ICLR 2026), ``compute_graph/*.txt`` of its repository.
+
+The repository is github.com/xinyuyao/Doppler; what its simulator does is ``Problem``'s
+``contention=False`` and ``ready_order="arrival"``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.importers._read import FormatError, topological
+from placement.problem import Problem, ProblemError
+from placement.profile import Profile
+
+COST_PER_S = 1e10  # its simulator divides costs by this, and so do its tables
+_ROW = re.compile(r"(\d+),(\d+)(?:,([a-zA-Z_]+))?$")
+
+
+def looks_like(text: str) -> bool:
+    """Whether the first line is a count and the second a list of node numbers."""
+    lines = [line.strip() for line in text.splitlines()[:2]]
+    return (
+        len(lines) == 2
+        and lines[0].isdecimal()
+        and re.fullmatch(r"(\d+,\s*)*\d*", lines[1]) is not None
+    )
+
+
+def read(text: str, path: str, *, objective: str | None = None, devices: int = 4) -> Problem:
+    """The problem of a file on ``devices`` equal accelerators ``gpu:0..``.
+
+    Line 1 counts all nodes, line 2 lists the inputs among them, which cost nothing and are no
+    operators here; lines 3 and 4 list the producer and the consumer of each edge; every further
+    line is one operator: its compute cost, the cost to send its output to one other device, and
+    perhaps its kind. ``COST_PER_S`` of either is a second; tensors have as many bytes as sending
+    them costs. Nothing is said about memory: it is unlimited.
+
+    The objective is ``latency`` if not given.
+
+    Raises:
+        FormatError: naming the file, the line and what is wrong.
+    """
+    if devices < 1:
+        raise FormatError(f"{path}: devices = {devices} must be at least 1")
+    lines = [line.strip() for line in text.splitlines()]
+    while lines and not lines[-1]:
+        lines.pop()
+    if len(lines) < 5:
+        raise FormatError(f"{path}: {len(lines)} lines: there must be four, and one per operator")
+    inputs, sources, targets = ([int(x) for x in re.findall(r"\d+", line)] for line in lines[1:4])
+    count = int(lines[0]) - len(inputs)
+    rows = lines[4:]
+    if len(rows) != count:
+        raise FormatError(
+            f"{path}: {lines[0]} nodes, {len(inputs)} of them inputs, but {len(rows)} lines of "
+            "operators"
+        )
+    if len(sources) != len(targets):
+        raise FormatError(
+            f"{path}: {len(sources)} producers in line 3, {len(targets)} consumers in line 4"
+        )
+    pairs = sorted(set(zip(sources, targets, strict=True)))
+    outside = [pair for pair in pairs if max(pair) >= count]
+    if outside:
+        raise FormatError(f"{path}: edge {outside[0]}: operators are numbered 0..{count - 1}")
+    costs, kinds = [], []
+    for i, row in enumerate(rows, start=5):
+        found = _ROW.match(row)
+        if not found:
+            raise FormatError(f"{path}, line {i}: {row[:60]!r} is not 'compute,transfer[,kind]'")
+        costs.append((int(found[1]), int(found[2])))
+        kinds.append(found[3] or "op")
+
+    names = [str(n) for n in range(count)]
+    order, position = topological(names, pairs, path)
+    table = np.array(costs, np.float64)[order]
+    graph = OpGraph.build(
+        Path(path).stem,
+        [names[n] for n in order],
+        np.arange(count, dtype=np.int32),
+        table[:, 1].astype(np.int64),
+        np.array([(position[a], position[b]) for a, b in pairs], np.int32).reshape(-1, 2),
+        op_kind=[kinds[n] for n in order],
+    )
+    parts = tuple(Device(f"gpu:{d}", "gpu") for d in range(devices))
+    ends = [x.name for x in parts]
+    links = tuple(
+        Link(a, b, bandwidth_bytes_per_s=COST_PER_S) for a in ends for b in ends if a != b
+    )
+    compute_s = np.repeat(table[:, :1] / COST_PER_S, devices, axis=1)
+    profile = Profile(
+        device_names=tuple(ends),
+        compute_s=compute_s,
+        spread_s=np.zeros_like(compute_s),
+        links=links,
+        provenance={"format": "doppler", "file": Path(path).name},
+    )
+    try:
+        return Problem(
+            graph,
+            Cluster("doppler", parts, links),
+            profile,
+            objective=objective or "latency",  # type: ignore[arg-type]
+            contention=False,
+            ready_order="arrival",
+        )
+    except ProblemError as error:
+        raise FormatError(f"{path}: {error}") from error
