@@ -352,7 +352,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 def draw(name: str, folder: Path = IMAGES) -> Path:
     """Write ``folder/NAME.svg``; the same picture gives the same file."""
     path = folder / f"{name}.svg"
-    with rc_context({"svg.hashsalt": name, "svg.fonttype": "path", "font.family": "DejaVu Sans"}):
+    with rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
         PICTURES[name]().savefig(path, facecolor="white", metadata={"Date": None, "Creator": None})
     return path
 

@@ -1,6 +1,6 @@
 """The documentation is true: links lead somewhere, code runs, commands exist.
 
-In the files of ``docs/``, blocks run in the order in which they are written, in an empty folder:
+In the files of ``docs/`` and in the README, blocks run in the order in which they are written, in an empty folder:
 
 * ```` ```python ```` is executed; the blocks of one file share their names;
 * ```` ```sh ````, or no language: every ``placement`` command is carried out and must return 0;
@@ -118,7 +118,7 @@ def test_mentioned_commands_exist(page: Path) -> None:
             assert not [x for x in rest if x.startswith("-") or args.verb != "plan"]
 
 
-@pytest.mark.parametrize("page", DOCS, ids=name_of)
+@pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md"], ids=name_of)
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "cache"))
     work = tmp_path / "work"
