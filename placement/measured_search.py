@@ -1,0 +1,265 @@
+"""Search with few real measurements: the simulator proposes, a learned residual chooses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.planners._search import Choice, can_move, moves, single_devices
+from placement.planners.macro_search import MacroSearch
+from placement.problem import Placement, Solution
+from placement.residual import Features, Residual, fit
+from placement.simulator import score
+from placement.trials import TrialError, Trials
+
+Floats = NDArray[np.float64]
+Progress = Callable[[str, float | None], None]  # (what is being done, share done)
+
+BATCH = 4  # new measurements of a round, beside the incumbent
+_START = 8  # times as many simulated placements go into the first answer as into a round
+_POOL = 256  # of the proposals, those among which the next measurements are chosen
+_PARENTS = 16  # the best so far, from which proposals come
+_CHILDREN = 64  # proposals between two looks at who is best
+_BOLD = 1.0  # standard deviations below the mean by which proposals are ranked
+_FINAL = 0.2  # of the measurements are for the finalists, who take turns
+_FINALISTS = 4
+
+
+def search_measured(
+    trials: Trials,
+    start: ArrayLike | None = None,
+    *,
+    learned: bool = True,
+    evaluations: int = 1024,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Solution:
+    """The fastest placement that the budget of ``trials`` finds.
+
+    First run: what was given to start with, every single device, and the answer of
+    ``macro_search`` on the simulator. Then, round after round, a posterior over the ratio of
+    measured to simulated time is fitted to all runs (``placement.residual``); macro moves
+    around the best placements propose ``evaluations`` simulated ones by simulated time x
+    expected ratio, optimistic by one standard deviation; those with the largest expected
+    improvement over the incumbent run next, one after another as if each had given what is
+    expected of it. An earlier placement may be chosen again: to be sure is an improvement too.
+    The last fifth of the budget is for the finalists, who take turns. The answer has the lowest
+    posterior mean of those that have run.
+
+    No decision depends on the clock: with a file, ``Trials`` continue where they were.
+
+    Args:
+        trials: with a budget, of a problem whose objective is measured.
+        start: int32 ``[K, N]`` placements to begin with, e.g. a planner's answer.
+        learned: False leaves the ratio out: the simulator alone ranks, and the lowest median
+            wins (the ablation).
+        evaluations: simulated placements per round.
+        seed: of the proposals.
+        progress: told what is being done.
+
+    Returns:
+        Solution: ``value_s`` is simulated; ``stats`` has ``measured_s`` and
+        ``measured_single_s`` (of the best single device, inf if none fits), ``measurements``,
+        ``seconds``, ``evaluations`` (simulated ones), ``curve`` (measurements, measured
+        seconds of the incumbent then) and ``residual`` (standard deviations of its parts).
+
+    Raises:
+        TrialError: no budget, or nothing fits in memory.
+    """
+    if trials.measurements is None and trials.seconds is None:
+        raise TrialError("trials need a budget: Trials(..., measurements=100)")
+    state = _State(trials, learned, evaluations, seed)
+    say = progress or (lambda what, share: None)
+    first = state.first(start)
+    singles = {p.tobytes() for p in single_devices(trials.problem)[:, trials.problem.graph.group]}
+    say("measuring the starts", 0.0)
+    trials.measure(first)
+    state.learn()
+    while trials.used < 1.0 - _FINAL and can_move(trials.problem):
+        say(f"{trials.num_measurements} measurements, fastest {state.best_s:.4g} s", trials.used)
+        chosen = state.choose()
+        if not len(chosen):
+            break
+        trials.measure(np.stack([state.incumbent, *chosen]))
+        state.learn()
+    while trials.num_left >= 1:
+        say(f"finalists, fastest {state.best_s:.4g} s", trials.used)
+        trials.measure(state.finalists())
+        state.learn()
+    placements, levels = trials.samples.placements, state.levels
+    single_s = [s for p, s in zip(placements, levels, strict=True) if p.tobytes() in singles]
+    told = {
+        "measured_s": state.best_s,
+        "measured_single_s": min(single_s, default=np.inf),
+        "measurements": trials.num_measurements,
+        "seconds": time.perf_counter() - state.began,
+        "evaluations": state.num_evaluations,
+        "curve": state.curve,
+    }
+    if state.residual is not None:
+        told["residual"] = state.residual.std
+    value_s = float(score(trials.problem, state.incumbent)[0])
+    return Solution(state.incumbent, value_s, None, told)
+
+
+class _State:
+    """What is known in the middle of a search.
+
+    Attributes:
+        levels: float64 ``[K]`` measured seconds of the placements that ran, as believed.
+        incumbent: int32 ``[N]`` the lowest of them, ``best_s``.
+    """
+
+    def __init__(self, trials: Trials, learned: bool, evaluations: int, seed: int) -> None:
+        self.began = time.perf_counter()
+        self.trials = trials
+        self.learned = learned
+        self.evaluations = evaluations
+        self.rng = np.random.default_rng(seed)
+        self.seed = seed
+        self.num_evaluations = 0
+        self.curve: list[tuple[int, float]] = []
+        self.residual: Residual | None = None
+        self.levels: Floats = np.zeros(0)
+        self.incumbent: Placement
+        self.best_s = np.inf
+        self._features: Features | None = None
+        self._simulated: dict[bytes, float] = {}
+        self._propose = moves(trials.problem) if can_move(trials.problem) else None
+
+    def first(self, start: ArrayLike | None) -> Placement:
+        """int32 ``[K, N]`` what is measured first, without repetitions and what does not fit."""
+        problem = self.trials.problem
+        answer = MacroSearch(evaluations=_START * self.evaluations, seed=self.seed)(problem)
+        self.num_evaluations += int(answer.stats["evaluations"])
+        given = [] if start is None else list(np.atleast_2d(start))
+        singles = list(single_devices(problem)[:, problem.graph.group])
+        rows = [problem.check_placement(p) for p in [*given, answer.placement, *singles]]
+        distinct = list({p.tobytes(): p for p in rows}.values())
+        fit = np.isfinite(self.simulate(distinct))
+        if not fit.any():
+            raise TrialError(
+                f"nothing to measure: {answer.stats.get('infeasible', 'no placement fits')}"
+            )
+        return np.array(distinct)[fit]
+
+    def simulate(self, placements: Sequence[Placement]) -> Floats:
+        """float64 ``[B]`` the simulator's seconds, worked out once each."""
+        keys = [p.tobytes() for p in placements]
+        new = {k: p for k, p in zip(keys, placements, strict=True) if k not in self._simulated}
+        if new:
+            self.num_evaluations += len(new)
+            values = score(self.trials.problem, np.array(list(new.values())))
+            self._simulated.update(zip(new, values.tolist(), strict=True))
+        return np.array([self._simulated[k] for k in keys])
+
+    def learn(self) -> None:
+        """Believe what has been measured."""
+        samples, levels = self.trials.samples, self.trials.levels
+        self.levels = levels
+        if self.learned and np.isfinite(levels).any():
+            simulated = self.simulate(list(samples.placements))
+            if self._features is None:
+                self._features = Features.of(self.trials.problem, float(simulated.min()))
+            self.residual = fit(self._features, samples, simulated, self.residual)
+            mean, _ = self.residual.predict(samples.placements, simulated)
+            self.levels = np.where(np.isfinite(levels), simulated * np.exp(mean), np.inf)
+        best = int(np.argmin(self.levels))
+        self.incumbent, self.best_s = samples.placements[best], float(self.levels[best])
+        self.curve.append((self.trials.num_measurements, self.best_s))
+
+    def finalists(self) -> Placement:
+        """int32 ``[K, N]`` the lowest that ran."""
+        return self.trials.samples.placements[np.argsort(self.levels, kind="stable")[:_FINALISTS]]
+
+    def choose(self) -> list[Placement]:
+        """What to measure next beside the incumbent, at most ``BATCH`` placements."""
+        pool = np.array(self._pool())
+        if not len(pool):
+            return []
+        simulated = self.simulate(list(pool))
+        if self.residual is None:
+            return list(pool[np.argsort(simulated, kind="stable")[:BATCH]])
+        mean, covariance = self.residual.joint(pool, simulated)
+        mean = mean + np.log(simulated)
+        noise = self.residual.std["noise"] ** 2
+        aim, chosen = np.log(self.best_s), list[int]()
+        for _ in range(min(BATCH, len(pool))):
+            gain = expected_improvement(mean, np.sqrt(np.maximum(covariance.diagonal(), 0)), aim)
+            gain[chosen] = -1.0
+            k = int(np.argmax(gain))
+            chosen.append(k)
+            # As if it had given its mean: less is unknown of those like it.
+            column = covariance[:, k]
+            covariance = covariance - np.outer(column, column) / (column[k] + noise)
+        return list(pool[chosen])
+
+    def _pool(self) -> list[Placement]:
+        """The most promising placements found, the incumbent not among them.
+
+        Those that have run are, if what they take is learned.
+        """
+        assert self._propose is not None
+        group = self.trials.problem.graph.group
+        first = np.unique(group, return_index=True)[1]
+        measured = self.trials.samples.placements
+        costs: dict[bytes, float] = {}
+        choices: dict[bytes, Choice] = {}
+
+        def add(rows: list[Choice]) -> None:
+            new = {c.tobytes(): c for c in rows if c.tobytes() not in costs}
+            if new:
+                choices.update(new)
+                costs.update(
+                    zip(new, self._cost(np.array(list(new.values()))[:, group]), strict=True)
+                )
+
+        add(list(measured[np.argsort(self.levels, kind="stable")[:_PARENTS]][:, first]))
+        left = self.evaluations
+        while left > 0:
+            parents = sorted(costs, key=costs.__getitem__)[:_PARENTS]
+            rows = []
+            for _ in range(min(_CHILDREN, left)):
+                # The better half of the parents has three quarters of the children.
+                choice = choices[parents[int(len(parents) * self.rng.random() ** 2)]].copy()
+                for _ in range(min(4, self.rng.geometric(0.6))):
+                    groups, device = self._propose(self.rng, choice)
+                    choice[groups] = device
+                rows.append(choice)
+            add(rows)
+            left -= len(rows)
+        barred = {self.incumbent.tobytes()}
+        if self.residual is None:
+            barred |= {p.tobytes() for p in measured}
+        best = sorted((k for k in costs if np.isfinite(costs[k])), key=costs.__getitem__)
+        found = [np.ascontiguousarray(choices[k][group]) for k in best[: _POOL + len(barred)]]
+        return [p for p in found if p.tobytes() not in barred][:_POOL]
+
+    def _cost(self, placements: Placement) -> list[float]:
+        """What proposals are ranked by: log seconds, inf where they do not fit."""
+        simulated = self.simulate(list(placements))
+        cost = np.full(len(simulated), np.inf)
+        good = np.isfinite(simulated)
+        cost[good] = np.log(simulated[good])
+        if self.residual is not None and good.any():
+            mean, std = self.residual.predict(placements[good], simulated[good])
+            cost[good] += mean - _BOLD * std
+        return cost.tolist()
+
+
+def expected_improvement(mean: Floats, std: Floats, aim: float) -> Floats:
+    """float64 ``[B]``: by how much normal values are expected to be below ``aim``, or 0.
+
+    Jones, Schonlau, Welch: "Efficient global optimization of expensive black-box functions",
+    J. Global Optimization 13, 1998.
+    """
+    from scipy.special import ndtr
+
+    std = np.maximum(std, 1e-12)
+    z = (aim - mean) / std
+    density = np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)
+    gain: Floats = (aim - mean) * ndtr(z) + std * density
+    return gain

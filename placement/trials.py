@@ -1,0 +1,374 @@
+"""``Trials``: placements run for real, as an objective that environments and searches share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.files import write_atomic
+from placement.problem import Placement, Problem
+from placement.simulator import score
+from placement.timeline import Timeline
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+LATENCY_RUNS = 4  # micro-batches alone, one after another; their median is the latency
+_BATCH = 16  # new placements between two looks at the incumbent
+_STEPS = 30  # of reweighting; medians are good to 1e-4 by then
+_DRIFT_PENALTY = 0.5  # below 1: what a placement alone in its round shows is taken for drift
+
+
+class TrialError(ValueError):
+    """Placements cannot be tried as asked for, or the budget is spent; see the message."""
+
+
+class Runtime(Protocol):
+    """What tries placements: ``placement.executor.Executor`` is one."""
+
+    def run(
+        self, placement: ArrayLike, *, num_microbatches: int, max_in_flight: int | None = None
+    ) -> Timeline: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """Placements that ran one after another: int32 ``[K, N]``, and float64 ``[K]`` seconds."""
+
+    placements: Placement
+    seconds: Floats
+    took_s: float
+
+    @property
+    def keys(self) -> list[bytes]:
+        """``[K]``: equal for equal placements."""
+        return [p.tobytes() for p in self.placements]
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """``S`` runs of ``K`` distinct placements in ``R`` rounds.
+
+    Attributes:
+        placements: int32 ``[K, N]`` in order of their first run.
+        index: int64 ``[S]`` which of them ran.
+        round: int64 ``[S]`` in which round, ascending.
+        seconds: float64 ``[S]`` the objective, inf where memory was exceeded.
+    """
+
+    placements: Placement
+    index: Ints
+    round: Ints
+    seconds: Floats
+
+    @property
+    def num_runs(self) -> Ints:
+        """int64 ``[K]`` runs of each placement."""
+        return np.bincount(self.index, minlength=len(self.placements))
+
+
+class Trials:
+    """The latency or period of placements, measured; a callable ``[B, N] -> [B]`` seconds.
+
+    Placements run in *rounds*, one after another. Every round holds the incumbent (the fastest
+    so far), so what slows the machine down for a while shows in the incumbent too and cancels
+    in the ratio to it (see ``levels``). A placement that has run is not run again unless
+    ``measure`` is asked to: its value is kept. A placement that the simulator knows not to fit
+    is worth inf and never runs. One run of one placement, re-measured incumbents included, is
+    one *measurement* of the budget.
+
+    After every round the runs so far are in the file at ``path``. Trials that are made again
+    with the same file play them back as long as the same rounds are asked for, so whatever
+    decides by measured values alone (``search_measured``) continues where it was interrupted.
+    If other rounds are asked for, all that the file holds is known at once.
+
+    Args:
+        problem: objective ``latency`` (the median of ``LATENCY_RUNS`` micro-batches, each
+            alone) or ``period`` (of ``problem.num_microbatches``).
+        runtime: ``Executor(problem)``, or whatever runs placements.
+        rounds: a call measures every new placement so often.
+        measurements: most runs. None: no limit.
+        seconds: no round begins after so many seconds of running. None: no limit.
+        path: of the file (JSON lines). None: nothing is kept.
+
+    Raises:
+        TrialError: another objective, a budget that is not positive, or a file of trials of
+            another problem.
+        FileError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        runtime: Runtime,
+        *,
+        rounds: int = 1,
+        measurements: int | None = None,
+        seconds: float | None = None,
+        path: str | Path | None = None,
+    ) -> None:
+        if problem.objective not in ("period", "latency"):
+            raise TrialError(
+                f"a runtime measures period and latency, not {problem.objective}; use "
+                f"problem.with_objective('period')"
+            )
+        limits = (("rounds", rounds), ("measurements", measurements), ("seconds", seconds))
+        for what, limit in limits:
+            if limit is not None and not limit > 0:
+                raise TrialError(f"{what} = {limit} must be positive; leave it out for no limit")
+        self.problem = problem
+        self.runtime = runtime
+        self.rounds = rounds
+        self.measurements = measurements
+        self.seconds = seconds
+        self.path = None if path is None else Path(path)
+        self._rounds = [] if self.path is None else list(_load(self.path, problem))
+        self._played = 0  # rounds that count; those behind are played back when asked for
+        if self.path is not None:  # without what an interruption cut off
+            text = _line({"problem": fingerprint(problem)})
+            write_atomic(self.path, text + "".join(map(_round_line, self._rounds)))
+        self._known: tuple[int, Samples, Floats, Floats] | None = None
+
+    @property
+    def num_measurements(self) -> int:
+        """Runs so far."""
+        return sum(len(r.seconds) for r in self._rounds[: self._played])
+
+    @property
+    def seconds_used(self) -> float:
+        """Seconds of all rounds so far."""
+        return sum(r.took_s for r in self._rounds[: self._played])
+
+    @property
+    def num_left(self) -> float:
+        """Runs that may still be made; inf where nothing limits their number."""
+        if self.seconds is not None and self.seconds_used >= self.seconds:
+            return 0
+        return np.inf if self.measurements is None else self.measurements - self.num_measurements
+
+    @property
+    def used(self) -> float:
+        """Share of the budget that is spent, 0..1 (the scarcer of the two)."""
+        runs = self.num_measurements / (self.measurements or np.inf)
+        return min(1.0, max(runs, self.seconds_used / (self.seconds or np.inf)))
+
+    @property
+    def samples(self) -> Samples:
+        """All runs."""
+        return self._facts()[0]
+
+    @property
+    def levels(self) -> Floats:
+        """float64 ``[K]`` seconds of ``samples.placements``, without what drift did to them.
+
+        ``log seconds = level + drift of the round``, with the least sum of absolute errors and
+        of half the absolute drifts: the median where the machine is steady, and the ratio to
+        the placements that ran in other rounds too, times their median, where it is not.
+        """
+        return self._facts()[1]
+
+    @property
+    def drift(self) -> Floats:
+        """float64 ``[R]``: how many times slower than usual the machine was in each round."""
+        return self._facts()[2]
+
+    @property
+    def incumbent(self) -> Placement | None:
+        """int32 ``[N]`` with the lowest level, None before the first run."""
+        known = self.samples.placements
+        return known[np.argmin(self.levels)] if len(known) else None
+
+    def measure(self, placements: ArrayLike) -> None:
+        """Run placements int32 ``[K, N]``, each once, as one round; as many as the budget allows.
+
+        Raises:
+            TrialError: the budget is spent.
+            ProblemError: a placement is not one of this problem.
+        """
+        rows = np.stack([self.problem.check_placement(p) for p in np.atleast_2d(placements)])
+        allowed = self.num_left
+        if allowed < 1:
+            raise TrialError(
+                f"the budget is spent: {self.num_measurements} of {self.measurements} runs, "
+                f"{self.seconds_used:.1f} s of {self.seconds}; allow more, or use the simulator"
+            )
+        rows = rows[: int(min(allowed, len(rows)))]
+        if self._played < len(self._rounds):
+            if self._rounds[self._played].keys == [p.tobytes() for p in rows]:
+                self._played += 1
+                return
+            self._played = len(self._rounds)
+            return self.measure(rows)
+        began = time.perf_counter()
+        seconds = np.empty(len(rows))
+        # Every second round backwards: who follows whom, and who is first, changes.
+        for i in np.arange(len(rows))[:: -1 if self._played % 2 else 1]:
+            seconds[i] = self._run(rows[i])
+        made = Round(rows, seconds, time.perf_counter() - began)
+        self._rounds.append(made)
+        self._played += 1
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_round_line(made))
+                file.flush()
+                os.fsync(file.fileno())
+
+    def __call__(self, placements: ArrayLike) -> Floats:
+        """Seconds float64 ``[B]`` of placements int32 ``[B, N]``; inf where they do not fit.
+
+        What has not run yet runs now, ``rounds`` times, together with the incumbent.
+
+        Raises:
+            TrialError: the budget does not suffice.
+            ProblemError: a placement is not one of this problem.
+        """
+        rows = np.atleast_2d(np.asarray(placements, dtype=np.int32))
+        known = {p.tobytes() for p in self.samples.placements}
+        distinct = {p.tobytes(): p for p in rows if p.tobytes() not in known}
+        fits = np.isfinite(score(self.problem, list(distinct.values()))) if distinct else ()
+        new = [p for p, good in zip(distinct.values(), fits, strict=True) if good]
+        for at in range(0, len(new), _BATCH):
+            part, first = new[at : at + _BATCH], self.incumbent
+            batch = part if first is None else [first, *part]
+            for _ in range(self.rounds):
+                self.measure(batch)
+        found = dict(zip((p.tobytes() for p in self.samples.placements), self.levels, strict=True))
+        short = len(new) - sum(p.tobytes() in found for p in new)
+        if short:
+            raise TrialError(
+                f"the budget is spent before {short} placements have run: allow more than "
+                f"{self.measurements} measurements"
+            )
+        return np.array([found.get(p.tobytes(), np.inf) for p in rows])
+
+    def _run(self, placement: Placement) -> float:
+        if self.problem.objective == "latency":
+            line = self.runtime.run(placement, num_microbatches=LATENCY_RUNS, max_in_flight=1)
+            seconds = float(np.median(line.span_s))
+        else:
+            line = self.runtime.run(placement, num_microbatches=self.problem.num_microbatches)
+            seconds = line.period_s
+        peak = line.peak_bytes
+        fits = peak is None or bool((peak <= self.problem.memory_bytes).all())
+        return seconds if fits else np.inf
+
+    def _facts(self) -> tuple[Samples, Floats, Floats]:
+        """Samples, levels and drift, worked out once per round."""
+        if self._known is None or self._known[0] != self._played:
+            samples = _samples(self._rounds[: self._played], self.problem.num_ops)
+            self._known = (self._played, samples, *_levels(samples, self._played))
+        return self._known[1:]
+
+
+def fingerprint(problem: Problem) -> str:
+    """SHA-256 (hex) of what a measurement depends on: no prediction is part of it."""
+    parts = (
+        problem.graph.fingerprint,
+        problem.cluster.fingerprint,
+        problem.objective,
+        str(problem.num_microbatches),
+        str(problem.max_in_flight),
+    )
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()
+
+
+def two_way(index: Ints, round: Ints, values: Floats) -> tuple[Floats, Floats]:
+    """Levels float64 ``[K]`` and drifts ``[R]`` so that ``values[s]`` is about their sum.
+
+    Minimises ``sum |value - level - drift| + 0.5 sum |drift|`` by iteratively reweighted least
+    squares: medians, where an average would follow every interruption.
+
+    Args:
+        index, round: int64 ``[S]`` of each value, each 0..K-1 and 0..R-1.
+        values: float64 ``[S]``.
+    """
+    count, rounds = int(index.max()) + 1, int(round.max()) + 1
+    drift, weight, shrink = np.zeros(rounds), np.ones(len(values)), np.ones(rounds)
+    smallest = 1e-6 + 1e-4 * float(np.ptp(values))
+    for _ in range(_STEPS):
+        both = np.zeros((count, rounds))
+        np.add.at(both, (index, round), weight)
+        each = both.sum(axis=1)
+        value = np.bincount(index, weight * values, count)
+        left = np.diag(both.sum(axis=0) + _DRIFT_PENALTY * shrink) - both.T @ (both / each[:, None])
+        right = np.bincount(round, weight * values, rounds) - both.T @ (value / each)
+        drift = np.linalg.solve(left, right)
+        level = (value - both @ drift) / each
+        weight = 1 / np.maximum(np.abs(values - level[index] - drift[round]), smallest)
+        shrink = 1 / np.maximum(np.abs(drift), smallest)
+    return level, drift
+
+
+def _levels(samples: Samples, rounds: int) -> tuple[Floats, Floats]:
+    levels, drift = np.full(len(samples.placements), np.inf), np.zeros(rounds)
+    good = np.isfinite(samples.seconds)
+    if good.any():
+        kept, index = np.unique(samples.index[good], return_inverse=True)
+        there, number = np.unique(samples.round[good], return_inverse=True)
+        levels[kept], drift[there] = two_way(index, number, np.log(samples.seconds[good]))
+        levels[kept] = np.exp(levels[kept])
+        levels[samples.index[~good]] = np.inf
+    return levels, np.exp(drift)
+
+
+def _samples(rounds: Sequence[Round], num_ops: int) -> Samples:
+    number: dict[bytes, int] = {}
+    placements, index, where = [], [], []
+    for r, made in enumerate(rounds):
+        for p, key in zip(made.placements, made.keys, strict=True):
+            if key not in number:
+                number[key] = len(number)
+                placements.append(p)
+            index.append(number[key])
+            where.append(r)
+    return Samples(
+        np.array(placements, np.int32).reshape(-1, num_ops),
+        np.array(index, np.int64),
+        np.array(where, np.int64),
+        np.concatenate([np.zeros(0), *(r.seconds for r in rounds)]),
+    )
+
+
+def _round_line(made: Round) -> str:
+    seconds = made.seconds.tolist()
+    return _line(
+        {"took_s": made.took_s, "seconds": seconds, "placements": made.placements.tolist()}
+    )
+
+
+def _line(value: object) -> str:
+    return json.dumps(value, separators=(",", ":")) + "\n"
+
+
+def _load(path: Path, problem: Problem) -> Iterator[Round]:
+    """The whole rounds in the file; none if there is no file."""
+    if not path.exists():
+        return
+    try:
+        head, *lines = path.read_text(encoding="utf-8").splitlines()
+        if json.loads(head)["problem"] != fingerprint(problem):
+            raise TrialError(
+                f"{path} holds trials of another problem (model, devices, objective, "
+                f"micro-batches); name another file, or delete it"
+            )
+    except (ValueError, TypeError, KeyError) as error:
+        if isinstance(error, TrialError):
+            raise
+        raise TrialError(f"{path} holds no trials: {error}; name another file") from error
+    for line in lines:
+        try:
+            row = json.loads(line)
+            placements = np.array(row["placements"], np.int32).reshape(-1, problem.num_ops)
+            seconds = np.array(row["seconds"], np.float64)
+        except (ValueError, TypeError, KeyError):
+            return  # cut off
+        yield Round(placements, seconds, float(row["took_s"]))

@@ -1,0 +1,81 @@
+"""A machine that is not what the simulator thinks, for tests of what measures and learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.problem import Objective, Problem
+from placement.profile import Profile
+from placement.simulator import simulate
+from placement.timeline import Timeline
+
+
+def layered(num_ops: int, seed: int = 0, objective: Objective = "period") -> Problem:
+    """A graph of short skips on two like devices with fast links; operators of 0.1 to 10 ms."""
+    rng = np.random.default_rng(seed)
+    uses = [(i - 1, i) for i in range(1, num_ops)]
+    uses += [(max(0, i - 1 - int(rng.integers(0, 3))), i) for i in range(1, num_ops)]
+    graph = OpGraph.build(
+        "layered",
+        [f"op{i}" for i in range(num_ops)],
+        np.arange(num_ops),
+        rng.integers(10_000, 1_000_000, num_ops),
+        uses,
+    )
+    seconds = np.repeat(1e-3 * rng.lognormal(0, 1, num_ops)[:, None], 2, axis=1)
+    seconds *= rng.uniform(0.95, 1.05, seconds.shape)
+    links = (Link("a", "b", 20e-6, 2e9), Link("b", "a", 20e-6, 2e9))
+    cluster = Cluster("two", (Device("a"), Device("b")))
+    profile = Profile(("a", "b"), seconds, 0 * seconds, links)
+    return Problem(graph, cluster, profile, objective, num_microbatches=8)
+
+
+class Biased:
+    """Runs placements as a simulator of ``hidden`` would, times ``slow(number of the run)``.
+
+    Attributes:
+        runs: the placements, in the order they ran.
+    """
+
+    def __init__(self, hidden: Problem, slow: Callable[[int], float] = lambda run: 1.0) -> None:
+        self.hidden = hidden
+        self.slow = slow
+        self.runs: list[tuple[int, ...]] = []
+
+    def run(
+        self, placement: ArrayLike, *, num_microbatches: int, max_in_flight: int | None = None
+    ) -> Timeline:
+        problem = replace(self.hidden, max_in_flight=max_in_flight or self.hidden.max_in_flight)
+        line = simulate(problem, placement, num_microbatches=num_microbatches)
+        k = self.slow(len(self.runs))
+        self.runs.append(tuple(np.asarray(placement).tolist()))
+        return replace(
+            line,
+            start_s=k * line.start_s,
+            end_s=k * line.end_s,
+            transfer_start_s=k * line.transfer_start_s,
+            transfer_end_s=k * line.transfer_end_s,
+        )
+
+
+def with_errors(problem: Problem, spread: float, seed: int, link: float = 1.0) -> Problem:
+    """Every time of the profile off by a factor of its own, log-normal; links slower too."""
+    rng = np.random.default_rng(seed)
+    profile = problem.profile
+    seconds = profile.compute_s * np.exp(spread * rng.standard_normal(profile.compute_s.shape))
+    links = tuple(replace(x, latency_s=link * x.latency_s) for x in profile.links)
+    return replace(problem, profile=replace(profile, compute_s=seconds, links=links))
+
+
+def noise(spread: float, drift: float, seed: int) -> Callable[[int], float]:
+    """A machine that is up to ``drift`` slower or faster for a while, and never quite steady."""
+    rng = np.random.default_rng(seed)
+    return lambda run: float(
+        np.exp(spread * rng.standard_normal()) * (1 + drift * np.sin(run / 15))
+    )
