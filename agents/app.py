@@ -146,7 +146,7 @@ class _Settings:
     objective: str = "period"
     num_microbatches: int = 1
     max_in_flight: int = 1
-    repeats: int = 1
+    repeats: int | None = None
     rounds: int = 1
     seconds: float | None = None
     evaluations: int | None = None
@@ -169,7 +169,7 @@ def _check(cfg: DictConfig) -> None:
     names = [f.name for f in fields(_Settings) if f.name in cfg]
     OmegaConf.merge(OmegaConf.structured(_Settings), {name: cfg[name] for name in names})
     for name in ("repeats", "rounds"):
-        if name in cfg and cfg[name] < 1:
+        if cfg.get(name) is not None and cfg[name] < 1:
             raise AppError(f"{name} = {cfg[name]} must be at least 1")
 
 

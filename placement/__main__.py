@@ -1,7 +1,7 @@
 """The ``placement`` command; ``placement VERB --help`` explains each verb.
 
 Exit codes: 0 done; 1 the answer is no (not valid, not equal, nothing fits); 2 bad input;
-130 interrupted.
+70 a defect of ours; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from placement import cli
-from placement.cli import export, import_problem, plan, profile, report, run, schedule, show
+from placement.cli import (
+    completion,
+    doctor,
+    export,
+    import_problem,
+    plan,
+    profile,
+    report,
+    run,
+    schedule,
+    show,
+)
+from placement.ownership import version
 
-_EXIT_CODES = "exit codes: 0 done; 1 the answer is no; 2 bad input; 130 interrupted"
 _OURS = ("placement", "envs", "agents")
 
 
@@ -72,6 +83,18 @@ VERBS = {
         show.run_schema,
         show.SCHEMA_EXAMPLE,
     ),
+    "doctor": Verb(
+        "what this machine offers, and what is missing",
+        doctor.configure,
+        doctor.run,
+        doctor.EXAMPLE,
+    ),
+    "completion": Verb(
+        "let the Tab key of a shell complete this command",
+        completion.configure,
+        completion.run,
+        completion.EXAMPLE,
+    ),
 }
 
 
@@ -80,18 +103,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="placement",
         description="Decide where every operator of a model runs, prove it, run it.",
-        epilog=_EXIT_CODES,
+        epilog=cli.EXIT_CODES,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version()}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, verb in VERBS.items():
         sub = verbs.add_parser(
             name,
             help=verb.help,
             description=verb.help,
-            epilog=f"{verb.example}\n{_EXIT_CODES}",
+            epilog=f"{verb.example}\n{cli.EXIT_CODES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         verb.configure(sub)
+        sub.set_defaults(parser=parser)
         sub.add_argument("--json", action="store_true", help="one JSON object for machines")
         sub.add_argument("--debug", action="store_true", help="show where an error comes from")
     return parser
@@ -111,18 +136,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _show_warning
             return _checked(args)
     except KeyboardInterrupt:
-        cli.say("interrupted")
+        cli.say(f"interrupted; {cli.AFTER_INTERRUPT}")
         return cli.INTERRUPTED
     except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return cli.OK
     except Exception as error:
         # A mistake of the user has a class of ours; anything else is a mistake of ours.
-        if type(error).__module__.partition(".")[0] not in _OURS and not isinstance(error, OSError):
-            raise
-        if args.debug:
+        is_ours = type(error).__module__.partition(".")[0] in _OURS
+        is_known = is_ours or isinstance(error, OSError | MemoryError)
+        if args.debug or not is_known:
             traceback.print_exc()
-        cli.say(f"error: {error}")
+        if not is_known:
+            cli.say("a defect, unless it is in code of yours: please report what is above")
+            return cli.DEFECT
+        cli.say(f"error: {error or 'not enough memory for a problem of this size'}")
         return cli.BAD_INPUT
 
 

@@ -162,8 +162,11 @@ class Cluster:
 
         try:
             data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ClusterError(f"{path}: cannot be read as a cluster: {error}") from error
+        except OSError as error:
+            raise ClusterError(f"{path}: cannot be read as a cluster: {error.strerror}") from error
+        except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())  # YAML points into the text over several lines
+            raise ClusterError(f"{path}: cannot be read as a cluster: {reason}") from error
         if not isinstance(data, dict) or not isinstance(data.get("devices"), list):
             raise ClusterError(f"{path}: a cluster file needs a list 'devices:'")
         if not isinstance(data.get("links") or [], list):

@@ -22,13 +22,8 @@ def write_atomic(path: str | Path, content: str | bytes) -> Path:
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():  # renaming would replace a folder, or /dev/null
-        raise FileError(f"cannot write {path}: it is not a file; name another")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = _beside(path)
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            path.write_bytes(data)
-            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(data)
         os.replace(temporary, path)
@@ -37,6 +32,36 @@ def write_atomic(path: str | Path, content: str | bytes) -> Path:
     finally:
         _discard(temporary)
     return path
+
+
+def check_writable(path: str | Path) -> None:
+    """Find out before long work whether ``write_atomic`` could write there now; leaves no trace.
+
+    Raises:
+        FileError: as ``write_atomic``, but for a disk that is full.
+    """
+    path = Path(path)
+    temporary = _beside(path)
+    if not path.parent.is_dir():  # which would be made: by writing into the nearest that is there
+        temporary = _beside(next(p for p in path.parents if p.exists()) / path.name)
+    try:
+        temporary.touch()
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {_reason(error, path, 0)}") from error
+    finally:
+        _discard(temporary)
+
+
+def _beside(path: Path) -> Path:
+    """A name for the content until it is whole."""
+    if path.exists() and not path.is_file():  # renaming would replace a folder, or /dev/null
+        raise FileError(f"cannot write {path}: it is not a file; name another")
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: ``$PLACEMENT_HOME``, or ``~/.cache/placement``."""
+    return Path(os.environ.get("PLACEMENT_HOME") or Path.home() / ".cache" / "placement")
 
 
 def _discard(temporary: Path) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from placement.cluster import Cluster, Link
 from placement.executor.executor import batched
 from placement.executor.runner import Runner
-from placement.files import FileError
+from placement.files import FileError, cache_folder
 from placement.graph import OpGraph
 from placement.problem import Problem, reuse_position
 from placement.profile import Profile, ProfileError
@@ -110,11 +110,14 @@ def load_or_measure(
     graph: OpGraph,
     cluster: Cluster,
     *,
-    repeats: int = 10,
+    repeats: int | None = None,
     progress: Progress | None = None,
     folder: str | Path | None = None,
 ) -> Profile:
     """The saved profile of this graph on this cluster's devices, or a new one, then saved.
+
+    ``repeats`` asks for a profile of at least so many rounds: one of fewer is measured again. None
+    is content with any, and measures 10 where there is none.
 
     A cluster may hold devices that are described in terms of a measured one (``like``); those
     that are measured must be on this machine. A profile that cannot be saved (no space, no
@@ -130,8 +133,9 @@ def load_or_measure(
     if path.exists():
         profile = Profile.load(path)
         profile.check(graph)
-        return profile.for_cluster(cluster)
-    profile = measure(graph, cluster, repeats=repeats, progress=progress)
+        if repeats is None or profile.provenance.get("repeats", 0) >= repeats:
+            return profile.for_cluster(cluster)
+    profile = measure(graph, cluster, repeats=repeats or 10, progress=progress)
     try:
         profile.save(path)
     except FileError as error:
@@ -145,7 +149,7 @@ def load_or_measure(
 
 def cached_path(graph: OpGraph, cluster: Cluster, folder: str | Path | None = None) -> Path:
     """Where ``load_or_measure`` keeps a profile: by fingerprint of graph and cluster."""
-    home = Path(folder or os.environ.get("PLACEMENT_HOME") or Path.home() / ".cache/placement")
+    home = Path(folder or cache_folder())
     return home / "profiles" / f"{graph.fingerprint[:16]}-{cluster.fingerprint[:16]}.npz"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 import sys
@@ -76,8 +77,10 @@ class Named:
         module, _, attribute = name.partition(":")
         if not attribute:
             if name not in self.names():
+                near = difflib.get_close_matches(name, self.names(), 1)
+                meant = f"did you mean {near[0]!r}? " if near else ""
                 raise self.error(
-                    f"no {self.what} {name!r}; {self.what}s are {', '.join(self.names())}, "
+                    f"no {self.what} {name!r}; {meant}{self.what}s are {', '.join(self.names())}, "
                     f"or your own as package.module:Class"
                 )
             module, attribute = f"{self.package}.{name}", name.title().replace("_", "")
@@ -126,7 +129,10 @@ def _convert(value: Any, hint: Any) -> Any:
     if hint is bool:
         if isinstance(value, bool):
             return value
-        return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
+        words = {"true": True, "1": True, "false": False, "0": False}
+        if str(value).lower() not in words:
+            raise ValueError(value)
+        return words[str(value).lower()]
     if hint in (int, float):
         if isinstance(value, bool):
             raise TypeError(value)

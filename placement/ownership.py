@@ -22,6 +22,14 @@ _ADVICE = f"""Install {DISTRIBUTION} into a virtual environment of its own; from
 _RECORDED = re.compile(rf'^"?({"|".join(PACKAGES)})/', re.MULTILINE)
 
 
+def version() -> str:
+    """The installed version of this distribution, or that there is none."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 class OwnershipError(ValueError):
     """Another distribution, or another folder, provides a package of ours."""
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,7 +28,7 @@ from placement.cluster import Cluster, Device, Link
 from placement.files import write_atomic
 from placement.graph import OpGraph
 from placement.objectives import ANALYTIC
-from placement.ownership import DISTRIBUTION
+from placement.ownership import version
 from placement.problem import Objective, Placement, Problem, Solution, lower_bounds
 
 if TYPE_CHECKING:
@@ -633,7 +632,7 @@ def make_plan(
             ),
             fallback=_fallback(problem),
             provenance=Provenance(
-                version=_version(),
+                version=version(),
                 git_commit=_git_commit(),
                 created=now(),
                 profile=_plain(problem.profile.provenance),
@@ -852,13 +851,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not np.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def _version() -> str:
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _git_commit() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -182,9 +183,12 @@ class Profile:
             ProfileError: missing, truncated or not a profile.
         """
         try:
-            with np.load(path, allow_pickle=False) as data:
-                head = json.loads(str(data["head"]))
-                arrays = {k: data[k] for k in data.files if k != "head"}
+            with open(path, "rb") as file:
+                if not zipfile.is_zipfile(file):  # of which numpy would say: unpickle it
+                    raise ValueError("it is no .npz file")
+                with np.load(file, allow_pickle=False) as data:
+                    head = json.loads(str(data["head"]))
+                    arrays = {k: data[k] for k in data.files if k != "head"}
             return cls(
                 device_names=tuple(head["device_names"]),
                 links=tuple(Link(**x) for x in head["links"]),
@@ -194,6 +198,8 @@ class Profile:
             )
         except ProfileError:
             raise
+        except OSError as error:
+            raise ProfileError(f"{path}: cannot be read: {error.strerror or error}") from error
         except Exception as error:  # zip, json and numpy each raise their own kinds
             raise ProfileError(
                 f"{path}: not a readable profile ({error}); measure again: placement profile"

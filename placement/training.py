@@ -205,7 +205,11 @@ def mean_of_outputs(outputs: Any, target: Any = None) -> Tensor:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer | None, param: Tensor) -> int:
-    """Bytes that ``optimizer`` keeps for ``param`` after a step, found out on a tiny stand-in."""
+    """Bytes that ``optimizer`` keeps for ``param`` after a step, found out on a tiny stand-in.
+
+    Raises:
+        CaptureError: the optimizer cannot take such a step.
+    """
     group = (
         next((g for g in optimizer.param_groups if any(x is param for x in g["params"])), None)
         if optimizer is not None
@@ -215,8 +219,14 @@ def state_bytes(optimizer: torch.optim.Optimizer | None, param: Tensor) -> int:
         return 0
     small = nn.Parameter(torch.zeros((2,) * param.dim(), dtype=param.dtype))
     small.grad = torch.zeros_like(small)
-    probe = optimizer_like(optimizer, [{**group, "params": [small]}])
-    probe.step()
+    try:
+        probe = optimizer_like(optimizer, [{**group, "params": [small]}])
+        probe.step()
+    except Exception as error:  # each optimizer has its own conditions
+        raise CaptureError(
+            f"{type(optimizer).__name__} cannot train one parameter by itself from its gradient "
+            f"({type(error).__name__}: {error}): use another optimizer, e.g. torch.optim.AdamW"
+        ) from error
     state = [x for x in probe.state[small].values() if isinstance(x, Tensor)]
     each = sum(x.element_size() for x in state if x.shape == small.shape)
     fixed = sum(x.numel() * x.element_size() for x in state if x.shape != small.shape)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from placement.__main__ import VERBS, main
-from placement.cli import NO, OK, seconds
+from placement.cli import DEFECT, NO, OK, seconds
 from placement.cluster import Cluster, Device
+from placement.files import FileError
 from placement.plan import Plan, load_plan
 from placement.profile import Profile
 
@@ -328,15 +329,29 @@ def test_profile_that_cannot_be_saved_is_still_shown(
 ) -> None:
     profile = Profile.load(home / "profile.npz")
     monkeypatch.setattr("placement.measure.measure", lambda *_, **__: profile)
-    (tmp_path / "file").write_text("")
     args = ["profile", "tiny_mlp", "--cluster", str(home / "two.yaml")]
-    assert main([*args, "--out", str(tmp_path / "file" / "profile.npz")]) == 2
+
+    def full(self: Profile, path: Path) -> None:
+        raise FileError(f"cannot write {path}: no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Profile, "save", full)
+        assert main([*args, "--out", str(tmp_path / "profile.npz")]) == 2
     out, err = capsys.readouterr()
     assert "all operators" in out and "6 ms" in out
     assert "error: the profile above was not saved" in err
+
+
+def test_where_nothing_can_be_saved_nothing_is_measured(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("placement.measure.measure", None)
+    (tmp_path / "file").write_text("")
+    args = ["profile", "tiny_mlp", "--cluster", str(home / "two.yaml")]
+    said = error(capsys, *args, "--out", str(tmp_path / "file" / "profile.npz"))
+    assert "a part of" in said and "PLACEMENT_HOME" not in said
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "file"))
-    assert main(args) == 2
-    assert "set PLACEMENT_HOME to another folder" in capsys.readouterr().err
+    assert "set PLACEMENT_HOME to another folder" in error(capsys, *args)
 
 
 def test_profile_shows_where_unlike_devices_differ(capsys: pytest.CaptureFixture[str]) -> None:
@@ -423,9 +438,9 @@ def test_errors_are_one_line(home: Path, tmp_path: Path, capsys: Any) -> None:
     assert "unknown workload 'resnet'" in error(capsys, "plan", "resnet", "--planner", "heft")
     assert "no such file" in error(capsys, "plan", "x/y.json", "--planner", "heft")
     assert "--repeats 0" in error(capsys, "profile", "tiny_mlp", "--repeats", "0")
-    assert "objective 'speed' is unknown; use one of" in plan("heft", "--objective", "speed")
+    assert "--objective speed is unknown; use one of" in plan("heft", "--objective", "speed")
     assert "--devices is for problem files" in plan("heft", "--devices", "2")
-    assert "num_microbatches = 0" in plan("heft", "--microbatches", "0")
+    assert "--microbatches 0: must be from 1" in plan("heft", "--microbatches", "0")
     assert "no_such.yaml" in plan("heft", "--cluster", "no_such.yaml")
     assert "not a readable profile" in plan("heft", "--profile", str(home / "two.yaml"))
     (tmp_path / "file").write_text("")
@@ -468,13 +483,16 @@ def test_interrupt_leaves_nothing(
     assert list(folder.iterdir()) == []
 
 
-def test_our_own_mistakes_are_not_hidden(plan_path: Path, monkeypatch: Any) -> None:
+def test_our_own_mistakes_are_not_hidden(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(Plan, "inconsistencies", broken)
-    with pytest.raises(ZeroDivisionError):
-        main(["show", str(plan_path)])
+    assert main(["show", str(plan_path)]) == DEFECT
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err and "Traceback" in err and "please report" in err
 
 
 def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,3 +156,19 @@ def test_devices_that_are_not_here_are_refused(device, message):
         pytest.raises(ProfileError, match=message + r".*like: <measured device>"),
     ):
         measure(branches(), Cluster("elsewhere", (device,)), repeats=1)
+
+
+def test_a_profile_of_fewer_rounds_than_asked_for_is_measured_again(tmp_path, monkeypatch):
+    graph, asked = branches(), []
+    seconds = np.full((graph.num_ops, 2), 1e-4)
+
+    def fake(graph, cluster, *, repeats, progress):
+        asked.append(repeats)
+        return Profile(CLUSTER.device_names, seconds, seconds * 0, provenance={"repeats": repeats})
+
+    monkeypatch.setattr(measure_module, "measure", fake)
+    for repeats in (2, 2, None, 1, 5, None, 3):
+        load_or_measure(graph, CLUSTER, repeats=repeats, folder=tmp_path)
+    assert asked == [2, 5]
+    load_or_measure(graph, CLUSTER, folder=tmp_path / "none")
+    assert asked[2:] == [10]

@@ -142,7 +142,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, keep: int) -> None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="not a readable profile"):
+    with pytest.raises(ProfileError, match="cannot be read: No such file"):
         Profile.load(tmp_path / "missing.npz")
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
     with pytest.raises(ProfileError, match="not a readable profile"):

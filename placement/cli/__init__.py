@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 OPTIMIZER = "AdamW"
-OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+OK, NO, BAD_INPUT, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
+EXIT_CODES = (
+    "exit codes: 0 done; 1 the answer is no; 2 bad input; 70 a defect of ours; 130 interrupted"
+)
+AFTER_INTERRUPT = (
+    "no file is half written, and profiles that were finished are kept for the same command"
+)
+MAX_BATCHES = 1_000_000  # more would only fill the memory
 
 Progress = Callable[[str, float | None], None]  # (what is being done, share done or None)
 
@@ -42,8 +49,10 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, allow_nan=False))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table of at most 80 columns; the first column is text, the others are figures."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, figures: bool = True
+) -> None:
+    """A table of at most 80 columns; the first column is text, the others are ``figures``."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -51,7 +60,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(
-            column, justify="right" if i else "left", overflow="ellipsis" if i == 0 else "fold"
+            column,
+            justify="right" if i and figures else "left",
+            overflow="ellipsis" if i == 0 and figures else "fold",
+            no_wrap=not (i or figures),
         )
     for row in rows:
         table.add_row(*row)
@@ -63,7 +75,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Progress]:
-    """What reports progress: a bar on a terminal, else a line now and then after 2 seconds."""
+    """What reports progress: a bar on a terminal, elsewhere (in a log) a line every minute."""
     if quiet:
         yield lambda what, share: None
         return
@@ -71,7 +83,9 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
         from rich.console import Console
         from rich.progress import Progress as Bar
 
-        with Bar(console=Console(stderr=True), transient=True) as bar:
+        console = Console(stderr=True, markup=False, emoji=False)
+        # Seldom: the thread that draws takes time from the devices that are measured.
+        with Bar(console=console, transient=True, refresh_per_second=3) as bar:
             task = bar.add_task("", total=None)
 
             def show(what: str, share: float | None) -> None:
@@ -79,11 +93,11 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
 
             yield show
         return
-    last = time.monotonic() - 8.0
+    last = time.monotonic()
 
     def write(what: str, share: float | None) -> None:
         nonlocal last
-        if time.monotonic() - last >= 10.0:
+        if time.monotonic() - last >= 60.0:
             last = time.monotonic()
             say(what + ("" if share is None else f" ({share:.0%})"))
 
@@ -135,10 +149,16 @@ def load_training(spec: str, optimizer: str | None) -> tuple[Any, Any, Any, Any]
     from torch import optim
 
     name = optimizer or OPTIMIZER
-    kind = getattr(optim, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)):
+    kind: Any = getattr(optim, name, None)
+    is_one = isinstance(kind, type) and issubclass(kind, optim.Optimizer)
+    if not is_one or kind is optim.Optimizer:
         raise UsageError(f"--optimizer {name}: torch.optim has no such optimizer; e.g. AdamW, SGD")
-    return module, example, loss, getattr(optim, name)(module.parameters())
+    try:
+        return module, example, loss, kind(module.parameters())
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"--optimizer {name}: not with its default settings ({error}); e.g. AdamW, SGD"
+        ) from error
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
@@ -210,8 +230,25 @@ def is_file(spec: str) -> bool:
     Raises:
         UsageError: it looks like a file, but there is none.
     """
-    if Path(spec).is_file():
-        return True
-    if "/" in spec or Path(spec).suffix in (".json", ".txt", ".npz", ".onnx", ".yaml"):
+    if not looks_like_file(spec):
+        return False
+    if not os.path.exists(spec):
         raise UsageError(f"{spec}: no such file")
-    return False
+    if os.path.isdir(spec):
+        raise UsageError(f"{spec}: is a folder, not a file")
+    return True
+
+
+def looks_like_file(spec: str) -> bool:
+    """A name that no workload can have, or that of a file that is there."""
+    suffixes = (".json", ".txt", ".npz", ".onnx", ".yaml")
+    return "/" in spec or Path(spec).suffix in suffixes or os.path.isfile(spec)
+
+
+def check_outputs(*paths: str | None) -> None:
+    """Raise ``FileError`` now, not after the work, for what could not be written then."""
+    from placement.files import check_writable
+
+    for path in paths:
+        if path is not None:
+            check_writable(path)

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise cli.UsageError("give a plan, --to NAME and --out FILE; placement export --list")
     cli.search_here(args.to)
     exporter = exporters.load(args.to, **dict(option(text, "exporter") for text in args.options))
+    cli.check_outputs(args.out)
     plan = load_plan(args.plan)
     problem = _problem(plan, args) if args.model or args.profile else None
     predicted, moved = None, {}

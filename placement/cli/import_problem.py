@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from placement import importers
     from placement.problem import lower_bounds
 
+    cli.check_outputs(args.out)
     with cli.progress() as report:
         problem = load_problem(args, report)
     importers.save(problem, args.out)

@@ -78,6 +78,7 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from placement import schedulers
 
+    cli.check_outputs(args.out, args.trace)
     planner = load_planner(args)
     scheduler = None if args.scheduler is None else schedulers.load(args.scheduler)
     schedule = None
@@ -136,6 +137,10 @@ def load_planner(args: argparse.Namespace) -> Planner:
     """The planner with its options; budget and seed go to planners that have such an option."""
     from placement import planners
 
+    for key in ("seconds", "evaluations"):
+        value = getattr(args, key)
+        if value is not None and not value > 0:
+            raise cli.UsageError(f"--{key} {value} must be positive; leave it out for no limit")
     name = args.planner
     if name == "policy" and name not in planners.names():
         name = "agents.planner:PolicyPlanner"  # by name: this package must not import that one
@@ -158,6 +163,7 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     """The problem in a file, or of a workload on a cluster, measured where it has not been."""
     chosen = {"num_microbatches": args.microbatches, "max_in_flight": args.in_flight}
     changes = {key: value for key, value in chosen.items() if value is not None}
+    _check_settings(args)
     names = [name.replace("-", "_") for name, *_ in _FILE_OPTIONS]
     for_file = {name: getattr(args, name) for name in names} | {"dims": _dims(args.dim)}
     if cli.is_file(args.workload):
@@ -177,17 +183,37 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         if value is not None:
             option = name.replace("_", "-").replace("dims", "dim")
             raise cli.UsageError(f"--{option} is for problem files; {args.workload!r} is none")
-    from placement.measure import load_or_measure
     from placement.problem import Problem
     from placement.profile import Profile
 
+    mode = cli.mode_of(args)
+    # Everything that may be mistaken comes before what takes long.
+    profile = None if args.profile is None else Profile.load(args.profile)
     cluster = cli.cluster_of(args.cluster)
-    graph = cli.capture_workload(args.workload, report, cli.mode_of(args), args.optimizer)
-    if args.profile is None:
+    if profile is not None:
+        profile = profile.for_cluster(cluster)
+    graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
+    if profile is None:
+        from placement.measure import load_or_measure
+
         profile = load_or_measure(graph, cluster, progress=report)
-    else:
-        profile = Profile.load(args.profile).for_cluster(cluster)
     return Problem(graph, cluster, profile, objective=args.objective or "period", **changes)
+
+
+def _check_settings(args: argparse.Namespace) -> None:
+    """What a problem would refuse too, but only once it is captured and measured.
+
+    Raises:
+        UsageError: an unknown objective, or a number out of range.
+    """
+    from placement.problem import OBJECTIVES
+
+    if args.objective is not None and args.objective not in OBJECTIVES:
+        names = ", ".join(OBJECTIVES)
+        raise cli.UsageError(f"--objective {args.objective} is unknown; use one of {names}")
+    for option, value in (("--microbatches", args.microbatches), ("--in-flight", args.in_flight)):
+        if value is not None and not 1 <= value <= cli.MAX_BATCHES:
+            raise cli.UsageError(f"{option} {value}: must be from 1 to {cli.MAX_BATCHES:,}")
 
 
 def _dims(given: list[str] | None) -> dict[str, int] | None:

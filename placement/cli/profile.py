@@ -7,6 +7,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from placement import cli
+from placement.files import FileError, cache_folder
 
 if TYPE_CHECKING:
     from placement.cluster import Cluster
@@ -29,10 +30,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement.measure import cached_path, measure
-
     if args.repeats < 1:
         raise cli.UsageError(f"--repeats {args.repeats}: must be at least 1")
+    if cli.looks_like_file(args.workload):
+        raise cli.UsageError(f"{args.workload}: a model is measured, not a file; see --help")
+    cli.mode_of(args)
+    _check_output(args.out)
+    from placement.measure import cached_path, measure
+
     with cli.progress() as report:
         cluster = measurable(cli.cluster_of(args.cluster))
         graph = cli.capture_workload(args.workload, report, cli.mode_of(args), args.optimizer)
@@ -42,10 +47,21 @@ def run(args: argparse.Namespace) -> int:
     try:
         profile.save(path)
     except (OSError, ValueError) as error:
-        advice = "" if args.out else "; or set PLACEMENT_HOME to another folder"
-        raise cli.UsageError(f"the profile above was not saved: {error}{advice}") from error
+        raise cli.UsageError(f"the profile above was not saved: {error}{_or(args.out)}") from error
     cli.say(f"profile saved to {path}")
     return cli.OK
+
+
+def _check_output(out: str | None) -> None:
+    """Raises: UsageError, the profile could not be saved."""
+    try:
+        cli.check_outputs(out or str(cache_folder() / "profiles" / "profile.npz"))
+    except FileError as error:
+        raise cli.UsageError(f"{error}{_or(out)}") from error
+
+
+def _or(out: str | None) -> str:
+    return "" if out else "; or set PLACEMENT_HOME to another folder"
 
 
 def measurable(cluster: Cluster) -> Cluster:

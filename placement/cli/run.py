@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 EXAMPLE = """examples:
   placement run plan.json --against-single-device
   placement run plan.json --model my_package.my_module:my_function --trace trace.json
+  placement run plan.json --wandb my-project     online if you are logged in
 
 Exit code 1: the results differ from those of the plain module.
 """
@@ -37,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--trace", metavar="FILE", help="write the measured timeline")
     parser.add_argument("--out", metavar="FILE", help="write the plan with what was measured")
+    parser.add_argument("--wandb", metavar="PROJECT", help="mirror what was measured to W&B")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,8 +48,9 @@ def run(args: argparse.Namespace) -> int:
 
     plan = load_plan(args.plan)
     batches = args.batches if args.batches is not None else plan.num_microbatches
-    if batches < 1:
-        raise cli.UsageError(f"--batches {batches}: must be at least 1")
+    if not 1 <= batches <= cli.MAX_BATCHES:
+        raise cli.UsageError(f"--batches {batches}: must be from 1 to {cli.MAX_BATCHES:,}")
+    cli.check_outputs(args.out, args.trace)
     if plan.graph.mode == "training":
         from placement.cli import train
 
@@ -81,12 +86,39 @@ def run(args: argparse.Namespace) -> int:
 def keep(
     args: argparse.Namespace, plan: Plan, measured: Measured, trace: dict[str, Any] | None
 ) -> None:
-    """Write what ``--out`` and ``--trace`` ask for: the plan with what was measured, the trace."""
+    """What ``--out``, ``--wandb`` and ``--trace`` ask for: the plan as measured, the trace."""
+    plan = plan.model_copy(update={"measured": measured})
     if args.out:
-        plan.model_copy(update={"measured": measured}).save(args.out)
+        plan.save(args.out)
         cli.say(f"plan written to {args.out}")
+    if args.wandb:
+        mirror(args.wandb, Path(args.plan).parent, plan)
     if trace is not None:
         cli.write_trace(args.trace, trace)
+
+
+def mirror(project: str, folder: Path, plan: Plan) -> None:
+    """A W&B run of type ``run``: predicted and measured seconds, and the plan as an artifact."""
+    from placement.tracking import WandbTracker
+
+    assert plan.measured is not None
+    figures = {
+        f"{what}_s/{kind}": value
+        for what, said, found in (
+            ("latency", plan.predicted.latency_s, plan.measured.latency_s.median_s),
+            ("period", plan.predicted.period_s, plan.measured.period_s.median_s),
+        )
+        for kind, value in (("predicted", said), ("measured", found))
+    }
+    config = {"graph": plan.graph.name, "planner": plan.planner.model_dump()}
+    with (
+        tempfile.TemporaryDirectory() as kept,
+        WandbTracker(project).run(folder.resolve(), config, "run") as run,
+    ):
+        run.log(figures)
+        plan.save(Path(kept) / "plan.json")
+        name = f"plan-{plan.graph.name}"
+        run.artifact(name, "plan", Path(kept) / "plan.json", aliases=["measured"])
 
 
 def model_of(plan: Plan, given: str | None) -> str:

@@ -75,7 +75,9 @@ def _case(path: str, key: str) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             cases = json.load(file)["cases"]
         keys = sorted(cases)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise cli.UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise cli.UsageError(
             f'{path}: no cases in it ({type(error).__name__}: {error}); expected {{"cases": ...}}'
         ) from error

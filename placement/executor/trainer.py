@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from placement.cluster import Cluster
-from placement.executor.loader import PREFETCH_BYTES, Dataset
+from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
 from placement.executor.runner import Runner, RunnerError
 from placement.executor.share import carried_operators
 from placement.graph import OpGraph
@@ -135,6 +135,10 @@ class Trainer:
 
         Items are loaded as ``Runner.stream`` does, also for the next step while one runs. The
         last step may have fewer; with a schedule such a rest is left out.
+
+        Raises:
+            LoaderError: an impossible number of workers or of items to prefetch.
+            RunnerError: an impossible number of micro-batches.
         """
         if num_microbatches < 1:
             raise RunnerError(f"num_microbatches = {num_microbatches}, must be at least 1")
@@ -150,6 +154,9 @@ class Trainer:
             prefetch=prefetch,
             prefetch_bytes=prefetch_bytes,
         )
+        return self._train(items, num_microbatches)
+
+    def _train(self, items: InputPipeline, num_microbatches: int) -> Iterator[Tensor]:
         with items:
             for first in items:
                 step: Iterable[Any] = chain([first], islice(items, num_microbatches - 1))

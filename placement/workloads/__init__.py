@@ -8,6 +8,7 @@ public function of the files of this folder is one, and its name is how ``load``
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -71,9 +72,11 @@ def _make(spec: str, options: dict[str, Any]) -> Any:
     else:
         families = _family_of()
         if spec not in families:
+            near = difflib.get_close_matches(spec, families, 1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
             raise WorkloadError(
-                f"unknown workload {spec!r}: choose one of {', '.join(sorted(families))}, "
-                "or give your own as package.module:function"
+                f"unknown workload {spec[:80]!r}: {meant}Choose one of "
+                f"{', '.join(sorted(families))}, or give your own as package.module:function"
             )
         home, function_name = f"{__name__}.{families[spec]}", spec
     try:

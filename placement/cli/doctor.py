@@ -1,0 +1,290 @@
+"""``placement doctor``: what this machine offers, what is missing, and what to type next."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import time
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from placement import cli
+from placement.ownership import DISTRIBUTION, version
+
+EXAMPLE = """examples:
+  placement doctor
+  placement doctor --json
+
+Exit code 1: something that every run needs is missing or cannot be written.
+"""
+NEEDED_BYTES = 2**30  # for profiles, plans and traces of a day
+BUSY = 0.25  # other programs' share of the cores above which timings are doubtful
+SHAKY = 1.3  # the slow runs of a fixed piece of work over the fast ones
+_REQUIREMENT = re.compile(r"([\w.-]+)[^;]*(?:;.*?extra\s*==\s*['\"]([\w-]+)['\"])?")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run(args: argparse.Namespace) -> int:
+    with cli.progress() as report:
+        report("asking Python, torch and the machine", None)
+        found = facts()
+    problems, hints = advice(found)
+    if args.json:
+        cli.print_json({"ok": not problems, **found, "problems": problems, "hints": hints})
+    else:
+        cli.print_table("what this machine offers", ["", "found"], rows(found), figures=False)
+        for line in problems:
+            print(f"! {line}")
+        for line in hints:
+            print(f"- {line}")
+        if not problems:
+            print("next: placement profile tiny_mlp    (or your own package.module:function)")
+    return cli.NO if problems else cli.OK
+
+
+def facts() -> dict[str, Any]:
+    """Everything that the machine was asked, as JSON; what cannot be found out is None."""
+    from placement.files import FileError, cache_folder, check_writable
+
+    folder, writable = cache_folder(), True
+    try:
+        check_writable(folder / "profiles" / "x.npz")
+    except FileError:
+        writable = False
+    there = next((p for p in (folder, *folder.parents) if p.exists()), Path("/"))
+    required, extras = packages()
+    return {
+        "version": version(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "memory": _memory(),
+        **_torch(),
+        "kernels_cached": kernels_cached(),
+        "cache": {
+            "folder": str(folder),
+            "writable": writable,
+            "free_bytes": shutil.disk_usage(there).free,
+            "num_profiles": len(list(folder.glob("profiles/*.npz"))),
+        },
+        "required": required,
+        "extras": extras,
+        "noise": noise(_timed_loops()),
+    }
+
+
+def advice(found: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """``(problems, hints)``: what must be mended, and what would be good to know."""
+    problems, hints = [], []
+    missing = [name for name, installed in found["required"].items() if installed is None]
+    if missing:
+        problems.append(f"not installed: {', '.join(missing)}: pip install {DISTRIBUTION}")
+    if found["torch_error"]:
+        problems.append(f"torch cannot be imported: {found['torch_error']}")
+    cache = found["cache"]
+    if not cache["writable"]:
+        problems.append(
+            f"profiles cannot be kept in {cache['folder']}: "
+            "export PLACEMENT_HOME=/a/folder/of/yours"
+        )
+    elif cache["free_bytes"] < NEEDED_BYTES:
+        problems.append(
+            f"{_gibibytes(cache['free_bytes'])} free in {cache['folder']}: free some, or "
+            "export PLACEMENT_HOME=/another/folder"
+        )
+    if not found["kernels_cached"]:
+        hints.append(
+            "compiled kernels cannot be kept, every command compiles them anew (a minute): "
+            "export NUMBA_CACHE_DIR=/a/folder/of/yours"
+        )
+    cpu, noisy = found["cpu"], found["noise"]
+    quota = cpu["quota_cores"]
+    if quota is not None and quota < cpu["usable"]:
+        hints.append(
+            f"a limit of {quota:g} cores is shared by {cpu['usable']}: workers will be stopped "
+            "now and then; use as many cores as the limit (taskset)"
+        )
+    if cpu["usable"] < 2 and not found["gpus"]:
+        hints.append("one core is one device: a pipeline needs two cores, or a GPU")
+    if cpu["load"] is not None and cpu["load"] > BUSY * cpu["usable"]:
+        hints.append(
+            f"other programs keep {cpu['load']:.1f} of {cpu['usable']} cores busy: what is "
+            "measured now is too slow, and differs from run to run"
+        )
+    if noisy["slow_over_fast"] > SHAKY:
+        hints.append(
+            f"timing is noisy: the same work takes up to {noisy['slow_over_fast']:.1f} times as "
+            "long; use more rounds (placement profile --repeats 30), or wait for a quiet machine"
+        )
+    if cpu["governor"] not in (None, "performance"):
+        hints.append(f"clock rates change (governor {cpu['governor']}): timings differ more")
+    for name, parts in found["extras"].items():
+        lacking = [part for part, installed in parts.items() if installed is None]
+        if lacking and name != "dev":
+            hints.append(
+                f"without {', '.join(lacking)}: pip install '{DISTRIBUTION}[{name}]' if you need it"
+            )
+    return problems, hints
+
+
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    """What people read: a name, and what was found."""
+    cpu, memory, cache = found["cpu"], found["memory"], found["cache"]
+    limit = memory["limit_bytes"]
+    gpus = [f"{g['name']}, {g['model']}, {_gibibytes(g['memory_bytes'])}" for g in found["gpus"]]
+    no_gpu = "none" if found["cuda_build"] else "none (torch is built for CPUs only)"
+    load = "unknown" if cpu["load"] is None else f"{cpu['load']:.1f} of {cpu['usable']} cores"
+    shown = [
+        ["version", f"{DISTRIBUTION} {found['version']}, Python {found['python']}"],
+        [
+            "processor",
+            f"{cpu['model']}, {cpu['usable']} of {cpu['logical']} cores usable, "
+            f"sockets: {cpu['sockets'] or 'unknown'}",
+        ],
+        [
+            "memory",
+            f"{_gibibytes(memory['total_bytes'])}, {_gibibytes(memory['free_bytes'])} free"
+            + (f", limit {_gibibytes(limit)}" if limit is not None else ""),
+        ],
+        ["GPUs", "; ".join(gpus) or no_gpu],
+        ["devices", ", ".join(found["devices"]) or "unknown"],
+        ["load", f"{load}; the same work takes {found['noise']['slow_over_fast']:.2f}x at times"],
+        [
+            "profiles",
+            f"{cache['num_profiles']} in {cache['folder']}, {_gibibytes(cache['free_bytes'])} "
+            f"free{'' if cache['writable'] else ', NOT WRITABLE'}",
+        ],
+        ["packages", ", ".join(f"{k} {v or 'MISSING'}" for k, v in found["required"].items())],
+    ]
+    for name, parts in found["extras"].items():
+        there = ", ".join(f"{k} {v or 'missing'}" for k, v in parts.items())
+        shown.append([f"extra {name}", there])
+    return shown
+
+
+def packages() -> tuple[dict[str, str | None], dict[str, dict[str, str | None]]]:
+    """``({package: version}, {extra: {package: version}})`` of what the distribution names.
+
+    By its metadata; of a checkout that is not installed, by its ``pyproject.toml``.
+    """
+    try:
+        lines = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        text = _read(str(Path(cli.__file__).parents[2] / "pyproject.toml")) or "project = {}"
+        project = tomllib.loads(text)["project"]
+        lines = list(project.get("dependencies", ()))
+        for extra, names in project.get("optional-dependencies", {}).items():
+            lines += [f'{name}; extra == "{extra}"' for name in names]
+    required: dict[str, str | None] = {}
+    extras: dict[str, dict[str, str | None]] = {}
+    for line in lines:
+        match = _REQUIREMENT.match(line)
+        assert match is not None, line
+        name, extra = match[1], match[2]
+        (required if extra is None else extras.setdefault(extra, {}))[name] = _installed(name)
+    return required, extras
+
+
+def noise(seconds: list[float]) -> dict[str, float]:
+    """How much the same work differs: its times at 95 % over those at 5 %."""
+    import numpy as np
+
+    fast, slow = np.percentile(seconds, [5, 95])
+    return {"fast_s": float(fast), "slow_s": float(slow), "slow_over_fast": float(slow / fast)}
+
+
+def kernels_cached() -> bool:
+    """Whether numba finds a folder for what it compiles: beside our files, or of the user."""
+    folder = os.environ.get("NUMBA_CACHE_DIR")
+    beside = Path(cli.__file__).parents[1]
+    choices = [Path(folder)] if folder else [beside, Path.home() / ".cache"]
+    return any(os.access(next(q for q in (p, *p.parents) if q.exists()), os.W_OK) for p in choices)
+
+
+def _timed_loops(rounds: int = 150) -> list[float]:
+    """Seconds of ``rounds`` equal pieces of work of about a millisecond each."""
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        sum(range(20_000))
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> dict[str, Any]:
+    """What torch sees. An import of torch may fail in many ways; the first line says how."""
+    found: dict[str, Any] = {"devices": [], "gpus": [], "cuda_build": None, "torch_error": None}
+    try:
+        import torch
+
+        from placement.cluster import Cluster
+
+        devices = Cluster.detect().devices
+    except Exception as error:
+        return found | {"torch_error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    keys = ("name", "model", "memory_bytes")
+    gpus = [{key: getattr(d, key) for key in keys} for d in devices if d.kind == "cuda"]
+    return found | {
+        "devices": [d.name for d in devices],
+        "gpus": gpus,
+        "cuda_build": torch.version.cuda,
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    from placement.cluster import cpu_model
+
+    logical = os.cpu_count() or 1
+    can_tell = hasattr(os, "sched_getaffinity")
+    usable = sorted(os.sched_getaffinity(0)) if can_tell else list(range(logical))
+    topology = "/sys/devices/system/cpu/cpu{}/topology/{}"
+    sockets = {_read(topology.format(c, "physical_package_id")) for c in usable} - {None}
+    siblings = {_read(topology.format(c, "thread_siblings_list")) for c in usable} - {None}
+    quota = (_read("/sys/fs/cgroup/cpu.max") or "max").split()
+    return {
+        "model": cpu_model(),
+        "logical": logical,
+        "usable": len(usable),
+        "physical": len(siblings) or None,
+        "sockets": len(sockets) or None,
+        "quota_cores": None if quota[0] == "max" else int(quota[0]) / int(quota[1]),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+    }
+
+
+def _memory() -> dict[str, int | None]:
+    lines = dict(re.findall(r"(\w+):\s+(\d+) kB", _read("/proc/meminfo") or ""))
+    kib = {key: int(value) * 1024 for key, value in lines.items()}
+    limit = _read("/sys/fs/cgroup/memory.max")
+    return {
+        "total_bytes": kib.get("MemTotal"),
+        "free_bytes": kib.get("MemAvailable"),
+        "limit_bytes": int(limit) if limit is not None and limit.isdecimal() else None,
+    }
+
+
+def _gibibytes(value: int | None) -> str:
+    return "unknown" if value is None else f"{value / 2**30:,.1f} GiB"
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
