@@ -7,7 +7,6 @@ pages of the site.
 from __future__ import annotations
 
 project = "device-placement-rl"
-author = "the authors of device-placement-rl"
 root_doc = "docs/index"
 include_patterns = ["docs/*.md", "experiments/**.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 extensions = ["myst_parser", "sphinx_copybutton"]
@@ -17,3 +16,4 @@ suppress_warnings = ["toc.not_included"]
 html_theme = "furo"
 html_title = project
 html_copy_source = False
+html_show_copyright = False

@@ -48,16 +48,17 @@ STUDIES = {
 
 
 def table() -> str:
-    """Markdown: a row per study.
+    """Markdown: a row per study, and the machines.
 
     Raises:
         KeyError: a file of the results belongs to no study.
         FileNotFoundError: a study has no result.
     """
     rows = [
-        "| result | what it answers | command | minutes | made on |",
+        "| result | what it answers | `python -m` | minutes | made |",
         "|---|---|---|---:|---|",
     ]
+    machines: list[str] = []
     files = files_by_study([path.name for path in RESULTS.iterdir()])
     for stem, study in STUDIES.items():
         if not files[stem]:
@@ -65,12 +66,16 @@ def table() -> str:
         command, facts = origin(stem)
         links = [f"[{Path(f).suffix[1:]}](../experiments/results/{f})" for f in files[stem]]
         data = " (1)" if study.needs_data else ""
-        machine = f"{facts['when'][:10]}, {short(facts['cpu'])}, {facts['cores']} cores"
+        machine = f"{short(facts['cpu'])}, {facts['cores']} cores"
+        if machine not in machines:
+            machines.append(machine)
+        made = f"{facts['when'][:10]} {'ABCDEFGH'[machines.index(machine)]}"
         rows.append(
-            f"| `{stem}` {' '.join(links)} | {study.answers} | `{command}`{data} "
-            f"| {study.minutes:g} | {machine} |"
+            f"| {', '.join(links)} | {study.answers} | `{command.removeprefix('python -m ')}`{data} "
+            f"| {study.minutes:g} | {made} |"
         )
-    return "\n".join(rows) + "\n"
+    where = [f"Machine {letter}: {m}." for letter, m in zip("ABCDEFGH", machines, strict=False)]
+    return "\n".join([*rows, "", *where]) + "\n"
 
 
 def files_by_study(names: list[str]) -> dict[str, list[str]]:
