@@ -65,15 +65,13 @@ def table() -> str:
             raise FileNotFoundError(f"no file in {RESULTS} begins with {stem!r}")
         command, facts = origin(stem)
         links = [f"[{Path(f).suffix[1:]}](../experiments/results/{f})" for f in files[stem]]
-        data = " (1)" if study.needs_data else ""
         machine = f"{short(facts['cpu'])}, {facts['cores']} cores"
         if machine not in machines:
             machines.append(machine)
         made = f"{facts['when'][:10]} {'ABCDEFGH'[machines.index(machine)]}"
-        rows.append(
-            f"| {', '.join(links)} | {study.answers} | `{command.removeprefix('python -m ')}`{data} "
-            f"| {study.minutes:g} | {made} |"
-        )
+        run = f"`{command.removeprefix('python -m ')}`{' (1)' if study.needs_data else ''}"
+        cells = [", ".join(links), study.answers, run, f"{study.minutes:g}", made]
+        rows.append(f"| {' | '.join(cells)} |")
     where = [f"Machine {letter}: {m}." for letter, m in zip("ABCDEFGH", machines, strict=False)]
     return "\n".join([*rows, "", *where]) + "\n"
 

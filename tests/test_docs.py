@@ -1,6 +1,7 @@
 """The documentation is true: links lead somewhere, code runs, commands exist.
 
-In the files of ``docs/`` and in the README, blocks run in the order in which they are written, in an empty folder:
+In the files of ``docs/`` and in the README, blocks run in the order in which they are written, in
+an empty folder:
 
 * ```` ```python ```` is executed; the blocks of one file share their names;
 * ```` ```sh ````, or no language: every ``placement`` command is carried out and must return 0;
