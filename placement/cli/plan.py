@@ -129,7 +129,9 @@ def _show_and_save(
         show_plan(plan)
     if args.out:
         plan.save(args.out)
-        runs = "" if problem.graph.program is None else f"; next: placement run {args.out}"
+        # Code of yours is not called on a plan's word: it is named again.
+        model = f" --model {args.workload}" if ":" in args.workload else ""
+        runs = "" if problem.graph.program is None else f"; next: placement run {args.out}{model}"
         cli.say(f"plan written to {args.out}{runs}")
 
 
