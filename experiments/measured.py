@@ -1,0 +1,357 @@
+"""Few real measurements: ours with 100 runs against the best of 500 random placements.
+
+    python -m experiments.measured [WORKLOAD ...] [--seeds 5] [--pools 1] [--quick]
+
+Written before the first run. Two one-core CPU devices, a captured model in inference, the period
+of 16 micro-batches with 4 in flight; profile of 10 rounds, measured once and kept.
+
+* **One run** is one execution of one placement: 2 micro-batches to warm up, then 16. Re-measured
+  incumbents and finalists count.
+* **measured_search**: 100 runs in all, the single devices and the finals included; seeds 0 to 4.
+* **simulator alone** (ablation): the same 100 runs, proposals and seeds, without the residual: the
+  simulator ranks, the lowest median wins.
+* **random, 500**: 500 different placements run once each, every second scattered, the others one
+  cut in operator order, shares of the devices drawn uniformly; what is spent on re-measuring the
+  incumbent (32 runs) is not counted. Its 5 fastest are finalists, and the best of *their final
+  medians* counts: it may choose with the final measurement, ours may not.
+* **random, 100**: the fastest of the first 100 of them (equal budget).
+* **no measurement**: ``macro_search`` on the simulator, 8,192 evaluations, seed 0.
+* **Finals**: every way's answers and every single device take turns, 15 rounds, first one
+  direction, then the other. Gains are ratios within a round; the interval resamples seeds and
+  rounds (95 %, 10,000 times). The single device is the one with the lower median.
+
+About 45 minutes for ``resnet50`` and 8 for ``bert_tiny_hidden128`` on an idle machine with 2 cores
+at 2.8 GHz (1,800 runs each; more with ``--pools``, one further draw of 500 each). What has run lies
+in ``runs/measured``: after Ctrl-C the same command continues. Writes
+``experiments/results/measured.csv``, ``measured_curves.csv`` and ``measured.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments._study import (
+    RESULTS,
+    ROOT,
+    StudyError,
+    command_line,
+    launch,
+    number,
+    provenance,
+    say,
+    to_csv,
+    to_table,
+)
+from placement.files import write_atomic
+from placement.measured_search import search_measured
+from placement.planners._search import single_devices
+from placement.planners.macro_search import MacroSearch
+from placement.problem import Placement, Problem
+from placement.residual import random_placements
+from placement.simulator import score
+from placement.trials import Runtime, Trials
+
+Floats = NDArray[np.float64]
+
+WORKLOADS = ("resnet50", "bert_tiny_hidden128")
+OURS, RANKED, RANDOM, NONE = "measured_search", "simulator alone", "random", "no measurement"
+EQUAL = "random, equal budget"
+SINGLE = "single:"
+_TOP = 5  # of the random placements are finalists
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Runs of each way, and how often everything is done (see the top of this file)."""
+
+    measurements: int = 100
+    random: int = 500
+    seeds: int = 5
+    pools: int = 1
+    rounds: int = 15
+    evaluations: int = 1024
+    repeats: int = 10
+    microbatches: int = 16
+
+
+QUICK = Budget(12, 20, 2, 1, 3, 64, 1, 4)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one way found with one seed, in the finals.
+
+    Attributes:
+        num_runs: what it spent.
+        predicted_s, measured_s: period; the latter is the median of the final rounds.
+        gain, gain_low, gain_high: period of the best single device over this one, and the 95 %
+            interval over final rounds.
+        against_random: period of the best of the random placements over this one (likewise).
+    """
+
+    workload: str
+    way: str
+    seed: int
+    num_runs: int
+    predicted_s: float
+    measured_s: float
+    gain: float
+    gain_low: float
+    gain_high: float
+    against_random: float
+    against_random_low: float
+    against_random_high: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """The period of the incumbent, as believed after so many runs."""
+
+    workload: str
+    way: str
+    seed: int
+    num_runs: int
+    believed_s: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All seeds of a way: geometric means of ``Row``'s ratios, intervals over seeds and rounds."""
+
+    workload: str
+    way: str
+    num_runs: int
+    gain: tuple[float, float, float]
+    against_random: tuple[float, float, float]
+    num_as_good: int
+    num_seeds: int
+
+
+Entry = tuple[str, int, int]  # way, seed, runs spent
+
+
+def prepare(workload: str, folder: Path, budget: Budget) -> Problem:
+    """The model on the first two devices of this machine, with a profile kept in ``folder``."""
+    from placement.cluster import Cluster
+    from placement.measure import measure
+    from placement.profile import Profile
+    from placement.program import capture
+    from placement.workloads import load
+
+    module, inputs = load(workload)
+    graph = capture(module, inputs, name=workload)
+    cluster = Cluster("two", Cluster.detect().devices[:2])
+    if cluster.num_devices < 2:
+        raise StudyError("this study needs two cores, and this process may use one; see taskset")
+    path = folder / "profile.npz"
+    if not path.exists():
+        say(f"{workload}: {graph.num_ops} operators; measuring them")
+        measure(graph, cluster, repeats=budget.repeats).save(path)
+    profile = Profile.load(path)
+    profile.check(graph)
+    return Problem(graph, cluster, profile, num_microbatches=budget.microbatches)
+
+
+def compete(
+    name: str, problem: Problem, runtime: Runtime, folder: Path, budget: Budget
+) -> tuple[list[Row], list[Summary], list[Point]]:
+    """Everything that is measured of one problem; the trials are kept in ``folder``."""
+    entries: dict[Entry, Placement] = {}
+    points: list[Point] = []
+    singles = single_devices(problem)[:, problem.graph.group]
+    for device, placement in zip(problem.cluster.device_names, singles, strict=True):
+        entries[SINGLE + device, 0, 0] = placement
+    effort = 8 * budget.evaluations
+    entries[NONE, 0, 0] = MacroSearch(evaluations=effort, seed=0)(problem).placement
+    for pool in range(budget.pools):
+        say(f"{name}: {budget.random} random placements, pool {pool}")
+        random = Trials(problem, runtime, path=folder / f"random-{pool}.jsonl")
+        drawn = draw(problem, budget.random, pool)
+        levels = random(drawn)
+        for rank, i in enumerate(np.argsort(levels, kind="stable")[:_TOP]):
+            entries[RANDOM, pool * _TOP + rank, len(drawn)] = drawn[i]
+        few = min(budget.measurements, len(drawn))
+        entries[EQUAL, pool, few] = drawn[np.argmin(levels[:few])]
+    for seed in range(budget.seeds):
+        for way in (OURS, RANKED):
+            say(f"{name}: {way}, seed {seed}")
+            path = folder / f"{way.replace(' ', '_')}-{seed}.jsonl"
+            answer = search_measured(
+                Trials(problem, runtime, measurements=budget.measurements, path=path),
+                learned=way == OURS,
+                evaluations=budget.evaluations,
+                seed=seed,
+            )
+            entries[way, seed, budget.measurements] = answer.placement
+            points += [Point(name, way, seed, *p) for p in answer.stats["curve"]]
+    seconds = finals(problem, runtime, entries, folder / "finals.jsonl", budget.rounds)
+    return *judge(name, problem, entries, seconds), points
+
+
+def draw(problem: Problem, count: int, seed: int) -> Placement:
+    """int32 ``[count, N]`` different random placements that fit."""
+    rng = np.random.default_rng(seed)
+    found: dict[bytes, Placement] = {}
+    for _ in range(100):
+        more = random_placements(problem, count, rng)
+        fits = np.isfinite(score(problem, more))
+        found.update((p.tobytes(), p) for p in more[fits])
+        if len(found) >= count:
+            return np.array(list(found.values())[:count])
+    raise StudyError(f"{problem.graph.name}: no {count} different random placements fit")
+
+
+def finals(
+    problem: Problem,
+    runtime: Runtime,
+    entries: Mapping[Entry, Placement],
+    path: Path,
+    rounds: int,
+) -> Floats:
+    """float64 ``[rounds, entries]``: all take turns; equal placements share a run."""
+    keys = [p.tobytes() for p in entries.values()]
+    distinct = {k: p for k, p in zip(keys, entries.values(), strict=True)}
+    trials = Trials(problem, runtime, path=path)
+    for r in range(rounds):
+        say(f"finals: round {r + 1} of {rounds}, {len(distinct)} placements")
+        trials.measure(np.array(list(distinct.values())))
+    samples = trials.samples
+    number_of = {p.tobytes(): k for k, p in enumerate(samples.placements)}
+    seconds = np.full((rounds, len(samples.placements)), np.nan)
+    seconds[samples.round, samples.index] = samples.seconds
+    return seconds[:, [number_of[k] for k in keys]]
+
+
+def judge(
+    name: str, problem: Problem, entries: Mapping[Entry, Placement], seconds: Floats
+) -> tuple[list[Row], list[Summary]]:
+    """Ratios to the best single device and to the best random placement, with intervals."""
+    ways = [way for way, *_ in entries]
+    middle = np.median(seconds, axis=0)
+
+    def best(kind: Callable[[str], bool]) -> Floats:
+        mine = [i for i, way in enumerate(ways) if kind(way)]
+        return np.log(seconds[:, mine[int(np.argmin(middle[mine]))]])
+
+    single, random = best(lambda way: way.startswith(SINGLE)), best(lambda way: way == RANDOM)
+    logs = np.log(seconds)
+    gain, against = single[:, None] - logs, random[:, None] - logs
+    predicted = score(problem, np.array(list(entries.values())))
+    rows = [
+        Row(
+            name,
+            way,
+            seed,
+            runs,
+            float(predicted[i]),
+            float(middle[i]),
+            *interval(gain[:, [i]]),
+            *interval(against[:, [i]]),
+        )
+        for i, (way, seed, runs) in enumerate(entries)
+    ]
+    summaries = []
+    for way in dict.fromkeys(ways):
+        mine = [i for i, w in enumerate(ways) if w == way]
+        if way == RANDOM:  # the best in the finals is what the others are compared with
+            mine = [min(mine, key=lambda i: middle[i])]
+        summaries.append(
+            Summary(
+                name,
+                way,
+                rows[mine[0]].num_runs,
+                interval(gain[:, mine]),
+                interval(against[:, mine]),
+                sum(rows[i].against_random_high >= 1.0 for i in mine),
+                len(mine),
+            )
+        )
+    return rows, summaries
+
+
+def interval(logs: Floats, num_resamples: int = 10_000) -> tuple[float, float, float]:
+    """Ratio and 95 % interval from log ratios float64 ``[rounds, seeds]``.
+
+    Medians over rounds, their geometric mean over seeds; both are resampled.
+    """
+    rng = np.random.default_rng(0)
+    rounds, seeds = logs.shape
+    which = rng.integers(rounds, size=(num_resamples, rounds, 1))
+    whose = rng.integers(seeds, size=(num_resamples, 1, seeds))
+    found = np.median(logs[which, whose], axis=1).mean(axis=1)
+    low, high = np.exp(np.percentile(found, [2.5, 97.5]))
+    return float(np.exp(np.median(logs, axis=0).mean())), float(low), float(high)
+
+
+def report(summaries: Sequence[Summary]) -> str:
+    """Markdown: a row per workload and way."""
+
+    def ratio(value: tuple[float, float, float]) -> str:
+        middle, low, high = (number(x) for x in value)
+        return f"{middle} ({low} to {high})"
+
+    cells = [
+        [
+            s.workload,
+            s.way,
+            str(s.num_runs),
+            ratio(s.gain),
+            ratio(s.against_random),
+            f"{s.num_as_good} of {s.num_seeds}",
+        ]
+        for s in summaries
+    ]
+    header = ["workload", "way", "runs", "faster than the best single device"]
+    return to_table([*header, "than the best random placement", "not clearly slower"], cells)
+
+
+def run(options: argparse.Namespace, command: str) -> None:
+    """The study of all workloads; results are written after each."""
+    import torch
+
+    from placement.executor import Executor
+
+    torch.set_num_threads(1)
+    rows, points, summaries = list[Row](), list[Point](), list[Summary]()
+    budget = Budget(seeds=options.seeds, pools=options.pools) if not options.quick else QUICK
+    for workload in options.workloads or WORKLOADS:
+        folder = options.work / ("quick" if options.quick else "full") / workload
+        if options.fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        problem = prepare(workload, folder, budget)
+        r, s, p = compete(workload, problem, Executor(problem), folder, budget)
+        rows, summaries, points = rows + r, summaries + s, points + p
+        write_atomic(options.out / "measured.csv", to_csv(rows))
+        write_atomic(options.out / "measured_curves.csv", to_csv(points))
+        text = f"# Few real measurements\n\n`{command}`\n\n{report(summaries)}\n"
+        text += "Ratios of periods with 95 % intervals; what each way may spend is written in "
+        text += "`experiments/measured.py`.\n\n"
+        write_atomic(options.out / "measured.md", text + provenance(**asdict(budget)))
+    print(report(summaries))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", default=WORKLOADS)
+    parser.add_argument("--seeds", type=int, default=Budget.seeds, help="of both searches")
+    parser.add_argument("--pools", type=int, default=Budget.pools, help="draws of 500")
+    parser.add_argument("--quick", action="store_true", help="a rehearsal of a minute or two")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "measured")
+    parser.add_argument("--fresh", action="store_true", help="forget what is finished")
+    options = parser.parse_args(argv)
+    command = command_line("experiments.measured", argv)
+    return launch(lambda: run(options, command))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
