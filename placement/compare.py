@@ -125,6 +125,13 @@ class Comparison:
     rows: tuple[Row, ...]
     solutions: Mapping[tuple[str, str, int | None], Solution]
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the tables that the terminal shows."""
+        from placement import shown
+        from placement.report.table import tables
+
+        return "".join(shown.table(t.title, t.header, t.cells) for t in tables(self))
+
     def best(self, workload: str) -> Row:
         """The feasible row with the best measured objective, or predicted if none was measured.
 

@@ -7,6 +7,7 @@ numbered in topological order**, so every algorithm is a forward loop and nobody
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -65,6 +66,22 @@ class OpGraph:
     is_backward: NDArray[np.bool_]
     output_tensor: Ints
     program: Any = field(default=None, repr=False, compare=False)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: how much there is of what."""
+        from placement.shown import mebibytes, table
+
+        sizes = [
+            ["operators", f"{self.num_ops:,}"],
+            ["edges", f"{len(self.edges):,}"],
+            ["colocation groups", f"{self.num_groups:,}"],
+            ["parameters", mebibytes(float(self.param_bytes.sum()))],
+            ["backward operators", f"{int(self.is_backward.sum()):,}"],
+        ]
+        kinds = Counter(self.op_kind).most_common(8)
+        return table(f"Operator graph {self.name}", ["", ""], sizes) + table(
+            "most frequent operators", ["kind", "number"], [[k, f"{n:,}"] for k, n in kinds]
+        )
 
     @classmethod
     def build(

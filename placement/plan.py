@@ -121,6 +121,7 @@ class LinkInfo(_Strict):
     bandwidth_bytes_per_s: FiniteFloat | None
     blocking: bool
     channel: Name | None
+    wake_s: Seconds = 0.0
     declared: bool
 
 
@@ -270,6 +271,35 @@ class Plan(_Strict):
     limits: Limits
     fallback: Fallback | None = None
     provenance: Provenance
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: values, devices and stages."""
+        from placement.shown import mebibytes, seconds, table
+
+        def shown(x: float | None) -> str:
+            return "-" if x is None else seconds(x)
+
+        values = []
+        for what in ("latency_s", "period_s"):
+            measured = getattr(self.measured, what).median_s if self.measured else None
+            alone = getattr(self.fallback, what) if self.fallback else None
+            bound = self.lower_bound_s.get(what.removesuffix("_s"))
+            row = (getattr(self.predicted, what), measured, bound, alone)
+            values.append([what.removesuffix("_s"), *map(shown, row)])
+        counts = Counter(self.assignment.values())
+        peak, limit = self.predicted.peak_bytes, self.limits.memory_bytes
+        devices = [
+            [d.name, f"{counts[d.name]:,}", shown(self.predicted.busy_s.get(d.name))]
+            + [mebibytes(x.get(d.name, 0)) for x in (peak, limit)]
+            for d in self.cluster.devices
+        ]
+        stages = [[s.device, s.first, s.last, f"{s.num_ops:,}"] for s in self.stages]
+        title = f"Plan of {self.graph.name} by {self.planner.name}, for {self.objective}"
+        return (
+            table(title, ["", "predicted", "measured", "proved bound", "one device"], values)
+            + table("devices", ["device", "operators", "busy", "peak memory", "of"], devices)
+            + table("stages", ["device", "first operator", "last operator", "operators"], stages)
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all.

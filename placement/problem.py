@@ -324,6 +324,21 @@ class Solution:
     lower_bound_s: float | None = None
     stats: dict[str, Any] = field(default_factory=dict)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the value, what is proved, and operators per device number."""
+        from placement.shown import table
+
+        # Whether seconds or joules, the problem knows.
+        rows = [["objective", f"{self.value_s:.4g}"]]
+        if self.lower_bound_s is not None:
+            rows.append(["proved bound", f"{self.lower_bound_s:.4g}"])
+        rows += [[str(k), str(v)[:100]] for k, v in self.stats.items()]
+        devices, counts = np.unique(self.placement, return_counts=True)
+        rows += [
+            [f"operators on device {d}", f"{n:,}"] for d, n in zip(devices, counts, strict=True)
+        ]
+        return table("Solution", ["", ""], rows)
+
 
 class Planner(Protocol):
     """``planner(problem) -> Solution``; a frozen dataclass whose fields are its parameters."""

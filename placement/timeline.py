@@ -53,6 +53,29 @@ class Timeline:
     idle_w: Floats | None = None
     load_s: Floats | None = None
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: figures, and a drawing of who was busy when."""
+        from placement.shown import lanes, mebibytes, seconds, table
+
+        batch = np.broadcast_to(np.arange(self.num_microbatches)[:, None], self.start_s.shape)
+        tracks, rows = [], []
+        for d, name in enumerate(self.device_names):
+            mine = self.placement == d
+            begin = self.start_s[:, mine].ravel() - self.begin_s
+            end = self.end_s[:, mine].ravel() - self.begin_s
+            tracks.append((name, begin, end, batch[:, mine].ravel()))
+            peak = "-" if self.peak_bytes is None else mebibytes(float(self.peak_bytes[d]))
+            share = f"{100 * self.utilisation[d]:.0f} %"
+            rows.append([name, f"{int(mine.sum())}", seconds(self.busy_s[d]), share, peak])
+        title = (
+            f"Timeline, {'measured' if self.measured else 'predicted'}: latency "
+            f"{seconds(self.latency_s)}, period {seconds(self.period_s)}, "
+            f"{self.num_microbatches} micro-batches"
+        )
+        return lanes(title, tracks, self.makespan_s) + table(
+            "devices", ["device", "operators", "busy", "share", "peak memory"], rows
+        )
+
     @property
     def num_microbatches(self) -> int:
         """``M``."""

@@ -56,7 +56,7 @@ def problem(names: list[str] | None = None, num_ops: int = 6) -> Problem:
     names = names or [f"op{i}" for i in range(num_ops)]
     n = len(names)
     edges = [(i, i + 1) for i in range(n - 1)]
-    graph = OpGraph.build("g", names, [0] * n, [8] * n, edges)
+    graph = OpGraph.build("g", names, range(n), [8] * n, edges)
     cluster = Cluster("two", (Device("a", kind="npu"), Device("b", kind="npu")))
     seconds = np.full((n, 2), 1e-3)
     return Problem(graph, cluster, Profile(("a", "b"), seconds, seconds * 0))

@@ -16,6 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from placement.shown import mebibytes as mebibytes
+from placement.shown import seconds as seconds
+
 if TYPE_CHECKING:
     from placement.cluster import Cluster
     from placement.graph import OpGraph
@@ -208,20 +211,6 @@ def write_trace(path: str, trace: dict[str, Any]) -> None:
 
     write_atomic(path, json.dumps(trace))
     say(f"trace written to {path}; open it at https://ui.perfetto.dev")
-
-
-def seconds(value: float, unit: str = "s") -> str:
-    """Seconds (or another unit) with a fitting prefix, e.g. ``12.3 ms``."""
-    for prefix, scale in (("", 1.0), ("m", 1e3), ("µ", 1e6)):
-        if value * scale >= 1.0 or prefix == "µ":
-            shown = f"{value * scale:.3g} {prefix}{unit}"
-            return shown if value * scale < 999.5 else f"{value:.0f} {unit}"
-    raise AssertionError("the last unit always fits")
-
-
-def mebibytes(value: float) -> str:
-    """Bytes as MiB, or the word for no limit."""
-    return "unlimited" if value >= 2**62 else f"{value / 2**20:,.1f} MiB"
 
 
 def is_file(spec: str) -> bool:
