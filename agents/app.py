@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import metadata, resources
 from pathlib import Path
@@ -26,16 +26,22 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from agents.sweeps import is_best_of_sweep
 from placement import cli
 from placement.ownership import DISTRIBUTION, check_packages
 
 if TYPE_CHECKING:
-    from agents.tracking import Mirror
     from placement.compare import Comparison, Row
     from placement.problem import Planner, Problem
+    from placement.tracking import Mirror
 
 _OURS = ("placement", "envs", "agents")
 _LISTS = ("workload", "planner")
+_MANY = ("-m", "--multirun", "hydra.mode=MULTIRUN")
+_PLUGINS = (
+    f"joblib, submitit and optuna: pip install '{DISTRIBUTION}[sweep]'; "
+    f"ray: pip install '{DISTRIBUTION}[ray]'"
+)
 _VERSIONS_OF = ("torch", "numpy", "numba", "stable-baselines3", "torch-geometric", "hydra-core")
 
 
@@ -48,17 +54,26 @@ def launch(app: Callable[[], Any]) -> int:
 
     The environment variable ``HYDRA_FULL_ERROR=1`` shows where an error comes from.
     """
+
+    def run() -> int:
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors itself, exits with 1
+        # Workers bring their own threads; spinning ones of this process would only disturb them.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        sys.argv[1:] = with_lists(sys.argv[1:])
+        app()
+        return cli.OK
+
+    return guarded(run)
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """The exit code of ``work``; users' errors are one message."""
     wants_traceback = bool(os.environ.get("HYDRA_FULL_ERROR"))
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors itself and exits with 1
-    # Workers bring their own threads; spinning ones of this process would only disturb them.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             check_packages()
-            sys.argv[1:] = with_lists(sys.argv[1:])
-            app()
-        return cli.OK
+            return work()
     except KeyboardInterrupt:
         cli.say("interrupted")
         return cli.INTERRUPTED
@@ -85,6 +100,8 @@ def explain(error: Exception) -> str | None:
         return f"{error}\n(to see all options and values, add: --cfg job)"
     if isinstance(error, HydraException | OmegaConfBaseException):
         because = f"\n{error.__cause__}" if error.__cause__ else ""
+        if re.search(r"hydra/(launcher|sweeper)", str(error)):
+            return f"{error}{because}\n{_PLUGINS}"
         return f"{error}{because}\n(to see all options and values, add: --cfg job)"
     if isinstance(error, OSError) and error.filename:
         return (
@@ -97,17 +114,19 @@ def explain(error: Exception) -> str | None:
 def with_lists(argv: Sequence[str]) -> list[str]:
     """``workload=glob(tiny_*)`` as ``workload=[tiny_cnn,tiny_mlp,...]``, and planners alike.
 
-    To Hydra a glob is a sweep, one job per choice, which is what it stays after ``-m``. Without,
-    it means one job, and one table, of all of them: of all that ``conf/`` holds. Problem files
-    among the workloads move to ``files``: ``workload=[resnet50,bert24.json]`` becomes
-    ``workload=[resnet50]`` and ``files=["bert24.json"]``.
+    To Hydra a glob is a sweep, one job per choice, which is what it stays with ``-m`` and with
+    ``sweep=NAME``. Without, it means one job, and one table, of all of them: of all that ``conf/``
+    holds. Problem files among the workloads move to ``files``: ``workload=[resnet50,bert24.json]``
+    becomes ``workload=[resnet50]`` and ``files=["bert24.json"]``. ``sweep=NAME`` needs no ``-m``.
 
     Raises:
         AppError: a glob that nothing matches.
     """
     argv = [word for arg in argv for word in _without_files(arg)]
-    if any(arg in ("-m", "--multirun", "hydra.mode=MULTIRUN") for arg in argv):
-        return list(argv)
+    if any(arg in _MANY for arg in argv):
+        return argv
+    if any(re.match(r"sweep=(?!null$)", arg) for arg in argv):
+        return ["--multirun", *argv]
     return [_listed(arg) if re.match(r"\w+=glob\(", arg) else arg for arg in argv]
 
 
@@ -296,7 +315,7 @@ def _synthetic_problems(cfg: DictConfig) -> dict[str, Problem]:
 
 
 def _measured_problems(job: Job) -> dict[str, Problem]:
-    from placement.measure import load_or_measure
+    from placement.measure import cached_path, load_or_measure
     from placement.problem import Problem
     from placement.program import capture
 
@@ -319,7 +338,8 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
         def measuring(what: str, share: float, name: Any = name) -> None:
             job.report(f"{name}: measuring, {what}", share)
 
-        profile = load_or_measure(graph, cluster, repeats=cfg.repeats, progress=measuring)
+        with _alone(cached_path(graph, cluster).parent / "measuring", report=job.report):
+            profile = load_or_measure(graph, cluster, repeats=cfg.repeats, progress=measuring)
         profile.save(job.folder / str(name) / "profile.npz")
         job.mirror.artifact(f"profile-{name}", "profile", job.folder / str(name) / "profile.npz")
         problems[str(name)] = Problem(
@@ -339,6 +359,26 @@ def make_planner(node: DictConfig) -> Planner:
     Raises:
         PlannerError: an option that it does not have, or of another type.
     """
+@contextmanager
+def _alone(lock: Path, report: cli.Progress) -> Iterator[None]:
+    """Jobs at the same time take turns: measurements would disturb each other.
+
+    Who has waited finds the profile that another has measured. Where there can be no lock (no
+    permission, a file system without locks) nobody waits.
+    """
+    import fcntl
+
+    with ExitStack() as stack:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(lock.open("w"))
+            report("waiting while another process measures", None)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            report(f"not waiting for others that measure: {error}", None)
+        yield
+
+
     from placement import planners
 
     target = re.sub(r"\.(\w+)$", r":\1", str(node.get("_target_")))
@@ -385,7 +425,9 @@ def save_best(
         )
         plan.save(folder / "plan.json")
         aliases = ("best", "measured") if best.num_rounds else ("best",)
-        job.mirror.artifact(f"plan-{name}", "plan", folder / "plan.json", aliases)
+        if not is_best_of_sweep(job.folder, best):
+            aliases = aliases[1:]
+        job.mirror.artifact(f"plan-{name}", "plan", folder / "plan.json", aliases=aliases)
         timelines = {"predicted": simulate(problem, solution.placement)}
         if best.num_rounds:
             timelines["measured"] = Executor(problem).run(solution.placement)

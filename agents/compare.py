@@ -19,6 +19,7 @@ from agents.app import (
     save_curves,
     seeds_of,
 )
+from agents.sweeps import once
 
 if TYPE_CHECKING:
     from placement.problem import Problem
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="compare")
 def app(cfg: DictConfig) -> float:
     """One comparison; returns the best planner's objective in seconds."""
+    return once(cfg, _compare)
+
+
+def _compare(cfg: DictConfig) -> float:
     from placement.compare import compare
     from placement.executor import Executor
     from placement.report import table

@@ -9,11 +9,16 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from agents.app import AppError, job, launch, make_planner, make_problems, metric_s, save_best
+from agents.sweeps import is_best_of_sweep, once
 
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="train")
 def app(cfg: DictConfig) -> float:
     """One training; returns the policy's objective in seconds."""
+    return once(cfg, _train)
+
+
+def _train(cfg: DictConfig) -> float:
     from agents.expert import solve
     from agents.planner import Mode, PolicyPlanner
     from agents.trained import TrainedPolicy
@@ -61,7 +66,6 @@ def app(cfg: DictConfig) -> float:
             callback=progress,
         )
         trained.save(run.folder / "policy.npz")
-        run.mirror.artifact("policy", "policy", run.folder / "policy.npz", ["best"])
         planners = {
             "baseline": baseline,
             "policy": PolicyPlanner(
@@ -81,6 +85,9 @@ def app(cfg: DictConfig) -> float:
             progress=lambda what: run.report(what, None),
         )
         run.mirror.comparison(comparison)
+        mine = [row for row in comparison.rows if row.planner == "policy"]
+        best = ["best"] if all(is_best_of_sweep(run.folder, row) for row in mine) else []
+        run.mirror.artifact("policy", "policy", run.folder / "policy.npz", aliases=best)
         save_best(run, comparison, problems, planners)
     table.print_tables(table.tables(comparison))
     print(f"in {run.folder}: policy.npz, metrics.csv, compare.csv, compare.md and plans")

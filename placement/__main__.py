@@ -22,6 +22,7 @@ from placement.cli import (
     import_problem,
     plan,
     profile,
+    pull,
     report,
     run,
     schedule,
@@ -77,6 +78,7 @@ VERBS = {
         export.EXAMPLE,
     ),
     "report": Verb("one HTML page of a run folder", report.configure, report.run, report.EXAMPLE),
+    "pull": Verb("fetch a plan or a policy from W&B", pull.configure, pull.run, pull.EXAMPLE),
     "schema": Verb(
         "print the JSON schema of plans",
         show.configure_schema,

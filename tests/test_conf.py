@@ -100,7 +100,7 @@ def test_entries_compose_with_every_option_of_every_group() -> None:
     cfg = compose("train", [lists["workload"], "planner@baseline=local_search"])
     assert sorted(cfg.workload) == GROUPS["workload"] and "planner" not in cfg
     assert cfg.baseline._target_.endswith(".LocalSearch")
-    for group in set(GROUPS) - set(GENERATED):
+    for group in set(GROUPS) - {*GENERATED, "launcher", "sweep"}:  # these: tests/test_sweeps.py
         for option in GROUPS[group]:
             get_object(compose("compare", [f"{group}={option}"])[group]._target_)
 
@@ -117,8 +117,8 @@ def test_every_planner_instantiates_as_its_defaults() -> None:
 
 @pytest.mark.usefixtures("hydra_conf")
 def test_clusters_trackers_training_and_a_workload_instantiate(tmp_path: Path) -> None:
-    from agents.tracking import Tracker, WandbTracker
     from agents.training import TrainConfig
+    from placement.tracking import LocalTracker, Tracker, WandbTracker
 
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\ndevices: [{name: a}, {name: b}]\n")
@@ -129,6 +129,7 @@ def test_clusters_trackers_training_and_a_workload_instantiate(tmp_path: Path) -
     assert instantiate(cfg.training, _convert_="all") == TrainConfig()
     _, (inputs,) = instantiate(cfg.workload.tiny_mlp)
     assert len(inputs) == 7
+    assert instantiate(compose("compare", ["tracker=local"]).tracker) == LocalTracker()
     cfg = compose("compare", ["cluster.max_cpu_devices=1", "tracker=none"])
     assert instantiate(cfg.cluster).num_devices == 1
     assert type(instantiate(cfg.tracker)) is Tracker
@@ -156,6 +157,8 @@ def test_a_glob_is_a_list_in_one_job_and_a_sweep_in_many() -> None:
     assert chosen == [n for n in GROUPS["planner"] if n[0] not in "pb"]
     assert third == "seed=1"
     assert with_lists(["-m", *words]) == ["-m", *words]
+    assert with_lists(["sweep=planners", *words]) == ["--multirun", "sweep=planners", *words]
+    assert with_lists(["sweep=null", "seed=1"]) == ["sweep=null", "seed=1"]
     with pytest.raises(AppError, match=r"nothing matches; there are .*heft"):
         with_lists(["planner=glob(x*)"])
 

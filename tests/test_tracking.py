@@ -16,8 +16,8 @@ import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 import agents.compare
-from agents.tracking import Mirror, Tracker, WandbTracker
 from placement.compare import Comparison, Row
+from placement.tracking import NUM_POINTS, SECONDS, LocalTracker, Mirror, Tracker, WandbTracker
 
 
 def comparison(*values_s: float) -> Comparison:
@@ -75,13 +75,16 @@ def artifacts(found: list[Record]) -> dict[str, tuple[str, list[str]]]:
         if r.HasField("request") and r.request.HasField("log_artifact")
     ]
     return {
-        a.name: (a.type, sorted(a.aliases)) for a in said if a.type in ("plan", "policy", "profile")
+        a.name: (a.type, sorted(a.aliases))
+        for a in said
+        if a.type in ("plan", "policy", "profile", "report")
     }
 
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr(wandb, "login", lambda prompt, verify: False)
     for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(variable, str(tmp_path / variable))
 
@@ -103,7 +106,7 @@ def test_wandb_is_offline_by_default_and_holds_everything(tmp_path: Path) -> Non
     with WandbTracker().run(folder, {"seed": 5}, "compare", "sweep-1") as mirror:
         mirror.log({"greedy_speedup": 1.5}, step=3)
         mirror.comparison(comparison(0.5, np.inf))
-        mirror.artifact("plan-net/1", "plan", folder / "plan.json", ["best"])
+        mirror.artifact("plan-net/1", "plan", folder / "plan.json", aliases=["best"])
     assert wandb.run is None  # finished
     found = records(folder)
     (run,) = [r.run for r in found if r.HasField("run")][:1]
@@ -114,6 +117,16 @@ def test_wandb_is_offline_by_default_and_holds_everything(tmp_path: Path) -> Non
     content = json.loads(table.read_text())
     assert content["columns"][:3] == ["workload", "planner", "seed"]
     assert [row[:3] for row in content["data"]] == [["net", "heft", 0], ["net", "heft", 1]]
+    # Best-so-far curves have seconds of planning as their own axis.
+    points = [
+        {i.nested_key[0] if i.nested_key else i.key: i.value_json for i in r.history.item}
+        for r in found
+        if r.HasField("history")
+    ]
+    curve = [float(p["best_so_far/heft"]) for p in points if "best_so_far/heft" in p]
+    assert len(curve) == NUM_POINTS and curve == sorted(curve, reverse=True)
+    assert curve[-1] == 1.0
+    assert any(r.HasField("metric") and r.metric.step_metric == SECONDS for r in found)
     (exit_record,) = [r.exit for r in found if r.HasField("exit")]
     assert exit_record.exit_code == 0
 
@@ -129,8 +142,9 @@ def test_a_run_that_fails_is_finished_as_failed(tmp_path: Path) -> None:
     assert [r.exit.exit_code for r in records(tmp_path) if r.HasField("exit")] == [1]
 
 
-def test_the_mode_is_the_options_then_the_environments_then_offline(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("logged_in", [False, True])
+def test_online_only_for_who_is_logged_in_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logged_in: bool
 ) -> None:
     asked: list[Any] = []
 
@@ -139,14 +153,33 @@ def test_the_mode_is_the_options_then_the_environments_then_offline(
         return SimpleNamespace(finish=lambda exit_code: None)
 
     monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(wandb, "login", lambda prompt, verify: logged_in)
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
     for tracker in (WandbTracker(mode="disabled"), WandbTracker()):
         with tracker.run(tmp_path, {}, "compare"):
             pass
     monkeypatch.delenv("WANDB_MODE")
     with WandbTracker().run(tmp_path, {}, "compare"):
         pass
-    assert asked == ["disabled", "online", "offline"]
+    assert asked == ["disabled", "dryrun", "online" if logged_in else "offline"]
+
+
+def test_without_network_a_run_is_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def init(**options: Any) -> Any:
+        asked.append(options["mode"])
+        if options["mode"] == "online":
+            raise wandb.errors.CommError("no route to host")
+        return SimpleNamespace(finish=lambda exit_code: None)
+
+    monkeypatch.setattr(wandb, "init", init)
+    with (
+        pytest.warns(UserWarning, match="W&B is offline: no route to host; send it later: wandb"),
+        WandbTracker(mode="online").run(tmp_path, {}, "compare"),
+    ):
+        pass
+    assert asked == ["online", "offline"]
 
 
 def test_a_tracker_that_cannot_start_is_a_warning(
@@ -156,6 +189,7 @@ def test_a_tracker_that_cannot_start_is_a_warning(
         raise wandb.errors.UsageError("no API key")
 
     monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "login", lambda prompt, verify: False)
     done = False
     with (
         pytest.warns(UserWarning, match="not mirrored to W&B: no API key; or use tracker=none"),
@@ -164,6 +198,41 @@ def test_a_tracker_that_cannot_start_is_a_warning(
         mirror.comparison(comparison(1.0))
         done = True
     assert done
+
+
+def test_local_files(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    matplotlib = pytest.importorskip("matplotlib.image")
+    matplotlib.imsave(tmp_path / "p.png", np.zeros((2, 3, 3)))
+    for step in (1, 2):  # a run that goes on appends
+        with LocalTracker().run(tmp_path, {"seed": 5}, "train") as mirror:
+            mirror.log({"greedy_speedup": 1.0 + step}, step=step)
+            mirror.comparison(comparison(0.5))
+            mirror.image("gantt/net", tmp_path / "p.png")
+            mirror.artifact("plan-net", "plan", tmp_path / "plan.json")
+    lines = (tmp_path / "tracked.csv").read_text().splitlines()
+    assert lines[:3] == ["name,step,value", "greedy_speedup,1,2.0", "value_s/net/heft/0,,0.5"]
+    assert len(lines) == 1 + 2 * (2 + NUM_POINTS) and "greedy_speedup,2,3.0" in lines
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("greedy_speedup")] == [(1, 2.0), (2, 3.0)]
+    assert len(events.Images("gantt/net")) == 2
+
+
+def test_without_tensorboard_there_is_the_csv_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
+    with (
+        pytest.warns(UserWarning, match=r"pip install 'device-placement-rl\[tensorboard\]'"),
+        LocalTracker().run(tmp_path, {}, "compare") as mirror,
+    ):
+        mirror.log({"x": 1.0})
+        mirror.image("picture", tmp_path / "none.png")
+    assert (tmp_path / "tracked.csv").read_text() == "name,step,value\nx,,1.0\n"
+    assert {p.name for p in tmp_path.iterdir()} == {"tracked.csv"}
 
 
 @pytest.mark.usefixtures("offline")

@@ -1,0 +1,431 @@
+"""Sweeps: a finished job is not run again, and many jobs become one table.
+
+A job of a sweep leaves ``result.json`` in its folder: what it was asked (a digest of its
+configuration and of the files that it names), how it ended, and its metric. The same command
+with the same folder therefore goes on where it stopped, with any launcher; a sampler that
+suggests with a fixed seed is told the same metrics again and suggests the same trials.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from placement import cli
+from placement.compare import SINGLE, Row, describe
+from placement.files import write_atomic
+from placement.report import table
+
+RESULT = "result.json"
+STATUSES = ("finished", "failed", "unfinished", "not started")
+_NOT_OF_THE_RESULT = ("tracker",)
+_OWN_COLUMNS = ("planner", "workload", "seed")
+_NUM_NAMED = 20
+
+
+class SweepError(ValueError):
+    """A folder that cannot be used for this, or read as a sweep; the message says what to do."""
+
+
+def once(cfg: DictConfig, work: Callable[[DictConfig], float]) -> float:
+    """``work(cfg)``, or the metric of a job of this sweep that has finished before.
+
+    Raises:
+        SweepError: the job's folder holds the result of another configuration.
+        FileError: the folder cannot be written.
+    """
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        return work(cfg)
+    folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+    asked, before = _digest(cfg), _read_json(folder / RESULT)
+    if before.get("status") == "finished":
+        if before.get("asked") != asked:
+            raise SweepError(
+                f"{folder} holds the result of another configuration "
+                f"({' '.join(before.get('overrides', []))}); give this sweep a folder of its own: "
+                "hydra.sweep.dir=FOLDER"
+            )
+        cli.say(f"job {folder.name} has finished before: {' '.join(overrides)}")
+        return float("inf") if before["metric_s"] is None else float(before["metric_s"])
+
+    def ended(status: str, **more: Any) -> None:
+        head = {"status": status, "asked": asked, "overrides": overrides}
+        write_atomic(folder / RESULT, json.dumps(head | more, indent=1))
+
+    ended("unfinished")
+    try:
+        metric_s = work(cfg)
+    except Exception as error:
+        ended("failed", error=f"{type(error).__name__}: {error}")
+        raise
+    ended("finished", metric_s=metric_s if np.isfinite(metric_s) else None)
+    return metric_s
+
+
+def is_best_of_sweep(folder: Path, best: Row) -> bool:
+    """Whether no other job of the sweep has found a better answer for the workload of ``best``.
+
+    True for a run that belongs to no sweep. Measured answers are compared with measured ones.
+    """
+    others = [] if HydraConfig.get().mode != RunMode.MULTIRUN else folder.parent.glob("*/" + RESULT)
+    for path in others:
+        if path.parent != folder and _read_json(path).get("status") == "finished":
+            rows = _read_job(path.parent).rows
+            same = [r for r in rows if r.workload == best.workload and r.feasible]
+            if any(
+                _reached_s(r) < _reached_s(best) for r in same if r.num_rounds == best.num_rounds
+            ):
+                return False
+    return True
+
+
+def _reached_s(row: Row) -> float:
+    if not row.num_rounds:
+        return row.value_s
+    what = row.measured_latency_s if "latency" in row.objective else row.measured_period_s
+    return np.inf if what is None else what
+
+
+def _digest(cfg: DictConfig) -> str:
+    """SHA-256 (hex) of the configuration, with the content of every file that it names."""
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    kept = {k: v for k, v in config.items() if k not in _NOT_OF_THE_RESULT}
+    return hashlib.sha256(json.dumps(describe(kept), sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """One job of a sweep.
+
+    Attributes:
+        name: its folder's, a number unless ``hydra.sweep.subdir`` says otherwise.
+        overrides: what it was asked, by key.
+        status: one of ``STATUSES``. error: of a failed one.
+        rows: its ``compare.csv``, if it has finished.
+    """
+
+    name: str
+    overrides: Mapping[str, str]
+    status: str
+    metric_s: float | None = None
+    error: str = ""
+    rows: tuple[Row, ...] = ()
+
+
+def read_sweep(folder: str | Path) -> tuple[SweepJob, ...]:
+    """Every job of a sweep, those that have not begun included where the sweep can be expanded.
+
+    Raises:
+        SweepError: there are no jobs in the folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise SweepError(f"{folder}: no such folder; name the folder of a sweep, hydra.sweep.dir")
+    jobs = {p.parent.parent.name: _read_job(p.parent.parent) for p in _job_files(folder)}
+    for name, overrides in _expected(folder).items():
+        jobs.setdefault(name, SweepJob(name, overrides, "not started"))
+    if not jobs:
+        raise SweepError(
+            f"{folder}: no jobs of a sweep; they are made by: placement-compare sweep=planners"
+        )
+    return tuple(jobs[name] for name in sorted(jobs, key=lambda n: (len(n), n)))
+
+
+def _job_files(folder: Path) -> list[Path]:
+    return list(folder.glob("*/.hydra/overrides.yaml"))
+
+
+def _read_job(folder: Path) -> SweepJob:
+    saved = _read_json(folder / RESULT)
+    overrides = saved.get("overrides")
+    if overrides is None:
+        overrides = OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
+    job = SweepJob(
+        folder.name,
+        dict(_split(text) for text in overrides),
+        saved.get("status", "unfinished"),
+        saved.get("metric_s"),
+        saved.get("error", ""),
+    )
+    if job.status != "finished":
+        return job
+    try:
+        rows = table.from_csv((folder / "compare.csv").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return SweepJob(job.name, job.overrides, "failed", error=f"compare.csv: {error}")
+    return SweepJob(job.name, job.overrides, "finished", job.metric_s, rows=rows)
+
+
+def _expected(folder: Path) -> dict[str, dict[str, str]]:
+    """Overrides by name of all jobs that the sweep has; empty where nobody can tell yet."""
+    trials = [_num_trials(path.with_name("hydra.yaml")) for path in _job_files(folder)[:1]]
+    if trials and trials[0]:
+        return {str(i): {} for i in range(trials[0])}
+    choices: dict[str, list[str]] = {}
+    try:
+        hydra: Any = OmegaConf.load(folder / "multirun.yaml")["hydra"]
+        words = [f"{k}={v}" for k, v in (hydra.sweeper.params or {}).items()]
+        for override in OverridesParser.create().parse_overrides([*words, *hydra.overrides.task]):
+            if override.is_sweep_override():
+                values = list(override.sweep_string_iterator())
+            else:
+                values = [override.get_value_element_as_str()]
+            choices[_split(override.get_key_element())[0]] = values
+    except (OSError, HydraException):  # HydraException: only the sweep knew what a glob matches
+        return {}
+    jobs: list[dict[str, str]] = [{}]
+    for key, options in choices.items():
+        jobs = [{**job, key: value} for job in jobs for value in options]
+    return {str(i): job for i, job in enumerate(jobs)}
+
+
+def _num_trials(path: Path) -> int:
+    """Of a sweeper that suggests (Optuna's); 0 for one that takes all combinations."""
+    return int(OmegaConf.load(path)["hydra"].sweeper.get("n_trials", 0)) if path.exists() else 0
+
+
+def _split(text: str) -> tuple[str, str]:
+    key, _, value = text.partition("=")
+    return key.lstrip("+"), value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """A planner on one workload over the seeds, or over all workloads (``workload`` None).
+
+    ``value_s`` (the objective, predicted) and ``speedup`` over the best single device are
+    geometric means; ``low`` and ``high`` of each are a Student-t interval of the mean logarithm
+    over the seeds, None for a single seed. Workloads are fixed: their differences are no error.
+
+    Attributes:
+        setting: what else was swept, e.g. ``patience=3``.
+        num_unanswered: seeds x workloads without an answer; the best single device stands in.
+    """
+
+    planner: str
+    setting: str
+    workload: str | None
+    num_seeds: int
+    value_s: float
+    value_low_s: float | None
+    value_high_s: float | None
+    speedup: float
+    speedup_low: float | None
+    speedup_high: float | None
+    num_unanswered: int
+
+    @property
+    def label(self) -> str:
+        """The planner and its setting."""
+        return f"{self.planner} {self.setting}".strip()
+
+
+@dataclass(frozen=True)
+class Report:
+    """A sweep in figures: ``aggregates``, fastest first, and the jobs that have not finished."""
+
+    jobs: tuple[SweepJob, ...]
+    aggregates: tuple[Aggregate, ...]
+    is_measured: bool
+
+    def named(self, status: str) -> list[SweepJob]:
+        """The jobs that are so."""
+        return [job for job in self.jobs if job.status == status]
+
+
+def aggregate(jobs: Sequence[SweepJob]) -> Report:
+    """Means and intervals over seeds, per planner, setting and workload, and over workloads.
+
+    Equal cells of several jobs (a planner without seeds is one) are their median. Speed-ups are
+    measured ones if every finished job was executed.
+    """
+    rows = [(job, row) for job in jobs for row in job.rows]
+    answered = [r for _, r in rows if r.feasible]
+    is_measured = bool(answered) and all(r.measured_speedup is not None for r in answered)
+    varied = _varied(jobs)
+    samples: dict[_Cell, dict[str, list[_Sample]]] = {}
+    for job, row in rows:
+        if row.planner.startswith(SINGLE):
+            continue
+        setting = " ".join(f"{k.split('.')[-1]}={job.overrides[k]}" for k in varied)
+        seed = job.overrides.get("seed", "") if row.seed is None else str(row.seed)
+        speedup = row.measured_speedup if is_measured else row.speedup
+        value_s = row.value_s if np.isfinite(row.value_s) else _alone_s(job.rows, row.workload)
+        seeds = samples.setdefault((setting, row.planner, row.workload), {})
+        seeds.setdefault(seed, []).append((value_s, speedup or 1.0, not np.isfinite(row.value_s)))
+    cells = {key: {s: _middle(v) for s, v in seeds.items()} for key, seeds in samples.items()}
+    workloads = list(dict.fromkeys(w for _, _, w in cells))
+    found = [_mean(key, list(seeds.values())) for key, seeds in cells.items()]
+    if len(workloads) > 1:
+        for setting, planner in dict.fromkeys(key[:2] for key in cells):
+            each = [cells.get((setting, planner, w), {}) for w in workloads]
+            whole = [s for s in each[0] if all(s in seeds for seeds in each)]
+            if whole:
+                over = [_over_workloads([seeds[s] for seeds in each]) for s in whole]
+                found.append(_mean((setting, planner, None), over))
+    order = {w: i for i, w in enumerate((*workloads, None))}
+    found.sort(key=lambda a: (order[a.workload], -a.speedup, a.value_s, a.label))
+    return Report(tuple(jobs), tuple(found), is_measured)
+
+
+_Cell = tuple[str, str, str | None]  # setting, planner, workload
+_Sample = tuple[float, float, int]  # value_s, speedup, how many have no answer
+
+
+def _varied(jobs: Sequence[SweepJob]) -> list[str]:
+    """Keys that not all jobs have alike, but for those with a column of their own."""
+    begun = [job.overrides for job in jobs if job.overrides]
+    keys = dict.fromkeys(k for overrides in begun for k in overrides if k not in _OWN_COLUMNS)
+    return [k for k in keys if len({overrides.get(k) for overrides in begun}) > 1]
+
+
+def _alone_s(rows: Sequence[Row], workload: str) -> float:
+    """Best value of a single device, or where none fits the worst answer that there is."""
+    finite = [r for r in rows if r.workload == workload and np.isfinite(r.value_s)]
+    singles = [r.value_s for r in finite if r.planner.startswith(SINGLE)]
+    return min(singles, default=max((r.value_s for r in finite), default=np.inf))
+
+
+def _middle(samples: Sequence[_Sample]) -> _Sample:
+    value_s, speedup, unanswered = np.median(np.array(samples, float), axis=0)
+    return float(value_s), float(speedup), int(np.ceil(unanswered))
+
+
+def _over_workloads(samples: Sequence[_Sample]) -> _Sample:
+    value_s, speedup = np.exp(np.log([s[:2] for s in samples]).mean(axis=0))
+    return float(value_s), float(speedup), sum(s[2] for s in samples)
+
+
+def _mean(cell: _Cell, samples: Sequence[_Sample]) -> Aggregate:
+    setting, planner, workload = cell
+    value_s = geometric_mean([s[0] for s in samples])
+    speedup = geometric_mean([s[1] for s in samples])
+    unanswered = sum(s[2] for s in samples)
+    return Aggregate(planner, setting, workload, len(samples), *value_s, *speedup, unanswered)
+
+
+def geometric_mean(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Of positive values, with the Student-t 95 % interval of the mean logarithm.
+
+    The interval is None for a single value. Student's t, and not the bootstrap: a sweep has three
+    or five seeds, from which resampling makes intervals that are far too short.
+    """
+    from scipy.stats import t
+
+    logs = np.log(values)
+    mean, number = float(logs.mean()), len(logs)
+    if number < 2:
+        return float(np.exp(mean)), None, None
+    half = float(t.ppf(0.975, number - 1) * logs.std(ddof=1) / np.sqrt(number))
+    return tuple(float(x) for x in np.exp([mean, mean - half, mean + half]))  # type: ignore[return-value]
+
+
+def to_table(report: Report) -> table.Table:
+    """One line per aggregate, and what is missing as notes."""
+    kind = "measured" if report.is_measured else "predicted"
+    numbers = {a.num_seeds for a in report.aggregates}
+    alike = len(numbers) == 1
+    lines = tuple(
+        (
+            a.label,
+            a.workload or "all",
+            *([] if alike else [str(a.num_seeds)]),
+            _figure(1e3 * a.value_s),
+            _interval(1e3, a.value_low_s, a.value_high_s),
+            _figure(a.speedup),
+            _interval(1, a.speedup_low, a.speedup_high),
+        )
+        for a in report.aggregates
+    )
+    seeds = f"{numbers.pop()} seeds" if alike else "n seeds"
+    return table.Table(
+        f"{len(report.named('finished'))} of {len(report.jobs)} jobs: geometric means over {seeds} "
+        f"with 95 % Student-t intervals; speed-up over the best single device, {kind}",
+        ("planner", "workload", *([] if alike else ["n"]), "value ms", "95 %", "speed-up", "95 %"),
+        lines,
+        tuple(_notes(report)),
+    )
+
+
+def _notes(report: Report) -> list[str]:
+    notes = [
+        f"{a.label}, {a.workload or 'all'}: {a.num_unanswered} without an answer, "
+        "for which the best single device stands"
+        for a in report.aggregates
+        if a.num_unanswered and a.workload
+    ]
+    for status in STATUSES[1:]:
+        jobs = report.named(status)
+        for job in jobs[:_NUM_NAMED]:
+            asked = " ".join(f"{k}={v}" for k, v in job.overrides.items())
+            notes.append(f"{status}: job {job.name} {asked}" + f": {job.error}" * bool(job.error))
+        if len(jobs) > _NUM_NAMED:
+            notes.append(f"{status}: and {len(jobs) - _NUM_NAMED} more jobs")
+    if report.named("not started") or report.named("unfinished"):
+        notes.append("to go on: the same command again, with the same hydra.sweep.dir")
+    return notes
+
+
+def _figure(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".") if 1e-3 <= value < 999.5 else f"{value:.3g}"
+
+
+def _interval(scale: float, low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        return "–"
+    return f"{_figure(scale * low)}–{_figure(scale * high)}"
+
+
+def to_csv(report: Report) -> str:
+    """One line per ``Aggregate``, full precision; empty where not known."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([f.name for f in fields(Aggregate)])
+    for a in report.aggregates:
+        writer.writerow(["" if v is None else v for v in astuple(a)])
+    return text.getvalue()
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The aggregates, and every job with its status; infinities are null."""
+
+    def plain(value: Any) -> Any:
+        return None if isinstance(value, float) and not np.isfinite(value) else value
+
+    return {
+        "speedup": "measured" if report.is_measured else "predicted",
+        "interval": "Student t of the mean logarithm over seeds, 95 %",
+        "aggregates": [{k: plain(v) for k, v in asdict(a).items()} for a in report.aggregates],
+        "jobs": [
+            {
+                "name": job.name,
+                "status": job.status,
+                "overrides": dict(job.overrides),
+                "metric_s": plain(job.metric_s),
+                "error": job.error,
+            }
+            for job in report.jobs
+        ],
+    }
