@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from placement.planners._search import device_classes, single_devices
 from placement.problem import Placement, Planner, Problem
 from placement.simulator import score
-from placement.timeline import Timeline
+from placement.trials import Runtime, Trials, fingerprint
 
 Floats = NDArray[np.float64]
 Evaluator = Callable[[Problem, Placement], Floats]  # placements [B, N] -> seconds [B]
@@ -29,56 +30,51 @@ class EnvError(ValueError):
     """An environment was given something it cannot use; the message says what to give."""
 
 
-class Runtime(Protocol):
-    """What ``placement.executor.Executor`` is: a placement goes in, a ``Timeline`` comes out."""
-
-    def run(
-        self, placement: Placement, schedule: None = None, num_microbatches: int | None = None
-    ) -> Timeline: ...
-
-
 @dataclass(frozen=True)
 class Measured:
-    """An ``Evaluator`` that runs placements for real: ``Measured(Executor)``.
+    """An ``Evaluator`` that runs placements for real: ``Measured(Executor, measurements=500)``.
+
+    A placement runs once and keeps its value; the fastest so far runs again with every batch,
+    so that drift of the machine cancels (see ``placement.trials.Trials``).
 
     Attributes:
         runtime: called once per problem; makes what runs its placements.
-        repeats: runs per placement; the median counts.
+        repeats: interleaved rounds per new placement; the median counts.
+        measurements: most runs per problem, None: no limit. Beyond them a new placement is an
+            error, so an environment ends with what it has.
+        folder: keeps what has run, a file per problem; the same training continues from it.
+            None: nothing is kept.
     """
 
     runtime: Callable[[Problem], Runtime]
     repeats: int = 1
-    _made: dict[int, tuple[Problem, Runtime]] = field(default_factory=dict, repr=False)
+    measurements: int | None = None
+    folder: str | Path | None = None
+    _made: dict[int, Trials] = field(default_factory=dict, repr=False)
 
     def __call__(self, problem: Problem, placements: Placement) -> Floats:
         """Seconds float64 ``[B]`` of placements int32 ``[B, N]``; inf where memory is exceeded.
 
         Raises:
-            EnvError: the problem's objective is one that only a formula gives.
+            TrialError: the problem's objective is one that only a formula gives, or the budget
+                is spent.
         """
-        if problem.objective not in ("period", "latency"):
-            raise EnvError(
-                f"a runtime measures period and latency, not {problem.objective}; use "
-                f"problem.with_objective('period')"
+        return self.trials(problem)(placements)
+
+    def trials(self, problem: Problem) -> Trials:
+        """All that has run of a problem."""
+        if id(problem) not in self._made:  # trials keep the problem, so that its id stays taken
+            path = None
+            if self.folder is not None:
+                path = Path(self.folder) / f"{fingerprint(problem)[:16]}.jsonl"
+            self._made[id(problem)] = Trials(
+                problem,
+                self.runtime(problem),
+                rounds=self.repeats,
+                measurements=self.measurements,
+                path=path,
             )
-        if id(problem) not in self._made:  # the problem is kept too, so that its id stays taken
-            self._made[id(problem)] = problem, self.runtime(problem)
-        runtime = self._made[id(problem)][1]
-        # Repeats are the outer loop: drift of the machine hits every placement alike.
-        seconds = [[_measure(problem, runtime, p) for p in placements] for _ in range(self.repeats)]
-        return np.median(np.array(seconds), axis=0)
-
-
-def _measure(problem: Problem, runtime: Runtime, placement: Placement) -> float:
-    if problem.objective == "latency":
-        timeline = runtime.run(placement, num_microbatches=1)
-        seconds = timeline.latency_s
-    else:
-        timeline = runtime.run(placement, num_microbatches=problem.num_microbatches)
-        seconds = timeline.period_s
-    peak = timeline.peak_bytes
-    fits = peak is None or bool((peak <= problem.memory_bytes).all())
-    return seconds if fits else np.inf
+        return self._made[id(problem)]
 
 
 @dataclass(frozen=True, eq=False)

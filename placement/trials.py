@@ -203,7 +203,7 @@ class Trials:
             )
         rows = rows[: int(min(allowed, len(rows)))]
         if self._played < len(self._rounds):
-            if self._rounds[self._played].keys == [p.tobytes() for p in rows]:
+            if self._is_next(rows):
                 self._played += 1
                 return
             self._played = len(self._rounds)
@@ -239,6 +239,9 @@ class Trials:
         for at in range(0, len(new), _BATCH):
             part, first = new[at : at + _BATCH], self.incumbent
             batch = part if first is None else [first, *part]
+            if self._played < len(self._rounds) and not self._is_next(batch):
+                self._played = len(self._rounds)
+                return self(rows)
             for _ in range(self.rounds):
                 self.measure(batch)
         found = dict(zip((p.tobytes() for p in self.samples.placements), self.levels, strict=True))
@@ -249,6 +252,10 @@ class Trials:
                 f"{self.measurements} measurements"
             )
         return np.array([found.get(p.tobytes(), np.inf) for p in rows])
+
+    def _is_next(self, placements: Sequence[Placement] | Placement) -> bool:
+        """Whether the file goes on with a round of these."""
+        return self._rounds[self._played].keys == [p.tobytes() for p in placements]
 
     def _run(self, placement: Placement) -> float:
         if self.problem.objective == "latency":

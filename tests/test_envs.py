@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -35,6 +37,7 @@ from placement.planners._search import can_move
 from placement.problem import Objective, Problem
 from placement.profile import Profile
 from placement.simulator import score, simulate
+from placement.trials import TrialError
 
 BUILDING = (
     "envs:DevicePlacement-v0",
@@ -199,31 +202,42 @@ def test_a_group_is_one_action() -> None:
     assert info["placement"].tolist() == [1, 0, 1]
 
 
-def test_a_runtime_as_back_end() -> None:
+def test_a_runtime_as_back_end(tmp_path: Path) -> None:
     class Runtime:
         """Runs everything twice as slowly as predicted."""
 
-        def __init__(self) -> None:
+        def __init__(self, problem: Problem) -> None:
+            self.problem = problem
             self.runs = 0
 
-        def run(self, placement: Any, schedule: None = None, num_microbatches: int | None = None):
+        def run(self, placement: Any, *, num_microbatches: int, max_in_flight: int | None = None):
             self.runs += 1
-            timeline = simulate(problem, placement, num_microbatches=num_microbatches)
+            window = max_in_flight or self.problem.max_in_flight
+            machine = replace(self.problem, max_in_flight=window)
+            timeline = simulate(machine, placement, num_microbatches=num_microbatches)
             start, end = 2 * timeline.start_s, 2 * timeline.end_s
             return type(timeline)(timeline.device_names, timeline.placement, start, end)
 
     for objective in ("latency", "period"):
         problem = chain([[2, 1], [2, 4]], objective=objective, latency_s=0.0)
-        runtime = Runtime()
+        runtime = Runtime(problem)
         env = DevicePlacementEnv([problem], evaluator=runtime, reference_s=[1.0])
-        env.reset(seed=0)
-        info = env.step(np.array([1, 0]))[4]
-        assert info["value_s"] == pytest.approx(2 * score(problem, [1, 0])[0])
-        assert runtime.runs == 1
-    thrice = Runtime()
-    assert Measured(lambda _: thrice, repeats=3)(problem, np.array([[0, 0]])).shape == (1,)
-    assert thrice.runs == 3
-    with pytest.raises(EnvError, match=r"not max_load; use problem.with_objective\('period'\)"):
+        for _ in range(2):  # the second time it is known
+            env.reset(seed=0)
+            info = env.step(np.array([1, 0]))[4]
+            assert info["value_s"] == pytest.approx(2 * score(problem, [1, 0])[0])
+            assert runtime.runs == 1
+    # Three rounds of one placement; then another and the first, for which no run is left.
+    few = Measured(Runtime, repeats=3, measurements=3, folder=tmp_path)
+    known = few(problem, np.array([[0, 0]]))
+    assert few.trials(problem).num_measurements == 3
+    with pytest.raises(TrialError, match="the budget is spent: 3 of 3 runs"):
+        few(problem, np.array([[0, 1]]))
+    again = Measured(Runtime, repeats=3, folder=tmp_path)
+    assert again(problem, np.array([[0, 0]])) == pytest.approx(known)
+    made = again.trials(problem).runtime
+    assert isinstance(made, Runtime) and made.runs == 0
+    with pytest.raises(TrialError, match=r"not max_load; use problem.with_objective\('period'\)"):
         DevicePlacementEnv([problem.with_objective("max_load")], evaluator=runtime)
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from runtimes import Biased, layered, noise, with_errors
 
+from placement.__main__ import main
+from placement.cli import BAD_INPUT, INTERRUPTED, OK
 from placement.measured_search import expected_improvement, search_measured
+from placement.plan import load_plan
 from placement.planners.macro_search import MacroSearch
 from placement.simulator import score
+from placement.timeline import Timeline
 from placement.trials import TrialError, Trials
 
 
@@ -118,3 +124,68 @@ def test_errors() -> None:
     full = replace(problem, cluster=replace(problem.cluster, devices=devices))
     with pytest.raises(TrialError, match="nothing to measure: no placement found that fits"):
         search_measured(Trials(full, Biased(full), measurements=9))
+
+
+def test_the_command_continues_what_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
+    trials, plan = str(tmp_path / "trials.jsonl"), str(tmp_path / "plan.json")
+    command = ["plan", "tiny_mlp", "--planner", "heft", "--microbatches", "2", "--json"]
+    command += ["--measurements", "8", "--trials", trials, "--out", plan]
+    from placement.executor import Executor
+
+    run, runs = Executor.run, list[int]()
+
+    def counted(self: Executor, *args: Any, **kwargs: Any) -> Timeline:
+        runs.append(1)
+        if len(runs) == 7:
+            raise KeyboardInterrupt
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Executor, "run", counted)
+    assert main(command) == INTERRUPTED
+    capsys.readouterr()
+    assert main(command) == OK
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert answer["measurements"] == 8 and answer["measured_s"] > 0
+    assert "measured" in err and "in 8 runs; the best single device" in err
+    saved = load_plan(plan)
+    assert saved.planner.parameters["measurements"] == 8
+    assert dict(saved.assignment) == answer["assignment"]
+    num_runs = len(runs)
+    assert main(command) == OK and len(runs) == num_runs  # all is known
+    again = json.loads(capsys.readouterr().out)
+    assert again["assignment"] == answer["assignment"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trials", "t.jsonl"], "--trials t.jsonl is for --measurements"),
+        (["--measurements", "0"], "--measurements 0 must be positive"),
+        (["--measurements", "9", "--objective", "energy"], "period or latency, not energy"),
+        (["--measurements", "9", "--cluster", "away.yaml"], "['far'] are described"),
+    ],
+)
+def test_commands_that_cannot_measure(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("away.yaml").write_text(
+        "devices:\n- {name: here}\n- {name: far, like: here, speed: 2.0}\n"
+    )
+    assert main(["plan", "tiny_mlp", "--planner", "heft", *options]) == BAD_INPUT
+    assert message in capsys.readouterr().err
+
+
+def test_a_problem_file_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "problem.json"
+    path.write_text("{}")
+    assert main(["plan", str(path), "--planner", "heft", "--measurements", "9"]) == BAD_INPUT
+    assert "--measurements is for models" in capsys.readouterr().err

@@ -19,9 +19,11 @@ EXAMPLE = """examples:
   placement plan bert_base --planner heft --objective latency --json
   placement plan graph.txt --devices 4 --bandwidth 1e9 --planner contiguous_dp
   placement plan model.onnx --devices 2 --dim batch=1 --planner heft --objective latency
+  placement plan resnet50 --planner heft --measurements 100 --trials runs.jsonl
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
-lower_bound_s, seconds, evaluations, feasible, assignment.
+lower_bound_s, seconds, evaluations, feasible, assignment; with --measurements also measured_s,
+measured_single_s (of the best single device) and measurements.
 """
 
 
@@ -40,6 +42,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help="budget of the planner")
     parser.add_argument("--evaluations", type=int, help="budget of the planner")
     parser.add_argument("--seed", type=int)
+    parser.add_argument(
+        "--measurements",
+        type=int,
+        metavar="K",
+        help="then run placements K times for real, beginning with the planner's; the fastest wins",
+    )
+    parser.add_argument(
+        "--trials", metavar="FILE", help="keep what ran; after Ctrl-C the same command continues"
+    )
     parser.add_argument(
         "--scheduler",
         metavar="NAME",
@@ -78,7 +89,8 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from placement import schedulers
 
-    cli.check_outputs(args.out, args.trace)
+    cli.check_outputs(args.out, args.trace, args.trials)
+    _check_measurable(args)
     planner = load_planner(args)
     scheduler = None if args.scheduler is None else schedulers.load(args.scheduler)
     schedule = None
@@ -88,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
         began = time.perf_counter()
         solution = planner(problem)
         took = time.perf_counter() - began
+        if args.measurements is not None and isfinite(solution.value_s):
+            solution = _measured(args, problem, solution, report)
         if scheduler is not None and isfinite(solution.value_s):
             report(f"ordering with {args.scheduler}", None)
             schedule = scheduler(problem, solution.placement, problem.num_microbatches)
@@ -97,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
         why = solution.stats.get("infeasible", "")
         cli.say(f"no placement that fits and can run was found: {why}")
         return cli.NO
+    if args.measurements is not None:
+        _say_measured(solution)
     if args.out or not args.json:
         _show_and_save(args, planner, problem, solution, schedule)
     if args.trace:
@@ -105,6 +121,50 @@ def run(args: argparse.Namespace) -> int:
         timeline = simulate(problem, solution.placement, schedule)
         cli.write_trace(args.trace, timeline.to_trace(problem.graph.op_name))
     return cli.OK
+
+
+def _check_measurable(args: argparse.Namespace) -> None:
+    """Refuse what cannot run before anything that takes long.
+
+    Raises:
+        UsageError: a file instead of a model, devices that are not here, or no budget.
+    """
+    if args.measurements is None:
+        if args.trials is not None:
+            raise cli.UsageError(f"--trials {args.trials} is for --measurements")
+        return
+    if args.measurements < 1:
+        raise cli.UsageError(f"--measurements {args.measurements} must be positive")
+    if cli.is_file(args.workload):
+        raise cli.UsageError(f"--measurements is for models; {args.workload!r} is a problem file")
+    if args.objective not in (None, "period", "latency"):
+        raise cli.UsageError(
+            f"--measurements is for --objective period or latency, not {args.objective}"
+        )
+    away = [d.name for d in cli.cluster_of(args.cluster).devices if d.like is not None]
+    if away:
+        raise cli.UsageError(f"--measurements is for devices that are here; {away} are described")
+
+
+def _measured(
+    args: argparse.Namespace, problem: Problem, solution: Solution, report: cli.Progress
+) -> Solution:
+    """What running placements for real makes of the planner's answer."""
+    from placement.executor import Executor
+    from placement.measured_search import search_measured
+    from placement.trials import Trials
+
+    trials = Trials(problem, Executor(problem), measurements=args.measurements, path=args.trials)
+    found = search_measured(trials, solution.placement, seed=args.seed or 0, progress=report)
+    return replace(found, lower_bound_s=solution.lower_bound_s)
+
+
+def _say_measured(solution: Solution) -> None:
+    took_s, single_s = solution.stats["measured_s"], solution.stats["measured_single_s"]
+    text = f"measured {cli.seconds(took_s)} in {solution.stats['measurements']} runs"
+    if isfinite(single_s):
+        text += f"; the best single device {cli.seconds(single_s)}, {single_s / took_s:.2f} times"
+    cli.say(text)
 
 
 def _show_and_save(
@@ -121,7 +181,8 @@ def _show_and_save(
         problem,
         solution,
         planner=args.planner,
-        parameters=parameters_of(planner),
+        parameters=parameters_of(planner)
+        | ({} if args.measurements is None else {"measurements": args.measurements}),
         schedule=schedule,
         workload=None if problem.graph.program is None else args.workload,
     )
@@ -246,6 +307,10 @@ def _answer(
 
     feasible = isfinite(solution.value_s)
     devices = problem.cluster.device_names
+    told = ("measured_s", "measured_single_s", "measurements")
+    measured = {key: solution.stats[key] for key in told if key in solution.stats}
+    if not isfinite(measured.get("measured_single_s", 0.0)):
+        measured["measured_single_s"] = None
     return {
         "planner": args.planner,
         "objective": args.objective or problem.objective,
@@ -258,4 +323,5 @@ def _answer(
             op: devices[d]
             for op, d in zip(problem.graph.op_name, solution.placement.tolist(), strict=True)
         },
+        **measured,
     }
