@@ -94,6 +94,7 @@ MEANINGS = {
     "LinkInfo.bandwidth_bytes_per_s": "Null: unlimited.",
     "LinkInfo.blocking": "The sender's worker is busy during the transfer.",
     "LinkInfo.channel": "Links with the same channel share it. Null: a channel of its own.",
+    "LinkInfo.wake_s": "Waking an idle receiver keeps the sender's worker busy so long.",
     "LinkInfo.declared": "True: from the cluster's description. False: measured.",
     "Stage.device": "Name of the device.",
     "Stage.first": "Name of the first operator.",

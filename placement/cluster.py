@@ -58,7 +58,8 @@ class Link:
     """One direction between two devices: ``latency_s + bytes / bandwidth_bytes_per_s``.
 
     Links with the same ``channel`` name share one serial channel; without a name each
-    ordered pair is its own. ``blocking``: the sender's worker is busy meanwhile.
+    ordered pair is its own. ``blocking``: the sender's worker is busy meanwhile. ``wake_s``: how
+    long it is kept busy by handing a tensor to a worker that waits idle, and so must be woken.
     """
 
     src: str
@@ -67,12 +68,14 @@ class Link:
     bandwidth_bytes_per_s: float = float("inf")
     blocking: bool = False
     channel: str | None = None
+    wake_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.latency_s >= 0 and self.bandwidth_bytes_per_s > 0):
+        if not (self.latency_s >= 0 and self.bandwidth_bytes_per_s > 0 and self.wake_s >= 0):
             raise ClusterError(
-                f"link {self.src} -> {self.dst}: latency_s = {self.latency_s} must be >= 0 and "
-                f"bandwidth_bytes_per_s = {self.bandwidth_bytes_per_s} must be > 0"
+                f"link {self.src} -> {self.dst}: latency_s = {self.latency_s} and wake_s = "
+                f"{self.wake_s} must be >= 0 and bandwidth_bytes_per_s = "
+                f"{self.bandwidth_bytes_per_s} must be > 0"
             )
 
 
@@ -122,7 +125,11 @@ class Cluster:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of devices (kind, threads, memory, model) and declared links."""
-        text = json.dumps([[asdict(d) for d in self.devices], [asdict(x) for x in self.links]])
+        links = [asdict(x) for x in self.links]
+        for link in links:
+            if not link["wake_s"]:
+                del link["wake_s"]  # as it was before there was one
+        text = json.dumps([[asdict(d) for d in self.devices], links])
         return hashlib.sha256(text.encode()).hexdigest()
 
     @classmethod

@@ -53,6 +53,8 @@ def tables(problem: Problem) -> tuple[Any, ...]:
     matrix = np.zeros(0) if given is None else with_inputs(np.asarray(given, np.float64), 0.0)
     blocking = with_inputs(problem.link_blocking, False)
     blocking[d] = False
+    wake_s = with_inputs(problem.link_wake_s, 0.0)
+    wake_s[d] = 0.0
     produced_outputs = g.output_tensor[g.tensor_src[g.output_tensor] >= 0]
     workspace = problem.profile.workspace_bytes
     cached = (
@@ -84,6 +86,7 @@ def tables(problem: Problem) -> tuple[Any, ...]:
         np.zeros(0, np.int64) if workspace is None else workspace.astype(np.int64),
         problem.contention,
         problem.ready_order == "arrival",
+        wake_s.ravel(),
     )
     problem.__dict__["_kernel_tables"] = cached
     return cached
@@ -127,6 +130,7 @@ def scratch(n, num_tensors, num_edges, num_devices, num_channels, window, num_ba
         np.empty(num_devices, np.int64),  # running_slot
         np.empty(num_devices),  # wake_s
         np.empty(num_devices + 1),  # blocked_s
+        np.empty(num_devices),  # told_s: arrival of the last that was sent there
         np.empty(num_channels + 1),  # channel_s
         np.empty(num_devices),  # arrives
         np.empty(num_devices, np.int64),  # stamp
@@ -318,6 +322,7 @@ def run(
         workspace_bytes,
         contention,
         by_arrival,
+        link_wake_s,
     ) = problem_tables
     (
         slot_of,
@@ -339,6 +344,7 @@ def run(
         running_slot,
         wake_s,
         blocked_s,
+        told_s,
         channel_s,
         arrives,
         stamp,
@@ -369,6 +375,7 @@ def run(
         running[d] = -1
         wake_s[d] = _FAR  # next time something happens on the device
         blocked_s[d] = 0.0
+        told_s[d] = -1.0
         stamp[d] = -1
         next_entry[d] = order_ptr[d]
         held[d] = 0
@@ -424,6 +431,7 @@ def run(
                             num_ready[d] += 1
             else:
                 break
+            waking_s = 0.0
             # Unsigned indices spare numba's test for negative ones: 10 % of the run.
             for e in range(edge_ptr[op], edge_ptr[op + 1]):
                 t, user = edge_tensor[e], np.uint64(edge_dst[e])
@@ -445,6 +453,10 @@ def run(
                 stamp[dst] = mark
                 if link_blocking[pair]:
                     blocked_s[src] = max(blocked_s[src], arrives_s)
+                if first and c != local_channel:
+                    if running[dst] < 0 and blocked_s[dst] <= now and told_s[dst] < now:
+                        waking_s += link_wake_s[pair]
+                    told_s[dst] = arrives_s
                 if record and first and c != local_channel:
                     x = counts[0]
                     counts[0] += 1
@@ -491,6 +503,8 @@ def run(
                             ready_s,
                             (np.int64(batch) << 32) | user,
                         )
+            if waking_s > 0.0:
+                blocked_s[src] = max(blocked_s[src], now + waking_s)
             if op == n:
                 continue
             if track:

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ Floats = NDArray[np.float64]
 Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
+_CHAIN_OPS, _CHAIN_SIZE = 17, 2**17  # of the chain that tells what waking costs
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
 _CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
 
@@ -158,7 +160,9 @@ def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:
 
     A chain of two operators runs on one device, and split over the pair; what the split costs
     more is the transfer: handing over, waking the other worker, and reading memory that the
-    other device wrote. A line through the medians gives latency and bandwidth.
+    other device wrote. A line through the medians gives latency and bandwidth. How long waking
+    the receiver keeps the sender busy (``Link.wake_s``) shows in a longer chain whose every
+    operator has a quick reader on the other device, or none.
     """
     pairs = [(a, b) for a in range(cluster.num_devices) for b in range(cluster.num_devices)]
     extra: dict[tuple[int, int], Floats] = {
@@ -180,10 +184,43 @@ def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:
                 runner.close()
         for a, b in extra:
             extra[a, b][i] = max(middle[a, b] - middle[b], 0.0)
+    wake_s = _wake_seconds(cluster, list(extra), repeats)
     return tuple(
-        fit_link(cluster.device_names[a], cluster.device_names[b], _LINK_BYTES, seconds)
+        replace(
+            fit_link(cluster.device_names[a], cluster.device_names[b], _LINK_BYTES, seconds),
+            wake_s=wake_s[a, b],
+        )
         for (a, b), seconds in extra.items()
     )
+
+
+def _wake_seconds(
+    cluster: Cluster, pairs: list[tuple[int, int]], repeats: int
+) -> dict[tuple[int, int], float]:
+    """Seconds that waking an idle receiver keeps the sender busy, by (sender, receiver)."""
+    x = torch.ones(_CHAIN_SIZE)
+    watched = capture(_Watched(True), x, name="watched")
+    chain = [i for i, kind in enumerate(watched.op_kind) if "add" in kind]
+    waking, silent = {}, {}
+    found: dict[Any, list[float]] = {}
+    try:
+        for a, b in pairs:
+            placement = [a if i in chain else b for i in range(watched.num_ops)]
+            waking[a, b] = _placed(watched, cluster, placement)
+        plain = capture(_Watched(False), x, name="chain")
+        for a in {a for a, _ in pairs}:
+            silent[a] = _single(plain, cluster, a, range(plain.num_ops))
+        for _ in range(repeats + 1):
+            for key, runner in (*waking.items(), *silent.items()):
+                ops = chain if key in waking else range(plain.num_ops)
+                # Nothing is sent before the first; the others each begin with sending.
+                seconds = _run(runner, [x], 1)[list(ops)[1:]]
+                found.setdefault(key, []).append(float(np.median(seconds)))
+    finally:
+        for runner in (*waking.values(), *silent.values()):
+            runner.close()
+    middle = {key: float(np.median(v[1:])) for key, v in found.items()}
+    return {(a, b): max(middle[a, b] - middle[a], 0.0) for a, b in pairs}
 
 
 def fit_link(src: str, dst: str, sizes: Sequence[int], seconds: Floats) -> Link:
@@ -217,6 +254,21 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         **facts,
     }
+
+
+class _Watched(nn.Module):
+    """A chain of operators; each but the last has a second, cheap reader if ``watched``."""
+
+    def __init__(self, watched: bool) -> None:
+        super().__init__()
+        self.watched = watched
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = []
+        for _ in range(_CHAIN_OPS):
+            x = x + 1.0
+            seen.append(x[:1])
+        return torch.cat(seen) if self.watched else x
 
 
 class _Chain(nn.Module):

@@ -134,6 +134,15 @@ class Problem:
         return self._links[2]
 
     @cached_property
+    def link_wake_s(self) -> Floats:
+        """float64 ``[D, D]``: waking an idle receiver keeps the sender's worker busy so long."""
+        wake = np.zeros((self.num_devices, self.num_devices))
+        for link in self.profile.links:
+            wake[self.cluster.index(link.src), self.cluster.index(link.dst)] = link.wake_s
+        np.fill_diagonal(wake, 0.0)
+        return wake
+
+    @cached_property
     def link_channel(self) -> NDArray[np.int32]:
         """int32 ``[D, D]``: the serial channel of each ordered pair, 0..num_channels-1."""
         return self._links[3]

@@ -11,7 +11,8 @@
   its device pair when its producer ends and leaves when the channel is free (without
   ``contention``: at once, however many are under way). Tensors of one
   producer are queued by tensor number, then by first consumer. A blocking link keeps the
-  sender's worker busy until its transfer ends.
+  sender's worker busy until its transfer ends. Waking receivers takes it ``wake_s`` for each
+  that is idle (runs, sends and awaits nothing at that moment), from the end of the producer on.
 * At equal times all ends come first, then admissions, then starts, each in device order.
 * At most ``max_in_flight`` micro-batches are between first operator and last; the next is
   admitted when one finishes. A given ``Schedule`` limits itself and all are admitted at 0.
@@ -312,14 +313,20 @@ def simulate_reference(
     waiting: list[dict[tuple[int, int], float]] = [{} for _ in range(d_count)]
     running: list[tuple[int, int] | None] = [None] * d_count
     free_at = [0.0] * d_count  # end of the running operator or of blocking transfers
+    told_s = [-1.0] * d_count  # arrival of the last that was sent there
     channel_free = [0.0] * problem.num_channels
     next_entry = [0] * d_count
     unfinished: dict[int, int] = {}
     admitted_s: list[float] = []
     window = num_batches if schedule is not None else problem.max_in_flight
 
-    def deliver(tensor: int, batch: int, src: int, now: float, local: NDArray[np.bool_]) -> float:
-        """Send a tensor to every device that needs it; when blocking transfers end."""
+    def deliver(
+        tensor: int, batch: int, src: int, now: float, local: NDArray[np.bool_], waking: float
+    ) -> tuple[float, float]:
+        """Send a tensor to every device that needs it.
+
+        Returns when blocking transfers end, and ``waking`` plus the seconds of waking receivers.
+        """
         blocked_until = now
         arrives: dict[int, float] = {}
         for op in consumers[tensor]:
@@ -332,6 +339,9 @@ def simulate_reference(
                     finish = begin + problem.transfer_s(tensor, src, dst)
                     channel_free[channel] = arrives[dst] = finish
                     sent.append((tensor, batch, src, dst, begin, finish))
+                    if running[dst] is None and free_at[dst] <= now and told_s[dst] < now:
+                        waking += float(problem.link_wake_s[src, dst])
+                    told_s[dst] = finish
                     if problem.link_blocking[src, dst]:
                         blocked_until = max(blocked_until, finish)
             key = (batch, int(op))
@@ -339,7 +349,7 @@ def simulate_reference(
             arrival[key] = max(arrival[key], arrives[dst])
             if missing[key] == 0:
                 make_ready(key)
-        return blocked_until
+        return blocked_until, waking
 
     def make_ready(key: tuple[int, int]) -> None:
         device = int(p[key[1]])
@@ -357,7 +367,7 @@ def simulate_reference(
                 if num_inputs[op] == 0:
                     make_ready((batch, op))
             for tensor in model_inputs:
-                deliver(int(tensor), batch, host, now, shares_host)
+                deliver(int(tensor), batch, host, now, shares_host, 0.0)
 
     def choose(device: int, now: float) -> tuple[int, int] | None:
         if schedule is None:
@@ -385,10 +395,11 @@ def simulate_reference(
                 batch, op = key
                 running[device] = None
                 end[batch, op] = now
+                waking = 0.0
                 for tensor in produced[op]:
                     own = np.arange(d_count) == device
-                    until = deliver(int(tensor), batch, device, now, own)
-                    free_at[device] = max(free_at[device], until)
+                    until, waking = deliver(int(tensor), batch, device, now, own, waking)
+                    free_at[device] = max(free_at[device], until, now + waking)
                 if free_at[device] > now:
                     heapq.heappush(events, (free_at[device], device))
                 unfinished[batch] -= 1

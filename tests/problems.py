@@ -49,8 +49,8 @@ def random_problem(
 ) -> Problem:
     """A small random problem of everything the simulator models; the same for the same seed.
 
-    Integer and float seconds (ties matter), shared channels, blocking links, host and other
-    devices, loaded seconds, workspace, tight and loose memory. ``grouped``: some operators
+    Integer and float seconds (ties matter), shared channels, blocking links, seconds of
+    waking, host and other devices, loaded seconds, workspace, tight and loose memory. ``grouped``: some operators
     share a colocation group; ``unsupported``: some cannot run everywhere.
     """
     rng = np.random.default_rng(seed)
@@ -89,6 +89,7 @@ def random_problem(
     if unsupported:
         # Device 0 runs everything, so that every colocation group has a device.
         compute[:, 1:][rng.random((n, d - 1)) < 0.2] = np.inf
+    wakes = np.random.default_rng(seed + 2)  # likewise
     links = tuple(
         Link(
             a,
@@ -97,6 +98,7 @@ def random_problem(
             float(rng.integers(100, 2000)),
             blocking=bool(rng.random() < 0.3),
             channel="shared" if rng.random() < 0.3 else None,
+            wake_s=float(wakes.integers(0, 3)) if wakes.random() < 0.3 else 0.0,
         )
         for a in names
         for b in names

@@ -39,13 +39,13 @@ def test_candidates_are_legal_and_begin_with_single_devices() -> None:
 
 def test_errors_are_counted_with_and_without_each_correction() -> None:
     #            predicted  measured  without everything
-    # latency        2          2            1             0 % and 50 %
-    # period         3          2            2            50 % and  0 %
+    # latency        2          2            1             0 % and 50 %; plain 3: 50 %
+    # period         3          2            2            50 % and  0 %; plain 2:  0 %
     less = dict.fromkeys(fidelity.CORRECTIONS, 1.0), dict.fromkeys(fidelity.CORRECTIONS, 2.0)
-    row = fidelity.Row("w", "p", 2.0, 2.0, 3.0, 2.0, 110, 100, *less)
+    row = fidelity.Row("w", "p", 2.0, 2.0, 3.0, 2.0, 110, 100, 3.0, 2.0, *less)
     lines = fidelity.summary([row, replace(row, placement="q")]).splitlines()
-    assert [w.strip() for w in lines[2].split("|")[1:8:2]] == ["w", "0.0", "50.0", "10.0"]
-    assert any("both | 50.0" in line and "| 0.0 |" in line for line in lines)
+    assert [w.strip() for w in lines[2].split("|")[1:8:2]] == ["w", "0.0 (50.0)", "50.0 (0.0)", "10.0"]
+    assert any("the neighbours and the transfers | 50.0" in line and "| 0.0 |" in line for line in lines)
 
 
 def test_what_a_correction_takes_away() -> None:
@@ -53,8 +53,20 @@ def test_what_a_correction_takes_away() -> None:
     profile = replace(profile, loaded_s=2 * profile.compute_s)
     less = {what: change(profile) for what, change in fidelity.CORRECTIONS.items()}
     assert less["slowing down of busy neighbours"].loaded_s is None
-    assert less["transfers and wake-ups"].links == ()
-    assert less["both"].links == () and less["both"].loaded_s is None
+    assert all(x.wake_s == 0 for x in less["waking the receiver"].links)
+    assert less["transfers and waking"].links == ()
+    both = less["the neighbours and the transfers"]
+    assert both.links == () and both.loaded_s is None
     same = less["differences between the devices"].compute_s
     assert (same == profile.compute_s.min(axis=1)[:, None]).all() and same.shape == (8, 3)
     assert np.array_equal(profile.compute_s, random_problem(0, 8, 3).profile.compute_s)
+
+
+def test_the_speed_beside_a_placement_scales_every_device_by_itself() -> None:
+    """Device 0 needs twice the seconds of its profile, device 1 half of them."""
+    profile = random_problem(0, 8, 2).profile
+    profile = replace(profile, loaded_s=3 * profile.compute_s)
+    whole = profile.compute_s.sum(axis=0)
+    here = fidelity.at_speed(profile, whole * [2.0, 0.5])
+    np.testing.assert_allclose(here.compute_s, profile.compute_s * [2.0, 0.5])
+    np.testing.assert_allclose(here.loaded_s, profile.compute_s * [6.0, 1.5])

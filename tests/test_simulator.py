@@ -38,6 +38,7 @@ def make(
     latency_s: float = 0.0,
     blocking: bool = False,
     channel: str | None = None,
+    wake_s: float = 0.0,
     graph: dict[str, Any] | None = None,
     profile: dict[str, Any] | None = None,
     **problem: Any,
@@ -60,7 +61,10 @@ def make(
     )
     speed = 1 / link_s_per_byte if link_s_per_byte else np.inf
     links = tuple(
-        Link(a, b, latency_s, speed, blocking, channel) for a in names for b in names if a != b
+        Link(a, b, latency_s, speed, blocking, channel, wake_s)
+        for a in names
+        for b in names
+        if a != b
     )
     compute = np.array(seconds, float)
     p = Profile(tuple(names), compute, np.zeros((n, d)), links, **(profile or {}))
@@ -140,6 +144,31 @@ def test_a_blocking_link_keeps_the_sender_busy(run: Any, blocking: bool, start_c
         [[1, 1]] * 3, [(0, 2, [1])], link_s_per_byte=1, blocking=blocking, num_microbatches=1
     )
     assert run(problem, [0, 1, 0]).start_s.tolist() == [[0, 3, start_c]]
+
+
+@SIMULATORS
+def test_waking_idle_receivers_keeps_the_sender_busy(run: Any) -> None:
+    # A makes two tensors: one for B on d1, one for B on d1 and C on d2. D comes after A on d0.
+    # d0      Aww.D   (w: waking d1, once for both tensors, and d2, from the end of A)
+    # d0->d1  .tt.    (the second waits for the first)
+    # d1      ...B
+    # d2      ..C.
+    tensors = [(0, 0, [1]), (0, 0, [1, 2])]
+    problem = make([[1, 1, 1]] * 4, tensors, latency_s=1.0, wake_s=1.0, num_microbatches=1)
+    assert run(problem, [0, 1, 2, 0]).start_s.tolist() == [[0, 3, 2, 3]]
+    # On one device nothing is handed over.
+    assert run(problem, [0, 0, 0, 0]).end_s.max() == 4
+
+
+@SIMULATORS
+def test_a_busy_receiver_need_not_be_woken(run: Any) -> None:
+    # A (d0) feeds B (d1); E keeps d1 busy until 3; D comes after A on d0.
+    # d0      AD..
+    # d1      EEEB
+    problem = make(
+        [[1, 1], [1, 1], [1, 1], [3, 3]], [(0, 0, [1])], wake_s=1.0, num_microbatches=1
+    )
+    assert run(problem, [0, 1, 0, 1]).start_s.tolist() == [[0, 3, 1, 0]]
 
 
 @SIMULATORS
@@ -516,7 +545,12 @@ def test_equal_devices_may_change_their_names(seed: int, order: list[int]) -> No
 def test_twice_the_time_for_everything_takes_twice_the_time(problem: Problem, seed: int) -> None:
     old = problem.profile
     links = tuple(
-        replace(x, latency_s=2 * x.latency_s, bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / 2)
+        replace(
+            x,
+            latency_s=2 * x.latency_s,
+            bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / 2,
+            wake_s=2 * x.wake_s,
+        )
         for x in old.links
     )
     double = replace(

@@ -123,17 +123,20 @@ class Search:
         found = self.costs(choice)
         return float(found[0]) if len(found) else np.inf
 
-    def run(self, planner: str | Planner, share: float = 1.0) -> Solution:
+    def run(
+        self, planner: str | Planner, share: float = 1.0, share_of_evaluations: float = 1.0
+    ) -> Solution:
         """Run another planner on what is left of this budget, and consider its answer.
 
-        Of the seconds that are left it gets a ``share``, where it has such a budget.
+        Of the seconds that are left it gets a ``share``, where it has such a budget, and of the
+        evaluations alike.
         """
         callee: Any = load(planner) if isinstance(planner, str) else planner
         limits: dict[str, float | int] = {}
         if np.isfinite(self._max_seconds):
             limits["seconds"] = max(1e-3, share * (self._max_seconds - self.seconds))
         if np.isfinite(self._max_evaluations):
-            limits["evaluations"] = max(1, int(self._max_evaluations) - self.num_evaluations)
+            limits["evaluations"] = max(1, int(share_of_evaluations * self.num_left))
         if is_dataclass(callee) and not isinstance(callee, type):
             own = {f.name for f in fields(callee)}
             callee = replace(callee, **{k: v for k, v in limits.items() if k in own})
@@ -146,6 +149,11 @@ class Search:
         cost = answer.value_s if known else float(self._cost(choice[None])[0])
         self._keep(choice, cost, self.num_evaluations)
         return answer
+
+    def limit(self, more: int) -> None:
+        """Allow so many evaluations more, where neither they nor the seconds are limited."""
+        if not np.isfinite(self._max_evaluations) and not np.isfinite(self._max_seconds):
+            self._max_evaluations = self.num_evaluations + more
 
     def consider(self, choice: Choice, evaluations: int) -> None:
         """A choice that the planner found with so many evaluations of its own."""
@@ -288,14 +296,14 @@ def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
     """The search and the draws of a planner with a budget, a ``seed`` and a ``start``.
 
     ``start`` is a planner or its name, or ``random``; it is scored, its evaluations count. Of
-    the seconds it gets a half.
+    the seconds it gets a quarter.
     """
     search = Search(problem, planner.seconds, planner.evaluations, DEFAULT_EVALUATIONS)
     rng = np.random.default_rng(planner.seed)
     if planner.start == "random":
         search.cost(random_choice(rng, search.allowed))
     else:
-        search.run(planner.start, 0.5)
+        search.run(planner.start, 0.25)
     return search, rng
 
 
@@ -367,7 +375,7 @@ def _swappable(problem: Problem, a: int, b: int) -> bool:
     by_device = (problem.compute_s, problem.loaded_s, problem.memory_bytes, kinds)
     if not all(np.array_equal(x[..., a], x[..., b]) for x in by_device):
         return False
-    by_pair: list[NDArray[Any]] = [problem.link_blocking]
+    by_pair: list[NDArray[Any]] = [problem.link_blocking, problem.link_wake_s]
     by_pair += [problem.link_latency_s, problem.link_s_per_byte]
     if problem.profile.transfer_s is not None:
         by_pair.append(problem.profile.transfer_s)
