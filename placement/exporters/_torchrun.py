@@ -76,6 +76,11 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
     if pipe.num_stages != len(split) + 1:
         print(f"{pipe.num_stages} stages, {len(split) + 1} planned: a module runs more than once")
         return 1
+    nodes = pipe.get_stage_module(0).graph.nodes
+    reads, given = sum(n.op == "placeholder" for n in nodes), len(args) + len(kwargs)
+    if reads < given:
+        print(f"the first stage reads {reads} of {given} inputs, and torch gives it all of them")
+        return 1
     stages = [pipe.build_stage(s, device) for s in range(rank, pipe.num_stages, world)]
     schedule_class = get_schedule_class(data["schedule"])
     many = issubclass(schedule_class, PipelineScheduleMulti)
