@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from itertools import islice, pairwise
@@ -338,3 +339,13 @@ def test_choices_stay_within_their_limits(load_s, step_s, max_workers, size, mem
         assert 1 <= tuning.workers <= max_workers
         assert tuning.workers <= tuning.ahead <= 4 * MAX_WORKERS
         assert tuning.ahead == 1 or tuning.ahead * size <= memory
+
+
+def test_threads_that_load_give_the_interpreter_away_sooner() -> None:
+    """While they run; afterwards it is as it was."""
+    before = sys.getswitchinterval()
+    with InputPipeline(list(range(20)), workers=1) as items:
+        assert next(items) == 0
+        assert sys.getswitchinterval() < before
+        assert list(items) == list(range(1, 20))
+        assert sys.getswitchinterval() == before

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from placement.executor.backend import set_own_num_threads
 PREFETCH_BYTES = 2**28
 MAX_WORKERS = 16
 WORTH_A_THREAD_S = 2e-4  # a few times what a handover between threads costs
+SWITCH_S = 1e-4  # likewise: how long a thread may keep the interpreter
 
 
 class LoaderError(ValueError):
@@ -260,6 +262,8 @@ class InputPipeline(Iterator[Any]):
             # Not started for an interrupt, or the one in which a forgotten one is collected.
             if thread.ident not in (None, threading.get_ident()):
                 thread.join()
+        if self._threads:
+            sys.setswitchinterval(self._switch_s)
         self._threads = []
         self._ready.clear()
 
@@ -302,6 +306,11 @@ class InputPipeline(Iterator[Any]):
             self._permitted += 1
         for _ in range(self.tuning.workers, self._num_working):
             self._permits.put(False)
+        if not self._threads:
+            # A loader that computes in Python keeps the interpreter until it is asked for it:
+            # by default after 5 ms, for which a device would wait after every operator.
+            self._switch_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._switch_s, SWITCH_S))
         for _ in range(self._num_working, self.tuning.workers):
             name = f"placement-loader-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
