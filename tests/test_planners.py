@@ -4,12 +4,15 @@ import itertools
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from placement import importers
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.planners import PlannerError, load, names
@@ -277,16 +280,20 @@ def test_seconds_are_shared_among_what_is_run(monkeypatch: pytest.MonkeyPatch) -
     problem = random_small(5, num_ops=6)
     run, shares, rows = Search.run, [], []
     monkeypatch.setattr(
-        Search, "run", lambda s, p, share=1.0: shares.append(share) or run(s, p, share)
+        Search,
+        "run",
+        lambda s, p, share=1.0, *rest: shares.append(share) or run(s, p, share, *rest),
     )
     score_rows = Search._cost
     monkeypatch.setattr(Search, "_cost", lambda s, x: rows.append(len(x)) or score_rows(s, x))
-    best = load("best_of")(problem)
-    assert shares == [1 / 4, 1 / 3, 1 / 2, 1]
+    best = load("best_of", planners=("single_device", "heft", "contiguous_dp", "round_robin"))(
+        problem
+    )
+    assert shares == [1 / 2, 1 / 2, 1 / 2, 1]
     assert sum(rows) == best.stats["evaluations"]  # what a planner said is not scored again
     shares.clear()
     load("local_search", start="single_device", evaluations=10)(problem)
-    assert shares == [1 / 2]
+    assert shares == [1 / 4]
 
 
 def test_heft_deals_out_what_it_had_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -587,6 +594,90 @@ def test_best_of_is_the_minimum_and_names_the_winner() -> None:
         assert solution.stats["values_s"] == values
         assert solution.value_s == min(values.values())
         assert values[solution.stats["winner"]] == solution.value_s
+
+
+def test_best_of_knows_every_planner_that_is_neither_a_search_nor_a_solver() -> None:
+    others = {"brkga", "cp_sat", "cross_entropy", "local_search", "macro_search", "mip"}
+    others |= {"random_search", "simulated_annealing", "best_of", "expert", "policy"}
+    assert set(load("best_of").planners) == set(names()) - others
+
+
+SEARCHED = ("single_device", "heft", "critical_path_greedy")
+
+
+def test_best_of_leaves_evaluations_to_those_who_come_after() -> None:
+    """Of 100, 3 go to single_device and 1 to heft; the walker has a quarter of the other 96."""
+    problem = make(np.random.default_rng(0).random((40, 3)), chain(40), tensor_bytes=10)
+    found = load("best_of", planners=SEARCHED, evaluations=100)(problem)
+    assert 4 < found.stats["evaluations"] <= 4 + 24
+    alone = load("best_of", planners=SEARCHED)(problem)
+    walk = load("critical_path_greedy")(problem)
+    assert alone.stats["evaluations"] == 4 + walk.stats["evaluations"]
+    assert alone.value_s <= walk.value_s
+
+
+def test_best_of_says_what_it_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_small(0)
+    monkeypatch.setitem(sys.modules, "pymetis", None)
+    found = load("best_of")(problem)
+    assert list(found.stats["skipped"]) == ["metis"]
+    assert "pip install" in found.stats["skipped"]["metis"]
+    with pytest.raises(PlannerError, match="needs the package pymetis"):
+        load("best_of", planners=("metis",))(problem)
+    found = load("best_of", evaluations=1)(problem)
+    assert found.stats["evaluations"] == 1
+    assert "heft" in found.stats["skipped"]
+
+
+def test_best_of_begins_no_slow_planner_without_a_clock_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """peft took 3 s of 10: m_etf could take more than what is left, heft has a clock."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    run = Search.run
+
+    def slowly(self: Search, planner: Any, *rest: Any) -> Any:
+        now[0] += 3.0 if type(planner).__name__ == "Peft" else 0.0
+        return run(self, planner, *rest)
+
+    monkeypatch.setattr(Search, "run", slowly)
+    found = load("best_of", planners=("peft", "m_etf", "heft"), seconds=10)(random_small(0))
+    assert set(found.stats["values_s"]) == {"peft", "heft"}
+    found = load("best_of", planners=("peft", "m_etf", "heft"), seconds=20)(random_small(0))
+    assert set(found.stats["values_s"]) == {"peft", "m_etf", "heft"}
+
+
+def test_metis_says_nothing_on_standard_output(shared: Path, capfd: Any) -> None:
+    """Of 32 layers and 7 devices parts stay empty, and METIS complains; JSON must not suffer."""
+    pytest.importorskip("pymetis")
+    path = shared / "data/dnn_partitioning/latency/layer/gnmt_inference.json"
+    print("before")
+    load("metis")(importers.load(path))
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
+
+
+PUBLIC = (
+    "dnn_partitioning/throughput/layer/bert24_training.json",
+    "dnn_partitioning/throughput/operator/bert_l-3_training.json",
+    "dnn_partitioning/latency/operator/bert_l-3_inference.json",
+    "moirai/googlenet.json",
+)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("objective", ["own", "latency"])
+def test_best_of_is_never_worse_than_any_of_them_on_public_workloads(
+    shared: Path, name: str, objective: str
+) -> None:
+    problem = importers.load(shared / "data" / name)
+    problem = problem if objective == "own" else problem.with_objective("latency")
+    found = load("best_of")(problem)
+    assert set(found.stats["skipped"]) <= {"metis"}
+    quick = [n for n in found.stats["values_s"] if n not in ("ideal_dp", "critical_path_greedy")]
+    for planner in quick:
+        assert found.value_s <= load(planner)(problem).value_s, planner
 
 
 # --- symmetry, loading -------------------------------------------------------------------

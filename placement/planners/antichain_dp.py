@@ -44,13 +44,18 @@ class AntichainDp:
     Attributes:
         max_states: of the dynamic program, which compares all pairs and holds a few numbers
             of each: 2,000 need about 0.3 GiB.
+        seconds: to look for states: where they are over, prefixes are the only states. The
+            program itself takes about 2 s for 2,000 states. None is no limit.
+        evaluations: budget; None is no limit.
     """
 
     max_states: int = 2000
+    seconds: float | None = None
+    evaluations: int | None = None
 
     def __call__(self, problem: Problem) -> Solution:
-        search = Search(problem)
-        ideals, num_tasks = _states(problem, self.max_states)
+        search = Search(problem, self.seconds, self.evaluations)
+        ideals, num_tasks = _states(problem, self.max_states, search)
         inside = _inside(ideals)
         compute = _compute_s(problem, ideals)
         crossing = _crossing_s(problem, ideals)
@@ -90,7 +95,7 @@ def _edges(problem: Problem) -> NDArray[np.int32]:
     return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0).astype(np.int32)
 
 
-def _states(problem: Problem, limit: int) -> tuple[Bools, int | None]:
+def _states(problem: Problem, limit: int, search: Search) -> tuple[Bools, int | None]:
     """The states bool ``[S, G]`` and the tasks whose sets they are, None if prefixes alone."""
     groups = problem.graph.num_groups
     exact = enumerate_ideals(_edges(problem), groups, limit)
@@ -99,7 +104,7 @@ def _states(problem: Problem, limit: int) -> tuple[Bools, int | None]:
     prefixes = _prefixes(problem, limit // 2)
     first = np.unique(problem.graph.group, return_index=True)[1]
     target = groups
-    while (target := 7 * target // 8) >= 2 * problem.num_devices:
+    while (target := 7 * target // 8) >= 2 * problem.num_devices and search.seconds_left > 0:
         coarse, label = coarsen(problem, target)
         if coarse.graph.num_groups > target:  # no more can be merged
             break

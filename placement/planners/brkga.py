@@ -26,7 +26,7 @@ class Brkga:
 
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count, and it has at most half of the seconds.
+            its evaluations count, and it has at most a quarter of the seconds.
         population: individuals of a generation, at least 4.
         elite, mutants: shares of the population, together below 1.
         bias: probability of the elite parent's keys, 0.5..1.

@@ -23,7 +23,7 @@ class CrossEntropy:
 
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count, and it has at most half of the seconds.
+            its evaluations count, and it has at most a quarter of the seconds.
         population: placements of a generation.
         elite: share of them that the distribution follows.
         rate: of the update, 0..1.

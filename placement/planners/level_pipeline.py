@@ -34,10 +34,15 @@ class LevelPipeline:
     here it is the least slowest stage, where a level takes its longest group or its seconds
     over the speed of the team, whichever is more. The paper's pipeline between data loading
     and training is the executor's.
+
+    Attributes:
+        evaluations: budget; None is no limit.
     """
 
+    evaluations: int | None = None
+
     def __call__(self, problem: Problem) -> Solution:
-        search = Search(problem)
+        search = Search(problem, evaluations=self.evaluations)
         level = levels(problem)
         teams = [_teams(problem, level, count + 1) for count in range(problem.num_devices)]
 

@@ -29,7 +29,7 @@ class LocalSearch:
 
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count, and it has at most half of the seconds.
+            its evaluations count, and it has at most a quarter of the seconds.
         patience: restart after this many times ``G * (D - 1)`` moves without improvement.
         seconds, evaluations: budget; with neither, 2,000 evaluations.
         seed: of the draws.

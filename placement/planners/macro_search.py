@@ -65,7 +65,7 @@ class MacroSearch:
 
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count, and it has at most half of the seconds. None: ``best_of``,
+            its evaluations count, and it has at most a quarter of the seconds. None: ``best_of``,
             and for the objectives that are formulas the split of ``ideal_dp`` for ``max_load``
             too, within a fifth of the seconds (of its linearised program, where there is no
             limit).

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,17 +72,35 @@ def _partition(pymetis: Any, problem: Problem, seed: int) -> tuple[NDArray[np.in
         neighbours[b].append((a, weight))
     total = np.where(able, problem.group_compute_s, mean[:, None]).sum(axis=0)
     speed = 1.0 / np.maximum(total, 1e-300)
-    cut, part = pymetis.part_graph(
-        problem.num_devices,
-        xadj=np.cumsum([0, *(len(x) for x in neighbours)]),
-        adjncy=np.array([b for x in neighbours for b, _ in x], np.int64),
-        vweights=_whole(mean),
-        eweights=np.array([w for x in neighbours for _, w in x], np.int64),
-        tpwgts=(speed / speed.sum()).tolist(),
-        recursive=False,
-        options=pymetis.Options(seed=seed),
-    )
+    with _silent():
+        cut, part = pymetis.part_graph(
+            problem.num_devices,
+            xadj=np.cumsum([0, *(len(x) for x in neighbours)]),
+            adjncy=np.array([b for x in neighbours for b, _ in x], np.int64),
+            vweights=_whole(mean),
+            eweights=np.array([w for x in neighbours for _, w in x], np.int64),
+            tpwgts=(speed / speed.sum()).tolist(),
+            recursive=False,
+            options=pymetis.Options(seed=seed),
+        )
     return np.array(part, np.int32), int(cut)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """METIS complains on standard output, from C, where parts stay empty: not in our output."""
+    flush = ctypes.CDLL(None).fflush if os.name == "posix" else lambda _: None
+    sys.stdout.flush()
+    flush(None)
+    kept = os.dup(1)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _whole(weights: Any) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ class RandomSearch:
 
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count, and it has at most half of the seconds.
+            its evaluations count, and it has at most a quarter of the seconds.
         seconds, evaluations: budget; with neither, 2,000 evaluations.
         seed: of the draws.
     """

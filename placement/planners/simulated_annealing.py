@@ -25,7 +25,7 @@ class SimulatedAnnealing:
 
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count, and it has at most half of the seconds.
+            its evaluations count, and it has at most a quarter of the seconds.
         accept: probability with which the median worsening is accepted at first, 0..1.
         last_temperature: the last temperature as a share of the first.
         seconds, evaluations: budget; with neither, 2,000 evaluations.

@@ -39,12 +39,14 @@ class TimeSlices:
 
     Attributes:
         num_directions: orders to try, from along time slices to along layers; 1 is time alone.
+        evaluations: budget; None is no limit.
     """
 
     num_directions: int = 5
+    evaluations: int | None = None
 
     def __call__(self, problem: Problem) -> Solution:
-        search = Search(problem)
+        search = Search(problem, evaluations=self.evaluations)
         search.costs(single_devices(problem))
         try:
             grid = recognise(problem.graph)
