@@ -62,6 +62,8 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         if self.encoder not in LAYERS:
             raise PolicyError(f"encoder {self.encoder!r} is unknown; use one of {list(LAYERS)}")
+        if not 0 <= self.layers <= 64:  # a file of a few bytes must not ask for millions
+            raise PolicyError(f"layers = {self.layers} must be 0..64")
         if self.hidden < 4 or self.hidden % 4:
             raise PolicyError(f"hidden = {self.hidden} must be a positive multiple of 4")
 

@@ -136,12 +136,20 @@ class GuidedNet(nn.Module):
             return tuple(np.ascontiguousarray(x.numpy(), dtype=np.float32) for x in parts)
 
 
+WIDTH = 16, 4  # moves offered at each step where nobody says: simulated objectives, max_load
+
+
+def default_budget(problem: Problem) -> int:
+    """Evaluations of a search without a budget: some seconds for 1,500 operators."""
+    return 1_000_000 if problem.objective == "max_load" else 20_000
+
+
 def anneal(
     search: Search,
     net: GuidedNet | None,
     chooser: Chooser,
     rounds: int = 6,
-    width: int = 16,
+    width: int | None = None,
     seed: int = 0,
 ) -> int:
     """Spend what is left of a ``Search``'s budget in the kernel; the steps that were made.
@@ -158,6 +166,7 @@ def anneal(
         store = GraphStore([problem], [search.best[problem.graph.group]])
     weights = (net or GuidedNet()).weights(store)
     tables = tables_of(problem)
+    width = width or WIDTH[tables.kind == _guided.LOAD]
     state, rng = state_of(tables, width), np.random.default_rng(seed)
     exact = tables.kind == _guided.LOAD and chooser != "uniform"
     per_step = width if exact else 1

@@ -10,17 +10,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agents.encoder import PlacementNet, PolicyError
-from agents.guided import CHOOSERS, Chooser, GuidedNet, anneal, load_kernel
+from agents.encoder import MOVING, PolicyError
+from agents.guided import CHOOSERS, Chooser, GuidedNet, anneal, default_budget, load_kernel
 from agents.store import GraphStore
-from agents.trained import TrainedPolicy, actions, one_thread
+from agents.trained import TrainedPolicy, actions, make_net, one_thread
 from envs.problems import Evaluator, ProblemSet, canonical
 from envs.refine import RefineRules
-from placement.planners._search import DEFAULT_EVALUATIONS, INFEASIBLE, Search, can_move
-from placement.problem import Placement, Planner, Problem, Solution
+from placement.planners._search import INFEASIBLE, Search, can_move
+from placement.problem import Objective, Placement, Planner, Problem, Solution
 
 Mode = Literal["zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
+UNTRAINED = "untrained"
+_SHARE_OF_BASELINE = 0.25  # of the seconds
 
 
 @dataclass(frozen=True)
@@ -33,28 +35,33 @@ class PolicyPlanner:
     ``best_value_s`` (the best of everything, training included).
 
     Attributes:
-        policy: a policy, or the file of one; None is an untrained network, which samples
-            placements a few groups away from the baseline's.
-        mode: ``zero_shot`` decodes greedily; ``best_of_k`` samples ``k`` placements too;
+        policy: a policy, or the file of one; None is the released policy of this mode and the
+            problem's objective (``released``), and ``untrained`` a new network, which samples
+            placements a few groups away from the baseline's, or chooses as the hand-written
+            score does.
+        mode: ``guided_search`` spends the budget in an annealed search whose moves a policy of
+            that formulation chooses (``agents.guided.default_budget`` without a budget);
+            ``zero_shot`` decodes greedily; ``best_of_k`` samples ``k`` placements too;
             ``finetune`` first trains on this very problem for ``steps``, then does the same;
-            ``refine`` re-places one group at a time, ``steps`` times, each time evaluated;
-            ``guided_search`` spends the budget in an annealed search whose moves a policy of
-            that formulation chooses (2,000 evaluations if there is no budget).
+            ``refine`` re-places one group at a time, ``steps`` times, each time evaluated.
         k: sampled placements.
         steps: environment steps of ``finetune`` or ``refine``.
-        seconds, evaluations: budget in all, the baseline's included; None is no limit.
+        seconds, evaluations: budget in all; None is no limit. The baseline's evaluations are
+            included, of the seconds it gets a quarter. Without a budget the baseline runs to its
+            end: the answer then is at most the least of all constructive planners and dynamic
+            programs.
         seed: of sampling and training.
         baseline: where to start: the name of a planner, or a planner.
         chooser: of ``guided_search``: ``policy``, or for comparison the ``hand``-written score
             that a policy starts from (what an untrained one is), or ``uniform`` chance.
         rounds: of ``guided_search``: how often it is heated up.
-        width: of ``guided_search``: moves offered at each step.
+        width: of ``guided_search``: moves offered at each step; None: as in the training.
         seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
             sampled placements are evaluated first; the search starts from the best.
     """
 
     policy: str | Path | TrainedPolicy | None = None
-    mode: Mode = "best_of_k"
+    mode: Mode = "guided_search"
     k: int = 32
     steps: int = 4000
     seconds: float | None = None
@@ -63,7 +70,7 @@ class PolicyPlanner:
     baseline: str | Planner = "best_of"
     chooser: Chooser = "policy"
     rounds: int = 6
-    width: int = 16
+    width: int | None = None
     seed_policy: str | Path | TrainedPolicy | None = None
 
     def __post_init__(self) -> None:
@@ -72,7 +79,7 @@ class PolicyPlanner:
         if self.chooser not in CHOOSERS:
             raise PolicyError(f"chooser {self.chooser!r} is unknown; use one of {list(CHOOSERS)}")
         for what in ("k", "steps", "rounds", "width"):
-            if getattr(self, what) < 1:
+            if getattr(self, what) is not None and getattr(self, what) < 1:
                 raise PolicyError(f"{what} = {getattr(self, what)} must be at least 1")
 
     def __call__(self, problem: Problem) -> Solution:
@@ -84,9 +91,9 @@ class PolicyPlanner:
         """
         if self.mode == "guided_search":
             return self._guided_search(problem)
-        policy = self._policy(self.policy)
+        policy = self._policy(self.policy, problem)
         search = Search(problem, self.seconds, self.evaluations)
-        start = search.run(self.baseline)
+        start = search.run(self.baseline, _SHARE_OF_BASELINE)
         stats: dict[str, Any] = {
             "mode": self.mode,
             "baseline_value_s": start.value_s,
@@ -128,18 +135,21 @@ class PolicyPlanner:
 
     def _guided_search(self, problem: Problem) -> Solution:
         net: GuidedNet | None = None
-        if self.policy is not None and self.chooser == "policy":
-            found = self._policy(self.policy).net
+        width = self.width
+        if self.chooser == "policy":
+            policy = self._policy(self.policy, problem)
+            found = policy.net
             if not isinstance(found, GuidedNet):
                 raise PolicyError(
                     f"a {found.formulation} policy cannot choose moves; give it as seed_policy, or "
                     f"train one with training.formulation=guided_search"
                 )
             net = found
-        seeds = None if self.seed_policy is None else self._policy(self.seed_policy)
+            width = width or policy.width
+        seeds = None if self.seed_policy is None else self._policy(self.seed_policy, problem)
         load_kernel()
-        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
-        start = search.run(self.baseline)
+        search = Search(problem, self.seconds, self.evaluations)
+        start = search.run(self.baseline, _SHARE_OF_BASELINE)
         stats: dict[str, Any] = {
             "mode": self.mode,
             "chooser": self.chooser,
@@ -148,23 +158,26 @@ class PolicyPlanner:
         }
         if seeds is not None and search.left:
             stats |= self._decode(seeds, search, start.placement, True)
+        search.limit(default_budget(problem))
         with one_thread():
-            stats["steps"] = anneal(search, net, self.chooser, self.rounds, self.width, self.seed)
+            stats["steps"] = anneal(search, net, self.chooser, self.rounds, width, self.seed)
         stats["best_value_s"] = search.best_cost if search.best_cost < INFEASIBLE else np.inf
         return search.solution(start.lower_bound_s, **stats)
 
-    def _policy(self, given: str | Path | TrainedPolicy | None) -> TrainedPolicy:
+    def _policy(self, given: str | Path | TrainedPolicy | None, problem: Problem) -> TrainedPolicy:
         if isinstance(given, TrainedPolicy):
             return given
-        if given is not None:
-            return TrainedPolicy.load(given)
+        if given != UNTRAINED:
+            return TrainedPolicy.load(given or released(self.mode, problem.objective))
+        searches = self.mode in ("guided_search", "refine")
+        formulation: Any = self.mode if searches else "sequential"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return TrainedPolicy(PlacementNet())
+            return TrainedPolicy(make_net(None, formulation))
 
     def _refine(self, policy: TrainedPolicy, search: Search, warm: Placement) -> None:
         """Walk from ``warm``; every placement on the way is evaluated and may be the answer."""
-        if policy.formulation != "refine":
+        if policy.formulation not in MOVING:
             raise PolicyError(
                 f"a {policy.formulation} policy cannot refine placements; train one with "
                 f"training.formulation=refine"
@@ -172,8 +185,10 @@ class PolicyPlanner:
         if not can_move(search.problem):
             return
         chosen = ProblemSet((search.problem,), np.ones(1), _evaluator(search))
-        rules = RefineRules(chosen, 1, [warm], self.steps)
-        store = GraphStore([search.problem], [canonical(search.problem, warm)])
+        sweep = policy.formulation == "sweep"
+        cold = policy.card.get("config", {}).get("cold")
+        rules = RefineRules(chosen, 1, [warm], self.steps, sweep=sweep)
+        store = GraphStore([search.problem], [None if cold else canonical(search.problem, warm)])
         rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
         generator = torch.Generator().manual_seed(self.seed)
         with one_thread():
@@ -197,6 +212,23 @@ class PolicyPlanner:
         return train(
             [problem], config=config, warm=[warm], policy=policy, evaluator=_evaluator(search)
         )
+
+
+def released(mode: Mode, objective: Objective) -> Path:
+    """The file of the policy that ships with this package; its model card lies beside it.
+
+    Raises:
+        PolicyError: none does for this mode.
+    """
+    if mode == "refine":
+        raise PolicyError(
+            "no policy for mode='refine' is released; give policy=FILE, or policy=untrained"
+        )
+    goal = "max_load" if objective in ("max_load", "period", "energy") else "latency"
+    if mode == "guided_search" and objective != "max_load":
+        goal = "latency"  # a search sees what is simulated
+    kind = "guided_search" if mode == "guided_search" else "sequential"
+    return Path(__file__).with_name("released") / f"{kind}-{goal}.safetensors"
 
 
 def _evaluator(search: Search) -> Evaluator:

@@ -65,11 +65,11 @@ def _train(cfg: DictConfig) -> float:
             out_dir=run.folder,
             callback=progress,
         )
-        trained.save(run.folder / "policy.npz")
+        trained.save(run.folder / "policy.safetensors")
         planners = {
             "baseline": baseline,
             "policy": PolicyPlanner(
-                run.folder / "policy.npz",
+                run.folder / "policy.safetensors",
                 modes.get(trained.formulation, "best_of_k"),
                 seed=cfg.seed,
                 baseline=baseline,
@@ -87,10 +87,9 @@ def _train(cfg: DictConfig) -> float:
         run.mirror.comparison(comparison)
         mine = [row for row in comparison.rows if row.planner == "policy"]
         best = ["best"] if all(is_best_of_sweep(run.folder, row) for row in mine) else []
-        run.mirror.artifact("policy", "policy", run.folder / "policy.npz", aliases=best)
+        run.mirror.artifact("policy", "policy", run.folder / "policy.safetensors", aliases=best)
         save_best(run, comparison, problems, planners)
-    table.print_tables(table.tables(comparison))
-    print(f"in {run.folder}: policy.npz, metrics.csv, compare.csv, compare.md and plans")
+    show(run, comparison, "policy.safetensors, metrics.csv, compare.csv, compare.md and plans")
     return metric_s(comparison)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +32,7 @@ from envs.sequential import SequentialRules
 from placement.files import write_atomic
 from placement.problem import Placement, Problem, Solution
 
-FORMAT = 2
+FORMAT = 3
 Net = PlacementNet | GuidedNet
 # Formulations that make a placement, and evaluate it once it is made.
 BUILDING: dict[str, Any] = {
@@ -62,6 +61,11 @@ class TrainedPolicy:
         """The environment that it acts in."""
         return self.net.formulation
 
+    @property
+    def width(self) -> int | None:
+        """Moves offered at each step while it learned ``guided_search``; None: not known."""
+        return self.card.get("config", {}).get("width")
+
     def place(
         self, problem: Problem, warm: Placement | None = None, num_samples: int = 0, seed: int = 0
     ) -> Placement:
@@ -87,35 +91,38 @@ class TrainedPolicy:
         return chosen.placements(0, choices)
 
     def save(self, path: str | Path) -> None:
-        """Write one ``.npz`` file, atomically: the weights, and JSON text. No pickle.
+        """Write one safetensors file, atomically: the weights, and JSON text as its metadata.
 
         Raises:
             FileError: the file cannot be written.
         """
+        from safetensors.torch import save
+
         head = {
             "format": FORMAT,
             "formulation": self.formulation,
             "network": asdict(self.net.config),
             "card": self.card,
         }
-        weights = {k: v.detach().cpu().numpy() for k, v in self.net.state_dict().items()}
-        file = io.BytesIO()
-        np.savez_compressed(file, head=np.array(json.dumps(head)), **weights)
-        write_atomic(path, file.getvalue())
+        weights = {k: v.detach().cpu().contiguous() for k, v in self.net.state_dict().items()}
+        write_atomic(path, save(weights, {"policy": json.dumps(head)}))
 
     @classmethod
     def load(cls, path: str | Path) -> TrainedPolicy:
         """Read a file written by ``save``. Executes nothing that is in it.
 
         Raises:
-            PolicyError: missing, truncated, not a policy, or of another version.
+            PolicyError: missing, truncated, not a policy, of another version, or of a network
+                whose weights are not those of the file, or not numbers.
         """
+        from safetensors import safe_open
+
         try:
-            with np.load(path, allow_pickle=False) as data:
-                head = json.loads(str(data["head"]))
-                weights = {k: torch.from_numpy(data[k]) for k in data.files if k != "head"}
-            version = head["format"]
-        except Exception as error:  # zip, json and numpy each raise their own kinds
+            with safe_open(path, "pt") as file:
+                head = json.loads((file.metadata() or {})["policy"])
+                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            version, formulation = head["format"], head["formulation"]
+        except Exception as error:  # safetensors, json and the file system each raise their own
             raise PolicyError(
                 f"{path}: not a readable policy ({error}); train one: placement-train"
             ) from error
@@ -124,17 +131,35 @@ class TrainedPolicy:
                 f"{path}: a policy of format {version}, this version reads {FORMAT}; "
                 f"train again: placement-train"
             )
-        if head.get("formulation") not in get_args(Formulation):
-            raise PolicyError(f"{path}: formulation {head.get('formulation')!r} is unknown")
+        if formulation not in get_args(Formulation):
+            raise PolicyError(f"{path}: formulation {formulation!r} is unknown")
         try:
-            net = make_net(NetworkConfig(**head["network"]), head["formulation"])
-            net.load_state_dict(weights)
-            return cls(net, head["card"])
-        except (RuntimeError, TypeError, KeyError) as error:
+            config = NetworkConfig(**head["network"])
+            with torch.device("meta"):  # nothing is allocated that the file does not hold
+                net = make_net(config, formulation)
+            _check_weights(net.state_dict(), weights)
+            net.load_state_dict(weights, assign=True)
+            return cls(net, dict(head["card"]))
+        except (RuntimeError, TypeError, KeyError, ValueError) as error:
             raise PolicyError(
                 f"{path}: the weights do not fit this version's network ({error}); "
                 f"train again: placement-train"
             ) from error
+
+
+def _check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Raises: ValueError, names, shapes or dtypes differ, or a weight is not a number."""
+    if expected.keys() != weights.keys():
+        raise ValueError(f"other layers: {sorted(expected.keys() ^ weights.keys())[:4]}")
+    for name, tensor in weights.items():
+        like = expected[name]
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, not {like.dtype} "
+                f"{list(like.shape)}"
+            )
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{name} is not finite")
 
 
 def make_net(config: NetworkConfig | None, formulation: Formulation) -> Net:

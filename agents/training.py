@@ -75,8 +75,9 @@ class TrainConfig:
             quarter is played, at the end of this share all; 0: all from the beginning.
         imitation_epochs: passes over the solutions that ``train`` is given, before PPO.
         imitation_rate: learning rate meanwhile.
-        moves: steps of an episode of ``guided_search`` (256) or ``refine`` (twice the groups);
-            0: these defaults.
+        moves: steps of an episode of ``guided_search`` (256), ``refine`` (twice the groups) or
+            ``sweep`` (as many as there are groups); 0: these defaults.
+        width: moves that ``guided_search`` offers at each step.
         again: share of the episodes of ``guided_search`` that begin at the best met so far.
         network: kind and size of a new network (ignored when training goes on from a policy).
     """
@@ -103,11 +104,12 @@ class TrainConfig:
     imitation_epochs: int = 20
     imitation_rate: float = 1e-3
     moves: int = 0
+    width: int = 16
     again: float = 0.5
     network: NetworkConfig = field(default_factory=NetworkConfig)
 
     def __post_init__(self) -> None:
-        for what in ("total_steps", "epochs", "minibatches", "num_checks"):
+        for what in ("total_steps", "epochs", "minibatches", "num_checks", "width"):
             if getattr(self, what) < 1:
                 raise PolicyError(f"{what} = {getattr(self, what)} must be at least 1")
         if self.formulation not in get_args(Formulation):
@@ -158,7 +160,7 @@ def train(
         resume: go on from the checkpoint in ``out_dir``, if there is one, exactly as if training
             had not been interrupted; problems and configuration must be those it began with.
         evaluator: simulator (default), ``envs.problems.Measured(Executor)``, or a runtime.
-        out_dir: ``metrics.csv``, ``policy.npz`` (every better check), ``best.npz`` and
+        out_dir: ``metrics.csv``, ``policy.safetensors`` (every better check), ``best.npz`` and
             ``checkpoint.pt`` (every check) go there.
         callback: called with every row of the metrics; return False to stop.
         progress: show a progress bar.
@@ -241,7 +243,8 @@ def make_rules(
     if formulation == "refine":
         return RefineRules(problems, num_envs, given, config.moves or None)
     share = config.again if again is None else again
-    return GuidedSearchRules(problems, num_envs, given, config.moves or 256, again=share)
+    moves = config.moves or 256
+    return GuidedSearchRules(problems, num_envs, given, moves, config.width, share)
 
 
 class PerGraphBuffer(DictRolloutBuffer):
@@ -467,7 +470,7 @@ class _Watch(BaseCallback):
             self.best_greedy = greedy
             self.best_weights = deepcopy(self.net.state_dict())
             if self.out_dir is not None:
-                self.trained().save(self.out_dir / "policy.npz")
+                self.trained().save(self.out_dir / "policy.safetensors")
         seen = self._speedup(self.env.rules.best_s)
         self.idle_checks = 0 if better or seen > self.best_seen else self.idle_checks + 1
         self.best_seen = max(self.best_seen, seen)

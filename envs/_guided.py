@@ -91,8 +91,9 @@ _TRIES = 16
     POWER_LAST,
     NUM_CHAIN,
     HOTTEST,
+    COMPUTE,
     NUM_X,
-) = range(15)
+) = range(16)
 
 
 class Tables(NamedTuple):
@@ -323,8 +324,11 @@ def _first_group(t, s):
 
 
 @nb.njit(cache=True, nogil=True)
-def _offer(t, s, width):
-    """Draw moves 1..width and describe them; choice 0 is to stay. Fills count, body, offered."""
+def _offer(t, s, width, described):
+    """Draw moves 1..width and describe them; choice 0 is to stay. Fills count, body, offered.
+
+    Not ``described``, of ``max_load`` only the first feature is written, otherwise none.
+    """
     device, load, held = s.moves[0], s.moves[1], s.moves[2]
     memory, group_s = t.moves[8], t.group_s
     num_groups, num_devices = group_s.shape
@@ -337,25 +341,22 @@ def _offer(t, s, width):
     power = int(x[POWER])
     log_groups = np.log(num_groups + 1.0)
     log_steps = np.log(x[STEP] + 2.0)
-    compute = 0.0
-    for g in range(num_groups):
-        compute += group_s[g, device[g]]
-
-    u = s.search
-    u[0] = x[USED]
-    u[1] = np.log10(max(x[TEMPERATURE], 1e-9)) / 5.0
-    u[2] = power / 8.0 if t.kind == LOAD else 0.0
-    u[3] = _bounded(10.0 * np.log(max(x[COST], 1e-300) / max(x[BEST], 1e-300)))
-    u[4] = _bounded(10.0 * np.log(max(x[BEST], 1e-300) / max(x[FIRST], 1e-300)))
-    u[5] = np.log(x[STEP] - x[FOUND] + 1.0) / 10.0
-    u[6] = mean / largest
-    u[7] = max(0.0, 1.0 - compute / (mean * num_devices))
-    u[8] = log_groups / 10.0
-    u[9] = np.log(num_devices) / 3.0
-    u[10] = t.kind == LOAD
-    u[11] = t.num_batches > 1 and t.kind != LOAD and t.kind != PIECEWISE
-
-    s.offered[:] = 0.0
+    if described:
+        u = s.search
+        u[0] = x[USED]
+        u[1] = np.log10(max(x[TEMPERATURE], 1e-9)) / 5.0
+        u[2] = power / 8.0 if t.kind == LOAD else 0.0
+        u[3] = _bounded(10.0 * np.log(max(x[COST], 1e-300) / max(x[BEST], 1e-300)))
+        u[4] = _bounded(10.0 * np.log(max(x[BEST], 1e-300) / max(x[FIRST], 1e-300)))
+        u[5] = np.log(x[STEP] - x[FOUND] + 1.0) / 10.0
+        u[6] = mean / largest
+        u[7] = max(0.0, 1.0 - x[COMPUTE] / (mean * num_devices))
+        u[8] = log_groups / 10.0
+        u[9] = np.log(num_devices) / 3.0
+        u[10] = t.kind == LOAD
+        u[11] = t.num_batches > 1 and t.kind != LOAD and t.kind != PIECEWISE
+        s.offered[:] = 0.0
+    s.offered[0] = 0.0
     s.offered[0, 1] = 1.0
     s.count[0] = 0
     for k in range(1, width + 1):
@@ -363,16 +364,17 @@ def _offer(t, s, width):
         body, where = s.body[k], s.where[k]
         count = propose_from(s.random, device, group_s, t.graph, g, _SHARE, body, where, s.mark)
         s.count[k] = count
-        if count == 0:
+        if count == 0 or (t.kind != LOAD and not described):
             continue
         old, new = device[g], where[0]
         load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
         before = after = chained = 0.0
-        for i in range(count):
-            h = body[i]
-            before += group_s[h, device[h]]
-            after += group_s[h, where[i]]
-            chained += s.on_chain[h]
+        if described:
+            for i in range(count):
+                h = body[i]
+                before += group_s[h, device[h]]
+                after += group_s[h, where[i]]
+                chained += s.on_chain[h]
         apply_moves(t.moves, s.moves, body, where, count)
         swap = count == 2 and where[1] == old
         then_old, then_new, then_held = load[old], load[new], held[new]
@@ -382,18 +384,20 @@ def _offer(t, s, width):
             energy += _term(then_new, then_held, memory[new], scale, power)
             energy -= _term(load_old, held_old, memory[old], scale, power)
             energy -= _term(load_new, held_new, memory[new], scale, power)
-        most = 0.0
-        for d in range(num_devices):
-            most = max(most, load[d])
+        most = load.max() if described else 0.0
         undo_moves(t.moves, s.moves, body, where, count, old, new)
         load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
 
+        f = s.offered[k]
+        if t.kind == LOAD:
+            f[0] = max(-3.0 * BOUND, min(3.0 * BOUND, -energy / x[TEMPERATURE]))
+        if not described:
+            continue
         there = here = 0
         degree = near_ptr[g + 1] - near_ptr[g]
         for i in range(near_ptr[g], near_ptr[g + 1]):
             there += device[near[i]] == new
             here += device[near[i]] == old
-        f = s.offered[k]
         f[2] = _bounded(10.0 * np.log(most / largest))
         f[3] = load_old / largest
         f[4] = _bounded(then_old / largest)
@@ -424,9 +428,7 @@ def _offer(t, s, width):
             if run:
                 kind = 22
         f[kind] = 1.0
-        if t.kind == LOAD:
-            f[0] = max(-3.0 * BOUND, min(3.0 * BOUND, -energy / x[TEMPERATURE]))
-        else:
+        if t.kind != LOAD:
             f[0] = _hand_score(f)
 
 
@@ -459,6 +461,9 @@ def _take(t, s, k):
     device, load, held = s.moves[0], s.moves[1], s.moves[2]
     old, new = device[body[0]], where[0]
     load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
+    growth = 0.0
+    for i in range(count):
+        growth += t.group_s[body[i], where[i]] - t.group_s[body[i], device[body[i]]]
     apply_moves(t.moves, s.moves, body, where, count)
     cost = _evaluate(t, s)
     if t.kind != LOAD and cost > x[COST]:
@@ -469,6 +474,7 @@ def _take(t, s, k):
             s.refused[body[0], new] += 1.0
             return 0.0
     x[COST] = cost
+    x[COMPUTE] += growth
     for i in range(count):
         s.moved[body[i]] = int(x[STEP])
     s.refused[body[0]] = 0.0
@@ -559,6 +565,9 @@ def play(t, s, job, number, net, used, then):
         s.on_chain[:] = 0.0
         s.when[:] = 0.0
         x[NUM_CHAIN] = 0.0
+        x[COMPUTE] = 0.0
+        for g in range(len(t.group_s)):
+            x[COMPUTE] += t.group_s[g, s.moves[0][g]]
         x[COST] = _evaluate(t, s)
         _look(t, s)
         if job == BEGIN:
@@ -568,11 +577,13 @@ def play(t, s, job, number, net, used, then):
             x[BEST] = x[FIRST] = x[COST]
             s.best[:] = s.moves[0]
             _cool(s, used)
-            _offer(t, s, width)
+            _offer(t, s, width, True)
         return 0.0
     gain = 0.0
     chooser = job - SEARCH
     steps = 1 if job == TAKE else number
+    # What nobody looks at costs most of the time of a search for max_load.
+    described = job == TAKE or chooser == POLICY or (chooser == HAND and t.kind != LOAD)
     logits = np.empty(width + 1)
     for i in range(steps):
         k = 1
@@ -592,5 +603,5 @@ def play(t, s, job, number, net, used, then):
             k = _choose(s.random, logits, width)
         gain += _take(t, s, k)
         _cool(s, used + (then - used) * (i + 1) / steps)
-        _offer(t, s, 1 if job == SEARCH + UNIFORM else width)
+        _offer(t, s, 1 if job == SEARCH + UNIFORM else width, described)
     return gain

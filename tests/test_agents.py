@@ -215,36 +215,83 @@ def test_other_sizes_and_numbers_of_devices(formulation: Any) -> None:
 
 def test_save_and_load(tmp_path: Path) -> None:
     policy = replace(untrained("one_shot"), card={"note": "x"})
-    policy.save(tmp_path / "new" / "policy.npz")
-    again = TrainedPolicy.load(tmp_path / "new" / "policy.npz")
+    policy.save(tmp_path / "new" / "policy.safetensors")
+    again = TrainedPolicy.load(tmp_path / "new" / "policy.safetensors")
     assert again.formulation == "one_shot"
     assert again.card == {"note": "x"}
     problem = random_problem(5, 12, 3)
     before = policy.place(problem, num_samples=5, seed=1)
     assert np.array_equal(again.place(problem, num_samples=5, seed=1), before)
-    assert [p.name for p in (tmp_path / "new").iterdir()] == ["policy.npz"]
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["policy.safetensors"]
 
 
 def test_files_that_are_not_policies(tmp_path: Path) -> None:
-    path = tmp_path / "p.npz"
+    path = tmp_path / "p.safetensors"
     with pytest.raises(PolicyError, match=r"not a readable policy.*placement-train"):
         TrainedPolicy.load(path)
     untrained().save(path)
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    for part in (whole[: len(whole) // 2], whole[:4], b"", whole + b"more"):
+        path.write_bytes(part)
+        with pytest.raises(PolicyError, match="not a readable policy"):
+            TrainedPolicy.load(path)
+
+
+class Trap:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.mkdir, (self.path,)
+
+
+def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
+    path, sprung = tmp_path / "p.safetensors", tmp_path / "sprung"
+    with path.open("wb") as file:
+        np.savez(file, head=np.array([Trap(sprung)], dtype=object))
     with pytest.raises(PolicyError, match="not a readable policy"):
         TrainedPolicy.load(path)
-    np.savez(path, head=np.array(json.dumps({"format": 99})))
-    with pytest.raises(PolicyError, match="format 99, this version reads 2"):
+    torch.save(Trap(sprung), path)
+    with pytest.raises(PolicyError, match="not a readable policy"):
         TrainedPolicy.load(path)
-    head = {"format": 2, "formulation": "sequential", "network": {}, "card": {}}
-    np.savez(path, head=np.array(json.dumps(head)), weight=np.zeros(3))
-    with pytest.raises(PolicyError, match="weights do not fit"):
+    assert not sprung.exists()
+
+
+HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "layers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("change", "weights", "message"),
+    [
+        ({"format": 99}, {}, "format 99, this version reads 3; train again"),
+        ({"formulation": "other"}, {}, "formulation 'other' is unknown"),
+        ({"formulation": None}, {}, "formulation None is unknown"),
+        ({}, {"more": np.zeros(3)}, r"weights do not fit .*other layers: \['more'\]"),
+        ({"network": {"hidden": 4000000000}}, {}, "weights do not fit"),  # nothing is allocated
+        ({"network": {"layers": 10**9}}, {}, "layers = 1000000000 must be 0..64"),
+        ({"network": {"hidden": "16"}}, {}, "weights do not fit"),
+        ({"network": {"width": 1}}, {}, "unexpected keyword argument 'width'"),
+        ({"network": []}, {}, "weights do not fit"),
+        ({"card": 3}, {}, "weights do not fit"),
+        ({}, {"value.2.bias": np.zeros(2, np.float32)}, r"value.2.bias is .*\[2\], not .*\[1\]"),
+        ({}, {"value.2.bias": np.zeros(1)}, "value.2.bias is torch.float64"),
+        ({}, {"value.2.bias": np.full(1, np.nan, np.float32)}, "value.2.bias is not finite"),
+    ],
+)
+def test_heads_and_weights_that_do_not_fit(
+    tmp_path: Path, change: dict[str, Any], weights: dict[str, Any], message: str
+) -> None:
+    from safetensors.numpy import save_file
+
+    good = {k: v.numpy() for k, v in untrained().net.state_dict().items()}
+    head = {**HEAD, "card": {}, **change}
+    path = tmp_path / "p.safetensors"
+    save_file({**good, **weights}, path, {"policy": json.dumps(head)})
+    with pytest.raises(PolicyError, match=message):
         TrainedPolicy.load(path)
-    np.savez(path, head=np.array(json.dumps(head | {"formulation": "other"})))
-    with pytest.raises(PolicyError, match="formulation"):
-        TrainedPolicy.load(path)
-    np.savez(path, head=np.array([{}], dtype=object))  # a pickle: refused, not executed
+    save_file(good, path)
     with pytest.raises(PolicyError, match="not a readable policy"):
         TrainedPolicy.load(path)
 
@@ -290,7 +337,9 @@ def test_never_worse_than_the_baseline(problem: Problem, mode: Any, formulation:
 def test_finetune_keeps_the_best_of_training(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     problem = chain(rng.random((12, 3)), latency_s=0.01)
-    answer = PolicyPlanner(None, "finetune", k=4, steps=300, baseline="single_device")(problem)
+    answer = PolicyPlanner("untrained", "finetune", k=4, steps=300, baseline="single_device")(
+        problem
+    )
     stats = answer.stats
     assert stats["training_evaluations"] > 0
     assert answer.value_s == stats["best_value_s"]
@@ -299,7 +348,7 @@ def test_finetune_keeps_the_best_of_training(tmp_path: Path) -> None:
 
 
 def test_the_planner_from_a_command_line(tmp_path: Path) -> None:
-    path = tmp_path / "policy.npz"
+    path = tmp_path / "policy.safetensors"
     untrained().save(path)
     planner = load("agents.planner:PolicyPlanner", policy=str(path), mode="zero_shot", seconds="30")
     assert planner(random_problem(3)).stats["mode"] == "zero_shot"
@@ -308,7 +357,7 @@ def test_the_planner_from_a_command_line(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="mode 'magic' is unknown; use one of"):
         PolicyPlanner(mode="magic")  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="not a readable policy"):
-        PolicyPlanner(tmp_path / "none.npz")(random_problem(3))
+        PolicyPlanner(tmp_path / "none.safetensors")(random_problem(3))
 
 
 def test_a_graph_without_tensors_or_devices_to_choose_from() -> None:
@@ -436,9 +485,9 @@ def test_guided_search_keeps_the_planner_contract(chooser: Any) -> None:
 
 def test_guided_search_spends_its_budget_and_beats_its_start() -> None:
     problem = chain(np.random.default_rng(0).random((20, 3)), latency_s=0.01)
-    for objective, per_step in (("latency", 1), ("max_load", 16)):
+    for objective, per_step in (("latency", 1), ("max_load", 4)):
         made = problem.with_objective(objective)
-        planner = PolicyPlanner(None, "guided_search", evaluations=1500, baseline="single_device")
+        planner = PolicyPlanner("untrained", evaluations=1500, baseline="single_device")
         answer = planner(made)
         stats = answer.stats
         assert answer.value_s == score(made, answer.placement)[0]

@@ -385,8 +385,12 @@ def test_train(run: Callable[..., int], tmp_path: Path) -> None:
     assert value["policy"] <= value["baseline"]
     assert (tmp_path / "out" / "metrics.csv").exists()
     # The policy goes on from its file, and is a planner of a comparison like any other.
-    assert run("train", *words, "policy=out/policy.npz", "hydra.run.dir=more") == 0
-    again = ["planner=policy", "planner.policy.policy=more/policy.npz", "planner.policy.k=2"]
+    assert run("train", *words, "policy=out/policy.safetensors", "hydra.run.dir=more") == 0
+    again = [
+        "planner=policy",
+        "planner.policy.policy=more/policy.safetensors",
+        "planner.policy.k=2",
+    ]
     assert run("compare", *PREDICT, *again, "hydra.run.dir=last") == 0
     assert "policy" in {r["planner"] for r in rows_of(tmp_path / "last")}
 
@@ -400,7 +404,7 @@ def test_train_on_synthetic_problems(
     assert run("train", *words, "training.formulation=guided_search", "hydra.run.dir=g") == 0
     rows = rows_of(tmp_path / "g")
     assert {r["workload"] for r in rows} == {"reduction_tree-0", "reduction_tree-1"}
-    card = TrainedPolicy.load(tmp_path / "g" / "policy.npz").card
+    card = TrainedPolicy.load(tmp_path / "g" / "policy.safetensors").card
     assert len(card["problems"]) == 4  # and each on another machine
     # Finished: resuming changes nothing.
     again = [*words, "training.formulation=guided_search", "hydra.run.dir=g", "resume=true"]

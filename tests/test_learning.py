@@ -27,7 +27,7 @@ from placement.profile import Profile
 from placement.simulator import score
 
 FORMULATIONS = ("one_shot", "sequential", "select_place")
-FILES = ["best.npz", "checkpoint.pt", "metrics.csv", "policy.npz"]
+FILES = ["best.npz", "checkpoint.pt", "metrics.csv", "policy.safetensors"]
 SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from list scheduling
 
 
@@ -137,7 +137,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     # The first row is the untrained policy: exactly its warm start.
     assert rows[0]["steps"] == 0
     assert rows[0]["greedy_speedup"] == pytest.approx(1.0)
-    saved = TrainedPolicy.load(tmp_path / "policy.npz")
+    saved = TrainedPolicy.load(tmp_path / "policy.safetensors")
     warm = load("heft")(problems[1]).placement
     assert np.array_equal(saved.place(problems[1], warm, 3), policy.place(problems[1], warm, 3))
     with np.load(tmp_path / "best.npz") as data:
