@@ -20,7 +20,7 @@ of 16 micro-batches with 4 in flight; profile of 10 rounds, measured once and ke
   direction, then the other. Gains are ratios within a round; the interval resamples seeds and
   rounds (95 %, 10,000 times). The single device is the one with the lower median.
 
-About 45 minutes for ``resnet50`` and 8 for ``bert_tiny_hidden128`` on an idle machine with 2 cores
+About 45 minutes for ``resnet50`` and 12 for ``bert_tiny_hidden128`` on an idle machine with 2 cores
 at 2.8 GHz (1,800 runs each; more with ``--pools``, one further draw of 500 each). What has run lies
 in ``runs/measured``: after Ctrl-C the same command continues. Writes
 ``experiments/results/measured.csv``, ``measured_curves.csv`` and ``measured.md``.
