@@ -334,7 +334,8 @@ def launch(study: Callable[[], None]) -> int:
         say("interrupted; the same command continues")
         return 130
     except ValueError as error:
-        if type(error).__module__.partition(".")[0] not in ("placement", "experiments"):
+        ours = ("placement", "envs", "agents", "experiments")
+        if type(error).__module__.partition(".")[0] not in ours:
             raise
         say(f"error: {error}")
         return 2

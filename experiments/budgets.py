@@ -1,0 +1,142 @@
+"""Budgets, seeds and problem splits of ``experiments.learned``, written before the runs.
+
+Every study takes its numbers from here. An option of the command line changes one for a trial run;
+the results then say which, and that it is not what was written down.
+
+Splits: whatever is measured in these studies was not trained on. Public files, captured models and
+the graphs of ``synthetic`` with a seed of ``HELD_OUT`` or above belong to the studies; the released
+policy may train on synthetic graphs of smaller seeds, and on a public file only where
+``zero_shot`` is not concerned (it trains its own policies, one per family left out).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HELD_OUT = 900  # first seed of synthetic graphs that nothing is trained on
+
+# Everything that constructs a placement, and every dynamic program: what the learned planner must
+# never be worse than. Exact methods (cp_sat, mip) and searches are not among them.
+BASELINES = (
+    "single_device",
+    "round_robin",
+    "heft",
+    "peft",
+    "m_etf",
+    "m_sct",
+    "m_topo",
+    "critical_path_first",
+    "critical_path_greedy",
+    "level_balance",
+    "level_pipeline",
+    "balanced_split",
+    "contiguous_dp",
+    "antichain_dp",
+    "ideal_dp",
+    "pipedream",
+    "coarsened",
+)
+# One rule each, no search and no budget: what one forward pass is compared with.
+HEURISTICS = ("single_device", "heft", "peft", "m_etf", "m_sct", "m_topo", "contiguous_dp")
+SEARCHES = ("local_search", "simulated_annealing")  # annealing is the cold, calibrated one
+CAPTURED = ("resnet50", "inception", "bert_base", "lstm", "vit", "gpt2", "convnext", "dlrm", "t5")
+
+
+@dataclass(frozen=True)
+class Against:
+    """Every shipped workload and public file against all of ``BASELINES``.
+
+    Attributes:
+        seconds: processor seconds of each planner, of the learned one with its start.
+        seeds: of the learned planner.
+        repeats: of the profiles that have to be measured.
+    """
+
+    seconds: float = 10.0
+    seeds: int = 5
+    repeats: int = 10
+
+
+@dataclass(frozen=True)
+class Guided:
+    """Who chooses the moves, and the searches, at equal cost.
+
+    Attributes:
+        seconds: processor seconds of each run on latency graphs.
+        load_seconds: the same on throughput operator graphs.
+        evaluations, load_evaluations: of each run where evaluations are limited instead (for
+            ``max_load`` every move that is looked at counts, as its delta is exact).
+        seeds: of the planners.
+        graphs: seeds ``HELD_OUT``.. of each family of large graphs.
+    """
+
+    seconds: float = 2.0
+    load_seconds: float = 10.0
+    evaluations: int = 10_000
+    load_evaluations: int = 1_000_000
+    seeds: int = 5
+    graphs: int = 3
+
+
+@dataclass(frozen=True)
+class ZeroShot:
+    """Leave one family out; per family: solve, imitate, PPO, then one greedy decode per graph.
+
+    Attributes:
+        largest: operators of a graph that is trained on (evaluation has no limit).
+        variants: machines drawn for each problem, besides its own.
+        solve_seconds: of ``macro_search`` for each solution to imitate.
+        imitation_epochs, total_steps, max_seconds: of the training, whichever ends first.
+        seeds: trainings per family.
+        graphs: seeds ``HELD_OUT``.. of each synthetic family.
+        known_seconds: of the search for the best known value.
+        k: samples of best-of-k.
+        warm: 1: the policy starts at the best of four heuristics, in training and after;
+            0: from nothing, in one forward pass.
+        repeats: of the profiles that have to be measured.
+    """
+
+    largest: int = 700
+    variants: int = 2
+    solve_seconds: float = 3.0
+    imitation_epochs: int = 30
+    total_steps: int = 400_000
+    max_seconds: float = 1200.0
+    seeds: int = 1
+    graphs: int = 1
+    known_seconds: float = 5.0
+    k: int = 32
+    warm: int = 0
+    repeats: int = 10
+
+
+@dataclass(frozen=True)
+class Giph:
+    """GiPH's own distribution, 2 N evaluations.
+
+    Attributes:
+        graphs: problems drawn.
+        per_operator: evaluations, times the operators.
+        known_per_operator: the same for the search whose result counts as best known.
+        seeds: of every planner that draws.
+    """
+
+    graphs: int = 100
+    per_operator: int = 2
+    known_per_operator: int = 2_000
+    seeds: int = 5
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What training costs.
+
+    Attributes:
+        steps: of each training whose speed is measured.
+        limit_s: of the search for the time to reach the best baseline.
+        seeds: of the latter.
+    """
+
+    steps: int = 20_000
+    limit_s: float = 300.0
+    seeds: int = 5

@@ -1,0 +1,167 @@
+"""Studies of the learned planner, each at the budget that ``experiments.budgets`` writes down.
+
+    python -m experiments.learned against                    # all constructive methods and DPs
+    python -m experiments.learned guided [--also NAME=PATH]  # ablations, searches, equal budgets
+    python -m experiments.learned zero_shot [--recipe FILE]  # trains: one family left out
+    python -m experiments.learned giph                       # 10-15 operators, 2 N evaluations
+    python -m experiments.learned cost                       # speed, time to the best baseline
+    python -m experiments.learned goals                      # the table of goals, from the CSVs
+
+Policies are the released ones, or ``--policy PATH``; ``--also`` names further ones, for example one
+trained without the encoder. Each study writes ``experiments/results/learned_NAME.csv`` and ``.md``,
+and curves to ``.json``. A budget of seconds is processor
+time: every run has a process of its own, all kernels loaded, whose clock that is. What is finished
+lies in ``runs/learned/NAME``, a file per run: the same command continues, and
+``--part 0/2`` and ``--part 1/2`` share the work between two processes (pin them to a core each,
+then run the command once without ``--part`` for the tables). Words after the study choose
+problems: those whose name begins so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import sys
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from experiments import _study, budgets
+from experiments._study import StudyError, say
+from experiments.learned import cells as kept
+from placement.files import write_atomic
+
+STUDIES: dict[str, Any] = {
+    "against": budgets.Against,
+    "guided": budgets.Guided,
+    "zero_shot": budgets.ZeroShot,
+    "giph": budgets.Giph,
+    "cost": budgets.Cost,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.learned")
+    studies = parser.add_subparsers(dest="study", required=True)
+    for name, kind in STUDIES.items():
+        sub = studies.add_parser(name, help=(kind.__doc__ or "").splitlines()[0])
+        _study.common_options(sub, f"learned/{name}")
+        sub.add_argument("patterns", nargs="*", metavar="PREFIX", help="of names of problems")
+        sub.add_argument("--policy", help="file, or folder of files named as the released ones")
+        sub.add_argument("--also", action="append", default=[], metavar="NAME=PATH")
+        sub.add_argument("--recipe", type=Path, help="YAML with a node 'training': TrainConfig")
+        sub.add_argument("--part", default="0/1", metavar="K/N", help="every N-th problem from K")
+        sub.add_argument("--quick", action="store_true", help="fewer captured models")
+        for field in fields(kind):
+            flag = f"--{field.name.replace('_', '-')}"
+            sub.add_argument(flag, type=type(field.default), default=field.default)
+    sub = studies.add_parser("goals", help="the table of goals")
+    sub.add_argument("--out", type=Path, default=_study.RESULTS)
+    options = parser.parse_args(argv)
+    return _study.launch(lambda: _run(options, argv))
+
+
+def _run(options: argparse.Namespace, argv: list[str] | None) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.study == "goals":
+        from experiments.learned import goals
+
+        write_atomic(options.out / "goals.md", text := goals.page(options.out))
+        print(text)
+        return
+    kind = STUDIES[options.study]
+    options.budget = kind(**{f.name: getattr(options, f.name) for f in fields(kind)})
+    options.wants = lambda name: (
+        not options.patterns
+        or any(name.startswith(p) or p.startswith(name) for p in options.patterns)
+    )
+    options.policies = _policies(options)
+    module = importlib.import_module(f"experiments.learned.{options.study}")
+    if options.fresh:
+        shutil.rmtree(options.work, ignore_errors=True)
+    warnings.simplefilter("ignore", RuntimeWarning)  # what planners say is in the table
+    chosen = module.problems(options)
+    chosen = {
+        n: p
+        for n, p in chosen.items()
+        if not options.patterns or any(n.startswith(x) for x in options.patterns)
+    }
+    if not chosen:
+        raise StudyError(f"no problem begins with {' or '.join(options.patterns)}")
+    part, _, parts = options.part.partition("/")
+    unit = getattr(module, "unit", str)
+    units = list(dict.fromkeys(map(unit, chosen)))[int(part) :: int(parts)]
+    mine = {n: p for n, p in chosen.items() if unit(n) in units}
+    say(f"{len(mine)} problems; what is finished in {options.work} is not run again")
+    _warm_up(options, {p.objective for p in mine.values()})
+    found = module.run(options, mine)
+    if int(parts) > 1:
+        say("run the command without --part for the tables")
+        return
+    _write(options, module, found, _study.command_line("experiments.learned", argv))
+
+
+def _policies(options: argparse.Namespace) -> dict[str, str | None]:
+    found = {"policy": options.policy}
+    for given in options.also:
+        name, _, path = given.partition("=")
+        found[name] = path
+    for path in found.values():
+        if path is not None and not Path(path).exists():
+            raise StudyError(f"no policy {path!r}; train one: placement-train")
+    return found
+
+
+def _warm_up(options: argparse.Namespace, objectives: set[Any]) -> None:
+    names = (*budgets.BASELINES, *budgets.SEARCHES, "macro_search", "best_of")
+    kept.warm_up(sorted(objectives), names)
+
+
+def _write(options: argparse.Namespace, module: Any, found: list[Any], command: str) -> None:
+    written = STUDIES[options.study]()
+    changed = {
+        f.name: getattr(options.budget, f.name)
+        for f in fields(written)
+        if getattr(options.budget, f.name) != getattr(written, f.name)
+    }
+    facts = _study.provenance(
+        budget=options.budget,
+        as_written_before="yes" if not changed else f"no: {changed}",
+        policies=_digests(options.policies),
+        problems="all" if not options.patterns else " ".join(options.patterns),
+    )
+    name = f"learned_{options.study}"
+    to_csv = getattr(module, "to_csv", kept.to_csv)
+    write_atomic(options.out / f"{name}.csv", to_csv(found))
+    if hasattr(module, "curves"):
+        points = module.curves(found)
+        write_atomic(options.out / f"{name}.json", json.dumps(points) + "\n")
+    text = module.report(found)
+    title, _, rest = text.partition("\n")
+    write_atomic(options.out / f"{name}.md", f"{title}\n\n`{command}`\n{rest}\n{facts}")
+    print(text)
+    say(f"written to {options.out}: {name}.csv, {name}.md")
+
+
+def _digests(policies: dict[str, str | None]) -> dict[str, str]:
+    """First digits of the SHA-256 of every file."""
+    import agents
+
+    found = {}
+    for name, given in policies.items():
+        path = Path(given or Path(agents.__file__).with_name("released"))
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        for file in files:
+            content = hashlib.sha256(file.read_bytes()).hexdigest()
+            found[name if file == path else f"{name} {file.stem}"] = content[:12]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

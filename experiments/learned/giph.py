@@ -1,0 +1,155 @@
+"""GiPH's default test distribution at 2 N evaluations: ours, HEFT, search, the published rule."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments import _study
+from experiments.budgets import HELD_OUT, Giph
+from experiments.learned import problems as made
+from experiments.learned.cells import (
+    Cell,
+    Cells,
+    Mean,
+    enforced,
+    geometric,
+    policy_file,
+    to_known,
+)
+from placement.planners import load
+from placement.planners._search import Search
+from placement.problem import Problem, Solution
+
+POLICY, HAND, HEFT, RULE = "policy", "hand", "heft", "random task, earliest finish"
+LOCAL = "heft, then local_search"
+LABELS = (POLICY, HAND, LOCAL, "heft, then annealing", RULE, "random placements")
+
+
+def above_known(cells: Sequence[Cell], planner: str) -> Mean:
+    """Geometric mean of the planner's value over the best known of each problem."""
+    return geometric(to_known(cells, planner))
+
+
+@dataclass(frozen=True)
+class EarliestFinish:
+    """The rule that GiPH is compared with: a random operator goes where it would finish first.
+
+    From a random placement, an operator drawn at random is moved to the device on which it would
+    finish earliest if all others stay, again and again (Hu et al., "GiPH: Generalizable placement
+    learning for adaptive heterogeneous computing", MLSys 2023: random task, EFT device).
+    Each move is one evaluation; which device it goes to is estimated from the times of its
+    producers in the timeline of the placement that was evaluated last, and of the device's work.
+
+    Attributes:
+        evaluations, seed: budget and draws.
+    """
+
+    evaluations: int = 30
+    seed: int = 0
+
+    def __call__(self, problem: Problem) -> Solution:
+        """The best placement on the way."""
+        from placement.planners._search import random_choice
+        from placement.simulator import simulate
+
+        rng = np.random.default_rng(self.seed)
+        search = Search(problem, evaluations=self.evaluations)
+        graph, here = problem.graph, random_choice(rng, search.allowed)
+        search.cost(here)
+        while search.left:
+            timeline = simulate(problem, here[graph.group])
+            n = int(rng.integers(problem.num_ops))
+            here[graph.group[n]] = int(
+                np.argmin(_finish_s(problem, here[graph.group], timeline, n))
+            )
+            search.cost(here)
+        return search.solution()
+
+
+def _finish_s(problem: Problem, placement: np.ndarray, timeline: object, n: int) -> np.ndarray:
+    """float64 ``[D]`` when operator ``n`` would finish on each device, all others as they are."""
+    graph = problem.graph
+    start_s, end_s = timeline.start_s[0], timeline.end_s[0]  # type: ignore[attr-defined]
+    finish = np.full(problem.num_devices, np.inf)
+    for d in range(problem.num_devices):
+        if not problem.supported[n, d]:
+            continue
+        ready = 0.0
+        for t in graph.in_tensor[graph.in_ptr[n] : graph.in_ptr[n + 1]]:
+            src = int(graph.tensor_src[t])
+            if src >= 0:
+                ready = max(ready, end_s[src] + problem.transfer_s(int(t), int(placement[src]), d))
+        # Work of the device that begins before it could: it waits for that.
+        earlier = (placement == d) & (np.arange(problem.num_ops) != n) & (start_s <= ready)
+        ready = max(ready, float(end_s[earlier].max(initial=0.0)))
+        finish[d] = ready + problem.compute_s[n, d]
+    return finish
+
+
+def problems(options: Namespace) -> made.Problems:
+    """``graphs`` problems of GiPH's default test distribution."""
+    from placement.workloads.giph import draw
+
+    budget: Giph = options.budget
+    return {f"giph-{s}": draw(s) for s in range(HELD_OUT, HELD_OUT + budget.graphs)}
+
+
+def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
+    """Everyone gets ``per_operator * N`` evaluations; the best known comes from a long search."""
+    from agents.planner import PolicyPlanner
+
+    budget: Giph = options.budget
+    cells, done = Cells(options.work), []
+    for name, problem in chosen.items():
+        count = budget.per_operator * problem.num_ops
+        file = policy_file(options.policy, "guided_search", problem.objective)
+        guided = PolicyPlanner(file, mode="guided_search", baseline="heft")
+        hand = PolicyPlanner(mode="guided_search", chooser="hand", baseline="heft")
+        field = {
+            POLICY: guided,
+            HAND: hand,
+            LOCAL: load("local_search", start="heft"),
+            "heft, then annealing": load("simulated_annealing", start="heft"),
+            RULE: EarliestFinish(),
+            "random placements": load("random_search"),
+        }
+        done.append(cells.run("giph", name, problem, HEFT, load("heft"), None, None, count))
+        for seed in range(budget.seeds):
+            for label, planner in field.items():
+                done.append(
+                    cells.run("giph", name, problem, label, planner, seed, evaluations=count)
+                )
+        many = budget.known_per_operator * problem.num_ops
+        for label in ("macro_search", "local_search"):
+            done.append(
+                cells.run(
+                    "known", name, problem, f"{label}, long", load(label), 0, evaluations=many
+                )
+            )
+    return done
+
+
+def report(cells: Sequence[Cell]) -> str:
+    """One table."""
+    rows = [
+        [label, mean.percent(2), str(mean.count)]
+        for label in (HEFT, *LABELS)
+        if (mean := above_known(cells, label)).count
+    ]
+    rows.sort(key=lambda r: float(r[1].split()[0]))
+    table = _study.to_table(["planner", "above best known (95 %)", "graphs"], rows)
+    sizes = sorted({(c.operators, c.devices) for c in cells})
+    limited = [c for c in cells if c.group == "giph"]
+    return f"""# GiPH's own distribution, few evaluations
+
+{sizes[0][0]} to {sizes[-1][0]} operators on {min(d for _, d in sizes)} to
+{max(d for _, d in sizes)} devices; twice as many evaluations as operators for everyone, the start
+at HEFT's placement included. Best known: the least value of all runs, two searches with a thousand
+times that budget among them. The published system compares with `{RULE}`.
+{enforced(limited)}
+
+{table}"""

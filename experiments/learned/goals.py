@@ -1,0 +1,151 @@
+"""The table of goals, from the committed results: what was aimed for, and what was reached."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from experiments import _study
+from experiments.learned import against, giph, guided, zero_shot
+from experiments.learned.cells import Mean, geometric, read_csv, share
+
+NOT_RUN = "not run yet"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A row: what was aimed for, what was reached with its 95 % interval, and the command.
+
+    ``met`` is None where the study has not been run.
+    """
+
+    regime: str
+    goal: str
+    reached: str
+    met: bool | None
+    command: str
+
+
+def goals(results: Path) -> list[Goal]:
+    """Every row; one whose goal is not reached stays."""
+    return [
+        *_never_worse(results),
+        *_guided(results),
+        *_zero_shot(results),
+        _few_evaluations(results),
+        _few_measurements(results),
+    ]
+
+
+def page(results: Path) -> str:
+    """The table in Markdown."""
+    cells = []
+    for row in goals(results):
+        met = {True: "yes", False: "**no**", None: "–"}[row.met]
+        cells.append([row.regime, row.goal, row.reached, met, f"`{row.command}`"])
+    table = _study.to_table(["regime", "goal", "reached (95 %)", "met", "command"], cells)
+    return table.replace("|---|---:|---:|---:|---:|", "|---|---|---|---|---|")
+
+
+def _never_worse(results: Path) -> list[Goal]:
+    cells = read_csv(results / "learned_against.csv")
+    regime = "start at the best of all constructive methods and DPs"
+    command = "python -m experiments.learned against"
+    goal = "never worse, on every problem"
+    rows = []
+    for planner in (against.UNHURRIED, against.LEARNED):
+        found = against.gains(cells, planner)
+        if not found:
+            rows.append(Goal(f"{regime}: {planner}", goal, NOT_RUN, None, command))
+            continue
+        worse = against.worse(cells, planner)
+        text = f"worse on {len(worse)} of {len(found)} problems; {geometric(found).percent()}"
+        rows.append(Goal(f"{regime}: {planner}", goal, text, not worse, command))
+    return rows
+
+
+def _guided(results: Path) -> list[Goal]:
+    cells = read_csv(results / "learned_guided.csv")
+    command = "python -m experiments.learned guided"
+    load = guided.of_group(cells, f"{guided.LOAD} seconds")
+    latency = guided.of_group(cells, f"{guided.LATENCY} seconds")
+    aims = (
+        ("throughput, operator graphs, against DP", "-12 to -28 %", load, guided.EXACT, 0.88),
+        ("the same, against softmax(-delta/T), equal CPU", "-1 %", load, [guided.HAND], 0.99),
+        ("latency, >= 1500 operators, 2 s, against the field", "-5 %", latency, guided.FIELD, 0.95),
+        ("the same, against the hand-written score", "-1 %", latency, [guided.HAND], 0.99),
+    )
+    rows = []
+    for regime, goal, mine, others, aim in aims:
+        found = guided.gain(mine, guided.POLICY, others)
+        mean = geometric(found)
+        reached = mean.percent(2) if found else NOT_RUN
+        rows.append(Goal(regime, goal, reached, _below(mean, aim), command))
+    return rows
+
+
+def _below(mean: Mean, aim: float) -> bool | None:
+    """Reached on average, and surely better than 1."""
+    return None if mean.count == 0 else mean.value <= aim and mean.high < 1
+
+
+def _zero_shot(results: Path) -> list[Goal]:
+    cells = read_csv(results / "learned_zero_shot.csv")
+    command = "python -m experiments.learned zero_shot"
+    regime = "zero-shot, unseen families, one greedy decode"
+    goal = "better than the best single heuristic on >= 80 % of graphs"
+    mine = [c for c in cells if c.group == zero_shot.AS_IT_IS]
+    if not mine:
+        return [Goal(regime, goal, NOT_RUN, None, command)]
+    single, found = zero_shot.against_single(mine)
+    p, low, high = share([v < 1 for v in found.values()])
+    text = (
+        f"{100 * p:.0f} % ({100 * low:.0f} to {100 * high:.0f}) of {len(found)} graphs, "
+        f"against {single}"
+    )
+    size = zero_shot.SIZES[0]
+    time = zero_shot.plan_seconds(cells, size)
+    spent = f"{1e3 * time.value:.0f} ms (quartiles {1e3 * time.low:.0f} to {1e3 * time.high:.0f})"
+    return [
+        Goal(regime, goal, text, p >= 0.8, command),
+        Goal(f"the same, {size} operators", "< 100 ms", spent, time.value < 0.1, command),
+    ]
+
+
+def _few_evaluations(results: Path) -> Goal:
+    cells = read_csv(results / "learned_giph.csv")
+    command = "python -m experiments.learned giph"
+    regime = "few evaluations: 2 N simulator calls, GiPH's own distribution"
+    mean = giph.above_known(cells, giph.POLICY)
+    reached = mean.percent(2) if mean.count else NOT_RUN
+    met = None if mean.count == 0 else mean.value <= 1.015
+    return Goal(regime, "<= 1.5 % above best known", reached, met, command)
+
+
+def _few_measurements(results: Path) -> Goal:
+    path = results / "measured.csv"
+    command = "python -m experiments.measured"
+    regime = "real executor, <= 100 measurements"
+    goal = "at least as good as the best of 500 random measurements"
+    rows: list[dict[str, str]] = []
+    if path.is_file():
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = [r for r in csv.DictReader(file) if r["way"] == "measured_search"]
+    if not rows:
+        return Goal(regime, goal, NOT_RUN, None, command)
+    gain = {w: _of(rows, w, "against_random") for w in dict.fromkeys(r["workload"] for r in rows)}
+    texts = [
+        f"{name}: {geometric({name: v}).ratio()}x, best single device "
+        f"{geometric({name: _of(rows, name, 'gain')}).ratio()}x"
+        for name, v in gain.items()
+    ]
+    met = all(float(np.exp(np.mean(np.log(v)))) >= 1 for v in gain.values())
+    return Goal(regime, goal, "; ".join(texts), met, command)
+
+
+def _of(rows: Sequence[dict[str, str]], workload: str, column: str) -> list[float]:
+    return [float(r[column]) for r in rows if r["workload"] == workload]

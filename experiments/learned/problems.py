@@ -1,0 +1,205 @@
+"""The problems of the studies: six families, the same work on other machines, large graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from experiments import _study, baselines
+from experiments._study import say
+from experiments.budgets import CAPTURED, HELD_OUT
+from placement import importers
+from placement.cluster import Cluster, Link
+from placement.problem import Objective, Problem
+from placement.workloads import synthetic
+
+Problems = dict[str, Problem]
+MICROBATCHES, IN_FLIGHT = 32, 4  # of captured models in a pipeline
+FAMILIES = ("operator graphs", "layer graphs", "pipedream", "moirai", "captured", "synthetic")
+
+
+def family(name: str, data: Path, graphs: int = 1, repeats: int = 10) -> Problems:
+    """All problems of one of ``FAMILIES``, every objective that it is made for.
+
+    Raises:
+        StudyError: the public files are absent.
+    """
+    if name == "captured":
+        return captured(CAPTURED, repeats)
+    if name == "synthetic":
+        return synthetic_problems(graphs)
+    if name in ("operator graphs", "layer graphs"):
+        kind = name.split()[0]
+        return _files(data, f"dnn_partitioning/throughput/{kind}/*.json", "max_load") | _files(
+            data, f"dnn_partitioning/latency/{kind}/*.json", "piecewise_latency"
+        )
+    if name == "moirai":
+        return _files(data, "moirai/*.json", "latency") | _files(data, "moirai/*.json", "period")
+    return pipedream(data)
+
+
+def public(data: Path) -> Problems:
+    """Every public file: the families that come from files."""
+    found: Problems = {}
+    for name in ("operator graphs", "layer graphs", "pipedream", "moirai"):
+        found |= family(name, data)
+    return found
+
+
+def _files(data: Path, pattern: str, objective: Objective) -> Problems:
+    return {
+        f"{path.rpartition('.')[0].removeprefix('dnn_partitioning/')} {objective}": importers.load(
+            file, objective=objective
+        )
+        for path, file in _study.public(data, pattern).items()
+    }
+
+
+def pipedream(data: Path) -> Problems:
+    """Training pipelines on four devices, and the latency of inference on them."""
+    machine = {"devices": 4, "bandwidth": baselines.BANDWIDTH, "memory": baselines.MEMORY_BYTES}
+    found: Problems = {}
+    for path, file in _study.public(data, "pipedream/*.txt").items():
+        name = path.rpartition(".")[0]
+        training = importers.load(file, mode="training", **machine)
+        found[f"{name} period"] = replace(training, max_in_flight=baselines.IN_FLIGHT)
+        found[f"{name} latency"] = importers.load(
+            file, mode="inference", objective="latency", **machine
+        )
+    return found
+
+
+def captured(names: Sequence[str], repeats: int) -> Problems:
+    """Models captured here, measured on this machine's first two cores (once), both objectives."""
+    from placement import workloads
+    from placement.measure import load_or_measure
+    from placement.program import capture
+
+    found: Problems = {}
+    cluster = Cluster("two cores", Cluster.detect().devices[:2])
+    for name in names:
+        say(f"captured: {name}")
+        module, inputs = workloads.load(name)
+        graph = capture(module, inputs, name=name)
+        profile = load_or_measure(graph, cluster, repeats=repeats)
+        problem = Problem(
+            graph,
+            cluster,
+            profile,
+            "period",
+            num_microbatches=MICROBATCHES,
+            max_in_flight=IN_FLIGHT,
+        )
+        found[f"captured/{name} period"] = problem
+        found[f"captured/{name} latency"] = problem.with_objective("latency")
+    return found
+
+
+def synthetic_problems(graphs: int) -> Problems:
+    """Both objectives of every family, seeds ``HELD_OUT``.."""
+    found: Problems = {}
+    for name, made in synthetic.families().items():
+        for seed in range(HELD_OUT, HELD_OUT + graphs):
+            problem = made(seed)
+            found[f"synthetic/{name}-{seed} period"] = problem
+            found[f"synthetic/{name}-{seed} latency"] = problem.with_objective("latency")
+    return found
+
+
+def large(graphs: int) -> Problems:
+    """Latency graphs of 1,500 operators and more, seeds ``HELD_OUT``.."""
+    unlike = (1.0, 2.0, 4.0)
+    shapes = {
+        "layered": synthetic.Family(synthetic.layered(40, 40, 0.05), heterogeneity=1.0),
+        "series_parallel": synthetic.Family(synthetic._series_parallel(1600), 8, speeds=unlike),
+        "lstm_grid": synthetic.Family(synthetic._grid(8, 200), 8, ccr=0.1, heterogeneity=0.5),
+        "random": synthetic.Family(synthetic._random(1600, 60, 3), heterogeneity=0.5),
+        "transformer": synthetic.Family(synthetic._transformer(46, 5), 4, ccr=0.3),
+        "fork_join": synthetic.Family(synthetic._fork_join(32, 10, 5), 8, ccr=1.0),
+    }
+    return {
+        f"large/{name}-{seed}": made(seed).with_objective("latency")
+        for name, made in shapes.items()
+        for seed in range(HELD_OUT, HELD_OUT + graphs)
+    }
+
+
+def sized(operators: int) -> Problem:
+    """A layered graph of about so many operators on four devices: what a plan is timed on."""
+    return synthetic.Family(synthetic.layered(max(2, operators // 50), 50, 0.05))(HELD_OUT)
+
+
+# --- other machines ------------------------------------------------------------------------------
+
+
+def twice_the_devices(problem: Problem) -> Problem:
+    """Every device twice, links and all; a device reaches its copy as it reaches the others."""
+    cluster, profile = problem.cluster, problem.profile
+    count = problem.num_devices
+    both = np.tile(np.arange(count), 2)
+    names = [*cluster.device_names, *(f"{n}'" for n in cluster.device_names)]
+    devices = tuple(
+        replace(cluster.devices[d], name=n, like=None) for d, n in zip(both, names, strict=True)
+    )
+    links = {(x.src, x.dst): x for x in profile.links}
+    ordered = cluster.device_names
+    made: list[Link] = []
+    for a, name_a in enumerate(names):
+        for b, name_b in enumerate(names):
+            at, to = ordered[both[a]], ordered[both[b]]
+            # Between a device and its copy: the link to the next device.
+            to = to if at != to else ordered[(both[b] + 1) % count]
+            if a != b and (at, to) in links:
+                made.append(replace(links[at, to], src=name_a, dst=name_b, channel=None))
+
+    def pairs(seconds: np.ndarray) -> np.ndarray:
+        wide = seconds[:, both][:, :, both].copy()
+        for a in range(2 * count):
+            twin = (a + count) % (2 * count)
+            wide[:, a, twin] = seconds[:, both[a], (both[a] + 1) % count]
+        return wide
+
+    return replace(
+        problem,
+        cluster=Cluster(f"twice {cluster.name}", devices),
+        profile=replace(
+            profile,
+            device_names=tuple(names),
+            compute_s=profile.compute_s[:, both],
+            spread_s=profile.spread_s[:, both],
+            loaded_s=None if profile.loaded_s is None else profile.loaded_s[:, both],
+            links=tuple(made),
+            transfer_s=None if profile.transfer_s is None else pairs(profile.transfer_s),
+            io_s=None if profile.io_s is None else profile.io_s[:, both],
+            predicted=None if profile.predicted is None else profile.predicted[:, both],
+        ),
+    )
+
+
+def with_bandwidth(problem: Problem, times: float) -> Problem:
+    """Links of ``times`` the bandwidth; what a file states of transfers is divided by it."""
+    profile = problem.profile
+    pairs, io_s = profile.transfer_s, profile.io_s
+    links = tuple(
+        replace(x, bandwidth_bytes_per_s=times * x.bandwidth_bytes_per_s) for x in profile.links
+    )
+    return replace(
+        problem,
+        profile=replace(
+            profile,
+            links=links,
+            transfer_s=None if pairs is None else pairs / times,
+            io_s=None if io_s is None else io_s / times,
+        ),
+    )
+
+
+MACHINES: dict[str, Callable[[Problem], Problem]] = {
+    "as it is": lambda p: p,
+    "twice the devices": twice_the_devices,
+    "4x bandwidth": lambda p: with_bandwidth(p, 4.0),
+    "1/4 bandwidth": lambda p: with_bandwidth(p, 0.25),
+}
