@@ -55,6 +55,7 @@ def take(described: dict[str, Any]) -> torch.device:
 def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> int:
     sys.path.append(os.getcwd())
     name, _, function = sys.argv[1].partition(":")
+    torch.manual_seed(0)  # the same weights on every rank
     module, example, *loss = getattr(importlib.import_module(name), function)()
     training = data["mode"] == "training"
     target = None
