@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,12 +77,16 @@ def guarded(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         cli.say("interrupted")
         return cli.INTERRUPTED
+    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
+        cli.close_output()
+        return cli.OK
     except Exception as error:
         message = explain(error)
-        if message is None:
-            raise
-        if wants_traceback:
+        if message is None or wants_traceback:
             traceback.print_exc()
+        if message is None:
+            cli.say(cli.A_DEFECT)
+            return cli.DEFECT
         cli.say(f"error: {message}")
         return cli.BAD_INPUT
 
@@ -117,11 +121,13 @@ def with_lists(argv: Sequence[str]) -> list[str]:
     To Hydra a glob is a sweep, one job per choice, which is what it stays with ``-m`` and with
     ``sweep=NAME``. Without, it means one job, and one table, of all of them: of all that ``conf/``
     holds. Problem files among the workloads move to ``files``: ``workload=[resnet50,bert24.json]``
-    becomes ``workload=[resnet50]`` and ``files=["bert24.json"]``. ``sweep=NAME`` needs no ``-m``.
+    becomes ``workload=[resnet50]`` and ``files=["bert24.json"]``. ``sweep=NAME`` needs no ``-m``,
+    and ``--json`` is ``json=true``.
 
     Raises:
         AppError: a glob that nothing matches.
     """
+    argv = ["json=true" if arg == "--json" else arg for arg in argv]
     argv = [word for arg in argv for word in _without_files(arg)]
     if any(arg in _MANY for arg in argv):
         return argv
@@ -170,6 +176,7 @@ class _Settings:
     seconds: float | None = None
     evaluations: int | None = None
     execute: bool = False
+    json: bool = False
 
 
 def seeds_of(cfg: DictConfig) -> list[int]:
@@ -265,6 +272,7 @@ def make_problems(job: Job) -> dict[str, Problem]:
     return problems
 
 
+_NO_NAME = "files: {name!r} cannot name a folder of the run; give a plain name: name=NAME"
 _NAMED_TWICE = (
     "two workloads are called {name!r}; give a file another name: "
     "'files=[{{path: FILE, name: NAME}}]'"
@@ -283,6 +291,8 @@ def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
         if "path" not in options or not set(options) <= known:
             raise AppError(f"files: {node} must be a path, or have path and any of {sorted(known)}")
         name = str(options.pop("name", Path(options["path"]).stem))
+        if Path(name).name != name or name == "..":  # it would leave the run's folder
+            raise AppError(_NO_NAME.format(name=name))
         if name in problems:
             raise AppError(_NAMED_TWICE.format(name=name))
         try:
@@ -359,6 +369,8 @@ def make_planner(node: DictConfig) -> Planner:
     Raises:
         PlannerError: an option that it does not have, or of another type.
     """
+
+
 @contextmanager
 def _alone(lock: Path, report: cli.Progress) -> Iterator[None]:
     """Jobs at the same time take turns: measurements would disturb each other.
@@ -377,7 +389,6 @@ def _alone(lock: Path, report: cli.Progress) -> Iterator[None]:
         except OSError as error:
             report(f"not waiting for others that measure: {error}", None)
         yield
-
 
     from placement import planners
 
@@ -487,6 +498,21 @@ def _measured(row: Row) -> Any:
         when=now(),
         machine=platform.node()[:200],
     )
+
+
+def show(job: Job, comparison: Comparison, said: str) -> None:
+    """Tables for people and what lies where; or, with ``--json``, one object for machines."""
+    from placement.report import table
+
+    if not job.cfg.json:
+        table.print_tables(table.tables(comparison))
+        print(f"in {job.folder}: {said}")
+        return
+    rows = [
+        {k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in row.items()}
+        for row in map(asdict, comparison.rows)
+    ]
+    cli.print_json({"folder": str(job.folder), "rows": rows})
 
 
 def metric_s(comparison: Comparison) -> float:

@@ -18,6 +18,7 @@ from agents.app import (
     save_best,
     save_curves,
     seeds_of,
+    show,
 )
 from agents.sweeps import once
 
@@ -34,7 +35,6 @@ def app(cfg: DictConfig) -> float:
 def _compare(cfg: DictConfig) -> float:
     from placement.compare import compare
     from placement.executor import Executor
-    from placement.report import table
 
     def executor(problem: Problem) -> Executor | None:
         return None if problem.graph.program is None else Executor(problem)
@@ -58,11 +58,8 @@ def _compare(cfg: DictConfig) -> float:
         run.mirror.comparison(comparison)
         save_curves(run, comparison)
         save_best(run, comparison, problems, planners)
-    table.print_tables(table.tables(comparison))
-    print(
-        f"in {run.folder}: compare.csv, compare.md, curves.png; "
-        "per workload plan.json, trace.json, gantt.png"
-    )
+    files = "compare.csv, compare.md, curves.png; per workload plan.json, trace.json, gantt.png"
+    show(run, comparison, files)
     return metric_s(comparison)
 
 

@@ -8,7 +8,16 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from agents.app import AppError, job, launch, make_planner, make_problems, metric_s, save_best
+from agents.app import (
+    AppError,
+    job,
+    launch,
+    make_planner,
+    make_problems,
+    metric_s,
+    save_best,
+    show,
+)
 from agents.sweeps import is_best_of_sweep, once
 
 
@@ -25,7 +34,6 @@ def _train(cfg: DictConfig) -> float:
     from agents.training import Row, train
     from envs.perturbation import Perturbation
     from placement.compare import compare
-    from placement.report import table
 
     modes: dict[str, Mode] = {"refine": "refine", "guided_search": "guided_search"}
 
@@ -65,11 +73,11 @@ def _train(cfg: DictConfig) -> float:
             out_dir=run.folder,
             callback=progress,
         )
-        trained.save(run.folder / "policy.safetensors")
+        trained.save(run.folder / "policy.npz")
         planners = {
             "baseline": baseline,
             "policy": PolicyPlanner(
-                run.folder / "policy.safetensors",
+                run.folder / "policy.npz",
                 modes.get(trained.formulation, "best_of_k"),
                 seed=cfg.seed,
                 baseline=baseline,
@@ -87,9 +95,9 @@ def _train(cfg: DictConfig) -> float:
         run.mirror.comparison(comparison)
         mine = [row for row in comparison.rows if row.planner == "policy"]
         best = ["best"] if all(is_best_of_sweep(run.folder, row) for row in mine) else []
-        run.mirror.artifact("policy", "policy", run.folder / "policy.safetensors", aliases=best)
+        run.mirror.artifact("policy", "policy", run.folder / "policy.npz", aliases=best)
         save_best(run, comparison, problems, planners)
-    show(run, comparison, "policy.safetensors, metrics.csv, compare.csv, compare.md and plans")
+    show(run, comparison, "policy.npz, metrics.csv, compare.csv, compare.md and plans")
     return metric_s(comparison)
 
 

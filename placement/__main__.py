@@ -7,7 +7,6 @@ Exit codes: 0 done; 1 the answer is no (not valid, not equal, nothing fits); 2 b
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import traceback
 import warnings
@@ -141,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cli.say(f"interrupted; {cli.AFTER_INTERRUPT}")
         return cli.INTERRUPTED
     except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        cli.close_output()
         return cli.OK
     except Exception as error:
         # A mistake of the user has a class of ours; anything else is a mistake of ours.
@@ -150,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug or not is_known:
             traceback.print_exc()
         if not is_known:
-            cli.say("a defect, unless it is in code of yours: please report what is above")
+            cli.say(cli.A_DEFECT)
             return cli.DEFECT
         cli.say(f"error: {error or 'not enough memory for a problem of this size'}")
         return cli.BAD_INPUT

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from placement.__main__ import VERBS, main
-from placement.cli import BAD_INPUT, INTERRUPTED, OK
+from placement.cli import BAD_INPUT, DEFECT, INTERRUPTED, OK
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.importers import save
@@ -287,3 +288,49 @@ def test_ctrl_c_in_a_search_leaves_nothing_and_the_profile(folder: Path, tmp_pat
     assert process.returncode == INTERRUPTED, err
     assert "placement: interrupted; no file is half written" in err and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+# -- the Hydra commands -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def compared(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """``placement-compare`` in this process; ``problem.json`` is in the folder."""
+    import agents.compare
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
+    (tmp_path / "problem.json").write_bytes((folder / "problem.json").read_bytes())
+
+    def call(*words: str) -> int:
+        given = [*words, "planner=[heft]", "execute=false", "tracker=none", "hydra.run.dir=out"]
+        monkeypatch.setattr(sys, "argv", ["placement-compare", *given])
+        code: int = agents.compare.main()
+        return code
+
+    return call
+
+
+def test_a_comparison_for_machines(compared: Any, capsys: Any) -> None:
+    assert compared("workload=[problem.json]", "--json") == OK
+    out, _ = capsys.readouterr()
+    found = json.loads(out)
+    assert found["folder"].endswith("out")
+    assert {row["planner"] for row in found["rows"]} == {"single:a", "single:b", "heft"}
+    assert found["rows"][0]["value_s"] == pytest.approx(6e-3)
+
+
+def test_names_of_problems_stay_in_the_folder(compared: Any, tmp_path: Path, capsys: Any) -> None:
+    for name in ("../../evil", "/tmp/evil", "..", "a/b"):
+        assert compared("workload=[]", f"files=[{{path: problem.json, name: {name}}}]") == BAD_INPUT
+        assert "cannot name a folder of the run" in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {"problem.json", "out"}
+    assert not list(tmp_path.rglob("*evil*"))
+
+
+def test_a_defect_of_a_comparison_has_its_own_exit_code(compared: Any, monkeypatch: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("agents.compare.make_problems", broken)
+    assert compared("workload=[problem.json]") == DEFECT

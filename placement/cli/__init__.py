@@ -33,6 +33,7 @@ EXIT_CODES = (
 AFTER_INTERRUPT = (
     "no file is half written, and profiles that were finished are kept for the same command"
 )
+A_DEFECT = "a defect, unless it is in code of yours: please report what is above"
 MAX_BATCHES = 1_000_000  # more would only fill the memory
 
 Progress = Callable[[str, float | None], None]  # (what is being done, share done or None)
@@ -45,6 +46,11 @@ class UsageError(ValueError):
 def say(text: str) -> None:
     """One message on standard error."""
     print(f"placement: {text}", file=sys.stderr)
+
+
+def close_output() -> None:
+    """Nobody reads standard output any more: what is still to come goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json(value: Any) -> None:
