@@ -35,7 +35,11 @@ def _train(cfg: DictConfig) -> float:
     from envs.perturbation import Perturbation
     from placement.compare import compare
 
-    modes: dict[str, Mode] = {"refine": "refine", "guided_search": "guided_search"}
+    modes: dict[str, Mode] = {
+        "refine": "refine",
+        "sweep": "refine",
+        "guided_search": "guided_search",
+    }
 
     baseline, config = make_planner(cfg.baseline), instantiate(cfg.training, _convert_="all")
     expert = make_planner(cfg.expert)
@@ -73,11 +77,11 @@ def _train(cfg: DictConfig) -> float:
             out_dir=run.folder,
             callback=progress,
         )
-        trained.save(run.folder / "policy.npz")
+        trained.save(run.folder / "policy.safetensors")
         planners = {
             "baseline": baseline,
             "policy": PolicyPlanner(
-                run.folder / "policy.npz",
+                run.folder / "policy.safetensors",
                 modes.get(trained.formulation, "best_of_k"),
                 seed=cfg.seed,
                 baseline=baseline,
@@ -95,9 +99,9 @@ def _train(cfg: DictConfig) -> float:
         run.mirror.comparison(comparison)
         mine = [row for row in comparison.rows if row.planner == "policy"]
         best = ["best"] if all(is_best_of_sweep(run.folder, row) for row in mine) else []
-        run.mirror.artifact("policy", "policy", run.folder / "policy.npz", aliases=best)
+        run.mirror.artifact("policy", "policy", run.folder / "policy.safetensors", aliases=best)
         save_best(run, comparison, problems, planners)
-    show(run, comparison, "policy.npz, metrics.csv, compare.csv, compare.md and plans")
+    show(run, comparison, "policy.safetensors, metrics.csv, compare.csv, compare.md and plans")
     return metric_s(comparison)
 
 
