@@ -62,6 +62,8 @@ def test_the_wheel_contains_the_packages_and_nothing_else(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in files if ".dist-info/" not in name}
     assert tops == {"placement", "envs", "agents", "conf"}
     assert "placement/py.typed" in files
+    pages = ROOT / "placement" / "report" / "page"
+    assert {p.relative_to(ROOT).as_posix() for p in pages.iterdir()} <= set(files)
     configs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")}
     assert configs, "conf/ holds no YAML files"
     assert configs <= set(files)

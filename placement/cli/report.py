@@ -9,7 +9,7 @@ from placement import cli
 
 EXAMPLE = """examples:
   placement report runs/compare/2026-01-31_12-00-00
-  placement report . --out page.html        a folder with a plan.json
+  placement report plan.json --out page.html
 
 The page needs no network and no other file. The machine-readable result (--json) has the keys
 path, num_bytes, num_workloads, num_planners, num_predicted, num_measured, unread.
@@ -17,7 +17,9 @@ path, num_bytes, num_workloads, num_planners, num_predicted, num_measured, unrea
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN_DIR", help="of a comparison, a training, or plans")
+    parser.add_argument(
+        "folder", metavar="RUN_DIR", help="of a comparison, a training or plans; or a plan"
+    )
     parser.add_argument("--out", metavar="FILE", help="default: report.html in the folder")
 
 
@@ -26,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     with cli.progress() as report:
         report(f"reading {args.folder}", None)
-        written = write_report(args.folder, args.out)
+        written = write_report(args.folder, args.out, report)
     for line in written.unread:
         cli.say(f"left out, cannot be read: {line}")
     if args.json:

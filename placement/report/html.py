@@ -13,12 +13,12 @@ import json
 import re
 import shlex
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,10 @@ from placement.report import curves, table, usage
 from placement.report.run_folder import RunFolder, Workload, read_run
 from placement.timeline import Timeline
 
+if TYPE_CHECKING:
+    from placement.plan import Plan
+
+Progress = Callable[[str, float | None], None]
 SCRIPTS = ("base.js", "charts.js", "timeline.js", "graph.js", "main.js")
 NUM_BINS = 400  # of utilisation and memory over time
 MAX_BARS = 2_000_000  # operators x micro-batches of all timelines: about 10 MB of page
@@ -52,15 +56,19 @@ class Written:
     unread: tuple[str, ...]
 
 
-def write_report(folder: str | Path, out: str | Path | None = None) -> Written:
+def write_report(
+    folder: str | Path, out: str | Path | None = None, progress: Progress | None = None
+) -> Written:
     """Write the page of a run folder, whole or not at all; default: ``report.html`` in it.
+
+    ``progress`` is told what is being done, and which share of all is done.
 
     Raises:
         RunFolderError: there is nothing to report on.
         FileError: it cannot be written there.
     """
     run = read_run(folder)
-    data = page_data(run)
+    data = page_data(run, progress)
     path = write_atomic(out or run.path / "report.html", page(data))
     decisions = [d for w in data["workloads"] for d in w["decisions"]]
     return Written(
@@ -95,10 +103,14 @@ def _inert(data: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def page_data(run: RunFolder) -> dict[str, Any]:
+def page_data(run: RunFolder, progress: Progress | None = None) -> dict[str, Any]:
     """Everything that the page shows, as JSON values: seconds, bytes, and null for unknown."""
     comparison = run.comparison
-    decided = [_decisions(w, comparison) for w in run.workloads]
+    decided = []
+    for i, workload in enumerate(run.workloads):
+        if progress is not None:
+            progress(f"{workload.name}: timelines", i / len(run.workloads))
+        decided.append(_decisions(workload, comparison))
     num_ops = [w.problem.num_ops if w.problem else 0 for w in run.workloads]
     bars = sum(n * len(ds) * 2 for n, ds in zip(num_ops, decided, strict=True))
     batches = max(1, MAX_BARS // max(bars, 1))
@@ -221,7 +233,11 @@ def _workload(
         "num_microbatches": _either(problem, plan, "num_microbatches"),
         "max_in_flight": _either(problem, plan, "max_in_flight"),
         "devices": _devices(workload, decisions),
-        "bound": first.bound_s if first else plan.lower_bound_s.get(plan.objective) if plan else None,
+        "bound": first.bound_s
+        if first
+        else plan.lower_bound_s.get(plan.objective)
+        if plan
+        else None,
         "best": _best(comparison, workload.name),
         "planners": planners,
         "decisions": [_decision(problem, d, batches) for d in decisions],
@@ -350,7 +366,7 @@ def _decision(problem: Problem | None, decision: _Decision, batches: int) -> dic
 def _timeline(
     problem: Problem | None, timeline: Timeline, window: int, batches: int
 ) -> dict[str, Any]:
-    """A timeline: its figures, its bars as packed ticks, and what devices do in equal slices.
+    """A timeline: its figures, its bars in ticks, and what devices do in equal slices.
 
     ``bars``: uint32 little-endian ``start[K, N]``, ``took[K, N]``, ``transfers[X, 4]``,
     ``sent[X]``, ``took[X]``, deflated; times are ticks from the begin of the run. Starts are
@@ -388,7 +404,6 @@ def _timeline(
         "num_ops": timeline.start_s.shape[1],
         "num_transfers": int(mine.sum()),
         "makespan_s": timeline.makespan_s,
-        "latency_s": timeline.latency_s,
         "period_s": timeline.period_s,
         "utilisation": timeline.utilisation.tolist(),
         "peak_bytes": None if timeline.peak_bytes is None else timeline.peak_bytes.tolist(),
@@ -560,25 +575,38 @@ def _commands(run: RunFolder) -> list[dict[str, str]]:
             continue
         name = workload.name
         if plan.graph.workload is not None:
-            words = ["placement", "plan", plan.graph.workload, "--planner", plan.planner.name]
-            words += ["--objective", plan.objective]
-            words += ["--microbatches", str(plan.num_microbatches)]
-            words += ["--in-flight", str(plan.max_in_flight), "--out", "plan.json"]
-            if plan.graph.mode == "training":
-                words += ["--mode", "training"]
-                words += ["--optimizer", plan.graph.optimizer] if plan.graph.optimizer else []
-            words += [
-                f"{key}={_said(value)}"
-                for key, value in plan.planner.parameters.items()
-                if isinstance(value, bool | int | float | str)
-            ]
-            made.append({"what": f"{name}: plan again", "command": shlex.join(words)})
+            again = _plan_command(plan, plan.graph.workload)
+            if again is not None:
+                made.append({"what": f"{name}: plan again", "command": again})
             model = [] if ":" not in plan.graph.workload else ["--model", plan.graph.workload]
             run_it = f"placement run {path} --against-single-device {shlex.join(model)}".strip()
             made.append({"what": f"{name}: run, compare with PyTorch", "command": run_it})
         made.append({"what": f"{name}: check the plan", "command": f"placement validate {path}"})
-    again = f"placement report {shlex.quote(str(run.path))}"
-    return [*made, {"what": "this page again", "command": again}]
+    page = f"placement report {shlex.quote(str(run.path))}"
+    return [*made, {"what": "this page again", "command": page}]
+
+
+def _plan_command(plan: Plan, workload: str) -> str | None:
+    """What makes a plan like it; None if its planner has a name that only its run knows."""
+    from placement import planners
+
+    planner, parameters = plan.planner.name, plan.planner.parameters
+    if planner.startswith(SINGLE):
+        planner, parameters = "single_device", {}
+    if planner not in (*planners.names(), "policy") and ":" not in planner:
+        return None
+    words = ["placement", "plan", workload, "--planner", planner, "--objective", plan.objective]
+    words += ["--microbatches", str(plan.num_microbatches)]
+    words += ["--in-flight", str(plan.max_in_flight), "--out", "plan.json"]
+    if plan.graph.mode == "training":
+        words += ["--mode", "training"]
+        words += ["--optimizer", plan.graph.optimizer] if plan.graph.optimizer else []
+    words += [
+        f"{key}={_said(value)}"
+        for key, value in parameters.items()
+        if isinstance(value, bool | int | float | str)
+    ]
+    return shlex.join(words)
 
 
 def _hydra_command(run: RunFolder) -> str | None:
@@ -606,5 +634,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return _UNSAFE.sub(lambda m: m[0] if m[0] in "\n\t" else "\ufffd", value)
     return value
-
-

@@ -68,10 +68,15 @@ class RunFolder:
 def read_run(folder: str | Path) -> RunFolder:
     """Everything that can be read; files that are damaged are left out and named.
 
+    Args:
+        folder: of a run, or the file of one plan.
+
     Raises:
         RunFolderError: no such folder, or none of ``compare.csv``, ``metrics.csv`` and plans.
     """
-    path = Path(folder)
+    path, plans = Path(folder), None
+    if path.is_file():
+        path, plans = path.parent, [path]
     if not path.is_dir():
         raise RunFolderError(f"{path}: no such folder; give the folder that a command wrote")
     unread: list[str] = []
@@ -83,13 +88,15 @@ def read_run(folder: str | Path) -> RunFolder:
             unread.append(f"{file.relative_to(path)}: {error}")
             return None
 
-    rows = kept(lambda file: table.from_csv(_text(file)), path / "compare.csv") or ()
+    rows = (
+        () if plans else kept(lambda file: table.from_csv(_text(file)), path / "compare.csv") or ()
+    )
     answers, used = _answers(path, rows, kept)
-    metrics = kept(_columns, path / "metrics.csv") or {}
+    metrics = {} if plans else kept(_columns, path / "metrics.csv") or {}
     names = list(dict.fromkeys(row.workload for row in rows))
     workloads = [_compared(path, name, used.get(name), kept) for name in names]
     if not names:
-        workloads = list(_planned(path, kept))
+        workloads = list(_planned(path, plans, kept))
     if not (rows or metrics or workloads):
         because = f"; {'; '.join(unread[:3])}" if unread else ""
         raise RunFolderError(
@@ -166,10 +173,11 @@ def _compared(path: Path, name: str, fingerprint: str | None, kept: Kept) -> Wor
     return _with_plan(name, own, problem, measured, kept)
 
 
-def _planned(path: Path, kept: Kept) -> Iterator[Workload]:
+def _planned(path: Path, plans: list[Path] | None, kept: Kept) -> Iterator[Workload]:
     """A workload for every plan in the folder, or in a folder in it."""
-    files = [path / "plan.json", *sorted(path.glob("*/plan.json"))]
-    files = [f for f in files if f.is_file()] or sorted(path.glob("*plan*.json"))
+    files = plans or [
+        f for f in (path / "plan.json", *sorted(path.glob("*/plan.json"))) if f.is_file()
+    ]
     for file in files:
         workload = _with_plan(file.stem, file.parent, None, {}, kept, file)
         if workload.plan is not None:

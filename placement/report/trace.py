@@ -82,7 +82,10 @@ def _timeline(events: list[dict[str, Any]]) -> tuple[str, Timeline]:
         start,
         end,
         np.array(
-            [[e["args"]["tensor"], e["args"]["micro_batch"], *pairs[tracks[e["tid"]]]] for e in sent],
+            [
+                [e["args"]["tensor"], e["args"]["micro_batch"], *pairs[tracks[e["tid"]]]]
+                for e in sent
+            ],
             np.int32,
         ).reshape(-1, 4),
         np.array([e["ts"] for e in sent]) * 1e-6,

@@ -5,22 +5,22 @@
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 
+const known = (x) => x !== null && x !== undefined;
+
 function made(node, attributes, children) {
   for (const [key, value] of Object.entries(attributes || {})) {
-    if (value === null || value === undefined || value === false) continue;
+    if (!known(value) || value === false) continue;
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (key === "style") Object.assign(node.style, value);
     else node.setAttribute(key, value === true ? "" : value);
   }
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat(Infinity).filter((child) => known(child) && child !== false));
   return node;
 }
 const el = (tag, attributes, ...children) => made(document.createElement(tag), attributes, children);
 const svg = (tag, attributes, ...children) => made(document.createElementNS(SVG, tag), attributes, children);
 
 // Numbers as text
-
-const known = (x) => x !== null && x !== undefined;
 
 function digits(x, n = 3) {
   if (x === 0) return "0";
@@ -46,7 +46,7 @@ const percent = (x, n = 1) => (known(x) ? `${(100 * x).toFixed(n)} %` : "–");
 const signed = (x) => (known(x) ? `${x >= 0 ? "+" : "−"}${Math.abs(100 * x).toFixed(1)} %` : "–");
 const times = (x) => (known(x) ? `${x.toFixed(2)}×` : "–");
 const count = (x) => (known(x) ? Math.round(x).toLocaleString("en") : "–");
-const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
+const plural = (n, word, words = `${word}s`) => `${count(n)} ${n === 1 ? word : words}`;
 
 function shortened(text, limit) {
   if (text.length <= limit) return text;
@@ -126,8 +126,10 @@ function remembered(make) {
 
 const data = JSON.parse($("data").textContent);
 const page = new EventTarget();
+const onPage = {}; // for whoever looks at the page from outside, e.g. a test
+let shown = new AbortController(); // what listens for the workload that is shown
 const changed = (what) => page.dispatchEvent(new Event(what));
-const on = (what, act) => page.addEventListener(what, act);
+const on = (what, act, target = page) => target.addEventListener(what, act, { signal: shown.signal });
 
 function card(title, lead, ...children) {
   return el("div", { class: "card" }, title && el("h2", {}, title), lead && el("p", { class: "lead" }, lead), ...children);
@@ -140,6 +142,18 @@ function choice(label, options, chosen, act) {
     options.map(([value, text]) => el("option", { value }, text)));
   select.value = chosen;
   return el("label", { class: "pick" }, label, " ", select);
+}
+// What is drawn anew, in a fixed height, whenever it gets another width.
+function responsive(height, make) {
+  const holder = el("div", { style: { height: `${height}px` } });
+  let drawn = 0;
+  new ResizeObserver(([entry]) => {
+    const width = Math.round(entry.contentRect.width);
+    if (!width || width === drawn) return;
+    drawn = width;
+    holder.replaceChildren(make(width, height));
+  }).observe(holder);
+  return holder;
 }
 function choose(select, value) {
   select.querySelector("select").value = value;

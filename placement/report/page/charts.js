@@ -17,7 +17,7 @@ function logTicks(low, high) {
       if (x >= low * 0.999 && x <= high * 1.001) found.push(x);
     }
   }
-  return found.length > 8 ? found.filter((_, i) => i % 2 === 0) : found;
+  return found.length < 3 ? ticks(low, high, 4) : found;
 }
 function scale(low, high, from, to, isLog) {
   const f = isLog ? Math.log : (x) => x;
@@ -25,13 +25,22 @@ function scale(low, high, from, to, isLog) {
   return (x) => from + ((f(x) - a) / (b - a || 1)) * (to - from);
 }
 
+// Marks of a horizontal axis that have room for their text.
+function marks({ low, high, log }, width) {
+  const room = Math.max(2, Math.floor(width / 64));
+  const found = log ? logTicks(low, high) : ticks(low, high, Math.min(8, room));
+  return found.filter((_, i) => i % Math.ceil(found.length / room) === 0);
+}
+
 // A frame with axes: {x, y} are {low, high, log, text, label}; draw(toX, toY, layer) fills it.
-function chart({ x, y, width = 560, height = 300, label, draw }) {
-  const [left, right, top, bottom] = [62, 12, 10, 42];
+const chart = (frame) => responsive(frame.height, (width) => framed({ ...frame, width }));
+
+function framed({ x, y, width, height, label, draw }) {
+  const [left, right, top, bottom] = [62, 14, y.label ? 24 : 8, 42];
   const toX = scale(x.low, x.high, left, width - right, x.log);
   const toY = scale(y.low, y.high, height - bottom, top, y.log);
-  const picture = svg("svg", { class: "picture", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
-  for (const value of x.log ? logTicks(x.low, x.high) : ticks(x.low, x.high, 7)) {
+  const picture = svg("svg", { class: "picture", width, height, role: "img", "aria-label": label });
+  for (const value of marks(x, width - left - right)) {
     picture.append(
       svg("line", { class: "axis", x1: toX(value), x2: toX(value), y1: top, y2: height - bottom }),
       svg("text", { x: toX(value), y: height - bottom + 16, "text-anchor": "middle" }, x.text(value)),
@@ -45,7 +54,7 @@ function chart({ x, y, width = 560, height = 300, label, draw }) {
   }
   picture.append(
     svg("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, x.label),
-    svg("text", { x: left, y: top - 1, dy: -4 }, y.label || ""),
+    svg("text", { x: 2, y: 12 }, y.label || ""),
   );
   draw(toX, toY, picture);
   return picture;
@@ -96,7 +105,7 @@ function curvesChart(workload, unit) {
     const [low, high] = range(all, 0.06, false);
     holder.replaceChildren(chart({
       label: `Best ${workload.objective} so far over seconds of planning`,
-      width: 1100, height: 360,
+      height: 340,
       x: { low: SHORTEST, high: Math.max(10 * SHORTEST, ...ends) * 1.3, log: true, text: (v) => seconds(v), label: "time spent planning" },
       y: { low, high, log: false, text: (v) => seconds(v, unit), label: "" },
       draw(toX, toY, layer) {
@@ -134,7 +143,7 @@ function scatterChart(points, what, workload) {
     label: `Predicted against measured ${what} of ${shown.length} placements`,
     x: { ...axis, label: `measured ${what}` },
     y: { ...axis, label: `predicted ${what}` },
-    width: 520, height: 400,
+    height: 400,
     draw(toX, toY, layer) {
       const band = [[low, low * 1.1], [high / 1.1, high], [high, high], [high, high / 1.1], [low * 1.1, low], [low, low]];
       layer.append(
@@ -166,7 +175,7 @@ function metricChart(steps, values, name) {
   const text = (v) => (Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(1) : digits(v, 4));
   return el("div", {}, el("h3", {}, name), chart({
     label: `${name} over steps, ends at ${text(points[points.length - 1][1])}`,
-    width: 420, height: 210,
+    height: 210,
     x: { low: points[0][0], high: points[points.length - 1][0], text: (v) => count(v), label: "steps" },
     y: { low, high, text },
     draw(toX, toY, layer) {

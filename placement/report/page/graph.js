@@ -3,8 +3,8 @@
 // with its own layers inside. So 2,000 operators are a few dozen nodes at a time.
 
 const MOST = 24; // children of a module that are shown as they are; more are bundled
-const NODE = { width: 168, height: 42, gapX: 16, gapY: 30, pad: 12, head: 26 };
-const PER_ROW = 6;
+const NODE = { width: 168, height: 42, gapX: 16, gapY: 30, pad: 12, head: 26, gutter: 44 };
+const AT_FIRST = 16; // nodes that are shown before anything is opened by hand
 
 // The modules as a tree: {name, path, ops | number, children, parent}; leaves are operators.
 class Outline {
@@ -49,6 +49,7 @@ class Outline {
     const first = (child) => (child.children ? Math.min(...child.children.map(first)) : child.op);
     const sorted = node.children.map((child) => [first(child), child]).sort((a, b) => a[0] - b[0]);
     const size = Math.ceil(sorted.length / Math.min(MOST, Math.ceil(Math.sqrt(sorted.length))));
+    const isShort = sorted.every(([, child]) => child.name.length < 9);
     node.children = [];
     for (let i = 0; i < sorted.length; i += size) {
       const part = sorted.slice(i, i + size).map(([, child]) => child);
@@ -56,11 +57,19 @@ class Outline {
         node.children.push(part[0]);
         continue;
       }
-      const made = { name: `${part[0].name} … ${part[part.length - 1].name}`, path: `${node.path} ${i}`, children: part, parent: node };
+      const made = { name: this.span(part, isShort), path: node.path, children: part, parent: node };
       for (const child of part) child.parent = made;
       this.bundle(made);
       node.children.push(made);
     }
+  }
+
+  // What to call a bundle: by its first and last name, or by numbers where names are long.
+  span(part, isShort) {
+    if (isShort) return `${part[0].name} … ${part[part.length - 1].name}`;
+    const ops = (child) => (child.children ? child.children.flatMap(ops) : [child.op]);
+    const all = part.flatMap(ops);
+    return `ops ${Math.min(...all)} – ${Math.max(...all)}`;
   }
 
   // Depth, the operators inside, and their mean number, which orders siblings.
@@ -97,10 +106,12 @@ class GraphView {
     this.graph = workload.graph;
     this.state = state;
     this.open = new Set([this.outline.root]);
-    let only = this.outline.root;
-    while (only.children.length === 1 && only.children[0].children) {
-      only = only.children[0];
-      this.open.add(only);
+    for (let num = this.outline.root.children.length; ;) {
+      const closed = [...this.visible()].filter((n) => n.children && !this.open.has(n) && num + n.children.length <= AT_FIRST);
+      if (!closed.length) break;
+      const largest = closed.reduce((a, b) => (b.ops.length > a.ops.length ? b : a));
+      this.open.add(largest);
+      num += largest.children.length;
     }
     this.at = { x: 0, y: 0, k: 1 };
     this.layer = svg("g");
@@ -185,6 +196,7 @@ class GraphView {
     const layers = [];
     for (const child of node.children) (layers[rank.get(child)] = layers[rank.get(child)] || []).push(child);
     const rows = [];
+    const perRow = Math.max(2, Math.min(6, Math.floor((this.svg.clientWidth || 1160) / (NODE.width + NODE.gapX))));
     for (const layer of layers.filter(Boolean)) {
       const centre = (child) => {
         const above = [...(preds.get(child) || [])].filter((p) => known(p.x));
@@ -192,8 +204,8 @@ class GraphView {
       };
       const keys = new Map(layer.map((child) => [child, centre(child)]));
       layer.sort((a, b) => keys.get(a) - keys.get(b));
-      for (let i = 0; i < layer.length; i += PER_ROW) {
-        const row = layer.slice(i, i + PER_ROW);
+      for (let i = 0; i < layer.length; i += perRow) {
+        const row = layer.slice(i, i + perRow);
         rows.push(row);
         let x = -(row.reduce((sum, c) => sum + c.width, 0) + NODE.gapX * (row.length - 1)) / 2;
         for (const child of row) {
@@ -204,19 +216,44 @@ class GraphView {
     }
     const isRoot = node === this.outline.root;
     const pad = isRoot ? 0 : NODE.pad;
-    let y = isRoot ? 0 : NODE.head + 6;
-    let half = NODE.width / 2;
-    for (const row of rows) {
-      const high = Math.max(...row.map((c) => c.height));
-      for (const child of row) {
-        child.y = y + (high - child.height) / 2;
-        half = Math.max(half, -child.x, child.x + child.width);
+    const columns = this.columns(rows);
+    const head = (isRoot ? 0 : NODE.head + 6) + (columns.length > 1 ? 12 : 0); // for links between columns
+    let left = pad;
+    let bottom = 0;
+    for (const column of columns) {
+      let y = head;
+      const half = Math.max(...column.flat().flatMap((c) => [-c.x, c.x + c.width]));
+      for (const row of column) {
+        const high = Math.max(...row.map((c) => c.height));
+        for (const child of row) {
+          child.y = y + (high - child.height) / 2;
+          child.x += left + half;
+        }
+        y += high + NODE.gapY;
       }
-      y += high + NODE.gapY;
+      left += 2 * half + NODE.gutter;
+      bottom = Math.max(bottom, y - NODE.gapY);
     }
-    node.width = 2 * half + 2 * pad;
-    node.height = y - NODE.gapY + pad;
-    for (const child of node.children) child.x += half + pad;
+    node.width = Math.max(left - NODE.gutter + pad, NODE.width);
+    node.height = bottom + pad;
+  }
+
+  // A long chain goes on in the next column, as text does, so that it has the picture's shape.
+  columns(rows) {
+    const heights = rows.map((row) => Math.max(...row.map((c) => c.height)) + NODE.gapY);
+    const wide = Math.max(...rows.map((row) => row[row.length - 1].x + row[row.length - 1].width - row[0].x));
+    const total = heights.reduce((a, b) => a + b, 0);
+    const shape = (this.svg.clientWidth || 1160) / (this.svg.clientHeight || 600);
+    const num = Math.max(1, Math.min(6, Math.floor(Math.sqrt((total * shape) / (wide + NODE.gutter)))));
+    if (rows.length < 7 || num < 2) return [rows];
+    const found = [[]];
+    let at = 0;
+    rows.forEach((row, i) => {
+      if (at + heights[i] / 2 > (total / num) * found.length && found.length < num) found.push([]);
+      found[found.length - 1].push(row);
+      at += heights[i];
+    });
+    return found;
   }
 
   // For every open module: which of its children feed which.
@@ -265,16 +302,18 @@ class GraphView {
   }
 
   line(link, a, b) {
-    const forward = b.y >= a.y + a.height - 1;
-    const [x1, y1] = [a.x + a.width / 2, forward ? a.y + a.height : a.y + a.height / 2];
-    const [x2, y2] = [b.x + b.width / 2, forward ? b.y : b.y + b.height / 2];
-    const bend = forward ? Math.max(14, (y2 - y1) * 0.45) : 0;
-    const side = forward ? 0 : Math.max(a.width, b.width) * 0.75;
-    const d = forward
-      ? `M${x1} ${y1}C${x1} ${y1 + bend} ${x2} ${y2 - bend} ${x2} ${y2}`
-      : `M${x1 + a.width / 2} ${y1}C${x1 + side + 40} ${y1} ${x2 + side + 40} ${y2} ${x2 + b.width / 2} ${y2}`;
+    const isDown = b.y >= a.y + a.height - 1;
+    const isNext = !isDown && b.x >= a.x + a.width && link.a.mean < link.b.mean; // in a later column
+    const [x1, x2] = [a.x + a.width / 2, b.x + b.width / 2];
+    const [y1, y2] = [a.y + a.height, b.y];
+    const bend = Math.max(14, (y2 - y1) * 0.45);
+    const [s1, s2] = [a.x + a.width, b.x + b.width];
+    const side = Math.max(s1, s2) + 26;
+    let d = `M${s1} ${y1 - a.height / 2}C${side} ${y1 - a.height / 2} ${side} ${y2 + b.height / 2} ${s2} ${y2 + b.height / 2}`;
+    if (isDown) d = `M${x1} ${y1}C${x1} ${y1 + bend} ${x2} ${y2 - bend} ${x2} ${y2}`;
+    else if (isNext) d = `M${x1} ${y1}v10H${b.x - NODE.gutter / 2}V${y2 - 12}H${x2}V${y2}`;
     const path = svg("path", {
-      d, class: `link${link.cut ? " cut" : ""}${forward ? "" : " back"}`,
+      d, class: `link${link.cut ? " cut" : ""}${isDown || isNext ? "" : " back"}`,
       "stroke-width": 1 + Math.min(3, Math.log10(1 + link.bytes / 1e4)),
     });
     path.ends = [link.a, link.b];
@@ -318,7 +357,7 @@ class GraphView {
     group.append(svg("text", { class: "name", x: 9, y: isOpen ? 22 : small ? 15 : 20 }, mark + shortened(node.name, letters - (isOpen ? 14 : 0))));
     if (small) group.append(svg("text", { class: "small", x: isOpen ? node.width - 9 : 9, "text-anchor": isOpen ? "end" : "start", y: isOpen ? 22 : 28 }, small));
     const pairs = [
-      ["in", node.path && fold ? node.path.trim() : node.parent?.path.trim() || null],
+      ["in", (fold ? node.path : node.parent?.path) || null],
       ["kind", kind || null],
       ...shares.filter(([d]) => d >= 0).map(([d, s]) => [devices[d].name, `${plural(s.ops, "operator")}${s.seconds ? `, ${seconds(s.seconds)}` : ""}`]),
       ["parameters", this.graph.param_bytes ? bytes(node.ops.reduce((sum, op) => sum + this.graph.param_bytes[op], 0)) : null],
@@ -463,12 +502,13 @@ class GraphView {
       drag = true;
       moved = 0;
     });
-    addEventListener("pointerup", (e) => {
-      pointers.delete(e.pointerId);
-      if (!pointers.size) drag = null;
-    });
-    addEventListener("pointercancel", (e) => pointers.delete(e.pointerId));
-    addEventListener("pointermove", (e) => {
+    for (const what of ["pointerup", "pointercancel"]) {
+      on(what, (e) => {
+        pointers.delete(e.pointerId);
+        if (!pointers.size) drag = null;
+      }, window);
+    }
+    on("pointermove", (e) => {
       if (!drag || !pointers.has(e.pointerId)) return;
       const [x, y] = pointers.get(e.pointerId);
       const other = [...pointers].find(([id]) => id !== e.pointerId)?.[1];
@@ -483,7 +523,7 @@ class GraphView {
       }
       moved += Math.abs(e.clientX - x) + Math.abs(e.clientY - y);
       pointers.set(e.pointerId, [e.clientX, e.clientY]);
-    });
+    }, window);
     this.svg.addEventListener("click", (e) => {
       if (moved > 5) return;
       const item = node(e);
@@ -538,7 +578,6 @@ function graphSection(workload, state) {
     changed("planner");
   }) : null;
   on("planner", () => {
-    if (!picture.svg.isConnected) return;
     if (planner) choose(planner, state.left);
     picture.show();
   });

@@ -41,13 +41,13 @@ function columnsOf(workload) {
     ["latency", said("latency_s"), (v) => seconds(v), "predicted"],
     workload.planners.some((p) => known(p.energy_j)) && ["energy", said("energy_j"), (v) => seconds(v, "J"), "predicted"],
     ["speed-up", said("speedup"), times, "predicted"],
-    workload.planners.some((p) => known(p.gap)) && ["gap", said("gap"), percent, "predicted"],
-    isMeasured && ["period", said("measured_period_s"), (v, p) => `${seconds(v)}${known(v) ? ` ± ${seconds(p.measured_period_iqr_s / 2)}` : ""}`, "measured"],
+    workload.planners.some((p) => known(p.gap)) && ["gap", said("gap"), (v) => percent(v), "predicted"],
+    isMeasured && ["period", said("measured_period_s"), (v, p) => [seconds(v), known(v) ? el("small", {}, ` ± ${percent(p.measured_period_iqr_s / 2 / v)}`) : null], "measured"],
     isMeasured && ["error", said("period_error"), signed, "measured"],
     isMeasured && ["latency", said("measured_latency_s"), (v) => seconds(v), "measured"],
     isMeasured && ["error", said("latency_error"), signed, "measured"],
     isMeasured && ["speed-up", said("measured_speedup"), times, "measured"],
-    workload.planners.some((p) => known(p.plan_s)) && ["time", said("plan_s"), (v) => seconds(v), "planning"],
+    workload.planners.some((p) => known(p.plan_s)) && ["time", (p) => (p.single ? null : p.plan_s), (v) => seconds(v), "planning"],
     workload.planners.some((p) => known(p.evaluations)) && ["evaluations", said("evaluations"), count, "planning"],
   ];
   return all.filter(Boolean);
@@ -101,7 +101,7 @@ function compareSection(workload) {
   }
   paint();
   const about = [`${plural(workload.num_ops, "operator")} on ${plural(workload.num_devices, "device")}, objective ${workload.objective}`,
-    workload.num_microbatches && `${plural(workload.num_microbatches, "micro-batch").replace("batchs", "batches")}, ${workload.max_in_flight} in flight`,
+    workload.num_microbatches && `${plural(workload.num_microbatches, "micro-batch", "micro-batches")}, ${workload.max_in_flight} in flight`,
     workload.bound > 0 && `proved lower bound ${seconds(workload.bound, unitOf(workload))}`,
     workload.planners.some((p) => p.seeds > 1) && "medians over the seeds"].filter(Boolean).join("; ");
   return card(workload.planners.length > 1 ? "Compare" : "Plan", `${about}. Speed-ups are over the best single device (the thin line).`, holder);
@@ -113,23 +113,29 @@ function overallCard() {
   const most = Math.max(...overall.gains.map((g) => g.high), 1);
   const least = Math.min(...overall.gains.map((g) => g.low), 1);
   const high = 26 * overall.gains.length + 50;
-  const toX = scale(least * 0.98, most * 1.02, 180, 780, true);
-  const picture = svg("svg", { class: "picture", viewBox: `0 0 860 ${high}`, role: "img", "aria-label": "Speed-up of every planner with its interval" });
-  for (const value of logTicks(least * 0.98, most * 1.02)) {
+  const picture = responsive(high, (width) => gainsPicture(overall.gains, least * 0.98, most * 1.02, width, high));
+  return card("Over all workloads", `Speed-up over the best single device, ${overall.measured ? "measured" : "predicted"}: geometric mean over workloads and seeds, bootstrap 95 % interval over the same cells.`, picture);
+}
+
+function gainsPicture(gains, least, most, width, high) {
+  const left = Math.min(190, width * 0.36);
+  const toX = scale(least, most, left, width - 62, true);
+  const picture = svg("svg", { class: "picture", width, height: high, role: "img", "aria-label": "Speed-up of every planner with its interval" });
+  for (const value of marks({ low: least, high: most, log: true }, width - left - 62)) {
     picture.append(svg("line", { class: "axis", x1: toX(value), x2: toX(value), y1: 4, y2: high - 28 }),
       svg("text", { x: toX(value), y: high - 10, "text-anchor": "middle" }, times(value)));
   }
   picture.append(svg("line", { x1: toX(1), x2: toX(1), y1: 4, y2: high - 28, stroke: "var(--faint)" }));
-  overall.gains.forEach((g, i) => {
+  gains.forEach((g, i) => {
     const y = 18 + 26 * i;
     picture.append(
-      svg("text", { x: 168, y: y + 4, "text-anchor": "end", style: { fill: "var(--ink)" } }, shortened(g.planner, 24)),
+      svg("text", { x: left - 12, y: y + 4, "text-anchor": "end", style: { fill: "var(--ink)" } }, shortened(g.planner, Math.floor(left / 7))),
       svg("line", { x1: toX(g.low), x2: toX(g.high), y1: y, y2: y, stroke: "var(--accent)", "stroke-width": 3, opacity: 0.45, "stroke-linecap": "round" }),
       hover(svg("circle", { cx: toX(g.mean), cy: y, r: 5.5, fill: "var(--accent)" }), g.planner,
         [["mean", times(g.mean)], ["interval", `${times(g.low)} to ${times(g.high)}`], ["cells", count(g.num_cells)]]),
-      svg("text", { x: 792, y: y + 4 }, times(g.mean)));
+      svg("text", { x: width - 50, y: y + 4 }, times(g.mean)));
   });
-  return card("Over all workloads", `Speed-up over the best single device, ${overall.measured ? "measured" : "predicted"}: geometric mean over workloads and seeds, bootstrap 95 % interval over the same cells.`, picture);
+  return picture;
 }
 
 function searchSection(workload) {
@@ -188,6 +194,8 @@ function show(id, ...parts) {
 function showWorkload() {
   const workload = data.workloads[state.workload];
   if (!workload) return;
+  shown.abort();
+  shown = new AbortController();
   if (workload.graph && !workload.outline) workload.outline = new Outline(workload.graph);
   const names = workload.planners.filter((p) => known(p.decision)).map((p) => p.name);
   const best = workload.planners.find((p) => p.name === workload.best && known(p.decision));

@@ -64,22 +64,24 @@ const view = {
 };
 
 class Panel {
-  constructor(workload, index, number) {
+  constructor(workload, planner, number) {
     this.workload = workload;
-    this.decision = workload.decisions[index];
+    this.decision = workload.decisions[workload.planners.find((p) => p.name === planner).decision];
     this.colour = "batch";
     this.cursor = null; // {track, position} of the bar that keys point at
     this.hovered = null;
     this.canvas = el("canvas", {
       id: `gantt-${number}`, tabindex: 0, role: "application", "aria-roledescription": "timeline",
-      "aria-label": `Timeline of ${this.decision.planners.join(", ")}. Plus and minus zoom, left and right move, up and down choose a device, comma and full stop choose an operator, 0 shows everything.`,
+      "aria-label": `Timeline of ${planner}. Plus and minus zoom, left and right move, up and down choose a device, comma and full stop choose an operator, 0 shows everything.`,
     });
     const facts = ["predicted", "measured"].filter((kind) => this.decision[kind]).map((kind) => {
       const t = this.decision[kind];
-      return el("span", { class: "hint" }, `${kind}: latency ${seconds(t.latency_s)}, period ${seconds(t.period_s)}`);
+      return el("span", { class: "hint" }, `${kind}: ${plural(t.num_microbatches, "micro-batch", "micro-batches")} in ${seconds(t.makespan_s)}, period ${seconds(t.period_s)}`);
     });
+    const others = this.decision.planners.filter((name) => name !== planner);
     this.node = el("div", { class: "panel" },
-      el("div", { class: "who" }, el("h3", {}, this.decision.planners.join(", ")), facts),
+      el("div", { class: "who" },
+        el("h3", {}, planner, others.length ? el("span", { class: "hint" }, ` same placement as ${others.join(", ")}`) : null), facts),
       this.canvas, this.summary());
     this.listen();
     this.ready = this.load();
@@ -247,7 +249,13 @@ class Panel {
     c.fillStyle = theme.lane;
     c.fillRect(this.gutter, top, width - this.gutter, height);
     const until = view.to / tick;
-    let painted = -Infinity; // the last pixel column with something in it
+    let solid = null; // bars below a few pixels that touch are painted as one
+    const flush = () => {
+      if (!solid) return;
+      c.fillStyle = solid.colour;
+      c.fillRect(solid.left, top, Math.max(solid.right - solid.left, 0.8), height);
+      solid = null;
+    };
     const runs = []; // neighbouring bars of one micro-batch, for its number
     for (let i = firstAfter(order, start, took, view.from / tick); i < order.length; i++) {
       const bar = order[i];
@@ -259,16 +267,23 @@ class Panel {
       if (run && run.batch === batch && left - run.right < 3) run.right = right;
       else runs.push({ batch, left, right, single: null });
       if (right - left > 46) runs[runs.length - 1].single = true;
-      if (right < painted) continue; // below one pixel, and that pixel is taken
-      c.fillStyle = this.fill(bar, parts);
-      c.fillRect(left, top, Math.max(right - left, 0.7), height);
-      painted = Math.max(right, Math.ceil(left + 0.3));
-      if (right - left > 3) {
-        c.fillStyle = theme.card;
-        c.fillRect(right - 0.5, top, 0.5, height); // tells neighbours from each other
+      const colour = this.fill(bar, parts);
+      if (right - left < 4) {
+        if (solid && solid.colour === colour && left - solid.right < 0.8) solid.right = Math.max(solid.right, right);
+        else if (!solid || right > solid.right + 0.2 || right - left > 1) {
+          flush();
+          solid = { left, right, colour };
+        }
+        continue;
       }
+      flush();
+      c.fillStyle = colour;
+      c.fillRect(left, top, right - left, height);
+      c.fillStyle = theme.card;
+      c.fillRect(right - 0.6, top, 0.6, height); // tells neighbours from each other
       if (right - left > 46) this.label(c, bar, parts, left, right, top + height / 2);
     }
+    flush();
     c.textAlign = "center";
     c.font = "600 11px system-ui, sans-serif";
     for (const run of runs) {
@@ -319,7 +334,7 @@ class Panel {
     const [top, bottom] = [track.y + 3, track.y + track.height - 3];
     c.fillStyle = theme.lane;
     c.fillRect(this.gutter, top, width - this.gutter, bottom - top);
-    const most = track.kind === "busy" ? 1 : Math.max(1, ...this.largest(track.device));
+    const most = track.kind === "busy" ? 1 : Math.max(1, ...this.workload.devices.flatMap((_, d) => this.largest(d)));
     for (const source of ["predicted", "measured"]) {
       const timeline = this.decision[source];
       const values = timeline?.[track.kind]?.[track.device];
@@ -522,12 +537,12 @@ class Panel {
   summary() {
     const { predicted, measured } = this.decision;
     const columns = [["busy", predicted && ((d) => percent(predicted.utilisation[d], 0))],
-      ["busy, measured", measured && ((d) => percent(measured.utilisation[d], 0))],
+      ["measured", measured && ((d) => percent(measured.utilisation[d], 0))],
       ["peak memory", predicted?.peak_bytes && ((d) => bytes(predicted.peak_bytes[d]))],
-      ["peak, measured", measured?.peak_bytes && ((d) => bytes(measured.peak_bytes[d]))],
+      ["measured", measured?.peak_bytes && ((d) => bytes(measured.peak_bytes[d]))],
       ["memory", (d) => (known(this.workload.devices[d].memory_bytes) ? bytes(this.workload.devices[d].memory_bytes) : "no limit")],
     ].filter(([, text]) => text);
-    return el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Devices" }, el("table", {},
+    return el("div", { class: "sideways", tabindex: 0, role: "group", "aria-label": "Devices" }, el("table", {},
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "device"), columns.map(([name]) => el("th", { scope: "col" }, name)))),
       el("tbody", {}, this.workload.devices.map((device, d) => el("tr", {},
         el("td", { class: "name", title: device.model || device.name }, swatch(deviceColour(d)), device.name),
@@ -542,15 +557,17 @@ function timelineSection(workload, state) {
   const options = workload.planners
     .filter((p) => known(p.decision) && usable.some(([, i]) => i === p.decision))
     .map((p) => [p.name, p.name]);
-  const of = (name) => workload.planners.find((p) => p.name === name)?.decision;
   let panels = [];
+  const show = (made) => {
+    panels = onPage.panels = made;
+  };
   let colour = "batch";
   const holder = el("div", { class: "panels" });
-  const shown = (name) => (options.some(([n]) => n === name) ? name : options[0][0]);
+  const valid = (name) => (options.some(([n]) => n === name) ? name : options[0][0]);
 
   function paint(keepView) {
-    const chosen = [shown(state.left), state.right && shown(state.right)].filter(Boolean);
-    panels = chosen.map((name, i) => new Panel(workload, of(name), i));
+    const chosen = [valid(state.left), state.right && valid(state.right)].filter(Boolean);
+    show(chosen.map((name, i) => new Panel(workload, name, i)));
     for (const panel of panels) panel.colour = colour;
     holder.classList.toggle("pair", panels.length > 1);
     holder.replaceChildren(...panels.map((p) => p.node));
@@ -559,7 +576,7 @@ function timelineSection(workload, state) {
     if (keepView) view.set(view.from, view.to);
     else view.reset();
   }
-  const first = choice("Planner", options, shown(state.left), (name) => {
+  const first = choice("Planner", options, valid(state.left), (name) => {
     state.left = name;
     changed("planner");
   });
@@ -594,12 +611,12 @@ function timelineSection(workload, state) {
   const act = {
     view: redraw, theme: redraw,
     planner: () => {
-      choose(first, shown(state.left));
+      choose(first, valid(state.left));
       choose(second, state.right || "");
       paint(true);
     },
   };
-  for (const [what, does] of Object.entries(act)) on(what, () => holder.isConnected && does());
+  for (const [what, does] of Object.entries(act)) on(what, does);
   const resize = new ResizeObserver(redraw);
   resize.observe(holder);
   paint(false);
