@@ -177,6 +177,8 @@ class _Settings:
     evaluations: int | None = None
     execute: bool = False
     json: bool = False
+    contention: bool | None = None
+    ready_order: str | None = None
 
 
 def seeds_of(cfg: DictConfig) -> list[int]:
@@ -267,6 +269,9 @@ def make_problems(job: Job) -> dict[str, Problem]:
         problem.profile.save(job.folder / name / "profile.npz")
         problems[name] = problem
     problems |= _synthetic_problems(job.cfg)
+    asked = {key: job.cfg.get(key) for key in ("contention", "ready_order")}
+    changes: Any = {key: value for key, value in asked.items() if value is not None}
+    problems = {name: replace(problem, **changes) for name, problem in problems.items()}
     if not problems:
         raise AppError("no workload: add e.g. workload=resnet50 or 'workload=[problem.json]'")
     return problems
@@ -307,9 +312,10 @@ def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
 
 
 def _synthetic_problems(cfg: DictConfig) -> dict[str, Problem]:
-    from placement.workloads.synthetic import families
+    from placement.workloads.synthetic import families, giph
 
-    known, problems = families(), {}
+    known: dict[str, Callable[[int], Problem]] = {**families(), "giph": giph}
+    problems = {}
     for node in cfg.get("synthetic") or []:
         family, seeds = (node, [0]) if isinstance(node, str) else (node.family, node.seeds)
         if family not in known:
@@ -363,14 +369,6 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
     return problems
 
 
-def make_planner(node: DictConfig) -> Planner:
-    """The planner of a node with ``_target_``, its fields of the types that they must have.
-
-    Raises:
-        PlannerError: an option that it does not have, or of another type.
-    """
-
-
 @contextmanager
 def _alone(lock: Path, report: cli.Progress) -> Iterator[None]:
     """Jobs at the same time take turns: measurements would disturb each other.
@@ -390,6 +388,13 @@ def _alone(lock: Path, report: cli.Progress) -> Iterator[None]:
             report(f"not waiting for others that measure: {error}", None)
         yield
 
+
+def make_planner(node: DictConfig) -> Planner:
+    """The planner of a node with ``_target_``, its fields of the types that they must have.
+
+    Raises:
+        PlannerError: an option that it does not have, or of another type.
+    """
     from placement import planners
 
     target = re.sub(r"\.(\w+)$", r":\1", str(node.get("_target_")))
@@ -435,7 +440,7 @@ def save_best(
             measured=_measured(best),
         )
         plan.save(folder / "plan.json")
-        aliases = ("best", "measured") if best.num_rounds else ("best",)
+        aliases: tuple[str, ...] = ("best", "measured") if best.num_rounds else ("best",)
         if not is_best_of_sweep(job.folder, best):
             aliases = aliases[1:]
         job.mirror.artifact(f"plan-{name}", "plan", folder / "plan.json", aliases=aliases)
@@ -467,6 +472,17 @@ def save_curves(job: Job, comparison: Comparison) -> None:
         cli.say(f"no curves: {error}")
     else:
         job.mirror.image("curves", path)
+
+
+def save_report(job: Job) -> None:
+    """``report.html``, unless the run is one of a sweep; with tables and curves an artifact."""
+    from placement.report import html
+
+    if HydraConfig.get().mode != RunMode.MULTIRUN:
+        html.write_report(job.folder, progress=job.report)
+    names = ("report.html", "compare.csv", "compare.md", "curves.png")
+    found = [job.folder / name for name in names if (job.folder / name).exists()]
+    job.mirror.artifact("report", "report", *found)
 
 
 def _spec(cfg: DictConfig, workload: str) -> str | None:

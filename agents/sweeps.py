@@ -153,7 +153,8 @@ def _read_job(folder: Path) -> SweepJob:
     saved = _read_json(folder / RESULT)
     overrides = saved.get("overrides")
     if overrides is None:
-        overrides = OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
+        loaded: Any = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
+        overrides = [str(text) for text in loaded]
     job = SweepJob(
         folder.name,
         dict(_split(text) for text in overrides),
@@ -177,7 +178,8 @@ def _expected(folder: Path) -> dict[str, dict[str, str]]:
         return {str(i): {} for i in range(trials[0])}
     choices: dict[str, list[str]] = {}
     try:
-        hydra: Any = OmegaConf.load(folder / "multirun.yaml")["hydra"]
+        loaded: Any = OmegaConf.load(folder / "multirun.yaml")
+        hydra = loaded["hydra"]
         words = [f"{k}={v}" for k, v in (hydra.sweeper.params or {}).items()]
         for override in OverridesParser.create().parse_overrides([*words, *hydra.overrides.task]):
             if override.is_sweep_override():
@@ -195,7 +197,10 @@ def _expected(folder: Path) -> dict[str, dict[str, str]]:
 
 def _num_trials(path: Path) -> int:
     """Of a sweeper that suggests (Optuna's); 0 for one that takes all combinations."""
-    return int(OmegaConf.load(path)["hydra"].sweeper.get("n_trials", 0)) if path.exists() else 0
+    if not path.exists():
+        return 0
+    loaded: Any = OmegaConf.load(path)
+    return int(loaded["hydra"].sweeper.get("n_trials", 0))
 
 
 def _split(text: str) -> tuple[str, str]:

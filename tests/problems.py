@@ -50,8 +50,9 @@ def random_problem(
     """A small random problem of everything the simulator models; the same for the same seed.
 
     Integer and float seconds (ties matter), shared channels, blocking links, seconds of
-    waking, host and other devices, loaded seconds, workspace, tight and loose memory. ``grouped``: some operators
-    share a colocation group; ``unsupported``: some cannot run everywhere.
+    waking, host and other devices, loaded seconds, workspace, tight and loose memory.
+    ``grouped``: some operators share a colocation group; ``unsupported``: some cannot run
+    everywhere.
     """
     rng = np.random.default_rng(seed)
     n = num_ops or int(rng.integers(1, 16))

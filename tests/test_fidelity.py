@@ -44,8 +44,15 @@ def test_errors_are_counted_with_and_without_each_correction() -> None:
     less = dict.fromkeys(fidelity.CORRECTIONS, 1.0), dict.fromkeys(fidelity.CORRECTIONS, 2.0)
     row = fidelity.Row("w", "p", 2.0, 2.0, 3.0, 2.0, 110, 100, 3.0, 2.0, *less)
     lines = fidelity.summary([row, replace(row, placement="q")]).splitlines()
-    assert [w.strip() for w in lines[2].split("|")[1:8:2]] == ["w", "0.0 (50.0)", "50.0 (0.0)", "10.0"]
-    assert any("the neighbours and the transfers | 50.0" in line and "| 0.0 |" in line for line in lines)
+    assert [w.strip() for w in lines[2].split("|")[1:8:2]] == [
+        "w",
+        "0.0 (50.0)",
+        "50.0 (0.0)",
+        "10.0",
+    ]
+    assert any(
+        "the neighbours and the transfers | 50.0" in line and "| 0.0 |" in line for line in lines
+    )
 
 
 def test_what_a_correction_takes_away() -> None:

@@ -77,7 +77,8 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
     if pipe.num_stages != len(split) + 1:
         print(f"{pipe.num_stages} stages, {len(split) + 1} planned: a module runs more than once")
         return 1
-    nodes = pipe.get_stage_module(0).graph.nodes
+    first: Any = pipe.get_stage_module(0)
+    nodes = first.graph.nodes
     reads, given = sum(n.op == "placeholder" for n in nodes), len(args) + len(kwargs)
     if reads < given:
         print(f"the first stage reads {reads} of {given} inputs, and torch gives it all of them")

@@ -76,7 +76,7 @@ class BestOf:
         winner, slowest_s = "", 0.0
         tries = 3 if problem.memory_may_bind else 1  # see _list_schedule.first_that_fits
         for i, (name, planner) in enumerate(chosen):
-            own = {f.name for f in fields(planner)} if is_dataclass(planner) else set()
+            own: set[str] = {f.name for f in fields(planner)} if is_dataclass(planner) else set()
             in_time = "seconds" in own or search.seconds_left > _PRUDENCE * slowest_s
             in_number = "evaluations" in own or search.num_left >= tries or not values
             if not (search.left and in_time and in_number):
