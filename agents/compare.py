@@ -17,6 +17,7 @@ from agents.app import (
     metric_s,
     save_best,
     save_curves,
+    save_report,
     seeds_of,
     show,
 )
@@ -58,7 +59,8 @@ def _compare(cfg: DictConfig) -> float:
         run.mirror.comparison(comparison)
         save_curves(run, comparison)
         save_best(run, comparison, problems, planners)
-    files = "compare.csv, compare.md, curves.png; per workload plan.json, trace.json, gantt.png"
+        save_report(run)
+    files = "report.html, compare.csv, compare.md, curves.png; per workload plan.json, trace.json"
     show(run, comparison, files)
     return metric_s(comparison)
 

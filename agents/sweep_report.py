@@ -18,7 +18,8 @@ EPILOG = """examples:
   placement-sweep-report runs/sweep/planners --json | jq .aggregates
 
 DIR is hydra.sweep.dir of placement-compare or placement-train with -m or sweep=NAME.
-Exit codes: 0 done; 1 a job failed, or none has finished; 2 bad input; 130 interrupted.
+Exit codes: 0 done; 1 a job failed, or none has finished; 2 bad input; 70 a defect;
+130 interrupted.
 """
 
 

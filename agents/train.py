@@ -16,6 +16,7 @@ from agents.app import (
     make_problems,
     metric_s,
     save_best,
+    save_report,
     show,
 )
 from agents.sweeps import is_best_of_sweep, once
@@ -101,6 +102,7 @@ def _train(cfg: DictConfig) -> float:
         best = ["best"] if all(is_best_of_sweep(run.folder, row) for row in mine) else []
         run.mirror.artifact("policy", "policy", run.folder / "policy.safetensors", aliases=best)
         save_best(run, comparison, problems, planners)
+        save_report(run)
     show(run, comparison, "policy.safetensors, metrics.csv, compare.csv, compare.md and plans")
     return metric_s(comparison)
 

@@ -368,6 +368,19 @@ def test_profile_shows_where_unlike_devices_differ(capsys: pytest.CaptureFixture
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_profiles_of_many_devices_fit_into_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from placement.cli.profile import show
+    from placement.graph import OpGraph
+
+    graph = OpGraph.build("g", ["block.0.linear_projection" * 3], [0], [8], [])
+    cluster = Cluster("c", tuple(Device(f"cpu:{i}") for i in range(40)))
+    times = np.full((1, 40), 1e-3)
+    show(graph, cluster, Profile(cluster.device_names, times, times * 0), as_json=False)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80 and "4 of 40 devices are shown" in text
+    assert text.count("1 ms") == 2 * 4, "no figure is cut"
+
+
 def test_run(plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, out = tmp_path / "trace.json", tmp_path / "measured.json"
     got = answer(

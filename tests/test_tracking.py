@@ -246,6 +246,7 @@ def test_a_comparison_is_mirrored(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert artifacts(found) == {
         "profile-tiny_mlp": ("profile", ["latest"]),
         "plan-tiny_mlp": ("plan", ["best", "latest", "measured"]),
+        "report": ("report", ["latest"]),
     }
     names = [p.name for p in (tmp_path / "out/wandb").glob("offline-run-*/files/media/*/*")]
     # The table, the best-so-far curves, and the folder of the workload's picture.

@@ -6,7 +6,7 @@ The script of a shell asks this command, so that new planners and options are kn
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 
@@ -145,7 +145,7 @@ def _names(dest: str) -> list[str]:
     from placement import exporters, planners, schedulers, workloads
     from placement.problem import OBJECTIVES
 
-    known = {
+    known: dict[str, Callable[[], list[str]]] = {
         "workload": lambda: list(workloads.names()),
         "model": lambda: list(workloads.names()),
         "planner": lambda: [*planners.names(), "policy"],

@@ -19,6 +19,7 @@ EXAMPLE = """examples:
   placement profile my_package.my_module:my_function --out profile.npz
 """
 NUM_SHOWN = 10
+MAX_COLUMNS = 4  # devices
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -97,15 +98,19 @@ def show(graph: OpGraph, cluster: Cluster, profile: Profile, *, as_json: bool) -
             }
         )
         return
-    rows = [_cells(graph, profile, int(n)) for n in expensive]
-    rows.append(["all operators", "", *map(cli.seconds, profile.compute_s.sum(axis=0))])
-    columns = ["operator", "kind", *profile.device_names]
+    # One device of each kind first: more columns than fit into a line would say nothing.
+    shown = [*unlike, *(d for d in range(len(kinds)) if d not in unlike)][:MAX_COLUMNS]
+    rows = [_cells(graph, profile, int(n), shown) for n in expensive]
+    rows.append(["all operators", "", *map(cli.seconds, profile.compute_s.sum(axis=0)[shown])])
+    columns = ["operator", "kind", *(profile.device_names[d] for d in shown)]
     cli.print_table(f"{graph.name}: the most expensive operators", columns, rows)
+    if len(shown) < len(kinds):
+        print(f"{len(shown)} of {len(kinds)} devices are shown; all of them: --json")
     if len(differ):
         cli.print_table(
             "where devices of unlike kind differ most",
             [*columns, f"{profile.device_names[unlike[0]]} / fastest"],
-            [[*_cells(graph, profile, int(n)), f"{ratio[n]:.2g}"] for n in differ],
+            [[*_cells(graph, profile, int(n), shown), f"{ratio[n]:.2g}"] for n in differ],
         )
 
 
@@ -119,6 +124,6 @@ def _row(graph: OpGraph, profile: Profile, n: int) -> dict[str, object]:
     }
 
 
-def _cells(graph: OpGraph, profile: Profile, n: int) -> list[str]:
-    times = [cli.seconds(x) if isfinite(x) else "-" for x in profile.compute_s[n]]
+def _cells(graph: OpGraph, profile: Profile, n: int, devices: list[int]) -> list[str]:
+    times = [cli.seconds(x) if isfinite(x) else "-" for x in profile.compute_s[n, devices]]
     return [graph.op_name[n], graph.op_kind[n].removesuffix(".default"), *times]
