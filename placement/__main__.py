@@ -22,6 +22,7 @@ from placement.cli import (
     plan,
     profile,
     pull,
+    replan,
     report,
     run,
     schedule,
@@ -61,6 +62,9 @@ VERBS = {
         schedule.configure,
         schedule.run,
         schedule.EXAMPLE,
+    ),
+    "replan": Verb(
+        "plan again without devices that are gone", replan.configure, replan.run, replan.EXAMPLE
     ),
     "validate": Verb(
         "check a plan: against itself, a model, devices",

@@ -200,10 +200,7 @@ def load_planner(args: argparse.Namespace) -> Planner:
     """The planner with its options; budget and seed go to planners that have such an option."""
     from placement import planners
 
-    for key in ("seconds", "evaluations"):
-        value = getattr(args, key)
-        if value is not None and not value > 0:
-            raise cli.UsageError(f"--{key} {value} must be positive; leave it out for no limit")
+    check_budget(args)
     name = args.planner
     if name == "policy" and name not in planners.names():
         name = "agents.planner:PolicyPlanner"  # by name: this package must not import that one
@@ -220,6 +217,14 @@ def load_planner(args: argparse.Namespace) -> Planner:
         else:
             cli.say(f"planner {args.planner!r} has no {key}: --{key} {value} is not used")
     return planners.load(name, **options)
+
+
+def check_budget(args: argparse.Namespace) -> None:
+    """Raises: UsageError, ``--seconds`` or ``--evaluations`` that is not positive."""
+    for key in ("seconds", "evaluations"):
+        value = getattr(args, key)
+        if value is not None and not value > 0:
+            raise cli.UsageError(f"--{key} {value} must be positive; leave it out for no limit")
 
 
 def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:

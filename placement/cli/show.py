@@ -183,7 +183,7 @@ def run_validate(args: argparse.Namespace) -> int:
     plan = read_plan(args.plan)
     failures, notes = plan.inconsistencies(), []
     if not failures:
-        model = args.model or _shipped(plan)
+        model = args.model or shipped(plan)
         if model is None:
             notes.append(
                 f"not checked against its model; name it: --model {plan.graph.workload}"
@@ -211,7 +211,7 @@ def run_validate(args: argparse.Namespace) -> int:
     return cli.NO if failures else cli.OK
 
 
-def _shipped(plan: Plan) -> str | None:
+def shipped(plan: Plan) -> str | None:
     """The plan's workload if it is one of ours: code that a plan names is not run otherwise."""
     from placement import workloads
 

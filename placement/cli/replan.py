@@ -1,0 +1,170 @@
+"""``placement replan``: plan again without devices that are gone."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from placement import cli
+
+if TYPE_CHECKING:
+    from placement.plan import Plan
+    from placement.problem import Problem
+
+EXAMPLE = """examples:
+  placement replan plan.json --without cpu:1 --out smaller.json
+  placement replan plan.json --without cuda:2,cuda:3 --model problem.json --json
+
+The fastest way is a problem file, made while all devices were there (placement import): nothing is
+captured and nothing is looked up. The machine-readable result (--json) is one object with the keys
+planner, objective, value_s, was_value_s, lower_bound_s, seconds, evaluations, feasible, without,
+moved and assignment.
+
+Exit code 1: nothing fits on the devices that are left.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="plan.json")
+    parser.add_argument(
+        "--without",
+        required=True,
+        action="append",
+        metavar="DEVICE[,DEVICE]",
+        help="what is gone; may be repeated",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME|FILE",
+        help="what was planned, unless a shipped model: package.module:function or a problem file",
+    )
+    parser.add_argument("--profile", metavar="FILE", help="of that model; default: the cache")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="budget of the search (default 0.5)"
+    )
+    parser.add_argument("--evaluations", type=int, metavar="K", help="budget of the search")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", metavar="FILE", help="write the new plan")
+
+
+def run(args: argparse.Namespace) -> int:
+    from placement.cli.plan import check_budget
+    from placement.plan import load_plan, make_plan, proved_bound_s
+    from placement.replan import replan
+
+    check_budget(args)
+    plan = load_plan(args.plan)
+    cli.check_outputs(args.out)
+    without = [name.strip() for text in args.without for name in text.split(",") if name.strip()]
+    with cli.progress() as report:
+        problem = problem_of(plan, args, report)
+        old = plan.placement(problem.graph, problem.cluster)
+        report("planning", None)
+        left, solution = replan(
+            problem,
+            old,
+            without,
+            seconds=args.seconds,
+            evaluations=args.evaluations,
+            seed=args.seed,
+        )
+    feasible = isfinite(solution.value_s)
+    devices = left.cluster.device_names
+    on = [devices[d] for d in solution.placement.tolist()]
+    if args.json:
+        cli.print_json(
+            {
+                "planner": "replan",
+                "objective": left.objective,
+                "value_s": float(solution.value_s) if feasible else None,
+                "was_value_s": plan.predicted.value_s,
+                "lower_bound_s": proved_bound_s(left, solution),
+                "seconds": solution.stats["seconds"],
+                "evaluations": solution.stats["evaluations"],
+                "feasible": feasible,
+                "without": without,
+                "moved": solution.stats["moved"],
+                "assignment": dict(zip(left.graph.op_name, on, strict=True)),
+            }
+        )
+    if not feasible:
+        cli.say(f"nothing fits on {list(devices)}: {solution.stats['infeasible']}")
+        return cli.NO
+    unit = "J" if left.objective == "energy" else "s"
+    now, before = (cli.seconds(x, unit) for x in (solution.value_s, plan.predicted.value_s))
+    cli.say(
+        f"without {', '.join(without)}: {left.objective} {now}, before {before}; "
+        f"{solution.stats['moved']} of {left.num_ops} operators moved; "
+        f"{solution.stats['seconds']:.2f} s"
+    )
+    if plan.order is not None:
+        cli.say("the plan had an order of all micro-batches; the new one runs by priority")
+    if args.json and not args.out:
+        return cli.OK
+    new = make_plan(
+        left,
+        solution,
+        planner="replan",
+        parameters={"was": plan.planner.name, "without": without},
+    ).model_copy(update={"graph": plan.graph})  # a problem file knows less of the same graph
+    if not args.json:
+        from placement.cli.show import show_plan
+
+        show_plan(new)
+    if args.out:
+        new.save(args.out)
+        cli.say(f"plan written to {args.out}")
+    return cli.OK
+
+
+def problem_of(plan: Plan, args: argparse.Namespace, report: cli.Progress) -> Problem:
+    """The problem that ``plan`` decided, on the plan's devices.
+
+    Raises:
+        UsageError: nobody says what was planned, or it was not measured.
+    """
+    from placement.cli.show import shipped
+    from placement.problem import Problem
+    from placement.profile import Profile
+    from placement.replan import remaining
+
+    spec = args.model or shipped(plan)
+    if spec is None:
+        raise cli.UsageError(
+            f"the plan is of a model of yours: name it with --model {plan.graph.workload}"
+            if plan.graph.workload
+            else "the plan was made from a problem file: name it with --model FILE"
+        )
+    chosen: dict[str, Any] = {
+        "objective": plan.objective,
+        "num_microbatches": plan.num_microbatches,
+        "max_in_flight": plan.max_in_flight,
+    }
+    if cli.is_file(spec):
+        from placement import importers
+
+        if args.profile is not None:
+            raise cli.UsageError("--profile is for models; a problem file has its own")
+        problem = replace(importers.load(spec), **chosen)
+        planned = {d.name for d in plan.cluster.devices}
+        # Replanned before: the file still has what was gone then.
+        gone = [name for name in problem.cluster.device_names if name not in planned]
+        return remaining(problem, gone) if gone else problem
+    cluster = plan.cluster.build()
+    profile = None if args.profile is None else Profile.load(args.profile)
+    graph = cli.capture_workload(spec, report, plan.graph.mode, plan.graph.optimizer)
+    if profile is None:
+        from placement.cluster import Cluster
+        from placement.measure import cached_path
+
+        paths = [cached_path(graph, c) for c in (cluster, Cluster.detect())]
+        path = next((p for p in paths if p.exists()), None)
+        if path is None:
+            raise cli.UsageError(
+                f"no profile of {spec} with the plan's devices in the cache ({paths[0]}): name one "
+                "with --profile, or a problem file with --model (placement import)"
+            )
+        profile = Profile.load(path)
+    return Problem(graph, cluster, profile.for_cluster(cluster), **chosen)

@@ -1,0 +1,227 @@
+"""Plan again when devices are gone, from the plan as it was: seconds matter, a line is waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.cluster import Cluster
+from placement.planners._search import Choice, Search
+from placement.planners.contiguous_dp import ContiguousDp
+from placement.planners.macro_search import MacroSearch
+from placement.problem import Problem, Solution
+
+Floats = NDArray[np.float64]
+
+SECONDS = 0.5  # of a search, unless another budget is given
+_STARTS = 0.5  # of the budget is for the first placements
+_HEIRS = 8  # devices of which each alone takes over all that lost its own
+_CUTS = 40  # halvings of the largest load
+_DP = ContiguousDp(max_blocks=100, candidates=4)  # coarse: a twentieth of a second
+_DP_DEVICES = 16  # its tables grow with them
+
+
+class ReplanError(ValueError):
+    """Nothing can be planned without these devices; the message says why, with the numbers."""
+
+
+def remaining(problem: Problem, without: Sequence[str]) -> Problem:
+    """The problem on the devices that are left, in their order, with their links.
+
+    Raises:
+        ReplanError: a device that is not there, no device left, an operator that only ran on a
+            device that is gone, or parameters that no longer fit.
+    """
+    names = problem.cluster.device_names
+    unknown = [name for name in without if name not in names]
+    if unknown:
+        raise ReplanError(f"no device {unknown[0]!r} to do without; devices are {list(names)}")
+    keep = [d for d, name in enumerate(names) if name not in without]
+    if not keep:
+        raise ReplanError(f"no device is left: without all of {list(names)} nothing can run")
+    left = [names[d] for d in keep]
+    stuck = np.flatnonzero(~np.isfinite(problem.group_compute_s[:, keep]).any(axis=1))
+    if len(stuck):
+        op = int(np.flatnonzero(problem.graph.group == stuck[0])[0])
+        able = np.flatnonzero(problem.supported[op])
+        raise ReplanError(
+            f"operator {op} ({problem.graph.op_name[op]!r}) runs only on "
+            f"{[names[d] for d in able]}, of which none is left; the others are {left}"
+        )
+    need, have = int(problem.graph.param_bytes.sum()), sum(map(int, problem.memory_bytes[keep]))
+    if need > have:
+        raise ReplanError(
+            f"parameters alone need {need:,} bytes; the devices that are left, {left}, have "
+            f"{have:,} together"
+        )
+    profile, cluster = problem.profile, problem.cluster
+
+    def take(a: Any) -> Any:
+        return None if a is None else a[:, keep]
+
+    def linked(links: Any) -> Any:
+        return tuple(x for x in links if x.src in left and x.dst in left)
+
+    pairs = profile.transfer_s
+    return replace(
+        problem,
+        cluster=Cluster(
+            cluster.name, tuple(cluster.devices[d] for d in keep), linked(cluster.links)
+        ),
+        profile=replace(
+            profile,
+            device_names=tuple(left),
+            compute_s=profile.compute_s[:, keep],
+            spread_s=profile.spread_s[:, keep],
+            links=linked(profile.links),
+            loaded_s=take(profile.loaded_s),
+            transfer_s=None if pairs is None else pairs[:, keep][:, :, keep],
+            io_s=take(profile.io_s),
+            predicted=take(profile.predicted),
+        ),
+    )
+
+
+def replan(
+    problem: Problem,
+    placement: ArrayLike,
+    without: Sequence[str],
+    *,
+    seconds: float | None = None,
+    evaluations: int | None = None,
+    seed: int = 0,
+) -> tuple[Problem, Solution]:
+    """A placement on the devices that are left, found from the one that was in use.
+
+    First placements: what lost its device goes to one of the others, or is dealt out to the
+    least loaded; the pipeline as it was is cut again, its order of operators and devices kept;
+    contiguous stages from nothing. From the best of these ``macro_search`` goes on until the
+    budget ends.
+
+    Args:
+        problem: with all devices.
+        placement: int32 ``[N]``, as it was planned on all devices.
+        without: names of the devices that are gone.
+        seconds, evaluations: budget of the search, half a second if neither is given. Only
+            with ``evaluations`` alone is the answer the same on every machine.
+        seed: of the search.
+
+    Returns:
+        The problem on the devices that are left, and the solution; ``stats["moved"]`` is how
+        many operators have another device than before. Infeasible as any planner's answer is:
+        ``value_s`` is inf, and ``stats["infeasible"]`` has the bytes.
+
+    Raises:
+        ReplanError: see ``remaining``.
+        ProblemError: the placement is not one of ``problem``.
+        PlannerError: a budget that is not positive.
+    """
+    old = problem.check_placement(placement)
+    left = remaining(problem, without)
+    if seconds is None and evaluations is None:
+        seconds = SECONDS
+    number = np.array([_index(left, name) for name in problem.cluster.device_names], np.int32)
+    was = np.full(left.graph.num_groups, -1, np.int32)
+    was[left.graph.group] = number[old]
+    search = MacroSearch(start=_Starts(was), seconds=seconds, evaluations=evaluations, seed=seed)
+    found = search(left)
+    moved = int((number[old] != found.placement).sum())
+    return left, replace(found, stats=found.stats | {"moved": moved})
+
+
+def _index(problem: Problem, name: str) -> int:
+    names = problem.cluster.device_names
+    return names.index(name) if name in names else -1
+
+
+@dataclass(frozen=True, eq=False)
+class _Starts:
+    """The best of the first placements, ``was`` int32 ``[G]`` being the old one; -1: it is gone."""
+
+    was: Choice
+    seconds: float | None = None
+    evaluations: int | None = None
+
+    def __call__(self, problem: Problem) -> Solution:
+        # A search gives its start a quarter of its seconds.
+        seconds = None if self.seconds is None else 4 * _STARTS * self.seconds
+        search = Search(problem, seconds, self.evaluations)
+        search.costs(first_choices(problem, self.was))
+        if search.left and 1 < problem.num_devices <= _DP_DEVICES:
+            search.run(_DP)
+        return search.solution()
+
+
+def first_choices(problem: Problem, was: Choice) -> Choice:
+    """int32 ``[K, G]``: complete choices from an old one, int32 ``[G]``, with -1 for a lost device.
+
+    In this order: cut again; everything on one device; dealt out; each of the least loaded devices
+    takes over what lost its own.
+    """
+    seconds = problem.group_compute_s
+    able = np.isfinite(seconds)
+    lost = np.flatnonzero(was < 0)
+    fastest = np.where(able, seconds, 0.0).sum(axis=0) / able.sum(axis=0).clip(1)
+    alone = np.where(able[:, fastest.argmin()], fastest.argmin(), able.argmax(axis=1))
+    rows: list[Choice] = [_cut_again(problem, was), alone.astype(np.int32)]
+    load = np.zeros(problem.num_devices)
+    kept = np.flatnonzero(was >= 0)
+    np.add.at(load, was[kept], seconds[kept, was[kept]])
+    dealt, filled = was.copy(), load.copy()
+    for group in lost[np.argsort(-seconds[lost].min(axis=1), kind="stable")]:
+        dealt[group] = int(np.argmin(filled + seconds[group]))
+        filled[dealt[group]] += seconds[group, dealt[group]]
+    rows.append(dealt)
+    if len(lost):
+        for d in np.argsort(load, kind="stable")[:_HEIRS]:
+            row = was.copy()
+            row[lost] = np.where(able[lost, d], d, dealt[lost])
+            rows.append(row)
+    else:
+        rows.insert(0, was)  # nothing was on what is gone
+    return np.array(list({row.tobytes(): row for row in rows}.values()), np.int32)
+
+
+def _cut_again(problem: Problem, was: Choice) -> Choice:
+    """The groups as the old pipeline ran them, cut into new stages on the devices in old order.
+
+    Old stages keep their place in the line, those of lost devices too, by the mean number of
+    their operators; so branches that were apart stay apart. The largest load is made least.
+    """
+    seconds = problem.group_compute_s
+    number = np.arange(len(was), dtype=np.float64)
+    place = number.copy()  # what lost its device stands where its number puts it
+    middle = np.full(problem.num_devices, np.inf)
+    for d in range(problem.num_devices):
+        if (mine := was == d).any():
+            middle[d] = number[mine].mean()
+            place[mine] = middle[d]
+    line = np.lexsort((number, place))
+    devices = np.argsort(middle, kind="stable")
+    cost = np.where(np.isfinite(seconds), seconds, 0.0)[line]
+    total = np.vstack([np.zeros(problem.num_devices), cost.cumsum(axis=0)])  # [G + 1, D]
+
+    def ends(limit_s: float) -> list[int]:
+        at, found = 0, []
+        for d in devices:
+            room = total[at, d] + limit_s * (1 + 1e-12)
+            at = max(at, int(np.searchsorted(total[:, d], room, "right")) - 1)
+            found.append(at)
+        return found
+
+    low, high = 0.0, float(total[-1].max())
+    for _ in range(_CUTS):
+        limit_s = (low + high) / 2
+        low, high = (low, limit_s) if ends(limit_s)[-1] >= len(line) else (limit_s, high)
+    choice = np.empty(len(was), np.int32)
+    begin = 0
+    for d, end in zip(devices, ends(high), strict=True):
+        choice[line[begin:end]] = d
+        begin = max(begin, end)
+    able = np.isfinite(seconds)
+    fits = able[np.arange(len(choice)), choice]
+    return np.where(fits, choice, np.where(able, seconds, np.inf).argmin(axis=1)).astype(np.int32)

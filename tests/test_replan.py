@@ -1,0 +1,328 @@
+"""Planning again without some devices: what is left, where it starts, what the command says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.__main__ import main
+from placement.cli import BAD_INPUT, NO, OK
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.importers import save
+from placement.plan import load_plan, make_plan
+from placement.planners import PlannerError, load
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.replan import ReplanError, first_choices, remaining, replan
+from placement.simulator import score
+from tests.problems import problems, random_placement
+
+
+def chain(num_ops: int = 6, devices: str = "abc", memory: int = 1000) -> Problem:
+    """Operators of one second, tensors of one byte that travel at 1000 bytes/s."""
+    edges = [(i, i + 1) for i in range(num_ops - 1)]
+    graph = OpGraph.build(
+        "chain",
+        [f"op{i}" for i in range(num_ops)],
+        range(num_ops),
+        [1] * num_ops,
+        edges,
+        param_bytes=[100] * num_ops,
+        param_uses=[(i, i) for i in range(num_ops)],
+    )
+    names = tuple(devices)
+    cluster = Cluster("some", tuple(Device(x, kind="npu", memory_bytes=memory) for x in names))
+    links = tuple(Link(a, b, 0.0, 1000.0) for a in names for b in names if a != b)
+    seconds = np.ones((num_ops, len(names)))
+    return Problem(graph, cluster, Profile(names, seconds, 0 * seconds, links))
+
+
+# --- what is left --------------------------------------------------------------------------------
+
+
+def test_columns_and_links_of_what_is_left() -> None:
+    given_problem = chain(2)
+    seconds = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    matrix = np.arange(18.0).reshape(2, 3, 3)
+    links = (Link("a", "b", 1.0), Link("c", "a", 2.0, channel="nic"))
+    cluster = replace(given_problem.cluster, links=links[1:])
+    profile = replace(
+        given_problem.profile,
+        compute_s=seconds,
+        loaded_s=2 * seconds,
+        io_s=seconds / 2,
+        transfer_s=matrix,
+        links=links,
+        predicted=seconds > 3,
+    )
+    left = remaining(replace(given_problem, cluster=cluster, profile=profile), ["b"])
+    assert left.cluster.device_names == left.profile.device_names == ("a", "c")
+    assert left.cluster.links == left.profile.links == links[1:]
+    assert left.compute_s.tolist() == [[1, 3], [4, 6]]
+    assert left.profile.loaded_s is not None and left.profile.io_s is not None
+    assert left.profile.loaded_s.tolist() == [[2, 6], [8, 12]]
+    assert left.profile.io_s.tolist() == [[0.5, 1.5], [2, 3]]
+    assert left.profile.transfer_s is not None and left.profile.predicted is not None
+    assert left.profile.transfer_s[0].tolist() == [[0, 2], [6, 8]]
+    assert left.profile.predicted.tolist() == [[False, False], [True, True]]
+
+
+def test_nobody_is_left() -> None:
+    with pytest.raises(ReplanError, match="no device is left: without all of"):
+        remaining(chain(), ["a", "b", "c"])
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ReplanError, match=r"no device 'x' to do without; devices are \['a', 'b'"):
+        remaining(chain(), ["a", "x"])
+
+
+def test_an_operator_that_ran_on_the_lost_device_only() -> None:
+    whole = chain()
+    seconds = whole.compute_s.copy()
+    seconds[2, :2] = np.inf
+    whole = replace(whole, profile=replace(whole.profile, compute_s=seconds))
+    with pytest.raises(ReplanError, match=r"operator 2 \('op2'\) runs only on \['c'\]"):
+        remaining(whole, ["c"])
+
+
+def test_parameters_that_no_longer_fit() -> None:
+    with pytest.raises(ReplanError, match=r"parameters alone need 600 bytes.*have 500 together"):
+        remaining(chain(memory=250), ["b"])
+
+
+# --- where it starts -----------------------------------------------------------------------------
+
+
+def test_a_pipeline_is_cut_again_and_keeps_its_order() -> None:
+    # Stages   c c | a a | b b   without a:   c c c | b b b
+    left = remaining(chain(), ["a"])  # b is 0 now, c is 1
+    rows = first_choices(left, np.array([1, 1, -1, -1, 0, 0], np.int32)).tolist()
+    assert [1, 1, 1, 0, 0, 0] in rows
+    assert [1, 1, 1, 1, 0, 0] in rows and [1, 1, 0, 0, 0, 0] in rows  # one takes over all
+    assert [0] * 6 in rows  # one device alone
+
+
+def test_branches_stay_apart() -> None:
+    # Two branches, numbered in turn: even ones on a, odd ones on b, the sum of all on c.
+    names = [f"op{i}" for i in range(9)]
+    edges = [(i, i + 2) for i in range(6)] + [(6, 8), (7, 8)]
+    graph = OpGraph.build("two", names, range(9), [1] * 9, edges)
+    whole = chain(9)
+    whole = Problem(graph, whole.cluster, whole.profile)
+    left = remaining(whole, ["c"])
+    rows = first_choices(left, np.array([0, 1] * 4 + [-1], np.int32)).tolist()
+    assert [0, 1] * 4 + [0] in rows and [0, 1] * 4 + [1] in rows
+
+
+def test_devices_of_unlike_speed_get_unlike_shares() -> None:
+    whole = chain(9)
+    seconds = np.tile([1.0, 9.0, 2.0], (9, 1))  # without b, a is twice as fast as c
+    whole = replace(whole, profile=replace(whole.profile, compute_s=seconds))
+    was = np.array([0] * 4 + [-1] * 2 + [1] * 3, np.int32)
+    assert [0] * 6 + [1] * 3 in first_choices(remaining(whole, ["b"]), was).tolist()
+
+
+@given(problems(grouped=True, unsupported=True), st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_choices_are_complete_and_possible(problem: Problem, seed: int) -> None:
+    old = random_placement(problem, seed)
+    names = problem.cluster.device_names
+    gone = [x for i, x in enumerate(names) if seed >> i & 1]
+    try:
+        left = remaining(problem, gone)
+    except ReplanError:
+        return
+    was = np.full(problem.graph.num_groups, -1, np.int32)
+    number = {x: i for i, x in enumerate(left.cluster.device_names)}
+    was[problem.graph.group] = [number.get(names[d], -1) for d in old]
+    rows = first_choices(left, was)
+    for row in rows:
+        left.check_placement(row[left.graph.group])
+    kept = was >= 0
+    assert (rows[:, kept] == was[kept]).all(axis=1).any()  # one leaves everything else where it was
+
+
+# --- the answer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["period", "latency", "max_load"])
+@pytest.mark.parametrize("seed", range(3))
+def test_as_good_as_every_first_placement(objective: Any, seed: int) -> None:
+    whole = replace(chain(12, "abcd", memory=10**6), objective=objective)
+    old = random_placement(whole, seed)
+    left, found = replan(whole, old, ["b", "d"], evaluations=60, seed=seed)
+    assert left.cluster.device_names == ("a", "c")
+    assert found.value_s == pytest.approx(float(score(left, found.placement)[0]))
+    to = np.array([0, -1, 1, -1], np.int32)
+    starts = first_choices(left, to[old])
+    assert found.value_s <= score(left, starts).min() * (1 + 1e-12)
+    assert found.stats["moved"] == int((to[old] != found.placement).sum())
+    again = replan(whole, old, ["b", "d"], evaluations=60, seed=seed)[1]
+    assert again.placement.tolist() == found.placement.tolist()
+
+
+def test_the_known_best() -> None:
+    # Six operators of a second on three devices: 2 s; on two devices: 3 s, and 1 ms to send.
+    whole = chain()
+    found = replan(whole, [0, 0, 1, 1, 2, 2], ["b"], evaluations=50)[1]
+    assert found.value_s == pytest.approx(3.0)
+    assert found.stats["moved"] == 2
+    alone = replan(whole, [0, 0, 1, 1, 2, 2], ["b", "a"], evaluations=50)[1]
+    assert alone.value_s == pytest.approx(6.0) and alone.placement.tolist() == [0] * 6
+
+
+def test_a_placement_that_can_stay() -> None:
+    found = replan(chain(), [0, 0, 0, 1, 1, 1], ["c"], evaluations=20)[1]
+    assert found.stats["moved"] == 0 and found.value_s == pytest.approx(3.0)
+
+
+def test_a_thousand_operators_within_the_budget() -> None:
+    """What is not the search is little: half a second by default, under one in all."""
+    whole = replace(chain(1000, "abcdefgh", memory=2**40), max_in_flight=16)
+    old = np.repeat(np.arange(8), 125)
+    found = replan(whole, old, ["c"], seconds=0.2)[1]  # loads the kernels
+    assert found.stats["seconds"] < 5  # a budget, on a busy machine
+    # 1000 operators on seven devices: 143 on the fullest; cut again that is found at once.
+    assert found.value_s == pytest.approx(143.0, rel=0.01)
+
+
+def test_budgets() -> None:
+    with pytest.raises(PlannerError, match="must be positive"):
+        replan(chain(), [0] * 6, ["a"], seconds=0.0)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A plan of six operators on three devices, and its problem."""
+    whole = chain()
+    save(whole, tmp_path / "problem.json")
+    make_plan(whole, load("contiguous_dp")(whole), planner="contiguous_dp").save(
+        tmp_path / "plan.json"
+    )
+    return tmp_path / "plan.json", tmp_path / "problem.json"
+
+
+def command(plan: Path, *more: str | Path) -> int:
+    return main(["replan", *map(str, (plan, *more))])
+
+
+def test_for_machines(files: tuple[Path, Path], capsys: Any) -> None:
+    plan, problem = files
+    options = ("--evaluations", "60", "--json")
+    assert command(plan, "--without", "b", "--model", problem, *options) == OK
+    got = json.loads(capsys.readouterr().out)
+    assert list(got) == [
+        "planner",
+        "objective",
+        "value_s",
+        "was_value_s",
+        "lower_bound_s",
+        "seconds",
+        "evaluations",
+        "feasible",
+        "without",
+        "moved",
+        "assignment",
+    ]
+    assert got["was_value_s"] == pytest.approx(2.0) and got["value_s"] == pytest.approx(3.0)
+    assert sorted(got["assignment"].values()) == ["a"] * 3 + ["c"] * 3
+    assert got["without"] == ["b"] and got["feasible"] is True
+
+
+def test_a_plan_that_can_be_replanned_again(files: tuple[Path, Path], capsys: Any) -> None:
+    plan, problem = files
+    second, third = plan.with_name("2.json"), plan.with_name("3.json")
+    budget = ("--evaluations", "40", "--model", problem)
+    assert command(plan, "--without", "b", *budget, "--out", second) == OK
+    assert "2 of 6 operators moved" in capsys.readouterr().err
+    made = load_plan(second)
+    assert made.planner.name == "replan" and made.planner.parameters["was"] == "contiguous_dp"
+    assert made.graph == load_plan(plan).graph and set(made.assignment.values()) == {"a", "c"}
+    assert command(second, "--without", "b", *budget) == BAD_INPUT  # it is gone already
+    assert "no device 'b'" in capsys.readouterr().err
+    assert command(second, "--without", "a", *budget, "--out", third) == OK
+    assert set(load_plan(third).assignment.values()) == {"c"}
+
+
+def test_two_at_once(files: tuple[Path, Path], capsys: Any) -> None:
+    plan, problem = files
+    assert command(plan, "--without", "a,b", "--model", problem, "--json") == OK
+    first = capsys.readouterr().out
+    both = ("--without", "a", "--without", "b")
+    assert command(plan, *both, "--model", problem, "--json") == OK
+    same = [json.loads(x)["assignment"] for x in (first, capsys.readouterr().out)]
+    assert same[0] == same[1] and set(same[0].values()) == {"c"}
+
+
+@pytest.mark.parametrize(
+    ("without", "more", "said"),
+    [
+        ("a,b,c", (), "no device is left"),
+        ("z", (), "no device 'z'"),
+        ("a", ("--seconds", "0"), "--seconds 0.0 must be positive"),
+        ("a", ("--profile", "p.npz"), "--profile is for models"),
+    ],
+)
+def test_mistakes(
+    without: str, more: tuple[str, ...], said: str, files: tuple[Path, Path], capsys: Any
+) -> None:
+    plan, problem = files
+    assert command(plan, "--without", without, "--model", problem, *more) == BAD_INPUT
+    assert said in capsys.readouterr().err
+
+
+def test_the_problem_must_be_named(files: tuple[Path, Path], capsys: Any) -> None:
+    assert command(files[0], "--without", "a") == BAD_INPUT
+    assert "made from a problem file: name it with --model" in capsys.readouterr().err
+
+
+def test_another_problem(files: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
+    save(chain(7), tmp_path / "other.json")
+    assert command(files[0], "--without", "a", "--model", tmp_path / "other.json") == BAD_INPUT
+    assert "6 operators in the plan, 7 here" in capsys.readouterr().err
+
+
+def test_activations_that_no_longer_fit(tmp_path: Path, capsys: Any) -> None:
+    # Two operators: 200 bytes of parameters and three tensors of 60; three: 300 and as many.
+    whole = chain(memory=400)
+    graph = replace(whole.graph, tensor_bytes=np.full(6, 60, np.int64))
+    whole = replace(whole, graph=graph, num_microbatches=4, max_in_flight=1)
+    save(whole, tmp_path / "problem.json")
+    make_plan(whole, load("contiguous_dp")(whole), planner="x").save(tmp_path / "plan.json")
+    budget = ("--evaluations", "30", "--model", tmp_path / "problem.json")
+    assert command(tmp_path / "plan.json", "--without", "b,c", *budget) == BAD_INPUT
+    assert "parameters alone need 600" in capsys.readouterr().err
+    assert command(tmp_path / "plan.json", "--without", "b", *budget, "--json") == NO
+    out, err = capsys.readouterr()
+    assert json.loads(out)["feasible"] is False and "nothing fits on ['a', 'c']" in err
+
+
+def test_a_model_without_its_profile(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    from placement.cli import capture_workload
+
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "empty"))
+    graph = capture_workload("tiny_mlp", lambda what, share: None)
+    cluster = Cluster("two", (Device("a"), Device("b")))
+    seconds = np.full((graph.num_ops, 2), 1e-3)
+    profile = Profile(("a", "b"), seconds, 0 * seconds, graph_fingerprint=graph.fingerprint)
+    whole = Problem(graph, cluster, profile)
+    plan = make_plan(whole, load("contiguous_dp")(whole), planner="x", workload="tiny_mlp")
+    plan.save(tmp_path / "plan.json")
+    assert command(tmp_path / "plan.json", "--without", "b") == BAD_INPUT
+    assert "no profile of tiny_mlp with the plan's devices" in capsys.readouterr().err
+    profile.save(tmp_path / "profile.npz")
+    given_profile = ("--profile", tmp_path / "profile.npz", "--json")
+    assert command(tmp_path / "plan.json", "--without", "b", *given_profile) == OK
+    assert set(json.loads(capsys.readouterr().out)["assignment"].values()) == {"a"}
