@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from placement.cluster import Cluster
+from placement.cluster import Cluster, Device
+from placement.executor.awake import cores_awake
 from placement.executor.backend import backend_for
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
 from placement.executor.share import Share, compile_runs, fused, runs_of, shares
@@ -186,7 +188,8 @@ class Runner:
             )
         clean = False
         try:
-            yield from self._stream(source, items)
+            with cores_awake() if len(self._active) > 1 else nullcontext():
+                yield from self._stream(source, items)
             clean = True
         finally:
             if not clean:
@@ -305,40 +308,11 @@ class Runner:
         if self.workers:
             return
         self._started_ns = time.perf_counter_ns()
-        self._results = queue.SimpleQueue()
-        workers = []
-        for share, device in zip(self._shares, self.cluster.devices, strict=True):
-            backend = backend_for(device)
-            params, gradients = self._load(share, backend.torch_device)
-            order = None
-            if self._schedule is not None:
-                order = _repeated(self._schedule, share.device, self.next_batch)
-            # A timeline and a schedule speak of operators; else those between which nothing
-            # arrives or leaves run as one, and the interpreter has less to do.
-            fuse = order is None and not self._record
-            runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
-            compiled = compile_runs(
-                self._program,
-                runs,
-                share if fuse else None,
-                params,
-                gradients,
-                backend.torch_device,
-            )
-            share = fused(share, runs) if fuse else share
-            workers.append(
-                Worker(
-                    device.name,
-                    share,
-                    backend,
-                    compiled,
-                    self._priority,
-                    self._results,
-                    self._record,
-                    order,
-                    self.next_batch,
-                )
-            )
+        self._results = self._mailbox()
+        workers = [
+            self._worker(share, device)
+            for share, device in zip(self._shares, self.cluster.devices, strict=True)
+        ]
         for worker in workers:
             worker.workers = workers
         # Before any starts: they end even if starting them is interrupted. The finalizer must not
@@ -347,6 +321,41 @@ class Runner:
         self.workers = workers
         for d in self._active:
             workers[d].start()
+
+    def _mailbox(self) -> Any:
+        """Where workers put results."""
+        return queue.SimpleQueue()
+
+    def _worker(self, share: Share, device: Device) -> Worker:
+        """The worker of a device, not started yet."""
+        backend = backend_for(device)
+        params, gradients = self._load(share, backend.torch_device)
+        order = None
+        if self._schedule is not None:
+            order = _repeated(self._schedule, share.device, self.next_batch)
+        # A timeline and a schedule speak of operators; else those between which nothing
+        # arrives or leaves run as one, and the interpreter has less to do.
+        fuse = order is None and not self._record
+        runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
+        compiled = compile_runs(
+            self._program,
+            runs,
+            share if fuse else None,
+            params,
+            gradients,
+            backend.torch_device,
+        )
+        return Worker(
+            device.name,
+            fused(share, runs) if fuse else share,
+            backend,
+            compiled,
+            self._priority,
+            self._results,
+            self._record,
+            order,
+            self.next_batch,
+        )
 
     def _load(
         self, share: Share, device: torch.device

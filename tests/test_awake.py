@@ -1,0 +1,67 @@
+"""Idle cores are kept awake where that is permitted, and only while micro-batches run."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from placement.cluster import Cluster, Device
+from placement.executor import Runner, awake
+from placement.program import capture
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a runner does with the file of the machine, in order."""
+    file = tmp_path / "latency"
+    file.touch()
+    monkeypatch.setattr(awake, "_LATENCY_FILE", str(file))
+    done: list[str] = []
+    really = os.close
+
+    def close(number: int) -> None:
+        if os.path.samestat(os.fstat(number), file.stat()):
+            done.append(f"asked for {struct.unpack('i', file.read_bytes())[0]} us, ended")
+        really(number)
+
+    monkeypatch.setattr(awake.os, "close", close)
+    return done
+
+
+def stream(placement: list[int], fail: bool = False) -> None:
+    cluster = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
+    graph = capture(nn.Sequential(nn.ReLU(), nn.Sigmoid()), torch.ones(3))
+    with Runner(graph, cluster, placement) as runner:
+        outputs = runner.stream([torch.ones(3)] * 2)
+        next(outputs)
+        if fail:
+            raise KeyboardInterrupt
+        assert len(list(outputs)) == 1
+
+
+def test_while_micro_batches_are_under_way(asked: list[str]) -> None:
+    assert awake.cores_stay_awake()
+    stream([0, 1])
+    assert asked == ["asked for 0 us, ended"]
+
+
+def test_one_device_wakes_nobody(asked: list[str]) -> None:
+    stream([0, 0])
+    assert asked == []
+
+
+def test_a_stream_that_is_left_lets_them_sleep(asked: list[str]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        stream([0, 1], fail=True)
+    assert asked == ["asked for 0 us, ended"]
+
+
+def test_without_permission_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awake, "_LATENCY_FILE", "/nowhere/latency")
+    assert not awake.cores_stay_awake()
+    stream([0, 1])
