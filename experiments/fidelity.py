@@ -1,6 +1,6 @@
 """How well predicted time and memory agree with what is measured on the devices of this machine.
 
-    python -m experiments.fidelity [WORKLOAD ...] [--placements 50] [--rounds 1]
+    python -m experiments.fidelity [WORKLOAD ...] [--placements 50] [--rounds 3]
 
 For every workload, single-device, planned and random placements run for real: latency with one
 micro-batch at a time, period and peak memory in a pipeline. Profiles are taken before and after
@@ -43,19 +43,22 @@ from placement.simulator import simulate
 from placement.workloads import load
 
 WORKLOADS = (
-    "resnet50",
-    "bert_base",
-    "gpt2",
-    "t5",
-    "vit",
-    "convnext",
-    "inception",
-    "lstm",
     "dlrm",
     "bert_tiny_hidden128",
+    "lstm",
+    "resnet50",
+    "inception",
+    "t5",
+    "convnext",
+    "bert_base",
+    "gpt2",
+    "vit",
 )
-LATENCY_RUNS = 4  # micro-batches alone, one after another
-SPEED_RUNS = 2  # of the whole model on each device, beside every placement
+# Micro-batches: alone, in a pipeline, and of the whole model on each device beside every placement:
+# so many, or as many as fill the seconds.
+LATENCY_RUNS, LATENCY_S = (3, 40), 0.2
+PERIOD_RUNS, PERIOD_S = (10, 64), 0.4
+SPEED_RUNS, SPEED_S = (1, 30), 0.1
 Floats = NDArray[np.float64]
 
 
@@ -65,6 +68,7 @@ class Row:
 
     ``plain_...``: predicted for the speed of the profile, not that beside the placement.
     ``..._without``: the prediction without each of ``CORRECTIONS``, by name.
+    ``..._between_rounds``: mean relative difference of measuring the same placement again.
     """
 
     workload: str
@@ -79,6 +83,8 @@ class Row:
     plain_period_s: float
     latency_without: dict[str, float]
     period_without: dict[str, float]
+    latency_between_rounds: float
+    period_between_rounds: float
 
 
 def _alone(profile: Profile) -> Profile:
@@ -136,14 +142,23 @@ def study(workload: str, count: int, rounds: int, repeats: int) -> list[Row]:
     cluster = Cluster.detect()
     say(f"{workload}: {graph.num_ops} operators; measuring")
     profiles = [measure(graph, cluster, repeats=repeats)]
-    problem = Problem(graph, cluster, profiles[0], num_microbatches=16)
+    one_s = float(profiles[0].compute_s.sum(axis=0).mean())
+    num_latency, num_period, num_speed = (
+        int(np.clip(seconds / one_s, *runs))
+        for seconds, runs in (
+            (LATENCY_S, LATENCY_RUNS),
+            (PERIOD_S, PERIOD_RUNS),
+            (SPEED_S, SPEED_RUNS),
+        )
+    )
+    problem = Problem(graph, cluster, profiles[0], num_microbatches=num_period)
     placements = candidates(problem, count)
-    executor = Executor(problem)
+    executor = Executor(problem, warmup=1)
     singles = [np.full(graph.num_ops, d, np.int32) for d in range(cluster.num_devices)]
 
     def speed() -> list[float]:
         """Seconds of the whole model on each device, now."""
-        runs = [executor.run(p, num_microbatches=SPEED_RUNS, max_in_flight=1) for p in singles]
+        runs = [executor.run(p, num_microbatches=num_speed, max_in_flight=1) for p in singles]
         return [float(np.median(run.span_s)) for run in runs]
 
     latency: dict[str, list[float]] = {name: [] for name in placements}
@@ -154,7 +169,7 @@ def study(workload: str, count: int, rounds: int, repeats: int) -> list[Row]:
         before = speed()
         for i, (name, placement) in enumerate(placements.items(), 1):
             say(f"{workload}: round {r + 1} of {rounds}, placement {i} of {len(placements)}")
-            alone = executor.run(placement, num_microbatches=LATENCY_RUNS, max_in_flight=1)
+            alone = executor.run(placement, num_microbatches=num_latency, max_in_flight=1)
             latency[name].append(float(np.median(alone.span_s)))
             pipelined = executor.run(placement)
             assert pipelined.peak_bytes is not None, "an executor knows its memory"
@@ -188,9 +203,22 @@ def study(workload: str, count: int, rounds: int, repeats: int) -> list[Row]:
                 plain[1],
                 {what: w[0] for what, w in without.items()},
                 {what: w[1] for what, w in without.items()},
+                between_rounds(latency[name]),
+                between_rounds(period[name]),
             )
         )
     return rows
+
+
+def between_rounds(seconds: Sequence[float]) -> float:
+    """Mean relative distance of a round from the median of the others: what cannot be predicted.
+
+    0 where there was only one round.
+    """
+    if len(seconds) < 2:
+        return 0.0
+    others = [np.median(np.delete(seconds, i)) for i in range(len(seconds))]
+    return float(np.mean(np.abs(np.array(seconds) / others - 1.0)))
 
 
 def at_speed(profile: Profile, seconds: Floats) -> Profile:
@@ -212,10 +240,20 @@ def predicted(problem: Problem, profile: Profile, placement: Placement) -> tuple
 def merged(profiles: list[Profile]) -> Profile:
     """Medians over several profiles of the same graph and cluster."""
     compute = np.median([p.compute_s for p in profiles], axis=0)
+    links = tuple(
+        replace(
+            links[0],
+            latency_s=float(np.median([x.latency_s for x in links])),
+            bandwidth_bytes_per_s=float(np.median([x.bandwidth_bytes_per_s for x in links])),
+            wake_s=float(np.median([x.wake_s for x in links])),
+        )
+        for links in zip(*(p.links for p in profiles), strict=True)
+    )
     loaded = [p.loaded_s for p in profiles if p.loaded_s is not None]
     return replace(
         profiles[0],
         compute_s=compute,
+        links=links,
         loaded_s=np.median(loaded, axis=0) if loaded else None,
     )
 
@@ -237,11 +275,17 @@ def summary(rows: Sequence[Row]) -> str:
                 plain = [getattr(r, f"plain_{what}") for r in chosen]
                 error += f" ({100 * mape(plain, found):.1f})"
             cells += [error, f"{spearman(said, found):.3f}"]
+            if what != "peak_bytes":
+                again = [getattr(r, f"{what[:-2]}_between_rounds") for r in chosen]
+                cells.append(f"{100 * np.mean(again):.1f}")
         lines.append(cells)
     header = ["workload", "placements"]
-    for what in ("latency", "period", "peak memory"):
-        header += [f"{what} MAPE %", "Spearman"]
-    note = "In brackets: predicted for the speed of the profile, not that beside the placement."
+    header += ["latency MAPE %", "Spearman", "again %", "period MAPE %", "Spearman", "again %"]
+    header += ["peak memory MAPE %", "Spearman"]
+    note = (
+        "In brackets: predicted for the speed of the profile, not that beside the placement. "
+        "Again: how far one measurement of a placement is from others of the same placement."
+    )
     return f"{to_table(header, lines)}\n{note}\n\n{corrections(rows)}"
 
 
@@ -266,7 +310,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", default=WORKLOADS)
     parser.add_argument("--placements", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=6, help="of a profile")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "fidelity")

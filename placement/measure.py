@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,25 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from placement.cluster import Cluster, Link
-from placement.executor.executor import batched
+from placement.executor.awake import cores_stay_awake
+from placement.executor.executor import Executor, batched
 from placement.executor.runner import Runner
 from placement.files import FileError, cache_folder
 from placement.graph import OpGraph
 from placement.problem import Problem, reuse_position
 from placement.profile import Profile, ProfileError
 from placement.program import capture
+from placement.simulator import evaluate
 
 Floats = NDArray[np.float64]
 Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
 _CHAIN_OPS, _CHAIN_SIZE = 17, 2**17  # of the chain that tells what waking costs
+_CALIBRATION_PLACEMENTS, _CALIBRATION_ROUNDS, _CALIBRATION_RUNS = 4, 2, 8
+_CALIBRATION_SEED = 20
+_CALIBRATION_PRIOR = 0.01  # error that a factor of e must take away to be believed
+_CALIBRATION_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
 _CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
 
@@ -85,15 +92,72 @@ def measure(
         for runner in runners:
             runner.close()
     low, high = np.percentile(alone, [25, 75], axis=0)
-    return Profile(
+    profile = Profile(
         device_names=cluster.device_names,
         compute_s=typical(alone),
         spread_s=high - low,
         links=links,
         loaded_s=typical(loaded) if cluster.num_devices > 1 else None,
         graph_fingerprint=graph.fingerprint,
-        provenance=provenance(order=order, repeats=repeats, seconds=round(time.time() - began, 2)),
+        provenance=provenance(order=order, repeats=repeats),
     )
+    if cluster.num_devices > 1:
+        say("placements", 1.0)
+        profile = calibrated(graph, cluster, profile)
+    seconds = round(time.time() - began, 2)
+    return replace(profile, provenance=profile.provenance | {"seconds": seconds})
+
+
+def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
+    """The profile with costs between devices as they are in this graph.
+
+    What a transfer, a wake-up and a busy neighbour cost apart from everything else is not what
+    they cost in the middle of a model: caches, the interpreter and the sleep of idle cores take
+    part. So a few random placements run, and a factor for each of the three is chosen with
+    which their latencies and periods are predicted best.
+    """
+    problem = Problem(graph, cluster, profile, num_microbatches=_CALIBRATION_RUNS)
+    executor = Executor(problem)
+    rng = np.random.default_rng(_CALIBRATION_SEED)
+    groups = rng.integers(0, cluster.num_devices, (_CALIBRATION_PLACEMENTS, graph.num_groups))
+    placements = groups[:, graph.group].astype(np.int32)
+    rounds = []
+    for _ in range(_CALIBRATION_ROUNDS):
+        for p in placements:
+            alone = executor.run(p, num_microbatches=3, max_in_flight=1)
+            rounds.append([float(np.median(alone.span_s)), executor.run(p).period_s])
+    shape = (_CALIBRATION_ROUNDS, len(placements), 2)
+    measured = np.median(np.reshape(rounds, shape), axis=0)
+
+    def error(factors: tuple[float, ...]) -> float:
+        values = evaluate(replace(problem, profile=scaled(profile, *factors)), placements)
+        said = np.stack([values.latency_s, values.period_s], axis=1)
+        # What makes no clear difference stays as it was measured.
+        change = np.abs(np.log(factors)).sum()
+        return float(np.abs(np.log(said / measured)).mean() + _CALIBRATION_PRIOR * change)
+
+    # All combinations: what one factor takes away another can give, so one at a time gets stuck.
+    chosen = min(product(_CALIBRATION_FACTORS, repeat=3), key=error)
+    names = ("transfers", "waking", "neighbours")
+    facts = {"calibration": dict(zip(names, chosen, strict=True))}
+    return replace(scaled(profile, *chosen), provenance=profile.provenance | facts)
+
+
+def scaled(profile: Profile, transfers: float, waking: float, neighbours: float) -> Profile:
+    """The profile with other costs of transfers, of waking, and of busy neighbours."""
+    links = tuple(
+        replace(
+            x,
+            latency_s=x.latency_s * transfers,
+            bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / transfers,
+            wake_s=x.wake_s * waking,
+        )
+        for x in profile.links
+    )
+    if profile.loaded_s is None:
+        return replace(profile, links=links)
+    loaded = profile.compute_s + neighbours * (profile.loaded_s - profile.compute_s)
+    return replace(profile, links=links, loaded_s=np.maximum(loaded, 0.0))
 
 
 def typical(rounds: Floats) -> Floats:
@@ -250,6 +314,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "cores_stay_awake": cores_stay_awake(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         **facts,

@@ -42,17 +42,20 @@ def test_errors_are_counted_with_and_without_each_correction() -> None:
     # latency        2          2            1             0 % and 50 %; plain 3: 50 %
     # period         3          2            2            50 % and  0 %; plain 2:  0 %
     less = dict.fromkeys(fidelity.CORRECTIONS, 1.0), dict.fromkeys(fidelity.CORRECTIONS, 2.0)
-    row = fidelity.Row("w", "p", 2.0, 2.0, 3.0, 2.0, 110, 100, 3.0, 2.0, *less)
+    row = fidelity.Row("w", "p", 2.0, 2.0, 3.0, 2.0, 110, 100, 3.0, 2.0, *less, 0.1, 0.2)
     lines = fidelity.summary([row, replace(row, placement="q")]).splitlines()
-    assert [w.strip() for w in lines[2].split("|")[1:8:2]] == [
-        "w",
-        "0.0 (50.0)",
-        "50.0 (0.0)",
-        "10.0",
-    ]
+    cells = [w.strip() for w in lines[2].split("|")]
+    assert cells[1] == "w" and cells[3] == "0.0 (50.0)" and cells[5] == "10.0"
+    assert cells[6] == "50.0 (0.0)" and cells[8] == "20.0" and cells[9] == "10.0"
     assert any(
         "the neighbours and the transfers | 50.0" in line and "| 0.0 |" in line for line in lines
     )
+
+
+def test_what_measuring_again_gives() -> None:
+    # 1 against median(2, 4) = 3; 2 against 2.5; 4 against 1.5.
+    assert fidelity.between_rounds([1.0, 2.0, 4.0]) == pytest.approx((2 / 3 + 0.2 + 5 / 3) / 3)
+    assert fidelity.between_rounds([1.0]) == 0
 
 
 def test_what_a_correction_takes_away() -> None:

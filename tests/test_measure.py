@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from placement import measure as measure_module
-from placement.cluster import Cluster, Device
+from placement.cluster import Cluster, Device, Link
 from placement.files import FileError
 from placement.graph import OpGraph
 from placement.measure import (
     _LINK_BYTES,
     cached_path,
+    calibrated,
     fit_link,
     load_or_measure,
     measure,
     measure_links,
+    scaled,
     typical,
 )
+from placement.problem import Problem
 from placement.profile import Profile, ProfileError
 from placement.program import capture
+from placement.simulator import evaluate, simulate
 from placement.workloads import tiny
 
 pytestmark = pytest.mark.timeout(60)
@@ -172,3 +179,42 @@ def test_a_profile_of_fewer_rounds_than_asked_for_is_measured_again(tmp_path, mo
     assert asked == [2, 5]
     load_or_measure(graph, CLUSTER, folder=tmp_path / "none")
     assert asked[2:] == [10]
+
+
+def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch):
+    """A machine where transfers cost twice, waking half, neighbours 1.4x of what was measured.
+
+    Other placements than those that ran are predicted better for it.
+    """
+    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(12)]), torch.ones(4))
+    ends = (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))
+    links = tuple(Link(a, b, 3e-5, 1e9, wake_s=4e-5) for a, b in ends)
+    seconds = np.full((12, 2), 1e-4)
+    profile = Profile(("cpu:0", "cpu:1"), seconds, seconds * 0, links, loaded_s=1.5 * seconds)
+    truth = scaled(profile, 2.0, 0.5, 1.4)
+
+    class Machine:
+        def __init__(self, problem):
+            self.problem = replace(problem, profile=truth)
+
+        def run(self, placement, num_microbatches=None, max_in_flight=None):
+            if max_in_flight == 1:
+                return simulate(self.problem, placement, num_microbatches=1)
+            return simulate(self.problem, placement)
+
+    monkeypatch.setattr(measure_module, "Executor", Machine)
+    found = calibrated(graph, CLUSTER, profile)
+    others = np.random.default_rng(0).integers(0, 2, (20, 12)).astype(np.int32)
+
+    def errors(guess):
+        said, true = (
+            evaluate(Problem(graph, CLUSTER, p, num_microbatches=8), others) for p in (guess, truth)
+        )
+        return [
+            np.abs(a / b - 1).mean()
+            for a, b in ((said.latency_s, true.latency_s), (said.period_s, true.period_s))
+        ]
+
+    before, after = errors(profile), errors(found)
+    assert min(before) > 0.07 and max(after) < 0.04, (before, after)
+    assert found.provenance["calibration"]["transfers"] == 2.0
