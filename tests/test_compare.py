@@ -334,6 +334,7 @@ def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:
         "compare.csv",
         "compare.md",
         "measured",
+        "problems",
     ]
 
 

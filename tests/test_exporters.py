@@ -109,7 +109,7 @@ def test_found_by_file_name() -> None:
     for name in exporters.names():
         assert exporters.find(name).__doc__.splitlines()[0]
         assert "Format: " in exporters.find(name).__doc__  # where the grammar is from
-    with pytest.raises(ExportError, match="no exporter 'vlm'; exporters are"):
+    with pytest.raises(ExportError, match="no exporter 'vlm'; did you mean 'vllm'"):
         exporters.load("vlm")
     with pytest.raises(ExportError, match=r"has no option 'layer'.* layers: str"):
         exporters.load("vllm", layer="x")

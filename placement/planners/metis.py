@@ -75,8 +75,10 @@ def _partition(pymetis: Any, problem: Problem, seed: int) -> tuple[NDArray[np.in
     with _silent():
         cut, part = pymetis.part_graph(
             problem.num_devices,
-            xadj=np.cumsum([0, *(len(x) for x in neighbours)]),
-            adjncy=np.array([b for x in neighbours for b, _ in x], np.int64),
+            pymetis.CSRAdjacency(
+                np.cumsum([0, *(len(x) for x in neighbours)]),
+                np.array([b for x in neighbours for b, _ in x], np.int64),
+            ),
             vweights=_whole(mean),
             eweights=np.array([w for x in neighbours for _, w in x], np.int64),
             tpwgts=(speed / speed.sum()).tolist(),
