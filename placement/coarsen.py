@@ -69,6 +69,23 @@ def coarsen(problem: Problem, num_ops: int) -> tuple[Problem, Ints]:
     return _merged(problem, label), label
 
 
+def grouped(problem: Problem, num_groups: int) -> Problem:
+    """The same problem with ``num_groups`` colocation groups, or as few as ``coarsen`` leaves.
+
+    Nothing else changes: a placement of it is one of ``problem``, and worth the same.
+
+    Raises:
+        ProblemError: ``num_groups`` is not positive.
+    """
+    coarse, label = coarsen(problem, num_groups)
+    graph = problem.graph
+    _, first, at = np.unique(coarse.graph.group[label], return_index=True, return_inverse=True)
+    group = np.argsort(np.argsort(first))[at]  # numbered by first appearance, as graphs have them
+    # Its profile was measured with other colocation groups; seconds do not depend on them.
+    profile = replace(problem.profile, graph_fingerprint="")
+    return replace(problem, graph=replace(graph, group=group.astype(np.int32)), profile=profile)
+
+
 def expand(placement: ArrayLike, label: Ints) -> Placement:
     """The placement int32 ``[N]`` that a coarse one, int32 ``[K]``, stands for."""
     return np.asarray(placement, dtype=np.int32)[label]
