@@ -12,6 +12,9 @@ register("SequentialDevicePlacement-v0", entry_point="envs.sequential:Sequential
 register("GuidedSearch-v0", entry_point="envs.guided:GuidedSearchEnv")
 register("RefineDevicePlacement-v0", entry_point="envs.refine:RefineDevicePlacementEnv")
 register(
+    "GroupPlaceDevicePlacement-v0", entry_point="envs.group_place:GroupPlaceDevicePlacementEnv"
+)
+register(
     "SelectPlaceDevicePlacement-v0",
     entry_point="envs.select_place:SelectPlaceDevicePlacementEnv",
 )

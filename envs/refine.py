@@ -16,8 +16,9 @@ from envs import _guided
 from envs._guided import State
 from envs.base import Observation, PlacementEnv, Rules, id_space
 from envs.guided import begin, resume, start_choices, state_of, tables_of
-from envs.problems import MAX_ID, Floats, ProblemSet
+from envs.problems import MAX_ID, Floats, ProblemSet, group_order
 from placement.objective_kernels import _change
+from placement.planners._search import random_choice
 from placement.problem import Placement
 from placement.simulator import score
 
@@ -86,9 +87,13 @@ class RefineRules(Rules):
             timeline is always predicted.
         num_envs: ``B``.
         starts: placement int32 ``[N]`` per problem that episodes begin at; None: ``best_of``.
-        moves: steps of an episode; None: twice the groups of the problem.
+        moves: steps of an episode; None: twice the groups of the problem, or of a sweep as many
+            as there are groups.
         best_so_far: reward only what improves on the best of the episode; otherwise every
             change, for better or worse.
+        sweep: groups take turns, by priority, and may stay where they are; otherwise any group
+            can be moved, and must be.
+        random_start: begin each episode at a placement drawn uniformly, not at ``starts``.
     """
 
     def __init__(
@@ -98,10 +103,14 @@ class RefineRules(Rules):
         starts: Sequence[Placement] | None = None,
         moves: int | None = None,
         best_so_far: bool = True,
+        sweep: bool = False,
+        random_start: bool = False,
     ) -> None:
         super().__init__(problems, num_envs)
-        self.best_so_far = best_so_far
-        self._moves = np.array([moves or 2 * int(g) for g in problems.num_groups])
+        self.best_so_far, self.random_start = best_so_far, random_start
+        default = problems.num_groups if sweep else 2 * problems.num_groups
+        self._moves = np.array([moves or int(g) for g in default])
+        self._turns = [group_order(p) for p in problems.problems] if sweep else None
         self._starts = start_choices(problems, starts)
         self._tables = [tables_of(p) for p in problems.problems]
         self._states: list[dict[int, State]] = [{} for _ in range(num_envs)]
@@ -132,6 +141,9 @@ class RefineRules(Rules):
             if p not in self._states[b]:
                 self._states[b][p] = state_of(self._tables[p], 0)
             state, first = self._states[b][p], self._starts[p]
+            if self.random_start:
+                allowed = np.isfinite(self.problems.problems[p].group_compute_s)
+                first = random_choice(rng or np.random.default_rng(b), allowed)
             begin(self._tables[p], state, first, 0, np.random.default_rng(0))
             self._now[b, : len(first)] = first
             self.choices[b] = -1
@@ -162,6 +174,9 @@ class RefineRules(Rules):
         for b, p in enumerate(self.ids.tolist()):
             groups = int(self.problems.num_groups[p])
             legal[b, groups:] = False
+            if self._turns is not None:
+                legal[b, np.arange(len(legal[b])) != self._turn(b)] = False
+                continue
             legal[b, np.arange(groups), self._now[b, :groups]] = False
             if not legal[b].any():  # nothing can move: staying is all there is
                 legal[b, 0, self._now[b, 0]] = True
@@ -172,6 +187,8 @@ class RefineRules(Rules):
         rows = np.arange(len(self.ids))
         legal = self.problems.legal[self.ids, group, device]
         legal &= group < self.problems.num_groups[self.ids]
+        if self._turns is not None:
+            legal &= group == [self._turn(b) for b in rows.tolist()]
         self._now[rows[legal], group[legal]] = device[legal]
         for b in rows[legal].tolist():
             state = self._states[b][int(self.ids[b])]
@@ -186,6 +203,12 @@ class RefineRules(Rules):
         self.choices[better] = np.where(self.choices[better] < 0, -1, self._now[better])
         before, after = (best_s, self.value_s) if self.best_so_far else (before_s, self._now_s)
         return _log(before, after) / 10.0, self._step >= self._moves[self.ids]
+
+    def _turn(self, b: int) -> int:
+        """The group that may be moved now, in a sweep."""
+        assert self._turns is not None
+        order = self._turns[self.ids[b]]
+        return int(order[self._step[b] % len(order)])
 
     def _values(self, rows: NDArray[np.integer[Any]]) -> Floats:
         """Seconds float64 of the placements of episodes ``rows`` now; inf: cannot run."""
@@ -208,7 +231,8 @@ class RefineDevicePlacementEnv(PlacementEnv):
     """Move one colocation group at a time, starting from a good placement.
 
     Every move is made, whatever comes of it; the answer is the best placement met. What GiPH
-    (Hu et al. 2023) and Placeto (Addanki et al. 2019) do, started where heuristics end.
+    (Hu et al. 2023) does, and with ``sweep=True`` Placeto (Addanki et al. 2019), started where
+    heuristics end or, with ``random_start=True``, anywhere.
 
     **Observation** ``Dict``, padded to ``G`` groups and ``D`` devices:
 
@@ -216,7 +240,8 @@ class RefineDevicePlacementEnv(PlacementEnv):
     * ``pairs`` float32 ``[G, D, 10]`` in -10..10: ``PAIR_FEATURES`` of moving each group to each
       device; 0 where it cannot run.
     * ``search`` float32 ``[3]`` in -10..10: ``SEARCH_FEATURES``.
-    * ``mask`` int8 ``[G, D]``: 1 = legal: the group can run there and is elsewhere.
+    * ``mask`` int8 ``[G, D]``: 1 = legal: the group can run there and is elsewhere. In a
+      ``sweep``: it can run there and it is its turn.
 
     **Action** ``Discrete(G * D)``: ``g * D + d`` moves group ``g`` to device ``d``. An illegal
     action changes nothing.
@@ -224,7 +249,8 @@ class RefineDevicePlacementEnv(PlacementEnv):
     **Reward** float, within -1..1: ``log(best before / best after)`` of the best value of the
     episode, or, with ``best_so_far=False``, ``log(before / after)`` of the current value.
 
-    **Termination**: after ``moves`` steps (twice the groups of the problem). Never truncated.
+    **Termination**: after ``moves`` steps (twice the groups of the problem, in a ``sweep`` once).
+    Never truncated.
 
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, the best; inf where
     nothing could run) and ``placement`` (int32 ``[N]``, the best).

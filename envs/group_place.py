@@ -1,0 +1,146 @@
+"""``GroupPlaceDevicePlacement-v0``: first form clusters of groups, then place the clusters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from envs.base import BuildingRules, Observation, PlacementEnv, id_space
+from envs.problems import MAX_ID, ProblemSet, group_order
+from placement.problem import Problem
+
+
+class GroupPlaceRules(BuildingRules):
+    """``B`` episodes of two steps; see ``GroupPlaceDevicePlacementEnv``."""
+
+    def __init__(self, problems: ProblemSet, num_envs: int, clusters: int = 0) -> None:
+        super().__init__(problems, num_envs)
+        groups, devices = problems.max_groups, problems.max_devices
+        self._labels = min(clusters, groups) or 2  # choices of a group in the first step
+        self._joins = clusters == 0
+        self._order = [group_order(p) for p in problems.problems]
+        found = [heaviest_producer(p) for p in problems.problems]
+        self._producer = np.full((len(found), groups), -1, np.int64)
+        for i, row in enumerate(found):
+            self._producer[i, : len(row)] = row
+        self._cluster = np.full((num_envs, groups), -1, np.int64)
+        self._width = max(self._labels, devices)
+        self.observation_space = spaces.Dict(
+            {
+                "problem": id_space(MAX_ID),
+                "cluster": spaces.Box(-1, MAX_ID, (groups,), np.int64),
+                "producer": spaces.Box(-1, MAX_ID, (groups,), np.int64),
+                "mask": spaces.Box(0, 1, (groups, self._width), np.int8),
+            }
+        )
+        self.action_space = spaces.MultiDiscrete([self._width] * groups)
+
+    def start(
+        self,
+        rows: NDArray[np.integer[Any]],
+        ids: NDArray[np.integer[Any]],
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        self.ids[rows] = ids
+        self._cluster[rows] = self.choices[rows] = -1
+
+    def observe(self) -> Observation:
+        return {
+            "problem": self.ids[:, None].copy(),
+            "cluster": self._cluster.copy(),
+            "producer": self._producer[self.ids],
+            "mask": self.masks().reshape(*self.choices.shape, -1).astype(np.int8),
+        }
+
+    def masks(self) -> NDArray[np.bool_]:
+        mask = np.zeros((*self.choices.shape, self._width), bool)
+        for b, p in enumerate(self.ids.tolist()):
+            groups = int(self.problems.num_groups[p])
+            legal = self.problems.legal[p, :groups]
+            if self._cluster[b, 0] >= 0:
+                np.logical_or.at(mask[b, :, : legal.shape[1]], self._cluster[b, :groups], legal)
+            elif self._joins:
+                mask[b, :groups, 1] = self._producer[p, :groups] >= 0
+                mask[b, :groups, 0] = True
+            else:
+                mask[b, :groups, : self._labels] = True
+        mask[~mask.any(axis=2), 0] = True  # nothing to decide
+        return mask.reshape(len(self.ids), -1)
+
+    def decide(self, actions: NDArray[Any]) -> NDArray[np.bool_]:
+        taken = np.clip(actions.astype(np.int64), 0, self._width - 1)
+        done = self._cluster[:, 0] >= 0
+        for b, p in enumerate(self.ids.tolist()):
+            order = self._order[p]
+            groups = len(order)
+            if not done[b]:
+                self._cluster[b] = 0
+                self._cluster[b, :groups] = np.minimum(taken[b, :groups], self._labels - 1)
+                if self._joins:
+                    self._cluster[b, :groups] = np.arange(groups)
+                    for g in order[taken[b, order] == 1].tolist():
+                        if self._producer[p, g] >= 0:
+                            self._cluster[b, g] = self._cluster[b, self._producer[p, g]]
+                continue
+            choice = np.minimum(taken[b, self._cluster[b, :groups]], self.problems.max_devices - 1)
+            able = self.problems.legal[p, np.arange(groups), choice]
+            seconds = self.problems.problems[p].group_compute_s
+            self.choices[b, :groups] = np.where(able, choice, seconds.argmin(axis=1))
+        return done
+
+
+def heaviest_producer(problem: Problem) -> NDArray[np.int64]:
+    """int64 ``[G]``: of the groups before it by priority that feed a group, the one that sends
+    most (mean transfer seconds); -1 = none does.
+    """
+    g = problem.graph
+    position = np.empty(g.num_groups, np.int64)
+    position[group_order(problem)] = np.arange(g.num_groups)
+    src = g.tensor_src[g.use_tensor]
+    made = src >= 0
+    a, b = g.group[src[made]], g.group[g.use_dst[made]]
+    rows = np.unique(np.stack([a, b, g.use_tensor[made]], axis=1), axis=0)
+    rows = rows[position[rows[:, 0]] < position[rows[:, 1]]]  # a tensor counts once per group
+    pairs, which = np.unique(rows[:, :2], axis=0, return_inverse=True)
+    seconds = np.bincount(which.reshape(-1), problem.mean_transfer_s[rows[:, 2]], len(pairs))
+    producer = np.full(g.num_groups, -1, np.int64)
+    order = np.argsort(seconds, kind="stable")
+    producer[pairs[order, 1]] = pairs[order, 0]  # the last that is written is the heaviest
+    return producer
+
+
+class GroupPlaceDevicePlacementEnv(PlacementEnv):
+    """Form clusters of colocation groups, then give each cluster a device.
+
+    With ``clusters`` every group is assigned to one of so many clusters, as the grouper of
+    hierarchical placement does (Mirhoseini et al. 2018); without, every group joins the cluster
+    of the producer that sends it most, or begins one of its own, so that clusters are connected
+    and their number follows, as in HSDAG (Duan et al. 2024).
+
+    **Observation** ``Dict``, padded to ``G`` groups; ``A`` is the larger of the devices and the
+    choices of the first step (``clusters``, or 2):
+
+    * ``problem`` int64 ``[1]``: which of ``problems`` this is.
+    * ``cluster`` int64 ``[G]``: the cluster of each group, 0..G-1; before the first step -1.
+    * ``producer`` int64 ``[G]``: ``heaviest_producer``.
+    * ``mask`` int8 ``[G, A]``: 1 = legal in this step; where there is nothing to decide, 0 alone.
+
+    **Action** ``MultiDiscrete([A] * G)``. First step: of each group its cluster, or 1 = join the
+    producer's and 0 = begin one (numbered as the group). Second step: of each *cluster* its
+    device, legal if any of its groups can run there; a group that cannot runs where it is fastest.
+
+    **Reward** float: 0, then ``log(reference_s / value_s)``, at least -4; -5 where the placement
+    cannot run.
+
+    **Termination**: after two steps. Never truncated. Discount with gamma = 1.
+
+    ``info`` of the last step has ``problem`` (int), ``value_s`` (float, inf if it cannot run) and
+    ``placement`` (int32 ``[N]``).
+
+    Arguments are those of ``PlacementEnv``, and ``clusters``: 0 (see there).
+    """
+
+    rules_of = GroupPlaceRules
