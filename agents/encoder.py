@@ -23,7 +23,15 @@ from envs.refine import SEARCH_FEATURES as REFINE_SEARCH
 from envs.sequential import NUM_DEVICE_FEATURES
 
 ILLEGAL = -1e9
-Formulation = Literal["one_shot", "sequential", "select_place", "refine", "guided_search"]
+Formulation = Literal[
+    "one_shot",
+    "sequential",
+    "select_place",
+    "group_place",
+    "refine",
+    "sweep",
+    "guided_search",
+]
 
 
 class PolicyError(ValueError):
@@ -48,6 +56,9 @@ class NetworkConfig:
             close to list scheduling: logits fall with this times the log finish time.
         scorer: width of the network that scores the moves of a guided search.
         embed: it sees the encoder's view of groups and devices too, not their features alone.
+        attention: layers of attention of all groups to each other, behind the message passing;
+            of ``group_place``: of the clusters. Time and memory grow with their square.
+        clusters: of ``group_place``: groups are assigned to so many; 0: they join a neighbour.
     """
 
     encoder: EncoderKind = "sage"
@@ -58,6 +69,8 @@ class NetworkConfig:
     finish_weight: float = 4.0
     scorer: int = 32
     embed: bool = False
+    attention: int = 0
+    clusters: int = 0
 
     def __post_init__(self) -> None:
         if self.encoder not in LAYERS:
@@ -66,8 +79,12 @@ class NetworkConfig:
             raise PolicyError(f"layers = {self.layers} must be 0..64")
         if self.hidden < 4 or self.hidden % 4:
             raise PolicyError(f"hidden = {self.hidden} must be a positive multiple of 4")
+        for what in ("attention", "clusters"):
+            if not 0 <= getattr(self, what) <= 4096:
+                raise PolicyError(f"{what} = {getattr(self, what)} must be 0..4096")
 
 
+MOVING = ("refine", "sweep")  # formulations that move groups of a placement, one at a time
 Observations = dict[str, Tensor]
 
 
@@ -145,16 +162,33 @@ Waves = list[list[tuple[Tensor, Tensor, Tensor]]]
 LAYERS: dict[str, Callable[[int], nn.Module]] = {"sage": Sage, "gat": Gat, "dag": Dag}
 
 
+class Attention(nn.Module):
+    """Self-attention (Vaswani et al. 2017) of rows ``[B, G, H]``, residual."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.attend = nn.MultiheadAttention(hidden, 4, batch_first=True)
+        self.own = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.ReLU())
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        """Rows that are not ``real`` bool ``[B, G]`` are not heard, and become 0."""
+        y = self.norm(x)
+        x = x + self.attend(y, y, y, key_padding_mask=~real, need_weights=False)[0]
+        return (x + self.own(x)) * real[:, :, None]
+
+
 class Encoder(nn.Module):
     """Message passing over the groups, then what a graph and its devices are in it."""
 
-    def __init__(self, config: NetworkConfig) -> None:
+    def __init__(self, config: NetworkConfig, attention: int = 0) -> None:
         super().__init__()
         h = config.hidden
         self.needs_waves = config.encoder == "dag"
         self.group_in = nn.Linear(len(GROUP_FEATURES), h)
         self.layers = nn.ModuleList(LAYERS[config.encoder](h) for _ in range(config.layers))
         self.group_out = nn.LayerNorm(h)
+        self.attention = nn.ModuleList(Attention(h) for _ in range(attention))
         self.graph = nn.Sequential(nn.Linear(2 * h, h), nn.ReLU())
         self.device = nn.Sequential(nn.Linear(len(DEVICE_FEATURES) + h, h), nn.ReLU())
 
@@ -167,6 +201,8 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x = layer(x, batch, waves)
         groups = store.dense(self.group_out(x), ids)
+        for layer in self.attention:
+            groups = layer(groups, store.real[ids])
         real = store.real[ids][:, :, None]
         mean = groups.sum(dim=1) / real.sum(dim=1)
         largest = groups.masked_fill(~real, ILLEGAL).amax(dim=1)
@@ -180,7 +216,8 @@ class PlacementNet(nn.Module):
     """Scores and values of (group, device) pairs, for every formulation that has such pairs.
 
     ``formulation`` adds what only one of them needs: ``select_place`` a score of ready groups,
-    ``refine`` what is observed of the current placement.
+    ``group_place`` one of clusters, ``refine`` and ``sweep`` what is observed of the current
+    placement.
     """
 
     def __init__(
@@ -191,9 +228,10 @@ class PlacementNet(nn.Module):
         self.formulation = formulation
         h = self.config.hidden
         state, search = NUM_DEVICE_FEATURES, 0
-        if formulation == "refine":
+        if formulation in MOVING:
             state, search = len(REFINE_PAIRS), len(REFINE_SEARCH)
-        self.encoder = Encoder(self.config)
+        grouping, attention = formulation == "group_place", self.config.attention
+        self.encoder = Encoder(self.config, 0 if grouping else attention)
         self.from_group = nn.Linear(h, h)
         self.from_graph = nn.Linear(h, h, bias=False)
         self.from_device = nn.Linear(h, h, bias=False)
@@ -205,6 +243,12 @@ class PlacementNet(nn.Module):
         if formulation == "select_place":
             self.select = nn.Sequential(nn.Linear(2 * h + state, h), nn.ReLU(), nn.Linear(h, 1))
             heads.append(self.select)
+        if grouping:
+            choices = self.config.clusters or 1
+            self.group = nn.Sequential(nn.Linear(2 * h, h), nn.ReLU(), nn.Linear(h, choices))
+            self.from_size = nn.Linear(1, h, bias=False)
+            self.attention = nn.ModuleList(Attention(h) for _ in range(attention))
+            heads.append(self.group)
         for head in heads:
             last = head[-1]
             assert isinstance(last, nn.Linear)
@@ -229,7 +273,12 @@ class PlacementNet(nn.Module):
             logits = self.all_logits(store, ids, encoded)[row]
             return logits, self.values(encoded, row, None, store.legal), store.real[ids][row]
         legal = obs["mask"].bool()
-        if self.formulation == "refine":
+        if self.formulation == "group_place":
+            logits = self.group_logits(store, ids, encoded, row, obs)
+            real = legal.sum(dim=2) > 1
+            real |= ~real.any(dim=1, keepdim=True)
+            return logits, self.values(encoded, row, None, store.legal), real
+        if self.formulation in MOVING:
             pairs, search = obs["pairs"].float(), obs["search"].float()
             logits = self.move_logits(store, ids, encoded, row, pairs, legal)
             return logits, self.values(encoded, row, pairs, legal, search), None
@@ -318,6 +367,49 @@ class PlacementNet(nn.Module):
         select = torch.log_softmax(wanted.masked_fill(~some, ILLEGAL), dim=-1)
         both = select[:, :, None] + device
         return both.masked_fill(~legal, ILLEGAL).reshape(count, -1)
+
+    def group_logits(
+        self, store: GraphStore, ids: Tensor, encoded: Encoded, row: Tensor, obs: Observations
+    ) -> Tensor:
+        """Masked logits float32 ``[B, G, A]``: of the cluster of each group, or, where there are
+        clusters (``obs["cluster"]``), of the device of each.
+        """
+        legal, cluster = obs["mask"].bool(), obs["cluster"].long()
+        groups, real = encoded.groups[row], store.real[ids][row]
+        if self.config.clusters:
+            other = encoded.graph[row][:, None].expand_as(groups)
+        else:
+            producer = obs["producer"].long().clamp(min=0)
+            other = groups.gather(1, producer[:, :, None].expand_as(groups))
+        first = self.group(torch.cat([groups, other], dim=2))
+        if not self.config.clusters:
+            first = torch.cat([torch.zeros_like(first), first], dim=2)  # begin one, or join
+
+        label = cluster.clamp(min=0)
+        count = torch.zeros_like(label, dtype=torch.float32).scatter_add(1, label, real.float())
+        share = (real / count.gather(1, label).clamp(min=1))[:, :, None]  # of a cluster's mean
+        mean = torch.zeros_like(groups)
+        mean = mean.scatter_add(1, label[:, :, None].expand_as(groups), groups * share)
+        for layer in self.attention:
+            mean = layer(mean, count > 0)
+        pair = store.pair[ids][row].flatten(2)
+        pairs = torch.zeros_like(pair)
+        pairs = pairs.scatter_add(1, label[:, :, None].expand_as(pair), pair * share)
+        x = (
+            self.from_group(mean)[:, :, None]
+            + self.from_size(torch.log1p(count)[:, :, None])[:, :, None]
+            + self.from_graph(encoded.graph)[row][:, None, None]
+            + self.from_device(encoded.devices)[row][:, None]
+            + self.from_pair(pairs.unflatten(2, store.pair.shape[2:]))
+        )
+        second = self.score(x).squeeze(-1)
+        width = legal.shape[2]
+        first, second = (
+            nn.functional.pad(y[:, :, :width], (0, max(0, width - y.shape[2])))
+            for y in (first, second)
+        )
+        logits = torch.where((cluster < 0)[:, :1, None], first, second)
+        return logits.masked_fill(~legal, ILLEGAL)
 
     def move_logits(
         self,

@@ -91,10 +91,10 @@ def demonstrations(
     Raises:
         PolicyError: the formulation improves placements, or there are too few solutions.
     """
-    if formulation not in BUILDING:
+    if formulation not in BUILDING or formulation == "group_place":
         raise PolicyError(
-            f"a {formulation} policy does not make placements: nothing to imitate; use one of "
-            f"{sorted(BUILDING)}"
+            f"a {formulation} policy does not place one group after another, or all at once: "
+            f"nothing to imitate; use one of {sorted(set(BUILDING) - {'group_place'})}"
         )
     if len(solutions) != len(problems.problems):
         raise PolicyError(f"{len(solutions)} solutions for {len(problems.problems)} problems")

@@ -38,7 +38,7 @@ class PolicyPlanner:
         policy: a policy, or the file of one; None is the released policy of this mode and the
             problem's objective (``released``), and ``untrained`` a new network, which samples
             placements a few groups away from the baseline's, or chooses as the hand-written
-            score does.
+            score does; so does None where no policy is released. ``stats["policy"]`` says which.
         mode: ``guided_search`` spends the budget in an annealed search whose moves a policy of
             that formulation chooses (``agents.guided.default_budget`` without a budget);
             ``zero_shot`` decodes greedily; ``best_of_k`` samples ``k`` placements too;
@@ -91,11 +91,12 @@ class PolicyPlanner:
         """
         if self.mode == "guided_search":
             return self._guided_search(problem)
-        policy = self._policy(self.policy, problem)
+        policy, name = self._policy(self.policy, problem)
         search = Search(problem, self.seconds, self.evaluations)
         start = search.run(self.baseline, _SHARE_OF_BASELINE)
         stats: dict[str, Any] = {
             "mode": self.mode,
+            "policy": name,
             "baseline_value_s": start.value_s,
             "baseline_evaluations": search.num_evaluations,
         }
@@ -135,9 +136,9 @@ class PolicyPlanner:
 
     def _guided_search(self, problem: Problem) -> Solution:
         net: GuidedNet | None = None
-        width = self.width
+        width, name = self.width, "none"
         if self.chooser == "policy":
-            policy = self._policy(self.policy, problem)
+            policy, name = self._policy(self.policy, problem)
             found = policy.net
             if not isinstance(found, GuidedNet):
                 raise PolicyError(
@@ -146,12 +147,13 @@ class PolicyPlanner:
                 )
             net = found
             width = width or policy.width
-        seeds = None if self.seed_policy is None else self._policy(self.seed_policy, problem)
+        seeds = None if self.seed_policy is None else self._policy(self.seed_policy, problem)[0]
         load_kernel()
         search = Search(problem, self.seconds, self.evaluations)
         start = search.run(self.baseline, _SHARE_OF_BASELINE)
         stats: dict[str, Any] = {
             "mode": self.mode,
+            "policy": name,
             "chooser": self.chooser,
             "baseline_value_s": start.value_s,
             "baseline_evaluations": search.num_evaluations,
@@ -164,16 +166,22 @@ class PolicyPlanner:
         stats["best_value_s"] = search.best_cost if search.best_cost < INFEASIBLE else np.inf
         return search.solution(start.lower_bound_s, **stats)
 
-    def _policy(self, given: str | Path | TrainedPolicy | None, problem: Problem) -> TrainedPolicy:
+    def _policy(
+        self, given: str | Path | TrainedPolicy | None, problem: Problem
+    ) -> tuple[TrainedPolicy, str]:
+        """A policy, and what ``stats`` call it."""
         if isinstance(given, TrainedPolicy):
-            return given
+            return given, "given"
+        if given is None:
+            ships = released(self.mode, problem.objective)
+            given = ships if ships.is_file() else UNTRAINED
         if given != UNTRAINED:
-            return TrainedPolicy.load(given or released(self.mode, problem.objective))
-        searches = self.mode in ("guided_search", "refine")
-        formulation: Any = self.mode if searches else "sequential"
+            return TrainedPolicy.load(given), Path(given).name
+        alone = self.mode in ("guided_search", "refine")
+        formulation: Any = self.mode if alone else "sequential"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return TrainedPolicy(make_net(None, formulation))
+            return TrainedPolicy(make_net(None, formulation)), UNTRAINED
 
     def _refine(self, policy: TrainedPolicy, search: Search, warm: Placement) -> None:
         """Walk from ``warm``; every placement on the way is evaluated and may be the answer."""
@@ -217,17 +225,12 @@ class PolicyPlanner:
 def released(mode: Mode, objective: Objective) -> Path:
     """The file of the policy that ships with this package; its model card lies beside it.
 
-    Raises:
-        PolicyError: none does for this mode.
+    A search sees what is simulated, whatever the objective; a constructor of placements does
+    not, and one for ``max_load`` serves pipelines too. Not every file exists.
     """
-    if mode == "refine":
-        raise PolicyError(
-            "no policy for mode='refine' is released; give policy=FILE, or policy=untrained"
-        )
-    goal = "max_load" if objective in ("max_load", "period", "energy") else "latency"
-    if mode == "guided_search" and objective != "max_load":
-        goal = "latency"  # a search sees what is simulated
-    kind = "guided_search" if mode == "guided_search" else "sequential"
+    kind = mode if mode in ("guided_search", "refine") else "sequential"
+    loads = ("max_load",) if kind == "guided_search" else ("max_load", "period", "energy")
+    goal = "max_load" if objective in loads else "latency"
     return Path(__file__).with_name("released") / f"{kind}-{goal}.safetensors"
 
 

@@ -24,11 +24,13 @@ from agents.encoder import (
 )
 from agents.guided import GuidedNet
 from agents.store import GraphStore
-from envs.base import Rules
+from envs.base import BuildingRules, Rules
+from envs.group_place import GroupPlaceRules
 from envs.placement import OneShotRules
 from envs.problems import Floats, ProblemSet, canonical
 from envs.select_place import SelectPlaceRules
 from envs.sequential import SequentialRules
+from placement.coarsen import grouped
 from placement.files import write_atomic
 from placement.problem import Placement, Problem, Solution
 
@@ -39,6 +41,7 @@ BUILDING: dict[str, Any] = {
     "one_shot": OneShotRules,
     "sequential": SequentialRules,
     "select_place": SelectPlaceRules,
+    "group_place": GroupPlaceRules,
 }
 
 
@@ -71,8 +74,9 @@ class TrainedPolicy:
     ) -> Placement:
         """int32 ``[1 + num_samples, N]``: the greedy placement, then sampled ones.
 
-        ``warm`` int32 ``[N]`` is the placement to start from; what is returned has
-        interchangeable devices in order of first use. Nothing is evaluated.
+        ``warm`` int32 ``[N]`` is the placement to start from, which a policy that was trained
+        ``cold`` does not see; what is returned has interchangeable devices in order of first use.
+        Nothing is evaluated.
 
         Raises:
             PolicyError: it is a policy that improves placements, and does not make them.
@@ -82,6 +86,11 @@ class TrainedPolicy:
                 f"a {self.formulation} policy improves placements and needs evaluations; "
                 f"use PolicyPlanner(policy, mode={self.formulation!r})"
             )
+        trained = self.card.get("config", {})
+        if trained.get("groups"):
+            problem = grouped(problem, trained["groups"])
+        if trained.get("cold"):
+            warm = None
         chosen = ProblemSet((problem,), np.ones(1))
         store = GraphStore([problem], [None if warm is None else canonical(problem, warm)])
         ids = np.zeros(1 + num_samples, np.int64)
@@ -182,7 +191,7 @@ def decode(
     """
     first = np.zeros(len(ids), bool)
     first[np.unique(ids, return_index=True)[1]] = True
-    rules = BUILDING[net.formulation](problems, len(ids))
+    rules = building_rules(net.config, net.formulation, problems, len(ids))
     rules.start(np.arange(len(ids)), ids)
     done = np.zeros(len(ids), bool)
     for taken in actions(net, store, rules, torch.from_numpy(first), generator):
@@ -190,6 +199,15 @@ def decode(
         if done.all():
             break
     return rules.choices
+
+
+def building_rules(
+    config: NetworkConfig, formulation: Formulation, problems: ProblemSet, num_envs: int
+) -> BuildingRules:
+    """The rules of a formulation in ``BUILDING``."""
+    options = {"clusters": config.clusters} if formulation == "group_place" else {}
+    rules: BuildingRules = BUILDING[formulation](problems, num_envs, **options)
+    return rules
 
 
 def walk(

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,11 +22,20 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 
-from agents.encoder import Formulation, NetworkConfig, PolicyError
+from agents.encoder import MOVING, Formulation, NetworkConfig, PolicyError
 from agents.expert import imitate
 from agents.policy import PlacementPolicy
 from agents.store import GraphStore
-from agents.trained import BUILDING, Net, TrainedPolicy, decode, make_net, one_thread, walk
+from agents.trained import (
+    BUILDING,
+    Net,
+    TrainedPolicy,
+    building_rules,
+    decode,
+    make_net,
+    one_thread,
+    walk,
+)
 from envs.base import Rules
 from envs.guided import GuidedSearchRules
 from envs.problems import (
@@ -39,6 +48,7 @@ from envs.problems import (
 )
 from envs.refine import RefineRules
 from envs.vec import PlacementVecEnv
+from placement.coarsen import grouped
 from placement.files import write_atomic
 from placement.planners import load
 from placement.problem import Placement, Planner, Problem, Solution
@@ -54,8 +64,8 @@ class TrainConfig:
 
     Attributes:
         total_steps: environment steps (one-shot: one placement; otherwise one group or move).
-        formulation: ``sequential``, ``one_shot``, ``select_place``, ``refine`` or
-            ``guided_search``: the environment.
+        formulation: ``sequential``, ``one_shot``, ``select_place``, ``group_place``, ``refine``,
+            ``sweep`` or ``guided_search``: the environment.
         seed: the same seed gives the same policy.
         num_envs: episodes side by side; 0 = 4 to 16, for about 20 updates in all.
         steps_per_env: steps of each between updates; 0 = about one whole episode (one-shot: 4 to
@@ -79,6 +89,12 @@ class TrainConfig:
             ``sweep`` (as many as there are groups); 0: these defaults.
         width: moves that ``guided_search`` offers at each step.
         again: share of the episodes of ``guided_search`` that begin at the best met so far.
+        cold: no warm starts: the policy neither begins at a baseline's placements nor sees them.
+        groups: operators are merged into so many groups that share a device
+            (``placement.coarsen``), and those are placed; 0: as the graph has them.
+        elite: of ``one_shot``: after each update, also imitate this share of each graph's
+            placements in the rollout, the best ones: the cross-entropy method (Post). 0: not.
+        best_so_far, random_start: of ``refine`` and ``sweep``: see ``envs.refine.RefineRules``.
         network: kind and size of a new network (ignored when training goes on from a policy).
     """
 
@@ -106,6 +122,11 @@ class TrainConfig:
     moves: int = 0
     width: int = 16
     again: float = 0.5
+    cold: bool = False
+    groups: int = 0
+    elite: float = 0.0
+    best_so_far: bool = True
+    random_start: bool = False
     network: NetworkConfig = field(default_factory=NetworkConfig)
 
     def __post_init__(self) -> None:
@@ -118,12 +139,22 @@ class TrainConfig:
             )
         if not 0.0 <= self.curriculum <= 1.0:
             raise PolicyError(f"curriculum = {self.curriculum} must be a share, 0..1")
+        if not 0.0 <= self.elite < 1.0 or (self.elite and self.formulation != "one_shot"):
+            raise PolicyError(
+                f"elite = {self.elite} must be a share, 0..1, and 0 unless the formulation is "
+                f"one_shot: it is {self.formulation}"
+            )
+        if self.groups < 0 or (self.groups and self.formulation not in BUILDING):
+            raise PolicyError(
+                f"groups = {self.groups} must be 0 or more, and 0 unless the formulation is one "
+                f"of {sorted(BUILDING)}: it is {self.formulation}"
+            )
 
     def rollout(self, formulation: Formulation, mean_groups: float) -> tuple[int, int]:
         """Environments, and steps of each between two updates."""
         if formulation == "guided_search":
             return self.num_envs or 16, self.steps_per_env or 128
-        length = 1 if formulation == "one_shot" else max(1, round(mean_groups))
+        length = {"one_shot": 1, "group_place": 2}.get(formulation, max(1, round(mean_groups)))
         num_envs = self.num_envs or min(max(self.total_steps // (80 * length) * 4, 4), 16)
         if self.steps_per_env:
             return num_envs, self.steps_per_env
@@ -171,6 +202,12 @@ def train(
     """
     config = config or TrainConfig()
     formulation = config.formulation if policy is None else policy.formulation
+    if policy is not None and formulation == "group_place":
+        config = replace(config, network=policy.net.config)  # how many clusters there are
+    if config.groups:
+        problems = [grouped(p, config.groups) for p in problems]
+    if config.cold:
+        warm = [None] * len(problems)
     if warm is None:
         warm = [None if baseline is None else baseline(p).placement for p in problems]
     if len(warm) != len(problems):
@@ -188,7 +225,7 @@ def train(
             if start is not None:
                 rules.keep(np.array([i]), _choice(chosen, i, start), warm_s[i : i + 1])
                 rules.num_evaluations += 1
-        model = PPO(
+        model = (CrossEntropyPPO if config.elite else PPO)(
             PlacementPolicy,  # type: ignore[arg-type]  # it has what PPO needs of a policy
             env,
             learning_rate=lambda left: _between(
@@ -206,6 +243,8 @@ def train(
             seed=config.seed,
             device="cpu",
         )
+        if isinstance(model, CrossEntropyPPO):
+            model.elite = config.elite
         watch = _Watch(config, starts, chosen, store, env, net, out_dir, callback, progress)
         went_on = resume and watch.load(model)
         if solutions is not None and not went_on:
@@ -234,17 +273,53 @@ def make_rules(
 ) -> Rules:
     """The rules of the environment that a formulation acts in; searches begin at ``starts``."""
     if formulation in BUILDING:
-        rules: Rules = BUILDING[formulation](problems, num_envs)
-        return rules
+        return building_rules(config.network, formulation, problems, num_envs)
     given = [
         load("single_device")(p).placement if s is None else s
         for p, s in zip(problems.problems, starts, strict=True)
     ]
-    if formulation == "refine":
-        return RefineRules(problems, num_envs, given, config.moves or None)
+    if formulation in MOVING:
+        return RefineRules(
+            problems,
+            num_envs,
+            given,
+            config.moves or None,
+            config.best_so_far,
+            formulation == "sweep",
+            config.random_start,
+        )
     share = config.again if again is None else again
     moves = config.moves or 256
     return GuidedSearchRules(problems, num_envs, given, moves, config.width, share)
+
+
+class CrossEntropyPPO(PPO):
+    """PPO on placements made in one step, then one step per epoch towards the best of them.
+
+    Post (Gao et al., NeurIPS 2018) joins the two: PPO learns from every placement, minimising
+    the cross-entropy to the ``elite`` share with the highest reward, of each graph, from these.
+    """
+
+    elite: float = 0.0
+
+    def train(self) -> None:
+        super().train()
+        seen: Any = self.rollout_buffer
+        ids, returns = seen.observations["problem"].reshape(-1), seen.returns.reshape(-1)
+        rows: list[int] = []
+        for i in np.unique(ids):
+            mine = np.flatnonzero(ids == i)
+            best = mine[np.argsort(-returns[mine], kind="stable")]
+            rows += best[: max(1, round(self.elite * len(best)))].tolist()
+        obs = {k: torch.from_numpy(v[rows]) for k, v in seen.observations.items()}
+        actions = torch.from_numpy(seen.actions[rows])
+        self.policy.set_training_mode(True)
+        for _ in range(self.n_epochs):
+            loss = -self.policy.evaluate_actions(obs, actions)[1].mean()  # type: ignore[arg-type]
+            self.policy.optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+            self.policy.optimizer.step()
 
 
 class PerGraphBuffer(DictRolloutBuffer):
