@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from placement import cli
 from placement.cli import (
     completion,
+    dataset,
     doctor,
     export,
     import_problem,
@@ -46,6 +47,12 @@ VERBS = {
         profile.configure,
         profile.run,
         profile.EXAMPLE,
+    ),
+    "dataset": Verb(
+        "graphs of many models with measured times: build, show, load",
+        dataset.configure,
+        dataset.run,
+        dataset.EXAMPLE,
     ),
     "import": Verb(
         "write any problem as one file of our own format",

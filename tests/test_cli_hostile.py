@@ -50,7 +50,7 @@ READERS = {
     "cluster": ["plan", "tiny_mlp", "--planner", "heft", "--cluster", "FILE", "--out", "OUT"],
     "measured": ["plan", "tiny_mlp", "--planner", "heft", "--profile", "FILE", "--out", "OUT"],
 }
-WITHOUT_A_FILE = {"schema", "doctor", "completion", "report", "pull"}  # the last two: own tests
+WITHOUT_A_FILE = {"schema", "doctor", "completion", "report", "pull", "dataset"}  # last 3: own tests
 
 
 def problem(names: list[str] | None = None, num_ops: int = 6) -> Problem:

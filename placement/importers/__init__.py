@@ -1,6 +1,7 @@
 """Workload files as problems; the format is told from the content.
 
-* ``problem_file``: our own, everything of a problem (what ``save`` and ``placement import`` write)
+* ``problem_file``: our own, everything of a problem (what ``save`` and ``placement import``
+  write); also compressed (``.gz``)
 * ``dnn_partitioning``: JSON of github.com/msr-fiddle/dnn-partitioning
 * ``pipedream``: ``graph.txt`` of github.com/msr-fiddle/pipedream
 * ``doppler``: ``compute_graph/*.txt`` of github.com/xinyuyao/Doppler
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from placement.importers._read import FormatError
 from placement.problem import Problem
 
 __all__ = ["FormatError", "load", "save"]
+
+MAX_BYTES = 2**30  # of a compressed file's content
 
 KNOWN = (
     "formats are problem files (problem_version), dnn-partitioning JSON (nodes with fpgaLatency, "
@@ -70,6 +74,8 @@ def load(
         content = Path(path).read_bytes()
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
+    if content[:2] == b"\x1f\x8b":  # gzip
+        content = _unpacked(content, path)
     if onnx_model.looks_like(content):
         _check_options(given, onnx_model.read, path, "ONNX files")
         return onnx_model.read(content, str(path), objective=objective, **given)
@@ -111,7 +117,7 @@ def save(problem: Problem, path: str | Path) -> None:
     """Write ``problem`` as a file that ``load`` reads; see ``placement.importers.problem_file``.
 
     A program that the graph was captured with is left out. The file is written whole or not at
-    all.
+    all; it is compressed if its name ends in ``.gz``.
 
     Raises:
         FormatError: a time of the profile is not a number.
@@ -120,6 +126,19 @@ def save(problem: Problem, path: str | Path) -> None:
     from placement.importers import problem_file
 
     problem_file.save(problem, path)
+
+
+def _unpacked(content: bytes, path: str | Path) -> bytes:
+    """What is in a gzip file."""
+    unpack = zlib.decompressobj(wbits=31)
+    try:
+        data = unpack.decompress(content, MAX_BYTES)
+    except zlib.error as error:
+        raise FormatError(f"{path}: damaged: {error}") from error
+    if not unpack.eof:
+        why = "is cut off" if len(data) < MAX_BYTES else f"holds more than {MAX_BYTES} bytes"
+        raise FormatError(f"{path}: the compressed file {why}")
+    return data
 
 
 def _check_options(given: Mapping[str, Any], read: Any, path: str | Path, files: str) -> None:

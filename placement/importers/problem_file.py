@@ -17,6 +17,7 @@ file written by hand, or by another program, needs little::
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -154,6 +155,8 @@ class ProblemRecord(_Strict):
 def save(problem: Problem, path: str | Path) -> None:
     """Write the file, whole or not at all; ``placement.importers.load`` reads it.
 
+    It is compressed if its name ends in ``.gz``.
+
     Raises:
         FormatError: a time is not a number.
         FileError: it cannot be written there.
@@ -164,7 +167,9 @@ def save(problem: Problem, path: str | Path) -> None:
         if key in ("operators", "tensors"):  # a line each
             text = "[\n" + ",\n".join(map(_json, value)) + "\n]" if value else "[]"
         lines.append(f"{_json(key)}: {text}")
-    write_atomic(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    packed = Path(path).suffix == ".gz"
+    write_atomic(path, gzip.compress(text.encode(), mtime=0) if packed else text)
 
 
 def read(text: str, path: str, *, objective: str | None = None) -> Problem:

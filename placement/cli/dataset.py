@@ -1,0 +1,122 @@
+"""``placement dataset``: graphs of many models with measured times, as one folder."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+from dataclasses import asdict, astuple, fields
+from typing import TYPE_CHECKING
+
+from placement import cli
+
+if TYPE_CHECKING:
+    from placement.dataset import Built
+
+EXAMPLE = """examples:
+  placement dataset build default --out measured --seconds 3600
+  placement dataset build my_models.txt --out measured      a line each: resnet50 batch=8
+  placement dataset show measured
+  placement dataset load measured --out operators.csv       a row per operator and device
+  placement plan measured/MACHINE/GRAPH.json.gz --planner heft
+
+The same command continues what a time budget or Ctrl-C ended.
+"""
+MAX_FAILED = 20  # reasons shown
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["build", "show", "load"])
+    parser.add_argument("source", help="of build: a list of models, or default; else: the folder")
+    parser.add_argument("--out", metavar="PATH", help="folder to build, or CSV file to load into")
+    parser.add_argument("--seconds", type=float, help="of build: begin no graph after these")
+    parser.add_argument("--repeats", type=int, default=10, help="rounds (default %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.action == "build":
+        return _build(args)
+    return _show(args) if args.action == "show" else _load(args)
+
+
+def _build(args: argparse.Namespace) -> int:
+    if args.out is None:
+        raise cli.UsageError("--out FOLDER is missing: where shall the data set be?")
+    from placement import dataset
+
+    is_default = args.source == "default"
+    entries = dataset.default_entries() if is_default else dataset.read_list(args.source)
+    for entry in entries:
+        cli.search_here(entry.spec)
+    seconds = float("inf") if args.seconds is None else args.seconds
+    with cli.progress() as report:
+        built = dataset.build(
+            entries, args.out, seconds=seconds, repeats=args.repeats, progress=report
+        )
+    if args.json:
+        cli.print_json({"folder": str(args.out), **asdict(built)})
+    else:
+        _say(built, args.out)
+    return cli.NO if built.failed else cli.OK
+
+
+def _say(built: Built, folder: str) -> None:
+    print(
+        f"{len(built.made)} graphs measured, {len(built.kept)} were there, "
+        f"{len(built.failed)} failed, {len(built.left)} left; next: placement dataset show {folder}"
+    )
+    for name, reason in list(built.failed.items())[:MAX_FAILED]:
+        cli.say(f"{name}: {reason}")
+    if len(built.failed) > MAX_FAILED:
+        cli.say(f"{len(built.failed) - MAX_FAILED} more failed; all of them: --json")
+    if built.left:
+        cli.say("the time is over; the same command measures what is left")
+
+
+def _show(args: argparse.Namespace) -> int:
+    from placement.dataset import summary
+
+    found = summary(args.source)
+    if args.json:
+        cli.print_json({"folder": str(args.source), **asdict(found)})
+        return cli.NO if found.damaged else cli.OK
+    rows = [[kind, *map(str, numbers)] for kind, numbers in found.kinds.items()]
+    rows.append(["all", str(found.num_graphs), str(found.num_ops), ""])
+    cli.print_table(str(args.source), ["kind", "graphs", "operators", "families"], rows)
+    for name, devices in found.machines.items():
+        print(f"machine {name}: {', '.join(devices)}")
+    print(
+        f"{found.num_signatures} distinct operators (by signature), "
+        f"{found.seconds / 3600:.2f} hours, {cli.mebibytes(found.num_bytes)}"
+    )
+    print(
+        f"interquartile range over time, median: {found.spread:.1%} of an operator, "
+        f"{found.whole_spread:.1%} of a whole run"
+    )
+    for reason in found.damaged.values():
+        cli.say(f"damaged: {reason}")
+    return cli.NO if found.damaged else cli.OK
+
+
+def _load(args: argparse.Namespace) -> int:
+    from placement import dataset
+
+    cli.check_outputs(args.out)
+    problems = dataset.load(args.source)
+    rows = dataset.operators(problems)
+    facts = {"graphs": len(problems), "operators": sum(p.num_ops for p in problems.values())}
+    if args.out is not None:
+        from placement.files import write_atomic
+
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow([f.name for f in fields(dataset.Operators)])
+        table.writerows(map(astuple, rows))
+        write_atomic(args.out, text.getvalue())
+    if args.json:
+        cli.print_json(facts | {"rows": len(rows), "out": args.out})
+    else:
+        print(f"{facts['graphs']} graphs are whole, {facts['operators']} operators")
+        if args.out is not None:
+            print(f"{len(rows)} rows (distinct operator x device) written to {args.out}")
+    return cli.OK
