@@ -50,7 +50,8 @@ READERS = {
     "cluster": ["plan", "tiny_mlp", "--planner", "heft", "--cluster", "FILE", "--out", "OUT"],
     "measured": ["plan", "tiny_mlp", "--planner", "heft", "--profile", "FILE", "--out", "OUT"],
 }
-WITHOUT_A_FILE = {"schema", "doctor", "completion", "report", "pull", "dataset"}  # last 3: own tests
+# The last three have tests of their own.
+WITHOUT_A_FILE = {"schema", "doctor", "completion", "report", "pull", "dataset"}
 
 
 def problem(names: list[str] | None = None, num_ops: int = 6) -> Problem:
