@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from placement.files import write_atomic
+
 
 class ClusterError(ValueError):
     """The cluster description is wrong; the message names the file, the field and the value."""
@@ -157,6 +159,29 @@ class Cluster:
                 for i, core in enumerate(chosen)
             ),
         )
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Write the file that ``from_yaml`` reads; what has its default is left out.
+
+        Raises:
+            FileError: it cannot be written there.
+        """
+        import yaml
+
+        def changed(item: Device | Link) -> dict[str, Any]:
+            said = {
+                f.name: getattr(item, f.name)
+                for f in fields(item)
+                if f.default != getattr(item, f.name)
+            }
+            return {k: list(v) if isinstance(v, tuple) else v for k, v in said.items()}
+
+        data = {
+            "name": self.name,
+            "devices": [changed(d) for d in self.devices],
+            "links": [changed(x) for x in self.links],
+        }
+        write_atomic(path, yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Cluster:

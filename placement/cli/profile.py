@@ -17,26 +17,54 @@ if TYPE_CHECKING:
 EXAMPLE = """examples:
   placement profile resnet50
   placement profile my_package.my_module:my_function --out profile.npz
+  placement profile --distributed 2                     links between processes on this machine
+  torchrun --nproc-per-node 1 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+    -m placement profile resnet50 --distributed         on every host: its devices, and the links
+
+With --distributed the links between processes are fitted too, and a cluster file is written: its
+devices, and these links with the interfaces that hosts share.
 """
 NUM_SHOWN = 10
 MAX_COLUMNS = 4  # devices
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", help="a shipped model, or your own package.module:function")
+    parser.add_argument(
+        "workload", nargs="?", help="a shipped model, or your own package.module:function"
+    )
     cli.add_mode(parser)
     parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
     parser.add_argument("--out", metavar="FILE", help="where to save; default: the cache folder")
     parser.add_argument("--repeats", type=int, default=10, help="rounds (default %(default)s)")
+    parser.add_argument(
+        "--distributed",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="measure the links between N processes here, or between those of torchrun",
+    )
+    parser.add_argument(
+        "--cluster-out",
+        metavar="FILE",
+        default="cluster.yaml",
+        help="of --distributed: devices and links (default %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     if args.repeats < 1:
         raise cli.UsageError(f"--repeats {args.repeats}: must be at least 1")
-    if cli.looks_like_file(args.workload):
+    if args.workload is None and args.distributed is None:
+        raise cli.UsageError("name a model, or measure links between processes: --distributed 2")
+    if args.workload is not None and cli.looks_like_file(args.workload):
         raise cli.UsageError(f"{args.workload}: a model is measured, not a file; see --help")
     cli.mode_of(args)
     _check_output(args.out)
+    if args.distributed is not None:
+        from placement.cli import ranks
+
+        return ranks.run(args)
     from placement.measure import cached_path, measure
 
     with cli.progress() as report:
@@ -74,6 +102,47 @@ def measurable(cluster: Cluster) -> Cluster:
 
 def show(graph: OpGraph, cluster: Cluster, profile: Profile, *, as_json: bool) -> None:
     """The most expensive operators, and where devices of unlike kind differ most."""
+    if as_json:
+        cli.print_json(summary(graph, cluster, profile))
+        return
+    unlike, expensive, differ, ratio = _noteworthy(cluster, profile)
+    # One device of each kind first: more columns than fit into a line would say nothing.
+    count = cluster.num_devices
+    shown = [*unlike, *(d for d in range(count) if d not in unlike)][:MAX_COLUMNS]
+    rows = [_cells(graph, profile, n, shown) for n in expensive]
+    rows.append(["all operators", "", *map(cli.seconds, profile.compute_s.sum(axis=0)[shown])])
+    columns = ["operator", "kind", *(profile.device_names[d] for d in shown)]
+    cli.print_table(f"{graph.name}: the most expensive operators", columns, rows)
+    if len(shown) < count:
+        print(f"{len(shown)} of {count} devices are shown; all of them: --json")
+    if len(differ):
+        cli.print_table(
+            "where devices of unlike kind differ most",
+            [*columns, f"{profile.device_names[unlike[0]]} / fastest"],
+            [[*_cells(graph, profile, n, shown), f"{ratio[n]:.2g}"] for n in differ],
+        )
+
+
+def summary(graph: OpGraph, cluster: Cluster, profile: Profile) -> dict[str, object]:
+    """What machines read; the keys are a contract."""
+    _, expensive, differ, _ = _noteworthy(cluster, profile)
+    total_s = profile.compute_s.sum(axis=0).tolist()
+    return {
+        "workload": graph.name,
+        "num_ops": graph.num_ops,
+        "graph_fingerprint": graph.fingerprint,
+        "devices": list(profile.device_names),
+        "total_s": dict(zip(profile.device_names, total_s, strict=True)),
+        "most_expensive": [_row(graph, profile, n) for n in expensive],
+        "most_different": [_row(graph, profile, n) for n in differ],
+        "provenance": profile.provenance,
+    }
+
+
+def _noteworthy(
+    cluster: Cluster, profile: Profile
+) -> tuple[list[int], list[int], list[int], list[float]]:
+    """A device of each kind; the most expensive operators; where kinds differ, and ``[N]`` how."""
     import numpy as np
 
     kinds = [d.kind for d in cluster.devices]
@@ -82,36 +151,7 @@ def show(graph: OpGraph, cluster: Cluster, profile: Profile, *, as_json: bool) -
     ratio = profile.compute_s[:, unlike[0]] / profile.compute_s[:, unlike].min(axis=1)
     gain = profile.compute_s[:, unlike].max(axis=1) - profile.compute_s[:, unlike].min(axis=1)
     differ = np.argsort(-gain, kind="stable")[: NUM_SHOWN if len(unlike) > 1 else 0]
-    if as_json:
-        cli.print_json(
-            {
-                "workload": graph.name,
-                "num_ops": graph.num_ops,
-                "graph_fingerprint": graph.fingerprint,
-                "devices": list(profile.device_names),
-                "total_s": dict(
-                    zip(profile.device_names, profile.compute_s.sum(axis=0).tolist(), strict=True)
-                ),
-                "most_expensive": [_row(graph, profile, int(n)) for n in expensive],
-                "most_different": [_row(graph, profile, int(n)) for n in differ],
-                "provenance": profile.provenance,
-            }
-        )
-        return
-    # One device of each kind first: more columns than fit into a line would say nothing.
-    shown = [*unlike, *(d for d in range(len(kinds)) if d not in unlike)][:MAX_COLUMNS]
-    rows = [_cells(graph, profile, int(n), shown) for n in expensive]
-    rows.append(["all operators", "", *map(cli.seconds, profile.compute_s.sum(axis=0)[shown])])
-    columns = ["operator", "kind", *(profile.device_names[d] for d in shown)]
-    cli.print_table(f"{graph.name}: the most expensive operators", columns, rows)
-    if len(shown) < len(kinds):
-        print(f"{len(shown)} of {len(kinds)} devices are shown; all of them: --json")
-    if len(differ):
-        cli.print_table(
-            "where devices of unlike kind differ most",
-            [*columns, f"{profile.device_names[unlike[0]]} / fastest"],
-            [[*_cells(graph, profile, int(n), shown), f"{ratio[n]:.2g}"] for n in differ],
-        )
+    return unlike, expensive.tolist(), differ.tolist(), ratio.tolist()
 
 
 def _row(graph: OpGraph, profile: Profile, n: int) -> dict[str, object]:

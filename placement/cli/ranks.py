@@ -1,0 +1,216 @@
+"""``placement profile --distributed``: links between processes, and what their hosts measure."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from placement import cli
+
+if TYPE_CHECKING:
+    from placement.cluster import Cluster
+    from placement.links import Measured
+
+_MEASURING_S = 3600.0  # ranks wait so long for the host that measures longest
+
+
+def run(args: argparse.Namespace) -> int:
+    """As a rank of ``torchrun``; or start ``args.distributed`` such processes here."""
+    cli.check_outputs(args.cluster_out)
+    if "RANK" in os.environ:
+        return _rank(args)
+    if args.distributed < 2:
+        raise cli.UsageError(
+            f"--distributed {args.distributed or ''}: say how many processes to start here, 2 or "
+            "more, or start all of them with torchrun (see --help)"
+        )
+    return spawn(args.distributed, _command(args))
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    """What each rank is to do, as it would be typed."""
+    words = ["profile", *([args.workload] if args.workload else []), "--distributed"]
+    for name in ("mode", "optimizer", "cluster", "out", "repeats", "cluster_out"):
+        value = getattr(args, name)
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return words + [f"--{name}" for name in ("json", "debug") if getattr(args, name)]
+
+
+def spawn(num_ranks: int, words: Sequence[str]) -> int:
+    """Run ``placement WORDS`` in so many processes that know each other; the first bad exit code.
+
+    Rank 0 speaks for all. When one ends badly the others are ended, and its last words are shown.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    known["PYTHONPATH"] = os.pathsep.join(sys.path)
+    processes: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as silent:
+        try:
+            for rank in range(num_ranks):
+                env = {**os.environ, **known, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                command = [sys.executable, "-m", "placement", *words]
+                streams: dict[str, Any] = {"stdout": silent, "stderr": silent}
+                if rank == 0:
+                    streams = {"stdout": out, "stderr": None}
+                processes.append(
+                    subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, **streams)
+                )
+            while None in (codes := [p.poll() for p in processes]) and not any(codes):
+                time.sleep(0.02)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        bad = [(rank, code) for rank, code in enumerate(codes) if code]
+        if bad and bad[0][0]:
+            silent.seek(0)
+            print(silent.read().decode(errors="replace")[-2000:], end="", file=sys.stderr)
+        out.seek(0)
+        print(out.read().decode(), end="")
+    if bad and bad[0][1] < 0:
+        raise cli.UsageError(f"rank {bad[0][0]} was ended by signal {-bad[0][1]}")
+    return bad[0][1] if bad else cli.OK
+
+
+def _rank(args: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    from placement import links
+
+    links.join()
+    try:
+        return _measure(args, dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(args: argparse.Namespace, rank: int, size: int) -> int:
+    from placement import links
+
+    first = rank == 0
+    with cli.progress(quiet=not first) as report:
+        measured = links.measure_ranks(repeats=args.repeats, progress=report)
+        devices, ranks = _devices(args, measured.hosts, rank)
+        cluster = links.joined(devices, ranks, measured, "ranks")
+        if first:
+            cluster.to_yaml(args.cluster_out)
+        profile = graph = None
+        if args.workload:
+            hosts = [measured.hosts[r] for r in ranks]
+            graph = cli.capture_workload(args.workload, report, cli.mode_of(args), args.optimizer)
+            profile = _profile(args, graph, cluster, hosts, measured.hosts, rank, report)
+    if not first:
+        return cli.OK
+    told: dict[str, Any] = {
+        "hosts": list(measured.hosts),
+        "devices": [
+            {"name": d.name, "rank": r} for d, r in zip(cluster.devices, ranks, strict=True)
+        ],
+        "links": [
+            asdict(x)
+            | ({} if isfinite(x.bandwidth_bytes_per_s) else {"bandwidth_bytes_per_s": None})
+            for x in cluster.links
+        ],
+        "slowdown": dict(measured.slowdown),
+        "cluster": args.cluster_out,
+    }
+    if graph is not None and profile is not None:
+        from placement.cli.profile import summary
+        from placement.measure import cached_path
+
+        path = args.out or cached_path(graph, cluster)
+        profile.save(path)
+        told["profile"] = summary(graph, cluster, profile)
+        cli.say(f"profile saved to {path}")
+    if args.json:
+        cli.print_json(told)
+    else:
+        _show(measured)
+    named = args.workload or "MODEL"
+    cli.say(
+        f"cluster written to {args.cluster_out}; next: placement plan {named} --cluster "
+        f"{args.cluster_out} --planner best_of"
+    )
+    return cli.OK
+
+
+def _devices(
+    args: argparse.Namespace, hosts: Sequence[str], rank: int
+) -> tuple[list[Any], tuple[int, ...]]:
+    """The devices of all ranks, and the rank of each."""
+    import torch.distributed as dist
+
+    from placement import links
+    from placement.cluster import Cluster
+
+    if args.cluster is not None:
+        devices = list(Cluster.from_yaml(args.cluster).devices)
+        return devices, links.rank_of(len(devices), len(hosts))
+    on_host = [r for r, host in enumerate(hosts) if host == hosts[rank]]
+    mine = links.devices_here(on_host.index(rank), len(on_host))
+    if len(set(hosts)) > 1:
+        mine = replace(mine, name=f"{hosts[rank]}/{mine.name}")
+    every: list[Any] = [None] * len(hosts)
+    dist.all_gather_object(every, mine)
+    return every, tuple(range(len(hosts)))
+
+
+def _profile(
+    args: argparse.Namespace,
+    graph: Any,
+    cluster: Cluster,
+    device_hosts: Sequence[str],
+    hosts: Sequence[str],
+    rank: int,
+    report: cli.Progress,
+) -> Any:
+    """The graph on all devices: the first rank of each host measures those of its host."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from placement.cluster import Cluster
+    from placement.links import merged
+    from placement.measure import measure
+
+    patient: Any = dist.new_group(timeout=timedelta(seconds=_MEASURING_S))
+    found = None
+    if hosts.index(hosts[rank]) == rank:
+        pairs = zip(cluster.devices, device_hosts, strict=True)
+        here = tuple(d for d, host in pairs if host == hosts[rank])
+        found = measure(graph, Cluster("here", here), repeats=args.repeats, progress=report)
+    every: list[Any] = [None] * len(hosts)
+    dist.all_gather_object(every, found, group=patient)
+    return merged([p for p in every if p is not None], cluster)
+
+
+def _show(measured: Measured) -> None:
+    rows = [
+        [
+            f"{a} > {b}",
+            cli.seconds(link.latency_s),
+            f"{link.bandwidth_bytes_per_s / 1e6:,.0f}",
+            link.channel or "its own",
+        ]
+        for (a, b), link in measured.links.items()
+    ]
+    cli.print_table(
+        f"links between {len(measured.hosts)} processes on {len(set(measured.hosts))} hosts",
+        ["ranks", "latency", "MB/s", "channel"],
+        rows,
+    )
+    for what, factor in measured.slowdown.items():
+        print(f"two messages at the same time, {what}: {factor:.2f} times as long as one")
