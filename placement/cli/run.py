@@ -19,8 +19,9 @@ EXAMPLE = """examples:
   placement run plan.json --against-single-device
   placement run plan.json --model my_package.my_module:my_function --trace trace.json
   placement run plan.json --wandb my-project     online if you are logged in
+  placement run plan.json --distributed --processes 2 --trace trace.json
 
-Exit code 1: the results differ from those of the plain module.
+Exit code 1: the results differ from those of the plain module, or a process failed.
 """
 ROUNDS = 5
 
@@ -41,6 +42,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", help="write the measured timeline")
     parser.add_argument("--out", metavar="FILE", help="write the plan with what was measured")
     parser.add_argument("--wandb", metavar="PROJECT", help="mirror what was measured to W&B")
+    parser.add_argument(
+        "--distributed", action="store_true", help="spread the devices over processes (torchrun)"
+    )
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="how many; default: one per device"
+    )
+    parser.add_argument(
+        "--weights", metavar="FILE", help="a safetensors file: each process reads its own part"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="a process silent for so long has failed; default: 30",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,6 +68,12 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= batches <= cli.MAX_BATCHES:
         raise cli.UsageError(f"--batches {batches}: must be from 1 to {cli.MAX_BATCHES:,}")
     cli.check_outputs(args.out, args.trace)
+    if args.distributed:
+        from placement.cli import distributed
+
+        return distributed.run(args, plan, batches)
+    if args.weights or args.processes is not None:
+        raise cli.UsageError("--weights and --processes are for --distributed: add it")
     if plan.graph.mode == "training":
         from placement.cli import train
 
@@ -69,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             if args.against_single_device and single:
                 runners["single"] = alone(plan, runner, single)
             try:
-                ways = {name: _calls(r, inputs, batches) for name, r in runners.items()}
+                ways = {name: calls(r, inputs, batches) for name, r in runners.items()}
                 measured = measure(ways, report)
             finally:
                 for other in runners.values():
@@ -184,7 +207,7 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
     )
 
 
-def _calls(runner: Runner, inputs: Any, batches: int) -> Way:
+def calls(runner: Runner, inputs: Any, batches: int) -> Way:
     """A single call, and the period of a stream."""
     import numpy as np
 
@@ -307,5 +330,5 @@ def show(
     columns = ["", "predicted", "measured", "ratio"]
     if other is not None:
         columns += [f"{single} alone", "speed-up"]
-    equal = "results equal the plain module's" if compared else "results are random, not compared"
+    equal = "results equal the plain module's" if compared else "results are not compared"
     cli.print_table(f"{plan.graph.name}: {equal}", columns, rows)

@@ -47,9 +47,9 @@ def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
             one = trainer
             if plan.order is not None:
                 one = trainers["one"] = free.bind_training(module, optimizer, example, loss=loss)
-            ways = {"plan": _steps(one, trainer, example, batches)}
+            ways = {"plan": steps(one, trainer, example, batches)}
             if "single" in trainers:
-                ways["single"] = _steps(trainers["single"], trainers["single"], example, batches)
+                ways["single"] = steps(trainers["single"], trainers["single"], example, batches)
             measured = measure(ways, report)
         finally:
             for other in trainers.values():
@@ -119,7 +119,7 @@ def alone(plan: Plan, trainer: Trainer, device: str) -> Trainer:
     )
 
 
-def _steps(one: Trainer, many: Trainer, example: Any, batches: int) -> Way:
+def steps(one: Trainer, many: Trainer, example: Any, batches: int) -> Way:
     """Forward and backward of one micro-batch, and a step per micro-batch."""
     return (
         lambda: one.accumulate([example]),

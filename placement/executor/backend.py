@@ -133,6 +133,8 @@ class CudaBackend:
         return event
 
     def resolve_ns(self, mark: Any) -> int:
+        if isinstance(mark, int):  # of another process, which has resolved it
+            return mark
         mark.synchronize()
         return self._base_ns + int(self._base.elapsed_time(mark) * 1e6)
 

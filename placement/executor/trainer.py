@@ -52,6 +52,7 @@ class Trainer:
         priority: int32 ``[N]`` as for ``Runner``.
         schedule: a fixed order; steps then take exactly its number of micro-batches.
         record: keep what a measured ``Timeline`` needs.
+        make_runner: called like ``Runner``, which it is by default.
 
     Raises:
         RunnerError: the graph is not of a training step, colocated operators are on different
@@ -70,6 +71,7 @@ class Trainer:
         priority: ArrayLike | None = None,
         schedule: Schedule | None = None,
         record: bool = False,
+        make_runner: Callable[..., Runner] = Runner,
     ) -> None:
         if not isinstance(graph.program, Program) or not graph.program.gradients:
             raise RunnerError(
@@ -91,7 +93,7 @@ class Trainer:
             schedule.check(problem, p)
             _check_buffers(graph, schedule)
             max_in_flight = schedule.num_microbatches
-        self.runner = Runner(
+        self.runner = make_runner(
             graph,
             cluster,
             p,

@@ -1,0 +1,241 @@
+"""``placement run --distributed``: the devices of a plan spread over processes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from placement import cli
+from placement.cli.run import Way, alone, calls, difference, keep, measure, model_of, show
+
+if TYPE_CHECKING:
+    from placement.executor.distributed_world import World
+    from placement.plan import Plan
+
+_LOCAL = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a rank that ends is our message to write
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
+}
+
+
+def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
+    """As a rank of ``torchrun``; or start it here.
+
+    Exit code 1: the results differ from the plain module's, or a rank failed.
+    """
+    if args.weights and plan.graph.mode == "training":
+        raise cli.UsageError("--weights is for inference: training starts from the model's values")
+    if args.timeout <= 0:
+        raise cli.UsageError(f"--timeout {args.timeout:g}: must be positive seconds")
+    return _rank(args, plan, batches) if "RANK" in os.environ else _spawn(args, plan)
+
+
+def _spawn(args: argparse.Namespace, plan: Plan) -> int:
+    devices = [d.name for d in plan.cluster.devices]
+    count = len(devices) if args.processes is None else args.processes
+    if not 1 <= count <= len(devices):
+        raise cli.UsageError(
+            f"--processes {count}: the plan has {len(devices)} devices, and each process needs "
+            f"one of its own: give from 1 to {len(devices)}"
+        )
+    missing = plan.missing_devices()
+    if missing:
+        raise cli.UsageError(
+            f"this machine cannot run the plan alone: {'; '.join(missing)}. On every host: "
+            f"{more_hosts(args)}"
+        )
+    cli.say(f"for more hosts, on each of them: {more_hosts(args)}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(count), "-m", "placement", *_words(args)]
+    process = subprocess.Popen(command, env=_LOCAL | os.environ)
+    try:
+        return cli.OK if process.wait() == 0 else cli.NO
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its ranks
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """What each rank is to do, as it would be typed."""
+    words = ["run", args.plan, "--distributed", "--timeout", f"{args.timeout:g}"]
+    for name in ("model", "batches", "trace", "out", "wandb", "weights"):
+        value = getattr(args, name)
+        if value is not None:
+            words += [f"--{name}", str(value)]
+    flags = ("against_single_device", "json", "debug")
+    return words + [f"--{x.replace('_', '-')}" for x in flags if getattr(args, x, False)]
+
+
+def more_hosts(args: argparse.Namespace) -> str:
+    """The command for each of several hosts."""
+    return (
+        "torchrun --nnodes HOSTS --nproc-per-node PROCESSES --rdzv-backend c10d "
+        f"--rdzv-endpoint FIRST_HOST:29500 -m placement {shlex.join(_words(args))}"
+    )
+
+
+def _rank(args: argparse.Namespace, plan: Plan, batches: int) -> int:
+    from placement.executor.distributed_world import RankError, World
+
+    world = World.join(args.timeout)
+
+    def ended(*_: object) -> None:
+        # By torchrun, because another rank ended: why, is known in a moment.
+        raise world.why(2.0) or RankError(f"rank {world.rank} was told to end")
+
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        with world, cli.progress(quiet=world.rank != 0) as report:
+            work = _train if plan.graph.mode == "training" else _infer
+            return work(args, plan, batches, world, report)
+    except RankError as error:
+        if world.speaks:
+            cli.say(f"the run has ended: {error}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(cli.NO)  # threads that wait for a rank which is gone must not keep this one
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _infer(
+    args: argparse.Namespace, plan: Plan, batches: int, world: World, report: cli.Progress
+) -> int:
+    from placement.executor.distributed import DistributedRunner
+
+    report("loading and capturing the model", None)
+    graph, module, inputs = _model(args, plan)
+    cluster = plan.cluster.build()
+    place = plan.placement(graph, cluster)
+
+    def make(record: bool) -> DistributedRunner:
+        return DistributedRunner(
+            graph,
+            cluster,
+            place,
+            world=world,
+            max_in_flight=plan.max_in_flight,
+            priority=plan.priority,
+            record=record,
+        )
+
+    if args.weights:
+        from placement.executor.distributed import with_weights
+
+        graph = with_weights(graph, args.weights, make(False).own_params())
+    runner = make(False)
+    if world.rank:
+        runner.serve()
+        if args.trace:
+            make(True).serve()
+        return cli.OK
+    runners: dict[str, Any] = {"plan": runner}
+    single = plan.fallback.device if plan.fallback and not args.weights else None
+    try:
+        if module is not None and (wrong := difference(runner, module, inputs)):
+            cli.say(f"the results differ from those of the plain module: {wrong}")
+            return cli.NO
+        if args.against_single_device and single:
+            runners["single"] = alone(plan, runner, single)
+        ways: dict[str, Way] = {name: calls(r, inputs, batches) for name, r in runners.items()}
+        measured = measure(ways, report)
+    finally:
+        for other in runners.values():
+            other.close()
+    trace = None
+    if args.trace:
+        report("recording a trace", None)
+        with make(True) as recorded:
+            for _ in recorded.stream([inputs] * plan.max_in_flight):
+                pass
+            first = recorded.next_batch
+            for _ in recorded.stream([inputs] * batches):
+                pass
+            trace = _trace(recorded, first, batches)
+    show(plan, measured, single, as_json=args.json, compared=module is not None)
+    keep(args, plan, measured["plan"], trace)
+    return cli.OK
+
+
+def _model(args: argparse.Namespace, plan: Plan) -> tuple[Any, Any, Any]:
+    """Graph, module and inputs; with ``--weights`` no module, and if possible never its values."""
+    import torch
+
+    from placement.program import capture, inputs_from_spec
+
+    name = model_of(plan, args.model)
+    if args.weights:
+        with torch.device("meta"):
+            module, inputs = cli.load_workload(name)
+        graph = capture(module, inputs)
+        if plan.graph_differences(graph):  # some models export otherwise without values
+            module, inputs = cli.load_workload(name)
+            graph = capture(module, inputs)
+        return graph, None, inputs_from_spec(plan.graph.input_spec or {})
+    module, inputs = cli.load_workload(name)
+    return capture(module, inputs), module, inputs
+
+
+def _train(
+    args: argparse.Namespace, plan: Plan, batches: int, world: World, report: cli.Progress
+) -> int:
+    from placement.cli import train
+    from placement.executor.distributed import DistributedTrainer
+    from placement.program import capture
+
+    report("loading and capturing the model", None)
+    module, example, loss, optimizer = cli.load_training(
+        model_of(plan, args.model), plan.graph.optimizer
+    )
+    graph = capture(module, example, mode="training", loss=loss, optimizer=optimizer)
+    cluster = plan.cluster.build()
+    trainer = DistributedTrainer(
+        graph,
+        cluster,
+        plan.placement(graph, cluster),
+        optimizer,
+        world=world,
+        max_in_flight=plan.max_in_flight,
+        priority=plan.priority,
+        record=bool(args.trace),
+    )
+    if world.rank:
+        trainer.serve()
+        return cli.OK
+    with trainer:
+        compared = not graph.program.is_random
+        if compared and (wrong := train.difference(trainer, module, example, loss, batches)):
+            cli.say(f"the results differ from those of plain PyTorch: {wrong}")
+            return cli.NO
+        measured = measure({"plan": train.steps(trainer, trainer, example, batches)}, report)
+        trace = None
+        if args.trace:
+            first = trainer.runner.next_batch
+            trainer.step([example] * batches)
+            trace = _trace(trainer.runner, first, batches)
+    show(plan, measured, None, as_json=args.json, compared=compared)
+    keep(args, plan, measured["plan"], trace)
+    return cli.OK
+
+
+def _trace(runner: Any, first: int, batches: int) -> dict[str, Any]:
+    """The timeline of all ranks on the clock of rank 0."""
+    from placement.cli.show import costless_problem
+    from placement.executor.executor import measured_timeline
+
+    runner.collect(first)
+    cli.say(f"clocks of the ranks agree to {1e6 * runner.clock_error_s:.0f} us or better")
+    problem = costless_problem(runner.graph, runner.cluster)
+    return measured_timeline(problem, runner, first, batches).to_trace(runner.graph.op_name)

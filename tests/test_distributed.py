@@ -1,0 +1,392 @@
+"""Plans over processes: equal results, any order, no deadlock, and an end whatever fails.
+
+The processes are forked from a server that has imported torch, so that a rank costs little. The
+time limit is what turns a deadlock into a failure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from placement.cli.show import costless_problem
+from placement.cluster import Cluster, ClusterError, Device
+from placement.executor import RunnerError
+from placement.executor.distributed import (
+    DistributedRunner,
+    DistributedTrainer,
+    ranks_of,
+    save_weights,
+    with_weights,
+)
+from placement.executor.distributed_world import RankError, World
+from placement.executor.executor import measured_timeline
+from placement.program import capture
+from placement.schedule import Schedule
+from placement.training import plain_step
+
+pytestmark = pytest.mark.timeout(300)
+
+CLUSTER = Cluster("tests", tuple(Device(f"cpu:{i}") for i in range(4)))  # not pinned
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+HANGS_S = 2.0  # what the tests of faults wait for a sign of life
+
+
+class Forks(nn.Module):
+    """Branches that meet again, and a tensor that several read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.unused = nn.Linear(6, 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.first(x).relu()
+        b, c = self.left(a).sigmoid(), self.right(a).tanh()
+        return (b + c) @ a.flip(0).T + b.sum()
+
+
+class Tied(nn.Module):
+    """One weight that is read at both ends, dropout-free, with running statistics between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.middle = nn.Linear(5, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(ids))
+        return torch.tanh(self.middle(x)) @ self.embed.weight.T
+
+
+def items(num: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 6, generator=generator) for _ in range(num)]
+
+
+torch.manual_seed(0)
+MODULE = Forks().eval()  # made and captured once, in the process that all ranks are forked from
+GRAPH = capture(MODULE, items(1)[0])
+
+
+def batches(num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    draw = lambda: torch.randint(7, (4,), generator=generator)  # noqa: E731
+    return [(draw(), draw()) for _ in range(num)]
+
+
+def scattered(graph: Any, seed: int, num_devices: int) -> np.ndarray[Any, Any]:
+    """A random device for each colocation group."""
+    groups, member = np.unique(graph.group, return_inverse=True)
+    on = np.random.default_rng(seed).integers(0, num_devices, len(groups))
+    return on[member].astype(np.int32)
+
+
+def random_schedule(graph: Any, placement: Any, num_microbatches: int, seed: int) -> Schedule:
+    """Any order that a machine could run: repeatedly one of all operators that are ready."""
+    rng = np.random.default_rng(seed)
+    order: list[list[tuple[int, int]]] = [[] for _ in range(CLUSTER.num_devices)]
+    before = [
+        {int(s) for s in graph.tensor_src[graph.in_tensor[a:b]] if s >= 0}
+        for a, b in zip(graph.in_ptr[:-1], graph.in_ptr[1:], strict=True)
+    ]
+    left = {(op, m) for op in range(graph.num_ops) for m in range(num_microbatches)}
+    while left:
+        ready = sorted((n, m) for n, m in left if not any((s, m) in left for s in before[n]))
+        op, m = ready[rng.integers(len(ready))]
+        left.remove((op, m))
+        order[placement[op]].append((op, m))
+    rows = tuple(np.array(x, np.int32).reshape(-1, 2) for x in order)
+    return Schedule(rows, num_microbatches)
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def _rank(work: Callable[..., Any], rank: int, env: dict[str, str], pipe: Any, args: Any) -> None:
+    os.environ.update(env, RANK=str(rank))
+    torch.set_num_threads(1)
+    try:
+        pipe.send(("value", work(rank, *args)))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send((type(error).__name__, str(error)))
+        os._exit(1)
+
+
+class Ranks:
+    """Processes that run ``work(rank, *args)``; none is left when the ``with`` ends."""
+
+    def __init__(self, work: Callable[..., Any], size: int, *args: Any, size_said: int = 0) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        self.env = env | {"WORLD_SIZE": str(size_said or size)}
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            self.add(work, rank, *args)
+
+    def add(self, work: Callable[..., Any], rank: int, *args: Any) -> None:
+        here, there = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_rank, args=(work, rank, self.env, there, args))
+        process.start()
+        there.close()
+        self.pipes.append(here)
+        self.processes.append(process)
+
+    def answer(self, i: int, limit_s: float = 150.0) -> tuple[str, Any]:
+        """("value", what it returned) or the exception; ("", None) if it ended without a word."""
+        assert self.pipes[i].poll(limit_s), f"process {i} has not answered for {limit_s} s"
+        try:
+            return self.pipes[i].recv()
+        except EOFError:
+            return "", None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.join(10)
+            alive = process.is_alive()
+            process.kill()
+            process.join()
+            assert not alive, "a process was left running"
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def equal_results(rank: int, folder: str) -> int:
+    """Everything that inference promises, in one start of two or four ranks."""
+    graph = GRAPH
+    expected = [MODULE(x).detach() for x in items(8)]
+    weights = Path(folder) / "weights.safetensors"
+    with World.join(120) as world:
+        for seed in range(6):
+            place = scattered(graph, seed, world.size if seed % 2 else 4)
+            order = random_schedule(graph, place, 4, seed) if seed > 2 else None
+            used = graph
+            if seed == 2:  # every rank reads what is its own, and has nothing else
+                if rank == 0:
+                    save_weights(graph, weights)
+                    (Path(folder) / "ready").touch()
+                while not (Path(folder) / "ready").exists():
+                    time.sleep(0.01)
+                own = DistributedRunner(graph, CLUSTER, place, world=world).own_params()
+                used = with_weights(graph, weights, own)
+                held = [not p.is_meta for p in used.program.params]
+                assert [q for q, here in enumerate(held) if here] == own
+                num_held = sum(held)
+            runner = DistributedRunner(
+                used, CLUSTER, place, world=world, schedule=order, record=seed == 1,
+                max_in_flight=4 if order is not None else 3,
+            )  # fmt: skip
+            if rank:
+                runner.serve()
+                continue
+            for got, wanted in zip(runner.stream(items(8)), expected, strict=True):
+                torch.testing.assert_close(got, wanted)
+            if order is None and seed != 1:
+                torch.testing.assert_close(runner(items(1)[0]), expected[0])
+            if seed == 1:
+                runner.collect()
+                timeline = measured_timeline(costless_problem(graph, CLUSTER), runner, 0, 8)
+                error_s = 2 * runner.clock_error_s
+                # Nothing arrives before it was sent, nor is it used before it arrived.
+                for (t, m, _, there), sent, came in zip(
+                    timeline.transfers.tolist(),
+                    timeline.transfer_start_s,
+                    timeline.transfer_end_s,
+                    strict=True,
+                ):
+                    assert timeline.end_s[m, graph.tensor_src[t]] <= sent + error_s
+                    assert sent <= came + error_s
+                    users = graph.use_dst[graph.use_ptr[t] : graph.use_ptr[t + 1]]
+                    users = users[place[users] == there]
+                    assert came <= timeline.start_s[m, users].min() + error_s
+                tracks = timeline.to_trace(graph.op_name)["traceEvents"]
+                names = [e["args"]["name"] for e in tracks if e["ph"] == "M"]
+                assert names[:4] == list(CLUSTER.device_names)  # of all ranks in one file
+            runner.close()
+            with pytest.raises(RunnerError, match="closed"):
+                runner(items(1)[0])
+    return num_held
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_outputs_equal_the_plain_module_for_random_placements_and_schedules(size, tmp_path):
+    with Ranks(equal_results, size, str(tmp_path)) as ranks:
+        answers = [ranks.answer(r) for r in range(size)]
+    assert [kind for kind, _ in answers] == ["value"] * size, answers
+    num_held = [num for _, num in answers]
+    assert sum(num_held) >= 6 and max(num_held) < 6  # together all of it, nobody everything
+
+
+def test_devices_go_to_ranks_in_order_and_no_rank_is_without_one():
+    # 5 devices on 2 ranks: | 0 0 0 | 1 1 |; the last rank must have one too.
+    five = Cluster("five", tuple(Device(f"cpu:{i}") for i in range(5)))
+    assert ranks_of(five, 2) == (0, 0, 0, 1, 1)
+    assert ranks_of(five, 5) == (0, 1, 2, 3, 4)
+    with pytest.raises(ClusterError, match="6 processes for 5 devices"):
+        ranks_of(five, 6)
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def train(rank: int, folder: str, died_after: int | None) -> list[list[float]]:
+    """Six steps, a checkpoint after each second one; or the rest of them, from the last one."""
+    torch.manual_seed(0)
+    module = Tied()
+    loss = nn.functional.cross_entropy
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    graph = capture(module, batches(1)[0], mode="training", loss=loss, optimizer=optimizer)
+    # The table is read on both ranks: another placement after the restart.
+    seed = 8 if died_after is None else 9
+    place = scattered(graph, seed, 4)
+    assert len({int(d) // 2 for d in place[graph.param_use_op[graph.param_use == 0]]}) == 2
+    data = batches(18)
+    with World.join(120) as world:
+        trainer = DistributedTrainer(graph, CLUSTER, place, optimizer, world=world)
+        begin = trainer.load(folder)
+        if rank:
+            trainer.serve()
+            return []
+        losses = []
+        for step in range(begin, 6):
+            if step == died_after:
+                raise KeyboardInterrupt
+            optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)  # what a scheduler does
+            losses.append(trainer.step(data[3 * step : 3 * step + 3]).tolist())
+            if step % 2:
+                trainer.save(folder, step + 1)
+        trainer.close()
+        torch.save(module.state_dict(), Path(folder) / "trained.pt")
+        return losses
+
+
+def plain_training() -> tuple[nn.Module, list[list[float]]]:
+    torch.manual_seed(0)
+    module = Tied().train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    data, losses = batches(18), []
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)
+        taken = data[3 * step : 3 * step + 3]
+        losses.append(plain_step(module, optimizer, taken, nn.functional.cross_entropy).tolist())
+    return module, losses
+
+
+def test_training_equals_plain_pytorch_also_after_a_restart_with_another_placement(tmp_path):
+    module, expected = plain_training()
+    with Ranks(train, 2, str(tmp_path), 5) as ranks:
+        assert ranks.answer(0)[0] == "KeyboardInterrupt"
+        assert "rank 0 has ended with KeyboardInterrupt" in ranks.answer(1)[1]
+    assert json.loads((tmp_path / "checkpoint.json").read_text())["step"] == 4
+    with Ranks(train, 2, str(tmp_path), None) as ranks:
+        kind, losses = ranks.answer(0)
+        assert kind == "value", losses
+    np.testing.assert_allclose(losses, expected[4:], rtol=1e-5)
+    trained = torch.load(tmp_path / "trained.pt")
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(trained[name], value, msg=name)
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+def stream(rank: int, folder: str, timeout_s: float) -> int:
+    """A stream without end over two devices."""
+    graph = GRAPH
+    with World.join(timeout_s) as world:
+        place = scattered(graph, 0, 4)
+        runner = DistributedRunner(graph, CLUSTER, place, world=world)
+        (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
+        if rank:
+            runner.serve()
+            return 0
+        for n, _ in enumerate(runner.stream(itertools.repeat(items(1)[0]))):
+            if n == 20:
+                (Path(folder) / "flowing").touch()
+        return 0
+
+
+def flowing(folder: Path, num_ranks: int) -> list[int]:
+    """Processes of the ranks, once results flow."""
+    began = time.monotonic()
+    while not (folder / "flowing").exists():
+        assert time.monotonic() - began < 150, "no results"
+        time.sleep(0.02)
+    return [int((folder / f"pid{r}").read_text()) for r in range(num_ranks)]
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "said"),
+    [
+        (1, signal.SIGKILL, "rank 1 .* has ended, or its connection broke"),
+        (1, signal.SIGSTOP, "rank 1 .* no sign of life for 2 s"),
+        (0, signal.SIGSTOP, "rank 0 .* no sign of life for 2 s|rank 1 cannot reach the store"),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_ends_the_run_on_every_rank_in_time(victim, how, said, tmp_path):
+    with Ranks(stream, 2, str(tmp_path), HANGS_S) as ranks:
+        pids = flowing(tmp_path, 2)
+        began = time.monotonic()
+        os.kill(pids[victim], how)
+        kind, text = ranks.answer(1 - victim)
+        assert kind == "RankError"
+        assert re.search(said, text), text
+        if victim == 1:
+            # The stream tells what it has given out.
+            found = re.search(r"(\d+) of (\d+) micro-batches that were begun", text)
+            assert found and 20 < int(found[1]) < int(found[2]) <= int(found[1]) + 4
+        for process in ranks.processes:
+            process.join(10)  # also the one that was stopped
+            assert not process.is_alive()
+        assert time.monotonic() - began < HANGS_S + 15
+
+
+def join_only(rank: int, timeout_s: float) -> str:
+    with World.join(timeout_s) as world:
+        return f"{world.rank} of {world.size}"
+
+
+def test_a_rank_that_does_not_come_and_one_that_comes_too_late(tmp_path):
+    with Ranks(join_only, 1, 1.0, size_said=2) as ranks:
+        kind, text = ranks.answer(0)
+        assert kind == "RankError" and "of 2 ranks, rank 1 did not join within 1 s" in text
+        ranks.add(join_only, 1, 1.0)  # the store has gone with rank 0
+        kind, text = ranks.answer(1)
+        assert kind == "RankError" and "cannot reach the store" in text
+    with Ranks(stream, 2, str(tmp_path), HANGS_S) as ranks:
+        flowing(tmp_path, 2)
+        ranks.add(join_only, 1, 1.0)
+        kind, text = ranks.answer(2)
+        assert kind == "RankError" and "rank 1 has joined this run already" in text
+        ranks.processes[1].kill()
+        assert ranks.answer(0)[0] == "RankError"
+
+
+def test_without_torchrun_the_message_says_how_to_start(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RankError, match="torchrun --nproc-per-node"):
+        World.join()
