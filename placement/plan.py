@@ -110,6 +110,7 @@ class DeviceInfo(_Strict):
     like: Name | None
     speed: FiniteFloat
     model: Name
+    power_source: Literal["declared", "measured"] = "declared"
 
 
 class LinkInfo(_Strict):
@@ -424,12 +425,13 @@ class Plan(_Strict):
         loss: Callable[..., Any] | None = None,
         colocate_backward: bool = True,
         split_backward: bool = False,
+        recompute: Sequence[str] = (),
         record: bool = False,
     ) -> Trainer:
         """``module`` on the devices of the plan, to be trained by ``optimizer``.
 
-        ``loss`` and how backward is cut as for ``placement.capture``; otherwise as ``bind``.
-        An order of the plan is followed: steps then take exactly its micro-batches.
+        ``loss``, how backward is cut and what is recomputed as for ``placement.capture``;
+        otherwise as ``bind``. An order of the plan is followed: steps then take exactly its micro-batches.
 
         Raises:
             PlanMismatch: another module, loss or optimizer than the plan's, or this machine lacks
@@ -453,6 +455,7 @@ class Plan(_Strict):
             optimizer=optimizer,
             colocate_backward=colocate_backward,
             split_backward=split_backward,
+            recompute=recompute,
         )
         cluster = self.cluster.build()
         return Trainer(

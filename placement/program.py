@@ -264,6 +264,7 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None,
     colocate_backward: bool = True,
     split_backward: bool = False,
+    recompute: Sequence[str] = (),
 ) -> OpGraph:
     """The operator graph of ``module`` for inputs shaped like ``example_inputs``.
 
@@ -289,6 +290,8 @@ def capture(
         colocate_backward: of training: a backward operator is on the device of its forward.
         split_backward: of training: gradients of weights, which nothing waits for, are operators
             of their own (what zero-bubble schedules need); convolutions then run two kernels.
+        recompute: of training: modules (e.g. ``layers.3``) whose activations are computed again
+            for their backward, not kept: less memory, more work (``placement.recompute``).
 
     Raises:
         CaptureError: the module fails on these inputs, does not export (data-dependent control
@@ -306,11 +309,14 @@ def capture(
             optimizer=optimizer,
             colocate_backward=colocate_backward,
             split_backward=split_backward,
+            blocks=recompute,
         )
     if mode != "inference":
         raise CaptureError(f"mode {mode!r} is unknown; use 'inference' or 'training'")
-    if loss is not None or optimizer is not None:
-        raise CaptureError("loss and optimizer are for training: capture(..., mode='training')")
+    if loss is not None or optimizer is not None or recompute:
+        raise CaptureError(
+            "loss, optimizer and recompute are for training: capture(..., mode='training')"
+        )
     args, kwargs = split_inputs(example_inputs)
     spec = input_spec(example_inputs)
     exported = export(module, args, kwargs)

@@ -30,6 +30,7 @@ from placement.program import (
     inputs_from_spec,
     split_inputs,
 )
+from placement.recompute import recompute
 
 TARGET = "target"  # the name of the loss function's second argument among the inputs
 
@@ -58,6 +59,7 @@ def capture_training(
     optimizer: torch.optim.Optimizer | None,
     colocate_backward: bool,
     split_backward: bool,
+    blocks: Sequence[str],
 ) -> OpGraph:
     """See ``placement.capture``."""
     inputs, target = split_example(example_inputs) if loss else (example_inputs, None)
@@ -112,7 +114,7 @@ def capture_training(
     keepers = [
         (builder.tensor_src[t], len(sizes) + i) for i, (_, t) in enumerate(builder.gradients)
     ]
-    return OpGraph.build(
+    graph = OpGraph.build(
         name or type(module).__name__,
         builder.op_name,
         builder.tensor_src,
@@ -129,6 +131,7 @@ def capture_training(
         output_tensor=[builder.loss],
         program=program,
     )
+    return recompute(graph, blocks) if blocks else graph
 
 
 def split_example(example: Any) -> tuple[Any, Any]:
