@@ -143,6 +143,13 @@ def test_zoom_by_buttons_wheel_and_keys(shown: Page) -> None:
     assert view(shown)[1] - view(shown)[0] == pytest.approx(0.7 * (end - begin))
 
 
+def test_marks_of_logarithmic_axes(shown: Page) -> None:
+    """Few decades: 1, 2, 5; many: powers of ten; less than one: as on a linear axis."""
+    assert shown.run("logTicks(0.9, 21)") == [1, 2, 5, 10, 20]
+    assert shown.run("logTicks(0.09, 21)") == pytest.approx([0.1, 1, 10])
+    assert shown.run("logTicks(1.9, 4.1)") == [2, 3, 4]
+
+
 def test_keys_step_through_operators_and_say_them(shown: Page) -> None:
     shown.run("document.querySelector('#gantt-0').focus()")
     shown.key(".")

@@ -9,15 +9,16 @@ function ticks(low, high, num) {
   return found;
 }
 function logTicks(low, high) {
+  const decades = Math.log10(high / low);
+  if (decades < 0.7) return ticks(low, high, 4);
   const found = [];
-  const few = Math.log10(high / low) < 2.2;
   for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e++) {
-    for (const k of few ? [1, 2, 5] : [1]) {
+    for (const k of decades < 2.2 ? [1, 2, 5] : [1]) {
       const x = k * 10 ** e;
       if (x >= low * 0.999 && x <= high * 1.001) found.push(x);
     }
   }
-  return found.length < 3 ? ticks(low, high, 4) : found;
+  return found;
 }
 function scale(low, high, from, to, isLog) {
   const f = isLog ? Math.log : (x) => x;
