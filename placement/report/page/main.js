@@ -249,7 +249,9 @@ function begin() {
   theme();
   document.title = `${data.title} · placement report`;
   $("title").textContent = data.title;
-  $("subtitle").textContent = `Placement report, made ${data.made} by version ${data.version}`;
+  const made = data.made.replace("T", " ").replace(/:\d\d\+00:00$/, " UTC");
+  const version = /^\d/.test(data.version) ? ` by version ${data.version}` : "";
+  $("subtitle").textContent = `Placement report, made ${made}${version}`;
   $("footer").textContent = "Placement report: one file, no network. Seconds are of one micro-batch unless they say otherwise.";
   if (data.unread.length) {
     $("warnings").replaceChildren(el("div", { class: "card warn" }, el("h2", {}, "Left out"),
