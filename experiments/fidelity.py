@@ -1,6 +1,6 @@
 """How well predicted time and memory agree with what is measured on the devices of this machine.
 
-    python -m experiments.fidelity [WORKLOAD ...] [--placements 50] [--rounds 3]
+    python -m experiments.fidelity [WORKLOAD ...] [--placements 50] [--rounds 2]
 
 For every workload, single-device, planned and random placements run for real: latency with one
 micro-batch at a time, period and peak memory in a pipeline. Profiles are taken before and after
@@ -310,7 +310,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", default=WORKLOADS)
     parser.add_argument("--placements", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=6, help="of a profile")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "fidelity")

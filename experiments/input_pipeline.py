@@ -1,6 +1,6 @@
 """What loading ahead gains, and what it costs in memory.
 
-    python -m experiments.input_pipeline [--rounds 5] [--count 64]
+    python -m experiments.input_pipeline [--rounds 3] [--count 32]
 
 A loader that costs 30 to 200 % of a step feeds a pipeline over two one-core devices, and one
 over a single one-core device (a core is free then). It waits (``time.sleep``: disk, network),
@@ -202,9 +202,9 @@ def line(row: Row) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--count", type=int, default=64)
-    parser.add_argument("--width", type=int, default=512, help="of the model: how long a step is")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--count", type=int, default=32)
+    parser.add_argument("--width", type=int, default=1024, help="of the model: how long a step is")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -30,6 +30,7 @@ from placement.executor.executor import Executor, batched
 from placement.executor.runner import Runner
 from placement.files import FileError, cache_folder
 from placement.graph import OpGraph
+from placement.latency.corpus import Corpus, CorpusError
 from placement.problem import Problem, reuse_position
 from placement.profile import Profile, ProfileError
 from placement.program import capture
@@ -40,7 +41,8 @@ Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
 _CHAIN_OPS, _CHAIN_SIZE = 17, 2**17  # of the chain that tells what waking costs
-_CALIBRATION_PLACEMENTS, _CALIBRATION_ROUNDS, _CALIBRATION_RUNS = 4, 2, 8
+_CALIBRATION_PLACEMENTS = 4
+_CALIBRATION_RUNS, _CALIBRATION_S = (3, 8), 0.1  # alone and in a pipeline; many of short ones
 _CALIBRATION_SEED = 20
 _CALIBRATION_PRIOR = 0.01  # error that a factor of e must take away to be believed
 _CALIBRATION_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
@@ -116,18 +118,17 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     part. So a few random placements run, and a factor for each of the three is chosen with
     which their latencies and periods are predicted best.
     """
-    problem = Problem(graph, cluster, profile, num_microbatches=_CALIBRATION_RUNS)
-    executor = Executor(problem)
+    short = int(np.clip(_CALIBRATION_S / profile.compute_s.sum(axis=0).mean(), 1, 8))
+    alone, many = (runs * short for runs in _CALIBRATION_RUNS)
+    problem = Problem(graph, cluster, profile, num_microbatches=many)
+    executor = Executor(problem, warmup=1)
     rng = np.random.default_rng(_CALIBRATION_SEED)
     groups = rng.integers(0, cluster.num_devices, (_CALIBRATION_PLACEMENTS, graph.num_groups))
     placements = groups[:, graph.group].astype(np.int32)
-    rounds = []
-    for _ in range(_CALIBRATION_ROUNDS):
-        for p in placements:
-            alone = executor.run(p, num_microbatches=3, max_in_flight=1)
-            rounds.append([float(np.median(alone.span_s)), executor.run(p).period_s])
-    shape = (_CALIBRATION_ROUNDS, len(placements), 2)
-    measured = np.median(np.reshape(rounds, shape), axis=0)
+    measured = np.empty((len(placements), 2))
+    for i, p in enumerate(placements):
+        spans = executor.run(p, num_microbatches=alone, max_in_flight=1).span_s
+        measured[i] = np.median(spans), executor.run(p).period_s
 
     def error(factors: tuple[float, ...]) -> float:
         values = evaluate(replace(problem, profile=scaled(profile, *factors)), placements)
@@ -210,7 +211,18 @@ def load_or_measure(
             "PLACEMENT_HOME to a folder with space",
             stacklevel=2,
         )
+    remember(graph, cluster, profile, folder)
     return profile.for_cluster(cluster)
+
+
+def remember(
+    graph: OpGraph, cluster: Cluster, profile: Profile, folder: str | Path | None = None
+) -> None:
+    """Keep what was measured for predictions of other models; a warning where that fails."""
+    try:
+        Corpus(Path(folder or cache_folder()) / "corpus.sqlite").add(graph, cluster, profile)
+    except CorpusError as error:
+        warnings.warn(f"predictors will not know this profile: {error}", stacklevel=2)
 
 
 def cached_path(graph: OpGraph, cluster: Cluster, folder: str | Path | None = None) -> Path:

@@ -194,7 +194,7 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch):
     truth = scaled(profile, 2.0, 0.5, 1.4)
 
     class Machine:
-        def __init__(self, problem):
+        def __init__(self, problem, warmup):
             self.problem = replace(problem, profile=truth)
 
         def run(self, placement, num_microbatches=None, max_in_flight=None):
