@@ -295,7 +295,8 @@ def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
         known = {"path", "name", *(importers.load.__kwdefaults__ or {})} - {"objective", "cluster"}
         if "path" not in options or not set(options) <= known:
             raise AppError(f"files: {node} must be a path, or have path and any of {sorted(known)}")
-        name = str(options.pop("name", Path(options["path"]).stem))
+        stem = Path(str(options["path"]).removesuffix(".gz")).stem
+        name = str(options.pop("name", stem))
         if Path(name).name != name or name == "..":  # it would leave the run's folder
             raise AppError(_NO_NAME.format(name=name))
         if name in problems:
@@ -474,13 +475,26 @@ def save_curves(job: Job, comparison: Comparison) -> None:
         job.mirror.image("curves", path)
 
 
+def save_pareto(job: Job, comparison: Comparison) -> None:
+    """``pareto.png``: what latency, period and energy cost each other."""
+    from placement.report import gantt, pareto
+
+    path = job.folder / "pareto.png"
+    try:
+        pareto.plot_pareto(comparison, path)
+    except gantt.PlotError as error:
+        cli.say(f"no front: {error}")
+    else:
+        job.mirror.image("pareto", path)
+
+
 def save_report(job: Job) -> None:
     """``report.html``, unless the run is one of a sweep; with tables and curves an artifact."""
     from placement.report import html
 
     if HydraConfig.get().mode != RunMode.MULTIRUN:
         html.write_report(job.folder, progress=job.report)
-    names = ("report.html", "compare.csv", "compare.md", "curves.png")
+    names = ("report.html", "compare.csv", "compare.md", "curves.png", "pareto.png")
     found = [job.folder / name for name in names if (job.folder / name).exists()]
     job.mirror.artifact("report", "report", *found)
 

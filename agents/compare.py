@@ -17,6 +17,7 @@ from agents.app import (
     metric_s,
     save_best,
     save_curves,
+    save_pareto,
     save_report,
     seeds_of,
     show,
@@ -58,9 +59,13 @@ def _compare(cfg: DictConfig) -> float:
         )
         run.mirror.comparison(comparison)
         save_curves(run, comparison)
+        save_pareto(run, comparison)
         save_best(run, comparison, problems, planners)
         save_report(run)
-    files = "report.html, compare.csv, compare.md, curves.png; per workload plan.json, trace.json"
+    files = (
+        "report.html, compare.csv, compare.md, curves.png, pareto.png; "
+        "per workload plan.json, trace.json"
+    )
     show(run, comparison, files)
     return metric_s(comparison)
 

@@ -85,6 +85,7 @@ MEANINGS = {
     "DeviceInfo.memory_bytes": "Capacity.",
     "DeviceInfo.busy_w": "Watts while working, if known.",
     "DeviceInfo.idle_w": "Watts while waiting, if known.",
+    "DeviceInfo.power_source": "Whether a meter measured the watts, or somebody declared them.",
     "DeviceInfo.like": "The measured device that this one is described by.",
     "DeviceInfo.speed": "It is this many times as fast as `like`.",
     "DeviceInfo.model": "Model of the hardware, for people.",

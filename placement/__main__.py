@@ -21,6 +21,7 @@ from placement.cli import (
     export,
     import_problem,
     plan,
+    power,
     profile,
     pull,
     replan,
@@ -53,6 +54,12 @@ VERBS = {
         dataset.configure,
         dataset.run,
         dataset.EXAMPLE,
+    ),
+    "power": Verb(
+        "watts of this machine's devices, where it has meters",
+        power.configure,
+        power.run,
+        power.EXAMPLE,
     ),
     "import": Verb(
         "write any problem as one file of our own format",

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class Device:
         threads: intra-operator threads.
         memory_bytes: capacity for parameters, activations and workspace.
         busy_w, idle_w: watts while working and while waiting; None if unknown.
+        power_source: where these come from: ``declared``, or ``measured`` by
+            ``placement.power.measured``.
         like, speed: a device that is not at hand: ``speed`` times as fast as device ``like``.
     """
 
@@ -41,6 +44,7 @@ class Device:
     like: str | None = None
     speed: float = 1.0
     model: str = ""
+    power_source: str = "declared"
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -53,6 +57,13 @@ class Device:
             watts = getattr(self, what)
             if watts is not None and watts < 0:
                 raise ClusterError(f"device {self.name!r}: {what} = {watts} watts is negative")
+            if watts is not None and not isfinite(watts):
+                raise ClusterError(f"device {self.name!r}: {what} = {watts} is no number of watts")
+        if self.power_source not in ("declared", "measured"):
+            raise ClusterError(
+                f"device {self.name!r}: power_source = {self.power_source!r}, must be declared or "
+                "measured"
+            )
 
 
 @dataclass(frozen=True)
@@ -125,13 +136,28 @@ class Cluster:
         return self.device_names.index(name)
 
     @property
+    def power_source(self) -> str | None:
+        """Where the watts of all devices come from: ``measured``, ``declared``, None: unknown.
+
+        One device whose watts are declared makes every sum of joules declared.
+        """
+        if any(d.busy_w is None or d.idle_w is None for d in self.devices):
+            return None
+        is_measured = all(d.power_source == "measured" for d in self.devices)
+        return "measured" if is_measured else "declared"
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of devices (kind, threads, memory, model) and declared links."""
+        devices = [asdict(d) for d in self.devices]
+        for device in devices:
+            if device["power_source"] == "declared":
+                del device["power_source"]  # as it was before there was one
         links = [asdict(x) for x in self.links]
         for link in links:
             if not link["wake_s"]:
                 del link["wake_s"]  # as it was before there was one
-        text = json.dumps([[asdict(d) for d in self.devices], links])
+        text = json.dumps([devices, links])
         return hashlib.sha256(text.encode()).hexdigest()
 
     @classmethod

@@ -58,6 +58,9 @@ class Row:
         bound_s: best proved lower bound of the objective over all planners, and its ``gap``,
             ``value_s / bound_s - 1``.
         plan_s, evaluations: what planning cost.
+        energy_source: whether the watts behind ``energy_j`` are ``measured`` or ``declared``.
+        pareto: no other feasible row of the workload has a predicted latency, period and energy
+            (where known) that are all as small and one of them smaller.
         note: why there is no answer, or what the planner said of it (``stats["message"]``).
     """
 
@@ -87,6 +90,8 @@ class Row:
     plan_s: float = 0.0
     evaluations: int | None = None
     note: str = ""
+    energy_source: str | None = None
+    pareto: bool = False
 
 
 @dataclass(frozen=True)
@@ -426,14 +431,35 @@ def _rows(
         return min((x for x in singles if x is not None), default=None)
 
     said, found = best(what), best(f"measured_{what}")
+    on_front = pareto_front(_values(rows))
     return [
         replace(
             row,
+            pareto=bool(front),
             speedup=_ratio(said, getattr(row, what) if row.feasible else None),
             measured_speedup=_ratio(found, getattr(row, f"measured_{what}")),
         )
-        for row in rows
+        for row, front in zip(rows, on_front, strict=True)
     ]
+
+
+def _values(rows: Sequence[Row]) -> Floats:
+    """float64 ``[K, 3]`` latency, period and energy; inf where infeasible, 0 where not known."""
+    known = [(r.latency_s, r.period_s, 0.0 if r.energy_j is None else r.energy_j) for r in rows]
+    feasible = np.array([r.feasible for r in rows])
+    return np.where(feasible[:, None], np.array(known, float), np.inf)
+
+
+def pareto_front(values: ArrayLike) -> NDArray[np.bool_]:
+    """bool ``[K]``: which rows of ``values [K, V]``, all to be small, no other row dominates.
+
+    A row dominates another if none of its values is larger and one is smaller; so of equal rows
+    all are on the front, or none. A row with an infinite value is not.
+    """
+    v = np.asarray(values, float)
+    no_worse = (v[:, None] <= v[None]).all(axis=2)
+    better = (v[:, None] < v[None]).any(axis=2)
+    return np.isfinite(v).all(axis=1) & ~(no_worse & better).any(axis=0)
 
 
 def _row(
@@ -467,6 +493,7 @@ def _row(
         latency_s=float(values.latency_s[0]),
         period_s=float(values.period_s[0]),
         energy_j=None if values.energy_j is None else float(values.energy_j[0]),
+        energy_source=problem.cluster.power_source,
         gap=value_s / bound_s - 1 if bound_s > 0 and np.isfinite(value_s) else None,
         evaluations=cell.solution.stats.get("evaluations"),
         note=cell.note or _said(cell.solution, feasible, value_s),

@@ -280,6 +280,7 @@ def _measured(
     order, samples = _alone(graph, cluster, rounds)
     from placement.measure import typical
 
+    quiet = _faster_half(samples)
     low, high = np.percentile(samples, [25, 75], axis=0)
     whole = {
         name: _rounded(samples[:, :, d].sum(axis=1)).tolist()
@@ -305,7 +306,7 @@ def _measured(
     }
     profile = Profile(
         device_names=cluster.device_names,
-        compute_s=_rounded(typical(samples)),
+        compute_s=_rounded(typical(quiet)),
         spread_s=_rounded(high - low),
         links=links,
         graph_fingerprint=graph.fingerprint,
@@ -335,6 +336,12 @@ def _alone(graph: OpGraph, cluster: Cluster, rounds: int) -> tuple[str, Floats]:
         for runner in runners:
             runner.close()
     return order, samples
+
+
+def _faster_half(samples: Floats) -> Floats:
+    """Of float64 ``[R, N, D]``, each device's faster rounds: other programs only ever add time."""
+    order = np.argsort(samples.sum(axis=1), axis=0)[: (len(samples) + 1) // 2]
+    return np.take_along_axis(samples, order[:, None, :], axis=0)
 
 
 def _provenance() -> dict[str, Any]:

@@ -50,8 +50,8 @@ READERS = {
     "cluster": ["plan", "tiny_mlp", "--planner", "heft", "--cluster", "FILE", "--out", "OUT"],
     "measured": ["plan", "tiny_mlp", "--planner", "heft", "--profile", "FILE", "--out", "OUT"],
 }
-# The last three have tests of their own.
-WITHOUT_A_FILE = {"schema", "doctor", "completion", "report", "pull", "dataset"}
+# The last four have tests of their own.
+WITHOUT_A_FILE = {"schema", "doctor", "completion", "report", "pull", "dataset", "power"}
 
 
 def problem(names: list[str] | None = None, num_ops: int = 6) -> Problem:

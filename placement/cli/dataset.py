@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["build", "show", "load"])
     parser.add_argument("source", help="of build: a list of models, or default; else: the folder")
     parser.add_argument("--out", metavar="PATH", help="folder to build, or CSV file to load into")
+    parser.add_argument("--cluster", metavar="FILE", help="devices to measure (YAML), all here")
     parser.add_argument("--seconds", type=float, help="of build: begin no graph after these")
     parser.add_argument("--repeats", type=int, default=10, help="rounds (default %(default)s)")
 
@@ -49,9 +50,15 @@ def _build(args: argparse.Namespace) -> int:
     for entry in entries:
         cli.search_here(entry.spec)
     seconds = float("inf") if args.seconds is None else args.seconds
+    cluster = dataset.this_machine() if args.cluster is None else cli.cluster_of(args.cluster)
     with cli.progress() as report:
         built = dataset.build(
-            entries, args.out, seconds=seconds, repeats=args.repeats, progress=report
+            entries,
+            args.out,
+            cluster=cluster,
+            seconds=seconds,
+            repeats=args.repeats,
+            progress=report,
         )
     if args.json:
         cli.print_json({"folder": str(args.out), **asdict(built)})

@@ -74,6 +74,7 @@ def show_plan(plan: Plan) -> None:
     energy_j = plan.predicted.energy_j
     if energy_j is not None and plan.objective != "energy":
         values.append(["energy", cli.seconds(energy_j, "J"), *["-"] * 4])
+    declared = energy_j is not None and plan.cluster.build().power_source == "declared"
     if plan.objective not in ("latency", "period"):
         unit = "J" if plan.objective == "energy" else "s"
         value, bound = plan.predicted.value_s, plan.lower_bound_s.get(plan.objective)
@@ -87,6 +88,8 @@ def show_plan(plan: Plan) -> None:
         ["", "predicted", "measured", "proved bound", "gap", "one device"],
         values,
     )
+    if declared:
+        print("energy: from declared watts, not from measured ones")
     on = list(plan.assignment.values())
     cli.print_table(
         "devices",

@@ -288,6 +288,7 @@ def _planner(name: str, rows: Sequence[Row], index: dict[str, int]) -> dict[str,
         "feasible": all(row.feasible for row in rows),
         "rounds": max(row.num_rounds for row in rows),
         "note": next((row.note for row in rows if row.note), ""),
+        "pareto": any(row.pareto for row in rows),
         "decision": index.get(name),
         **{column: table._median(rows, column) for column in _MEDIANS},
     }
@@ -308,6 +309,7 @@ def _planned(workload: Workload, index: dict[str, int]) -> dict[str, Any]:
         "feasible": True,
         "rounds": 0,
         "note": "",
+        "pareto": False,
         "decision": index.get(plan.planner.name),
         "value_s": said.value_s,
         "latency_s": said.latency_s,
@@ -348,6 +350,9 @@ def _devices(workload: Workload, decisions: list[_Decision]) -> list[dict[str, A
             "model": d.model,
             "threads": d.threads,
             "memory_bytes": d.memory_bytes if d.memory_bytes < 2**62 else None,
+            "busy_w": d.busy_w,
+            "idle_w": d.idle_w,
+            "power_source": None if d.busy_w is None else d.power_source,
         }
         for d in devices
     ]

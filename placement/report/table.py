@@ -62,7 +62,11 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
         for name, rows in by_planner.items()
     ]
     num_seeds = max(len(rows) for rows in by_planner.values())
-    notes = [f"{name}: {rows[0].note}" for name, rows in by_planner.items() if rows[0].note]
+    front = [name for name, rows in by_planner.items() if any(r.pareto for r in rows)]
+    notes = [f"on the front of {_traded(first)}: {', '.join(front)}"] if front else []
+    if first.energy_source == "declared":
+        notes.append("energy is computed from declared watts, not from measured ones")
+    notes += [f"{name}: {rows[0].note}" for name, rows in by_planner.items() if rows[0].note]
     return Table(
         f"{workload}, predicted: {first.num_ops} operators on {first.num_devices} devices, "
         f"objective {first.objective}" + (f", medians of {num_seeds} seeds" * (num_seeds > 1)),
@@ -70,6 +74,11 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
         tuple(lines),
         tuple(notes),
     )
+
+
+def _traded(row: Row) -> str:
+    """What the Pareto front is of."""
+    return "latency and period" if row.energy_source is None else "latency, period and energy"
 
 
 def _measured(workload: str, by_planner: dict[str, list[Row]]) -> Table:

@@ -39,7 +39,7 @@ function columnsOf(workload) {
     special && [workload.objective, said("value_s"), (v) => seconds(v, unitOf(workload)), "predicted"],
     ["period", said("period_s"), (v) => seconds(v), "predicted"],
     ["latency", said("latency_s"), (v) => seconds(v), "predicted"],
-    workload.planners.some((p) => known(p.energy_j)) && ["energy", said("energy_j"), (v) => seconds(v, "J"), "predicted"],
+    workload.planners.some((p) => known(p.energy_j)) && [workload.devices.some((d) => d.power_source === "declared") ? "energy (declared W)" : "energy", said("energy_j"), (v) => seconds(v, "J"), "predicted"],
     ["speed-up", said("speedup"), times, "predicted"],
     workload.planners.some((p) => known(p.gap)) && ["gap", said("gap"), (v) => percent(v), "predicted"],
     isMeasured && ["period", said("measured_period_s"), (v, p) => [seconds(v), known(v) ? el("small", {}, ` ± ${percent(p.measured_period_iqr_s / 2 / v)}`) : null], "measured"],
@@ -95,6 +95,7 @@ function compareSection(workload) {
         el("tr", {}, head("planner", -1), columns.map(([name], i) => head(name, i)), notes && el("th", { scope: "col" }, ""))),
       el("tbody", {}, rows.map((p) => el("tr", { class: [p.single ? "single" : "", p.name === workload.best ? "best" : ""].join(" ").trim() || null },
         el("td", { class: "name", title: p.name }, p.name, p.name === workload.best ? el("span", { class: "tag" }, "best") : null,
+          p.pareto ? el("span", { class: "tag", title: "no other is better in latency, period and energy" }, "front") : null,
           p.seeds > 1 ? el("span", { class: "hint" }, ` ${p.seeds} seeds`) : null),
         columns.map((column) => cell(column, p)),
         notes && el("td", { class: "note" }, p.note))))));

@@ -1,0 +1,47 @@
+"""``placement power``: watts of this machine's devices, measured where it has meters."""
+
+from __future__ import annotations
+
+import argparse
+
+from placement import cli
+
+EXAMPLE = """examples:
+  placement power --out cluster.yaml
+  placement plan resnet50 --cluster cluster.yaml --objective energy --planner local_search
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per device (%(default)s)")
+    parser.add_argument("--out", metavar="FILE", help="write the devices with their watts (YAML)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from placement.power import measured
+
+    cli.check_outputs(args.out)
+    cluster = cli.cluster_of(args.cluster)
+    with cli.progress() as report:
+        report("nothing runs, then each device works", None)
+        cluster = measured(cluster, seconds=args.seconds)
+    if args.out is not None:
+        cluster.to_yaml(args.out)
+    if args.json:
+        names = ("name", "busy_w", "idle_w", "power_source")
+        devices = [{name: getattr(d, name) for name in names} for d in cluster.devices]
+        cli.print_json({"power_source": cluster.power_source, "devices": devices})
+        return cli.OK
+    rows = [
+        [d.name, *(_watts(w) for w in (d.busy_w, d.idle_w)), d.power_source if d.busy_w else "-"]
+        for d in cluster.devices
+    ]
+    cli.print_table(cluster.name, ["device", "busy W", "idle W", "source"], rows)
+    if args.out is not None:
+        cli.say(f"devices written to {args.out}; next: placement plan ... --cluster {args.out}")
+    return cli.OK
+
+
+def _watts(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
