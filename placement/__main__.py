@@ -19,6 +19,7 @@ from placement.cli import (
     dataset,
     doctor,
     export,
+    features,
     import_problem,
     plan,
     power,
@@ -48,6 +49,12 @@ VERBS = {
         profile.configure,
         profile.run,
         profile.EXAMPLE,
+    ),
+    "features": Verb(
+        "what every operator costs by its description; nothing is measured",
+        features.configure,
+        features.run,
+        features.EXAMPLE,
     ),
     "dataset": Verb(
         "graphs of many models with measured times: build, show, load",

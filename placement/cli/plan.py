@@ -20,6 +20,7 @@ EXAMPLE = """examples:
   placement plan graph.txt --devices 4 --bandwidth 1e9 --planner contiguous_dp
   placement plan model.onnx --devices 2 --dim batch=1 --planner heft --objective latency
   placement plan resnet50 --planner heft --measurements 100 --trials runs.jsonl
+  placement plan resnet50 --planner heft --predict polynomial
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
 lower_bound_s, seconds, evaluations, feasible, assignment; with --measurements also measured_s,
@@ -74,6 +75,11 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
     parser.add_argument("--profile", metavar="FILE", help="measured before; default: the cache")
     parser.add_argument("--microbatches", type=int, metavar="M", help="of a pipelined run (32)")
+    parser.add_argument(
+        "--predict",
+        metavar="KIND",
+        help="predict times instead of measuring: roofline, polynomial, trees or gnn",
+    )
     parser.add_argument("--in-flight", type=int, metavar="W", help="micro-batches at a time (4)")
     cli.add_mode(parser)
     for name, kind, unit, what in _FILE_OPTIONS:
@@ -240,6 +246,8 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         if args.profile is not None:
             raise cli.UsageError("--profile is for workloads; a problem file has its own")
         if args.cluster is not None:
+        if args.predict is not None:
+            raise cli.UsageError(f"--predict is for workloads; {args.workload!r} is a file")
             for_file["cluster"] = cli.cluster_of(args.cluster)
         if args.optimizer is not None:
             raise cli.UsageError(f"--optimizer is for workloads; {args.workload!r} is a file")
@@ -252,16 +260,26 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
             option = name.replace("_", "-").replace("dims", "dim")
             raise cli.UsageError(f"--{option} is for problem files; {args.workload!r} is none")
     from placement.problem import Problem
+    from placement import latency
     from placement.profile import Profile
 
     mode = cli.mode_of(args)
     # Everything that may be mistaken comes before what takes long.
     profile = None if args.profile is None else Profile.load(args.profile)
+    if args.profile is not None and args.predict is not None:
+        raise cli.UsageError("--predict and --profile: times are either predicted or measured")
+    method = None if args.predict is None else latency.load(args.predict)
     cluster = cli.cluster_of(args.cluster)
     if profile is not None:
         profile = profile.for_cluster(cluster)
     graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
     if profile is None:
+    if method is not None:
+        from placement.measure_within import predict_here
+
+        report(f"predicting with {args.predict}", None)
+        profile = predict_here(graph, cluster, method)
+        cli.say_if_predicted(args.workload, Problem(graph, cluster, profile))
         from placement.measure import load_or_measure
 
         profile = load_or_measure(graph, cluster, progress=report)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXAMPLE = """examples:
   placement profile resnet50
   placement profile my_package.my_module:my_function --out profile.npz
+  placement profile bert_base --seconds 2               predict the rest from earlier profiles
   placement profile --distributed 2                     links between processes on this machine
   torchrun --nproc-per-node 1 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
     -m placement profile resnet50 --distributed         on every host: its devices, and the links
@@ -36,6 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
     parser.add_argument("--out", metavar="FILE", help="where to save; default: the cache folder")
     parser.add_argument("--repeats", type=int, default=10, help="rounds (default %(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="measure only so long: the operators whose times are hardest to predict",
+    )
     parser.add_argument(
         "--distributed",
         type=int,
@@ -59,25 +66,41 @@ def run(args: argparse.Namespace) -> int:
         raise cli.UsageError("name a model, or measure links between processes: --distributed 2")
     if args.workload is not None and cli.looks_like_file(args.workload):
         raise cli.UsageError(f"{args.workload}: a model is measured, not a file; see --help")
-    cli.mode_of(args)
+    mode = cli.mode_of(args)
+    if args.seconds is not None and not args.seconds > 0:
+        raise cli.UsageError(f"--seconds {args.seconds}: must be positive")
+    if args.seconds is not None and (mode == "training" or args.distributed is not None):
+        raise cli.UsageError("--seconds is for a model's inference on the devices of one machine")
     _check_output(args.out)
     if args.distributed is not None:
         from placement.cli import ranks
 
         return ranks.run(args)
-    from placement.measure import cached_path, measure
+    from placement.measure import cached_path, measure, remember
+    from placement.measure_within import measure_within
 
     with cli.progress() as report:
         cluster = measurable(cli.cluster_of(args.cluster))
-        graph = cli.capture_workload(args.workload, report, cli.mode_of(args), args.optimizer)
-        profile = measure(graph, cluster, repeats=args.repeats, progress=report)
+        graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
+        if args.seconds is None:
+            profile = measure(graph, cluster, repeats=args.repeats, progress=report)
+        else:
+            profile = measure_within(graph, cluster, args.seconds, progress=report)
     show(graph, cluster, profile, as_json=args.json)
     path = args.out or cached_path(graph, cluster)
+    if args.seconds is not None:
+        assert profile.predicted is not None
+        told = int(profile.predicted.any(axis=1).sum())
+        cli.say(f"{graph.num_ops - told} operators are measured, {told} are predicted")
+        # Apart from whole profiles, which are taken without asking.
+        path = args.out or path.with_suffix(".partly.npz")
+    remember(graph, cluster, profile)
     try:
         profile.save(path)
     except (OSError, ValueError) as error:
         raise cli.UsageError(f"the profile above was not saved: {error}{_or(args.out)}") from error
-    cli.say(f"profile saved to {path}")
+    how = "" if args.seconds is None else f"; use it with: placement plan --profile {path}"
+    cli.say(f"profile saved to {path}{how}")
     return cli.OK
 
 

@@ -52,12 +52,16 @@ def columns(found: Features, device: Device) -> Floats:
     return np.log1p(np.stack(values, axis=1))
 
 
+def reference_s(found: Features, threads: int = 1) -> Floats:
+    """float64 ``[N]`` seconds of operators on a device that is nothing special."""
+    moved = found.read_bytes + found.written_bytes
+    work: Floats = found.flops / _FLOPS_PER_S / threads + moved / _BYTES_PER_S
+    return work + _CALL_S
+
+
 def guess(found: Features, device: Device) -> Floats:
     """float64 ``[N]`` logarithms of seconds on a device that is nothing special."""
-    moved = found.read_bytes + found.written_bytes
-    work = found.flops / _FLOPS_PER_S / device.threads + moved / _BYTES_PER_S
-    result: Floats = np.log(work + _CALL_S)
-    return result
+    return np.log(reference_s(found, device.threads))
 
 
 def kinds(found: Features) -> NDArray[np.str_]:

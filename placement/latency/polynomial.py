@@ -62,7 +62,8 @@ class _Regression:
     def of(cls, terms: Floats, y: Floats, weight: Floats, ridge: float) -> _Regression:
         weight = weight / weight.mean()
         penalty = np.full(terms.shape[1], ridge)
-        inverse: Floats = np.linalg.inv((terms * weight[:, None]).T @ terms + np.diag(penalty))
+        normal = (terms * weight[:, None]).T @ terms + np.diag(penalty)
+        inverse = np.asarray(np.linalg.inv(normal), np.float64)
         coefficients = inverse @ (terms.T @ (weight * y))
         # What the rows themselves pull towards them is no agreement.
         leverage = np.minimum(((terms @ inverse) * terms).sum(axis=1) * weight, 0.95)

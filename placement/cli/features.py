@@ -1,0 +1,104 @@
+"""``placement features``: what every operator costs by its description, and what waits for it."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+
+from placement import cli
+from placement.files import write_atomic
+
+EXAMPLE = """examples:
+  placement features resnet50
+  placement features bert_base --csv features.csv
+  placement features bert_base --profile profile.npz --json
+
+Nothing is measured. Slack and the critical path are those of a device that is nothing special, or,
+with --profile, of its first device.
+"""
+NUM_SHOWN = 15
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workload", help="a shipped model, or your own package.module:function")
+    cli.add_mode(parser)
+    parser.add_argument("--profile", metavar="FILE", help="seconds for slack and critical path")
+    parser.add_argument("--csv", metavar="FILE", help="write all operators and columns")
+
+
+def run(args: argparse.Namespace) -> int:
+    from placement.features import CLASSES, features, slack
+    from placement.profile import Profile
+
+    if cli.looks_like_file(args.workload):
+        raise cli.UsageError(f"{args.workload}: give a model, not a file; see --help")
+    mode = cli.mode_of(args)
+    cli.check_outputs(args.csv)
+    profile = None if args.profile is None else Profile.load(args.profile)
+    with cli.progress() as report:
+        graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
+    found = features(graph)
+    if profile is None:
+        from placement.latency._table import reference_s
+
+        seconds = reference_s(found)
+    else:
+        profile.check(graph)
+        seconds = profile.compute_s[:, 0]
+    where = slack(graph, seconds)
+    columns = found.columns | {
+        "seconds": seconds,
+        "start_s": where.start_s,
+        "slack_s": where.slack_s,
+        "critical": where.critical.astype(float),
+    }
+    del columns["op_class"]
+    rows = [
+        {
+            "operator": graph.op_name[n],
+            "kind": graph.op_kind[n],
+            "class": CLASSES[found.op_class[n]],
+            "module": graph.op_module[n],
+        }
+        | {name: float(values[n]) for name, values in columns.items()}
+        for n in range(graph.num_ops)
+    ]
+    if args.csv:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomic(args.csv, text.getvalue())
+        cli.say(f"{len(rows)} operators written to {args.csv}")
+    if args.json:
+        cli.print_json(
+            {
+                "workload": graph.name,
+                "graph_fingerprint": graph.fingerprint,
+                "num_ops": graph.num_ops,
+                "num_edges": len(graph.edges),
+                "critical_path_s": where.path_s,
+                "seconds_from": "reference" if profile is None else profile.device_names[0],
+                "operators": rows,
+            }
+        )
+        return cli.OK
+    largest = sorted(range(graph.num_ops), key=lambda n: -seconds[n])[:NUM_SHOWN]
+    cells = [
+        [
+            graph.op_name[n],
+            found.kind[n],
+            f"{found.flops[n] / 1e6:.3g}",
+            f"{(found.read_bytes[n] + found.written_bytes[n]) / 2**20:.3g}",
+            f"{found.intensity[n]:.3g}",
+            f"{found.fan_in[n]:.0f}/{found.fan_out[n]:.0f}",
+            f"{found.level[n]:.0f}",
+            "*" if where.critical[n] else cli.seconds(where.slack_s[n]),
+        ]
+        for n in largest
+    ]
+    header = ["operator", "kind", "MFLOP", "MiB", "FLOP/B", "in/out", "level", "slack"]
+    cli.print_table(f"{graph.name}: the largest of {graph.num_ops} operators", header, cells)
+    print(f"* on the critical path, {where.critical.sum()} operators; all columns: --json, --csv")
+    return cli.OK
