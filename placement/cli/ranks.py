@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from placement.cluster import Cluster
     from placement.links import Measured
 
+_GRACE_S = 5.0
 _MEASURING_S = 3600.0  # ranks wait so long for the host that measures longest
 
 
@@ -70,6 +72,9 @@ def spawn(num_ranks: int, words: Sequence[str]) -> int:
                 )
             while None in (codes := [p.poll() for p in processes]) and not any(codes):
                 time.sleep(0.02)
+            with suppress(subprocess.TimeoutExpired):  # rank 0 may be about to say the same
+                processes[0].wait(_GRACE_S)
+            codes[0] = processes[0].poll()
         finally:
             for process in processes:
                 process.kill()
