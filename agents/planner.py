@@ -225,13 +225,15 @@ class PolicyPlanner:
 def released(mode: Mode, objective: Objective) -> Path:
     """The file of the policy that ships with this package; its model card lies beside it.
 
-    A search sees what is simulated, whatever the objective; a constructor of placements does
-    not, and one for ``max_load`` serves pipelines too. Not every file exists.
+    One that searches or refines serves the objective that it was trained for, a constructor of
+    placements for ``max_load`` pipelines too. Not every file exists.
     """
-    kind = mode if mode in ("guided_search", "refine") else "sequential"
-    loads = ("max_load",) if kind == "guided_search" else ("max_load", "period", "energy")
-    goal = "max_load" if objective in loads else "latency"
-    return Path(__file__).with_name("released") / f"{kind}-{goal}.safetensors"
+    if mode in ("guided_search", "refine"):
+        name = f"{mode}-{objective}"
+    else:
+        load = objective in ("max_load", "period", "energy")
+        name = f"sequential-{'max_load' if load else 'latency'}"
+    return Path(__file__).with_name("released") / f"{name}.safetensors"
 
 
 def _evaluator(search: Search) -> Evaluator:

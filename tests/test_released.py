@@ -1,0 +1,38 @@
+"""The policies that ship: they load, are small, say where they come from, and are the default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agents
+from agents.planner import PolicyPlanner, released
+from agents.trained import TrainedPolicy
+from placement.workloads.synthetic import giph
+
+FILES = sorted(Path(agents.__file__).with_name("released").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_what_ships(path: Path) -> None:
+    assert path.stat().st_size < 5e6
+    policy = TrainedPolicy.load(path)
+    kind, _, objective = path.stem.partition("-")
+    assert policy.formulation == kind
+    config: Any = policy.card["config"]
+    assert {p["objective"] for p in policy.card["problems"]} == {objective}
+    card = path.with_suffix(".md").read_text(encoding="utf-8")
+    assert card.startswith(f"# {path.stem}\n")
+    assert f"{policy.card['steps']:,} steps" in card and f"seed {config['seed']}" in card
+    assert all(word in card for word in ("placement-train", "Held out", "Limits"))
+
+
+def test_latency_is_searched_with_the_released_policy() -> None:
+    assert released("guided_search", "latency") in FILES
+    problem = giph(0).with_objective("latency")
+    planner = PolicyPlanner(evaluations=200, baseline="round_robin")
+    assert planner(problem).stats["policy"] == "guided_search-latency.safetensors"
+    # Nothing ships for this objective: the hand-written score chooses, and that is said.
+    assert planner(problem.with_objective("period")).stats["policy"] == "untrained"
