@@ -45,6 +45,7 @@ READERS = {
     "plan": ["plan", "FILE", "--planner", "heft", "--out", "OUT"],
     "import": ["import", "FILE", "--out", "OUT"],
     "profile": ["profile", "FILE", "--out", "OUT"],
+    "features": ["features", "FILE", "--csv", "OUT"],
     "replan": ["replan", "FILE", "--without", "a", "--out", "OUT"],
     "schedule": ["schedule", "FILE", "--case", "a", "--micro-batches", "2"],
     "cluster": ["plan", "tiny_mlp", "--planner", "heft", "--cluster", "FILE", "--out", "OUT"],
