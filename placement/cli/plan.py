@@ -24,7 +24,8 @@ EXAMPLE = """examples:
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
 lower_bound_s, seconds, evaluations, feasible, assignment; with --measurements also measured_s,
-measured_single_s (of the best single device) and measurements.
+measured_single_s (of the best single device) and measurements; with the planner replicated also
+replicated_period_s and stages, each with its devices.
 """
 
 
@@ -74,12 +75,12 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
     parser.add_argument("--profile", metavar="FILE", help="measured before; default: the cache")
-    parser.add_argument("--microbatches", type=int, metavar="M", help="of a pipelined run (32)")
     parser.add_argument(
         "--predict",
         metavar="KIND",
         help="predict times instead of measuring: roofline, polynomial, trees or gnn",
     )
+    parser.add_argument("--microbatches", type=int, metavar="M", help="of a pipelined run (32)")
     parser.add_argument("--in-flight", type=int, metavar="W", help="micro-batches at a time (4)")
     cli.add_mode(parser)
     for name, kind, unit, what in _FILE_OPTIONS:
@@ -245,9 +246,9 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
 
         if args.profile is not None:
             raise cli.UsageError("--profile is for workloads; a problem file has its own")
-        if args.cluster is not None:
         if args.predict is not None:
             raise cli.UsageError(f"--predict is for workloads; {args.workload!r} is a file")
+        if args.cluster is not None:
             for_file["cluster"] = cli.cluster_of(args.cluster)
         if args.optimizer is not None:
             raise cli.UsageError(f"--optimizer is for workloads; {args.workload!r} is a file")
@@ -259,27 +260,27 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         if value is not None:
             option = name.replace("_", "-").replace("dims", "dim")
             raise cli.UsageError(f"--{option} is for problem files; {args.workload!r} is none")
-    from placement.problem import Problem
     from placement import latency
+    from placement.problem import Problem
     from placement.profile import Profile
 
     mode = cli.mode_of(args)
     # Everything that may be mistaken comes before what takes long.
-    profile = None if args.profile is None else Profile.load(args.profile)
     if args.profile is not None and args.predict is not None:
         raise cli.UsageError("--predict and --profile: times are either predicted or measured")
     method = None if args.predict is None else latency.load(args.predict)
+    profile = None if args.profile is None else Profile.load(args.profile)
     cluster = cli.cluster_of(args.cluster)
     if profile is not None:
         profile = profile.for_cluster(cluster)
     graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
-    if profile is None:
     if method is not None:
         from placement.measure_within import predict_here
 
         report(f"predicting with {args.predict}", None)
         profile = predict_here(graph, cluster, method)
         cli.say_if_predicted(args.workload, Problem(graph, cluster, profile))
+    if profile is None:
         from placement.measure import load_or_measure
 
         profile = load_or_measure(graph, cluster, progress=report)
@@ -330,7 +331,7 @@ def _answer(
 
     feasible = isfinite(solution.value_s)
     devices = problem.cluster.device_names
-    told = ("measured_s", "measured_single_s", "measurements")
+    told = ("measured_s", "measured_single_s", "measurements", "replicated_period_s", "stages")
     measured = {key: solution.stats[key] for key in told if key in solution.stats}
     if not isfinite(measured.get("measured_single_s", 0.0)):
         measured["measured_single_s"] = None

@@ -1,0 +1,239 @@
+"""Stages with replicas: pipeline and data parallelism together, for many equal devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.planners import PlannerError
+from placement.planners._search import Search
+from placement.planners.contiguous_dp import merge_blocks
+from placement.problem import Problem, Solution
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
+_EVERY = 32  # numbers of replicas up to here are all tried, then a grid
+_STEP = 1.1
+_HALVINGS = 60
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Contiguous stages, each on as many devices as it needs, in the manner of PipeDream
+    (Narayanan et al., SOSP 2019) and Piper (Tarnawski et al., NeurIPS 2021).
+
+    The ``r`` devices of a stage take turns with the micro-batches. Per micro-batch it takes the
+    larger of its seconds on a device, of what it receives and of what it sends, each over ``r``;
+    where there is a backward pass, a ring all-reduce of its parameters once per
+    ``num_microbatches`` is added: ``2 (r - 1) (latency + bytes / r / bandwidth)``. The period is
+    that of the slowest stage; the least possible one is found by bisection over a program that
+    needs the fewest devices for a given period.
+
+    ``stats["stages"]`` lists ``first`` and ``last`` operator and the ``devices`` of each stage,
+    ``stats["replicated_period_s"]`` is what they are predicted to take. A ``Solution`` has one
+    device per operator: the first of its stage, and ``value_s`` is the simulator's for these,
+    *without* the replicas.
+
+    Deviations: devices count as the slowest of them, and links as the slowest too (a ring is no
+    faster); the all-reduce overlaps with nothing; nodes are not told apart, devices are used in
+    the cluster's order; parameters, and the activations of the micro-batches in flight, must fit
+    on the smallest device. Of more than 32 replicas a geometric grid is tried.
+
+    Attributes:
+        max_blocks: groups are merged into this many blocks of about equal seconds first.
+    """
+
+    max_blocks: int = 150
+
+    def __call__(self, problem: Problem) -> Solution:
+        """Raises: PlannerError, ``max_blocks`` below 1."""
+        if self.max_blocks < 1:
+            raise PlannerError(f"replicated: max_blocks = {self.max_blocks} must be at least 1")
+        search = Search(problem)
+        block = merge_blocks(problem, self.max_blocks)
+        table = stage_periods(problem, block)
+        period_s, stages = fewest(table, problem.num_devices)
+        choice = np.zeros(problem.graph.num_groups, np.int32)
+        told, free = [], 0
+        number = block[problem.graph.group]
+        for begin, end, replicas in stages:
+            choice[(block >= begin) & (block < end)] = free
+            ops = np.flatnonzero((number >= begin) & (number < end))
+            names = problem.cluster.device_names[free : free + replicas]
+            op_name = problem.graph.op_name
+            told.append(
+                {
+                    "first": op_name[ops[0]],
+                    "last": op_name[ops[-1]],
+                    "num_ops": len(ops),
+                    "devices": list(names),
+                    "period_s": float(table.period_s[table.at(replicas), begin, end]),
+                }
+            )
+            free += replicas
+        able = search.allowed
+        fits = able[np.arange(len(choice)), choice]
+        search.cost(np.where(fits, choice, able.argmax(axis=1)).astype(np.int32))
+        found = {} if not stages else {"stages": told, "replicated_period_s": period_s}
+        return search.solution(**found)
+
+
+@dataclass(frozen=True, eq=False)
+class StagePeriods:
+    """Seconds per micro-batch of blocks ``[j, i)`` on a number of replicas.
+
+    Attributes:
+        replicas: int ``[R]`` ascending numbers that are tried.
+        period_s: float64 ``[R, C + 1, C + 1]``; inf where empty, not supported or too large.
+    """
+
+    replicas: NDArray[np.int64]
+    period_s: Floats
+
+    def at(self, replicas: int) -> int:
+        """Index of a number of replicas."""
+        return int(np.searchsorted(self.replicas, replicas))
+
+
+def numbers(num_devices: int) -> NDArray[np.int64]:
+    """Which numbers of replicas are tried: all up to 32, then steps of a tenth, and all devices."""
+    found = list(range(1, min(num_devices, _EVERY) + 1))
+    while found[-1] < num_devices:
+        found.append(min(num_devices, int(np.ceil(found[-1] * _STEP))))
+    return np.array(found, np.int64)
+
+
+def stage_periods(problem: Problem, block: Ints) -> StagePeriods:
+    """The table of all stages, ``block`` int32 ``[G]`` being the block of each group."""
+    g, size = problem.graph, int(block.max()) + 2
+    at = block[g.group]
+    seconds = np.zeros(size - 1)
+    slowest = problem.compute_s.max(axis=1)  # any device must be able to take any stage
+    np.add.at(seconds, at, slowest)
+    total = np.append(0.0, np.cumsum(seconds))
+    finite = np.isfinite(total)
+    with np.errstate(invalid="ignore"):
+        compute = np.where(finite[None, :], total[None, :] - total[:, None], np.inf)
+    lows, highs = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
+
+    made = np.flatnonzero(g.tensor_src >= 0)
+    inner = g.tensor_src[g.use_tensor] >= 0
+    uses = np.unique(np.stack([g.use_tensor[inner], at[g.use_dst[inner]]]), axis=1)
+    src = at[g.tensor_src[uses[0]]]
+    across = uses[1] != src
+    tensor_s = _slowest_transfer(problem)
+    # A stage [j, i) receives what is made before j and used in it: by its first use from j on.
+    received, sent = np.zeros((size, size)), np.zeros((size, size))
+    tensors, users, sources = uses[0][across], uses[1][across], src[across]
+    new = np.append(True, tensors[1:] != tensors[:-1])[: len(tensors)]
+    before = np.where(new, sources, np.append(0, users[:-1])[: len(users)])
+    # rows before < j <= user see this use as the first; columns i > user contain it
+    np.add.at(received, (before + 1, users + 1), tensor_s[tensors])
+    np.add.at(received, (users + 1, users + 1), -tensor_s[tensors])
+    received = received.cumsum(axis=0).cumsum(axis=1)
+    # It sends what is made in it and last used behind it.
+    last = np.full(g.num_tensors, -1)
+    np.maximum.at(last, tensors, users)
+    leaving = made[last[made] >= 0]
+    home, until = at[g.tensor_src[leaving]], last[leaving]
+    np.add.at(sent, (np.zeros_like(home), home + 1), tensor_s[leaving])
+    np.add.at(sent, (home + 1, home + 1), -tensor_s[leaving])
+    np.add.at(sent, (np.zeros_like(home), until + 1), -tensor_s[leaving])
+    np.add.at(sent, (home + 1, until + 1), tensor_s[leaving])
+    sent = sent.cumsum(axis=0).cumsum(axis=1)
+
+    own = np.zeros((size, size))
+    touched: dict[int, set[int]] = {}
+    for op, p in zip(g.param_use_op.tolist(), g.param_use.tolist(), strict=True):
+        touched.setdefault(p, set()).add(int(at[op]))
+    for p, where in touched.items():
+        previous = -1
+        for b in sorted(where):
+            own[previous + 1, b + 1] += g.param_bytes[p]
+            own[b + 1, b + 1] -= g.param_bytes[p]
+            previous = b
+    own = own.cumsum(axis=0).cumsum(axis=1)
+    activation = np.append(
+        0.0,
+        np.cumsum(
+            np.bincount(at[g.tensor_src[made]], weights=g.tensor_bytes[made], minlength=size - 1)
+        ),
+    )
+    flights = problem.max_in_flight if problem.memory_may_bind else 0
+    need = own + flights * (activation[None, :] - activation[:, None])
+    impossible = (highs <= lows) | (need > problem.memory_bytes.min())
+
+    replicas = numbers(problem.num_devices)
+    latency_s, per_byte_s = _slowest_link(problem)
+    period = np.empty((len(replicas), size, size))
+    moved = np.maximum(received, sent)
+    for k, r in enumerate(replicas.tolist()):
+        reduce_s = 0.0
+        if g.is_backward.any() and r > 1:
+            ring = 2 * (r - 1) * (latency_s + own / r * per_byte_s)
+            reduce_s = np.where(own > 0, ring, 0.0) / problem.num_microbatches
+        period[k] = np.maximum(compute / r + reduce_s, moved / r)
+        period[k][impossible] = np.inf
+    return StagePeriods(replicas, period)
+
+
+def fewest(table: StagePeriods, num_devices: int) -> tuple[float, list[tuple[int, int, int]]]:
+    """The least period, and its stages (first block, block after the last, replicas).
+
+    inf and no stages where nothing fits.
+    """
+    values = table.period_s[np.isfinite(table.period_s)]
+    best: list[tuple[int, int, int]] = []
+    if not len(values):
+        return float("inf"), best
+    low, high = 0.0, float(values.max())
+    best = _cover(table, high, num_devices)
+    for _ in range(_HALVINGS if best else 0):
+        middle = (low + high) / 2
+        found = _cover(table, middle, num_devices)
+        if found:
+            best = found
+            # No stage of it is slower than this: the next step begins there.
+            high = max(float(table.period_s[table.at(r), a, b]) for a, b, r in found)
+        else:
+            low = middle
+        if high - low <= 1e-12 * high:
+            break
+    return (high, best) if best else (float("inf"), best)
+
+
+def _cover(table: StagePeriods, limit_s: float, num_devices: int) -> list[tuple[int, int, int]]:
+    """Stages of at most ``limit_s`` that need the fewest devices; empty: there are too few."""
+    fine = table.period_s <= limit_s
+    some = fine.any(axis=0)
+    needs = np.where(some, table.replicas[fine.argmax(axis=0)], num_devices + 1)
+    size = needs.shape[0]
+    total, cut = np.full(size, num_devices + 1, np.int64), np.zeros(size, np.int64)
+    total[0] = 0
+    for end in range(1, size):
+        column = total[:end] + needs[:end, end]
+        cut[end] = column.argmin()
+        total[end] = min(int(column[cut[end]]), num_devices + 1)
+    if total[-1] > num_devices:
+        return []
+    ends = [size - 1]
+    while ends[-1] > 0:
+        ends.append(int(cut[ends[-1]]))
+    return [(a, b, int(needs[a, b])) for a, b in pairwise(reversed(ends))]
+
+
+def _slowest_link(problem: Problem) -> tuple[float, float]:
+    """Latency and seconds per byte of the slowest link."""
+    return float(problem.link_latency_s.max()), float(problem.link_s_per_byte.max())
+
+
+def _slowest_transfer(problem: Problem) -> Floats:
+    """float64 ``[T]`` seconds of each tensor over the slowest link."""
+    if problem.profile.transfer_s is not None:
+        return problem.profile.transfer_s.max(axis=(1, 2))
+    latency_s, per_byte_s = _slowest_link(problem)
+    return latency_s + problem.graph.tensor_bytes * per_byte_s

@@ -1,0 +1,195 @@
+"""Stages with replicas: known answers, brute force, and what the command tells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from placement.__main__ import main
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.importers import save
+from placement.planners.replicated import Replicated, StagePeriods, fewest, numbers, stage_periods
+from placement.problem import Problem
+from placement.profile import Profile
+from tests.problems import problems
+
+
+def chain(
+    seconds: list[float],
+    num_devices: int,
+    *,
+    size: int = 0,
+    params: int = 0,
+    memory: int = 2**40,
+    training: bool = False,
+) -> Problem:
+    """A chain; links of 1 byte/s without latency, 4 micro-batches."""
+    n = len(seconds)
+    graph = OpGraph.build(
+        "chain",
+        [f"op{i}" for i in range(n)],
+        range(n),
+        [size] * n,
+        [(i, i + 1) for i in range(n - 1)],
+        param_bytes=[params] * n,
+        param_uses=[(i, i) for i in range(n)],
+        is_backward=[training] * n,
+    )
+    names = tuple(f"d{i}" for i in range(num_devices))
+    cluster = Cluster("equal", tuple(Device(x, "npu", memory_bytes=memory) for x in names))
+    links = tuple(Link(a, b, 0.0, 1.0) for a in names for b in names if a != b)
+    table = np.tile(np.array(seconds)[:, None], (1, num_devices))
+    return Problem(graph, cluster, Profile(names, table, 0 * table, links), num_microbatches=4)
+
+
+def stages(problem: Problem) -> tuple[float, list[tuple[int, int]]]:
+    """The period, and (operators, replicas) of each stage."""
+    stats = Replicated()(problem).stats
+    return stats["replicated_period_s"], [
+        (s["num_ops"], len(s["devices"])) for s in stats["stages"]
+    ]
+
+
+# --- known answers -------------------------------------------------------------------------------
+
+
+def test_one_heavy_operator_is_replicated() -> None:
+    # 1 s, 6 s, 1 s on eight devices: nothing to send, so everything everywhere is best: 1 s.
+    assert stages(chain([1, 6, 1], 8))[0] == pytest.approx(1.0)
+    # On five: 8 / 5 = 1.6 s, and no split is better.
+    assert stages(chain([1, 6, 1], 5)) == (pytest.approx(1.6), [(3, 5)])
+
+
+def test_parameters_are_reduced_once_for_all_micro_batches() -> None:
+    # One operator of 4 s with 2 bytes on 2 devices: 4 / 2 + 2 (2 - 1) (2 / 2) / 4 = 2.5 s.
+    period_s, found = stages(chain([4.0], 2, params=2, training=True))
+    assert (period_s, found) == (pytest.approx(2.5), [(1, 2)])
+    # Where nothing is trained nothing is reduced.
+    assert stages(chain([4.0], 2, params=2))[0] == pytest.approx(2.0)
+    # Large parameters: a pipeline is better than replicas. 2 s each, against 2 + 2 (8 / 2) / 4.
+    assert stages(chain([2.0, 2.0], 2, params=4, training=True)) == (2.0, [(1, 1), (1, 1)])
+
+
+def test_what_is_sent_takes_turns_too() -> None:
+    # 9 bytes between the stages: 9 s alone; all on both devices sends nothing.
+    assert stages(chain([3.0, 3.0], 2, size=9)) == (3.0, [(2, 2)])
+
+
+def test_what_does_not_fit_on_one_device_is_cut() -> None:
+    period_s, found = stages(chain([1.0] * 4, 4, params=10, memory=20))
+    assert found == [(2, 2), (2, 2)] and period_s == pytest.approx(1.0)
+
+
+def test_nothing_fits() -> None:
+    stats = Replicated()(chain([1.0] * 4, 4, params=10, memory=5)).stats
+    assert "stages" not in stats and "needs" in stats["infeasible"]
+
+
+def test_a_hundred_equal_devices() -> None:
+    period_s, found = stages(chain([1.0] * 50, 100))
+    assert period_s <= 50 / 100 * 1.1 and sum(r for _, r in found) <= 100
+
+
+def test_numbers_of_replicas() -> None:
+    assert numbers(3).tolist() == [1, 2, 3]
+    many = numbers(4096)
+    assert many[0] == 1 and many[31] == 32 and many[-1] == 4096
+    assert (many[1:] <= np.ceil(many[:-1] * 1.1)).all() and (np.diff(many) > 0).all()
+
+
+# --- brute force ---------------------------------------------------------------------------------
+
+
+def partitions(blocks: int, devices: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Every split of ``range(blocks)`` into stages with replicas."""
+    if blocks == 0:
+        yield []
+        return
+    for begin in range(blocks):
+        for r in range(1, devices + 1):
+            for rest in partitions(begin, devices - r):
+                yield [*rest, (begin, blocks, r)]
+
+
+@given(problems(max_ops=6))
+@settings(max_examples=60, deadline=None)
+def test_no_split_is_better(problem: Problem) -> None:
+    graph = replace(problem.graph, is_backward=np.arange(problem.num_ops) % 2 > 0)
+    problem = replace(problem, graph=graph)
+    block = np.arange(graph.num_groups, dtype=np.int32)
+    table = stage_periods(problem, block)
+    period_s, found = fewest(table, problem.num_devices)
+
+    def slowest(split: list[tuple[int, int, int]]) -> float:
+        return max(float(table.period_s[r - 1, a, b]) for a, b, r in split)
+
+    every = [slowest(s) for s in partitions(len(block), problem.num_devices)]
+    assert period_s == pytest.approx(min(every), rel=1e-9)
+    if found:
+        assert slowest(found) <= period_s * (1 + 1e-9)
+        assert sum(r for _, _, r in found) <= problem.num_devices
+
+
+@given(problems(max_ops=6))
+@settings(max_examples=60, deadline=None)
+def test_the_table_says_what_a_slow_loop_says(problem: Problem) -> None:
+    g = replace(problem.graph, is_backward=np.ones(problem.num_ops, bool))
+    problem = replace(problem, graph=g)
+    table = stage_periods(problem, np.arange(g.num_groups, dtype=np.int32))
+    latency, per_byte = problem.link_latency_s.max(), problem.link_s_per_byte.max()
+    matrix = problem.profile.transfer_s
+    for a in range(problem.num_ops):
+        for b in range(a + 1, problem.num_ops + 1):
+            inside = set(range(a, b))
+            received = sent = 0.0
+            for t in range(g.num_tensors):
+                users = set(g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]].tolist())
+                src = int(g.tensor_src[t])
+                cost = latency + g.tensor_bytes[t] * per_byte
+                cost = cost if matrix is None else matrix[t].max()
+                received += cost * (src >= 0 and src not in inside and bool(users & inside))
+                sent += cost * (src in inside and bool(users - inside))
+            params = {p for op, p in zip(g.param_use_op, g.param_use, strict=True) if op in inside}
+            own = sum(int(g.param_bytes[p]) for p in params)
+            compute = problem.compute_s.max(axis=1)[a:b].sum()
+            for k, r in enumerate(table.replicas.tolist()):
+                ring = 2 * (r - 1) * (latency + own / r * per_byte) if own else 0.0
+                wanted = max(compute / r + ring / problem.num_microbatches, max(received, sent) / r)
+                if np.isfinite(table.period_s[k, a, b]):
+                    assert table.period_s[k, a, b] == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+                else:
+                    assert own + problem.max_in_flight * g.tensor_bytes.sum() > (
+                        problem.memory_bytes.min()
+                    )
+
+
+def test_an_empty_table() -> None:
+    table = StagePeriods(np.array([1]), np.full((1, 3, 3), np.inf))
+    assert fewest(table, 1) == (float("inf"), [])
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_for_machines(tmp_path: Path, capsys: Any) -> None:
+    save(chain([1.0] * 4, 4, params=10, memory=20), tmp_path / "problem.json")
+    plan = ["plan", str(tmp_path / "problem.json"), "--planner", "replicated", "--json"]
+    assert main(plan) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got["replicated_period_s"] == pytest.approx(1.0)
+    assert got["stages"][0] == {
+        "first": "op0",
+        "last": "op1",
+        "num_ops": 2,
+        "devices": ["d0", "d1"],
+        "period_s": 1.0,
+    }
+    assert got["assignment"]["op0"] == "d0" and got["assignment"]["op3"] == "d2"
