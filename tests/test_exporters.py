@@ -6,6 +6,7 @@ import ast
 import csv
 import io
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -521,6 +522,36 @@ def test_torchrun_computes_what_the_module_does(
     answer = json.loads(done.stdout.splitlines()[-1])
     assert (answer["stages"], answer["schedule"]) == (len(points) + 1, schedule)
     assert answer["equal"]
+
+
+def test_connections_past_a_stage_are_found() -> None:
+    from torch import fx
+
+    from placement.exporters._torchrun import past_a_stage
+
+    def stages(*reads: tuple[int, ...]) -> fx.Graph:
+        """Stage i + 1 reads one of the outputs of each of the stages ``reads[i]``."""
+        graph = fx.Graph()
+        made = [graph.call_module("submod_0", (graph.placeholder("x"),))]
+        for i, sources in enumerate(reads):
+            parts = [graph.call_function(operator.getitem, (made[s], 0)) for s in sources]
+            made.append(graph.call_module(f"submod_{i + 1}", tuple(parts)))
+        graph.output(made[-1])
+        return graph
+
+    assert past_a_stage(stages((0,), (1,), (2,))) is None
+    assert past_a_stage(stages((0,), (1,), (2, 0))) == (0, 3)
+    assert past_a_stage(stages((0,), (1, 0), (2,))) == (0, 2)
+
+
+def test_every_device_has_one_stage_if_asked() -> None:
+    assert len(json.loads(export("torch_pipelining", plan_of(TURNS)).files[".json"])["ranks"]) == 2
+    with pytest.raises(Inexpressible) as found:
+        export("torch_pipelining", plan_of(TURNS), once="true")
+    names = list(found.value.nearest.values())
+    again = plan_of([GPUS.index(name) for name in names])
+    data = json.loads(export("torch_pipelining", again, once="true").files[".json"])
+    assert len(data["split_points"]) == 1 and data["schedule"] == "GPipe"
 
 
 def test_plans_of_training_know_modules_and_parameters() -> None:

@@ -86,6 +86,12 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
     stages = [pipe.build_stage(s, device) for s in range(rank, pipe.num_stages, world)]
     schedule_class = get_schedule_class(data["schedule"])
     many = issubclass(schedule_class, PipelineScheduleMulti)
+    if many and (skip := past_a_stage(pipe.split_gm.graph)):
+        print(
+            f"stage {skip[1]} reads from stage {skip[0]}, and torch's {data['schedule']} sends to "
+            "the next only; give every device one stage: placement export ... once=true --nearest"
+        )
+        return 1
     count = data["num_microbatches"]
     schedule = schedule_class(stages if many else stages[0], count, loss_fn=loss_fn)  # type: ignore
     whole_args, whole_kwargs = repeated(args, count), repeated(kwargs, count)
@@ -117,6 +123,22 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
     answer = {"stages": pipe.num_stages, "schedule": data["schedule"], "equal": not wrong}
     print(json.dumps(answer | {"seconds_per_microbatch": took_s / count, "wrong": wrong}))
     return 1 if wrong else 0
+
+
+def past_a_stage(graph: torch.fx.Graph) -> tuple[int, int] | None:
+    """Two stages of which the second reads from the first though others lie between; or None."""
+    made_by: dict[torch.fx.Node, int] = {}
+    stage = 0
+    for node in graph.nodes:
+        sources = [made_by[x] for x in node.all_input_nodes if x in made_by]
+        if node.op == "call_module":
+            if sources and min(sources) < stage - 1:
+                return min(sources), stage
+            made_by[node] = stage
+            stage += 1
+        elif sources:
+            made_by[node] = sources[0]
+    return None
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

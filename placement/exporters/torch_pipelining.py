@@ -25,9 +25,12 @@ class TorchPipelining:
     Attributes:
         schedule: a class of ``torch.distributed.pipelining`` without ``Schedule``; None: GPipe
             (LoopedBFS if devices take several turns), in training 1F1B (Interleaved1F1B).
+        once: every device has one stage. Torch's schedules of several turns send to the next stage
+            only, which excludes connections past a stage.
     """
 
     schedule: str | None = None
+    once: bool = False
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         forward = Forward.of(plan)
@@ -35,9 +38,11 @@ class TorchPipelining:
         starts = [0, *sorted(begins)]
         unit = [sum(s <= i for s in starts) - 1 for i in range(len(forward.module))]
         labels = [f"what runs from {begins.get(s, '')!r} to the next module" for s in starts]
-        parts = forward.chain(unit, labels, "torch.distributed.pipelining")
+        parts = forward.chain(
+            unit, labels, "torch.distributed.pipelining", 1 if self.once else None
+        )
         ranks = list(dict.fromkeys(part.device for part in parts))
-        training, turns = plan.graph.mode == "training", len(parts) > len(ranks)
+        training, many = plan.graph.mode == "training", len(parts) > len(ranks)
         chosen = ("1F1B", "Interleaved1F1B") if training else ("GPipe", "LoopedBFS")
         cluster = {d.name: d for d in plan.cluster.devices}
         data = {
@@ -46,7 +51,7 @@ class TorchPipelining:
                 cluster[name].model_dump(include={"name", "kind", "cores", "threads"})
                 for name in ranks
             ],
-            "schedule": self.schedule or chosen[turns],
+            "schedule": self.schedule or chosen[many],
             "num_microbatches": plan.num_microbatches,
             "mode": plan.graph.mode,
             "workload": plan.graph.workload,
