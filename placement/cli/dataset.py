@@ -23,6 +23,7 @@ EXAMPLE = """examples:
 The same command continues what a time budget or Ctrl-C ended.
 """
 MAX_FAILED = 20  # reasons shown
+NOISY = 0.1  # spread of whole runs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -100,6 +101,8 @@ def _show(args: argparse.Namespace) -> int:
         f"interquartile range over time, median: {found.spread:.1%} of an operator, "
         f"{found.whole_spread:.1%} of a whole run"
     )
+    if found.whole_spread > NOISY:
+        cli.say("these times are noisy: build it again on a machine that does nothing else")
     for reason in found.damaged.values():
         cli.say(f"damaged: {reason}")
     return cli.NO if found.damaged else cli.OK
