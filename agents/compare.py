@@ -41,6 +41,9 @@ def _compare(cfg: DictConfig) -> float:
     def executor(problem: Problem) -> Executor | None:
         return None if problem.graph.program is None else Executor(problem)
 
+    from placement.parallel import check
+
+    check(cfg.parallel)
     if not cfg.get("planner"):
         raise AppError("no planner: add e.g. planner=heft")
     planners = {str(name): make_planner(node) for name, node in cfg.planner.items()}
@@ -56,6 +59,7 @@ def _compare(cfg: DictConfig) -> float:
             seconds=cfg.seconds,
             evaluations=cfg.evaluations,
             progress=lambda what: run.report(what, None),
+            parallel=cfg.parallel,
         )
         run.mirror.comparison(comparison)
         save_curves(run, comparison)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from agents.policy import PlacementPolicy
 from agents.trained import BUILDING
 from envs.problems import ProblemSet, canonical, choice_of
 from placement.files import write_atomic
+from placement.parallel import parallel_map
 from placement.problem import Placement, Planner, Problem
 from placement.simulator import score
 
@@ -32,28 +35,39 @@ def solve(
     planner: Planner,
     path: str | Path,
     progress: Callable[[str, float], None] | None = None,
+    parallel: str = "serial",
 ) -> list[Placement]:
     """A good placement int32 ``[N]`` of each problem, searched for or read from ``path``.
 
     The ``.npz`` file is written after each search, so an interrupted run goes on where it was. A
     solution in it stays if the problem of that name can run it (as many operators, devices that
-    exist, memory that suffices); it is searched for again otherwise.
+    exist, memory that suffices); it is searched for again otherwise. ``parallel``: see
+    ``placement.parallel``.
 
     Raises:
         FileError: ``path`` cannot be written.
         PolicyError: it is not a file of solutions.
     """
     known = load_solutions(path) if Path(path).is_file() else {}
-    for i, (name, problem) in enumerate(problems.items()):
+    todo = [n for n, p in problems.items() if n not in known or not _fits(p, known[n])]
+
+    def keep(number: int, placement: Placement) -> None:
+        known[todo[number]] = placement
+        file = io.BytesIO()
+        arrays: dict[str, Any] = dict(known)
+        np.savez_compressed(file, **arrays)
+        write_atomic(path, file.getvalue())
         if progress is not None:
-            progress(name, i / len(problems))
-        if name not in known or not _fits(problem, known[name]):
-            known[name] = np.asarray(planner(problem).placement, np.int32)
-            file = io.BytesIO()
-            arrays: dict[str, Any] = dict(known)
-            np.savez_compressed(file, **arrays)
-            write_atomic(path, file.getvalue())
+            progress(todo[number], (number + 1) / len(todo))
+
+    # A program cannot be sent to a worker, and planners decide on data.
+    bare = [replace(p, graph=p.graph.without_program()) for n, p in problems.items() if n in todo]
+    parallel_map(partial(_solved, planner), bare, parallel, done=keep)
     return [known[name] for name in problems]
+
+
+def _solved(planner: Planner, problem: Problem) -> Placement:
+    return np.asarray(planner(problem).placement, np.int32)
 
 
 def load_solutions(path: str | Path) -> dict[str, Placement]:

@@ -106,9 +106,10 @@ class Cluster:
             raise ClusterError(f"cluster {self.name!r} has no devices")
         if len(set(names)) != len(names):
             raise ClusterError(f"cluster {self.name!r}: device names repeat: {sorted(names)}")
+        known = set(names)
         for link in self.links:
             for end in (link.src, link.dst):
-                if end not in names:
+                if end not in known:
                     raise ClusterError(
                         f"link {link.src} -> {link.dst}: no device {end!r}; devices are {names}"
                     )

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement.files import write_atomic
+from placement.parallel import parallel_map
 from placement.problem import Placement, Planner, Problem, Solution, lower_bounds
 from placement.simulator import evaluate, score
 from placement.timeline import Timeline
@@ -253,6 +254,7 @@ def compare(
     seconds: float | None = None,
     evaluations: int | None = None,
     progress: Progress | None = None,
+    parallel: str = "serial",
 ) -> Comparison:
     """Run every planner with every seed on every problem, and measure what they answer.
 
@@ -267,6 +269,9 @@ def compare(
             one that cannot be run; None: only predict. All placements of a workload take turns,
             ``rounds`` times; equal ones share one measurement.
         seconds, evaluations: budget of every planner that has such a field; None leaves its own.
+        parallel: where planners run: ``serial``, ``processes`` or ``ray`` (see
+            ``placement.parallel``). The answers are the same, unless a budget of seconds ends
+            a search; measurements never run side by side.
 
     Raises:
         CompareError: no problems, no seeds, or a planner named like a single device.
@@ -280,7 +285,9 @@ def compare(
     folder, say = Path(out_dir), progress or (lambda _: None)
     comparison = Comparison((), {})
     for workload, problem in problems.items():
-        cells = _plan_all(workload, problem, planners, seeds, seconds, evaluations, folder, say)
+        cells = _plan_all(
+            workload, problem, planners, seeds, seconds, evaluations, folder, say, parallel
+        )
         placements = {c.placement_id: c.solution.placement for c in cells if c.solution}
         samples: dict[str, Any] = {}
         if executor is not None:
@@ -321,6 +328,7 @@ def _plan_all(
     evaluations: int | None,
     folder: Path,
     say: Progress,
+    parallel: str,
 ) -> list[_Cell]:
     from placement import importers
 
@@ -329,6 +337,8 @@ def _plan_all(
     saved_problem = folder / "problems" / f"{fingerprint[:12]}.json"
     if not saved_problem.is_file():
         importers.save(problem, saved_problem)
+    found: list[_Cell | None] = []
+    todo: list[tuple[int, Path, str, _Task]] = []
     for name, planner in planners.items():
         for seed in seeds if "seed" in _fields(planner) else (None,):
             ready = _prepared(planner, seed, seconds, evaluations)
@@ -336,18 +346,38 @@ def _plan_all(
             path = folder / "cells" / f"{_slug(workload)}-{_slug(name)}-{key[:12]}.json"
             saved = _read(path, key)
             if saved is None:
-                say(f"{workload}: {name}" + ("" if seed is None else f", seed {seed}"))
-                cell = _plan(name, seed, ready, problem)
-                head = {"key": key, "workload": workload, "problem": fingerprint}
-                head |= {"parameters": describe(ready)}
-                write_atomic(path, _json({**head, **asdict(cell)}))
+                todo.append((len(found), path, key, (name, seed, ready, problem)))
+                found.append(None)
             else:
                 answer = saved["solution"]
                 if answer is not None:
                     answer = Solution(**answer | {"placement": np.int32(answer["placement"])})
-                cell = _Cell(name, seed, answer, saved["plan_s"], saved["note"])
-            cells.append(cell)
-    return cells
+                found.append(_Cell(name, seed, answer, saved["plan_s"], saved["note"]))
+
+    def keep(number: int, cell: _Cell) -> None:
+        at, path, key, (_, _, ready, _) = todo[number]
+        head = {"key": key, "workload": workload, "problem": fingerprint}
+        head |= {"parameters": describe(ready)}
+        write_atomic(path, _json({**head, **asdict(cell)}))
+        found[at] = cell
+
+    def told() -> Iterator[_Task]:
+        for *_, task in todo:
+            name, seed, ready, _ = task
+            say(f"{workload}: {name}" + ("" if seed is None else f", seed {seed}"))
+            # Workers take no program: it cannot be sent, and planners decide on data.
+            bare = replace(problem, graph=problem.graph.without_program())
+            yield task if parallel == "serial" else (name, seed, ready, bare)
+
+    parallel_map(_plan_task, told(), parallel, done=keep)
+    return cells + [cell for cell in found if cell is not None]
+
+
+_Task = tuple[str, int | None, Planner, Problem]
+
+
+def _plan_task(task: _Task) -> _Cell:
+    return _plan(*task)
 
 
 def _plan(name: str, seed: int | None, planner: Planner, problem: Problem) -> _Cell:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, cmp_to_key
 from typing import Any, Literal, Protocol, get_args
@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.cluster import Cluster
+from placement.cluster import Cluster, Link
 from placement.graph import OpGraph
 from placement.profile import Profile
 
@@ -137,8 +137,8 @@ class Problem:
     def link_wake_s(self) -> Floats:
         """float64 ``[D, D]``: waking an idle receiver keeps the sender's worker busy so long."""
         wake = np.zeros((self.num_devices, self.num_devices))
-        for link in self.profile.links:
-            wake[self.cluster.index(link.src), self.cluster.index(link.dst)] = link.wake_s
+        for (a, b), link in self._ends:
+            wake[a, b] = link.wake_s
         np.fill_diagonal(wake, 0.0)
         return wake
 
@@ -152,6 +152,15 @@ class Problem:
         """Number of serial channels."""
         return int(self.link_channel.max()) + 1
 
+    @property
+    def _ends(self) -> Iterator[tuple[tuple[int, int], Link]]:
+        """Each link with the numbers of its devices."""
+        number = {name: d for d, name in enumerate(self.cluster.device_names)}
+        for link in self.profile.links:
+            if link.src not in number or link.dst not in number:
+                self.cluster.index(link.src), self.cluster.index(link.dst)  # says which is unknown
+            yield (number[link.src], number[link.dst]), link
+
     @cached_property
     def _links(self) -> tuple[Floats, Floats, NDArray[np.bool_], NDArray[np.int32]]:
         d = self.num_devices
@@ -159,8 +168,7 @@ class Problem:
         blocking = np.zeros((d, d), bool)
         channel = np.arange(d * d, dtype=np.int32).reshape(d, d)
         named: dict[str, int] = {}
-        for link in self.profile.links:
-            a, b = self.cluster.index(link.src), self.cluster.index(link.dst)
+        for (a, b), link in self._ends:
             if a == b:
                 continue
             latency[a, b] = link.latency_s

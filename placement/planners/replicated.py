@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +79,9 @@ class Replicated:
         able = search.allowed
         fits = able[np.arange(len(choice)), choice]
         search.cost(np.where(fits, choice, able.argmax(axis=1)).astype(np.int32))
-        found = {} if not stages else {"stages": told, "replicated_period_s": period_s}
+        found: dict[str, Any] = {}
+        if stages:
+            found = {"stages": told, "replicated_period_s": period_s}
         return search.solution(**found)
 
 
@@ -172,7 +175,7 @@ def stage_periods(problem: Problem, block: Ints) -> StagePeriods:
     period = np.empty((len(replicas), size, size))
     moved = np.maximum(received, sent)
     for k, r in enumerate(replicas.tolist()):
-        reduce_s = 0.0
+        reduce_s = np.zeros_like(own)
         if g.is_backward.any() and r > 1:
             ring = 2 * (r - 1) * (latency_s + own / r * per_byte_s)
             reduce_s = np.where(own > 0, ring, 0.0) / problem.num_microbatches
@@ -234,6 +237,8 @@ def _slowest_link(problem: Problem) -> tuple[float, float]:
 def _slowest_transfer(problem: Problem) -> Floats:
     """float64 ``[T]`` seconds of each tensor over the slowest link."""
     if problem.profile.transfer_s is not None:
-        return problem.profile.transfer_s.max(axis=(1, 2))
+        slowest: Floats = problem.profile.transfer_s.max(axis=(1, 2))
+        return slowest
     latency_s, per_byte_s = _slowest_link(problem)
-    return latency_s + problem.graph.tensor_bytes * per_byte_s
+    seconds: Floats = latency_s + problem.graph.tensor_bytes.astype(np.float64) * per_byte_s
+    return seconds

@@ -1,0 +1,164 @@
+"""``parallel_map``: a function of every item, here, in processes, or on Ray; results in order."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, get_args
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+Parallel = Literal["serial", "processes", "ray"]
+RETRIES = 2
+
+
+class ParallelError(ValueError):
+    """No such way to run in parallel, or workers that die again and again."""
+
+
+def parallel_map(
+    call: Callable[[T], R],
+    items: Iterable[T],
+    parallel: str = "serial",
+    *,
+    workers: int | None = None,
+    retries: int = RETRIES,
+    done: Callable[[int, R], None] | None = None,
+) -> list[R]:
+    """``[call(x) for x in items]``.
+
+    ``call`` must depend on its item alone, seeds included: then the results are the same however
+    it runs, except for what depends on a clock. An item whose worker died (killed, out of memory,
+    its node lost) is tried again, ``retries`` times; an exception of ``call`` is raised as it is
+    and ends the map.
+
+    Args:
+        parallel: ``serial``; ``processes`` of this machine; ``ray``: the cluster at
+            ``RAY_ADDRESS``, a Ray that this program has started, or one of its own.
+        workers: processes at the same time, one per usable core if None. A cluster that is there
+            has as many as it has.
+        done: told the number and the result of each item, as they come, in this thread.
+
+    Raises:
+        ParallelError: unknown ``parallel``, Ray is not installed, or a worker died too often.
+    """
+    check(parallel)
+    if parallel == "serial":
+        found = []
+        for i, item in enumerate(items):
+            found.append(call(item))
+            if done is not None:
+                done(i, found[-1])
+        return found
+    todo = list(items)
+    if not todo:
+        return []
+    run = _on_ray if parallel == "ray" else _in_processes
+    return run(call, todo, workers or _num_cores(), retries, done)
+
+
+def check(parallel: str) -> None:
+    """Raises: ParallelError, no such way to run, or the package it needs is missing."""
+    if parallel not in get_args(Parallel):
+        raise ParallelError(
+            f"parallel = {parallel!r} is unknown; use one of {', '.join(get_args(Parallel))}"
+        )
+    if parallel == "ray":
+        from importlib.util import find_spec
+
+        if find_spec("ray") is None:
+            raise ParallelError(
+                "parallel = 'ray' needs the package ray: pip install 'device-placement-rl[ray]' in "
+                "an environment of its own, or use processes"
+            )
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _in_processes(
+    call: Callable[[T], R],
+    items: Sequence[T],
+    workers: int,
+    retries: int,
+    done: Callable[[int, R], None] | None,
+) -> list[R]:
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import get_context
+
+    found: dict[int, R] = {}
+    context = get_context("spawn")  # a fork would copy the locks of threads that it does not copy
+    for attempt in range(retries + 1):  # a pool breaks as a whole: what is unfinished goes again
+        left = [i for i in range(len(items)) if i not in found]
+        pool = ProcessPoolExecutor(min(workers, len(left)), mp_context=context)
+        try:
+            pending = {pool.submit(call, items[i]): i for i in left}
+            for future in as_completed(pending):
+                i = pending[future]
+                found[i] = future.result()
+                if done is not None:
+                    done(i, found[i])
+            break
+        except BrokenProcessPool as error:
+            if attempt == retries:
+                raise _died(f"item {min(set(left) - set(found))} or later", retries) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    return [found[i] for i in range(len(items))]
+
+
+def _died(what: str, retries: int) -> ParallelError:
+    return ParallelError(
+        f"a worker died {retries + 1} times at {what}: out of memory? Use fewer workers, or "
+        "parallel = 'serial' to see what happens"
+    )
+
+
+def _on_ray(
+    call: Callable[[T], R],
+    items: Sequence[T],
+    workers: int,
+    retries: int,
+    done: Callable[[int, R], None] | None,
+) -> list[R]:
+    import ray
+
+    ours = not ray.is_initialized()
+    if ours:
+        address = os.environ.get("RAY_ADDRESS")
+        here: dict[str, Any] = {} if address else {"num_cpus": workers, "include_dashboard": False}
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            # Workers import what this process can import.
+            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}},
+            **here,
+        )
+    pending: dict[Any, int] = {}
+    try:
+        task = ray.remote(num_cpus=1, max_retries=retries)(call)
+        pending = {task.remote(item): i for i, item in enumerate(items)}
+        found: dict[int, R] = {}
+        while pending:
+            ready, _ = ray.wait(list(pending))
+            i = pending[ready[0]]
+            try:
+                found[i] = ray.get(ready[0])
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            except ray.exceptions.RayError as error:
+                raise _died(f"item {i} ({type(error).__name__})", retries) from error
+            del pending[ready[0]]
+            if done is not None:
+                done(i, found[i])
+        return [found[i] for i in range(len(items))]
+    finally:
+        if ours:
+            ray.shutdown()
+        else:
+            for reference in pending:
+                ray.cancel(reference, force=True)
