@@ -1,4 +1,7 @@
-"""The smallest problems with known answers, through the real PPO: does it learn at all?"""
+"""Training through the real PPO: files, resuming, imitation, and that it learns.
+
+The smallest learning tests are in ``test_smallest_learning.py``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,6 @@ from placement.problem import Problem
 from placement.profile import Profile
 from placement.simulator import score
 
-FORMULATIONS = ("one_shot", "sequential", "select_place")
 FILES = ["best.npz", "checkpoint.pt", "metrics.csv", "policy.safetensors"]
 SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from list scheduling
 
@@ -49,35 +51,6 @@ def layered(seed: int, width: int, depth: int, devices: int) -> Problem:
     links = tuple(Link(a, b, 0.1, 400.0) for a in names for b in names if a != b)
     profile = Profile(names, seconds, np.zeros((n, devices)), links)
     return Problem(graph, cluster, profile, "period", num_microbatches=8)
-
-
-@pytest.mark.parametrize("formulation", FORMULATIONS)
-def test_two_operator_bandit(formulation: Any) -> None:
-    # [1, 0] takes 1 + 0.1 + 1 = 2.1 s; [1, 1] 4, [0, 0] 3, [0, 1] 5.1.
-    problem = chain([[2, 1], [1, 3]], latency_s=0.1)
-    config = TrainConfig(
-        total_steps=1000, learning_rate=1e-2, formulation=formulation, network=SMALL
-    )
-    rows: list[Row] = []
-    policy = train([problem], config=config, callback=rows.append)
-    assert policy.place(problem)[0].tolist() == [1, 0]
-    assert policy.best[0].value_s == pytest.approx(2.1)
-    # Not by luck of the greedy decode: what it samples is the optimum nearly always.
-    assert rows[-1]["reward_mean"] > 0.8 * np.log(3 / 2.1) > 0.2 > rows[1]["reward_mean"]
-
-
-@pytest.mark.parametrize("formulation", FORMULATIONS)
-def test_identity_placement(formulation: Any) -> None:
-    """Operator i is fast only on device i mod D: solved within 2,000 steps."""
-    n, d = 12, 3
-    seconds = np.full((n, d), 10.0)
-    seconds[np.arange(n), np.arange(n) % d] = 1.0
-    problem = chain(seconds, latency_s=0.01)
-    config = TrainConfig(total_steps=1920, formulation=formulation, network=SMALL)
-    rows: list[Row] = []
-    policy = train([problem], config=config, callback=rows.append)
-    assert rows[-1]["steps"] <= 2000  # whole rollouts: 20 of 96
-    assert policy.place(problem)[0].tolist() == [i % d for i in range(n)]
 
 
 def test_learning_beats_the_frozen_policy() -> None:
