@@ -54,8 +54,8 @@ def law(graph: OpGraph, threads: int = 1) -> np.ndarray:
     return 4e-6 + found.flops / 1e10 / threads + moved / 5e9
 
 
-def sample(seed: int, threads: int = 1) -> Sample:
-    graph = model(seed)
+def sample(seed: int, threads: int = 1, layers: int = 12) -> Sample:
+    graph = model(seed, layers)
     seconds = law(graph, threads)
     device = replace(CPU, threads=threads)
     return Sample(graph, device, seconds, 0.01 * seconds, 1.5 * seconds)
@@ -119,6 +119,18 @@ def test_what_is_unlike_anything_measured_is_less_certain() -> None:
     like = relative("aten.linear.default(f32[64,64], f32[64,64])")
     unlike = relative("aten.linear.default(f64[7,3,64,99999], f64[64,99999])")
     assert unlike > 2 * like
+
+
+def test_far_from_what_was_measured_times_go_on_in_proportion() -> None:
+    predictor = latency.load("polynomial").fit([sample(seed, layers=3) for seed in range(4)])
+    for rows, inner, outer in ((2**14, 2**12, 2**12), (2**16, 16, 2**13), (1, 2**15, 2**15)):
+        signature = f"aten.linear.default(f32[{rows},{inner}], f32[{outer},{inner}])"
+        graph = OpGraph.build(
+            "large", ["op"], [0], [4 * rows * outer], [], op_signature=[signature]
+        )
+        seconds, spread = predictor.predict(graph, CPU)
+        assert 1 / 5 < seconds[0] / law(graph)[0] < 5
+        assert spread[0] < 4 * seconds[0]
 
 
 def test_a_kind_that_was_never_measured_is_predicted_like_its_class() -> None:

@@ -14,6 +14,8 @@ from placement.graph import OpGraph
 from placement.latency import Floats, Sample
 from placement.latency._table import Table, check_kind, columns, guess, kinds, tables
 
+_LARGEST_SPREAD = 3.0  # of a logarithm: a factor of 20
+
 
 @dataclass(frozen=True)
 class Polynomial:
@@ -23,11 +25,12 @@ class Polynomial:
     products) in the logarithms of the *parameters* flops, bytes read, bytes written, matrices
     (batch), rows, inner and outer dimension, operations per byte, inputs, bytes of an element,
     and threads. It gives the logarithm of seconds over those of a device that is nothing special
-    (``_table.guess``), so that relative errors count, and work outside of what was measured is
-    extrapolated in proportion. *Regularisation*: ridge, ``ridge`` times the squares of the
-    coefficients of standardised terms, shared over the kinds: a polynomial for each class of
-    operators (``placement.features.CLASSES``) is fitted first, and that of a kind to what is
-    left, so that a kind that was seldom or never measured is predicted like its class.
+    (``_table.guess``), so that relative errors count. Outside of what was measured the
+    polynomial stays as it is at the border, so that times go on in proportion to work.
+    *Regularisation*: ridge, ``ridge`` times the squares of the coefficients of standardised
+    terms, shared over the kinds: a polynomial for each class of operators
+    (``placement.features.CLASSES``) is fitted first, and that of a kind to what is left, so that
+    a kind that was seldom or never measured is predicted like its class.
 
     Deviations: the thesis fits seconds themselves, states neither terms nor regularisation, and
     has no classes, no uncertainty.
@@ -52,15 +55,27 @@ class Polynomial:
 
 @dataclass(frozen=True, eq=False)
 class _Regression:
-    """Ridge regression: coefficients ``[P]``, inverse of the normal matrix ``[P, P]``, noise."""
+    """Ridge regression on polynomial terms of ``x [N, F]``.
+
+    Attributes:
+        coefficients: ``[P]``; ``inverse``: of the normal matrix, ``[P, P]``.
+        low, high: ``[F]`` range of ``x``; beyond, the value is that at its border.
+        least, most: range of what was seen.
+        noise: standard deviation of the residuals.
+    """
 
     coefficients: Floats
     inverse: Floats
+    low: Floats
+    high: Floats
+    least: float
+    most: float
     noise: float
 
     @classmethod
-    def of(cls, terms: Floats, y: Floats, weight: Floats, ridge: float) -> _Regression:
+    def of(cls, x: Floats, y: Floats, weight: Floats, ridge: float) -> _Regression:
         weight = weight / weight.mean()
+        terms = _terms(x)
         penalty = np.full(terms.shape[1], ridge)
         normal = (terms * weight[:, None]).T @ terms + np.diag(penalty)
         inverse = np.asarray(np.linalg.inv(normal), np.float64)
@@ -69,12 +84,17 @@ class _Regression:
         leverage = np.minimum(((terms @ inverse) * terms).sum(axis=1) * weight, 0.95)
         residual = (y - terms @ coefficients) / (1.0 - leverage)
         noise = float(np.sqrt((weight * residual**2).mean() + 0.02**2))
-        return cls(coefficients, inverse, noise)
+        border = x.min(axis=0), x.max(axis=0), float(y.min()), float(y.max())
+        return cls(coefficients, inverse, *border, noise)
 
-    def __call__(self, terms: Floats) -> tuple[Floats, Floats]:
+    def __call__(self, x: Floats) -> tuple[Floats, Floats]:
         """Values and standard deviations, float64 ``[N]``."""
+        terms = _terms(x)
         unlike = ((terms @ self.inverse) * terms).sum(axis=1)
-        return terms @ self.coefficients, self.noise * np.sqrt(1.0 + unlike)
+        # A square that was fitted inside of the range says nothing outside of it.
+        value = _terms(np.clip(x, self.low, self.high)) @ self.coefficients
+        spread = np.minimum(self.noise * np.sqrt(1.0 + unlike), _LARGEST_SPREAD)
+        return np.clip(value, self.least, self.most), spread
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,15 +117,15 @@ class FittedPolynomial:
         check_kind(device, self.fitted)
         model = self.fitted[device.kind]
         found = features(graph)
-        terms = _terms((columns(found, device) - model.centre) / model.scale)
-        value, spread = model.everything(terms)
+        x = (columns(found, device) - model.centre) / model.scale
+        value, spread = model.everything(x)
         for number, regression in model.classes.items():
             at = found.op_class == number
-            value[at], spread[at] = regression(terms[at])
+            value[at], spread[at] = regression(x[at])
         kind = kinds(found)
         for name, regression in model.kinds.items():
             at = kind == name
-            more, spread[at] = regression(terms[at])
+            more, spread[at] = regression(x[at])
             value[at] += more
         seconds = np.exp(value + guess(found, device))
         return seconds, seconds * spread
@@ -114,18 +134,18 @@ class FittedPolynomial:
 def _fit(table: Table, ridge: float, weight: float) -> _Fitted:
     centre, scale = table.x.mean(axis=0), table.x.std(axis=0)
     scale = np.where(scale > 1e-9, scale, 1.0)
-    terms = _terms((table.x - centre) / scale)
+    x = (table.x - centre) / scale
     counts = table.seconds**weight
     left = table.y - table.guess
 
     def regression(at: NDArray[np.bool_], y: Floats) -> _Regression:
-        return _Regression.of(terms[at], y[at], counts[at], ridge)
+        return _Regression.of(x[at], y[at], counts[at], ridge)
 
     everything = regression(np.ones(len(left), bool), left)
     classes = {int(c): regression(table.op_class == c, left) for c in np.unique(table.op_class)}
     for number, found in classes.items():
         at = table.op_class == number
-        left[at] -= found(terms[at])[0]
+        left[at] -= found(x[at])[0]
     own = {str(kind): regression(table.kind == kind, left) for kind in np.unique(table.kind)}
     return _Fitted(centre, scale, classes, own, everything)
 

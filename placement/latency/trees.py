@@ -14,6 +14,8 @@ from placement.graph import OpGraph
 from placement.latency import Floats, LatencyError, Sample
 from placement.latency._table import Table, check_kind, columns, guess, kinds, tables
 
+_UNKNOWN = 0.5  # spread of a logarithm where too few graphs were measured to leave one out
+
 
 @dataclass(frozen=True)
 class Trees:
@@ -74,9 +76,9 @@ class Trees:
                     missed[out] = y[out] - model.predict(x[out])
                 models.append(model)
             seen = np.isfinite(missed)
-            noise = np.full(len(CLASSES), float(np.sqrt((missed[seen] ** 2).mean()) or 0.5))
-            if not seen.any():
-                noise[:] = 0.5
+            noise = np.full(len(CLASSES), _UNKNOWN)
+            if seen.any():
+                noise[:] = np.sqrt((missed[seen] ** 2).mean())
             for c in range(len(CLASSES)):
                 at = seen & (table.op_class == c)
                 if at.any():
