@@ -13,6 +13,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -24,6 +26,7 @@ import pytest
 import torch
 from torch import nn
 
+from placement import workloads
 from placement.cli.show import costless_problem
 from placement.cluster import Cluster, ClusterError, Device
 from placement.executor import RunnerError
@@ -36,6 +39,9 @@ from placement.executor.distributed import (
 )
 from placement.executor.distributed_world import RankError, World
 from placement.executor.executor import measured_timeline
+from placement.plan import make_plan
+from placement.problem import Problem, Solution
+from placement.profile import Profile
 from placement.program import capture
 from placement.schedule import Schedule
 from placement.training import plain_step
@@ -390,3 +396,34 @@ def test_without_torchrun_the_message_says_how_to_start(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RankError, match="torchrun --nproc-per-node"):
         World.join()
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_starts_torchrun_compares_and_writes_one_trace(tmp_path):
+    module, inputs = workloads.load("tiny_branches")
+    graph = capture(module, inputs, name="tiny_branches")
+    two = Cluster("two", CLUSTER.devices[:2])
+    seconds = np.full((graph.num_ops, 2), 1e-5)
+    problem = Problem(graph, two, Profile(two.device_names, seconds, seconds))
+    place = scattered(graph, 0, 2)
+    assert set(place.tolist()) == {0, 1}
+    plan = make_plan(problem, Solution(place, 0.0), planner="by hand", workload="tiny_branches")
+    plan.save(tmp_path / "plan.json")
+    command = [sys.executable, "-m", "placement", "run", "plan.json", "--distributed", "--json"]
+    command += ["--batches", "4", "--trace", "trace.json", "--timeout", "120"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["numerics_equal"] is True
+    assert "torchrun --nnodes HOSTS" in done.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["tid"] for e in events if e["ph"] == "X"} >= {0, 1}
+    refused = [*command[:5], "--distributed", "--processes", "3"]
+    done = subprocess.run(
+        refused, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "--processes 3: the plan has 2 devices" in done.stderr

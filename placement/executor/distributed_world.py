@@ -75,7 +75,8 @@ class World:
         self._out: dict[int, queue.SimpleQueue[Any]] = {r: queue.SimpleQueue() for r in self.others}
         self._links: list[threading.Thread] = []
         self._threads: list[threading.Thread] = []
-        self._keeps = False  # the store: whoever leaves with it leaves last
+        self._agent_keeps = False  # torchrun has the store, not rank 0
+        self._keeps = False  # this rank has it, and leaves last
         self._store: Any = None
         self._alive_at = 0.0
         self._culprit: int | None = None  # the rank that failed, if one can be named
@@ -99,7 +100,8 @@ class World:
         world = cls(rank, size, timeout_s)
         run = os.environ.get("TORCHELASTIC_RUN_ID", "")
         prefix = f"placement/{run}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        world._keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        world._agent_keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        world._keeps = rank == 0 and not world._agent_keeps
         limit = timedelta(seconds=timeout_s)
         try:
             store = dist.TCPStore(
@@ -386,7 +388,8 @@ class World:
 
     def _lost(self, said: str) -> None:
         """The store does not answer: nobody can be told, and all others find out the same way."""
-        known = self._suspicion or {
+        keeper = {} if self._agent_keeps else {"rank": 0, "hangs": 1}
+        known = self._suspicion or keeper | {
             "cause": f"rank {self.rank} cannot reach the store of the run ({said}): the host of "
             "rank 0 or the link to it is down, or torchrun has ended"
         }
@@ -403,12 +406,19 @@ class World:
 
     def _leave(self, patience_s: float) -> None:
         """The rank that keeps the store stays until the others have read why, or are gone."""
-        with suppress(RuntimeError):
-            left = self._store.add("left", 1)
-            deadline = time.monotonic() + patience_s
-            while self._keeps and left < self.size and time.monotonic() < deadline:
-                time.sleep(0.01)
-                left = self._store.add("left", 0)
+
+        def leave() -> None:
+            with suppress(RuntimeError):
+                left = self._store.add("left", 1)
+                deadline = time.monotonic() + patience_s
+                while self._keeps and left < self.size and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                    left = self._store.add("left", 0)
+
+        # A store whose process is stopped never answers: its question is left behind.
+        thread = threading.Thread(target=leave, name="placement-leave", daemon=True)
+        thread.start()
+        thread.join(patience_s + 1.0)
 
     def close(self) -> None:
         """Leave when all do: waits until every other rank has said so too. Idempotent.
