@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,13 @@ from tests.problems import random_problem
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="the package ray is not installed"
 )
-WAYS = ["serial", "processes", pytest.param("ray", marks=needs_ray)]
-SIDE_BY_SIDE = WAYS[1:]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_ray() -> Any:
-    """A Ray of two workers for all tests of this file; each of its own would take long."""
-    if importlib.util.find_spec("ray") is None:
-        yield
+@pytest.fixture(scope="module", params=["processes", pytest.param("ray", marks=needs_ray)])
+def parallel(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each way, one after the other: a Ray of two workers lasts for all its tests."""
+    if request.param != "ray":
+        yield request.param
         return
     import ray
 
@@ -43,8 +42,10 @@ def _one_ray() -> Any:
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": found, "OMP_NUM_THREADS": "1"}},
     )
-    yield
-    ray.shutdown()
+    try:
+        yield "ray"
+    finally:
+        ray.shutdown()
 
 
 def draw(seed: int) -> list[float]:
@@ -76,7 +77,6 @@ def slow_first(x: int) -> int:
     return x
 
 
-@pytest.mark.parametrize("parallel", WAYS)
 def test_results_come_in_order(parallel: str) -> None:
     told: dict[int, list[float]] = {}
     found = parallel_map(draw, range(4), parallel, workers=2, done=told.__setitem__)
@@ -85,27 +85,29 @@ def test_results_come_in_order(parallel: str) -> None:
     assert parallel_map(draw, [], parallel) == []
 
 
-@pytest.mark.parametrize("parallel", SIDE_BY_SIDE)
 def test_who_is_slow_does_not_change_the_order(parallel: str) -> None:
     assert parallel_map(slow_first, range(3), parallel, workers=2) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("parallel", WAYS)
 def test_errors_are_the_function_s_own(parallel: str) -> None:
     with pytest.raises(ParallelError, match=r"^no 2$"):
         parallel_map(refuse, range(4), parallel, workers=2)
 
 
-@pytest.mark.parametrize("parallel", SIDE_BY_SIDE)
 def test_a_worker_that_died_is_replaced(parallel: str, tmp_path: Path) -> None:
     call = partial(die_once, str(tmp_path))
     assert parallel_map(call, range(3), parallel, workers=2) == [0, 10, 20]
 
 
-@pytest.mark.parametrize("parallel", SIDE_BY_SIDE)
 def test_not_for_ever(parallel: str) -> None:
     with pytest.raises(ParallelError, match="died 2 times at item 0"):
         parallel_map(die, [1], parallel, workers=1, retries=1)
+
+
+def test_here() -> None:
+    assert parallel_map(draw, range(3)) == [draw(x) for x in range(3)]
+    with pytest.raises(ParallelError, match=r"^no 2$"):
+        parallel_map(refuse, range(4))
 
 
 def test_unknown_ways(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +118,6 @@ def test_unknown_ways(monkeypatch: pytest.MonkeyPatch) -> None:
         parallel_map(draw, [1], "ray")
 
 
-@pytest.mark.parametrize("parallel", SIDE_BY_SIDE)
 def test_a_comparison_and_a_data_set_are_the_same(parallel: str, tmp_path: Path) -> None:
     from agents.expert import solve  # here: workers import this file, and torch takes long
 
