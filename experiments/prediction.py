@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from experiments._study import (
     RESULTS,
     ROOT,
+    StudyError,
     command_line,
     common_options,
     launch,
@@ -233,6 +234,11 @@ class Answer:
 def answers(known: Sequence[Case], methods: Sequence[str]) -> list[Answer]:
     """Every case predicted by every method that has not seen its family."""
     families = sorted({c.family for c in known})
+    if len(families) < 2:
+        raise StudyError(
+            f"the data set has models of {len(families)} family: to predict one from others, "
+            "measure more: the same command with more --seconds"
+        )
     order = np.random.default_rng(0).permutation(len(families))
     found = []
     for number_, at in enumerate(np.array_split(order, min(NUM_PARTS, len(families)))):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_latency import sample
 
+from experiments._study import StudyError
 from experiments.prediction import (
     Answer,
     Case,
@@ -57,6 +58,11 @@ def test_a_family_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) 
     found = answers(known, ["spy"])
     assert sorted(a.case.name for a in found) == sorted(c.name for c in known)
     assert sorted(map(sorted, seen)) == [["a", "b"], ["a", "c"], ["b", "c"]]
+
+
+def test_one_family_cannot_be_left_out() -> None:
+    with pytest.raises(StudyError, match="models of 1 family"):
+        answers([case(0, "a"), case(1, "a")], ["roofline"])
 
 
 def test_errors_of_whole_models_and_operators() -> None:
