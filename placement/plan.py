@@ -431,7 +431,8 @@ class Plan(_Strict):
         """``module`` on the devices of the plan, to be trained by ``optimizer``.
 
         ``loss``, how backward is cut and what is recomputed as for ``placement.capture``;
-        otherwise as ``bind``. An order of the plan is followed: steps then take exactly its micro-batches.
+        otherwise as ``bind``. An order of the plan is followed: steps then take exactly its
+        micro-batches.
 
         Raises:
             PlanMismatch: another module, loss or optimizer than the plan's, or this machine lacks

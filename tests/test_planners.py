@@ -729,7 +729,7 @@ def test_load_takes_a_function_of_the_user() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("hefty", {}, r"no planner 'hefty'; did you mean 'heft'\? planners are .*contiguous_dp, .*heft, "),
+        ("hefty", {}, r"no planner 'hefty'; did you mean 'heft'\? planners are .*heft, "),
         ("_search", {}, "no planner '_search'"),
         ("no.such.module:Class", {}, "cannot be imported"),
         ("placement.planners.heft:Gone", {}, "cannot be imported"),
