@@ -43,6 +43,7 @@ STUDIES = {
     "public_pipedream": Study("Pipelines over equal devices", 7, True),
     "public_moirai": Study("Unlike devices", 1.5, True),
     "scale": Study("Planners up to 100,000 operators", 22),
+    "scale_out": Study("From 8 to 4,096 devices", 20),
     "bench": Study("Speeds of simulator, planners and training", 1),
 }
 

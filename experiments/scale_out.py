@@ -195,7 +195,10 @@ def report(rows: Sequence[Row]) -> str:
         head = [f"{operators:,} operators", *(f"{d:,} devices" for d in devices)]
         cells = [[n, *(_cell(by[n, operators, d]) for d in devices)] for n in names]
         text += _study.to_table(head, cells) + "\n"
-    text += "Predicted periods, in milliseconds; `replicated`: with its replicas.\n\n"
+    text += (
+        "Predicted periods, in milliseconds, by the simulator; that of `replicated` is of its "
+        "replicas and by its own formula (no queues, no filling of the pipeline).\n\n"
+    )
     cells = []
     for (name, operators, count), r in by.items():
         value = r.replicated_s if r.replicated_s is not None else r.value_s
@@ -217,7 +220,8 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
             ended = [r for r in mine if r.status in STOPPED]
             fine = [r for r in mine if r.status == "ok"]
             x, y = [r.devices for r in fine], [max(1e-3, r.seconds or 0.0) for r in fine]
-            axis.plot(x, y, "o-", color=colour, ms=4, lw=1.2, label=name)
+            line = ("-", "--")[k // len(gantt.COLOURS) % 2]
+            axis.plot(x, y, "o", ls=line, color=colour, ms=4, lw=1.2, label=name)
             axis.plot([r.devices for r in ended], [r.seconds for r in ended], "x", color=colour)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
