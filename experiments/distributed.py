@@ -45,7 +45,7 @@ from placement.timeline import steady_period
 from placement.training import plain_step
 
 NAMESPACES = ("placement-a", "placement-b")
-RATE, DELAY = "400mbit", "1ms"
+RATE, LIMIT = "400mbit", "burst 64kb latency 50ms"
 TIMEOUT_S = 5.0  # of the runs in which something fails
 PATIENCE_S = 120.0
 
@@ -179,7 +179,7 @@ def start(
         env = os.environ | {
             "RANK": str(r), "WORLD_SIZE": str(size), "MASTER_PORT": str(port),
             "MASTER_ADDR": "10.77.0.1" if namespaces else "127.0.0.1",
-            "GLOO_SOCKET_IFNAME": "link" if namespaces else "lo", "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "cable" if namespaces else "lo", "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }  # fmt: skip
         inside = ["ip", "netns", "exec", NAMESPACES[r]] if namespaces else []
@@ -201,13 +201,13 @@ def make_namespaces() -> str:
     a, b = NAMESPACES
     commands = [
         f"ip netns add {a}", f"ip netns add {b}",
-        f"ip -n {a} link add link type veth peer name link netns {b}",
+        f"ip -n {a} link add cable type veth peer name cable netns {b}",
     ]  # fmt: skip
     for name, address in ((a, "10.77.0.1"), (b, "10.77.0.2")):
         commands += [
-            f"ip -n {name} addr add {address}/24 dev link", f"ip -n {name} link set link up",
+            f"ip -n {name} addr add {address}/24 dev cable", f"ip -n {name} link set cable up",
             f"ip -n {name} link set lo up",
-            f"ip netns exec {name} tc qdisc add dev link root netem rate {RATE} delay {DELAY}",
+            f"ip netns exec {name} tc qdisc add dev cable root tbf rate {RATE} {LIMIT}",
         ]  # fmt: skip
     for command in commands:
         done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
@@ -357,7 +357,7 @@ def faults(folder: Path, cluster: Cluster, stack: Stack, can_drop: bool) -> list
         ("kill -9 of rank 1", signal.SIGKILL), ("SIGSTOP of rank 1", signal.SIGSTOP),
     ]  # fmt: skip
     if can_drop:
-        ways.append(("link down", f"ip -n {NAMESPACES[1]} link set link down"))
+        ways.append(("link down", f"ip -n {NAMESPACES[1]} link set cable down"))
     rows = []
     for name, how in ways:
         ranks = Ranks(
@@ -422,7 +422,7 @@ def report(data: dict[str, Any], command: str) -> str:
         "slower than what the peer has. Periods in steady state; mean absolute error "
         f"{100 * float(np.mean(errors)):.0f} %.",
         "",
-        f"Two network namespaces ({RATE}, {DELAY} each way): {data['namespaces']}.",
+        f"Two network namespaces ({RATE} each way): {data['namespaces']}.",
         "",
         "## Faults",
         "",
