@@ -141,7 +141,7 @@ def _on_ray(
     pending: dict[Any, int] = {}
     try:
         # Ray takes plain functions only, not what is callable otherwise.
-        task = ray.remote(num_cpus=1, max_retries=retries)(lambda item: call(item))
+        task: Any = ray.remote(num_cpus=1, max_retries=retries)(lambda item: call(item))
         pending = {task.remote(item): i for i, item in enumerate(items)}
         found: dict[int, R] = {}
         while pending:
