@@ -165,9 +165,7 @@ def test_a_busy_receiver_need_not_be_woken(run: Any) -> None:
     # A (d0) feeds B (d1); E keeps d1 busy until 3; D comes after A on d0.
     # d0      AD..
     # d1      EEEB
-    problem = make(
-        [[1, 1], [1, 1], [1, 1], [3, 3]], [(0, 0, [1])], wake_s=1.0, num_microbatches=1
-    )
+    problem = make([[1, 1], [1, 1], [1, 1], [3, 3]], [(0, 0, [1])], wake_s=1.0, num_microbatches=1)
     assert run(problem, [0, 1, 0, 1]).start_s.tolist() == [[0, 3, 1, 0]]
 
 
