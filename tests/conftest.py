@@ -17,12 +17,16 @@ os.environ["MPLBACKEND"] = "Agg"
 os.environ["HYDRA_FULL_ERROR"] = "1"
 
 import random
+import signal
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+# A shell starts what it puts into the background with Ctrl-C ignored, which children inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples every time, and no deadline: the machine may be busy.
 settings.register_profile(
