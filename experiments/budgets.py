@@ -78,7 +78,7 @@ class Guided:
     evaluations: int = 10_000
     load_evaluations: int = 1_000_000
     seeds: int = 5
-    graphs: int = 2
+    graphs: int = 1
 
 
 @dataclass(frozen=True)
