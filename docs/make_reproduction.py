@@ -44,6 +44,8 @@ STUDIES = {
     "public_moirai": Study("Unlike devices", 1.5, True),
     "scale": Study("Planners up to 100,000 operators", 22),
     "scale_out": Study("From 8 to 4,096 devices", 20),
+    "distributed": Study("Plans over processes: equal, as predicted, as fast as a peer?", 3),
+    "side_by_side": Study("The same searches in turn, in processes, on Ray", 4.5),
     "bench": Study("Speeds of simulator, planners and training", 1),
 }
 
