@@ -8,7 +8,13 @@ from __future__ import annotations
 
 project = "device-placement-rl"
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "experiments/**.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+include_patterns = [
+    "docs/*.md",
+    "experiments/**.md",
+    "agents/released/*.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+]
 extensions = ["myst_parser", "sphinx_copybutton"]
 myst_heading_anchors = 4  # links to headings, as GitHub makes them
 # Results are reached by links; that every page of docs/ is in the contents is a test.
