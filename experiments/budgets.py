@@ -76,7 +76,7 @@ class Guided:
     seconds: float = 2.0
     load_seconds: float = 4.0
     evaluations: int = 10_000
-    load_evaluations: int = 1_000_000
+    load_evaluations: int = 200_000
     seeds: int = 5
     graphs: int = 1
 
