@@ -92,10 +92,13 @@ def _finish_s(problem: Problem, placement: np.ndarray, timeline: object, n: int)
 
 def problems(options: Namespace) -> made.Problems:
     """``graphs`` problems of GiPH's default test distribution."""
-    from placement.workloads.giph import draw
+    from placement.workloads.synthetic import giph
 
     budget: Giph = options.budget
-    return {f"giph-{s}": draw(s) for s in range(HELD_OUT, HELD_OUT + budget.graphs)}
+    return {
+        f"giph-{s}": giph(s).with_objective("latency")
+        for s in range(HELD_OUT, HELD_OUT + budget.graphs)
+    }
 
 
 def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
