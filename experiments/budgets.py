@@ -124,9 +124,9 @@ class Giph:
         seeds: of every planner that draws.
     """
 
-    graphs: int = 100
+    graphs: int = 40
     per_operator: int = 2
-    known_per_operator: int = 2_000
+    known_per_operator: int = 200
     seeds: int = 5
 
 

@@ -151,7 +151,7 @@ def report(cells: Sequence[Cell]) -> str:
 
 {sizes[0][0]} to {sizes[-1][0]} operators on {min(d for _, d in sizes)} to
 {max(d for _, d in sizes)} devices; twice as many evaluations as operators for everyone, the start
-at HEFT's placement included. Best known: the least value of all runs, two searches with a thousand
+at HEFT's placement included. Best known: the least value of all runs, two searches with a hundred
 times that budget among them. The published system compares with `{RULE}`.
 {enforced(limited)}
 
