@@ -193,6 +193,10 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch):
     profile = Profile(("cpu:0", "cpu:1"), seconds, seconds * 0, links, loaded_s=1.5 * seconds)
     truth = scaled(profile, 2.0, 0.5, 1.4)
 
+    # By chance faster beside neighbours, 4x of that: 1e-4 - 4 * 0.5e-4 < 0, but not in no time.
+    lucky = scaled(replace(profile, loaded_s=0.5 * seconds), 1.0, 1.0, 4.0)
+    np.testing.assert_allclose(lucky.loaded_s, 0.05 * seconds)
+
     class Machine:
         def __init__(self, problem, warmup):
             self.problem = replace(problem, profile=truth)
