@@ -45,6 +45,7 @@ STUDIES = {
     "learned_guided": Study("Who should choose the moves of a search?", 32, True),
     "learned_against": Study("Is the learned planner ever worse than a baseline?", 25, True),
     "learned_giph": Study("Few evaluations, on GiPH's own distribution", 9),
+    "prediction": Study("How well are times of unseen models predicted?", 1),
     "scale": Study("Planners up to 100,000 operators", 22),
     "scale_out": Study("From 8 to 4,096 devices", 20),
     "distributed": Study("Plans over processes: equal, as predicted, as fast as a peer?", 3),
