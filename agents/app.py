@@ -462,30 +462,19 @@ def save_best(
             job.mirror.image(f"gantt/{name}", folder / "gantt.png")
 
 
-def save_curves(job: Job, comparison: Comparison) -> None:
-    """``curves.png``: what every planner found over time."""
-    from placement.report import curves, gantt
+def save_pictures(job: Job, comparison: Comparison) -> None:
+    """``curves.png``, what every planner found over time, and ``pareto.png``: what latency,
+    period and energy cost each other."""
+    from placement.report import curves, gantt, pareto
 
-    path = job.folder / "curves.png"
-    try:
-        curves.plot_curves(comparison, path)
-    except gantt.PlotError as error:
-        cli.say(f"no curves: {error}")
-    else:
-        job.mirror.image("curves", path)
-
-
-def save_pareto(job: Job, comparison: Comparison) -> None:
-    """``pareto.png``: what latency, period and energy cost each other."""
-    from placement.report import gantt, pareto
-
-    path = job.folder / "pareto.png"
-    try:
-        pareto.plot_pareto(comparison, path)
-    except gantt.PlotError as error:
-        cli.say(f"no front: {error}")
-    else:
-        job.mirror.image("pareto", path)
+    for name, plot in (("curves", curves.plot_curves), ("pareto", pareto.plot_pareto)):
+        path = job.folder / f"{name}.png"
+        try:
+            plot(comparison, path)
+        except gantt.PlotError as error:
+            cli.say(f"no {path.name}: {error}")
+        else:
+            job.mirror.image(name, path)
 
 
 def save_report(job: Job) -> None:

@@ -16,8 +16,7 @@ from agents.app import (
     make_problems,
     metric_s,
     save_best,
-    save_curves,
-    save_pareto,
+    save_pictures,
     save_report,
     seeds_of,
     show,
@@ -62,8 +61,7 @@ def _compare(cfg: DictConfig) -> float:
             parallel=cfg.parallel,
         )
         run.mirror.comparison(comparison)
-        save_curves(run, comparison)
-        save_pareto(run, comparison)
+        save_pictures(run, comparison)
         save_best(run, comparison, problems, planners)
         save_report(run)
     files = (
