@@ -61,7 +61,8 @@ def solve(
             progress(todo[number], (number + 1) / len(todo))
 
     # A program cannot be sent to a worker, and planners decide on data.
-    bare = [replace(p, graph=p.graph.without_program()) for n, p in problems.items() if n in todo]
+    wanted = [problems[name] for name in todo]
+    bare = [replace(p, graph=p.graph.without_program()) for p in wanted]
     parallel_map(partial(_solved, planner), bare, parallel, done=keep)
     return [known[name] for name in problems]
 
