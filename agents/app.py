@@ -179,6 +179,7 @@ class _Settings:
     json: bool = False
     contention: bool | None = None
     ready_order: str | None = None
+    second_j: float | None = None
 
 
 def seeds_of(cfg: DictConfig) -> list[int]:
@@ -269,7 +270,7 @@ def make_problems(job: Job) -> dict[str, Problem]:
         problem.profile.save(job.folder / name / "profile.npz")
         problems[name] = problem
     problems |= _synthetic_problems(job.cfg)
-    asked = {key: job.cfg.get(key) for key in ("contention", "ready_order")}
+    asked = {key: job.cfg.get(key) for key in ("contention", "ready_order", "second_j")}
     changes: Any = {key: value for key, value in asked.items() if value is not None}
     problems = {name: replace(problem, **changes) for name, problem in problems.items()}
     if not problems:

@@ -108,10 +108,12 @@ class Tables(NamedTuple):
     group_s: Array  # float64 [G, D]
     compute_s: Array  # float64 [N, D]
     loaded_s: Array  # float64 [N, D]
+    batch_s: float
     rank: Array  # float32 [G] longest path to the end over the graph's
     mean_transfer_s: Array  # float64 [T]
     busy_w: Array  # float64 [D]
     idle_w: Array  # float64 [D]
+    second_j: float
     num_batches: int
     window: int
     track: bool
@@ -168,21 +170,9 @@ def _evaluate(t, s):
             value = t.value[0]
         else:
             seconds, busy_s = t.seconds, t.load
-            n = len(placement)
-            busy_s[:] = 0.0
-            for i in range(n):
-                seconds[i] = t.compute_s[i, placement[i]]
-                busy_s[placement[i]] += seconds[i]
-            total, most = busy_s.sum(), busy_s.max()
-            if t.num_batches > 1 and num_devices > 1 and most > 0.0:
-                for i in range(n):
-                    d = placement[i]
-                    share = (total - busy_s[d]) / most / (num_devices - 1)
-                    seconds[i] += share * (t.loaded_s[i, d] - seconds[i])
-                busy_s[:] = 0.0
-                for i in range(n):
-                    busy_s[placement[i]] += seconds[i]
-                most = busy_s.max()
+            most = kernels.durations(
+                placement, t.compute_s, t.loaded_s, t.batch_s, t.num_batches, seconds, busy_s
+            )
             kernels.run(
                 t.simulator,
                 t.scratch,
@@ -203,7 +193,7 @@ def _evaluate(t, s):
                 t.transfer_end,
             )
             if t.kind == ENERGY:
-                value = t.idle_w.sum() * t.finish.max() / t.num_batches
+                value = (t.idle_w.sum() + t.second_j) * t.finish.max() / t.num_batches
                 for d in range(num_devices):
                     value += busy_s[d] * (t.busy_w[d] - t.idle_w[d])
             else:

@@ -72,7 +72,8 @@ class Link:
 
     Links with the same ``channel`` name share one serial channel; without a name each
     ordered pair is its own. ``blocking``: the sender's worker is busy meanwhile. ``wake_s``: how
-    long it is kept busy by handing a tensor to a worker that waits idle, and so must be woken.
+    long it is kept busy by handing a tensor to a worker that waits idle, and so must be woken;
+    ``send_s``: by handing over any tensor.
     """
 
     src: str
@@ -82,13 +83,16 @@ class Link:
     blocking: bool = False
     channel: str | None = None
     wake_s: float = 0.0
+    send_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.latency_s >= 0 and self.bandwidth_bytes_per_s > 0 and self.wake_s >= 0):
+        if not (
+            min(self.latency_s, self.wake_s, self.send_s) >= 0 and self.bandwidth_bytes_per_s > 0
+        ):
             raise ClusterError(
-                f"link {self.src} -> {self.dst}: latency_s = {self.latency_s} and wake_s = "
-                f"{self.wake_s} must be >= 0 and bandwidth_bytes_per_s = "
-                f"{self.bandwidth_bytes_per_s} must be > 0"
+                f"link {self.src} -> {self.dst}: latency_s = {self.latency_s}, wake_s = "
+                f"{self.wake_s} and send_s = {self.send_s} must be >= 0 and "
+                f"bandwidth_bytes_per_s = {self.bandwidth_bytes_per_s} must be > 0"
             )
 
 
@@ -156,8 +160,9 @@ class Cluster:
                 del device["power_source"]  # as it was before there was one
         links = [asdict(x) for x in self.links]
         for link in links:
-            if not link["wake_s"]:
-                del link["wake_s"]  # as it was before there was one
+            for new in ("wake_s", "send_s"):
+                if not link[new]:
+                    del link[new]  # as it was before there was one
         text = json.dumps([devices, links])
         return hashlib.sha256(text.encode()).hexdigest()
 

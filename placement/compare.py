@@ -588,12 +588,15 @@ def placement_id(placement: Placement) -> str:
 def problem_fingerprint(problem: Problem) -> str:
     """SHA-256 (hex) of everything that a planner's answer or a measurement depends on."""
     profile = problem.profile
-    costs = [
-        value
-        for f in fields(profile)
-        if f.name not in ("provenance", "spread_s")
-        for value in (f.name, getattr(profile, f.name))
+    given = {f.name: getattr(profile, f.name) for f in fields(profile)}
+    del given["provenance"], given["spread_s"]
+    # What is already known of problems without costs that were added later stays known.
+    given["links"] = [
+        {k: v for k, v in asdict(x).items() if k != "send_s" or v} for x in profile.links
     ]
+    if not given["batch_s"]:
+        del given["batch_s"]
+    costs = [part for item in given.items() for part in item]
     return _digest(
         problem.graph.fingerprint,
         problem.cluster.fingerprint,
@@ -604,6 +607,7 @@ def problem_fingerprint(problem: Problem) -> str:
         # What is already known of problems that are simulated as usual stays known.
         *(() if problem.contention else ("no contention",)),
         *(() if problem.ready_order == "priority" else (problem.ready_order,)),
+        *(("second", problem.second_j) if problem.second_j else ()),
     )
 
 

@@ -53,8 +53,8 @@ def tables(problem: Problem) -> tuple[Any, ...]:
     matrix = np.zeros(0) if given is None else with_inputs(np.asarray(given, np.float64), 0.0)
     blocking = with_inputs(problem.link_blocking, False)
     blocking[d] = False
-    wake_s = with_inputs(problem.link_wake_s, 0.0)
-    wake_s[d] = 0.0
+    wake_s, send_s = with_inputs(np.stack([problem.link_wake_s, problem.link_send_s]), 0.0)
+    wake_s[d] = send_s[d] = 0.0
     produced_outputs = g.output_tensor[g.tensor_src[g.output_tensor] >= 0]
     workspace = problem.profile.workspace_bytes
     cached = (
@@ -87,6 +87,7 @@ def tables(problem: Problem) -> tuple[Any, ...]:
         problem.contention,
         problem.ready_order == "arrival",
         wake_s.ravel(),
+        send_s.ravel(),
     )
     problem.__dict__["_kernel_tables"] = cached
     return cached
@@ -323,6 +324,7 @@ def run(
         contention,
         by_arrival,
         link_wake_s,
+        link_send_s,
     ) = problem_tables
     (
         slot_of,
@@ -431,7 +433,7 @@ def run(
                             num_ready[d] += 1
             else:
                 break
-            waking_s = 0.0
+            sending_s = 0.0
             # Unsigned indices spare numba's test for negative ones: 10 % of the run.
             for e in range(edge_ptr[op], edge_ptr[op + 1]):
                 t, user = edge_tensor[e], np.uint64(edge_dst[e])
@@ -454,8 +456,9 @@ def run(
                 if link_blocking[pair]:
                     blocked_s[src] = max(blocked_s[src], arrives_s)
                 if first and c != local_channel:
+                    sending_s += link_send_s[pair]
                     if running[dst] < 0 and blocked_s[dst] <= now and told_s[dst] < now:
-                        waking_s += link_wake_s[pair]
+                        sending_s += link_wake_s[pair]
                     told_s[dst] = arrives_s
                 if record and first and c != local_channel:
                     x = counts[0]
@@ -503,8 +506,8 @@ def run(
                             ready_s,
                             (np.int64(batch) << 32) | user,
                         )
-            if waking_s > 0.0:
-                blocked_s[src] = max(blocked_s[src], now + waking_s)
+            if sending_s > 0.0:
+                blocked_s[src] = max(blocked_s[src], now + sending_s)
             if op == n:
                 continue
             if track:
@@ -641,11 +644,40 @@ def _stored(tensor_src, tensor_root, placement, tensor, device):
 
 
 @nb.njit(cache=True, nogil=True)
+def durations(placement, compute_s, loaded_s, batch_s, num_batches, seconds, load):
+    """As ``simulator.durations``: fills ``seconds [N]``, and ``load [D]`` per micro-batch.
+
+    Returns the largest load, inf where an operator cannot run on its device.
+    """
+    num_devices, n = len(load), len(placement)
+    load[:] = 0.0
+    for i in range(n):
+        seconds[i] = compute_s[i, placement[i]]
+        load[placement[i]] += seconds[i]
+    total, most = load.sum(), load.max()
+    if num_batches == 1 or most == 0.0 or not np.isfinite(total):
+        return most
+    whole = 0.0
+    for i in range(n):
+        d = placement[i]
+        share = (total - load[d]) / most / max(num_devices - 1, 1)
+        seconds[i] += share * (loaded_s[i, d] - seconds[i])
+        whole += seconds[i]
+    stretch = 1.0 + batch_s / whole
+    load[:] = 0.0
+    for i in range(n):
+        seconds[i] *= stretch
+        load[placement[i]] += seconds[i]
+    return load.max()
+
+
+@nb.njit(cache=True, nogil=True)
 def run_batch(
     problem_tables,
     placements,
     compute_s,
     loaded_s,
+    batch_s,
     num_batches,
     window,
     track,
@@ -674,23 +706,9 @@ def run_batch(
     load = np.empty(num_devices)
     for b in range(num_placements):
         placement = placements[b]
-        load[:] = 0.0
-        for i in range(n):
-            seconds[i] = compute_s[i, placement[i]]
-            load[placement[i]] += seconds[i]
-        total, most = load.sum(), load.max()
-        busiest[b] = most
-        if not np.isfinite(total):
+        busiest[b] = durations(placement, compute_s, loaded_s, batch_s, num_batches, seconds, load)
+        if not np.isfinite(busiest[b]):
             continue
-        if num_batches > 1 and num_devices > 1 and most > 0.0:
-            for i in range(n):
-                d = placement[i]
-                share = (total - load[d]) / most / (num_devices - 1)
-                seconds[i] += share * (loaded_s[i, d] - seconds[i])
-            load[:] = 0.0
-            for i in range(n):
-                load[placement[i]] += seconds[i]
-            busiest[b] = load.max()
         run(
             problem_tables,
             state,

@@ -4,6 +4,10 @@
 the other rank and a byte comes back, so that no clocks need to agree; half of what a byte takes
 there and back is taken off. Ranks on different hosts share the interface of their host: whether
 they really do is measured too, with two messages at the same time, and is a ``channel``.
+
+A rank computes on the cores that also send and receive. So the processor time of a message, on both
+ends, is measured and counted as the sender's (``Link.send_s``): where messages go both ways, as
+between operators placed without regard to links, that is what each rank loses.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ SIZES = (2**12, 2**16, 2**20, 2**23)  # bytes
 _ROUND = (1, 1, 1, 1, *SIZES[:2], *SIZES[:2], *SIZES)  # sizes of a round; a byte comes back
 _PAIR_S = 10.0  # at most about so long for a pair: slow links have fewer rounds
 _BURST = 1.25  # the largest messages are slower than the line through all sizes says
+_HANDED = 200  # tensors of a few bytes whose processor time is measured
 _FLOW_S = 0.05  # a message takes about so long when it is sent beside another
 _FLOW_BYTES = (2**16, 2**26)
 _FLOW_ROUNDS = 3
@@ -51,7 +56,7 @@ class Measured:
 
     Attributes:
         hosts: ``[R]`` name of each rank's host; ranks of one host share its interface.
-        links: of every ordered pair of ranks: latency, bandwidth and channel.
+        links: of every ordered pair of ranks: latency, bandwidth, processor time and channel.
         slowdown: of two messages at the same time, over alone, by what was tried.
     """
 
@@ -117,6 +122,7 @@ def measure_ranks(*, repeats: int = 5, progress: Progress | None = None) -> Meas
     dist.all_gather_object(who, (host_key(), socket.gethostname()))
     hosts = host_names([key for key, _ in who], [name for _, name in who])
     mine: dict[Pair, list[float]] = {}
+    used: dict[tuple[int, int, int], float] = {}
     pairs = list(permutations(range(size), 2))
     for i, (a, b) in enumerate(pairs):
         say(f"link {a} -> {b}", i / len(pairs))
@@ -125,7 +131,12 @@ def measure_ranks(*, repeats: int = 5, progress: Progress | None = None) -> Meas
             seconds = _ping(a, b, me, repeats)
             if me == a:
                 mine[a, b] = seconds
-    links = {pair: fit(pair, one_way(seconds)) for pair, seconds in _gathered(mine).items()}
+            used[a, b, me] = _hand_over(a, b, me)
+    used = _gathered(used)
+    links = {
+        (a, b): replace(fit((a, b), one_way(seconds)), send_s=used[a, b, a] + used[a, b, b])
+        for (a, b), seconds in _gathered(mine).items()
+    }
     say("shared interfaces", 1.0)
     flows = trials(hosts)
     slowdown = {what: _slowdown(together, links, me) for what, together in flows.items()}
@@ -279,6 +290,7 @@ def merged(profiles: Sequence[Profile], cluster: Cluster) -> Profile:
         spread_s=side_by_side("spread_s"),
         links=tuple(link for p in profiles for link in p.links),
         loaded_s=side_by_side("loaded_s"),
+        batch_s=max(p.batch_s for p in profiles),
         graph_fingerprint=first.graph_fingerprint,
         provenance=first.provenance | {"hosts": [p.provenance.get("host") for p in profiles]},
     )
@@ -317,7 +329,27 @@ def _ping(a: int, b: int, me: int, repeats: int) -> list[float]:
     return [float(np.median(seconds)) for seconds in found.values()]
 
 
-def _gathered(mine: dict[Pair, Any]) -> dict[Pair, Any]:
+def _hand_over(a: int, b: int, me: int) -> float:
+    """Processor seconds of this rank, one of the two, for each small tensor from ``a`` to ``b``.
+
+    As in a run, a tensor follows a ticket that announces it.
+    """
+    parts = [torch.zeros(9, dtype=torch.int64), torch.zeros(2**8)]
+
+    def one() -> None:
+        move: Any = dist.isend if me == a else dist.irecv
+        works = [move(part, b if me == a else a, tag=i) for i, part in enumerate(parts)]
+        for work in works:
+            work.wait()
+
+    one()
+    began = time.process_time()
+    for _ in range(_HANDED):
+        one()
+    return (time.process_time() - began) / _HANDED
+
+
+def _gathered(mine: dict[Any, Any]) -> dict[Any, Any]:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     return {pair: value for part in every for pair, value in sorted(part.items())}
@@ -333,8 +365,8 @@ def _slowdown(flows: tuple[Pair, Pair], links: Mapping[Pair, Link], me: int) -> 
             dist.barrier()
             for pair, seconds in _send(sent, size, me).items():
                 found.setdefault((pair, len(sent) == 2), []).append(seconds)
-    median = _gathered({key: float(np.median(v)) for key, v in found.items()})  # type: ignore[misc]
-    return max(median[pair, True] / median[pair, False] for pair in flows)  # type: ignore[index]
+    median = _gathered({key: float(np.median(v)) for key, v in found.items()})
+    return max(median[pair, True] / median[pair, False] for pair in flows)
 
 
 def _send(flows: Sequence[Pair], size: int, me: int) -> dict[Pair, float]:

@@ -41,6 +41,7 @@ Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
 _CHAIN_OPS, _CHAIN_SIZE = 17, 2**17  # of the chain that tells what waking costs
+_STREAMED, _STREAM_SIZE = 64, 2**6  # micro-batches, and of a chain that tells what each costs
 _CALIBRATION_PLACEMENTS = 4
 _CALIBRATION_RUNS, _CALIBRATION_S = (3, 8), 0.1  # alone and in a pipeline; many of short ones
 _CALIBRATION_SEED = 20
@@ -93,6 +94,8 @@ def measure(
     finally:
         for runner in runners:
             runner.close()
+    say("streams", 1.0)
+    batch_s = _batch_seconds(cluster, repeats=max(3, repeats // 2))
     low, high = np.percentile(alone, [25, 75], axis=0)
     profile = Profile(
         device_names=cluster.device_names,
@@ -100,6 +103,7 @@ def measure(
         spread_s=high - low,
         links=links,
         loaded_s=typical(loaded) if cluster.num_devices > 1 else None,
+        batch_s=batch_s,
         graph_fingerprint=graph.fingerprint,
         provenance=provenance(order=order, repeats=repeats),
     )
@@ -298,6 +302,24 @@ def _wake_seconds(
             runner.close()
     middle = {key: float(np.median(v[1:])) for key, v in found.items()}
     return {(a, b): max(middle[a, b] - middle[a], 0.0) for a, b in pairs}
+
+
+def _batch_seconds(cluster: Cluster, repeats: int) -> float:
+    """By how much the period of a tiny model on one device exceeds its latency.
+
+    Whoever lets micro-batches in and hands results out competes for the interpreter's lock.
+    """
+    graph = capture(_Watched(False), torch.ones(_STREAM_SIZE), name="chain")
+    shape = graph.num_ops, cluster.num_devices
+    nothing = Profile(cluster.device_names, np.zeros(shape), np.zeros(shape))
+    executor = Executor(Problem(graph, cluster, nothing, num_microbatches=_STREAMED), warmup=1)
+    more = []
+    for _ in range(3 * repeats):
+        for d in range(cluster.num_devices):
+            one = np.full(graph.num_ops, d, np.int32)
+            alone = executor.run(one, num_microbatches=_STREAMED // 4, max_in_flight=1).span_s
+            more.append(executor.run(one).period_s - float(np.median(alone)))
+    return max(0.0, float(np.median(more)))
 
 
 def fit_link(src: str, dst: str, sizes: Sequence[int], seconds: Floats) -> Link:

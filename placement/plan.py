@@ -123,6 +123,7 @@ class LinkInfo(_Strict):
     blocking: bool
     channel: Name | None
     wake_s: Seconds = 0.0
+    send_s: Seconds = 0.0
     declared: bool
 
 
@@ -245,6 +246,7 @@ class Plan(_Strict):
 
     Attributes:
         assignment: operator name -> device name, in the order of operator numbers.
+        second_j: joules that a second was worth to the objective ``energy``.
         priority: ``[N]`` rank of each operator where several are ready (smallest first).
         order: for every device the (operator, micro-batch) in the order they run, or null: then
             the list rule of ``priority`` decides.
@@ -261,6 +263,7 @@ class Plan(_Strict):
     objective: Objective
     num_microbatches: Annotated[int, Field(ge=1)]
     max_in_flight: Annotated[int, Field(ge=1)]
+    second_j: Seconds = 0.0
     assignment: dict[Name, Name]
     priority: tuple[Count, ...]
     order: dict[Name, tuple[tuple[Name, Count], ...]] | None = None
@@ -644,6 +647,7 @@ def make_plan(
             objective=problem.objective,
             num_microbatches=many.num_microbatches,
             max_in_flight=problem.max_in_flight,
+            second_j=problem.second_j,
             assignment=dict(zip(graph.op_name, on, strict=True)),
             priority=tuple(problem.priority.tolist()),
             order=None if schedule is None else _named_order(schedule, graph, devices),

@@ -34,9 +34,9 @@ class Problem:
         graph, cluster, profile: what, where, and at which cost.
         objective: what a planner minimises: of the timeline, ``period`` (steady-state seconds
             per micro-batch), ``latency`` (seconds of one micro-batch alone) or ``energy``
-            (joules per micro-batch of the pipelined run; where the name of a value ends in
-            ``_s``, it is joules then); without one, ``max_load`` or ``piecewise_latency``
-            (see ``placement.objectives``).
+            (joules per micro-batch of the pipelined run, and what its seconds are worth; where
+            the name of a value ends in ``_s``, it is joules then); without one, ``max_load``
+            or ``piecewise_latency`` (see ``placement.objectives``).
         num_microbatches: ``M`` of a pipelined run.
         max_in_flight: at most this many micro-batches between first and last operator.
         contention: a channel carries one tensor at a time; False: any number, each at full
@@ -44,6 +44,8 @@ class Problem:
         ready_order: which of the operators that are ready a free device takes: the first by
             ``priority`` (of the smallest micro-batch), or the first by ``arrival`` of its last
             input. The simulators of GiPH and DOPPLER have no contention, and order by arrival.
+        second_j: joules that a second is worth to the objective ``energy``: 0 counts joules
+            alone, much counts time alone, and what lies between weighs one against the other.
     """
 
     graph: OpGraph
@@ -54,6 +56,7 @@ class Problem:
     max_in_flight: int = 4
     contention: bool = True
     ready_order: ReadyOrder = "priority"
+    second_j: float = 0.0
 
     def __post_init__(self) -> None:
         self.profile.check(self.graph)
@@ -73,6 +76,8 @@ class Problem:
                 f"num_microbatches = {self.num_microbatches} and max_in_flight = "
                 f"{self.max_in_flight} must be at least 1"
             )
+        if not 0 <= self.second_j < np.inf:
+            raise ProblemError(f"second_j = {self.second_j} must be a number of at least 0")
         if self.objective == "energy" and self.power_w is None:
             silent = [d.name for d in self.cluster.devices if d.busy_w is None or d.idle_w is None]
             raise ProblemError(
@@ -136,11 +141,19 @@ class Problem:
     @cached_property
     def link_wake_s(self) -> Floats:
         """float64 ``[D, D]``: waking an idle receiver keeps the sender's worker busy so long."""
-        wake = np.zeros((self.num_devices, self.num_devices))
+        return self._of_links("wake_s")
+
+    @cached_property
+    def link_send_s(self) -> Floats:
+        """float64 ``[D, D]``: handing over a tensor keeps the sender's worker busy so long."""
+        return self._of_links("send_s")
+
+    def _of_links(self, what: str) -> Floats:
+        found = np.zeros((self.num_devices, self.num_devices))
         for (a, b), link in self._ends:
-            wake[a, b] = link.wake_s
-        np.fill_diagonal(wake, 0.0)
-        return wake
+            found[a, b] = getattr(link, what)
+        np.fill_diagonal(found, 0.0)
+        return found
 
     @cached_property
     def link_channel(self) -> NDArray[np.int32]:
@@ -420,7 +433,8 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     Latency: the critical path with every operator at its fastest device. Period and largest
     load: the fractional load balance without communication (an LP), and the heaviest
     colocation group at its cheapest device. Energy (where power is known): every operator
-    where it adds least, and every device idle for the shortest possible run.
+    where it adds least, and every device idle for the shortest possible run, whose seconds are
+    worth ``second_j``.
     """
     g = problem.graph
     fastest = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
@@ -436,7 +450,8 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
         added = np.where(problem.supported, problem.compute_s, 0.0) * np.maximum(busy - idle, 0.0)
         added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
         run_s = max(path / problem.num_microbatches, load)
-        bounds["energy"] = float(added + np.minimum(busy, idle).sum() * run_s) * (1 - 1e-12)
+        waiting_w = np.minimum(busy, idle).sum() + problem.second_j
+        bounds["energy"] = float(added + waiting_w * run_s) * (1 - 1e-12)
     return bounds
 
 

@@ -34,6 +34,8 @@ class Profile:
         loaded_s: float64 ``[N, D]`` seconds while every *other* device is busy too (shared
             caches, memory bandwidth, interpreter), or None where that was not measured.
         links: fitted links; a missing pair costs nothing.
+        batch_s: seconds that each micro-batch of a pipelined run costs the devices together,
+            besides its operators: to be let in, and to hand its results out.
         transfer_s: float64 ``[T, D, D]`` seconds per tensor and device pair, for workloads
             that give a matrix instead of bytes and links; replaces ``links``.
         io_s: float64 ``[T, D]`` seconds a device needs to write a tensor to host memory, or to
@@ -50,6 +52,7 @@ class Profile:
     spread_s: Floats
     links: tuple[Link, ...] = ()
     loaded_s: Floats | None = None
+    batch_s: float = 0.0
     transfer_s: Floats | None = None
     io_s: Floats | None = None
     workspace_bytes: NDArray[np.int64] | None = None
@@ -66,6 +69,8 @@ class Profile:
         if np.isnan(self.compute_s).any() or (self.compute_s < 0).any():
             n, d = np.argwhere(np.isnan(self.compute_s) | (self.compute_s < 0))[0]
             raise ProfileError(f"compute_s[{n}, {d}] = {self.compute_s[n, d]} is not a time")
+        if not 0 <= self.batch_s < np.inf:
+            raise ProfileError(f"batch_s = {self.batch_s} is not a time")
         stuck = np.flatnonzero(np.isinf(self.compute_s).all(axis=1))
         if len(stuck):
             raise ProfileError(f"operator {int(stuck[0])} can run on no device of the profile")
@@ -123,6 +128,7 @@ class Profile:
             spread_s=spread,
             links=(*kept, *cluster.links),
             loaded_s=take(self.loaded_s),
+            batch_s=self.batch_s,
             transfer_s=pairs,
             io_s=None if self.io_s is None else self.io_s[:, columns],
             workspace_bytes=self.workspace_bytes,
@@ -167,6 +173,7 @@ class Profile:
             {
                 "device_names": self.device_names,
                 "links": [asdict(x) for x in self.links],
+                "batch_s": self.batch_s,
                 "graph_fingerprint": self.graph_fingerprint,
                 "provenance": self.provenance,
             }
@@ -192,6 +199,7 @@ class Profile:
             return cls(
                 device_names=tuple(head["device_names"]),
                 links=tuple(Link(**x) for x in head["links"]),
+                batch_s=head.get("batch_s", 0.0),  # profiles of before have none
                 graph_fingerprint=head["graph_fingerprint"],
                 provenance=head["provenance"],
                 **arrays,

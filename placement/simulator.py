@@ -11,8 +11,9 @@
   its device pair when its producer ends and leaves when the channel is free (without
   ``contention``: at once, however many are under way). Tensors of one
   producer are queued by tensor number, then by first consumer. A blocking link keeps the
-  sender's worker busy until its transfer ends. Waking receivers takes it ``wake_s`` for each
-  that is idle (runs, sends and awaits nothing at that moment), from the end of the producer on.
+  sender's worker busy until its transfer ends. Handing tensors over takes it ``send_s`` each,
+  and ``wake_s`` for each receiver that is idle (runs, sends and awaits nothing at that moment)
+  and so must be woken, from the end of the producer on.
 * At equal times all ends come first, then admissions, then starts, each in device order.
 * At most ``max_in_flight`` micro-batches are between first operator and last; the next is
   admitted when one finishes. A given ``Schedule`` limits itself and all are admitted at 0.
@@ -20,7 +21,8 @@
   admission, and are sent to the others from the first CPU device.
 * Operators take ``compute_s`` in a run of one micro-batch. In a pipelined run they take
   ``compute_s + share * (loaded_s - compute_s)``, where ``share`` is how much of the time the
-  other devices are busy (their mean load over the largest load).
+  other devices are busy (their mean load over the largest load), and are stretched alike so that
+  all of a micro-batch together take ``batch_s`` longer.
 * Memory: parameters, plus every tensor from the start of its producer (or of its transfer)
   until its last consumer or outgoing transfer on that device ended (outputs: until their
   micro-batch finished), plus the workspace of running operators. Tensors that share memory
@@ -48,13 +50,13 @@ def durations(problem: Problem, placement: Placement, num_microbatches: int) -> 
     """float64 ``[N]`` seconds each operator takes in a run of ``num_microbatches``."""
     rows = np.arange(problem.num_ops)
     alone = problem.compute_s[rows, placement]
-    if num_microbatches == 1 or problem.profile.loaded_s is None or problem.num_devices == 1:
-        return alone
     load = np.bincount(placement, weights=alone, minlength=problem.num_devices)
-    if not np.isfinite(load).all() or load.max() == 0:
+    if num_microbatches == 1 or not np.isfinite(load).all() or load.max() == 0:
         return alone
-    share = (load.sum() - load) / load.max() / (problem.num_devices - 1)
-    return alone + share[placement] * (problem.loaded_s[rows, placement] - alone)
+    # One device has no neighbours.
+    share = (load.sum() - load) / load.max() / max(problem.num_devices - 1, 1)
+    seconds = alone + share[placement] * (problem.loaded_s[rows, placement] - alone)
+    return seconds * (1.0 + problem.profile.batch_s / seconds.sum())
 
 
 def simulate(
@@ -121,7 +123,8 @@ def simulate(
 class Values:
     """What a batch of ``B`` placements is worth, float64 ``[B]``; inf = cannot run.
 
-    ``energy_j`` is joules per micro-batch, None where power is unknown; ``peak_bytes`` is int64
+    ``energy_j`` is joules per micro-batch, None where power is unknown, and ``priced_j`` what
+    the objective ``energy`` is: with the worth of the run's seconds; ``peak_bytes`` is int64
     ``[B, D]``, or None where memory cannot bind; ``feasible`` is bool ``[B]``: supported
     everywhere and within the memory of every device.
     """
@@ -129,6 +132,7 @@ class Values:
     latency_s: Floats
     period_s: Floats
     energy_j: Floats | None
+    priced_j: Floats | None
     peak_bytes: NDArray[np.int64] | None
     feasible: NDArray[np.bool_]
 
@@ -139,8 +143,10 @@ def evaluate(problem: Problem, placements: ArrayLike) -> Values:
     Colocation is not checked here (searches move whole groups).
     """
     latency, _, _, ok1 = _batch(problem, placements, 1)
-    period, energy, peak, ok = _batch(problem, placements, problem.num_microbatches)
-    return Values(latency, period, energy, peak, ok & ok1)
+    period, run_s, peak, ok = _batch(problem, placements, problem.num_microbatches)
+    energy = _energy_j(problem, placements, run_s)
+    priced = None if energy is None else _priced(problem, energy, run_s)
+    return Values(latency, period, energy, priced, peak, ok & ok1)
 
 
 def score(problem: Problem, placements: ArrayLike) -> Floats:
@@ -151,17 +157,19 @@ def score(problem: Problem, placements: ArrayLike) -> Floats:
     if problem.objective in objectives.ANALYTIC:
         return objectives.score(problem, placements)
     m = 1 if problem.objective == "latency" else problem.num_microbatches
-    value, energy, _, ok = _batch(problem, placements, m)
+    value, run_s, _, ok = _batch(problem, placements, m)
     if problem.objective == "energy":
+        energy = _energy_j(problem, placements, run_s)
         assert energy is not None, "the problem was checked"
-        value = energy
+        value = _priced(problem, energy, run_s)
     return np.where(ok, value, np.inf)
 
 
 def _batch(
     problem: Problem, placements: ArrayLike, num_microbatches: int
-) -> tuple[Floats, Floats | None, NDArray[np.int64] | None, NDArray[np.bool_]]:
-    """Period, energy, peak memory (None: not known) and feasibility of each placement."""
+) -> tuple[Floats, Floats, NDArray[np.int64] | None, NDArray[np.bool_]]:
+    """Period, seconds of the run per micro-batch (inf: it cannot run), peak memory (None: not
+    known) and feasibility of each placement."""
     from placement import kernels
 
     p = np.ascontiguousarray(np.atleast_2d(np.asarray(placements, dtype=np.int32)))
@@ -173,6 +181,7 @@ def _batch(
         p,
         problem.compute_s,
         problem.loaded_s,
+        problem.profile.batch_s,
         num_microbatches,
         min(num_microbatches, problem.max_in_flight),
         track,
@@ -183,32 +192,32 @@ def _batch(
     ok = np.isfinite(busiest)
     value = np.full(len(p), np.inf)
     value[ok] = steady_period(finish[ok], busiest[ok])
-    energy = _energy_j(problem, p, ok, finish.max(axis=1), num_microbatches)
+    run_s = np.where(ok, finish.max(axis=1) / num_microbatches, np.inf)
     if not track:
-        return value, energy, None, ok
+        return value, run_s, None, ok
     for i in np.flatnonzero(ok):
         peak[i] += problem.param_bytes_on(p[i])
-    return value, energy, peak, ok & (peak <= problem.memory_bytes).all(axis=1)
+    return value, run_s, peak, ok & (peak <= problem.memory_bytes).all(axis=1)
 
 
-def _energy_j(
-    problem: Problem,
-    placements: Placement,
-    ok: NDArray[np.bool_],
-    makespan_s: Floats,
-    num_microbatches: int,
-) -> Floats | None:
+def _energy_j(problem: Problem, placements: ArrayLike, run_s: Floats) -> Floats | None:
     """float64 ``[B]`` joules per micro-batch (``Timeline.energy_j / M``); None: power unknown."""
     if problem.power_w is None:
         return None
     busy_w, idle_w = problem.power_w
-    m, d = num_microbatches, problem.num_devices
-    energy = np.full(len(placements), np.inf)
-    for i in np.flatnonzero(ok):
-        p = placements[i]
+    m, d = problem.num_microbatches, problem.num_devices
+    rows = np.atleast_2d(np.asarray(placements, np.int32))
+    energy = np.full(len(rows), np.inf)
+    for i in np.flatnonzero(np.isfinite(run_s)):
+        p = rows[i]
         busy_s = np.bincount(p, weights=durations(problem, p, m), minlength=d)
-        energy[i] = busy_s @ (busy_w - idle_w) + idle_w.sum() * makespan_s[i] / m
+        energy[i] = busy_s @ (busy_w - idle_w) + idle_w.sum() * run_s[i]
     return energy
+
+
+def _priced(problem: Problem, energy_j: Floats, run_s: Floats) -> Floats:
+    """The objective ``energy``: float64 ``[B]`` joules, and what the seconds are worth."""
+    return energy_j + problem.second_j * run_s if problem.second_j else energy_j
 
 
 def list_schedule(problem: Problem, placement: ArrayLike, num_microbatches: int) -> Schedule:
@@ -321,11 +330,11 @@ def simulate_reference(
     window = num_batches if schedule is not None else problem.max_in_flight
 
     def deliver(
-        tensor: int, batch: int, src: int, now: float, local: NDArray[np.bool_], waking: float
+        tensor: int, batch: int, src: int, now: float, local: NDArray[np.bool_], sending: float
     ) -> tuple[float, float]:
         """Send a tensor to every device that needs it.
 
-        Returns when blocking transfers end, and ``waking`` plus the seconds of waking receivers.
+        Returns when blocking transfers end, and ``sending`` plus the seconds of handing it over.
         """
         blocked_until = now
         arrives: dict[int, float] = {}
@@ -339,8 +348,9 @@ def simulate_reference(
                     finish = begin + problem.transfer_s(tensor, src, dst)
                     channel_free[channel] = arrives[dst] = finish
                     sent.append((tensor, batch, src, dst, begin, finish))
+                    sending += float(problem.link_send_s[src, dst])
                     if running[dst] is None and free_at[dst] <= now and told_s[dst] < now:
-                        waking += float(problem.link_wake_s[src, dst])
+                        sending += float(problem.link_wake_s[src, dst])
                     told_s[dst] = finish
                     if problem.link_blocking[src, dst]:
                         blocked_until = max(blocked_until, finish)
@@ -349,7 +359,7 @@ def simulate_reference(
             arrival[key] = max(arrival[key], arrives[dst])
             if missing[key] == 0:
                 make_ready(key)
-        return blocked_until, waking
+        return blocked_until, sending
 
     def make_ready(key: tuple[int, int]) -> None:
         device = int(p[key[1]])
@@ -395,11 +405,11 @@ def simulate_reference(
                 batch, op = key
                 running[device] = None
                 end[batch, op] = now
-                waking = 0.0
+                sending = 0.0
                 for tensor in produced[op]:
                     own = np.arange(d_count) == device
-                    until, waking = deliver(int(tensor), batch, device, now, own, waking)
-                    free_at[device] = max(free_at[device], until, now + waking)
+                    until, sending = deliver(int(tensor), batch, device, now, own, sending)
+                    free_at[device] = max(free_at[device], until, now + sending)
                 if free_at[device] > now:
                     heapq.heappush(events, (free_at[device], device))
                 unfinished[batch] -= 1

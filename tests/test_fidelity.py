@@ -15,14 +15,14 @@ from experiments import fidelity
 def test_a_tiny_workload_and_the_same_command_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["tiny_cnn", "--placements", "9", "--rounds", "1", "--repeats", "1"]
+    command = ["tiny_cnn", "--placements", "9", "--rounds", "1", "--minutes", "0", "--repeats", "1"]
     command += ["--out", str(tmp_path), "--work", str(tmp_path / "work")]
     fidelity.main(command)
     text = capsys.readouterr().out
     assert "| tiny_cnn | 9 |" in text and "| all | 9 |" in text
     assert "without slowing down of busy neighbours" in text
     rows = (tmp_path / "fidelity.csv").read_text().splitlines()
-    assert len(rows) == 10 and rows[0].startswith("workload,placement,predicted_latency_s")
+    assert len(rows) == 10 and rows[0].startswith("workload,placement,rounds,predicted")
     fidelity.main(command)  # measures nothing: the same figures again
     assert capsys.readouterr().out == text
     assert (tmp_path / "fidelity.csv").read_text().splitlines() == rows
@@ -42,11 +42,11 @@ def test_errors_are_counted_with_and_without_each_correction() -> None:
     # latency        2          2            1             0 % and 50 %; plain 3: 50 %
     # period         3          2            2            50 % and  0 %; plain 2:  0 %
     less = dict.fromkeys(fidelity.CORRECTIONS, 1.0), dict.fromkeys(fidelity.CORRECTIONS, 2.0)
-    row = fidelity.Row("w", "p", 2.0, 2.0, 3.0, 2.0, 110, 100, 3.0, 2.0, *less, 0.1, 0.2)
+    row = fidelity.Row("w", "p", 2, 2.0, 2.0, 3.0, 2.0, 110, 100, 3.0, 2.0, *less, 0.1, 0.2)
     lines = fidelity.summary([row, replace(row, placement="q")]).splitlines()
     cells = [w.strip() for w in lines[2].split("|")]
-    assert cells[1] == "w" and cells[3] == "0.0 (50.0)" and cells[5] == "10.0"
-    assert cells[6] == "50.0 (0.0)" and cells[8] == "20.0" and cells[9] == "10.0"
+    assert cells[1] == "w" and cells[3] == "2" and cells[4] == "0.0 (50.0)" and cells[6] == "10.0"
+    assert cells[7] == "50.0 (0.0)" and cells[9] == "20.0" and cells[10] == "10.0"
     assert any(
         "the neighbours and the transfers | 50.0" in line and "| 0.0 |" in line for line in lines
     )

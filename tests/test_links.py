@@ -185,6 +185,8 @@ def test_two_processes_here(tmp_path: Path, capsys: Any, monkeypatch: Any) -> No
     assert [(x["src"], x["dst"]) for x in got["links"]] == [("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")]
     for link in got["links"]:
         assert 0 <= link["latency_s"] < 1 and link["bandwidth_bytes_per_s"] > 1e6
+        # A message takes a processor some microseconds, on both ends.
+        assert 1e-6 < link["send_s"] < 1e-1
     made = Cluster.from_yaml(cluster)
     assert made.links[0].channel == "rank:0 > rank:1"
     assert got["profile"]["devices"] == list(made.device_names)

@@ -23,11 +23,11 @@ from placement.graph import OpGraph
 from placement.plan import load_plan, make_plan
 from placement.planners import load as planner
 from placement.power import Meter, PowerError
-from placement.problem import Problem
+from placement.problem import Problem, ProblemError, lower_bounds
 from placement.profile import Profile
 from placement.report import html, table
 from placement.report.pareto import plot_pareto
-from placement.simulator import simulate
+from placement.simulator import evaluate, score, simulate
 
 
 def package(folder: Path, number: int, joules: float, wraps_at: float = 1000.0) -> Path:
@@ -233,6 +233,40 @@ def test_joules_by_hand() -> None:
     # All on fast: 8 s busy, frugal waits: 800 + 40. All on frugal: 16 s: 320 + 800.
     assert simulate(chain(), [0, 0]).energy_j == 840.0
     assert simulate(chain(), [1, 1]).energy_j == 1120.0
+
+
+def test_seconds_have_a_price() -> None:
+    # Per micro-batch:        joules  seconds   at 0, 35 and 300 J a second
+    # x on fast, y on frugal  400     8 / 2     400   540   1600
+    # all on fast             420     8 / 2     420   560   1620
+    # all on frugal           560     16 / 2    560   840   2960
+    every = [[0, 1], [0, 0], [1, 1]]
+    assert score(chain(), every).tolist() == [400.0, 420.0, 560.0]
+    weighted = replace(chain(), second_j=35.0)
+    assert score(weighted, every).tolist() == [540.0, 560.0, 840.0]
+    values = evaluate(weighted, every)
+    assert values.energy_j.tolist() == [400.0, 420.0, 560.0]  # joules stay joules
+    assert values.priced_j.tolist() == [540.0, 560.0, 840.0]
+    assert lower_bounds(weighted)["energy"] <= 540.0
+    # A short run is worth its joules where seconds are dear.
+    dear, cheap = replace(hurry(), second_j=1000.0), hurry()
+    assert planner("single_device")(cheap).placement.tolist() == [1, 1]
+    assert planner("single_device")(dear).placement.tolist() == [0, 0]
+    assert planner("macro_search", evaluations=200)(dear).placement.tolist() == [0, 1]
+
+
+def hurry() -> Problem:
+    """The chain, with a fast device that needs ten times the power when it runs."""
+    problem = chain()
+    fast, frugal = problem.cluster.devices
+    devices = (replace(fast, busy_w=1000.0, idle_w=0.0), frugal)
+    return replace(problem, cluster=replace(problem.cluster, devices=devices))
+
+
+@pytest.mark.parametrize("price", [-1.0, float("nan"), float("inf")])
+def test_a_price_is_a_number(price: float) -> None:
+    with pytest.raises(ProblemError, match="second_j"):
+        replace(chain(), second_j=price)
 
 
 def test_a_comparison_marks_the_front_and_draws_it_and_says_that_watts_are_declared(

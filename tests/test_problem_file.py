@@ -108,7 +108,7 @@ def test_no_field_is_forgotten() -> None:
     names = {kind: {f.name for f in fields(kind)} for kind in (Problem, OpGraph, Profile, Cluster)}
     assert names[Problem] == {
         "graph", "cluster", "profile", "objective", "num_microbatches", "max_in_flight",
-        "contention", "ready_order",
+        "contention", "ready_order", "second_j",
     }  # fmt: skip
     assert names[OpGraph] == {
         "name", "op_name", "op_kind", "op_module", "op_signature", "tensor_src", "tensor_bytes",
@@ -116,7 +116,7 @@ def test_no_field_is_forgotten() -> None:
         "group", "is_backward", "output_tensor", "program",
     }  # fmt: skip
     assert names[Profile] == {
-        "device_names", "compute_s", "spread_s", "links", "loaded_s", "transfer_s", "io_s",
+        "device_names", "compute_s", "spread_s", "links", "loaded_s", "batch_s", "transfer_s", "io_s",
         "workspace_bytes", "predicted", "graph_fingerprint", "provenance",
     }  # fmt: skip
     assert names[Cluster] == {"name", "devices", "links"}
@@ -165,12 +165,13 @@ def test_what_is_saved_is_loaded(
         profile = replace(
             problem.profile,
             predicted=marks,
+            batch_s=0.25,
             spread_s=np.where(np.isfinite(problem.compute_s), problem.compute_s / 7, np.inf),
             graph_fingerprint=problem.graph.fingerprint,
             provenance={"when": "now", "repeats": 3, "more": {"x": [0.1, None]}},
         )
         problem = replace(problem, profile=profile)
-    problem = problem.with_objective(objective)
+    problem = replace(problem.with_objective(objective), second_j=2.5 * predicted)
     check_same(problem, resaved(problem, tmp_path_factory.getbasetemp()))
 
 

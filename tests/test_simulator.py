@@ -39,6 +39,7 @@ def make(
     blocking: bool = False,
     channel: str | None = None,
     wake_s: float = 0.0,
+    send_s: float = 0.0,
     graph: dict[str, Any] | None = None,
     profile: dict[str, Any] | None = None,
     **problem: Any,
@@ -61,7 +62,7 @@ def make(
     )
     speed = 1 / link_s_per_byte if link_s_per_byte else np.inf
     links = tuple(
-        Link(a, b, latency_s, speed, blocking, channel, wake_s)
+        Link(a, b, latency_s, speed, blocking, channel, wake_s, send_s)
         for a in names
         for b in names
         if a != b
@@ -167,6 +168,32 @@ def test_a_busy_receiver_need_not_be_woken(run: Any) -> None:
     # d1      EEEB
     problem = make([[1, 1], [1, 1], [1, 1], [3, 3]], [(0, 0, [1])], wake_s=1.0, num_microbatches=1)
     assert run(problem, [0, 1, 0, 1]).start_s.tolist() == [[0, 3, 1, 0]]
+
+
+@SIMULATORS
+def test_handing_tensors_over_keeps_the_sender_busy(run: Any) -> None:
+    # A makes two tensors: one for B on d1, one for B on d1 and C on d2. D comes after A on d0.
+    # d0      AsssD   (s: one per tensor and receiving device, busy ones too)
+    # d1      EEB
+    # d2      .C
+    tensors = [(0, 0, [1]), (0, 0, [1, 2])]
+    seconds = [[1, 1, 1]] * 4 + [[2, 2, 2]]
+    problem = make(seconds, tensors, send_s=1.0, num_microbatches=1)
+    assert run(problem, [0, 1, 2, 0, 1]).start_s.tolist() == [[0, 2, 1, 4, 0]]
+    # On one device nothing is handed over.
+    assert run(problem, [0, 0, 0, 0, 0]).end_s.max() == 6
+
+
+@SIMULATORS
+def test_a_stream_stretches_operators_by_what_a_micro_batch_costs(run: Any) -> None:
+    # A (d0, 1 s) feeds B (d1, 3 s); 2 s per micro-batch stretch both by a half: 1.5 and 4.5.
+    # d0      A.A..A       (one micro-batch alone is not stretched)
+    # d1      .BBBBBBB
+    costs = {"profile": {"batch_s": 2.0}}
+    problem = make([[1, 1], [3, 3]], [(0, 0, [1])], num_microbatches=4, **costs)
+    assert run(problem, [0, 1]).period_s == 4.5
+    assert run(problem, [0, 0]).period_s == 6.0
+    assert run(problem, [0, 1], num_microbatches=1).end_s.max() == 4.0
 
 
 @SIMULATORS
@@ -494,11 +521,15 @@ def test_timelines_obey_the_rules(problem: Problem, seed: int) -> None:
 
 @given(problems(grouped=True, unsupported=True), st.integers(0, 100))
 def test_no_placement_is_better_than_the_bounds(problem: Problem, seed: int) -> None:
-    values = evaluate(problem, [random_placement(problem, seed + k) for k in range(4)])
+    placements = [random_placement(problem, seed + k) for k in range(4)]
+    values = evaluate(problem, placements)
     bounds = lower_bounds(problem)
     assert (values.latency_s >= bounds["latency"] * (1 - 1e-9)).all()
     assert (values.period_s >= bounds["period"] * (1 - 1e-9)).all()
     assert (values.energy_j >= bounds["energy"] * (1 - 1e-9)).all()
+    priced = replace(problem, second_j=7.0)
+    least = lower_bounds(priced)["energy"] * (1 - 1e-9)
+    assert (evaluate(priced, placements).priced_j >= least).all()
 
 
 @given(problems(), st.integers(0, 100))
@@ -548,6 +579,7 @@ def test_twice_the_time_for_everything_takes_twice_the_time(problem: Problem, se
             latency_s=2 * x.latency_s,
             bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / 2,
             wake_s=2 * x.wake_s,
+            send_s=2 * x.send_s,
         )
         for x in old.links
     )

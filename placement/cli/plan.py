@@ -82,6 +82,12 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--microbatches", type=int, metavar="M", help="of a pipelined run (32)")
     parser.add_argument("--in-flight", type=int, metavar="W", help="micro-batches at a time (4)")
+    parser.add_argument(
+        "--second-j",
+        type=float,
+        metavar="J",
+        help="of the objective energy: joules that a second per micro-batch is worth (0)",
+    )
     cli.add_mode(parser)
     for name, kind, unit, what in _FILE_OPTIONS:
         parser.add_argument(f"--{name}", type=kind, metavar=unit, help=what)
@@ -237,6 +243,7 @@ def check_budget(args: argparse.Namespace) -> None:
 def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     """The problem in a file, or of a workload on a cluster, measured where it has not been."""
     chosen = {"num_microbatches": args.microbatches, "max_in_flight": args.in_flight}
+    chosen["second_j"] = args.second_j
     changes = {key: value for key, value in chosen.items() if value is not None}
     _check_settings(args)
     names = [name.replace("-", "_") for name, *_ in _FILE_OPTIONS]
@@ -301,6 +308,8 @@ def _check_settings(args: argparse.Namespace) -> None:
     for option, value in (("--microbatches", args.microbatches), ("--in-flight", args.in_flight)):
         if value is not None and not 1 <= value <= cli.MAX_BATCHES:
             raise cli.UsageError(f"{option} {value}: must be from 1 to {cli.MAX_BATCHES:,}")
+    if args.second_j is not None and not 0 <= args.second_j < float("inf"):
+        raise cli.UsageError(f"--second-j {args.second_j}: joules must be a number of at least 0")
 
 
 def _dims(given: list[str] | None) -> dict[str, int] | None:

@@ -208,13 +208,14 @@ def _show(measured: Measured) -> None:
             f"{a} > {b}",
             cli.seconds(link.latency_s),
             f"{link.bandwidth_bytes_per_s / 1e6:,.0f}",
+            cli.seconds(link.send_s),
             link.channel or "its own",
         ]
         for (a, b), link in measured.links.items()
     ]
     cli.print_table(
         f"links between {len(measured.hosts)} processes on {len(set(measured.hosts))} hosts",
-        ["ranks", "latency", "MB/s", "channel"],
+        ["ranks", "latency", "MB/s", "busy per tensor", "channel"],
         rows,
     )
     for what, factor in measured.slowdown.items():

@@ -141,6 +141,7 @@ def problem_of(plan: Plan, args: argparse.Namespace, report: cli.Progress) -> Pr
         "objective": plan.objective,
         "num_microbatches": plan.num_microbatches,
         "max_in_flight": plan.max_in_flight,
+        "second_j": plan.second_j,
     }
     if cli.is_file(spec):
         from placement import importers

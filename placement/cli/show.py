@@ -72,7 +72,7 @@ def show_plan(plan: Plan) -> None:
     """Summary: the values, and what each device does."""
     values = [["latency", *_values(plan, "latency")], ["period", *_values(plan, "period")]]
     energy_j = plan.predicted.energy_j
-    if energy_j is not None and plan.objective != "energy":
+    if energy_j is not None and (plan.objective != "energy" or plan.second_j):
         values.append(["energy", cli.seconds(energy_j, "J"), *["-"] * 4])
     declared = energy_j is not None and plan.cluster.build().power_source == "declared"
     if plan.objective not in ("latency", "period"):
@@ -80,7 +80,8 @@ def show_plan(plan: Plan) -> None:
         value, bound = plan.predicted.value_s, plan.lower_bound_s.get(plan.objective)
         single = cli.seconds(plan.fallback.value_s, unit) if plan.fallback else "-"
         shown = cli.seconds(value, unit)
-        values.insert(0, [plan.objective, shown, "-", *_gap(value, bound, unit), single])
+        name = f"energy and {plan.second_j:g} J/s" if plan.second_j else plan.objective
+        values.insert(0, [name, shown, "-", *_gap(value, bound, unit), single])
     cli.print_table(
         f"{plan.graph.name} ({plan.graph.num_ops} operators) by {plan.planner.name}, "
         f"for {plan.objective}, {plan.num_microbatches} micro-batches, "
@@ -144,6 +145,7 @@ def run_diff(args: argparse.Namespace) -> int:
             ("objective", a.objective, b.objective),
             ("num_microbatches", a.num_microbatches, b.num_microbatches),
             ("max_in_flight", a.max_in_flight, b.max_in_flight),
+            ("second_j", a.second_j, b.second_j),
             ("graph", a.graph.fingerprint[:12], b.graph.fingerprint[:12]),
             ("cluster", a.cluster.fingerprint[:12], b.cluster.fingerprint[:12]),
         )

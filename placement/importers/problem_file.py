@@ -131,6 +131,7 @@ class ProblemRecord(_Strict):
         links: as measured; null: those that the cluster declares.
         fingerprint: of the graph; if given, it must be the one that the file's graph has.
         measured_graph: fingerprint of the graph that was measured, or "".
+        batch_s: as in ``placement.profile.Profile``.
         provenance: where the seconds come from.
     """
 
@@ -141,8 +142,10 @@ class ProblemRecord(_Strict):
     max_in_flight: Positive = Problem.max_in_flight
     contention: bool = Problem.contention
     ready_order: ReadyOrder = Problem.ready_order
+    second_j: Seconds = Problem.second_j
     fingerprint: str | None = None
     measured_graph: str = ""
+    batch_s: Seconds = Profile.batch_s
     provenance: dict[str, JsonValue] = {}
     cluster: ClusterRecord
     links: tuple[_record(Link), ...] | None = None  # type: ignore[valid-type]
@@ -242,8 +245,10 @@ def _document(problem: Problem) -> dict[str, Any]:
         "max_in_flight": problem.max_in_flight,
         **({} if problem.contention else {"contention": False}),
         **({} if problem.ready_order == "priority" else {"ready_order": problem.ready_order}),
+        **({"second_j": problem.second_j} if problem.second_j else {}),
         "fingerprint": g.fingerprint,
         "measured_graph": profile.graph_fingerprint,
+        **({"batch_s": profile.batch_s} if profile.batch_s else {}),
         "provenance": profile.provenance,
         "cluster": {
             "name": cluster.name,
@@ -306,6 +311,7 @@ def _problem(record: ProblemRecord, objective: str | None) -> Problem:
         max_in_flight=record.max_in_flight,
         contention=record.contention,
         ready_order=record.ready_order,
+        second_j=record.second_j,
     )
 
 
@@ -399,6 +405,7 @@ def _profile(record: ProblemRecord, cluster: Cluster, links: tuple[Link, ...]) -
         spread_s=zero if spread_s is None else spread_s,
         links=links,
         loaded_s=table("loaded_s", compute_s),
+        batch_s=record.batch_s,
         transfer_s=_per_tensor(record, "transfer_s", (num_devices, num_devices)),
         io_s=_per_tensor(record, "io_s", (num_devices,)),
         workspace_bytes=(

@@ -141,6 +141,7 @@ def profile_of(
         spread_s=spread,
         links=links,
         loaded_s=loaded,
+        batch_s=0.0 if known is None else known.batch_s,
         predicted=predicted,
         graph_fingerprint=graph.fingerprint,
         provenance={"predictor": type(predictor).__name__},

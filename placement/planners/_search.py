@@ -210,8 +210,8 @@ class Search:
             assert values.peak_bytes is not None, "memory is tracked where it may bind"
             value_s, need = values.period_s, values.peak_bytes
             if self.problem.objective == "energy":
-                assert values.energy_j is not None, "the problem was checked"
-                value_s = values.energy_j
+                assert values.priced_j is not None, "the problem was checked"
+                value_s = values.priced_j
         capacity = self.problem.memory_bytes
         overflow = (np.maximum(need - capacity, 0) / capacity).sum(axis=1)
         return np.where(overflow > 0, INFEASIBLE * (1 + overflow), value_s)
@@ -375,7 +375,7 @@ def _swappable(problem: Problem, a: int, b: int) -> bool:
     by_device = (problem.compute_s, problem.loaded_s, problem.memory_bytes, kinds)
     if not all(np.array_equal(x[..., a], x[..., b]) for x in by_device):
         return False
-    by_pair: list[NDArray[Any]] = [problem.link_blocking, problem.link_wake_s]
+    by_pair: list[NDArray[Any]] = [problem.link_blocking, problem.link_wake_s, problem.link_send_s]
     by_pair += [problem.link_latency_s, problem.link_s_per_byte]
     if problem.profile.transfer_s is not None:
         by_pair.append(problem.profile.transfer_s)

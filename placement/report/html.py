@@ -603,6 +603,7 @@ def _plan_command(plan: Plan, workload: str) -> str | None:
     words = ["placement", "plan", workload, "--planner", planner, "--objective", plan.objective]
     words += ["--microbatches", str(plan.num_microbatches)]
     words += ["--in-flight", str(plan.max_in_flight), "--out", "plan.json"]
+    words += ["--second-j", f"{plan.second_j:g}"] if plan.second_j else []
     if plan.graph.mode == "training":
         words += ["--mode", "training"]
         words += ["--optimizer", plan.graph.optimizer] if plan.graph.optimizer else []
