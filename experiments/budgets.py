@@ -95,7 +95,7 @@ class ZeroShot:
         seeds: trainings per family.
         graphs: seeds ``HELD_OUT``.. of each synthetic family.
         known_seconds: of the search for the best known value.
-        k: samples of best-of-k.
+        k: samples of best-of-k, on the machine that a problem comes with.
         warm: 1: the policy starts at the best of four heuristics, in training and after;
             0: from nothing, in one forward pass.
         repeats: of the profiles that have to be measured.

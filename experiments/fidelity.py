@@ -1,6 +1,6 @@
 """How well predicted time and memory agree with what is measured on the devices of this machine.
 
-    python -m experiments.fidelity [WORKLOAD ...] [--placements 50] [--rounds 2]
+    python -m experiments.fidelity [WORKLOAD ...] [--placements 50] [--rounds 2] [--minutes 4]
 
 For every workload, single-device, planned and random placements run for real: latency with one
 micro-batch at a time, period and peak memory in a pipeline. Profiles are taken before and after
@@ -11,6 +11,7 @@ model. So the whole model also runs on each device alone, before and after every
 the prediction is for devices of the speed that they had beside it. The plain prediction, from the
 profile as it was measured minutes before or after, is compared as well.
 
+Small models are measured in more rounds: one measurement of a placement is 14 % from the next.
 The medians of the rounds are compared with the simulator, and with the simulator without each
 thing that it takes into account. What is finished lies in ``runs/fidelity``: the same command
 continues. Writes
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -73,6 +75,7 @@ class Row:
 
     workload: str
     placement: str
+    rounds: int
     predicted_latency_s: float
     measured_latency_s: float
     predicted_period_s: float
@@ -105,9 +108,14 @@ def _fastest(profile: Profile) -> Profile:
     return replace(profile, compute_s=fastest.copy())
 
 
+def _free_batches(profile: Profile) -> Profile:
+    return replace(profile, batch_s=0.0)
+
+
 # What the simulator takes into account, and the profile without it.
 CORRECTIONS: Mapping[str, Callable[[Profile], Profile]] = {
     "slowing down of busy neighbours": _alone,
+    "letting micro-batches in and out": _free_batches,
     "waking the receiver": _no_waking,
     "transfers and waking": _free_links,
     "the neighbours and the transfers": lambda profile: _alone(_free_links(profile)),
@@ -135,8 +143,12 @@ def candidates(problem: Problem, count: int) -> dict[str, Placement]:
     return found
 
 
-def study(workload: str, count: int, rounds: int, repeats: int) -> list[Row]:
-    """Predicted and measured times and memory of ``count`` placements of one workload."""
+def study(workload: str, count: int, rounds: int, repeats: int, minutes: float) -> list[Row]:
+    """Predicted and measured times and memory of ``count`` placements of one workload.
+
+    At least ``rounds`` times, and again until ``minutes`` have passed.
+    """
+    began = time.monotonic()
     module, inputs = load(workload)
     graph = capture(module, inputs, name=workload)
     cluster = Cluster.detect()
@@ -165,10 +177,11 @@ def study(workload: str, count: int, rounds: int, repeats: int) -> list[Row]:
     period: dict[str, list[float]] = {name: [] for name in placements}
     peak: dict[str, list[int]] = {name: [] for name in placements}
     beside: dict[str, list[list[float]]] = {name: [] for name in placements}
-    for r in range(rounds):
+    r = 0
+    while r < rounds or time.monotonic() - began < 60 * minutes:
         before = speed()
         for i, (name, placement) in enumerate(placements.items(), 1):
-            say(f"{workload}: round {r + 1} of {rounds}, placement {i} of {len(placements)}")
+            say(f"{workload}: round {r + 1}, placement {i} of {len(placements)}")
             alone = executor.run(placement, num_microbatches=num_latency, max_in_flight=1)
             latency[name].append(float(np.median(alone.span_s)))
             pipelined = executor.run(placement)
@@ -179,6 +192,7 @@ def study(workload: str, count: int, rounds: int, repeats: int) -> list[Row]:
             beside[name].append([(x + y) / 2 for x, y in zip(before, after, strict=True)])
             before = after
         profiles.append(measure(graph, cluster, repeats=repeats))
+        r += 1
     profile = merged(profiles)
     rows = []
     for name, placement in placements.items():
@@ -193,6 +207,7 @@ def study(workload: str, count: int, rounds: int, repeats: int) -> list[Row]:
             Row(
                 workload,
                 name,
+                r,
                 many[0],
                 float(np.median(latency[name])),
                 many[1],
@@ -225,7 +240,8 @@ def at_speed(profile: Profile, seconds: Floats) -> Profile:
     """The profile with every device as slow as one that runs the whole model in ``seconds [D]``."""
     factor = seconds / profile.compute_s.sum(axis=0)
     loaded = None if profile.loaded_s is None else profile.loaded_s * factor
-    return replace(profile, compute_s=profile.compute_s * factor, loaded_s=loaded)
+    batch_s = profile.batch_s * float(factor.mean())
+    return replace(profile, compute_s=profile.compute_s * factor, loaded_s=loaded, batch_s=batch_s)
 
 
 def predicted(problem: Problem, profile: Profile, placement: Placement) -> tuple[float, float, int]:
@@ -250,10 +266,12 @@ def merged(profiles: list[Profile]) -> Profile:
         for links in zip(*(p.links for p in profiles), strict=True)
     )
     loaded = [p.loaded_s for p in profiles if p.loaded_s is not None]
+    batch_s = float(np.median([p.batch_s for p in profiles]))
     return replace(
         profiles[0],
         compute_s=compute,
         links=links,
+        batch_s=batch_s,
         loaded_s=np.median(loaded, axis=0) if loaded else None,
     )
 
@@ -266,7 +284,12 @@ def summary(rows: Sequence[Row]) -> str:
     lines = []
     for workload in [*dict.fromkeys(r.workload for r in rows), "all"]:
         chosen = [r for r in rows if workload in (r.workload, "all")]
-        cells = [workload, str(len(chosen))]
+        rounds = sorted({r.rounds for r in chosen})
+        cells = [
+            workload,
+            str(len(chosen)),
+            "–".join(str(r) for r in (rounds[0], rounds[-1])[: len(rounds)]),
+        ]
         for what in ("latency_s", "period_s", "peak_bytes"):
             said = [getattr(r, f"predicted_{what}") for r in chosen]
             found = [getattr(r, f"measured_{what}") for r in chosen]
@@ -279,7 +302,7 @@ def summary(rows: Sequence[Row]) -> str:
                 again = [getattr(r, f"{what[:-2]}_between_rounds") for r in chosen]
                 cells.append(f"{100 * np.mean(again):.1f}")
         lines.append(cells)
-    header = ["workload", "placements"]
+    header = ["workload", "placements", "rounds"]
     header += ["latency MAPE %", "Spearman", "again %", "period MAPE %", "Spearman", "again %"]
     header += ["peak memory MAPE %", "Spearman"]
     note = (
@@ -310,7 +333,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", default=WORKLOADS)
     parser.add_argument("--placements", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="at least")
+    parser.add_argument("--minutes", type=float, default=4.0, help="more rounds until then")
     parser.add_argument("--repeats", type=int, default=6, help="of a profile")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "fidelity")
@@ -324,7 +348,9 @@ def main(argv: list[str] | None = None) -> None:
         if path.exists() and not options.fresh:
             mine = [Row(**row) for row in json.loads(path.read_text())]
         else:
-            mine = study(workload, options.placements, options.rounds, options.repeats)
+            mine = study(
+                workload, options.placements, options.rounds, options.repeats, options.minutes
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps([asdict(row) for row in mine]))
         rows += mine

@@ -357,7 +357,9 @@ class Mean:
         return f"{value:+.{digits}f} % ({low:+.{digits}f} to {high:+.{digits}f})"
 
     def ratio(self, digits: int = 3) -> str:
-        """``1.023 (1.010 to 1.041)``."""
+        """``1.023 (1.010 to 1.041)``; a dash for no problem."""
+        if not self.count:
+            return "–"
         return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 

@@ -171,7 +171,8 @@ def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
                     greedy = Decode(path, warm=bool(budget.warm))
                     several = replace(greedy, k=budget.k, seed=seed)
                     done.append(cells.run(machine, name, there, GREEDY, greedy, seed))
-                    done.append(cells.run(machine, name, there, BEST_OF_K, several, seed))
+                    if machine == AS_IT_IS:
+                        done.append(cells.run(machine, name, there, BEST_OF_K, several, seed))
                 done.append(
                     cells.run(
                         machine, name, there, KNOWN, load(KNOWN), 0, seconds=budget.known_seconds
