@@ -106,10 +106,10 @@ class ZeroShot:
     solve_seconds: float = 1.0
     imitation_epochs: int = 30
     total_steps: int = 400_000
-    max_seconds: float = 240.0
+    max_seconds: float = 150.0
     seeds: int = 1
     graphs: int = 1
-    known_seconds: float = 2.0
+    known_seconds: float = 1.0
     k: int = 32
     warm: int = 0
     repeats: int = 10

@@ -20,6 +20,7 @@ from placement.__main__ import main
 from placement.cluster import Cluster, ClusterError, Device
 from placement.compare import compare, pareto_front
 from placement.graph import OpGraph
+from placement.importers import problem_file
 from placement.plan import load_plan, make_plan
 from placement.planners import load as planner
 from placement.power import Meter, PowerError
@@ -253,6 +254,25 @@ def test_seconds_have_a_price() -> None:
     assert planner("single_device")(cheap).placement.tolist() == [1, 1]
     assert planner("single_device")(dear).placement.tolist() == [0, 0]
     assert planner("macro_search", evaluations=200)(dear).placement.tolist() == [0, 1]
+
+
+def test_a_price_on_the_command_line_is_kept_by_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, plan = tmp_path / "problem.json", tmp_path / "plan.json"
+    problem_file.save(hurry(), file)
+    asked = ["plan", str(file), "--planner", "macro_search", "evaluations=200"]
+    found = {}
+    for price in ("0", "1000"):
+        assert main([*asked, "--second-j", price, "--out", str(plan), "--json"]) == 0
+        found[price] = json.loads(capsys.readouterr().out)["value_s"]
+        assert load_plan(plan).second_j == float(price)
+    assert found == {"0": 160.0, "1000": 7050.0}  # [1, 1]; [0, 1]: 3050 J and 4 s
+    assert load_plan(plan).predicted.energy_j == 3050.0
+    assert main(["show", str(plan)]) == 0
+    assert "energy and 1000 J/s" in capsys.readouterr().out
+    assert main([*asked, "--second-j", "-1"]) == 2
+    assert "--second-j -1.0: joules must be a number of at least 0" in capsys.readouterr().err
 
 
 def hurry() -> Problem:
