@@ -217,20 +217,6 @@ def shared_channels(
     }
 
 
-def rank_of(num_devices: int, num_ranks: int) -> tuple[int, ...]:
-    """``[D]`` rank of each device: neighbours together, in the order of the cluster.
-
-    Raises:
-        LinkError: more ranks than devices.
-    """
-    if num_ranks > num_devices:
-        raise LinkError(
-            f"{num_ranks} processes for {num_devices} devices: each needs one of its own; "
-            "name more devices with --cluster, or start fewer processes"
-        )
-    return tuple(d * num_ranks // num_devices for d in range(num_devices))
-
-
 def devices_here(local_rank: int, local_size: int) -> Device:
     """The device of a rank where nobody describes any: its share of the cores, or its GPU."""
     if torch.cuda.is_available():

@@ -250,6 +250,7 @@ def test_devices_go_to_ranks_in_order_and_no_rank_is_without_one():
     # 5 devices on 2 ranks: | 0 0 0 | 1 1 |; the last rank must have one too.
     five = Cluster("five", tuple(Device(f"cpu:{i}") for i in range(5)))
     assert ranks_of(five, 2) == (0, 0, 0, 1, 1)
+    assert ranks_of(five, 3) == (0, 0, 1, 1, 2)
     assert ranks_of(five, 5) == (0, 1, 2, 3, 4)
     with pytest.raises(ClusterError, match="6 processes for 5 devices"):
         ranks_of(five, 6)

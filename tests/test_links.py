@@ -20,14 +20,12 @@ from placement.cli import BAD_INPUT, OK
 from placement.cluster import Cluster, Device, Link
 from placement.links import (
     SIZES,
-    LinkError,
     Measured,
     fit,
     host_names,
     joined,
     merged,
     one_way,
-    rank_of,
     shared_channels,
     trials,
 )
@@ -116,12 +114,6 @@ def measured(hosts: tuple[str, ...]) -> Measured:
         for a, b in pairs
     }
     return Measured(hosts, links, {})
-
-
-def test_devices_of_ranks() -> None:
-    assert rank_of(4, 2) == (0, 0, 1, 1) and rank_of(5, 3) == (0, 0, 1, 1, 2)
-    with pytest.raises(LinkError, match="3 processes for 2 devices"):
-        rank_of(2, 3)
 
 
 def test_a_cluster_of_ranks(tmp_path: Path) -> None:

@@ -116,8 +116,8 @@ def test_no_field_is_forgotten() -> None:
         "group", "is_backward", "output_tensor", "program",
     }  # fmt: skip
     assert names[Profile] == {
-        "device_names", "compute_s", "spread_s", "links", "loaded_s", "batch_s", "transfer_s", "io_s",
-        "workspace_bytes", "predicted", "graph_fingerprint", "provenance",
+        "device_names", "compute_s", "spread_s", "links", "loaded_s", "batch_s", "transfer_s",
+        "io_s", "workspace_bytes", "predicted", "graph_fingerprint", "provenance",
     }  # fmt: skip
     assert names[Cluster] == {"name", "devices", "links"}
 

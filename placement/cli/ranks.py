@@ -160,10 +160,11 @@ def _devices(
 
     from placement import links
     from placement.cluster import Cluster
+    from placement.executor.distributed import ranks_of
 
     if args.cluster is not None:
-        devices = list(Cluster.from_yaml(args.cluster).devices)
-        return devices, links.rank_of(len(devices), len(hosts))
+        cluster = Cluster.from_yaml(args.cluster)
+        return list(cluster.devices), ranks_of(cluster, len(hosts))
     on_host = [r for r, host in enumerate(hosts) if host == hosts[rank]]
     mine = links.devices_here(on_host.index(rank), len(on_host))
     if len(set(hosts)) > 1:

@@ -64,7 +64,7 @@ def ranks_of(cluster: Cluster, num_ranks: int) -> tuple[int, ...]:
     if not 1 <= num_ranks <= num_devices:
         raise ClusterError(
             f"{num_ranks} processes for {num_devices} devices: each needs one of its own; "
-            f"give from 1 to {num_devices}"
+            f"give from 1 to {num_devices}, or name more devices with --cluster"
         )
     return tuple(d * num_ranks // num_devices for d in range(num_devices))
 
