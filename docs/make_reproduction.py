@@ -30,7 +30,7 @@ class Study(NamedTuple):
 # By the name that the files of a result begin with.
 STUDIES = {
     "pipelining": Study("Does a planned pipeline beat plain PyTorch at batch 1?", 3),
-    "fidelity": Study("How far are predictions from measurements?", 18),
+    "fidelity": Study("How far are predictions from measurements?", 40),
     "peers": Study("Throughput beside `torch.distributed.pipelining`", 1),
     "training": Study("Are losses plain PyTorch's, and how fast is a step?", 5),
     "time_slices": Study("What is gained by cutting an LSTM along time?", 5.5),
@@ -45,7 +45,8 @@ STUDIES = {
     "learned_guided": Study("Who should choose the moves of a search?", 32, True),
     "learned_against": Study("Is the learned planner ever worse than a baseline?", 25, True),
     "learned_giph": Study("Few evaluations, on GiPH's own distribution", 9),
-    "prediction": Study("How well are times of unseen models predicted?", 1),
+    "measured": Study("How good is a plan after 100 measurements?", 12),
+    "prediction": Study("How well are times of unseen models predicted?", 15),
     "scale": Study("Planners up to 100,000 operators", 22),
     "scale_out": Study("From 8 to 4,096 devices", 20),
     "distributed": Study("Plans over processes: equal, as predicted, as fast as a peer?", 3),
@@ -88,9 +89,10 @@ def files_by_study(names: list[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {stem: [] for stem in STUDIES}
     order = [".md", ".json", ".csv", ".png"]
     for name in sorted(names, key=lambda name: order.index(Path(name).suffix)):
-        if Path(name).stem not in STUDIES:
+        stem = Path(name).stem.removesuffix("_curves")
+        if stem not in STUDIES:
             raise KeyError(f"experiments/results/{name} belongs to no study in {__file__}")
-        found[Path(name).stem].append(name)
+        found[stem].append(name)
     return found
 
 
