@@ -17,7 +17,7 @@ from gymnasium import spaces
 from test_envs import chain
 
 from agents.encoder import NetworkConfig, PolicyError
-from agents.expert import demonstrations, load_solutions, solve
+from agents.expert import _batches, demonstrations, load_solutions, solve
 from agents.planner import PolicyPlanner
 from agents.trained import TrainedPolicy
 from agents.training import PerGraphBuffer, Row, TrainConfig, train
@@ -250,6 +250,17 @@ def test_curriculum_begins_with_the_small() -> None:
     assert samples == sorted(samples)
     with pytest.raises(PolicyError, match="curriculum = 2 must be a share"):
         TrainConfig(curriculum=2)
+
+
+@pytest.mark.parametrize("sizes", [[1], [300] * 20, [5, 900, 1, 64, 500]])
+def test_a_batch_of_imitation_has_rows_of_few_problems(sizes: list[int]) -> None:
+    problem = np.repeat(np.arange(len(sizes)), sizes)
+    batches = _batches(np.random.default_rng(0), problem, 512)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(problem)))  # each once
+    assert max(map(len, batches)) <= 1.5 * 512
+    assert max(len(np.unique(problem[rows])) for rows in batches) <= 8
+    again = _batches(np.random.default_rng(1), problem, 512)
+    assert len(problem) == 1 or not np.array_equal(np.concatenate(batches), np.concatenate(again))
 
 
 @pytest.mark.parametrize("formulation", ["one_shot", "sequential", "select_place"])

@@ -29,10 +29,14 @@ def test_what_ships(path: Path) -> None:
     assert all(word in card for word in ("placement-train", "Held out", "Limits"))
 
 
-def test_latency_is_searched_with_the_released_policy() -> None:
+def test_latency_is_planned_with_the_released_policies() -> None:
     assert released("guided_search", "latency") in FILES
     problem = giph(0).with_objective("latency")
     planner = PolicyPlanner(evaluations=200, baseline="round_robin")
     assert planner(problem).stats["policy"] == "guided_search-latency.safetensors"
+    # So it is with the one that constructs placements.
+    several = PolicyPlanner(mode="best_of_k", k=4, baseline="round_robin")(problem)
+    assert several.stats["policy"] == "sequential-latency.safetensors"
+    assert several.value_s <= several.stats["baseline_value_s"]
     # Nothing ships for this objective: the hand-written score chooses, and that is said.
     assert planner(problem.with_objective("period")).stats["policy"] == "untrained"
