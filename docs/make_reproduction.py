@@ -45,6 +45,7 @@ STUDIES = {
     "learned_guided": Study("Who should choose the moves of a search?", 32, True),
     "learned_against": Study("Is the learned planner ever worse than a baseline?", 25, True),
     "learned_giph": Study("Few evaluations, on GiPH's own distribution", 9),
+    "learned_zero_shot": Study("One forward pass on families never seen", 55, True),
     "measured": Study("How good is a plan after 100 measurements?", 12),
     "prediction": Study("How well are times of unseen models predicted?", 15),
     "scale": Study("Planners up to 100,000 operators", 22),

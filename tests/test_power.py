@@ -270,7 +270,9 @@ def test_a_price_on_the_command_line_is_kept_by_the_plan(
     assert found == {"0": 160.0, "1000": 7050.0}  # [1, 1]; [0, 1]: 3050 J and 4 s
     assert load_plan(plan).predicted.energy_j == 3050.0
     assert main(["show", str(plan)]) == 0
-    assert "energy and 1000 J/s" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "energy and 1000 J/s" in " ".join(shown.split())
+    assert "weighted" in shown and "3050 J" in shown
     assert main([*asked, "--second-j", "-1"]) == 2
     assert "--second-j -1.0: joules must be a number of at least 0" in capsys.readouterr().err
 

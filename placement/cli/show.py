@@ -80,11 +80,12 @@ def show_plan(plan: Plan) -> None:
         value, bound = plan.predicted.value_s, plan.lower_bound_s.get(plan.objective)
         single = cli.seconds(plan.fallback.value_s, unit) if plan.fallback else "-"
         shown = cli.seconds(value, unit)
-        name = f"energy and {plan.second_j:g} J/s" if plan.second_j else plan.objective
+        name = "weighted" if plan.second_j else plan.objective
         values.insert(0, [name, shown, "-", *_gap(value, bound, unit), single])
     cli.print_table(
         f"{plan.graph.name} ({plan.graph.num_ops} operators) by {plan.planner.name}, "
-        f"for {plan.objective}, {plan.num_microbatches} micro-batches, "
+        f"for {plan.objective}{f' and {plan.second_j:g} J/s' if plan.second_j else ''}, "
+        f"{plan.num_microbatches} micro-batches, "
         f"{plan.max_in_flight} in flight",
         ["", "predicted", "measured", "proved bound", "gap", "one device"],
         values,
