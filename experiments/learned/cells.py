@@ -387,7 +387,7 @@ def share(flags: Sequence[bool]) -> tuple[float, float, float]:
     p = sum(flags) / n
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return p, float(middle - half), float(middle + half)
+    return p, max(0.0, float(middle - half)), min(1.0, float(middle + half))
 
 
 def enforced(cells: Sequence[Cell]) -> str:
