@@ -40,6 +40,7 @@ MEANINGS = {
     "Plan.objective": "What the planner minimised.",
     "Plan.num_microbatches": "Micro-batches of the pipelined run that `predicted` is about.",
     "Plan.max_in_flight": "At most this many micro-batches are between first operator and last.",
+    "Plan.second_j": "Joules that a second was worth to the objective `energy`.",
     "Plan.assignment": "The decision: operator name → device name, by operator number.",
     "Plan.priority": "Rank of each operator, by operator number. Of several ready operators of "
     "one micro-batch, a device takes the one with the smallest rank. Each of 0..N-1 once.",
@@ -95,7 +96,6 @@ MEANINGS = {
     "LinkInfo.bandwidth_bytes_per_s": "Null: unlimited.",
     "LinkInfo.blocking": "The sender's worker is busy during the transfer.",
     "LinkInfo.channel": "Links with the same channel share it. Null: a channel of its own.",
-    "Plan.second_j": "Joules that a second was worth to the objective `energy`.",
     "LinkInfo.wake_s": "Waking an idle receiver keeps the sender's worker busy so long.",
     "LinkInfo.send_s": "Handing over any tensor keeps the sender's worker busy so long.",
     "LinkInfo.declared": "True: from the cluster's description. False: measured.",

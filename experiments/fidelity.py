@@ -284,12 +284,9 @@ def summary(rows: Sequence[Row]) -> str:
     lines = []
     for workload in [*dict.fromkeys(r.workload for r in rows), "all"]:
         chosen = [r for r in rows if workload in (r.workload, "all")]
-        rounds = sorted({r.rounds for r in chosen})
-        cells = [
-            workload,
-            str(len(chosen)),
-            "–".join(str(r) for r in (rounds[0], rounds[-1])[: len(rounds)]),
-        ]
+        rounds = [r.rounds for r in chosen]
+        fewest_and_most = "–".join(map(str, sorted({min(rounds), max(rounds)})))
+        cells = [workload, str(len(chosen)), fewest_and_most]
         for what in ("latency_s", "period_s", "peak_bytes"):
             said = [getattr(r, f"predicted_{what}") for r in chosen]
             found = [getattr(r, f"measured_{what}") for r in chosen]

@@ -50,8 +50,10 @@ def durations(problem: Problem, placement: Placement, num_microbatches: int) -> 
     """float64 ``[N]`` seconds each operator takes in a run of ``num_microbatches``."""
     rows = np.arange(problem.num_ops)
     alone = problem.compute_s[rows, placement]
+    if num_microbatches == 1:
+        return alone
     load = np.bincount(placement, weights=alone, minlength=problem.num_devices)
-    if num_microbatches == 1 or not np.isfinite(load).all() or load.max() == 0:
+    if not np.isfinite(load).all() or load.max() == 0:
         return alone
     # One device has no neighbours.
     share = (load.sum() - load) / load.max() / max(problem.num_devices - 1, 1)

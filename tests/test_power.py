@@ -273,6 +273,9 @@ def test_a_price_on_the_command_line_is_kept_by_the_plan(
     shown = capsys.readouterr().out
     assert "energy and 1000 J/s" in " ".join(shown.split())
     assert "weighted" in shown and "3050 J" in shown
+    other = ["--objective", "period", "--second-j", "20", "--out", str(plan)]
+    assert main([*asked, *other]) == 0 and main(["show", str(plan)]) == 0
+    assert "J/s" not in capsys.readouterr().out  # a price counts where joules do
     assert main([*asked, "--second-j", "-1"]) == 2
     assert "--second-j -1.0: joules must be a number of at least 0" in capsys.readouterr().err
 

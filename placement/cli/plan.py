@@ -242,8 +242,11 @@ def check_budget(args: argparse.Namespace) -> None:
 
 def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     """The problem in a file, or of a workload on a cluster, measured where it has not been."""
-    chosen = {"num_microbatches": args.microbatches, "max_in_flight": args.in_flight}
-    chosen["second_j"] = args.second_j
+    chosen = {
+        "num_microbatches": args.microbatches,
+        "max_in_flight": args.in_flight,
+        "second_j": args.second_j,
+    }
     changes = {key: value for key, value in chosen.items() if value is not None}
     _check_settings(args)
     names = [name.replace("-", "_") for name, *_ in _FILE_OPTIONS]

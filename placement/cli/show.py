@@ -72,7 +72,8 @@ def show_plan(plan: Plan) -> None:
     """Summary: the values, and what each device does."""
     values = [["latency", *_values(plan, "latency")], ["period", *_values(plan, "period")]]
     energy_j = plan.predicted.energy_j
-    if energy_j is not None and (plan.objective != "energy" or plan.second_j):
+    weight = f" and {plan.second_j:g} J/s" if plan.objective == "energy" and plan.second_j else ""
+    if energy_j is not None and (plan.objective != "energy" or weight):
         values.append(["energy", cli.seconds(energy_j, "J"), *["-"] * 4])
     declared = energy_j is not None and plan.cluster.build().power_source == "declared"
     if plan.objective not in ("latency", "period"):
@@ -80,12 +81,11 @@ def show_plan(plan: Plan) -> None:
         value, bound = plan.predicted.value_s, plan.lower_bound_s.get(plan.objective)
         single = cli.seconds(plan.fallback.value_s, unit) if plan.fallback else "-"
         shown = cli.seconds(value, unit)
-        name = "weighted" if plan.second_j else plan.objective
+        name = "weighted" if weight else plan.objective
         values.insert(0, [name, shown, "-", *_gap(value, bound, unit), single])
     cli.print_table(
         f"{plan.graph.name} ({plan.graph.num_ops} operators) by {plan.planner.name}, "
-        f"for {plan.objective}{f' and {plan.second_j:g} J/s' if plan.second_j else ''}, "
-        f"{plan.num_microbatches} micro-batches, "
+        f"for {plan.objective}{weight}, {plan.num_microbatches} micro-batches, "
         f"{plan.max_in_flight} in flight",
         ["", "predicted", "measured", "proved bound", "gap", "one device"],
         values,
