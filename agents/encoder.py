@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch_geometric.data import Batch
 from torch_geometric.nn import GATv2Conv, SAGEConv
@@ -18,9 +20,9 @@ from torch_geometric.utils import scatter
 
 from agents.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES
 from agents.store import GraphStore
+from envs._sequential import NUM_DEVICE_FEATURES
 from envs.refine import PAIR_FEATURES as REFINE_PAIRS
 from envs.refine import SEARCH_FEATURES as REFINE_SEARCH
-from envs.sequential import NUM_DEVICE_FEATURES
 
 ILLEGAL = -1e9
 Formulation = Literal[
@@ -331,6 +333,25 @@ class PlacementNet(nn.Module):
         residual = bonus - cold * self.config.finish_weight * state[:, :, 0]
         return (logits + residual).masked_fill(~legal, ILLEGAL)
 
+    def weights(self, store: GraphStore) -> tuple[NDArray[np.float32], ...]:
+        """``net`` of ``envs._sequential.construct``, which scores as ``step_logits`` does."""
+        with torch.no_grad():
+            encoded = self.encode(store, torch.arange(len(store)))
+            _, hidden, _, out = self.score
+            assert isinstance(hidden, nn.Linear) and isinstance(out, nn.Linear)
+            parts = (
+                self.from_group(encoded.groups) + self.from_graph(encoded.graph)[:, None],
+                self.from_device(encoded.devices),
+                self.from_pair.weight.T,
+                self.from_state.weight.T,
+                hidden.weight.T,
+                hidden.bias,
+                out.weight[0],
+                torch.cat([out.bias, torch.tensor([self.config.finish_weight])]),
+                self._moving(store.num_groups),
+            )
+            return tuple(np.ascontiguousarray(x.numpy(), dtype=np.float32) for x in parts)
+
     def select_logits(
         self,
         store: GraphStore,
@@ -463,10 +484,14 @@ class PlacementNet(nn.Module):
         With the learned part at zero a group leaves it with probability ``changes / groups``:
         about ``changes`` groups move per placement, whatever the size of the graph.
         """
-        move = (self.config.changes / num_groups).clamp(max=self.config.max_change)
+        move = self._moving(num_groups)
         others = (legal.sum(dim=2) - 1).clamp(min=1)
         bonus = torch.log(others * ((1 - move) / move)[:, None])
         return warm * bonus[:, :, None]
+
+    def _moving(self, num_groups: Tensor) -> Tensor:
+        """Share of the groups that an untrained policy moves away from the warm start."""
+        return (self.config.changes / num_groups).clamp(max=self.config.max_change)
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -16,13 +16,12 @@ from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, make_net, one_thread
 from envs.problems import Evaluator, ProblemSet, canonical
 from envs.refine import RefineRules
-from placement.planners._search import INFEASIBLE, Search, can_move
+from placement.planners._search import INFEASIBLE, START_SHARE, Search, can_move
 from placement.problem import Objective, Placement, Planner, Problem, Solution
 
 Mode = Literal["zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
 UNTRAINED = "untrained"
-_SHARE_OF_BASELINE = 0.25  # of the seconds
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class PolicyPlanner:
             ``refine`` re-places one group at a time, ``steps`` times, each time evaluated.
         k: sampled placements.
         steps: environment steps of ``finetune`` or ``refine``.
-        seconds, evaluations: budget in all; None is no limit. The baseline's evaluations are
-            included, of the seconds it gets a quarter. Without a budget the baseline runs to its
+        seconds, evaluations: budget in all, of which the baseline gets a quarter; None is no
+            limit. Without a budget the baseline runs to its
             end: the answer then is at most the least of all constructive planners and dynamic
             programs.
         seed: of sampling and training.
@@ -93,7 +92,7 @@ class PolicyPlanner:
             return self._guided_search(problem)
         policy, name = self._policy(self.policy, problem)
         search = Search(problem, self.seconds, self.evaluations)
-        start = search.run(self.baseline, _SHARE_OF_BASELINE)
+        start = search.run(self.baseline, START_SHARE, START_SHARE)
         stats: dict[str, Any] = {
             "mode": self.mode,
             "policy": name,
@@ -150,7 +149,7 @@ class PolicyPlanner:
         seeds = None if self.seed_policy is None else self._policy(self.seed_policy, problem)[0]
         load_kernel()
         search = Search(problem, self.seconds, self.evaluations)
-        start = search.run(self.baseline, _SHARE_OF_BASELINE)
+        start = search.run(self.baseline, START_SHARE, START_SHARE)
         stats: dict[str, Any] = {
             "mode": self.mode,
             "policy": name,

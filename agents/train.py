@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 
 import hydra
+import numpy as np
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
@@ -55,11 +57,12 @@ def _train(cfg: DictConfig) -> float:
             text = f"training: greedy {row['greedy_speedup']:.3f}x, best {row['best_speedup']:.3f}x"
             run.report(text, min(1.0, row["steps"] / config.total_steps))
 
-        machines = dict(problems)
+        held_out = _held_out(problems, cfg.held_out, cfg.seed)
+        machines = {n: p for n, p in problems.items() if n not in held_out}
         if cfg.variants:
-            drawn = Perturbation(variants=cfg.variants, seed=cfg.seed)(list(problems.values()))
-            names = [f"{n}/{i}" for n in problems for i in range(cfg.variants)]
-            machines |= dict(zip(names, drawn[len(problems) :], strict=True))
+            names = [f"{n}/{i}" for n in machines for i in range(cfg.variants)]
+            drawn = Perturbation(variants=cfg.variants, seed=cfg.seed)(list(machines.values()))
+            machines |= dict(zip(names, drawn[len(machines) :], strict=True))
         solutions = None
         if cfg.warm_start == "imitation":
             solutions = solve(
@@ -74,6 +77,7 @@ def _train(cfg: DictConfig) -> float:
             baseline=baseline,
             policy=policy,
             solutions=solutions,
+            held_out=[problems[name] for name in held_out],
             resume=cfg.resume,
             out_dir=run.folder,
             callback=progress,
@@ -105,6 +109,18 @@ def _train(cfg: DictConfig) -> float:
         save_report(run)
     show(run, comparison, "policy.safetensors, metrics.csv, compare.csv, compare.md and plans")
     return metric_s(comparison)
+
+
+def _held_out(names: Collection[str], share: float, seed: int) -> list[str]:
+    """The ``share`` of the problems that is only checked, at least one of each kind."""
+    if not 0.0 <= share < 1.0:
+        raise AppError(f"held_out = {share} must be a share of the problems, 0 to below 1")
+    if share == 0.0:
+        return []
+    if len(names) < 2:
+        raise AppError(f"held_out = {share}, but there is one problem: give more, or held_out=0")
+    count = min(max(1, round(share * len(names))), len(names) - 1)
+    return np.random.default_rng(seed).permutation(sorted(names))[:count].tolist()
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -187,12 +187,21 @@ def decode(
 ) -> NDArray[np.int32]:
     """Choices int32 ``[B, G]`` for problems ``ids [B]``: the first of each is greedy.
 
-    Of a formulation in ``BUILDING``; nothing is evaluated.
+    Of a formulation in ``BUILDING``; nothing is evaluated. One that places group after group runs
+    in one kernel, as passing every group through torch would take most of the time.
     """
     first = np.zeros(len(ids), bool)
     first[np.unique(ids, return_index=True)[1]] = True
-    rules = building_rules(net.config, net.formulation, problems, len(ids))
+    rules = building_rules(net.config, net.formulation, problems, len(ids), store.plans)
     rules.start(np.arange(len(ids)), ids)
+    if (
+        isinstance(rules, SequentialRules)
+        and isinstance(net, PlacementNet)
+        and _scores_as_ours(net)
+    ):
+        seed = 0 if generator is None else generator.initial_seed()
+        rules.construct(net.weights(store), store.pair.numpy(), first, np.random.default_rng(seed))
+        return rules.choices
     done = np.zeros(len(ids), bool)
     for taken in actions(net, store, rules, torch.from_numpy(first), generator):
         done = rules.decide(taken)
@@ -201,11 +210,26 @@ def decode(
     return rules.choices
 
 
+def _scores_as_ours(net: PlacementNet) -> bool:
+    """Whether the kernel computes what this network does: one of another class may differ."""
+    kind = type(net)
+    same = kind.evaluate is PlacementNet.evaluate
+    return same and kind.step_logits is PlacementNet.step_logits
+
+
 def building_rules(
-    config: NetworkConfig, formulation: Formulation, problems: ProblemSet, num_envs: int
+    config: NetworkConfig,
+    formulation: Formulation,
+    problems: ProblemSet,
+    num_envs: int,
+    plans: Sequence[Placement | None],
 ) -> BuildingRules:
-    """The rules of a formulation in ``BUILDING``."""
-    options = {"clusters": config.clusters} if formulation == "group_place" else {}
+    """The rules of a formulation in ``BUILDING``; ``plans``: where its policy starts."""
+    options: dict[str, Any] = {}
+    if formulation == "group_place":
+        options["clusters"] = config.clusters
+    elif formulation != "one_shot":
+        options["plans"] = plans
     rules: BuildingRules = BUILDING[formulation](problems, num_envs, **options)
     return rules
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import stable_baselines3
@@ -75,7 +75,7 @@ class TrainConfig:
         epochs, minibatches: passes over a rollout, and equal parts of at least 32 steps that it
             is cut into, if it is large enough.
         gamma, gae_lambda: the reward is terminal: keep gamma at 1.
-        num_checks: greedy evaluations of all problems during training.
+        num_checks: greedy evaluations of all problems, and of those held out, during training.
         patience: stop after so many checks without a better greedy or best placement; 0 = never.
         max_seconds: stop when the next update would end later than this; 0 = no limit.
         max_evaluations: stop after so many evaluated placements; 0 = no limit.
@@ -172,6 +172,7 @@ def train(
     reference_s: Sequence[float] | None = None,
     policy: TrainedPolicy | None = None,
     solutions: Sequence[Placement] | None = None,
+    held_out: Sequence[Problem] = (),
     evaluator: Evaluator | Runtime = score,
     resume: bool = False,
     out_dir: str | Path | None = None,
@@ -179,6 +180,9 @@ def train(
     progress: bool = False,
 ) -> TrainedPolicy:
     """Train on ``problems``; the weights of the best greedy check are returned.
+
+    Where problems are ``held_out`` the best check is the best on those: a policy that only fits
+    what it is trained on is not kept, nor one that is worse there than before the training.
 
     The untrained policy starts at ``warm`` (int32 ``[N]`` per problem), or at what ``baseline``
     answers; without either it starts cold. Reward 0 is ``reference_s``, by default the value of
@@ -188,6 +192,7 @@ def train(
     Args:
         policy: go on from this one (its formulation and network count).
         solutions: int32 ``[N]`` per problem: imitate these first (``agents.expert``).
+        held_out: not trained on; they start where ``baseline`` says.
         resume: go on from the checkpoint in ``out_dir``, if there is one, exactly as if training
             had not been interrupted; problems and configuration must be those it began with.
         evaluator: simulator (default), ``envs.problems.Measured(Executor)``, or a runtime.
@@ -215,6 +220,7 @@ def train(
     starts = [None if w is None else canonical(p, w) for p, w in zip(problems, warm, strict=True)]
     chosen, warm_s = _problem_set(problems, starts, reference_s, evaluator)
     store = GraphStore(problems, starts)
+    kept = _held_out(held_out, config, baseline, evaluator)
     with one_thread():
         _seed(config.seed)
         net = make_net(config.network, formulation) if policy is None else deepcopy(policy.net)
@@ -245,7 +251,7 @@ def train(
         )
         if isinstance(model, CrossEntropyPPO):
             model.elite = config.elite
-        watch = _Watch(config, starts, chosen, store, env, net, out_dir, callback, progress)
+        watch = _Watch(config, starts, chosen, store, kept, env, net, out_dir, callback, progress)
         went_on = resume and watch.load(model)
         if solutions is not None and not went_on:
             imitate(
@@ -273,7 +279,7 @@ def make_rules(
 ) -> Rules:
     """The rules of the environment that a formulation acts in; searches begin at ``starts``."""
     if formulation in BUILDING:
-        return building_rules(config.network, formulation, problems, num_envs)
+        return building_rules(config.network, formulation, problems, num_envs, starts)
     given = [
         load("single_device")(p).placement if s is None else s
         for p, s in zip(problems.problems, starts, strict=True)
@@ -345,6 +351,7 @@ class _Watch(BaseCallback):
         starts: Sequence[Placement | None],
         problems: ProblemSet,
         store: GraphStore,
+        kept: _HeldOut | None,
         env: PlacementVecEnv,
         net: Net,
         out_dir: str | Path | None,
@@ -354,6 +361,7 @@ class _Watch(BaseCallback):
         super().__init__()
         self.config, self.starts = config, starts
         self.problems, self.store, self.env, self.net = problems, store, env, net
+        self.kept = kept
         self.out_dir = None if out_dir is None else Path(out_dir)
         self.report = report
         self.progress = progress
@@ -362,6 +370,7 @@ class _Watch(BaseCallback):
         self.best_greedy = -np.inf
         self.best_weights = deepcopy(net.state_dict())
         self.greedy_s = np.full(len(problems.problems), np.inf)
+        self.held_out = np.nan  # mean reward on the problems held out
         self.checks = 0
         self.idle_checks = 0
         self.best_seen = -np.inf
@@ -435,6 +444,7 @@ class _Watch(BaseCallback):
             "best_weights": self.best_weights,
             "greedy_s": torch.from_numpy(self.greedy_s),
             "figures": [self.best_greedy, self.best_seen, self.checks, self.idle_checks],
+            "held_out": self.held_out,
             "seconds": time.perf_counter() - self.started,
         }
         if self.out_dir is not None:
@@ -476,6 +486,7 @@ class _Watch(BaseCallback):
         self.rows, self.best_weights = json.loads(state["rows"]), state["best_weights"]
         self.greedy_s = state["greedy_s"].numpy()
         self.best_greedy, self.best_seen, self.checks, self.idle_checks = state["figures"]
+        self.held_out = state["held_out"]
         self.started = time.perf_counter() - state["seconds"]
         return True
 
@@ -503,6 +514,7 @@ class _Watch(BaseCallback):
             "reward_mean": float(np.mean(self.rewards)) if self.rewards else np.nan,
             "greedy_speedup": self._speedup(self.greedy_s),
             "best_speedup": self._speedup(self.env.rules.best_s),
+            "held_out_speedup": float(np.exp(self.held_out)),
             "entropy": -float(values.get("train/entropy_loss", np.nan)),
             "approx_kl": float(values.get("train/approx_kl", np.nan)),
             "clip_fraction": float(values.get("train/clip_fraction", np.nan)),
@@ -525,21 +537,15 @@ class _Watch(BaseCallback):
     def _check(self) -> None:
         """Decode greedily, or search a little; keep the weights if they are the best so far."""
         self.checks += 1
-        ids = np.arange(len(self.problems.problems))
-        if self.net.formulation in BUILDING:
-            choices = decode(self.net, self.problems, self.store, ids)
-            self.greedy_s = self.problems.outcomes(ids, choices)[0]
-            self.env.rules.num_evaluations += len(ids)
-        else:
-            rules = make_rules(
-                self.config, self.net.formulation, self.problems, len(ids), self.starts, again=0.0
-            )
-            generator = torch.Generator().manual_seed(self.config.seed)
-            choices, self.greedy_s = walk(self.net, self.store, rules, generator)
-            self.env.rules.num_evaluations += rules.num_evaluations
-        self.env.rules.keep(ids, choices, self.greedy_s)
-        rewards = [self.problems.rewards(i, self.greedy_s[i : i + 1])[0] for i in range(len(ids))]
-        greedy = float(np.mean(rewards))
+        choices, self.greedy_s, used = _answers(
+            self.config, self.net, self.problems, self.store, self.starts
+        )
+        self.env.rules.num_evaluations += used
+        self.env.rules.keep(np.arange(len(choices)), choices, self.greedy_s)
+        greedy = _mean_reward(self.problems, self.greedy_s)
+        if self.kept is not None:
+            held_s = _answers(self.config, self.net, *self.kept)[1]
+            greedy = self.held_out = _mean_reward(self.kept.problems, held_s)
         better = greedy > self.best_greedy
         if better:
             self.best_greedy = greedy
@@ -556,8 +562,7 @@ class _Watch(BaseCallback):
 
     def _speedup(self, seconds: Any) -> float:
         """Geometric mean over the problems of reference over ``seconds``."""
-        rewards = [self.problems.rewards(i, seconds[i : i + 1])[0] for i in range(len(seconds))]
-        return float(np.exp(np.mean(rewards)))
+        return float(np.exp(_mean_reward(self.problems, seconds)))
 
     def _write_metrics(self) -> None:
         if self.out_dir is not None:
@@ -592,15 +597,7 @@ class _Watch(BaseCallback):
         last = self.rows[-1] if self.rows else {}
         card = {
             "config": asdict(self.config),
-            "problems": [
-                {
-                    "graph": p.graph.name,
-                    "fingerprint": p.graph.fingerprint,
-                    "devices": list(p.cluster.device_names),
-                    "objective": p.objective,
-                }
-                for p in self.problems.problems
-            ],
+            "problems": _described(self.problems.problems),
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -610,9 +607,68 @@ class _Watch(BaseCallback):
             "seconds": time.perf_counter() - self.started,
             "evaluations": self.env.rules.num_evaluations,
             "greedy_speedup": float(np.exp(self.best_greedy)),
+            "held_out": [] if self.kept is None else _described(self.kept.problems.problems),
             "best_speedup": float(last.get("best_speedup", np.nan)),
         }
         return TrainedPolicy(net, card, self._best())
+
+
+class _HeldOut(NamedTuple):
+    """Problems that are only checked, their graphs, and where they start."""
+
+    problems: ProblemSet
+    store: GraphStore
+    starts: Sequence[Placement | None]
+
+
+def _held_out(
+    problems: Sequence[Problem],
+    config: TrainConfig,
+    baseline: Planner | None,
+    evaluator: Evaluator | Runtime,
+) -> _HeldOut | None:
+    if not problems:
+        return None
+    if config.groups:
+        problems = [grouped(p, config.groups) for p in problems]
+    cold = config.cold or baseline is None
+    starts = [None if cold else canonical(p, baseline(p).placement) for p in problems]  # type: ignore[misc]
+    chosen, _ = _problem_set(problems, starts, None, evaluator)
+    return _HeldOut(chosen, GraphStore(problems, starts), starts)
+
+
+def _answers(
+    config: TrainConfig,
+    net: Net,
+    problems: ProblemSet,
+    store: GraphStore,
+    starts: Sequence[Placement | None],
+) -> tuple[NDArray[np.int32], NDArray[np.float64], int]:
+    """One answer per problem: choices int32 ``[P, G]``, seconds ``[P]``, evaluations used."""
+    ids = np.arange(len(problems.problems))
+    if net.formulation in BUILDING:
+        choices = decode(net, problems, store, ids)
+        return choices, problems.outcomes(ids, choices)[0], len(ids)
+    rules = make_rules(config, net.formulation, problems, len(ids), starts, again=0.0)
+    generator = torch.Generator().manual_seed(config.seed)
+    choices, seconds = walk(net, store, rules, generator)
+    return choices, seconds, rules.num_evaluations
+
+
+def _mean_reward(problems: ProblemSet, seconds: NDArray[np.float64]) -> float:
+    return float(np.mean([problems.rewards(i, seconds[i : i + 1])[0] for i in range(len(seconds))]))
+
+
+def _described(problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    return [
+        {
+            "graph": p.graph.name,
+            "fingerprint": p.graph.fingerprint,
+            "devices": list(p.cluster.device_names),
+            "objective": p.objective,
+        }
+        for p in problems
+    ]
 
 
 def _problem_set(

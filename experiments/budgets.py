@@ -63,6 +63,27 @@ class Against:
 
 
 @dataclass(frozen=True)
+class Executed:
+    """Captured models, run for real: the learned planner against the best baselines.
+
+    Attributes:
+        workloads: comma-separated names.
+        seconds: of the learned planner.
+        baselines: so many of ``BASELINES`` run: those with the least predicted values.
+        seeds: of the learned planner.
+        rounds: interleaved measurements of every placement.
+        repeats: of the profiles that have to be measured.
+    """
+
+    workloads: str = "dlrm,bert_tiny_hidden128,lstm,resnet50,inception"
+    seconds: float = 4.0
+    baselines: int = 4
+    seeds: int = 2
+    rounds: int = 5
+    repeats: int = 10
+
+
+@dataclass(frozen=True)
 class Guided:
     """Who chooses the moves, and the searches, at equal cost.
 
@@ -96,22 +117,22 @@ class ZeroShot:
         graphs: seeds ``HELD_OUT``.. of each synthetic family.
         known_seconds: of the search for the best known value.
         k: samples of best-of-k, on the machine that a problem comes with.
-        warm: 1: the policy starts at the best of four heuristics, in training and after;
-            0: from nothing, in one forward pass.
+        held_out: share of the graphs of the other families that is not trained on: the weights
+            that are best there are kept.
         repeats: of the profiles that have to be measured.
     """
 
     largest: int = 700
     variants: int = 1
     solve_seconds: float = 1.0
-    imitation_epochs: int = 30
+    imitation_epochs: int = 15
     total_steps: int = 400_000
-    max_seconds: float = 150.0
+    max_seconds: float = 210.0
     seeds: int = 1
     graphs: int = 1
     known_seconds: float = 1.0
     k: int = 32
-    warm: int = 0
+    held_out: float = 0.2
     repeats: int = 10
 
 

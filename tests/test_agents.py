@@ -12,15 +12,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import problems, random_problem
+from problems import problems, random_placement, random_problem
 from test_envs import chain
 
-from agents.encoder import ILLEGAL, NetworkConfig, PolicyError, greedy, sample
+from agents.encoder import (
+    ILLEGAL,
+    NetworkConfig,
+    PlacementNet,
+    PolicyError,
+    greedy,
+    sample,
+)
 from agents.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, features
 from agents.planner import PolicyPlanner
 from agents.policy import PlacementPolicy
 from agents.store import GraphStore
-from agents.trained import TrainedPolicy, make_net
+from agents.trained import TrainedPolicy, actions, make_net
 from agents.training import TrainConfig, train
 from envs import _guided
 from envs.guided import GuidedSearchRules
@@ -172,6 +179,64 @@ def test_the_encoding_is_kept_until_the_network_changes() -> None:
         after = policy(obs)[1]
     assert len(calls) == 3
     assert not torch.allclose(before, after)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 1000), warm=st.booleans())
+def test_the_kernel_decodes_as_the_network_does(seed: int, warm: bool) -> None:
+    """Whole placements in one kernel equal those that torch scores one group at a time."""
+    rng = np.random.default_rng(seed)
+    problems = [random_problem(seed), chain(rng.random((7, 4)))]
+    plans = [random_placement(p, seed) for p in problems]
+    starts = [canonical(p, x) if warm else None for p, x in zip(problems, plans, strict=True)]
+    chosen, store = ProblemSet.build(problems), GraphStore(problems, starts)
+    torch.manual_seed(seed)
+    net = PlacementNet(NetworkConfig(hidden=16, layers=1), "sequential")
+    torch.nn.init.normal_(net.score[-1].weight)  # far from its start
+    ids = np.array([0, 1, 1])
+    rules = SequentialRules(chosen, 3, starts)
+    rules.start(np.arange(3), ids)
+    done = np.zeros(3, bool)
+    for taken in actions(net, store, rules, torch.ones(3, dtype=torch.bool), None):
+        done = rules.decide(taken)
+        if done.all():
+            break
+    fast = SequentialRules(chosen, 3, starts)
+    fast.start(np.arange(3), ids)
+    every, none = np.ones(3, bool), np.random.default_rng(0)
+    fast.construct(net.weights(store), store.pair.numpy(), every, none)
+    assert np.array_equal(fast.choices, rules.choices)
+
+
+class Last(PlacementNet):
+    """Takes the last device that is legal, whatever the group."""
+
+    def step_logits(self, *args: Any) -> torch.Tensor:
+        logits = super().step_logits(*args)
+        return torch.where(logits > ILLEGAL, torch.arange(logits.shape[1]) * 1.0, logits)
+
+
+def test_a_network_that_scores_differently_is_asked() -> None:
+    problem = chain(np.ones((3, 3)) * [1, 2, 3])
+    policy = TrainedPolicy(Last(NetworkConfig(hidden=16, layers=1), "sequential"))
+    assert policy.place(problem).tolist() == [[2, 2, 2]]
+
+
+def test_the_kernel_draws_from_the_softmax() -> None:
+    problem = chain(np.ones((1, 2)) * [1, 2])
+    net = untrained().net
+    store, chosen = GraphStore([problem]), ProblemSet.build([problem])
+    rules = SequentialRules(chosen, 20_000)
+    rules.start(np.arange(20_000), np.zeros(20_000, np.int64))
+    obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
+    every = torch.tensor([0])
+    with torch.no_grad():
+        row, encoded = torch.from_numpy(rules.ids), net.encode(store, every)
+        logits = net.evaluate(store, every, encoded, row, obs)[0]
+    rng = np.random.default_rng(0)
+    rules.construct(net.weights(store), store.pair.numpy(), np.zeros(20_000, bool), rng)
+    expected = torch.softmax(logits, dim=-1)[0, 1].item()
+    assert (rules.choices[:, 0] == 1).mean() == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize("formulation", FORMULATIONS)

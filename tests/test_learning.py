@@ -283,6 +283,29 @@ def test_imitation_reproduces_searched_solutions(formulation: Any, tmp_path: Pat
         assert np.mean(policy.place(problem)[0] == same) > 0.9
 
 
+def test_the_weights_that_are_best_on_what_is_held_out_are_kept() -> None:
+    """Trained where device 1 is fast, checked where it is slow: what fits the first is not kept."""
+    here, there = chain([[3, 1]] * 4), chain([[1, 3]] * 4)
+    rows: list[dict[str, float]] = []
+    config = TrainConfig(total_steps=600, num_envs=4, learning_rate=1e-2, num_checks=6)
+    start = load("single_device")
+    both = [start(here).placement, start(there).placement]
+    plain = train([here], warm=[both[1]], reference_s=[4.0], config=config)
+    assert plain.card["greedy_speedup"] > 0.99  # it learns to leave the start for device 1
+    found = train(
+        [here],
+        warm=[both[1]],
+        reference_s=[4.0],
+        config=config,
+        held_out=[there],
+        baseline=start,
+        callback=rows.append,  # type: ignore[arg-type]
+    )
+    speedups = [row["held_out_speedup"] for row in rows]
+    assert found.card["greedy_speedup"] == pytest.approx(max(speedups)) == pytest.approx(1.0)
+    assert [p["graph"] for p in found.card["held_out"]] == [there.graph.name]
+
+
 def test_solutions_are_kept_and_reused(tmp_path: Path) -> None:
     calls = []
 

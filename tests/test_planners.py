@@ -627,7 +627,7 @@ def test_best_of_says_what_it_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
         load("best_of", planners=("metis",))(problem)
     found = load("best_of", evaluations=1)(problem)
     assert found.stats["evaluations"] == 1
-    assert "heft" in found.stats["skipped"]
+    assert "peft" in found.stats["skipped"]
 
 
 def test_best_of_begins_no_slow_planner_without_a_clock_late(

@@ -1,6 +1,7 @@
 """Studies of the learned planner, each at the budget that ``experiments.budgets`` writes down.
 
     python -m experiments.learned against                    # all constructive methods and DPs
+    python -m experiments.learned executed                   # placements run for real, quiet
     python -m experiments.learned guided [--also NAME=PATH]  # ablations, searches, equal budgets
     python -m experiments.learned zero_shot [--recipe FILE]  # trains: one family left out
     python -m experiments.learned giph                       # 10-15 operators, 2 N evaluations
@@ -38,6 +39,7 @@ from placement.files import write_atomic
 
 STUDIES: dict[str, Any] = {
     "against": budgets.Against,
+    "executed": budgets.Executed,
     "guided": budgets.Guided,
     "zero_shot": budgets.ZeroShot,
     "giph": budgets.Giph,

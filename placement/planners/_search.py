@@ -23,6 +23,7 @@ Floats = NDArray[np.float64]
 Choice = NDArray[np.int32]  # [G] device of each colocation group
 
 DEFAULT_EVALUATIONS = 2000
+START_SHARE = 0.25  # of a budget, for the planner that a search starts from
 INFEASIBLE = 1e30  # costs above this do not fit: INFEASIBLE * (1 + overflow)
 
 
@@ -296,14 +297,14 @@ def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
     """The search and the draws of a planner with a budget, a ``seed`` and a ``start``.
 
     ``start`` is a planner or its name, or ``random``; it is scored, its evaluations count. Of
-    the seconds it gets a quarter.
+    what is limited it gets ``START_SHARE``.
     """
     search = Search(problem, planner.seconds, planner.evaluations, DEFAULT_EVALUATIONS)
     rng = np.random.default_rng(planner.seed)
     if planner.start == "random":
         search.cost(random_choice(rng, search.allowed))
     else:
-        search.run(planner.start, 0.25)
+        search.run(planner.start, START_SHARE, START_SHARE)
     return search, rng
 
 

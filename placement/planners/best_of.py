@@ -14,6 +14,8 @@ from placement.problem import Problem, Solution, lower_bounds
 _PRUDENCE = 3.0
 # It walks on as long as it may: of evaluations that are limited it gets this share.
 _WALKS = {"critical_path_greedy": 0.25}
+# These evaluate one placement per device, or several: of few evaluations the others come first.
+_SEVERAL = ("single_device", "level_pipeline")
 
 
 @dataclass(frozen=True)
@@ -35,21 +37,22 @@ class BestOf:
         seconds, evaluations: budget of all together; None is no limit. A planner with a clock
             gets half of the seconds that are left, the last one all; one without is begun only
             where several times what the slowest such one took is left. Of limited evaluations
-            ``critical_path_greedy`` gets a quarter of those left.
+            ``critical_path_greedy`` gets a quarter of those left, and planners that evaluate one
+            placement run before those that evaluate several.
     """
 
     planners: tuple[str, ...] = (
         "single_device",
-        "round_robin",
         "heft",
         "contiguous_dp",
+        "peft",
+        "critical_path_first",
+        "level_balance",
+        "round_robin",
         "balanced_split",
         "m_topo",
-        "level_balance",
         "pipedream",
         "metis",
-        "critical_path_first",
-        "peft",
         "m_etf",
         "time_slices",
         "m_sct",
@@ -70,7 +73,8 @@ class BestOf:
             PlannerError: no such planner, none that can be run, or a budget that is not positive.
         """
         search = Search(problem, self.seconds, self.evaluations)
-        chosen = [(name, load(name)) for name in self.planners]
+        last = _SEVERAL if self.evaluations is not None else ()
+        chosen = [(name, load(name)) for name in sorted(self.planners, key=last.__contains__)]
         values: dict[str, float] = {}
         skipped: dict[str, str] = {}
         winner, slowest_s = "", 0.0

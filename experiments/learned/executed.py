@@ -1,0 +1,171 @@
+"""What the learned planner and the best baselines answer, run for real on this machine."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experiments import _study
+from experiments._study import number, say
+from experiments.budgets import BASELINES, Executed
+from experiments.learned import problems as made
+from experiments.learned.cells import geometric
+from placement.compare import SINGLE, compare
+from placement.planners import PlannerError, load
+from placement.problem import Problem
+from placement.simulator import score
+
+to_csv = _study.to_csv
+LEARNED = "policy"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer on one problem; seconds of the problem's objective, predicted and measured."""
+
+    problem: str
+    objective: str
+    operators: int
+    devices: int
+    planner: str
+    seed: int | None
+    predicted_s: float
+    measured_s: float
+    rounds: int
+
+
+def problems(options: Namespace) -> made.Problems:
+    """Captured models on the first two cores, period and latency."""
+    budget: Executed = options.budget
+    found = made.captured(
+        [n for n in budget.workloads.split(",") if options.wants(f"captured/{n}")], budget.repeats
+    )
+    return found
+
+
+def best_predicted(problem: Problem, count: int) -> list[str]:
+    """The ``count`` baselines with the least predicted values, those with equal answers once."""
+    values: dict[bytes, tuple[float, str]] = {}
+    for name in BASELINES:
+        try:
+            placement = load(name)(problem).placement
+        except PlannerError:
+            continue
+        answer = placement.astype("int32").tobytes()
+        values.setdefault(answer, (float(score(problem, placement[None])[0]), name))
+    return [name for _, name in sorted(values.values())[:count]]
+
+
+def run(options: Namespace, chosen: made.Problems) -> list[Row]:
+    """The planner with every seed and the best baselines take turns, with the single devices."""
+    from agents.planner import PolicyPlanner
+    from placement.executor import Executor
+
+    budget: Executed = options.budget
+    rows: list[Row] = []
+    for name, problem in chosen.items():
+        say(name)
+        planners = {n: load(n) for n in best_predicted(problem, budget.baselines)}
+        comparison = compare(
+            {name: problem},
+            {LEARNED: PolicyPlanner(seconds=budget.seconds), **planners},
+            range(budget.seeds),
+            out_dir=options.work / name.replace("/", "_").replace(" ", "_"),
+            executor=Executor,
+            rounds=budget.rounds,
+            progress=say,
+        )
+        what = "latency_s" if "latency" in problem.objective else "period_s"
+        for row in comparison.rows:
+            measured = getattr(row, f"measured_{what}")
+            if measured is not None:
+                rows.append(
+                    Row(
+                        problem=name,
+                        objective=problem.objective,
+                        operators=problem.num_ops,
+                        devices=problem.num_devices,
+                        planner=row.planner,
+                        seed=row.seed,
+                        predicted_s=getattr(row, what),
+                        measured_s=measured,
+                        rounds=row.num_rounds,
+                    )
+                )
+    return rows
+
+
+def against(rows: Sequence[Row], single: bool, measured: bool = True) -> dict[str, list[float]]:
+    """The learned planner's seconds over those of the best baseline, or single device.
+
+    One per seed, by problem; the best by the same kind of seconds.
+    """
+    found: dict[str, list[float]] = {}
+    for name in dict.fromkeys(r.problem for r in rows):
+        mine = [r for r in rows if r.problem == name]
+        seconds = {id(r): r.measured_s if measured else r.predicted_s for r in mine}
+        others = [
+            seconds[id(r)]
+            for r in mine
+            if r.planner != LEARNED and (not single or r.planner.startswith(SINGLE))
+        ]
+        found[name] = [seconds[id(r)] / min(others) for r in mine if r.planner == LEARNED]
+    return found
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Both objectives, then problem by problem."""
+    objectives = ("period", "latency", "")
+    table = []
+    for objective in objectives:
+        some = [r for r in rows if not objective or r.objective == objective]
+        if some:
+            measured = against(some, single=False)
+            table.append(
+                [
+                    objective or "all",
+                    str(len(measured)),
+                    geometric(against(some, single=False, measured=False)).percent(),
+                    geometric(measured).percent(),
+                    geometric(against(some, single=True)).percent(),
+                ]
+            )
+    summary = _study.to_table(
+        ["objective", "problems", "predicted, against the best baseline (95 %)",
+         "measured, against the best measured one", "measured, against the best single device"],
+        table,
+    )  # fmt: skip
+    lines = []
+    for name in dict.fromkeys(r.problem for r in rows):
+        mine = [r for r in rows if r.problem == name]
+        best = min((r for r in mine if r.planner != LEARNED), key=lambda r: r.measured_s)
+        ours = [r for r in mine if r.planner == LEARNED]
+        lines.append(
+            [
+                name,
+                str(best.operators),
+                best.planner,
+                number(best.measured_s, 2, 1e3),
+                number(min(r.predicted_s for r in ours), 2, 1e3),
+                " ".join(number(r.measured_s, 2, 1e3) for r in ours),
+                geometric({name: against(mine, single=False)[name]}).percent(),
+            ]
+        )
+    each = _study.to_table(
+        ["problem", "operators", "best measured baseline", "its ms", "policy, predicted ms",
+         "policy, measured ms by seed", "policy against it"],
+        lines,
+    )  # fmt: skip
+    return f"""# The learned planner's placements, executed
+
+Every placement runs on two one-core devices in the pipelined runtime, {rows[0].rounds} interleaved
+rounds; medians. Negative is better. The baselines that run are those with the least predicted
+values of {len(BASELINES)}, and every single device; the best of them is chosen by what was
+measured, which the learned planner may not. One measurement of a placement differs from the next by
+14 % here.
+
+{summary}
+## Problems
+
+{each}"""
