@@ -46,7 +46,6 @@ DEVICE_FEATURES = (
     "log mean seconds to receive it",
     "share of the warm start's work",
     "interchangeable devices before this one, over the devices",
-    "1 if what counts is a pipeline's throughput",
 )
 PAIR_FEATURES = (
     "log seconds here over the fastest device",
@@ -65,7 +64,7 @@ class Features:
 
     Attributes:
         group: float32 ``[G, 20]``.
-        device: float32 ``[D, 8]``.
+        device: float32 ``[D, 7]``.
         pair: float32 ``[G, D, 7]``.
         edges: int64 ``[2, E]`` producer and consumer, distinct; may have cycles.
         edge: float32 ``[E, 2]`` log transfer seconds over the mean group, share of the bytes.
@@ -170,7 +169,6 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
             _log(receive_s, unit),
             load / max(load.sum(), 1e-15),
             np.tril(classes[:, None] == classes, -1).sum(axis=1) / devices,
-            np.full(devices, problem.objective in ("max_load", "period", "energy")),
         ],
         axis=1,
     )

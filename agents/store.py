@@ -25,7 +25,6 @@ class GraphStore:
         legal: bool ``[P, G, D]``; a group that is only padding: device 0.
         real: bool ``[P, G]`` False for padding.
         warm: bool ``[P, G, D]`` True where the warm start puts the group.
-        plans: the warm starts int32 ``[N]``, None where there is none.
         node_at: int64 ``[P + 1]`` where each graph's groups begin among all of them.
     """
 
@@ -33,8 +32,8 @@ class GraphStore:
         self, problems: Sequence[Problem], warm: Sequence[Placement | None] | None = None
     ) -> None:
         """``warm[i]`` int32 ``[N]`` is the placement that the policy starts from, or None."""
-        self.plans = list(warm) if warm is not None else [None] * len(problems)
-        found = [features(p, w) for p, w in zip(problems, self.plans, strict=True)]
+        starts = warm if warm is not None else [None] * len(problems)
+        found = [features(p, w) for p, w in zip(problems, starts, strict=True)]
         count = len(found)
         groups = max(len(f.group) for f in found)
         devices = max(len(f.device) for f in found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -192,7 +192,7 @@ def decode(
     """
     first = np.zeros(len(ids), bool)
     first[np.unique(ids, return_index=True)[1]] = True
-    rules = building_rules(net.config, net.formulation, problems, len(ids), store.plans)
+    rules = building_rules(net.config, net.formulation, problems, len(ids))
     rules.start(np.arange(len(ids)), ids)
     if (
         isinstance(rules, SequentialRules)
@@ -200,7 +200,8 @@ def decode(
         and _scores_as_ours(net)
     ):
         seed = 0 if generator is None else generator.initial_seed()
-        rules.construct(net.weights(store), store.pair.numpy(), first, np.random.default_rng(seed))
+        pair, warm = store.pair.numpy(), store.warm.numpy()
+        rules.construct(net.weights(store), pair, warm, first, np.random.default_rng(seed))
         return rules.choices
     done = np.zeros(len(ids), bool)
     for taken in actions(net, store, rules, torch.from_numpy(first), generator):
@@ -218,18 +219,10 @@ def _scores_as_ours(net: PlacementNet) -> bool:
 
 
 def building_rules(
-    config: NetworkConfig,
-    formulation: Formulation,
-    problems: ProblemSet,
-    num_envs: int,
-    plans: Sequence[Placement | None],
+    config: NetworkConfig, formulation: Formulation, problems: ProblemSet, num_envs: int
 ) -> BuildingRules:
-    """The rules of a formulation in ``BUILDING``; ``plans``: where its policy starts."""
-    options: dict[str, Any] = {}
-    if formulation == "group_place":
-        options["clusters"] = config.clusters
-    elif formulation != "one_shot":
-        options["plans"] = plans
+    """The rules of a formulation in ``BUILDING``."""
+    options = {"clusters": config.clusters} if formulation == "group_place" else {}
     rules: BuildingRules = BUILDING[formulation](problems, num_envs, **options)
     return rules
 

@@ -279,7 +279,7 @@ def make_rules(
 ) -> Rules:
     """The rules of the environment that a formulation acts in; searches begin at ``starts``."""
     if formulation in BUILDING:
-        return building_rules(config.network, formulation, problems, num_envs, starts)
+        return building_rules(config.network, formulation, problems, num_envs)
     given = [
         load("single_device")(p).placement if s is None else s
         for p, s in zip(problems.problems, starts, strict=True)

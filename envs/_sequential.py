@@ -8,16 +8,15 @@ one group at a time through torch, in less than a tenth of the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.problems import ProblemSet, choice_of, group_order
+from envs.problems import ProblemSet, group_order
 from placement.planners._search import device_classes
-from placement.problem import Placement, Problem
+from placement.problem import Problem
 from placement.simulator import host_of
 
 Array = NDArray[Any]
@@ -32,14 +31,6 @@ DEVICE_FEATURES = (
     "memory: parameters with this group, over the device's capacity",
     "empty: 1 if no group is here yet",
     "progress: share of the groups that are placed",
-    "log path: longest path through the group, on to where its users are or will be, above that "
-    "through the best device, in mean group seconds, log1p",
-    "path: the same path over the plan's longest",
-    "planned growth: largest load once all are placed, above that with the best device, in mean "
-    "group seconds, log1p",
-    "planned load: this device's load once all are placed, over the total work per device",
-    "sent: seconds to bring the group's outputs to where their users are or will be, in mean "
-    "group seconds, log1p",
 )
 NUM_DEVICE_FEATURES = len(DEVICE_FEATURES)
 FEATURE_BOUND = 20.0
@@ -63,13 +54,8 @@ class Tables(NamedTuple):
     size_at: Array  # int64 [P + 1] into param_bytes
     param_bytes: Array  # float64
     in_ptr: Array  # int32 [sum (N + 1)]
-    use_at: Array  # int64 [P + 1] into in_tensor and use_dst
+    use_at: Array  # int64 [P + 1] into in_tensor
     in_tensor: Array  # int32
-    out_ptr: Array  # int32 [sum (N + 1)]
-    made_at: Array  # int64 [P + 1] into out_tensor
-    out_tensor: Array  # int32
-    dst_ptr: Array  # int32 [sum (T + 1)] into use_dst
-    use_dst: Array  # int32
     tensor_src: Array  # int32
     tensor_bytes: Array  # float64
     compute_s: Array  # float64 [sum N, D]
@@ -86,12 +72,6 @@ class Tables(NamedTuple):
     unit_s: Array  # float64 [P] mean seconds of a group at its fastest
     path_s: Array  # float64 [P] lower bound of the critical path
     work_s: Array  # float64 [P] all groups at their fastest
-    plan: Array  # int32 [sum G] where a group will be if nothing else is decided, -1 = not known
-    rank_s: Array  # float64 [sum N] from an operator's start to the end, everything as planned
-    send_s: Array  # float64 [sum T] a transfer where one end is not known
-    rest_s: Array  # float64 [P, D] work of the plan on each device; of none: equal shares
-    planned: Array  # bool [P, D] the plan uses the device
-    longest_s: Array  # float64 [P] of the plan: its longest path or its largest load
 
 
 class State(NamedTuple):
@@ -103,14 +83,12 @@ class State(NamedTuple):
     finish_s: Array  # float64 [B, N] (optimistic until placed)
     free_s: Array  # float64 [B, D]
     load_s: Array  # float64 [B, D]
-    rest_s: Array  # float64 [B, D] work that the plan still has there
     param_bytes: Array  # float64 [B, D]
     held: Array  # bool [B, parameters, D]
     num_here: Array  # int32 [B, D]
 
 
-def tables_of(chosen: ProblemSet, plans: Sequence[Placement | None] | None = None) -> Tables:
-    """Tables of ``chosen``; ``plans[i]`` int32 ``[N]`` or None is what its policy starts from."""
+def tables_of(chosen: ProblemSet) -> Tables:
     problems, width = chosen.problems, chosen.max_devices
 
     def starts(sizes: list[int]) -> Array:
@@ -152,8 +130,6 @@ def tables_of(chosen: ProblemSet, plans: Sequence[Placement | None] | None = Non
     fastest = [p.group_compute_s.min(axis=1) for p in problems]
     finish = [_optimistic_finish_s(p) for p in problems]
     hosts = [host_of(p) for p in problems]
-    given = plans or [None] * len(problems)
-    planned = [_planned(p, plan) for p, plan in zip(problems, given, strict=True)]
     return Tables(
         num_groups=chosen.num_groups.astype(np.int64),
         num_devices=chosen.num_devices.astype(np.int64),
@@ -172,11 +148,6 @@ def tables_of(chosen: ProblemSet, plans: Sequence[Placement | None] | None = Non
         in_ptr=flat([p.graph.in_ptr for p in problems], np.int32),
         use_at=starts([len(p.graph.in_tensor) for p in problems]),
         in_tensor=flat([p.graph.in_tensor for p in problems], np.int32),
-        out_ptr=flat([p.graph.out_ptr for p in problems], np.int32),
-        made_at=starts([len(p.graph.out_tensor) for p in problems]),
-        out_tensor=flat([p.graph.out_tensor for p in problems], np.int32),
-        dst_ptr=flat([p.graph.use_ptr for p in problems], np.int32),
-        use_dst=flat([p.graph.use_dst for p in problems], np.int32),
         tensor_src=flat([p.graph.tensor_src for p in problems], np.int32),
         tensor_bytes=flat([p.graph.tensor_bytes for p in problems], np.float64),
         compute_s=devices([p.compute_s for p in problems], np.inf),
@@ -193,44 +164,7 @@ def tables_of(chosen: ProblemSet, plans: Sequence[Placement | None] | None = Non
         unit_s=np.array([max(f.mean(), 1e-15) for f in fastest]),
         path_s=np.array([max(f.max(), 1e-15) for f in finish]),
         work_s=np.array([max(f.sum(), 1e-15) for f in fastest]),
-        plan=flat([choice for choice, _, _ in planned], np.int32),
-        rank_s=flat([rank for _, rank, _ in planned], np.float64),
-        send_s=flat([p.mean_transfer_s for p in problems], np.float64),
-        rest_s=devices([rest for _, _, rest in planned], 0.0),
-        planned=devices(
-            [
-                np.isin(np.arange(p.num_devices), c)
-                for p, (c, _, _) in zip(problems, planned, strict=True)
-            ],
-            0.0,
-        ).astype(bool),
-        longest_s=np.array([max(r.max(), w.max(), 1e-15) for _, r, w in planned]),
     )
-
-
-def _planned(problem: Problem, plan: Placement | None) -> tuple[Array, Array, Array]:
-    """A plan: device of each group ``[G]``, path to the end ``[N]``, work per device ``[D]``.
-
-    Without a plan: -1, HEFT's upward rank, and equal shares of the work.
-    """
-    g, devices = problem.graph, problem.num_devices
-    seconds = problem.group_compute_s
-    if plan is None:
-        share = seconds.min(axis=1).sum() / devices
-        return np.full(g.num_groups, -1), problem.upward_rank_s, np.full(devices, share)
-    choice = choice_of(problem, plan)
-    here = seconds[np.arange(g.num_groups), choice]
-    rest = np.bincount(choice, np.where(np.isfinite(here), here, 0.0), devices)
-    rank = problem.compute_s[np.arange(g.num_ops), plan]
-    rank = np.where(np.isfinite(rank), rank, 0.0)  # a plan that cannot run says nothing
-    for n in range(g.num_ops - 1, -1, -1):
-        tail = 0.0
-        for t in g.out_tensor[g.out_ptr[n] : g.out_ptr[n + 1]]:
-            for user in g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]:
-                moved = problem.transfer_s(int(t), int(plan[n]), int(plan[user]))
-                tail = max(tail, moved + rank[user])
-        rank[n] += tail
-    return choice, rank, rest
 
 
 def _optimistic_finish_s(problem: Problem) -> Array:
@@ -302,40 +236,6 @@ def _finish_on(t, s, b, group, device, scratch):
 
 
 @nb.njit(cache=True, nogil=True)
-def _path_from(t, s, b, group, device, scratch):
-    """After ``_finish_on``: (longest path through ``group``, seconds that its outputs travel).
-
-    Users that are not placed yet are where the plan has them; without a plan a transfer takes
-    its mean time, and what follows it the upward rank.
-    """
-    p = s.ids[b]
-    op0, tensor0, use0, group0 = t.op_at[p], t.tensor_at[p], t.use_at[p], t.group_at[p]
-    longest = sent_s = 0.0
-    for i in range(t.group_ptr[group0 + p + group], t.group_ptr[group0 + p + group + 1]):
-        op = t.group_op[op0 + i]
-        longest = max(longest, scratch[op])
-        for k in range(t.out_ptr[op0 + p + op], t.out_ptr[op0 + p + op + 1]):
-            tensor = t.out_tensor[t.made_at[p] + k]
-            farthest = 0.0
-            for j in range(t.dst_ptr[tensor0 + p + tensor], t.dst_ptr[tensor0 + p + tensor + 1]):
-                user = t.use_dst[use0 + j]
-                other = t.group_of[op0 + user]
-                if other == group:
-                    continue
-                where = s.choice[b, other]
-                if where < 0:
-                    where = t.plan[group0 + other]
-                if where < 0:
-                    cost = t.send_s[tensor0 + tensor]
-                else:
-                    cost = _transfer_s(t, p, tensor, device, where)
-                farthest = max(farthest, cost)
-                longest = max(longest, scratch[op] + cost + t.rank_s[op0 + user])
-            sent_s += farthest
-    return longest, sent_s
-
-
-@nb.njit(cache=True, nogil=True)
 def _new_param_bytes(t, s, b, group, device):
     """Bytes of the group's parameters that ``device`` does not hold yet."""
     p = s.ids[b]
@@ -358,7 +258,6 @@ def begin(t, s, rows, ids):
         s.choice[b] = -1
         s.free_s[b] = 0.0
         s.load_s[b] = 0.0
-        s.rest_s[b] = t.rest_s[p]
         s.param_bytes[b] = 0.0
         s.held[b] = False
         s.num_here[b] = 0
@@ -367,39 +266,17 @@ def begin(t, s, rows, ids):
 
 
 @nb.njit(cache=True, nogil=True)
-def _plan_to_here(t, s, b, g, sign):
-    """Take group ``g`` out of what the plan still has to do (``sign`` -1), or put it back."""
-    p = s.ids[b]
-    at, devices = t.group_at[p] + g, t.num_devices[p]
-    d = t.plan[at]
-    if d < 0:
-        s.rest_s[b, :devices] += sign * t.group_s[at, :devices].min() / devices
-    elif np.isfinite(t.group_s[at, d]):
-        s.rest_s[b, d] += sign * t.group_s[at, d]
-
-
-@nb.njit(cache=True, nogil=True)
-def describe(t, s, b, g, mask, features, bound, room, scratch):
+def describe(t, s, b, g, mask, features, bound, end, scratch):
     """Fill mask ``[D]`` and features ``[D, F]`` of placing group ``g`` now (zeroed before).
 
-    ``room`` float64 ``[3, D]`` and ``scratch`` float64 ``[N]`` are to work in.
+    ``end`` float64 ``[D]`` and ``scratch`` float64 ``[N]`` are room to work in.
     """
     p = s.ids[b]
     devices = t.num_devices[p]
     unit = t.unit_s[p]
     largest = s.load_s[b, :devices].max()
-    end, path, peak = room[0], room[1], room[2]
-    best = shortest = lowest = np.inf
+    best = np.inf
     fits = 0
-    _plan_to_here(t, s, b, g, -1.0)
-    highest = second = 0.0  # planned load of the fullest device without the group, of the next
-    fullest = -1
-    for d in range(devices):
-        load = s.load_s[b, d] + s.rest_s[b, d]
-        if load > highest:
-            highest, second, fullest = load, highest, d
-        else:
-            second = max(second, load)
     for d in range(devices):
         seconds = t.group_s[t.group_at[p] + g, d]
         end[d] = np.inf
@@ -407,20 +284,17 @@ def describe(t, s, b, g, mask, features, bound, room, scratch):
             continue
         held = s.param_bytes[b, d] + _new_param_bytes(t, s, b, g, d)
         first = True
-        if s.num_here[b, d] == 0 and not t.planned[p, d]:
+        if s.num_here[b, d] == 0:
             for e in range(d):
                 same = t.device_class[p, e] == t.device_class[p, d]
-                if same and s.num_here[b, e] == 0 and not t.planned[p, e]:
+                if same and s.num_here[b, e] == 0:
                     first = False
         if first:
             mask[d] = 2 if held <= t.capacity[p, d] else 1
             fits += mask[d] == 2
         end[d], moved_s, local, total = _finish_on(t, s, b, g, d, scratch)
-        path[d], sent_s = _path_from(t, s, b, g, d, scratch)
-        best, shortest = min(best, end[d]), min(shortest, path[d])
+        best = min(best, end[d])
         load = s.load_s[b, d] + seconds
-        peak[d] = max(load + s.rest_s[b, d], second if d == fullest else highest)
-        lowest = min(lowest, peak[d])
         f = features[d]
         f[1] = end[d] / t.path_s[p]
         f[2] = load * devices / t.work_s[p]
@@ -430,17 +304,11 @@ def describe(t, s, b, g, mask, features, bound, room, scratch):
         f[6] = held / t.capacity[p, d]
         f[7] = 1.0 if s.num_here[b, d] == 0 else 0.0
         f[8] = s.step[b] / t.num_groups[p]
-        f[10] = path[d] / t.longest_s[p]
-        f[12] = (load + s.rest_s[b, d]) * devices / t.work_s[p]
-        f[13] = np.log1p(sent_s / unit)
-    _plan_to_here(t, s, b, g, 1.0)
     for d in range(devices):
         # Where a parameter fits nowhere, every device that can run the group is legal.
         mask[d] = 1 if mask[d] == 2 or (fits == 0 and mask[d] == 1) else 0
         if np.isfinite(end[d]):
             features[d, 0] = np.log1p((end[d] - best) / unit)
-            features[d, 9] = np.log1p((path[d] - shortest) / unit)
-            features[d, 11] = np.log1p((peak[d] - lowest) / unit)
         for i in range(features.shape[1]):
             features[d, i] = min(features[d, i], bound)
 
@@ -458,7 +326,6 @@ def place(t, s, b, g, d, scratch):
     for i in range(t.param_ptr[at], t.param_ptr[at + 1]):
         s.held[b, t.group_param[t.param_at[p] + i], d] = True
     s.load_s[b, d] += t.group_s[t.group_at[p] + g, d]
-    _plan_to_here(t, s, b, g, -1.0)
     s.num_here[b, d] += 1
     s.choice[b, g] = d
     s.step[b] += 1
@@ -468,7 +335,7 @@ def place(t, s, b, g, d, scratch):
 def observe(t, s, group, mask, features, bound):
     """Fill group ``[B, 1]``, mask ``[B, D]`` and features ``[B, D, F]`` (zeroed by the caller)."""
     scratch = np.empty(s.finish_s.shape[1])
-    room = np.empty((3, mask.shape[1]))
+    end = np.empty(mask.shape[1])
     for b in range(len(s.ids)):
         p = s.ids[b]
         if s.step[b] >= t.num_groups[p]:  # over, and not started again: anything legal will do
@@ -476,7 +343,7 @@ def observe(t, s, group, mask, features, bound):
             continue
         g = t.order[t.group_at[p] + s.step[b]]
         group[b, 0] = g
-        describe(t, s, b, g, mask[b], features[b], bound, room, scratch)
+        describe(t, s, b, g, mask[b], features[b], bound, end, scratch)
 
 
 @nb.njit(cache=True, nogil=True)
@@ -503,7 +370,6 @@ def state_of(problems: ProblemSet, num_envs: int) -> State:
         finish_s=np.zeros((num_envs, ops)),
         free_s=np.zeros((num_envs, width)),
         load_s=np.zeros((num_envs, width)),
-        rest_s=np.zeros((num_envs, width)),
         param_bytes=np.zeros((num_envs, width)),
         held=np.zeros((num_envs, params, width), bool),
         num_here=np.zeros((num_envs, width), np.int32),
@@ -511,17 +377,18 @@ def state_of(problems: ProblemSet, num_envs: int) -> State:
 
 
 @nb.njit(cache=True, nogil=True)
-def construct(t, s, net, pair, greedy, rng, bound):
+def construct(t, s, net, pair, warm, greedy, rng, bound):
     """Place every group of episodes that have begun, as ``PlacementNet.step_logits`` scores them.
 
     ``net``: (groups [P, G, H], devices [P, D, H], by_pair [Fp, H], by_state [F, H], hidden [H, H],
-    hidden_bias [H], out [H], out_bias and weight of the log finish where there is no plan [2],
-    share of the groups that leave the plan [P]), float32; ``pair`` float32 ``[P, G, D, Fp]``.
-    Where ``greedy`` bool ``[B]`` is False the device is drawn from the softmax.
+    hidden_bias [H], out [H], out_bias and weight of the log finish without a warm start [2],
+    share of the groups that leave the warm start [P]), float32; ``pair`` float32
+    ``[P, G, D, Fp]``; ``warm`` bool ``[P, G, D]`` where the warm start has a group, if there is
+    one. Where ``greedy`` bool ``[B]`` is False the device is drawn from the softmax.
     """
     groups, devices, by_pair, by_state, hidden, hidden_bias, out, constants, moving = net
     size, width = len(hidden_bias), s.free_s.shape[1]
-    scratch, room = np.empty(s.finish_s.shape[1]), np.empty((3, width))
+    scratch, end = np.empty(s.finish_s.shape[1]), np.empty(width)
     mask = np.zeros(width, np.int8)
     features = np.zeros((width, by_state.shape[0]), np.float32)
     first, second = np.empty(size, np.float32), np.empty(size, np.float32)
@@ -531,9 +398,9 @@ def construct(t, s, net, pair, greedy, rng, bound):
             g = t.order[t.group_at[p] + s.step[b]]
             mask[:] = 0
             features[:] = 0.0
-            describe(t, s, b, g, mask, features, bound, room, scratch)
-            plan = t.plan[t.group_at[p] + g]
+            describe(t, s, b, g, mask, features, bound, end, scratch)
             others = max(mask.sum() - 1, 1)
+            cold = not warm[p, g].any()
             chosen, highest = 0, -np.inf
             for d in range(t.num_devices[p]):
                 if mask[d] == 0:
@@ -559,9 +426,9 @@ def construct(t, s, net, pair, greedy, rng, bound):
                 score = float(constants[0])
                 for j in range(size):
                     score += max(second[j], np.float32(0.0)) * out[j]
-                if plan == d:
+                if warm[p, g, d]:
                     score += np.log(others * (1.0 - moving[p]) / moving[p])
-                elif plan < 0:
+                elif cold:
                     score -= constants[1] * features[d, 0]
                 if not greedy[b]:
                     score -= np.log(-np.log(min(max(rng.random(), 1e-10), 1.0 - 1e-7)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numba as nb
@@ -21,7 +20,6 @@ from envs._sequential import (
 )
 from envs.base import BuildingRules, Observation, PlacementEnv, id_space
 from envs.problems import MAX_ID, ProblemSet
-from placement.problem import Placement
 
 Array = NDArray[Any]
 
@@ -52,13 +50,13 @@ def _ready(t, s, b, num_before, group):  # type: ignore[no-untyped-def]
 def _observe(t, s, num_before, group, mask, features, bound):  # type: ignore[no-untyped-def]
     """Fill group ``[B, K]``, mask ``[B, K, D]``, features ``[B, K, D, F]`` (zeroed before)."""
     scratch = np.empty(s.finish_s.shape[1])
-    room = np.empty((3, mask.shape[2]))
+    end = np.empty(mask.shape[2])
     for b in range(len(s.ids)):
         count = _ready(t, s, b, num_before, group[b])
         if count == 0:  # over, and not started again: anything legal will do
             mask[b, 0, 0] = 1
         for k in range(count):
-            describe(t, s, b, group[b, k], mask[b, k], features[b, k], bound, room, scratch)
+            describe(t, s, b, group[b, k], mask[b, k], features[b, k], bound, end, scratch)
 
 
 @nb.njit(cache=True, nogil=True)
@@ -82,16 +80,10 @@ def _act(t, s, num_before, after_ptr, after, actions, group, mask, done):  # typ
 class SelectPlaceRules(BuildingRules):
     """``B`` episodes; at each step one of the first ``K = window`` ready groups is placed."""
 
-    def __init__(
-        self,
-        problems: ProblemSet,
-        num_envs: int,
-        plans: Sequence[Placement | None] | None = None,
-        window: int = 16,
-    ) -> None:
+    def __init__(self, problems: ProblemSet, num_envs: int, window: int = 16) -> None:
         super().__init__(problems, num_envs)
         width = problems.max_devices
-        self._tables, self._state = tables_of(problems, plans), state_of(problems, num_envs)
+        self._tables, self._state = tables_of(problems), state_of(problems, num_envs)
         pairs = [_group_edges(p.graph.group, p.graph.edges) for p in problems.problems]
         ptr = [
             np.searchsorted(rows[:, 0], np.arange(p.graph.num_groups + 1))
@@ -178,7 +170,7 @@ class SelectPlaceDevicePlacementEnv(PlacementEnv):
 
     * ``problem`` int64 ``[1]``: which of ``problems`` this is.
     * ``group`` int64 ``[K]``: the ready groups (0 where there are fewer).
-    * ``devices`` float32 ``[K, D, 14]`` in 0..20: what choosing this group and device would mean
+    * ``devices`` float32 ``[K, D, 9]`` in 0..20: what choosing this group and device would mean
       now (``envs._sequential.DEVICE_FEATURES``); 0 where it cannot be chosen.
     * ``mask`` int8 ``[K, D]``: 1 = legal; as in ``SequentialDevicePlacement-v0``.
 
@@ -193,8 +185,7 @@ class SelectPlaceDevicePlacementEnv(PlacementEnv):
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, inf if it cannot run) and
     ``placement`` (int32 ``[N]``, -1 = not decided).
 
-    Arguments are those of ``PlacementEnv``, ``plans`` as in ``SequentialDevicePlacement-v0``, and
-    ``window``: ``K``, 16.
+    Arguments are those of ``PlacementEnv``, and ``window``: ``K``, 16.
     """
 
     rules_of = SelectPlaceRules

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,21 +20,15 @@ from envs._sequential import (
 )
 from envs.base import BuildingRules, Observation, PlacementEnv, id_space
 from envs.problems import MAX_ID, ProblemSet
-from placement.problem import Placement
 
 
 class SequentialRules(BuildingRules):
     """``B`` episodes, one group per step; every step is one numba call for all of them."""
 
-    def __init__(
-        self,
-        problems: ProblemSet,
-        num_envs: int,
-        plans: Sequence[Placement | None] | None = None,
-    ) -> None:
+    def __init__(self, problems: ProblemSet, num_envs: int) -> None:
         super().__init__(problems, num_envs)
         width = problems.max_devices
-        self._tables, self._state = tables_of(problems, plans), state_of(problems, num_envs)
+        self._tables, self._state = tables_of(problems), state_of(problems, num_envs)
         self.ids, self.choices = self._state.ids, self._state.choice
         self._mask = np.zeros((num_envs, width), np.int8)
         shape = (width, NUM_DEVICE_FEATURES)
@@ -75,11 +68,12 @@ class SequentialRules(BuildingRules):
         self,
         net: tuple[NDArray[np.float32], ...],
         pair: NDArray[np.float32],
+        warm: NDArray[np.bool_],
         greedy: NDArray[np.bool_],
         rng: np.random.Generator,
     ) -> None:
         """Finish all episodes in one call (see ``envs._sequential.construct``)."""
-        construct(self._tables, self._state, net, pair, greedy, rng, FEATURE_BOUND)
+        construct(self._tables, self._state, net, pair, warm, greedy, rng, FEATURE_BOUND)
 
     def masks(self) -> NDArray[np.bool_]:
         return self._mask.astype(bool)
@@ -99,11 +93,11 @@ class SequentialDevicePlacementEnv(PlacementEnv):
 
     * ``problem`` int64 ``[1]``: which of ``problems`` this is (a policy keeps the graphs).
     * ``group`` int64 ``[1]``: the colocation group to place now.
-    * ``devices`` float32 ``[D, 14]`` in 0..20: what choosing each device would mean now
+    * ``devices`` float32 ``[D, 9]`` in 0..20: what choosing each device would mean now
       (``DEVICE_FEATURES``), kept up to date incrementally; 0 where it cannot be chosen.
     * ``mask`` int8 ``[D]``: 1 = legal. A device is illegal if it does not support the group, if
       the group's parameters do not fit any more (unless they fit nowhere), or if an
-      interchangeable device with a smaller number is empty too (and the plan uses neither).
+      interchangeable device with a smaller number is empty too.
 
     **Action** ``Discrete(D)``: the device. ``action_masks()`` is ``mask`` as bool ``[D]``.
 
@@ -116,8 +110,7 @@ class SequentialDevicePlacementEnv(PlacementEnv):
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, inf if it cannot run) and
     ``placement`` (int32 ``[N]``, -1 = not decided).
 
-    Arguments are those of ``PlacementEnv``, and ``plans``: a placement int32 ``[N]`` or None per
-    problem, where groups are expected to be until they are placed.
+    Arguments are those of ``PlacementEnv``.
     """
 
     rules_of = SequentialRules

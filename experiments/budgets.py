@@ -117,22 +117,22 @@ class ZeroShot:
         graphs: seeds ``HELD_OUT``.. of each synthetic family.
         known_seconds: of the search for the best known value.
         k: samples of best-of-k, on the machine that a problem comes with.
-        held_out: share of the graphs of the other families that is not trained on: the weights
-            that are best there are kept.
+        warm: 1: the policy starts at the best of four heuristics, in training and after;
+            0: from nothing, in one forward pass.
         repeats: of the profiles that have to be measured.
     """
 
     largest: int = 700
     variants: int = 1
     solve_seconds: float = 1.0
-    imitation_epochs: int = 15
+    imitation_epochs: int = 30
     total_steps: int = 400_000
-    max_seconds: float = 210.0
+    max_seconds: float = 150.0
     seeds: int = 1
     graphs: int = 1
     known_seconds: float = 1.0
     k: int = 32
-    held_out: float = 0.2
+    warm: int = 0
     repeats: int = 10
 
 

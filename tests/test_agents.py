@@ -194,17 +194,17 @@ def test_the_kernel_decodes_as_the_network_does(seed: int, warm: bool) -> None:
     net = PlacementNet(NetworkConfig(hidden=16, layers=1), "sequential")
     torch.nn.init.normal_(net.score[-1].weight)  # far from its start
     ids = np.array([0, 1, 1])
-    rules = SequentialRules(chosen, 3, starts)
+    rules = SequentialRules(chosen, 3)
     rules.start(np.arange(3), ids)
     done = np.zeros(3, bool)
     for taken in actions(net, store, rules, torch.ones(3, dtype=torch.bool), None):
         done = rules.decide(taken)
         if done.all():
             break
-    fast = SequentialRules(chosen, 3, starts)
+    fast = SequentialRules(chosen, 3)
     fast.start(np.arange(3), ids)
     every, none = np.ones(3, bool), np.random.default_rng(0)
-    fast.construct(net.weights(store), store.pair.numpy(), every, none)
+    fast.construct(net.weights(store), store.pair.numpy(), store.warm.numpy(), every, none)
     assert np.array_equal(fast.choices, rules.choices)
 
 
@@ -234,7 +234,8 @@ def test_the_kernel_draws_from_the_softmax() -> None:
         row, encoded = torch.from_numpy(rules.ids), net.encode(store, every)
         logits = net.evaluate(store, every, encoded, row, obs)[0]
     rng = np.random.default_rng(0)
-    rules.construct(net.weights(store), store.pair.numpy(), np.zeros(20_000, bool), rng)
+    drawn = np.zeros(20_000, bool)
+    rules.construct(net.weights(store), store.pair.numpy(), store.warm.numpy(), drawn, rng)
     expected = torch.softmax(logits, dim=-1)[0, 1].item()
     assert (rules.choices[:, 0] == 1).mean() == pytest.approx(expected, abs=0.01)
 

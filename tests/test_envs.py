@@ -292,53 +292,11 @@ def test_sequential_features_by_hand() -> None:
         "memory": [200 / 1e9, 100 / 1e9],
         "empty": [0.0, 1.0],
         "progress": [0.5, 0.5],
-        # Nothing follows op1; its mean rank is 3, op0's 1.5 + 0.5 + 3 = 5: the longest.
-        "log path": [0.0, np.log1p((6.5 - 4.0) / unit)],
-        "path": [4.0 / 5.0, 6.5 / 5.0],
-        # Without a plan op1's share (1 s each) goes when it is placed: loads 4 and 0, or 2 and 4.
-        "planned growth": [0.0, 0.0],
-        "planned load": [4.0 * 2 / work, 4.0 * 2 / work],
-        "sent": [0.0, 0.0],
     }
     names = [text.split(":")[0] for text in DEVICE_FEATURES]
     assert names == list(expected)
     rows = np.array([expected[name] for name in names])
     assert pytest.approx(rows, rel=1e-5) == obs["devices"].T
-
-
-def test_features_of_a_plan_by_hand() -> None:
-    """What is not placed yet counts where the plan has it."""
-    # Planned: op0 on device 0, op1 and op2 on device 1.  0: 2 s . 0.5 . 4 s . 3 s = 9.5 s
-    problem = chain([[2, 1], [2, 4], [5, 3]])
-    env = SequentialDevicePlacementEnv([problem], plans=[np.array([0, 1, 1], np.int32)])
-    obs = env.reset(seed=0)[0]
-    row = {text.split(":")[0]: v for text, v in zip(DEVICE_FEATURES, obs["devices"].T, strict=True)}
-    unit, longest, work = 2.0, 9.5, 6.0  # fastest: 1, 2 and 3 seconds
-    # op0 on device 0 ends at 2, and op1 gets its result at 2.5; on device 1 all goes on at 1.
-    assert row["path"] == pytest.approx([9.5 / longest, 8.0 / longest])
-    assert row["log path"] == pytest.approx([np.log1p(1.5 / unit), 0.0])
-    assert row["sent"] == pytest.approx([np.log1p(0.5 / unit), 0.0])
-    # Loads in the end: 2 and 7, or 0 and 8.
-    assert row["planned load"] == pytest.approx([2.0 * 2 / work, 8.0 * 2 / work])
-    assert row["planned growth"] == pytest.approx([0.0, np.log1p(1.0 / unit)])
-    # op0 to device 1; then op1 to device 0, whose user op2 stays on device 1.
-    env.step(1)
-    obs = env.step(0)[0]
-    row = {text.split(":")[0]: v for text, v in zip(DEVICE_FEATURES, obs["devices"].T, strict=True)}
-    # op1 ends at 1 + 0.5 + 2 = 3.5. op2 ends at 8.5 beside it, at 3.5 + 0.5 + 3 on device 1.
-    assert row["path"] == pytest.approx([8.5 / longest, 7.0 / longest])
-    assert row["planned load"] == pytest.approx([7.0 * 2 / work, 4.0 * 2 / work])
-
-
-def test_a_plan_may_use_equal_devices_in_any_order() -> None:
-    """An empty device is not barred by an equal one before it that the plan fills later."""
-    problem = chain([[1, 1, 1, 1]] * 3)
-    env = SequentialDevicePlacementEnv([problem], plans=[np.array([0, 1, 1], np.int32)])
-    env.reset(seed=0)
-    assert env.action_masks().tolist() == [True, True, True, False]
-    env.step(2)
-    # Devices 0 and 1 are empty, and the plan has work for op1 and op2 on device 1 alone.
-    assert env.action_masks().tolist() == [True, True, True, True]
 
 
 @settings(max_examples=40)
