@@ -163,6 +163,6 @@ class Cost:
         seeds: of the latter.
     """
 
-    steps: int = 20_000
-    limit_s: float = 60.0
+    steps: int = 6_000
+    limit_s: float = 30.0
     seeds: int = 5
