@@ -8,6 +8,7 @@ import io
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import time
@@ -317,7 +318,8 @@ def number(value: float | None, digits: int = 3, scale: float = 1.0, unit: str =
 def command_line(module: str, argv: Sequence[str] | None) -> str:
     """The command that makes the results again; of folders elsewhere the last name alone."""
     words = sys.argv[1:] if argv is None else argv
-    return " ".join(["python -m", module, *(Path(w).name if w[:1] == "/" else w for w in words)])
+    given = shlex.join(Path(w).name if w[:1] == "/" else w for w in words)
+    return f"python -m {module} {given}".rstrip()
 
 
 def common_options(parser: argparse.ArgumentParser, name: str) -> None:
