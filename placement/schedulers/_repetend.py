@@ -300,6 +300,8 @@ def solve(
     solver.parameters.randomize_search = seed != 0
     # Starts and lags are tied by differences only: their LP relaxation says nothing.
     solver.parameters.linearization_level = 0
+    # What presolving would find is in the model; it takes longer than most of these searches.
+    solver.parameters.cp_model_presolve = False
     status = cpsat.solve(solver, model)
     if status == cp_model.INFEASIBLE:
         return None, False

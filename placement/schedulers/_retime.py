@@ -45,15 +45,19 @@ def earliest(work: Work, key: Keys, eager: bool = False) -> Ints | None:
 
     With ``eager`` the key only decides between blocks that could start first.
     """
-    made = _arranged(work, _orders.tables(work), key, eager)
+    made = _arranged(work, _orders.table(work), key, eager)
     return None if made is None else made.start
 
 
-def _arranged(work: Work, tables: tuple, key: Keys, eager: bool = False) -> _Order | None:
+def _arranged(work: Work, table: Ints, key: Keys, eager: bool = False) -> _Order | None:
     num, n = key.shape
     word, start = np.empty(num * n, np.int64), np.empty((num, n), np.int64)
     before = np.empty((num, sum(len(b.devices) for b in work.blocks)), np.int64)
-    length = _orders.arrange(tables, key.astype(np.float64), eager, word, start, before)
+    if eager:
+        length = _orders.greedy(table, key.astype(np.float64), word, start, before)
+    else:
+        order = _orders.sorted_items(key)
+        length = _orders.follow(table, order, 0, start, _orders.ANY_LENGTH, word, start, before)
     return None if length < 0 else _Order(word, start, before, int(length))
 
 
@@ -68,26 +72,26 @@ def shortest(
         BlocksError: the patterns do not fit into the memory.
     """
     end = time.perf_counter() + seconds
-    tables = _orders.tables(work)
+    table = _orders.table(work)
     few = min(_FEW, num_micro_batches // 2 if num_micro_batches >= _FEW else num_micro_batches)
-    best = _candidates(work, tables, patterns, num_micro_batches)
+    best = _candidates(work, table, patterns, num_micro_batches)
     if num_micro_batches > few:
-        small = _candidates(work, tables, patterns, few)
-        small = _annealed(work, tables, small, end - 0.5 * seconds)
+        small = _candidates(work, table, patterns, few)
+        small = _annealed(work, table, small, end - 0.5 * seconds)
         stretched = [
             made
             for order in small[:3]
             for p in patterns
             for key in _stretched(order.start, num_micro_batches, p)
-            if (made := _arranged(work, tables, key)) is not None
+            if (made := _arranged(work, table, key)) is not None
         ]
         best = sorted([*stretched, *best], key=lambda o: o.length)
-    return _annealed(work, tables, best, end)[0].start
+    return _annealed(work, table, best, end)[0].start
 
 
-def _candidates(work: Work, tables: tuple, patterns: Sequence[Pattern], num: int) -> list[_Order]:
+def _candidates(work: Work, table: Ints, patterns: Sequence[Pattern], num: int) -> list[_Order]:
     """Orders of the patterns and of greedy rules, the shortest first."""
-    made = [_arranged(work, tables, p.unrolled(num)) for p in patterns]
+    made = [_arranged(work, table, p.unrolled(num)) for p in patterns]
     batch, n = np.arange(num)[:, None], work.num_blocks
     far = int(work.tail.max()) + 1
     for key in (
@@ -97,7 +101,7 @@ def _candidates(work: Work, tables: tuple, patterns: Sequence[Pattern], num: int
         work.head + batch * (far / num),
         batch * float(patterns[0].per_micro_batch) - work.tail,
     ):
-        made.append(_arranged(work, tables, key, eager=True))
+        made.append(_arranged(work, table, key, eager=True))
     found = sorted((m for m in made if m is not None), key=lambda m: m.length)
     if not found:
         raise BlocksError("no pattern fits into the memory")
@@ -118,7 +122,7 @@ def _stretched(start: Ints, num: int, pattern: Pattern) -> Iterator[Ints]:
         yield np.concatenate([start[:cut], middle, start[cut:] + shift])
 
 
-def _annealed(work: Work, tables: tuple, orders: list[_Order], end: float) -> list[_Order]:
+def _annealed(work: Work, table: Ints, orders: list[_Order], end: float) -> list[_Order]:
     """The best first; the first few are annealed, an even share of the time for each."""
     target = work.makespan_bound(len(orders[0].start))
     unit = max(1.0, float(np.mean([b.time for b in work.blocks])))
@@ -131,14 +135,14 @@ def _annealed(work: Work, tables: tuple, orders: list[_Order], end: float) -> li
         until = began + max(0.0, end - began) / (len(chosen) - i)
         seed = 0
         while now < until and length > target:
-            temperature = unit * (1.0 - 0.9 * (now - began) / (until - began))
+            temperature = unit * (0.3 - 0.25 * (now - began) / (until - began))
             word, start, before, length = _orders.anneal(
-                tables, word, start, before, best, _ROUNDS, seed, target, temperature
+                table, word, start, before, best, _ROUNDS, seed, target, temperature
             )
             seed += 1
             now = time.perf_counter()
         if length < order.length:
-            made = _arranged(work, tables, best)
+            made = _arranged(work, table, best)
             if made is not None and made.length <= length:
                 chosen[i] = made
         if length <= target:
@@ -149,8 +153,7 @@ def _annealed(work: Work, tables: tuple, orders: list[_Order], end: float) -> li
 def warm_up() -> None:
     """Compile the kernels, or load them from the cache."""
     work = Work((Block((0,), 1), Block((1,), 1, preds=((0, 0),)), Block((0,), 1)), 2)
-    order = _arranged(work, _orders.tables(work), np.zeros((2, 3), np.int64))
+    table, key = _orders.table(work), np.zeros((2, 3), np.int64)
+    order = _arranged(work, table, key, eager=True) and _arranged(work, table, key)
     assert order is not None
-    _orders.anneal(
-        _orders.tables(work), order.word, order.start, order.before, order.start, 1, 0, 0, 1.0
-    )
+    _orders.anneal(table, order.word, order.start, order.before, order.start, 1, 0, 0, 1.0)
