@@ -37,7 +37,9 @@ def _train(cfg: DictConfig) -> float:
     from agents.training import Row, train
     from envs.perturbation import Perturbation
     from placement.compare import compare
+    from placement.parallel import check
 
+    check(cfg.parallel)
     modes: dict[str, Mode] = {
         "refine": "refine",
         "sweep": "refine",
@@ -70,6 +72,7 @@ def _train(cfg: DictConfig) -> float:
                 expert,
                 run.folder / "solutions.npz",
                 lambda name, part: run.report(f"{name}: expert", part),
+                parallel=cfg.parallel,
             )
         trained = train(
             list(machines.values()),
@@ -81,6 +84,7 @@ def _train(cfg: DictConfig) -> float:
             resume=cfg.resume,
             out_dir=run.folder,
             callback=progress,
+            parallel=cfg.parallel,
         )
         trained.save(run.folder / "policy.safetensors")
         planners = {

@@ -9,6 +9,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -50,6 +51,7 @@ from envs.refine import RefineRules
 from envs.vec import PlacementVecEnv
 from placement.coarsen import grouped
 from placement.files import write_atomic
+from placement.parallel import check
 from placement.planners import load
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.simulator import score
@@ -94,6 +96,8 @@ class TrainConfig:
             (``placement.coarsen``), and those are placed; 0: as the graph has them.
         elite: of ``one_shot``: after each update, also imitate this share of each graph's
             placements in the rollout, the best ones: the cross-entropy method (Post). 0: not.
+        workers: the episodes are played in so many shares, which ``train(parallel=...)`` plays side
+            by side. Like the seed it decides the policy that results.
         best_so_far, random_start: of ``refine`` and ``sweep``: see ``envs.refine.RefineRules``.
         network: kind and size of a new network (ignored when training goes on from a policy).
     """
@@ -125,12 +129,13 @@ class TrainConfig:
     cold: bool = False
     groups: int = 0
     elite: float = 0.0
+    workers: int = 1
     best_so_far: bool = True
     random_start: bool = False
     network: NetworkConfig = field(default_factory=NetworkConfig)
 
     def __post_init__(self) -> None:
-        for what in ("total_steps", "epochs", "minibatches", "num_checks", "width"):
+        for what in ("total_steps", "epochs", "minibatches", "num_checks", "width", "workers"):
             if getattr(self, what) < 1:
                 raise PolicyError(f"{what} = {getattr(self, what)} must be at least 1")
         if self.formulation not in get_args(Formulation):
@@ -178,6 +183,7 @@ def train(
     out_dir: str | Path | None = None,
     callback: Callable[[Row], bool | None] | None = None,
     progress: bool = False,
+    parallel: str = "serial",
 ) -> TrainedPolicy:
     """Train on ``problems``; the weights of the best greedy check are returned.
 
@@ -200,12 +206,22 @@ def train(
             ``checkpoint.pt`` (every check) go there.
         callback: called with every row of the metrics; return False to stop.
         progress: show a progress bar.
+        parallel: where the episodes of ``config.workers`` workers are played: ``serial`` (in this
+            process), ``processes`` or ``ray``. The policy that results is the same, unless a
+            worker dies: its episodes begin anew (``envs.workers``). Not for measured values.
 
     Raises:
         EnvError, PolicyError: wrong problems, references, warm starts or configuration.
+        ParallelError: ``parallel`` is unknown or Ray is missing, or a worker died too often.
         FileError: ``out_dir`` cannot be written.
     """
     config = config or TrainConfig()
+    check(parallel)
+    if parallel != "serial" and config.workers == 1:
+        raise PolicyError(
+            f"parallel = {parallel!r} with one worker is slower than serial: give TrainConfig "
+            f"workers=2 or more (training.workers=2), about one per core"
+        )
     formulation = config.formulation if policy is None else policy.formulation
     if policy is not None and formulation == "group_place":
         config = replace(config, network=policy.net.config)  # how many clusters there are
@@ -225,47 +241,59 @@ def train(
         _seed(config.seed)
         net = make_net(config.network, formulation) if policy is None else deepcopy(policy.net)
         num_envs, steps = config.rollout(formulation, float(chosen.num_groups.mean()))
-        rules = make_rules(config, formulation, chosen, num_envs, starts)
-        env = PlacementVecEnv(rules, config.seed)
-        for i, start in enumerate(starts):
-            if start is not None:
-                rules.keep(np.array([i]), _choice(chosen, i, start), warm_s[i : i + 1])
-                rules.num_evaluations += 1
-        model = (CrossEntropyPPO if config.elite else PPO)(
-            PlacementPolicy,  # type: ignore[arg-type]  # it has what PPO needs of a policy
-            env,
-            learning_rate=lambda left: _between(
-                config.last_learning_rate, config.learning_rate, left
-            ),
-            n_steps=steps,
-            batch_size=_part(steps * num_envs, config.minibatches),
-            n_epochs=config.epochs,
-            gamma=config.gamma,
-            gae_lambda=config.gae_lambda,
-            ent_coef=config.entropy,
-            normalize_advantage=not config.per_graph,
-            rollout_buffer_class=PerGraphBuffer if config.per_graph else None,
-            policy_kwargs={"net": net, "store": store},
-            seed=config.seed,
-            device="cpu",
-        )
-        if isinstance(model, CrossEntropyPPO):
-            model.elite = config.elite
-        watch = _Watch(config, starts, chosen, store, kept, env, net, out_dir, callback, progress)
-        went_on = resume and watch.load(model)
-        if solutions is not None and not went_on:
-            imitate(
-                model.policy,  # type: ignore[arg-type]
-                chosen,
-                solutions,
-                epochs=config.imitation_epochs,
-                learning_rate=config.imitation_rate,
-                seed=config.seed,
+        if config.workers > num_envs:
+            raise PolicyError(
+                f"workers = {config.workers}, but {num_envs} episodes are played side by side: "
+                f"use fewer workers, or a larger num_envs"
             )
-        left = config.total_steps - model.num_timesteps
-        if left > 0:
-            # Without log_interval stable-baselines3 prints nothing and keeps the last figures.
-            model.learn(left, watch, log_interval=None, reset_num_timesteps=not went_on)  # type: ignore[arg-type]
+        shares = [
+            make_rules(config, formulation, chosen, len(part), starts)
+            for part in np.array_split(np.arange(num_envs), config.workers)
+        ]
+        env = PlacementVecEnv(shares if len(shares) > 1 else shares[0], config.seed, parallel)
+        with closing(env):
+            for i, start in enumerate(starts):
+                if start is not None:
+                    choice = _choice(chosen, i, start)
+                    env.rules.keep(np.array([i]), choice, warm_s[i : i + 1])
+                    env.rules.num_evaluations += 1
+            model = (CrossEntropyPPO if config.elite else PPO)(
+                PlacementPolicy,  # type: ignore[arg-type]  # it has what PPO needs of a policy
+                env,
+                learning_rate=lambda left: _between(
+                    config.last_learning_rate, config.learning_rate, left
+                ),
+                n_steps=steps,
+                batch_size=_part(steps * num_envs, config.minibatches),
+                n_epochs=config.epochs,
+                gamma=config.gamma,
+                gae_lambda=config.gae_lambda,
+                ent_coef=config.entropy,
+                normalize_advantage=not config.per_graph,
+                rollout_buffer_class=PerGraphBuffer if config.per_graph else None,
+                policy_kwargs={"net": net, "store": store},
+                seed=config.seed,
+                device="cpu",
+            )
+            if isinstance(model, CrossEntropyPPO):
+                model.elite = config.elite
+            watch = _Watch(
+                config, starts, chosen, store, kept, env, net, out_dir, callback, progress
+            )
+            went_on = resume and watch.load(model)
+            if solutions is not None and not went_on:
+                imitate(
+                    model.policy,  # type: ignore[arg-type]
+                    chosen,
+                    solutions,
+                    epochs=config.imitation_epochs,
+                    learning_rate=config.imitation_rate,
+                    seed=config.seed,
+                )
+            left = config.total_steps - model.num_timesteps
+            if left > 0:
+                # Without log_interval stable-baselines3 prints nothing and keeps the last figures.
+                model.learn(left, watch, log_interval=None, reset_num_timesteps=not went_on)  # type: ignore[arg-type]
     return watch.trained()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,11 @@ class ProblemSet:
         more = ProblemSet.build(problems, None, baseline, self.evaluator)
         reference_s = np.concatenate([self.reference_s, more.reference_s])
         return ProblemSet(self.problems + more.problems, reference_s, self.evaluator)
+
+    def without_programs(self) -> ProblemSet:
+        """These problems as plain data, which can be sent to another process."""
+        bare = tuple(replace(p, graph=p.graph.without_program()) for p in self.problems)
+        return replace(self, problems=bare)
 
     @cached_property
     def num_groups(self) -> NDArray[np.int64]:

@@ -1,8 +1,7 @@
-"""Many episodes at once for stable-baselines3, in one process: one numba call per step."""
+"""Many episodes at once for stable-baselines3."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +10,9 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
 from envs.base import Observation, Rules
+from envs.episodes import Episodes, Step
+from envs.workers import Workers
+from placement.parallel import RETRIES
 
 
 class PlacementVecEnv(VecEnv):
@@ -18,87 +20,80 @@ class PlacementVecEnv(VecEnv):
 
     Problems are dealt like cards: a shuffled deck of all of them, then the next deck.
 
+    Args:
+        rules: what is played, in this process; or a sequence, the share of each worker.
+        seed: of the deals.
+        parallel, retries: where workers are, and how often each may die (``envs.workers``).
+
     Attributes:
-        rules: what is played; its ``best_s`` and ``best_choices`` are kept up to date.
-        allowed: int64 problems that are dealt; at first all. Holds from the next deal.
+        rules: what is played; its ``best_s`` and ``best_choices`` are kept up to date. Of several
+            workers: the first one's, which is not played itself, but keeps the best of all.
+
+    Raises:
+        EnvError, ParallelError: see ``envs.workers.Workers``.
     """
 
-    def __init__(self, rules: Rules, seed: int = 0) -> None:
-        self.rules = rules
-        self.allowed = np.arange(len(rules.problems.problems))
+    def __init__(
+        self,
+        rules: Rules | Sequence[Rules],
+        seed: int = 0,
+        parallel: str = "serial",
+        retries: int = RETRIES,
+    ) -> None:
+        self._episodes: Episodes | Workers = (
+            Episodes(rules, seed)
+            if isinstance(rules, Rules)
+            else Workers(rules, seed, parallel, retries)
+        )
+        self.rules = self._episodes.rules
         self.render_mode = None
-        super().__init__(len(rules.ids), rules.observation_space, rules.action_space)
-        self._rng = np.random.default_rng(seed)
-        self._deck: list[int] = []
+        super().__init__(
+            self._episodes.num_envs, self.rules.observation_space, self.rules.action_space
+        )
         self._actions: NDArray[Any] = np.zeros(0)
-        self._length = np.zeros(self.num_envs, np.int64)
-        self._return = np.zeros(self.num_envs)
-        self._started = time.perf_counter()
+
+    @property
+    def allowed(self) -> NDArray[np.int64]:
+        """int64 problems that are dealt; at first all. Holds from the next deal."""
+        return self._episodes.allowed
+
+    @allowed.setter
+    def allowed(self, problems: NDArray[np.int64]) -> None:
+        self._episodes.allowed = problems
 
     def reset(self) -> Observation:
         """Start every episode; observations ``[B, ...]``."""
-        self._begin(np.arange(self.num_envs))
-        return self.rules.observe()
+        return self._episodes.reset()
 
     def step_async(self, actions: NDArray[Any]) -> None:
         """Remember the actions ``[B, ...]``."""
         self._actions = np.asarray(actions)
 
-    def step_wait(
-        self,
-    ) -> tuple[Observation, NDArray[np.float32], NDArray[np.bool_], list[dict[str, Any]]]:
+    def step_wait(self) -> Step:
         """Observations, rewards float32 ``[B]``, dones bool ``[B]``, and infos.
 
         The info of a finished episode has ``problem``, ``value_s``, ``terminal_observation``
-        and ``episode`` (what stable-baselines3's ``Monitor`` reports).
+        and ``episode`` (what stable-baselines3's ``Monitor`` reports). That of an episode whose
+        worker died: ``terminal_observation`` and ``TimeLimit.truncated``.
         """
-        earned, done = self.rules.act(self._actions)
-        self._length += 1
-        self._return += earned
-        rewards = earned.astype(np.float32)
-        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        over = np.flatnonzero(done)
-        if len(over) == 0:
-            return self.rules.observe(), rewards, done, infos
-        ids, seconds = self.rules.ids[over].copy(), self.rules.value_s[over].copy()
-        self.rules.keep(ids, self.rules.choices[over], seconds)
-        last = self.rules.observe()
-        elapsed = round(time.perf_counter() - self._started, 6)
-        for b, problem, value in zip(over.tolist(), ids.tolist(), seconds.tolist(), strict=True):
-            infos[b] = {
-                "problem": problem,
-                "value_s": value,
-                "terminal_observation": {k: rows[b] for k, rows in last.items()},
-                "episode": {"r": float(self._return[b]), "l": int(self._length[b]), "t": elapsed},
-            }
-        self._begin(over)
-        return self.rules.observe(), rewards, done, infos
-
-    def _begin(self, rows: NDArray[np.integer[Any]]) -> None:
-        while len(self._deck) < len(rows):
-            self._deck += self._rng.permutation(self.allowed).tolist()
-        self.rules.start(rows, np.array(self._deck[: len(rows)], np.int64), self._rng)
-        self._deck = self._deck[len(rows) :]
-        self._length[rows] = 0
-        self._return[rows] = 0.0
+        return self._episodes.step(self._actions)
 
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
-        """Seed the choice of problems (one generator deals for all episodes)."""
-        self._rng = np.random.default_rng(seed)
-        self._deck = []
+        """Seed the choice of problems (one generator deals for all episodes of a worker)."""
+        self._episodes.seed(seed)
         return [seed] * self.num_envs
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from the next ``reset``, as JSON values."""
-        return {"rng": self._rng.bit_generator.state, "deck": self._deck}
+        return self._episodes.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Deal the problems that followed when ``state()`` was taken; then ``reset()``."""
-        self._rng.bit_generator.state = state["rng"]
-        self._deck = list(state["deck"])
+        self._episodes.restore(state)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """End the workers, if there are any."""
+        self._episodes.close()
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         """This environment's attribute, once per episode."""
@@ -114,7 +109,7 @@ class PlacementVecEnv(VecEnv):
         """Only ``action_masks``, which is what stable-baselines3's contrib package asks for."""
         if method_name != "action_masks":
             raise NotImplementedError(f"PlacementVecEnv has no method {method_name!r}")
-        return list(self.rules.masks()[self._rows(indices)])
+        return list(self._episodes.masks()[self._rows(indices)])
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
         """Never."""

@@ -105,17 +105,39 @@ def _in_processes(
             break
         except BrokenProcessPool as error:
             if attempt == retries:
-                raise _died(f"item {min(set(left) - set(found))} or later", retries) from error
+                raise died(f"item {min(set(left) - set(found))} or later", retries) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     return [found[i] for i in range(len(items))]
 
 
-def _died(what: str, retries: int) -> ParallelError:
+def died(what: str, retries: int) -> ParallelError:
+    """The error of a worker that died once more than ``retries`` times at ``what``."""
     return ParallelError(
         f"a worker died {retries + 1} times at {what}: out of memory? Use fewer workers, or "
         "parallel = 'serial' to see what happens"
     )
+
+
+def start_ray(workers: int) -> bool:
+    """Join the Ray at ``RAY_ADDRESS``, or start one with so many ``workers``.
+
+    False: this program had one already, which is not ours to end (``ray.shutdown``).
+    """
+    import ray
+
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS")
+    here: dict[str, Any] = {} if address else {"num_cpus": workers, "include_dashboard": False}
+    ray.init(
+        address=address,
+        log_to_driver=False,
+        # Workers import what this process can import.
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}},
+        **here,
+    )
+    return True
 
 
 def _on_ray(
@@ -127,17 +149,7 @@ def _on_ray(
 ) -> list[R]:
     import ray
 
-    ours = not ray.is_initialized()
-    if ours:
-        address = os.environ.get("RAY_ADDRESS")
-        here: dict[str, Any] = {} if address else {"num_cpus": workers, "include_dashboard": False}
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            # Workers import what this process can import.
-            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}},
-            **here,
-        )
+    ours = start_ray(workers)
     pending: dict[Any, int] = {}
     try:
         # Ray takes plain functions only, not what is callable otherwise.
@@ -152,7 +164,7 @@ def _on_ray(
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             except ray.exceptions.RayError as error:
-                raise _died(f"item {i} ({type(error).__name__})", retries) from error
+                raise died(f"item {i} ({type(error).__name__})", retries) from error
             del pending[ready[0]]
             if done is not None:
                 done(i, found[i])
