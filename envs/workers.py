@@ -42,7 +42,7 @@ class Workers:
 
     Args:
         rules: the share of each worker, not started; all of the same problems.
-        seed: of the deals; the first of one worker deals as ``Episodes(rules, seed)``.
+        seed: of the deals; one worker alone deals as ``Episodes(rules, seed)``.
         parallel: ``serial``: one share after another in this process; ``processes``; ``ray``.
         retries: how often each worker is started again.
 
@@ -87,7 +87,8 @@ class Workers:
         try:
             if parallel == "ray":
                 _enough_cpus(len(rules))
-            self._workers += [self._kind() for _ in rules]  # all start, then the first is asked
+            for _ in rules:  # all start before the first is asked
+                self._workers.append(self._kind())
             self._surely("begin", {w: self._beginning(w) for w in range(len(rules))})
         except BaseException:
             self.close()

@@ -386,7 +386,9 @@ def test_train(run: Callable[..., int], tmp_path: Path) -> None:
     assert value["policy"] <= value["baseline"]
     assert (tmp_path / "out" / "metrics.csv").exists()
     # The policy goes on from its file, and is a planner of a comparison like any other.
-    assert run("train", *words, "policy=out/policy.safetensors", "hydra.run.dir=more") == 0
+    more = [*words, "policy=out/policy.safetensors", "hydra.run.dir=more", "parallel=processes"]
+    assert run("train", *more, "training.workers=3") == 2
+    assert run("train", *more, "training.workers=2") == 0  # a program is not sent to them
     again = [
         "planner=policy",
         "planner.policy.policy=more/policy.safetensors",
