@@ -4,9 +4,10 @@
 
 A loader that costs 30 to 200 % of a step feeds a pipeline over two one-core devices, and one
 over a single one-core device (a core is free then). It waits (``time.sleep``: disk, network),
-computes in NumPy (without the interpreter's lock) or computes in Python (with it). Three ways:
+computes in NumPy (without the interpreter's lock) or computes in Python (with it); the last also in
+a process of its own, by a ``torch.utils.data.DataLoader``. Three ways:
 
-* in turn: load, run, load, run;
+* in turn: load, run, load, run (what a ``DataLoader`` gives is loaded ahead by its process);
 * in the caller: ``runner.stream(data, workers=0)``;
 * automatic: ``runner.stream(data)``.
 
@@ -22,7 +23,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from placement.cluster import Cluster
 from placement.executor import Runner
@@ -38,7 +40,8 @@ from placement.measure import provenance
 from placement.program import capture
 from placement.workloads.tiny import tiny_mlp
 
-KINDS = ("waiting", "NumPy", "Python")
+IN_A_PROCESS = "Python, in a process"
+KINDS = ("waiting", "NumPy", "Python", IN_A_PROCESS)
 SHARES = (0.3, 0.6, 1.0, 2.0)
 WAYS = ("in turn", "in the caller", "automatic")
 RESULTS = Path(__file__).parent / "results"
@@ -89,7 +92,8 @@ class Row:
         period_s: seconds per item of each way.
         share: of the bound ``max(load_s, step_s)`` that each way's throughput reaches.
         shared_share: likewise of the bound ``shared_s``.
-        items: most items that were in memory between loading and result, of each way.
+        items: most items that were in memory between loading and result, of each way; empty where
+            another process has some of them.
         item_bytes: what one weighs.
     """
 
@@ -106,7 +110,7 @@ class Row:
     item_bytes: int
 
 
-def seconds_per_item(outputs: Iterator[Any], data: Data | None = None) -> float:
+def seconds_per_item(outputs: Iterable[Any], data: Data | None = None) -> float:
     """From the begin, so that nothing that was loaded ahead before is for nothing."""
     count, began = 0, time.perf_counter()
     for _ in outputs:
@@ -116,14 +120,37 @@ def seconds_per_item(outputs: Iterator[Any], data: Data | None = None) -> float:
     return (time.perf_counter() - began) / count
 
 
-def run(runner: Runner, data: Data, way: str) -> tuple[float, int]:
-    """Seconds per item, and most items in memory."""
-    data.made = data.done = data.most = 0
+def outputs(runner: Runner, loader: Any, way: str) -> Iterator[Any]:
+    """Results for all items; not even a process is asked for them before the first is taken."""
     if way == "in turn":
-        outputs: Iterator[Any] = (runner(data[i]) for i in range(len(data)))
+        items = (
+            loader
+            if isinstance(loader, DataLoader)
+            else map(loader.__getitem__, range(len(loader)))
+        )
+        yield from (runner(item) for item in items)
     else:
-        outputs = runner.stream(data, workers=0 if way == "in the caller" else None)
-    return seconds_per_item(outputs, data), data.most
+        yield from runner.stream(loader, workers=0 if way == "in the caller" else None)
+
+
+def run(runner: Runner, data: Data, loader: Any, way: str) -> tuple[float, int]:
+    """Seconds per item, and most items in memory (if they are loaded in this process)."""
+    data.made = data.done = data.most = 0
+    return seconds_per_item(outputs(runner, loader, way), data), data.most
+
+
+def in_a_process(data: Data) -> DataLoader[Tensor]:
+    """What loads it in one process, which is started by the first round and stays.
+
+    Not by ``fork``: the copy of a process with threads may hold a lock for ever.
+    """
+    return DataLoader(
+        data,
+        batch_size=None,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context="forkserver",
+    )
 
 
 def study(num_devices: int, rounds: int, count: int, width: int) -> list[Row]:
@@ -144,13 +171,14 @@ def study(num_devices: int, rounds: int, count: int, width: int) -> list[Row]:
         for kind in KINDS:
             for cost in SHARES:
                 data = Data(item, count, kind, cost * step_s)
+                loader = in_a_process(data) if kind == IN_A_PROCESS else data
                 load, step = [], []
                 period: dict[str, list[float]] = {way: [] for way in WAYS}
                 items = dict.fromkeys(WAYS, 0)
                 for r in range(rounds + 1):
                     alone = seconds_per_item(data[i] for i in range(count))
                     both = [alone, devices()]
-                    found = {way: run(runner, data, way) for way in WAYS}
+                    found = {way: run(runner, data, loader, way) for way in WAYS}
                     if r == 0:
                         continue  # warm-up
                     load.append(both[0])
@@ -173,7 +201,7 @@ def study(num_devices: int, rounds: int, count: int, width: int) -> list[Row]:
                         period_s={w: float(np.median(v)) for w, v in period.items()},
                         share={w: float(np.median(bound / v)) for w, v in period.items()},
                         shared_share={w: float(np.median(shared / v)) for w, v in period.items()},
-                        items=items,
+                        items={} if loader is not data else items,
                         item_bytes=item.nbytes,
                     )
                 )
@@ -191,8 +219,9 @@ HEAD = (
 def line(row: Row) -> str:
     """One line of the table: shares of the bound, and memory of the three ways."""
     shares = " | ".join(f"{100 * row.share[way]:.0f} %" for way in WAYS)
-    items = " / ".join(str(row.items[way]) for way in WAYS)
-    kib = " / ".join(f"{row.items[way] * row.item_bytes / 1024:.0f}" for way in WAYS)
+    most = [row.items[way] for way in WAYS if row.items]
+    items = " / ".join(map(str, most)) or "–"
+    kib = " / ".join(f"{num * row.item_bytes / 1024:.0f}" for num in most) or "–"
     return (
         f"| {row.num_devices} | {row.kind} | {100 * row.cost:.0f} % | {1e3 * row.step_s:.1f} ms | "
         f"{shares} | {100 * row.shared_share['automatic']:.0f} % | {items} | {kib} |"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import placement.executor.runner as runner_module
 from placement.cluster import Cluster, Device
@@ -89,6 +91,42 @@ def test_results_come_in_order_and_inputs_are_taken_as_there_is_room():
             # Three in flight, and three finished ones at most that wait to be handed out.
             assert len(taken) <= i + 1 + 2 * 3
     assert len(taken) == 20
+
+
+def test_the_process_of_a_data_loader_ends_with_the_stream():
+    """After the last item, where the stream is left, and after an error here or there."""
+    module, _ = tiny.tiny_mlp(batch=1)
+    data = TensorDataset(torch.randn(20, 1, 16))
+    graph = capture(module, data[0][0])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])  # once for all
+
+    def loader(indices) -> DataLoader:
+        options = {"num_workers": 1, "multiprocessing_context": "forkserver"}
+        return DataLoader(data, batch_size=None, sampler=indices, **options)
+
+    with Runner(graph, CLUSTER, random_placement(graph, 0)) as runner:
+        results = list(runner.stream(loader(range(20))))
+        torch.testing.assert_close(results, [module(x).detach() for (x,) in data])
+        assert multiprocessing.active_children() == []
+
+        stream = runner.stream(loader(range(20)))
+        next(stream)
+        assert len(multiprocessing.active_children()) == 1
+        stream.close()
+        assert multiprocessing.active_children() == []
+
+        with pytest.raises(ZeroDivisionError) as caught:
+            list(runner.stream(loader(range(20)), preprocess=lambda x: 1 / 0))
+        assert multiprocessing.active_children() == [], f"for as long as we have {caught}"
+
+        results = []
+        try:
+            results.extend(runner.stream(loader([3, 1, 99, 2])))
+        except IndexError as error:
+            assert error.__notes__ == ["raised for micro-batch 2 of the stream"]
+        torch.testing.assert_close(results, [module(data[i][0]).detach() for i in (3, 1)])
+        gc.collect()  # torch keeps it with the error, which others may still look at
+        assert multiprocessing.active_children() == []
 
 
 def test_each_micro_batch_alone_when_one_is_in_flight():

@@ -153,6 +153,10 @@ class _Source:
             return _Loaded(index, error=error)
         return _Loaded(index, item, None, False, begin, time.perf_counter_ns(), size)
 
+    def let_go(self) -> None:
+        """Of the iterator: a ``DataLoader``'s ends its processes when nobody has it any more."""
+        self._iterator = iter(())
+
 
 class InputPipeline(Iterator[Any]):
     """The items of a loader in order, loaded ahead by threads where that pays.
@@ -266,6 +270,7 @@ class InputPipeline(Iterator[Any]):
             sys.setswitchinterval(self._switch_s)
         self._threads = []
         self._ready.clear()
+        self._source.let_go()
 
     def __enter__(self) -> InputPipeline:
         return self
