@@ -304,7 +304,7 @@ def test_a_folder_from_before_problems_were_saved_has_the_timelines_of_its_trace
     comparison = compared(tmp_path, {"net": problem})
     for file in (*tmp_path.glob("problems/*"), *tmp_path.glob("measured/*.npz")):
         file.unlink()
-    best = comparison.best("net")
+    best = next(row for row in comparison.rows if row.planner == "heft")  # the same for all seeds
     solution = comparison.solutions["net", best.planner, best.seed]
     make_plan(problem, solution, planner=best.planner).save(tmp_path / "net" / "plan.json")
     timelines = {

@@ -583,6 +583,14 @@ def test_merge_blocks_balances_seconds_and_keeps_the_order() -> None:
     assert load("contiguous_dp", max_blocks=4)(problem).value_s < np.inf
 
 
+def test_a_last_operator_of_no_time_is_dealt_to_a_device_that_exists() -> None:
+    """Its part of the work is 1 when rounded; HEFT deals out what it has no time to place."""
+    problem = make(np.array([[1.0, 1.0], [0.0, 0.0]]), chain(2), tensor_bytes=10)
+    solution = load("heft", seconds=1e-9)(problem)
+    assert "ended before" in solution.stats["message"]
+    assert solution.placement.tolist() == [1, 1]
+
+
 # --- best of -----------------------------------------------------------------------------
 
 

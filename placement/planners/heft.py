@@ -57,7 +57,8 @@ def _dealt_out(problem: Problem, choice: Choice) -> Choice:
         return choice
     seconds = problem.group_compute_s[left].min(axis=1) + 1e-30  # not 0 in all
     part = (np.cumsum(seconds) - seconds / 2) / seconds.sum()
-    device = (part * problem.num_devices).astype(np.int32)
+    # A last group of next to no time has a part that rounds to 1.
+    device = np.minimum((part * problem.num_devices).astype(np.int32), problem.num_devices - 1)
     allowed = np.isfinite(problem.group_compute_s[left])
     able = allowed[np.arange(len(device)), device]
     done = choice.copy()
