@@ -111,8 +111,7 @@ class Tables(NamedTuple):
     batch_s: float
     rank: Array  # float32 [G] longest path to the end over the graph's
     mean_transfer_s: Array  # float64 [T]
-    busy_w: Array  # float64 [D]
-    idle_w: Array  # float64 [D]
+    power: tuple[Array, Array, Array]  # float64 [D] each: busy_w, idle_w, sleep_w
     second_j: float
     num_batches: int
     window: int
@@ -123,6 +122,7 @@ class Tables(NamedTuple):
     load: Array  # float64 [D]
     value: Array  # float64 [1]
     finish: Array  # float64 [M]
+    asleep: Array  # float64 [D]
     peak: Array  # int64 [D]
     start: Array  # float64 [M, N]
     end: Array  # float64 [M, N]
@@ -183,6 +183,7 @@ def _evaluate(t, s):
                 t.no_order,
                 t.no_order_ptr,
                 t.finish,
+                t.asleep,
                 t.track,
                 t.peak,
                 True,
@@ -193,9 +194,11 @@ def _evaluate(t, s):
                 t.transfer_end,
             )
             if t.kind == ENERGY:
-                value = (t.idle_w.sum() + t.second_j) * t.finish.max() / t.num_batches
+                busy_w, idle_w, sleep_w = t.power
+                value = (idle_w.sum() + t.second_j) * t.finish.max() / t.num_batches
                 for d in range(num_devices):
-                    value += busy_s[d] * (t.busy_w[d] - t.idle_w[d])
+                    value += busy_s[d] * (busy_w[d] - idle_w[d])
+                    value -= t.asleep[d] / t.num_batches * (idle_w[d] - sleep_w[d])
             else:
                 value = _steady(t.finish, most)
     overflow = 0.0

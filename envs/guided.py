@@ -50,7 +50,7 @@ def tables_of(problem: Problem) -> Tables:
     rank = np.zeros(g.num_groups)
     np.maximum.at(rank, g.group, problem.upward_rank_s)
     sent = len(g.use_dst) * m if runs else 0
-    busy_w, idle_w = problem.power_w or (np.zeros(d), np.zeros(d))
+    power = problem.cluster.power
     simulator = kernels.tables(problem)
     return Tables(
         kind=kind,
@@ -65,8 +65,7 @@ def tables_of(problem: Problem) -> Tables:
         batch_s=problem.profile.batch_s,
         rank=(rank / max(rank.max(), 1e-300)).astype(np.float32),
         mean_transfer_s=problem.mean_transfer_s,
-        busy_w=np.ascontiguousarray(busy_w),
-        idle_w=np.ascontiguousarray(idle_w),
+        power=(power.busy_w, power.idle_w, power.sleep_w),
         second_j=problem.second_j,
         num_batches=m,
         window=window,
@@ -79,6 +78,7 @@ def tables_of(problem: Problem) -> Tables:
         load=np.zeros(d),
         value=np.zeros(1),
         finish=np.zeros(m),
+        asleep=np.zeros(d),
         peak=np.zeros(d, np.int64),
         start=np.zeros((m, n)),
         end=np.zeros((m, n)),

@@ -59,6 +59,7 @@ PLACED = ("Bert", "GPT2", "ViT", "ResNet", "T5", "ConvNext")
 NUM_PARTS = 10
 NUM_RANDOM = 10
 RUNS = 8  # micro-batches of a measured placement
+ROUNDS = 6  # of all placements, in turns
 SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5)
 SEARCH_S = 3.0
 
@@ -176,7 +177,7 @@ def place(entry: dataset.Entry, known: Sequence[Case]) -> dict[str, Any]:
         placements[f"random {i}"] = groups[graph.group].astype(np.int32)
     executor = Executor(problem, warmup=1)
     spans: dict[str, list[list[float]]] = {name: [] for name in placements}
-    for _ in range(2):
+    for _ in range(ROUNDS):
         for name, p in placements.items():
             alone = executor.run(p, num_microbatches=3, max_in_flight=1)
             spans[name].append([float(np.median(alone.span_s)), executor.run(p).period_s])
@@ -202,7 +203,7 @@ def measure_all(folder: Path, work: Path, seconds: float) -> None:
     began = time.monotonic()
     todo = entries()
     built = dataset.build(
-        todo, folder, seconds=seconds * 2 / 3, repeats=5, progress=lambda what, _: say(what)
+        todo, folder, seconds=seconds * 2 / 3, repeats=10, progress=lambda what, _: say(what)
     )
     say(f"{len(built.made)} measured now, {len(built.kept)} before, {len(built.failed)} failed")
     known = cases(folder)

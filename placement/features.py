@@ -7,6 +7,7 @@ the bytes of its results, so a graph that was loaded as data has them too.
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import prod
@@ -14,7 +15,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.graph import OpGraph
+from placement.graph import OpGraph, reuse_position
 
 Floats = NDArray[np.float64]
 Shape = tuple[int, ...]
@@ -57,6 +58,10 @@ class Features:
             the leading dimension, the elements over it and the last, the last dimension, and 1.
         item_bytes: bytes of an element.
         num_inputs: tensors that it reads.
+        param_gap_bytes: what operators read and write between two reads of its largest parameter,
+            where the graph runs again and again (in the order of ``reuse_position``): whether
+            caches still have it. 0 without parameters.
+        kind_gap_bytes: the same between two operators of its kind: whether its code is cached.
         fan_in, fan_out: distinct operators that it waits for, and that wait for it.
         level: operators before it on the longest path in front of it.
     """
@@ -73,6 +78,8 @@ class Features:
     outer: Floats
     item_bytes: Floats
     num_inputs: Floats
+    param_gap_bytes: Floats
+    kind_gap_bytes: Floats
     fan_in: Floats
     fan_out: Floats
     level: Floats
@@ -132,12 +139,16 @@ def features(graph: OpGraph) -> Features:
     rows = [parameters(graph.op_signature[i], float(written[i]), bool(shared[i])) for i in range(n)]
     table = np.array([values for _, values in rows]).reshape(n, len(PARAMETERS))
     columns = dict(zip(PARAMETERS, table.T, strict=True))
+    kinds = tuple(kind for kind, _ in rows)
+    param_gap, kind_gap = _gaps(graph, kinds, columns["read_bytes"] + columns["written_bytes"])
     edges = graph.edges
     level = np.zeros(n)
     for src, dst in edges[np.argsort(edges[:, 1], kind="stable")].tolist():
         level[dst] = max(level[dst], level[src] + 1)
     return Features(
-        kind=tuple(kind for kind, _ in rows),
+        kind=kinds,
+        param_gap_bytes=param_gap,
+        kind_gap_bytes=kind_gap,
         op_class=columns.pop("op_class").astype(np.int64),
         param_bytes=graph.op_param_bytes.astype(float),
         fan_in=np.bincount(edges[:, 1], minlength=n).astype(float),
@@ -145,6 +156,29 @@ def features(graph: OpGraph) -> Features:
         level=level,
         **columns,
     )
+
+
+def _gaps(graph: OpGraph, kinds: tuple[str, ...], moved: Floats) -> tuple[Floats, Floats]:
+    """``param_gap_bytes`` and ``kind_gap_bytes`` of ``Features``, float64 ``[N]`` each."""
+    order = np.argsort(reuse_position(graph))
+    after = np.zeros(graph.num_ops)
+    after[order] = np.cumsum(moved[order])
+    largest = np.full(graph.num_ops, -1)  # parameter of each operator
+    for op, param in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True):
+        if largest[op] < 0 or graph.param_bytes[param] > graph.param_bytes[largest[op]]:
+            largest[op] = param
+
+    total = moved.sum()
+
+    def gaps(label: Sequence[Hashable]) -> Floats:
+        gap = np.zeros(graph.num_ops)
+        last = {label[op]: after[op] - total for op in order}  # of the run before
+        for op in order:
+            gap[op] = after[op] - moved[op] - last[label[op]]
+            last[label[op]] = after[op]
+        return np.maximum(gap, 0.0)
+
+    return np.where(largest >= 0, gaps(largest.tolist()), 0.0), gaps(kinds)
 
 
 def slack(graph: OpGraph, seconds: Floats) -> Slack:
@@ -222,9 +256,13 @@ def parameters(signature: str, written_bytes: float, shares: bool) -> tuple[str,
     elif is_view:
         op_class, read, written_bytes = "view", 0.0, 0.0
     else:
-        if base.startswith(_LOOKUPS):
-            read = written_bytes + sum(sizes[1:])
         elements = max([count, *(prod(s) for s in shapes)])
+        if base.startswith(_LOOKUPS):
+            rows = prod(shapes[1]) if base.startswith("embedding_bag") and shapes[1:] else 0
+            read = max(written_bytes, float(rows * last * item)) + sum(sizes[1:])
+            # The table's own size says nothing: only rows of it are touched.
+            elements = max([count, rows * last, *(prod(s) for s in shapes[1:])])
+            dims = (1, max(1.0, elements / max(1, last)), last, 1)
         flops = _OPERATIONS.get(base, 1) * elements
     values = (CLASSES.index(op_class), flops, read, written_bytes, *dims, item, len(tensors))
     return kind, tuple(float(v) for v in values)

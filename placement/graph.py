@@ -7,6 +7,7 @@ numbered in topological order**, so every algorithm is a forward loop and nobody
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -283,3 +284,48 @@ def _renumber(labels: NDArray[Any]) -> Ints:
     rank = np.empty(len(first), np.int32)
     rank[np.argsort(first)] = np.arange(len(first))
     return rank[inverse.reshape(-1)].astype(np.int32)
+
+
+def reuse_position(graph: OpGraph) -> NDArray[np.int32]:
+    """int32 ``[N]`` position of each operator in an order that reads parameters while cached.
+
+    One after another, of the operators that are ready: first those without parameters, then
+    those whose parameters were read last; of equal ones the smallest number. Unrolled cells
+    run layer by layer, in whatever order the model's author wrote the loops.
+    """
+    params: list[list[int]] = [[] for _ in range(graph.num_ops)]
+    for op, param in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True):
+        params[op].append(param)
+    readers: list[list[int]] = [[] for _ in graph.param_bytes]  # heaps: ready, or done already
+    last_read = [0] * len(readers)
+    missing = np.bincount(graph.edges[:, 1], minlength=graph.num_ops)
+    first = np.searchsorted(graph.edges[:, 0], np.arange(graph.num_ops + 1))
+    # (minus when its parameters were read, operator); of each parameter the first reader counts
+    heap: list[tuple[int, int]] = []
+    position = np.full(graph.num_ops, -1, np.int32)
+
+    def ready(op: int) -> None:
+        for param in params[op]:
+            heapq.heappush(readers[param], op)
+        recent = max((last_read[param] for param in params[op]), default=graph.num_ops + 1)
+        heapq.heappush(heap, (-recent, op))
+
+    for op in np.flatnonzero(missing == 0).tolist():
+        ready(op)
+    for now in range(graph.num_ops):
+        op = heapq.heappop(heap)[1]
+        while position[op] >= 0:  # an older entry of it
+            op = heapq.heappop(heap)[1]
+        position[op] = now
+        for param in params[op]:
+            last_read[param] = now + 1
+            waiting = readers[param]
+            while waiting and position[waiting[0]] >= 0:
+                heapq.heappop(waiting)
+            if waiting:
+                heapq.heappush(heap, (-now - 1, waiting[0]))
+        for user in graph.edges[first[op] : first[op + 1], 1].tolist():
+            missing[user] -= 1
+            if missing[user] == 0:
+                ready(user)
+    return position

@@ -57,6 +57,7 @@ def tables(problem: Problem) -> tuple[Any, ...]:
     wake_s[d] = send_s[d] = 0.0
     produced_outputs = g.output_tensor[g.tensor_src[g.output_tensor] >= 0]
     workspace = problem.profile.workspace_bytes
+    power = problem.cluster.power
     cached = (
         np.searchsorted(producer[order], np.arange(n + 2)).astype(np.int32),  # edge_ptr
         edge_tensor,
@@ -88,6 +89,8 @@ def tables(problem: Problem) -> tuple[Any, ...]:
         problem.ready_order == "arrival",
         wake_s.ravel(),
         send_s.ravel(),
+        power.sleep_after_s,
+        power.sleep_exit_s,
     )
     problem.__dict__["_kernel_tables"] = cached
     return cached
@@ -132,6 +135,7 @@ def scratch(n, num_tensors, num_edges, num_devices, num_channels, window, num_ba
         np.empty(num_devices),  # wake_s
         np.empty(num_devices + 1),  # blocked_s
         np.empty(num_devices),  # told_s: arrival of the last that was sent there
+        np.empty(num_devices),  # ended_s: of the last operator
         np.empty(num_channels + 1),  # channel_s
         np.empty(num_devices),  # arrives
         np.empty(num_devices, np.int64),  # stamp
@@ -278,6 +282,7 @@ def run(
     order,
     order_ptr,
     finish,
+    asleep,
     track,
     peak,
     record,
@@ -287,7 +292,7 @@ def run(
     transfer_start,
     transfer_end,
 ):
-    """Simulate one placement; fills ``finish [M]``.
+    """Simulate one placement; fills ``finish [M]`` and ``asleep [D]``, seconds.
 
     If ``track``, also ``peak [D]``: the most bytes of tensors and workspace held. If
     ``record``, also the last five. ``order [K, 2]``/``order_ptr [D + 1]`` are a flat
@@ -325,6 +330,8 @@ def run(
         by_arrival,
         link_wake_s,
         link_send_s,
+        sleep_after_s,
+        sleep_exit_s,
     ) = problem_tables
     (
         slot_of,
@@ -347,6 +354,7 @@ def run(
         wake_s,
         blocked_s,
         told_s,
+        ended_s,
         channel_s,
         arrives,
         stamp,
@@ -378,6 +386,8 @@ def run(
         wake_s[d] = _FAR  # next time something happens on the device
         blocked_s[d] = 0.0
         told_s[d] = -1.0
+        ended_s[d] = 0.0
+        asleep[d] = 0.0
         stamp[d] = -1
         next_entry[d] = order_ptr[d]
         held[d] = 0
@@ -398,6 +408,7 @@ def run(
                 op = running[src]
                 slot = running_slot[src]
                 running[src] = -1
+                ended_s[src] = now
                 batch = batch_of[slot]
                 if record:
                     end[batch, op] = now
@@ -592,9 +603,13 @@ def run(
             if op >= 0:
                 running[d] = op
                 running_slot[d] = slot
-                wake_s[d] = now + seconds[op]
+                begin = now
+                if now - ended_s[d] > sleep_after_s[d]:
+                    asleep[d] += now - ended_s[d] - sleep_after_s[d]
+                    begin = now + sleep_exit_s[d]
+                wake_s[d] = begin + seconds[op]
                 if record:
-                    start[batch_of[slot], op] = now
+                    start[batch_of[slot], op] = begin
                 if track:
                     if len(workspace_bytes) > 0:
                         held[d] += workspace_bytes[op]
@@ -633,6 +648,8 @@ def run(
             if now > before:
                 for d in range(num_devices):
                     peak[d] = max(peak[d], held[d])
+    for d in range(num_devices):
+        asleep[d] += max(0.0, now - ended_s[d] - sleep_after_s[d])
     return 0
 
 
@@ -683,9 +700,11 @@ def run_batch(
     track,
     finish,
     busiest,
+    asleep,
     peak,
 ):
-    """``run`` for placements ``[B, N]``: fills ``finish [B, M]`` and ``busiest [B]``.
+    """``run`` for placements ``[B, N]``: fills ``finish [B, M]``, ``busiest [B]`` and
+    ``asleep [B, D]``.
 
     ``busiest`` is the seconds per micro-batch of the busiest device, inf where an operator
     cannot run on its device. If ``track``, also ``peak [B, D]``: the most bytes of tensors and
@@ -719,6 +738,7 @@ def run_batch(
             order,
             order_ptr,
             finish[b],
+            asleep[b],
             track,
             peak[b],
             False,

@@ -29,9 +29,9 @@ from placement.executor.awake import cores_stay_awake
 from placement.executor.executor import Executor, batched
 from placement.executor.runner import Runner
 from placement.files import FileError, cache_folder
-from placement.graph import OpGraph
+from placement.graph import OpGraph, reuse_position
 from placement.latency.corpus import Corpus, CorpusError
-from placement.problem import Problem, reuse_position
+from placement.problem import Problem
 from placement.profile import Profile, ProfileError
 from placement.program import capture
 from placement.simulator import evaluate

@@ -111,6 +111,9 @@ class DeviceInfo(_Strict):
     speed: FiniteFloat
     model: Name
     power_source: Literal["declared", "measured"] = "declared"
+    sleep_w: Seconds | None = None
+    sleep_after_s: Seconds = 0.0
+    sleep_exit_s: Seconds = 0.0
 
 
 class LinkInfo(_Strict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, cmp_to_key
@@ -11,8 +10,8 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.cluster import Cluster, Link
-from placement.graph import OpGraph
+from placement.cluster import Cluster, Link, Power
+from placement.graph import OpGraph, reuse_position
 from placement.profile import Profile
 
 Floats = NDArray[np.float64]
@@ -78,7 +77,7 @@ class Problem:
             )
         if not 0 <= self.second_j < np.inf:
             raise ProblemError(f"second_j = {self.second_j} must be a number of at least 0")
-        if self.objective == "energy" and self.power_w is None:
+        if self.objective == "energy" and self.power is None:
             silent = [d.name for d in self.cluster.devices if d.busy_w is None or d.idle_w is None]
             raise ProblemError(
                 f"objective 'energy' needs the power of every device, unknown for {silent}; "
@@ -274,13 +273,9 @@ class Problem:
         return np.array([d.memory_bytes for d in self.cluster.devices], np.int64)
 
     @cached_property
-    def power_w(self) -> tuple[Floats, Floats] | None:
-        """Watts of each device while it works and while it waits, float64 ``[D]`` each.
-
-        None unless known for every device.
-        """
-        watts = np.array([(d.busy_w, d.idle_w) for d in self.cluster.devices], np.float64)
-        return None if np.isnan(watts).any() else (watts[:, 0], watts[:, 1])
+    def power(self) -> Power | None:
+        """What the devices draw; None unless known for every device."""
+        return None if self.cluster.power_source is None else self.cluster.power
 
     @cached_property
     def memory_may_bind(self) -> bool:
@@ -376,51 +371,6 @@ class Planner(Protocol):
     def __call__(self, problem: Problem) -> Solution: ...
 
 
-def reuse_position(graph: OpGraph) -> NDArray[np.int32]:
-    """int32 ``[N]`` position of each operator in an order that reads parameters while cached.
-
-    One after another, of the operators that are ready: first those without parameters, then
-    those whose parameters were read last; of equal ones the smallest number. Unrolled cells
-    run layer by layer, in whatever order the model's author wrote the loops.
-    """
-    params: list[list[int]] = [[] for _ in range(graph.num_ops)]
-    for op, param in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True):
-        params[op].append(param)
-    readers: list[list[int]] = [[] for _ in graph.param_bytes]  # heaps: ready, or done already
-    last_read = [0] * len(readers)
-    missing = np.bincount(graph.edges[:, 1], minlength=graph.num_ops)
-    first = np.searchsorted(graph.edges[:, 0], np.arange(graph.num_ops + 1))
-    # (minus when its parameters were read, operator); of each parameter the first reader counts
-    heap: list[tuple[int, int]] = []
-    position = np.full(graph.num_ops, -1, np.int32)
-
-    def ready(op: int) -> None:
-        for param in params[op]:
-            heapq.heappush(readers[param], op)
-        recent = max((last_read[param] for param in params[op]), default=graph.num_ops + 1)
-        heapq.heappush(heap, (-recent, op))
-
-    for op in np.flatnonzero(missing == 0).tolist():
-        ready(op)
-    for now in range(graph.num_ops):
-        op = heapq.heappop(heap)[1]
-        while position[op] >= 0:  # an older entry of it
-            op = heapq.heappop(heap)[1]
-        position[op] = now
-        for param in params[op]:
-            last_read[param] = now + 1
-            waiting = readers[param]
-            while waiting and position[waiting[0]] >= 0:
-                heapq.heappop(waiting)
-            if waiting:
-                heapq.heappush(heap, (-now - 1, waiting[0]))
-        for user in graph.edges[first[op] : first[op + 1], 1].tolist():
-            missing[user] -= 1
-            if missing[user] == 0:
-                ready(user)
-    return position
-
-
 def _position(order: NDArray[np.intp]) -> NDArray[np.int32]:
     position = np.empty(len(order), np.int32)
     position[order] = np.arange(len(order))
@@ -445,12 +395,12 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     groups = problem.group_compute_s
     load = max(float(groups.min(axis=1).max()), balance_bound(groups))
     bounds = {"latency": path, "period": load, "max_load": load, "piecewise_latency": path}
-    if problem.power_w is not None:
-        busy, idle = problem.power_w
-        added = np.where(problem.supported, problem.compute_s, 0.0) * np.maximum(busy - idle, 0.0)
+    if problem.power is not None:
+        busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.sleep_w)
+        added = np.where(problem.supported, problem.compute_s, 0.0) * (busy - least)
         added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
         run_s = max(path / problem.num_microbatches, load)
-        waiting_w = np.minimum(busy, idle).sum() + problem.second_j
+        waiting_w = least.sum() + problem.second_j
         bounds["energy"] = float(added + waiting_w * run_s) * (1 - 1e-12)
     return bounds
 

@@ -23,7 +23,10 @@
   ``compute_s + share * (loaded_s - compute_s)``, where ``share`` is how much of the time the
   other devices are busy (their mean load over the largest load), and are stretched alike so that
   all of a micro-batch together take ``batch_s`` longer.
-* Memory: parameters, plus every tensor from the start of its producer (or of its transfer)
+* A device that has run nothing for longer than its ``sleep_after_s`` (counted from its last
+  operator, or the begin) is asleep. The next operator is then taken as ever, but begins
+  ``sleep_exit_s`` later.
+* Memory: parameters, plus every tensor from when its producer is taken (or its transfer begins)
   until its last consumer or outgoing transfer on that device ended (outputs: until their
   micro-batch finished), plus the workspace of running operators. Tensors that share memory
   (views) hold it together, once. Model inputs count from their admission on every CPU device
@@ -83,7 +86,7 @@ def simulate(
     start, end = np.empty((m, problem.num_ops)), np.empty((m, problem.num_ops))
     transfers = np.empty((sent, 4), np.int32)
     transfer_start, transfer_end = np.empty(sent), np.empty(sent)
-    finish = np.empty(m)
+    finish, asleep = np.empty(m), np.empty(problem.num_devices)
     peak = np.empty(problem.num_devices, np.int64)
     tables = kernels.tables(problem)
     g, window = problem.graph, m if schedule is not None else min(m, problem.max_in_flight)
@@ -107,6 +110,7 @@ def simulate(
         order,
         order_ptr,
         finish,
+        asleep,
         True,
         peak,
         True,
@@ -144,11 +148,12 @@ def evaluate(problem: Problem, placements: ArrayLike) -> Values:
 
     Colocation is not checked here (searches move whole groups).
     """
-    latency, _, _, ok1 = _batch(problem, placements, 1)
-    period, run_s, peak, ok = _batch(problem, placements, problem.num_microbatches)
-    energy = _energy_j(problem, placements, run_s)
-    priced = None if energy is None else _priced(problem, energy, run_s)
-    return Values(latency, period, energy, priced, peak, ok & ok1)
+    alone = _batch(problem, placements, 1)
+    many = _batch(problem, placements, problem.num_microbatches)
+    energy = None if problem.power is None else _energy_j(problem, placements, many)
+    priced = None if energy is None else _priced(problem, energy, many.run_s)
+    ok = alone.feasible & many.feasible
+    return Values(alone.period_s, many.period_s, energy, priced, many.peak_bytes, ok)
 
 
 def score(problem: Problem, placements: ArrayLike) -> Floats:
@@ -159,25 +164,33 @@ def score(problem: Problem, placements: ArrayLike) -> Floats:
     if problem.objective in objectives.ANALYTIC:
         return objectives.score(problem, placements)
     m = 1 if problem.objective == "latency" else problem.num_microbatches
-    value, run_s, _, ok = _batch(problem, placements, m)
+    runs = _batch(problem, placements, m)
+    value = runs.period_s
     if problem.objective == "energy":
-        energy = _energy_j(problem, placements, run_s)
-        assert energy is not None, "the problem was checked"
-        value = _priced(problem, energy, run_s)
-    return np.where(ok, value, np.inf)
+        value = _priced(problem, _energy_j(problem, placements, runs), runs.run_s)
+    return np.where(runs.feasible, value, np.inf)
 
 
-def _batch(
-    problem: Problem, placements: ArrayLike, num_microbatches: int
-) -> tuple[Floats, Floats, NDArray[np.int64] | None, NDArray[np.bool_]]:
-    """Period, seconds of the run per micro-batch (inf: it cannot run), peak memory (None: not
-    known) and feasibility of each placement."""
+@dataclass(frozen=True, eq=False)
+class _Runs:
+    """Of ``B`` placements, float64 ``[B]``: the period, and seconds of the run per micro-batch
+    (inf: it cannot run); ``asleep_s [B, D]`` of the whole run; the rest as in ``Values``."""
+
+    period_s: Floats
+    run_s: Floats
+    asleep_s: Floats
+    peak_bytes: NDArray[np.int64] | None
+    feasible: NDArray[np.bool_]
+
+
+def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _Runs:
     from placement import kernels
 
     p = np.ascontiguousarray(np.atleast_2d(np.asarray(placements, dtype=np.int32)))
     finish, busiest = np.empty((len(p), num_microbatches)), np.empty(len(p))
     track = problem.memory_may_bind
     peak = np.zeros((len(p), problem.num_devices), np.int64)
+    asleep = np.zeros((len(p), problem.num_devices))
     kernels.run_batch(
         kernels.tables(problem),
         p,
@@ -189,6 +202,7 @@ def _batch(
         track,
         finish,
         busiest,
+        asleep,
         peak,
     )
     ok = np.isfinite(busiest)
@@ -196,24 +210,22 @@ def _batch(
     value[ok] = steady_period(finish[ok], busiest[ok])
     run_s = np.where(ok, finish.max(axis=1) / num_microbatches, np.inf)
     if not track:
-        return value, run_s, None, ok
+        return _Runs(value, run_s, asleep, None, ok)
     for i in np.flatnonzero(ok):
         peak[i] += problem.param_bytes_on(p[i])
-    return value, run_s, peak, ok & (peak <= problem.memory_bytes).all(axis=1)
+    return _Runs(value, run_s, asleep, peak, ok & (peak <= problem.memory_bytes).all(axis=1))
 
 
-def _energy_j(problem: Problem, placements: ArrayLike, run_s: Floats) -> Floats | None:
-    """float64 ``[B]`` joules per micro-batch (``Timeline.energy_j / M``); None: power unknown."""
-    if problem.power_w is None:
-        return None
-    busy_w, idle_w = problem.power_w
+def _energy_j(problem: Problem, placements: ArrayLike, runs: _Runs) -> Floats:
+    """float64 ``[B]`` joules per micro-batch (``Timeline.energy_j / M``); inf: it cannot run."""
+    assert problem.power is not None, "the problem was checked"
     m, d = problem.num_microbatches, problem.num_devices
     rows = np.atleast_2d(np.asarray(placements, np.int32))
     energy = np.full(len(rows), np.inf)
-    for i in np.flatnonzero(np.isfinite(run_s)):
+    for i in np.flatnonzero(np.isfinite(runs.run_s)):
         p = rows[i]
-        busy_s = np.bincount(p, weights=durations(problem, p, m), minlength=d)
-        energy[i] = busy_s @ (busy_w - idle_w) + idle_w.sum() * run_s[i]
+        busy_s = np.bincount(p, weights=durations(problem, p, m), minlength=d).astype(np.float64)
+        energy[i] = problem.power.energy_j(runs.run_s[i], busy_s, runs.asleep_s[i] / m)
     return energy
 
 
@@ -285,7 +297,6 @@ def _timeline(
     transfer_end: Floats,
     peak: NDArray[np.int64] | None,
 ) -> Timeline:
-    busy_w, idle_w = problem.power_w or (None, None)
     return Timeline(
         device_names=problem.cluster.device_names,
         placement=placement,
@@ -295,8 +306,7 @@ def _timeline(
         transfer_start_s=transfer_start,
         transfer_end_s=transfer_end,
         peak_bytes=peak,
-        busy_w=busy_w,
-        idle_w=idle_w,
+        power=problem.power,
     )
 
 
@@ -316,7 +326,8 @@ def simulate_reference(
     model_inputs = np.flatnonzero(g.tensor_src < 0)
     num_inputs = np.diff(g.in_ptr)
 
-    start, end = np.empty((num_batches, n)), np.empty((num_batches, n))
+    start, end, taken = np.empty((3, num_batches, n))
+    power = problem.cluster.power
     sent: list[tuple[int, int, int, int, float, float]] = []
     events: list[tuple[float, int]] = []  # (time, device): something may happen there
     missing: dict[tuple[int, int], int] = {}  # inputs that have not been sent off yet
@@ -325,6 +336,7 @@ def simulate_reference(
     running: list[tuple[int, int] | None] = [None] * d_count
     free_at = [0.0] * d_count  # end of the running operator or of blocking transfers
     told_s = [-1.0] * d_count  # arrival of the last that was sent there
+    ended_s = [0.0] * d_count  # of the last operator
     channel_free = [0.0] * problem.num_channels
     next_entry = [0] * d_count
     unfinished: dict[int, int] = {}
@@ -406,7 +418,7 @@ def simulate_reference(
             if key is not None and free_at[device] == now:
                 batch, op = key
                 running[device] = None
-                end[batch, op] = now
+                end[batch, op] = ended_s[device] = now
                 sending = 0.0
                 for tensor in produced[op]:
                     own = np.arange(d_count) == device
@@ -424,13 +436,15 @@ def simulate_reference(
                 if key is not None:
                     del waiting[device][key]
                     running[device] = key
-                    start[key] = now
-                    free_at[device] = now + seconds[key[1]]
+                    taken[key] = start[key] = now
+                    if now - ended_s[device] > power.sleep_after_s[device]:
+                        start[key] = now + power.sleep_exit_s[device]
+                    free_at[device] = start[key] + seconds[key[1]]
                     heapq.heappush(events, (free_at[device], device))
 
     rows = np.array([s[:4] for s in sent], np.int32).reshape(-1, 4)
     begin, finish = np.array([s[4] for s in sent]), np.array([s[5] for s in sent])
-    peak = _peak_bytes_reference(problem, p, admitted_s, start, end, rows, begin, finish)
+    peak = _peak_bytes_reference(problem, p, admitted_s, taken, end, rows, begin, finish)
     return _timeline(problem, p, start, end, rows, begin, finish, peak)
 
 
@@ -438,7 +452,7 @@ def _peak_bytes_reference(
     problem: Problem,
     placement: Placement,
     admitted_s: list[float],
-    start: Floats,
+    taken: Floats,
     end: Floats,
     transfers: NDArray[np.int32],
     transfer_start: Floats,
@@ -449,7 +463,7 @@ def _peak_bytes_reference(
     At home a tensor lives in its root's memory, which is held while any tensor in it is; a
     copy sent elsewhere is its own.
     """
-    g, m = problem.graph, start.shape[0]
+    g, m = problem.graph, taken.shape[0]
     _, shares_host = host_of(problem)
     spans: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
 
@@ -470,7 +484,7 @@ def _peak_bytes_reference(
                     until = end[batch].max()
                 sent = (transfers[:, :2] == (tensor, batch)).all(axis=1)
                 until = max(until, *transfer_end[sent], 0.0)
-                hold(root, batch, home, start[batch, src], until)
+                hold(root, batch, home, taken[batch, src], until)
                 continue
             for cpu in np.flatnonzero(shares_host):
                 if len(here := users(tensor, cpu)):
@@ -491,7 +505,7 @@ def _peak_bytes_reference(
             for op in np.flatnonzero(placement == device):
                 size = int(problem.profile.workspace_bytes[op])
                 for batch in range(m):
-                    changes += [(start[batch, op], 1, size), (end[batch, op], 0, -size)]
+                    changes += [(taken[batch, op], 1, size), (end[batch, op], 0, -size)]
         now = most = 0
         for _, _, change in sorted(changes):
             now += change

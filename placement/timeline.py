@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.cluster import Power
 from placement.files import write_atomic
 
 Floats = NDArray[np.float64]
@@ -34,7 +35,7 @@ class Timeline:
         transfer_start_s, transfer_end_s: float64 ``[X]``.
         peak_bytes: int64 ``[D]``, or None where memory was not tracked.
         measured: True if it comes from real devices.
-        busy_w, idle_w: float64 ``[D]`` watts, or None when unknown.
+        power: what the devices draw, or None when unknown.
         load_s: float64 ``[M, 2]`` begin and end of loading each micro-batch on the host (several
             may be loaded at once), or None where there is no loader. Loading is before the run
             of a micro-batch: no other figure counts it.
@@ -49,8 +50,7 @@ class Timeline:
     transfer_end_s: Floats = field(default_factory=lambda: np.zeros(0))
     peak_bytes: NDArray[np.int64] | None = None
     measured: bool = False
-    busy_w: Floats | None = None
-    idle_w: Floats | None = None
+    power: Power | None = None
     load_s: Floats | None = None
 
     def _repr_html_(self) -> str:
@@ -127,11 +127,40 @@ class Timeline:
 
     @cached_property
     def energy_j(self) -> float | None:
-        """``sum_d busy_w * busy_s + idle_w * (makespan - busy_s)``; None if power is unknown."""
-        if self.busy_w is None or self.idle_w is None:
+        """``sum_d busy_w * busy_s + sleep_w * asleep_s``, and ``idle_w`` for the rest of the
+        makespan; None if power is unknown."""
+        if self.power is None:
             return None
-        idle_s = np.maximum(self.makespan_s - self.busy_s, 0.0)
-        return float(self.busy_w @ self.busy_s + self.idle_w @ idle_s)
+        return float(self.power.energy_j(self.makespan_s, self.busy_s, self.asleep_s))
+
+    @cached_property
+    def asleep_s(self) -> Floats:
+        """float64 ``[D]`` seconds each device slept between operators, before and after them."""
+        return self._slept[0]
+
+    @cached_property
+    def taken_s(self) -> Floats:
+        """float64 ``[M, N]`` when each operator was taken: ``start_s``, or when its device woke."""
+        return self._slept[1]
+
+    @cached_property
+    def _slept(self) -> tuple[Floats, Floats]:
+        asleep, taken = np.zeros(len(self.device_names)), self.start_s.copy()
+        if self.power is None:
+            return asleep, taken
+        for d in np.flatnonzero(np.isfinite(self.power.sleep_after_s)):
+            batch, op = np.nonzero(np.broadcast_to(self.placement == d, self.start_s.shape))
+            order = np.argsort(self.start_s[batch, op])
+            batch, op = batch[order], op[order]
+            begins = np.append(self.start_s[batch, op] - self.begin_s, self.makespan_s)
+            ends = np.append(0.0, self.end_s[batch, op] - self.begin_s)
+            exits = np.full(len(begins), self.power.sleep_exit_s[d])
+            exits[-1] = 0.0  # after the last it may sleep on
+            slept = begins - np.maximum.accumulate(ends) - self.power.sleep_after_s[d] - exits
+            asleep[d] = np.maximum(slept, 0.0).sum()
+            woken = slept[:-1] > 0
+            taken[batch[woken], op[woken]] -= exits[0]
+        return asleep, taken
 
     def to_trace(self, op_name: tuple[str, ...] | None = None) -> dict[str, Any]:
         """Chrome/Perfetto trace: a track per device, per pair of devices that talk, per loader.
@@ -181,6 +210,7 @@ class Timeline:
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         arrays = {k: v for k, v in values.items() if isinstance(v, np.ndarray)}
+        arrays |= {} if self.power is None else vars(self.power)
         head = json.dumps({"device_names": self.device_names, "measured": self.measured})
         buffer = io.BytesIO()
         np.savez_compressed(buffer, allow_pickle=False, head=np.array(head), **arrays)
@@ -198,7 +228,9 @@ class Timeline:
                 head = json.loads(str(data["head"]))
                 arrays = {k: data[k] for k in data.files if k != "head"}
             names = tuple(head["device_names"])
-            return cls(device_names=names, measured=head["measured"], **arrays)
+            watts = {f.name: arrays.pop(f.name) for f in fields(Power) if f.name in arrays}
+            power = Power(**watts) if watts else None
+            return cls(device_names=names, measured=head["measured"], power=power, **arrays)
         except Exception as error:  # zip, json and numpy each raise their own kinds
             raise TimelineError(f"{path}: not a readable timeline ({error})") from error
 

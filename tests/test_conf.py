@@ -401,12 +401,12 @@ def test_train(run: Callable[..., int], tmp_path: Path) -> None:
 def test_train_on_synthetic_problems(
     run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["workload=[]", "synthetic=[{family: reduction_tree, seeds: [0, 1]}]", "tracker=none"]
+    words = ["workload=[]", "synthetic=[{family: giph, seeds: [0, 1]}]", "tracker=none"]
     words += ["training.total_steps=64", "+training.num_envs=2", "+training.network.hidden=8"]
     words += ["num_microbatches=1", "objective=max_load", "evaluations=200", "variants=1"]
     assert run("train", *words, "training.formulation=guided_search", "hydra.run.dir=g") == 0
     rows = rows_of(tmp_path / "g")
-    assert {r["workload"] for r in rows} == {"reduction_tree-0", "reduction_tree-1"}
+    assert {r["workload"] for r in rows} == {"giph-0", "giph-1"}
     card = TrainedPolicy.load(tmp_path / "g" / "policy.safetensors").card
     assert len(card["problems"]) == 4  # and each on another machine
     # Finished: resuming changes nothing.
@@ -418,10 +418,10 @@ def test_train_on_synthetic_problems(
     one = ["training.formulation=one_shot", "training.network.encoder=dag", "hydra.run.dir=i"]
     assert run("train", *words, *imitate, *one) == 0
     assert sorted(load_solutions(tmp_path / "i" / "solutions.npz")) == [
-        "reduction_tree-0",
-        "reduction_tree-0/0",
-        "reduction_tree-1",
-        "reduction_tree-1/0",
+        "giph-0",
+        "giph-0/0",
+        "giph-1",
+        "giph-1/0",
     ]
     assert run("train", *words, "warm_start=magic", "hydra.run.dir=x") == 2
     assert "use baseline or imitation" in capsys.readouterr().err

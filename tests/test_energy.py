@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from problems import random_problem
 
+from placement.cluster import Device
 from placement.compare import compare
 from placement.planners import load, names
 from placement.problem import Problem, lower_bounds
@@ -53,7 +54,7 @@ def test_searches_find_the_placement_of_least_energy(seed: int) -> None:
 def test_a_frugal_device_wins_where_energy_counts_and_a_fast_one_where_time_does() -> None:
     problem = roomy(0)
     fast, frugal = problem.cluster.devices
-    watts = (replace(fast, busy_w=300, idle_w=0), replace(frugal, busy_w=1, idle_w=0))
+    watts = (Device(fast.name, busy_w=300, idle_w=0), Device(frugal.name, busy_w=1, idle_w=0))
     seconds = np.tile([1.0, 4.0], (6, 1))
     profile = replace(problem.profile, compute_s=seconds, loaded_s=None, transfer_s=None)
     cluster = replace(problem.cluster, devices=watts)

@@ -62,6 +62,12 @@ def test_bytes_of_an_operator() -> None:
     # A look-up reads its rows and indices, not the table.
     lookup = one("aten.embedding.default(f32[1000,32], i64[1,16])", 4 * 16 * 32)
     assert lookup["read_bytes"] == 4 * 16 * 32 + 8 * 16
+    # 2 bags of 6 rows together; the table is as large as it likes.
+    bags = "aten.embedding_bag.padding_idx(f32[{},32], i64[6], i64[2], False, 0)"
+    found = one(bags.format(1000), 4 * 2 * 32)
+    assert found["read_bytes"] == 4 * 6 * 32 + 8 * 6 + 8 * 2
+    assert found["flops"] == 6 * 32
+    assert one(bags.format(10**6), 4 * 2 * 32) == found
     view = one("aten.transpose.int(f32[1,16,2,16], 1, 2)", 4 * 512)
     assert view["read_bytes"] == view["written_bytes"] == view["flops"] == 0
     assert view["class"] == "view"
@@ -89,6 +95,31 @@ def test_any_shapes_have_finite_parameters(kind: str, shapes: list[list[int]]) -
     tensors = ", ".join(f"f32[{','.join(map(str, s))}]" for s in shapes)
     _, values = parameters(f"aten.{kind}.default({tensors})", 64.0, False)
     assert np.isfinite(values).all()
+
+
+def test_what_is_touched_before_parameters_and_code_are_used_again() -> None:
+    # Two layers, weights w (100 bytes) and v (40 bytes), over two time steps: a0 -> b0, a0 -> a1,
+    # a1 -> b1, b0 -> b1. An a touches 10 bytes, a b 20. In an order that reads parameters while
+    # they are cached, again and again:
+    #   a0 a1 b0 b1 | a0 a1 b0 b1
+    #   10 10 20 20
+    graph = OpGraph.build(
+        "steps",
+        ["a0", "b0", "a1", "b1"],
+        range(4),
+        [10, 20, 10, 20],
+        [(0, 1), (0, 2), (2, 3), (1, 3)],
+        op_kind=["aten.a", "aten.b", "aten.a", "aten.b"],
+        op_signature=["aten.a.default()", "aten.b.default()"] * 2,
+        param_bytes=[100, 40],
+        param_uses=[(0, 0), (2, 0), (1, 1), (3, 1)],
+    )
+    found = features(graph)
+    assert (found.read_bytes + found.written_bytes).tolist() == [10, 20, 10, 20]
+    assert found.param_gap_bytes.tolist() == [40, 20, 0, 0]
+    assert found.kind_gap_bytes.tolist() == found.param_gap_bytes.tolist()
+    plain = features(OpGraph.build("plain", ["a"], [0], [8], []))
+    assert plain.param_gap_bytes.tolist() == [0]  # no parameters
 
 
 def test_dependencies() -> None:

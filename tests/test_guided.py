@@ -49,7 +49,7 @@ def test_one_compilation_serves_all_problems() -> None:
 
 
 def objectives_of(problem: Problem) -> list[Any]:
-    return [o for o in OBJECTIVES if o != "energy" or problem.power_w is not None]
+    return [o for o in OBJECTIVES if o != "energy" or problem.power is not None]
 
 
 def started(problem: Problem, seed: int, number: int = 0) -> tuple[Tables, State]:

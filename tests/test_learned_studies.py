@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import _study, budgets, results
-from experiments.learned import against, cells, goals, guided, zero_shot
+from experiments.learned import against, cells, executed, goals, guided, zero_shot
 from experiments.learned import problems as made
 from experiments.learned.cells import Cell, Cells, geometric, least, ratios, share
 from placement.problem import Problem, Solution
@@ -311,3 +311,37 @@ def test_tables_of_pages() -> None:
     table = results.first_table(text)
     assert table.count("| 1 |") == results.MOST_ROWS and "and 4 more rows" in table
     assert results.first_table("nothing") == "" == results.command_of("nothing")
+
+
+def test_the_best_baseline_is_chosen_without_the_round_it_is_compared_in() -> None:
+    # Two baselines that take 1 and 4 s by chance: the less lucky one in each round is the better in
+    # the other. A single device is always slower.
+    def row(planner: str, predicted_s: float, *rounds: float) -> executed.Row:
+        text = " ".join(map(str, rounds))
+        return executed.Row(
+            "p", "period", 9, 2, planner, None, predicted_s, float(np.median(rounds)), text
+        )
+
+    rows = [row("policy", 1.5, 2, 2), row("a", 3, 1, 4), row("b", 2, 4, 1)]
+    assert executed.measured(rows, single=False) == {"p": [pytest.approx(2 / 4)]}
+    assert executed.predicted(rows) == {"p": [1.5 / 2]}
+    rows.append(row("single:cpu:0", 9, 8, 4))
+    assert executed.measured(rows, single=True) == {"p": [pytest.approx((2 / 8 * 2 / 4) ** 0.5)]}
+
+
+def test_a_cell_of_the_released_policy_is_run_again_when_that_is_another(
+    tmp_path, monkeypatch
+) -> None:
+    @dataclass(frozen=True)
+    class Learned:
+        policy: str | None = None
+
+        def __call__(self, problem: Problem) -> Solution:
+            return Late()(problem)
+
+    kept = Cells(tmp_path)
+    for weights in ("one", "one", "two"):
+        monkeypatch.setattr(cells, "policy_digests", lambda folder, weights=weights: weights)
+        kept.run("group", "name", SMALL, "policy", Learned())
+        kept.run("group", "name", SMALL, "mine", Learned("mine.safetensors"))
+    assert sorted(f.name.split("-")[1] for f in tmp_path.iterdir()) == ["mine", "policy", "policy"]

@@ -16,11 +16,11 @@ from test_time_slices import unrolled
 from placement import measure as measure_module
 from placement.cluster import Cluster, Device
 from placement.executor import Executor
-from placement.graph import OpGraph
+from placement.graph import OpGraph, reuse_position
 from placement.measure import measure
 from placement.plan import make_plan
 from placement.planners import load
-from placement.problem import Problem, reuse_position
+from placement.problem import Problem
 from placement.profile import Profile
 from placement.program import capture
 from placement.simulator import simulate, simulate_reference

@@ -21,7 +21,6 @@ problems: those whose name begins so.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
 import json
 import os
@@ -153,15 +152,11 @@ def _write(options: argparse.Namespace, module: Any, found: list[Any], command: 
 
 def _digests(policies: dict[str, str | None]) -> dict[str, str]:
     """First digits of the SHA-256 of every file."""
-    import agents
-
     found = {}
     for name, given in policies.items():
-        path = Path(given or Path(agents.__file__).with_name("released"))
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        for file in files:
-            content = hashlib.sha256(file.read_bytes()).hexdigest()
-            found[name if file == path else f"{name} {file.stem}"] = content[:12]
+        path = Path(given) if given else kept.released_folder()
+        for file, content in kept.policy_digests(path).items():
+            found[f"{name} {Path(file).stem}" if path.is_dir() else name] = content[:12]
     return found
 
 

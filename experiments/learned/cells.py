@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -82,7 +83,11 @@ class Cells:
         """
         given = {"seed": seed, "seconds": seconds, "evaluations": evaluations}
         ready = with_options(planner, **given)
-        key = digest(problem_fingerprint(problem), group, name, label, describe(ready), given)
+        what = [problem_fingerprint(problem), group, name, label, describe(ready), given]
+        rule = getattr(ready, "chooser", "policy") != "policy"
+        if getattr(ready, "policy", label) is None and not rule:  # released: may be another now
+            what.append(policy_digests(released_folder()))
+        key = digest(*what)
         path = self.folder / f"{_slug(name)}-{_slug(label)}-{key[:16]}.json"
         if path.is_file():
             saved = json.loads(path.read_text(encoding="utf-8"))
@@ -233,6 +238,20 @@ def policy_file(given: str | None, mode: Any, objective: Any) -> str | None:
     if given is None or not Path(given).is_dir():
         return given
     return str(Path(given) / released(mode, objective).name)
+
+
+def released_folder() -> Path:
+    """Where the policies are that ship with the package."""
+    import agents
+
+    return Path(agents.__file__).with_name("released")
+
+
+@cache
+def policy_digests(path: Path) -> dict[str, str]:
+    """SHA-256 (hex) of a policy, or of every one in a folder, by the file's name."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
 def warm_up(objectives: Sequence[Any], names: Sequence[str]) -> None:

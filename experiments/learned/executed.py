@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 
 from experiments import _study
 from experiments._study import number, say
@@ -22,7 +26,11 @@ LEARNED = "policy"
 
 @dataclass(frozen=True)
 class Row:
-    """One answer on one problem; seconds of the problem's objective, predicted and measured."""
+    """One answer on one problem; seconds of the problem's objective, predicted and measured.
+
+    ``rounds_s`` are those of each interleaved round, with spaces between; ``measured_s`` is their
+    median.
+    """
 
     problem: str
     objective: str
@@ -32,7 +40,11 @@ class Row:
     seed: int | None
     predicted_s: float
     measured_s: float
-    rounds: int
+    rounds_s: str
+
+    @property
+    def each_s(self) -> list[float]:
+        return [float(s) for s in self.rounds_s.split()]
 
 
 def problems(options: Namespace) -> made.Problems:
@@ -67,19 +79,21 @@ def run(options: Namespace, chosen: made.Problems) -> list[Row]:
     for name, problem in chosen.items():
         say(name)
         planners = {n: load(n) for n in best_predicted(problem, budget.baselines)}
+        out = options.work / name.replace("/", "_").replace(" ", "_")
         comparison = compare(
             {name: problem},
             {LEARNED: PolicyPlanner(seconds=budget.seconds), **planners},
             range(budget.seeds),
-            out_dir=options.work / name.replace("/", "_").replace(" ", "_"),
+            out_dir=out,
             executor=Executor,
             rounds=budget.rounds,
             progress=say,
         )
         what = "latency_s" if "latency" in problem.objective else "period_s"
+        found = samples(out)
         for row in comparison.rows:
-            measured = getattr(row, f"measured_{what}")
-            if measured is not None:
+            measured_s = getattr(row, f"measured_{what}")
+            if measured_s is not None:
                 rows.append(
                     Row(
                         problem=name,
@@ -89,28 +103,53 @@ def run(options: Namespace, chosen: made.Problems) -> list[Row]:
                         planner=row.planner,
                         seed=row.seed,
                         predicted_s=getattr(row, what),
-                        measured_s=measured,
-                        rounds=row.num_rounds,
+                        measured_s=measured_s,
+                        rounds_s=" ".join(f"{s:.9g}" for s in found[row.placement_id][what]),
                     )
                 )
     return rows
 
 
-def against(rows: Sequence[Row], single: bool, measured: bool = True) -> dict[str, list[float]]:
+def samples(out: Path) -> dict[str, dict[str, list[float]]]:
+    """What ``compare`` measured into ``out``: by placement, seconds of every round by figure."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for path in (out / "measured").glob("*.json"):
+        found.update(json.loads(path.read_text(encoding="utf-8"))["samples"])
+    return found
+
+
+def predicted(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """The learned planner's seconds over the least of all baselines; one per seed, by problem."""
+    found: dict[str, list[float]] = {}
+    for name in dict.fromkeys(r.problem for r in rows):
+        mine = [r for r in rows if r.problem == name]
+        least = min(r.predicted_s for r in mine if r.planner != LEARNED)
+        found[name] = [r.predicted_s / least for r in mine if r.planner == LEARNED]
+    return found
+
+
+def measured(rows: Sequence[Row], single: bool) -> dict[str, list[float]]:
     """The learned planner's seconds over those of the best baseline, or single device.
 
-    One per seed, by problem; the best by the same kind of seconds.
+    One per seed, by problem. The best is chosen without the round in which it is compared: the
+    least of several noisy medians is less than any of them takes.
     """
     found: dict[str, list[float]] = {}
     for name in dict.fromkeys(r.problem for r in rows):
         mine = [r for r in rows if r.problem == name]
-        seconds = {id(r): r.measured_s if measured else r.predicted_s for r in mine}
-        others = [
-            seconds[id(r)]
-            for r in mine
-            if r.planner != LEARNED and (not single or r.planner.startswith(SINGLE))
-        ]
-        found[name] = [seconds[id(r)] / min(others) for r in mine if r.planner == LEARNED]
+        ours = np.array([r.each_s for r in mine if r.planner == LEARNED])
+        others = np.array(
+            [
+                r.each_s
+                for r in mine
+                if r.planner != LEARNED and (not single or r.planner.startswith(SINGLE))
+            ]
+        )
+        ratios = []
+        for k in range(ours.shape[1]):
+            best = np.median(np.delete(others, k, axis=1), axis=1).argmin()
+            ratios.append(ours[:, k] / others[best, k])
+        found[name] = np.exp(np.log(ratios).mean(axis=0)).tolist()
     return found
 
 
@@ -121,14 +160,13 @@ def report(rows: Sequence[Row]) -> str:
     for objective in objectives:
         some = [r for r in rows if not objective or r.objective == objective]
         if some:
-            measured = against(some, single=False)
             table.append(
                 [
                     objective or "all",
-                    str(len(measured)),
-                    geometric(against(some, single=False, measured=False)).percent(),
-                    geometric(measured).percent(),
-                    geometric(against(some, single=True)).percent(),
+                    str(len(predicted(some))),
+                    geometric(predicted(some)).percent(),
+                    geometric(measured(some, single=False)).percent(),
+                    geometric(measured(some, single=True)).percent(),
                 ]
             )
     summary = _study.to_table(
@@ -149,7 +187,7 @@ def report(rows: Sequence[Row]) -> str:
                 number(best.measured_s, 2, 1e3),
                 number(min(r.predicted_s for r in ours), 2, 1e3),
                 " ".join(number(r.measured_s, 2, 1e3) for r in ours),
-                geometric({name: against(mine, single=False)[name]}).percent(),
+                geometric(measured(mine, single=False)).percent(),
             ]
         )
     each = _study.to_table(
@@ -159,11 +197,11 @@ def report(rows: Sequence[Row]) -> str:
     )  # fmt: skip
     return f"""# The learned planner's placements, executed
 
-Every placement runs on two one-core devices in the pipelined runtime, {rows[0].rounds} interleaved
-rounds; medians. Negative is better. The baselines that run are those with the least predicted
+Every placement runs on two one-core devices in the pipelined runtime, in {len(rows[0].each_s)}
+interleaved rounds. Negative is better. The baselines that run are those with the least predicted
 values of {len(BASELINES)}, and every single device; the best of them is chosen by what was
-measured, which the learned planner may not. One measurement of a placement differs from the next by
-14 % here.
+measured, which the learned planner may not, in all rounds but the one in which it is compared.
+Milliseconds are medians. One measurement of a placement differs from the next by 14 % here.
 
 {summary}
 ## Problems

@@ -154,7 +154,6 @@ def measured_timeline(
             transfers,
             sent_s,
         )
-    busy_w, idle_w = problem.power_w or (None, None)
     return Timeline(
         device_names=problem.cluster.device_names,
         placement=runner.placement,
@@ -165,7 +164,6 @@ def measured_timeline(
         transfer_end_s=np.array([row[5] for row in moved]) * 1e-9,
         peak_bytes=peak,
         measured=True,
-        busy_w=busy_w,
-        idle_w=idle_w,
+        power=problem.power,
         load_s=(loaded - zero) * 1e-9 if len(loaded) == m else None,
     )

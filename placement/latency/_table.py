@@ -18,7 +18,7 @@ SMALLEST_S = 1e-8  # a clock's zero has no logarithm
 _FLOPS_PER_S, _BYTES_PER_S, _CALL_S = 4e10, 8e9, 3e-6
 NAMES = (
     "flops", "read_bytes", "written_bytes", "batch", "rows", "inner", "outer", "intensity",
-    "num_inputs", "item_bytes", "threads",
+    "num_inputs", "item_bytes", "threads", "param_gap_bytes", "kind_gap_bytes",
 )  # fmt: skip
 
 
@@ -87,10 +87,12 @@ def tables(samples: Sequence[Sample]) -> dict[str, Table]:
             sample.graph.op_signature, return_index=True, return_inverse=True, return_counts=True
         )
         mean = np.bincount(row, np.maximum(sample.compute_s, SMALLEST_S)) / count
+        x = columns(found, sample.device)
+        x = np.stack([np.bincount(row, column) / count for column in x.T], axis=1)
         part = (
             kinds(found)[first],
             found.op_class[first],
-            columns(found, sample.device)[first],
+            x,
             guess(found, sample.device)[first],
             np.log(mean),
             mean * count,

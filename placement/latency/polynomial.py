@@ -24,7 +24,8 @@ class Polynomial:
     For every kind of operator and kind of device, a polynomial of *degree 2* (all squares and
     products) in the logarithms of the *parameters* flops, bytes read, bytes written, matrices
     (batch), rows, inner and outer dimension, operations per byte, inputs, bytes of an element,
-    and threads. It gives the logarithm of seconds over those of a device that is nothing special
+    threads, and the bytes touched since its parameters and its kind's code were used. It gives
+    the logarithm of seconds over those of a device that is nothing special
     (``_table.guess``), so that relative errors count. Outside of what was measured the
     polynomial stays as it is at the border, so that times go on in proportion to work.
     *Regularisation*: ridge, ``ridge`` times the squares of the coefficients of standardised

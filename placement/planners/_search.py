@@ -373,7 +373,11 @@ def _swappable(problem: Problem, a: int, b: int) -> bool:
     swap = np.arange(problem.num_devices)
     swap[[a, b]] = b, a
     kinds = np.array([d.kind == "cpu" for d in problem.cluster.devices])
-    by_device = (problem.compute_s, problem.loaded_s, problem.memory_bytes, kinds)
+    power = problem.cluster.power
+    by_device = [problem.compute_s, problem.loaded_s, problem.memory_bytes, kinds]
+    by_device += [power.sleep_after_s, power.sleep_exit_s]
+    if problem.objective == "energy":
+        by_device += [power.busy_w, power.idle_w, power.sleep_w]
     if not all(np.array_equal(x[..., a], x[..., b]) for x in by_device):
         return False
     by_pair: list[NDArray[Any]] = [problem.link_blocking, problem.link_wake_s, problem.link_send_s]
