@@ -70,7 +70,7 @@ def guarded(work: Callable[[], int]) -> int:
     """The exit code of ``work``; users' errors are one message."""
     wants_traceback = bool(os.environ.get("HYDRA_FULL_ERROR"))
     try:
-        with warnings.catch_warnings():
+        with cli.interruptible(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
             check_packages()
             return work()

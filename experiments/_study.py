@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from placement import planners
+from placement import cli, planners
 from placement.cluster import Cluster, Device, Link
 from placement.files import write_atomic
 from placement.graph import OpGraph
@@ -335,7 +335,8 @@ def common_options(parser: argparse.ArgumentParser, name: str) -> None:
 def launch(study: Callable[[], None]) -> int:
     """Run a study; users' errors are one message and exit code 2."""
     try:
-        study()
+        with cli.interruptible():
+            study()
     except KeyboardInterrupt:
         say("interrupted; the same command continues")
         return 130

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from placement import cli
+
 BASELINES = ("round_robin", "heft", "contiguous_dp", "random_search")
 
 
@@ -38,7 +40,8 @@ def main(argv: list[str] | None = None) -> None:
     # Workers bring their own threads; spinning ones of this process would only disturb them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        demo(options.workload, options.out, options.seconds, options.rounds)
+        with cli.interruptible():
+            demo(options.workload, options.out, options.seconds, options.rounds)
     except KeyboardInterrupt:
         print("\ninterrupted; what was finished is in", options.out, file=sys.stderr)
         sys.exit(130)

@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         args.options += rest
     try:
-        with warnings.catch_warnings():
+        with cli.interruptible(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
             return _checked(args)
     except KeyboardInterrupt:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 
 from placement.__main__ import VERBS, main
-from placement.cli import DEFECT, NO, OK, seconds
+from placement.cli import DEFECT, NO, OK, interruptible, seconds
 from placement.cluster import Cluster, Device
 from placement.files import FileError
 from placement.plan import Plan, load_plan
@@ -494,6 +497,20 @@ def test_interrupt_leaves_nothing(
     _, err = capsys.readouterr()
     assert "placement: interrupted" in err and "Traceback" not in err
     assert list(folder.iterdir()) == []
+
+
+def test_ctrl_c_in_a_callback_of_c_comes_again(capsys: Any) -> None:
+    @ctypes.CFUNCTYPE(None)
+    def callback() -> None:
+        signal.raise_signal(signal.SIGINT)  # no exception passes through C
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        callback()
+        time.sleep(10)
+    assert "KeyboardInterrupt" not in capsys.readouterr().err
+    with interruptible():
+        callback()
+    time.sleep(0.1)  # what has ended goes on
 
 
 def test_our_own_mistakes_are_not_hidden(

@@ -6,10 +6,12 @@ Data goes to standard output, everything else to standard error. A verb's file h
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +48,33 @@ class UsageError(ValueError):
 def say(text: str) -> None:
     """One message on standard error."""
     print(f"placement: {text}", file=sys.stderr)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C ends what is inside, wherever it comes.
+
+    No exception passes through C code that calls Python (a callback of the compiler of the
+    kernels, a destructor): Python reports it and goes on, and the Ctrl-C would be lost. It comes
+    again a moment later, when that call is over.
+    """
+    report = sys.unraisablehook
+    timers: list[threading.Timer] = []
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            timers.append(threading.Timer(0.05, _thread.interrupt_main))
+            timers[-1].start()
+        else:
+            report(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
+        for timer in timers:  # what has ended is not interrupted
+            timer.cancel()
 
 
 def close_output() -> None:
