@@ -93,7 +93,7 @@ MEANINGS = {
     "DeviceInfo.like": "The measured device that this one is described by.",
     "DeviceInfo.speed": "It is this many times as fast as `like`.",
     "DeviceInfo.model": "Model of the hardware, for people.",
-    "LinkInfo.src": "Name of the sending device.",
+    "LinkInfo.src": "Name of the sending device, or a pattern: `*` stands for any text.",
     "LinkInfo.dst": "Name of the receiving device.",
     "LinkInfo.latency_s": "Seconds of a transfer without bytes.",
     "LinkInfo.bandwidth_bytes_per_s": "Null: unlimited.",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import Cluster, Link
+from placement.cluster import Cluster, Link, between
 from placement.problem import Problem
 
 
@@ -56,8 +56,7 @@ class Perturbation:
         def wider(links: Sequence[Link]) -> tuple[Link, ...]:
             return tuple(
                 replace(x, bandwidth_bytes_per_s=x.bandwidth_bytes_per_s * bandwidth)
-                for x in links
-                if x.src in names and x.dst in names
+                for x in between(links, names)
             )
 
         pairs, io_s, loaded_s = profile.transfer_s, profile.io_s, profile.loaded_s

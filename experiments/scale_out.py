@@ -59,12 +59,10 @@ class Row:
 def cluster(num_devices: int) -> Cluster:
     """Nodes of ``PER_NODE`` devices: two levels of links, one interface per node."""
     names = [f"n{d // PER_NODE}:{d % PER_NODE}" for d in range(num_devices)]
-    nodes = [f"n{d // PER_NODE}:out" for d in range(num_devices)]
-    links = tuple(
-        Link(a, b, *WITHIN) if nodes[i] == nodes[j] else Link(a, b, *BETWEEN, channel=nodes[i])
-        for i, a in enumerate(names)
-        for j, b in enumerate(names)
-        if i != j
+    nodes = [f"n{i}" for i in range(-(-num_devices // PER_NODE))]
+    links = (
+        *(Link(f"{node}:*", "*", *BETWEEN, channel=f"{node}:out") for node in nodes),
+        *(Link(f"{node}:*", f"{node}:*", *WITHIN) for node in nodes),
     )
     devices = tuple(Device(x, "accelerator", memory_bytes=2**36) for x in names)
     return Cluster(f"{num_devices}-devices", devices, links)

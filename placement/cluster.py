@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,10 @@ class Power:
 class Link:
     """One direction between two devices: ``latency_s + bytes / bandwidth_bytes_per_s``.
 
+    ``src`` and ``dst`` are names of devices, or patterns in which ``*`` stands for any text: the
+    link then joins every device of the one with every device of the other. Of several links of
+    the same pair the last one counts: ``* -> *`` may come first, ``node0/* -> node0/*`` later.
+
     Links with the same ``channel`` name share one serial channel; without a name each
     ordered pair is its own. ``blocking``: the sender's worker is busy meanwhile. ``wake_s``: how
     long it is kept busy by handing a tensor to a worker that waits idle, and so must be woken;
@@ -159,6 +164,47 @@ class Link:
             )
 
 
+Ends = tuple[int | NDArray[np.intp], int | NDArray[np.intp], Link]
+
+
+def pairs_of(links: Iterable[Link], names: Sequence[str]) -> Iterator[Ends]:
+    """Each link with the numbers of its devices: ``matrix[a, b]`` are the pairs that it joins.
+
+    Raises:
+        ClusterError: an end that is no device.
+    """
+    number = {name: d for d, name in enumerate(names)}
+
+    @cache
+    def end(text: str) -> int | NDArray[np.intp]:
+        return number[text] if text in number else np.array(_matching(text, names), np.intp)
+
+    for link in links:
+        a, b = end(link.src), end(link.dst)
+        for text, found in ((link.src, a), (link.dst, b)):
+            if not (isinstance(found, int) or len(found)):
+                raise ClusterError(
+                    f"link {link.src} -> {link.dst}: no device {text!r}; devices are {list(names)}"
+                )
+        yield a if isinstance(a, int) else a[:, None], b, link
+
+
+def between(links: Iterable[Link], names: Sequence[str]) -> tuple[Link, ...]:
+    """Those of the links that join devices where only ``names`` are left."""
+    known = set(names)
+
+    @cache
+    def is_left(text: str) -> bool:
+        return text in known or bool(_matching(text, names))
+
+    return tuple(x for x in links if is_left(x.src) and is_left(x.dst))
+
+
+def _matching(pattern: str, names: Sequence[str]) -> list[int]:
+    matches = re.compile(".*".join(map(re.escape, pattern.split("*")))).fullmatch
+    return [d for d, name in enumerate(names) if matches(name)]
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Devices, and declared links where they are not measured (see ``Profile.links``)."""
@@ -173,13 +219,8 @@ class Cluster:
             raise ClusterError(f"cluster {self.name!r} has no devices")
         if len(set(names)) != len(names):
             raise ClusterError(f"cluster {self.name!r}: device names repeat: {sorted(names)}")
-        known = set(names)
-        for link in self.links:
-            for end in (link.src, link.dst):
-                if end not in known:
-                    raise ClusterError(
-                        f"link {link.src} -> {link.dst}: no device {end!r}; devices are {names}"
-                    )
+        for _ in pairs_of(self.links, self.device_names):
+            pass  # says which end is no device
 
     @property
     def num_devices(self) -> int:
@@ -202,6 +243,14 @@ class Cluster:
                 f"no device {name!r} in cluster {self.name!r}; it has {list(self.device_names)}"
             )
         return self.device_names.index(name)
+
+    @cached_property
+    def joins(self) -> NDArray[np.bool_]:
+        """bool ``[D, D]``: a link is declared from one device to the other."""
+        found = np.zeros((self.num_devices, self.num_devices), bool)
+        for a, b, _ in pairs_of(self.links, self.device_names):
+            found[a, b] = True
+        return found
 
     @cached_property
     def power(self) -> Power:

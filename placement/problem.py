@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.cluster import Cluster, Link, Power
+from placement.cluster import Cluster, Ends, Power, pairs_of
 from placement.graph import OpGraph, reuse_position
 from placement.profile import Profile
 
@@ -149,7 +149,7 @@ class Problem:
 
     def _of_links(self, what: str) -> Floats:
         found = np.zeros((self.num_devices, self.num_devices))
-        for (a, b), link in self._ends:
+        for a, b, link in self._ends:
             found[a, b] = getattr(link, what)
         np.fill_diagonal(found, 0.0)
         return found
@@ -165,29 +165,28 @@ class Problem:
         return int(self.link_channel.max()) + 1
 
     @property
-    def _ends(self) -> Iterator[tuple[tuple[int, int], Link]]:
-        """Each link with the numbers of its devices."""
-        number = {name: d for d, name in enumerate(self.cluster.device_names)}
-        for link in self.profile.links:
-            if link.src not in number or link.dst not in number:
-                self.cluster.index(link.src), self.cluster.index(link.dst)  # says which is unknown
-            yield (number[link.src], number[link.dst]), link
+    def _ends(self) -> Iterator[Ends]:
+        return pairs_of(self.profile.links, self.cluster.device_names)
 
     @cached_property
     def _links(self) -> tuple[Floats, Floats, NDArray[np.bool_], NDArray[np.int32]]:
         d = self.num_devices
         latency, per_byte = np.zeros((d, d)), np.zeros((d, d))
         blocking = np.zeros((d, d), bool)
-        channel = np.arange(d * d, dtype=np.int32).reshape(d, d)
+        own = np.arange(d * d, dtype=np.int32).reshape(d, d)
+        channel = own.copy()
         named: dict[str, int] = {}
-        for (a, b), link in self._ends:
-            if a == b:
-                continue
+        for a, b, link in self._ends:
             latency[a, b] = link.latency_s
             per_byte[a, b] = 1.0 / link.bandwidth_bytes_per_s
             blocking[a, b] = link.blocking
-            if link.channel is not None:
+            if link.channel is None:
+                channel[a, b] = own[a, b]
+            else:
                 channel[a, b] = named.setdefault(link.channel, d * d + len(named))
+        for found, value in ((latency, 0.0), (per_byte, 0.0), (blocking, False)):
+            np.fill_diagonal(found, value)
+        np.fill_diagonal(channel, own.diagonal())
         _, dense = np.unique(channel, return_inverse=True)
         return latency, per_byte, blocking, dense.reshape(d, d).astype(np.int32)
 

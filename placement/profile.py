@@ -111,13 +111,12 @@ class Profile:
 
         names = cluster.device_names
         measured = {(x.src, x.dst): x for x in self.links}
-        declared = {(x.src, x.dst) for x in cluster.links}
         kept = [
             replace(measured[pair], src=a.name, dst=b.name)
-            for a in cluster.devices
-            for b in cluster.devices
+            for i, a in enumerate(cluster.devices if measured else ())
+            for j, b in enumerate(cluster.devices)
             if (pair := (a.like or a.name, b.like or b.name)) in measured
-            and (a.name, b.name) not in declared
+            and not cluster.joins[i, j]
         ]
         compute, spread = take(self.compute_s), take(self.spread_s)
         assert compute is not None and spread is not None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.cluster import Cluster
+from placement.cluster import Cluster, between
 from placement.planners._search import Choice, Search
 from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.macro_search import MacroSearch
@@ -63,21 +63,18 @@ def remaining(problem: Problem, without: Sequence[str]) -> Problem:
     def take(a: Any) -> Any:
         return None if a is None else a[:, keep]
 
-    def linked(links: Any) -> Any:
-        return tuple(x for x in links if x.src in left and x.dst in left)
-
     pairs = profile.transfer_s
     return replace(
         problem,
         cluster=Cluster(
-            cluster.name, tuple(cluster.devices[d] for d in keep), linked(cluster.links)
+            cluster.name, tuple(cluster.devices[d] for d in keep), between(cluster.links, left)
         ),
         profile=replace(
             profile,
             device_names=tuple(left),
             compute_s=profile.compute_s[:, keep],
             spread_s=profile.spread_s[:, keep],
-            links=linked(profile.links),
+            links=between(profile.links, left),
             loaded_s=take(profile.loaded_s),
             transfer_s=None if pairs is None else pairs[:, keep][:, :, keep],
             io_s=take(profile.io_s),

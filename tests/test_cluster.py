@@ -6,10 +6,14 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from placement import cluster as module
-from placement.cluster import Cluster, ClusterError, Device, Link
+from placement.cluster import Cluster, ClusterError, Device, Link, between
+from placement.graph import OpGraph
+from placement.problem import Problem
+from placement.profile import Profile
 
 GOOD = """\
 name: office
@@ -100,6 +104,53 @@ def test_fingerprint_sees_devices_and_links_but_not_the_cluster_s_name() -> None
     assert Cluster("a", a.devices).fingerprint != a.fingerprint
     assert Cluster("a", a.devices, (Link("x", "y", 2.0),)).fingerprint != a.fingerprint
     assert Cluster("a", (Device("x", threads=2), *a.devices[1:]), a.links) != a
+
+
+def test_links_of_many_devices() -> None:
+    # Two nodes of two: 9 s over an interface per node, then 1 s within a node.
+    names = ("n0/a", "n0/b", "n1/a", "n1/b")
+    links = (
+        Link("n0/*", "*", 9.0, channel="out 0"),
+        Link("n1/*", "*", 9.0, 4.0, blocking=True, channel="out 1"),
+        Link("n0/*", "n0/*", 1.0, send_s=0.5),
+        Link("n1/*", "n1/*", 1.0),
+        Link("n1/b", "*/b", 7.0),  # the last one counts: also for n1/b -> n0/b
+    )
+    cluster = Cluster("two nodes", tuple(Device(name) for name in names), links)
+    assert cluster.joins.all()
+    graph = OpGraph.build("one", ["a"], [0], [8], [])
+    seconds = np.ones((1, 4))
+    problem = Problem(graph, cluster, Profile(names, seconds, 0 * seconds, links))
+    assert problem.link_latency_s.tolist() == [
+        [0, 1, 9, 9],
+        [1, 0, 9, 9],
+        [9, 9, 0, 1],
+        [9, 7, 1, 0],
+    ]
+    assert problem.link_s_per_byte[2].tolist() == [0.25, 0.25, 0, 0]
+    assert problem.link_blocking[2:].tolist() == [[True, True, False, False], [True] + 3 * [False]]
+    assert problem.link_send_s.sum() == 1.0 and problem.link_send_s[0, 1] == 0.5
+    c = problem.link_channel
+    assert c[0, 2] == c[0, 3] == c[1, 2] == c[1, 3] and c[2, 0] == c[2, 1] == c[3, 0]
+    # Two interfaces, within nodes four pairs, one pair of its own, four diagonals.
+    assert problem.num_channels == 2 + 4 + 1 + 4
+
+
+def test_links_between_what_is_left() -> None:
+    links = (Link("n0/*", "*"), Link("n0/*", "n1/a"), Link("n1/b", "n0/b"))
+    assert between(links, ["n0/a", "n1/b"]) == links[:1]
+    assert between(links, ["n1/a", "n1/b"]) == ()
+
+
+@pytest.mark.parametrize("name", ["n2/*", "*c", "a*b", ""])
+def test_a_pattern_that_is_no_device(name: str) -> None:
+    with pytest.raises(ClusterError, match=r"link \S* -> \S*: no device .*; devices are \['n0/a'"):
+        Cluster("c", (Device("n0/a"), Device("n1/b")), (Link("n0/a", name),))
+
+
+def test_a_name_with_signs_of_patterns_is_a_name() -> None:
+    cluster = Cluster("c", (Device("gpu[0]"), Device("gpu*")), (Link("gpu[0]", "gpu*"),))
+    assert cluster.joins.tolist() == [[False, True], [False, False]]
 
 
 def test_detect_pins_one_cpu_device_to_each_core_it_may_use(

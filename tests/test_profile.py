@@ -112,6 +112,12 @@ def test_declared_links_replace_measured_ones() -> None:
     assert set(make().for_cluster(cluster).links) == {declared, Link("cuda:0", "cpu:0", 0.1)}
 
 
+def test_a_declared_pattern_replaces_all_measured_links_that_it_covers() -> None:
+    declared = Link("cpu:*", "*", 9.0)
+    cluster = Cluster("c", (Device("cpu:0"), Device("cuda:0")), (declared,))
+    assert make().for_cluster(cluster).links == (Link("cuda:0", "cpu:0", 0.1), declared)
+
+
 def test_a_device_that_was_not_measured() -> None:
     with pytest.raises(ProfileError, match=r"'tpu' was not measured .* run: placement profile"):
         make().for_cluster(Cluster("c", (Device("tpu"),)))

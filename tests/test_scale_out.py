@@ -11,12 +11,12 @@ from experiments import rollouts, scale_out, side_by_side
 
 
 def test_nodes_share_an_interface() -> None:
-    made = scale_out.cluster(16)
-    by = {(x.src, x.dst): x for x in made.links}
-    assert len(by) == 16 * 15
-    assert by["n0:0", "n0:7"].channel is None
-    assert by["n0:0", "n1:0"].channel == by["n0:7", "n1:3"].channel == "n0:out"
-    assert by["n0:0", "n0:1"].bandwidth_bytes_per_s > by["n0:0", "n1:0"].bandwidth_bytes_per_s
+    made = scale_out.build(100, 16)
+    assert made.cluster.joins.sum() == 16 * 16
+    channel, s_per_byte = made.link_channel, made.link_s_per_byte
+    assert channel[0, 8] == channel[7, 11] != channel[8, 0]  # out of a node
+    assert (channel == channel[0, 7]).sum() == 1  # within
+    assert s_per_byte[0, 1] < s_per_byte[0, 8]
 
 
 def test_a_small_study(tmp_path: Path) -> None:
