@@ -201,8 +201,9 @@ def between(links: Iterable[Link], names: Sequence[str]) -> tuple[Link, ...]:
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[int]:
-    matches = re.compile(".*".join(map(re.escape, pattern.split("*")))).fullmatch
-    return [d for d, name in enumerate(names) if matches(name)]
+    begin, *_ = parts = pattern.split("*")
+    matches = re.compile(".*".join(map(re.escape, parts))).fullmatch
+    return [d for d, name in enumerate(names) if name.startswith(begin) and matches(name)]
 
 
 @dataclass(frozen=True)

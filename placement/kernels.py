@@ -6,7 +6,8 @@ one placement, ``run_batch`` many. Both work in a ``scratch`` that is allocated 
 What makes it fast: the operators that are ready on a device are a two-level bit set in
 priority order, those whose inputs are still on the way a nearly sorted queue; a local
 delivery is a transfer over a link that costs nothing, so that no branch depends on the
-placement; memory is counted by references while the run goes on, so that nothing is sorted.
+placement; of more than 64 devices those are passed over, 64 at a time, to which nothing has
+happened; memory is counted by references while the run goes on, so that nothing is sorted.
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ def scratch(n, num_tensors, num_edges, num_devices, num_channels, window, num_ba
         np.empty(num_devices, np.int64),  # running
         np.empty(num_devices, np.int64),  # running_slot
         np.empty(num_devices),  # wake_s
+        np.empty((num_devices + 63) >> 6),  # soon_s: the first wake_s of 64 devices
         np.empty(num_devices + 1),  # blocked_s
         np.empty(num_devices),  # told_s: arrival of the last that was sent there
         np.empty(num_devices),  # ended_s: of the last operator
@@ -352,6 +354,7 @@ def run(
         running,
         running_slot,
         wake_s,
+        soon_s,
         blocked_s,
         told_s,
         ended_s,
@@ -367,7 +370,7 @@ def run(
     ) = state
     n, num_devices, num_tensors = len(priority), len(running), len(tensor_src)
     words = (n + 63) >> 6
-    fixed = len(order) > 0
+    fixed, many = len(order) > 0, num_devices > 64
     has_matrix = len(transfer_s) > 0
     for i in range(window):
         free_slots[i] = window - 1 - i
@@ -393,6 +396,7 @@ def run(
         held[d] = 0
         peak[d] = 0
     channel_s[:] = 0.0
+    soon_s[:] = 0.0
     counts[:] = 0
     admitted = 0
     to_do = n * num_batches
@@ -402,6 +406,9 @@ def run(
         src = 0
         while True:
             if src < num_devices:
+                if many and src & 63 == 0 and soon_s[src >> 6] != now:
+                    src = min(src + 64, num_devices)
+                    continue
                 if running[src] < 0 or wake_s[src] != now:
                     src += 1
                     continue
@@ -423,6 +430,7 @@ def run(
                 left[slot] = n
                 active[num_active] = slot
                 num_active += 1
+                soon_s[:] = now
                 for i in range(n):
                     missing[slot * n + i] = num_inputs[i]
                     arrival[slot * n + i] = now
@@ -498,6 +506,8 @@ def run(
                         if op < n:
                             refs[(slot * num_tensors + root) * num_devices + src] += 1
                             _later_event(event_s, event, counts, arrives_s, slot, root, src, 0)
+                if many:
+                    soon_s[dst >> np.uint64(6)] = now
                 at = np.uint64(slot * n) + user
                 ready_s = max(arrival[at], arrives_s)
                 arrival[at] = ready_s
@@ -554,9 +564,9 @@ def run(
                         key = (slot * num_tensors + root) * num_devices + home
                         _release(refs, held, key, home, tensor_bytes[root])
             src += 1
-        # -- start work on idle devices
+        # -- start work on idle devices; of 64 to which nothing has happened none can
         for d in range(num_devices):
-            if running[d] >= 0:
+            if running[d] >= 0 or (many and soon_s[d >> 6] != now):
                 continue
             if blocked_s[d] > now:
                 wake_s[d] = blocked_s[d]
@@ -623,8 +633,14 @@ def run(
         # -- the next moment at which anything happens
         before = now
         now = _FAR
-        for d in range(num_devices):
-            now = min(now, wake_s[d])
+        if many:
+            for block in range(len(soon_s)):
+                if soon_s[block] == before:
+                    soon_s[block] = wake_s[block << 6 : (block + 1) << 6].min()
+                now = min(now, soon_s[block])
+        else:
+            for d in range(num_devices):
+                now = min(now, wake_s[d])
         if now == _FAR:
             return 1
         if track:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, cmp_to_key
 from typing import Any, Literal, Protocol, get_args
@@ -164,9 +164,9 @@ class Problem:
         """Number of serial channels."""
         return int(self.link_channel.max()) + 1
 
-    @property
-    def _ends(self) -> Iterator[Ends]:
-        return pairs_of(self.profile.links, self.cluster.device_names)
+    @cached_property
+    def _ends(self) -> tuple[Ends, ...]:
+        return tuple(pairs_of(self.profile.links, self.cluster.device_names))
 
     @cached_property
     def _links(self) -> tuple[Floats, Floats, NDArray[np.bool_], NDArray[np.int32]]:

@@ -496,6 +496,18 @@ def test_kernel_equals_reference_on_2000_random_problems() -> None:
         check(random_problem(seed, 1 + seed % 8, unsupported=seed % 3 == 0), seed)
 
 
+@pytest.mark.parametrize("ready_order", ["priority", "arrival"])
+@pytest.mark.parametrize("num_devices", [65, 130])
+def test_kernel_equals_reference_on_many_devices(num_devices: int, ready_order: Any) -> None:
+    for seed in range(3):  # the kernel looks at 64 devices at a time
+        problem = random_problem(seed, 150, num_devices)
+        problem = replace(problem, ready_order=ready_order)
+        check(problem, seed)
+        p = random_placement(problem, seed)
+        order = list_schedule(problem, p, problem.num_microbatches)
+        assert_equal(simulate(problem, p, order), simulate_reference(problem, p, order))
+
+
 @given(problems(grouped=True, unsupported=True), st.integers(0, 100))
 def test_kernel_equals_reference(problem: Problem, seed: int) -> None:
     check(problem, seed)
