@@ -392,13 +392,20 @@ class Plan(_Strict):
                     )
         return missing
 
-    def bind(self, module: Any, example_inputs: Any = None, *, record: bool = False) -> Runner:
+    def bind(
+        self,
+        module: Any,
+        example_inputs: Any = None,
+        *,
+        in_order: bool = False,
+        record: bool = False,
+    ) -> Runner:
         """``module`` on the devices of the plan: call the runner, or stream through it.
 
         The module is captured with ``example_inputs``, or with inputs of the shapes and dtypes
-        of the plan; ``record`` keeps what a measured ``Timeline`` needs. The runner uses the
-        list rule also where the plan has an order, because an order is for one number of
-        micro-batches.
+        of the plan; ``record`` keeps what a measured ``Timeline`` needs. ``in_order``: the runner
+        follows the order of the plan, if it has one, and takes exactly its micro-batches at a
+        time; otherwise it uses the list rule, and takes any number.
 
         Raises:
             PlanMismatch: another module than the plan's, or this machine lacks a device.
@@ -413,14 +420,8 @@ class Plan(_Strict):
             )
         example = self._example(example_inputs, inputs_from_spec)
         graph, cluster = capture(module, example), self.cluster.build()
-        return Runner(
-            graph,
-            cluster,
-            self.placement(graph, cluster),
-            max_in_flight=self.max_in_flight,
-            priority=self.priority,
-            record=record,
-        )
+        options = self.run_options(graph, in_order=in_order)
+        return Runner(graph, cluster, self.placement(graph, cluster), record=record, **options)
 
     def bind_training(
         self,
@@ -470,10 +471,8 @@ class Plan(_Strict):
             cluster,
             self.placement(graph, cluster),
             optimizer,
-            max_in_flight=self.max_in_flight,
-            priority=self.priority,
-            schedule=self.schedule(graph),
             record=record,
+            **self.run_options(graph, in_order=True),
         )
 
     def _example(self, given: Any, from_spec: Callable[[Any], Any]) -> Any:
@@ -487,6 +486,13 @@ class Plan(_Strict):
         if given is None and self.graph.input_spec is None:
             raise PlanError("the plan has no input shapes: give bind(module, example_inputs)")
         return from_spec(self.graph.input_spec) if given is None else given
+
+    def run_options(self, graph: OpGraph, *, in_order: bool) -> dict[str, Any]:
+        """What ``Runner`` and ``Trainer`` are to be told; ``in_order`` as for ``bind``."""
+        schedule = self.schedule(graph) if in_order else None
+        # An order needs room for all of its micro-batches.
+        window = self.max_in_flight if schedule is None else self.num_microbatches
+        return {"max_in_flight": window, "priority": self.priority, "schedule": schedule}
 
     def schedule(self, graph: OpGraph) -> Schedule | None:
         """The order, if the plan has one, with operators by number in ``graph``."""

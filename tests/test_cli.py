@@ -92,6 +92,16 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
     return lines[0]
 
 
+def ran(trace: Path) -> dict[str, list[list[Any]]]:
+    """What each device ran, one after another, as [operator, micro-batch]."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found: dict[str, list[list[Any]]] = {}
+    for e in sorted((e for e in events if "operator" in e["args"]), key=lambda e: e["ts"]):
+        found.setdefault(tracks[e["tid"]], []).append([e["name"], e["args"]["micro_batch"]])
+    return found
+
+
 def changed(path: Path, to: Path, **top: Any) -> Path:
     to.write_text(json.dumps(json.loads(path.read_text()) | top))
     return to
@@ -399,6 +409,23 @@ def test_run(plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert sum("operator" in e["args"] for e in slices) == 4 * 6
     measured = load_plan(out).measured
     assert measured is not None and measured.model_dump() == got["measured"]
+
+
+def test_run_follows_the_order_of_the_plan(home: Path, tmp_path: Path, capsys: Any) -> None:
+    # All of a micro-batch before the next, latest first: no list rule would do that.
+    path, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    assert main(plan_args(home, "contiguous_dp", "--microbatches", "3", "--out", str(path))) == OK
+    plan = load_plan(path)
+    order = {
+        d: [[op, m] for m in (2, 0, 1) for op, at in plan.assignment.items() if at == d]
+        for d in ("a", "b")
+    }
+    changed(path, path, order=order)
+    capsys.readouterr()
+    got = answer(capsys, "run", path, "--trace", trace)
+    assert got["numerics_equal"] is True and got["measured"]["period_s"]["median_s"] > 0
+    assert ran(trace) == order
+    assert "the plan's order is for 3 micro-batches" in error(capsys, "run", path, "--batches", "4")
 
 
 def test_run_refuses_wrong_results(plan_path: Path, capsys: Any, monkeypatch: Any) -> None:

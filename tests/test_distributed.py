@@ -408,15 +408,27 @@ def test_without_torchrun_the_message_says_how_to_start(monkeypatch):
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_starts_torchrun_compares_and_writes_one_trace(tmp_path):
-    module, inputs = workloads.load("tiny_branches")
-    graph = capture(module, inputs, name="tiny_branches")
+@pytest.mark.parametrize("what", ["inference", "inference in order", "training in order"])
+def test_the_command_starts_torchrun_compares_and_writes_one_trace(what, tmp_path):
+    name = "tiny_branches" if "inference" in what else "tiny_mlp"
+    if "inference" in what:
+        graph = capture(*workloads.load(name), name=name)
+    else:
+        module, example, loss = workloads.load_training(name)
+        optimizer = torch.optim.AdamW(module.parameters())
+        options = {"mode": "training", "loss": loss, "optimizer": optimizer}
+        graph = capture(module, example, name=name, **options)
     two = Cluster("two", CLUSTER.devices[:2])
     seconds = np.full((graph.num_ops, 2), 1e-5)
-    problem = Problem(graph, two, Profile(two.device_names, seconds, seconds))
+    problem = Problem(graph, two, Profile(two.device_names, seconds, seconds), num_microbatches=4)
     place = scattered(graph, 0, 2)
     assert set(place.tolist()) == {0, 1}
-    plan = make_plan(problem, Solution(place, 0.0), planner="by hand", workload="tiny_branches")
+    order = random_schedule(graph, place, 4, 0) if "order" in what else None
+    if order is not None:
+        order = Schedule(order.order[:2], 4)
+    plan = make_plan(
+        problem, Solution(place, 0.0), planner="by hand", workload=name, schedule=order
+    )
     plan.save(tmp_path / "plan.json")
     command = [sys.executable, "-m", "placement", "run", "plan.json", "--distributed", "--json"]
     command += ["--batches", "4", "--trace", "trace.json", "--timeout", "120"]
@@ -429,6 +441,12 @@ def test_the_command_starts_torchrun_compares_and_writes_one_trace(tmp_path):
     assert "torchrun --nnodes HOSTS" in done.stderr
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {e["tid"] for e in events if e["ph"] == "X"} >= {0, 1}
+    if order is not None:
+        for d in (0, 1):
+            mine = [e for e in events if e["tid"] == d and "operator" in e["args"]]
+            mine.sort(key=lambda e: e["ts"])
+            rows = [(e["args"]["operator"], e["args"]["micro_batch"]) for e in mine]
+            assert rows == list(map(tuple, order.order[d].tolist()))
     refused = [*command[:5], "--distributed", "--processes", "3"]
     done = subprocess.run(
         refused, cwd=tmp_path, env=env, capture_output=True, text=True, check=False

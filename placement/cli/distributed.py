@@ -8,10 +8,11 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.run import Way, alone, calls, difference, keep, measure, model_of, show
+from placement.cli.run import Way, alone, call, difference, keep, measure, model_of, period, show
 
 if TYPE_CHECKING:
     from placement.executor.distributed_world import World
@@ -114,51 +115,49 @@ def _infer(
     args: argparse.Namespace, plan: Plan, batches: int, world: World, report: cli.Progress
 ) -> int:
     from placement.executor.distributed import DistributedRunner
+    from placement.executor.distributed_world import RankError
 
     report("loading and capturing the model", None)
     graph, module, inputs = _model(args, plan)
     cluster = plan.cluster.build()
     place = plan.placement(graph, cluster)
 
-    def make(record: bool) -> DistributedRunner:
-        return DistributedRunner(
-            graph,
-            cluster,
-            place,
-            world=world,
-            max_in_flight=plan.max_in_flight,
-            priority=plan.priority,
-            record=record,
-        )
+    def make(*, in_order: bool = False, record: bool = False) -> DistributedRunner:
+        options = plan.run_options(graph, in_order=in_order)
+        return DistributedRunner(graph, cluster, place, world=world, record=record, **options)
 
     if args.weights:
         from placement.executor.distributed import with_weights
 
-        graph = with_weights(graph, args.weights, make(False).own_params())
-    runner = make(False)
-    if world.rank:
+        graph = with_weights(graph, args.weights, make().own_params())
+    runner = make()
+    if world.rank:  # one run after the other, as rank 0 calls them
         runner.serve()
+        if plan.order is not None:
+            make(in_order=True).serve()
         if args.trace:
-            make(True).serve()
+            make(in_order=True, record=True).serve()
         return cli.OK
-    runners: dict[str, Any] = {"plan": runner}
     single = plan.fallback.device if plan.fallback and not args.weights else None
-    try:
+    with ExitStack() as runners:
+        runners.enter_context(runner)
         if module is not None and (wrong := difference(runner, module, inputs)):
-            cli.say(f"the results differ from those of the plain module: {wrong}")
-            return cli.NO
+            raise RankError(f"the results differ from those of the plain module: {wrong}")
+        ways: dict[str, Way] = {"plan": (call(runner, inputs), period(runner, inputs, batches))}
         if args.against_single_device and single:
-            runners["single"] = alone(plan, runner, single)
-        ways: dict[str, Way] = {name: calls(r, inputs, batches) for name, r in runners.items()}
+            other = runners.enter_context(alone(plan, runner, single))
+            ways["single"] = (call(other, inputs), period(other, inputs, batches))
         measured = measure(ways, report)
-    finally:
-        for other in runners.values():
-            other.close()
+    if plan.order is not None:
+        with make(in_order=True) as ordered:
+            again = measure({"plan": (lambda: None, period(ordered, inputs, batches))}, report)
+        followed = {"period_s": again["plan"].period_s}
+        measured["plan"] = measured["plan"].model_copy(update=followed)
     trace = None
     if args.trace:
         report("recording a trace", None)
-        with make(True) as recorded:
-            for _ in recorded.stream([inputs] * plan.max_in_flight):
+        with make(in_order=True, record=True) as recorded:
+            for _ in recorded.stream([inputs] * batches):
                 pass
             first = recorded.next_batch
             for _ in recorded.stream([inputs] * batches):
@@ -193,6 +192,7 @@ def _train(
 ) -> int:
     from placement.cli import train
     from placement.executor.distributed import DistributedTrainer
+    from placement.executor.distributed_world import RankError
     from placement.program import capture
 
     report("loading and capturing the model", None)
@@ -201,30 +201,38 @@ def _train(
     )
     graph = capture(module, example, mode="training", loss=loss, optimizer=optimizer)
     cluster = plan.cluster.build()
-    trainer = DistributedTrainer(
-        graph,
-        cluster,
-        plan.placement(graph, cluster),
-        optimizer,
-        world=world,
-        max_in_flight=plan.max_in_flight,
-        priority=plan.priority,
-        record=bool(args.trace),
-    )
+    place = plan.placement(graph, cluster)
+
+    def make(*, in_order: bool, record: bool = False) -> DistributedTrainer:
+        options = plan.run_options(graph, in_order=in_order)
+        return DistributedTrainer(
+            graph, cluster, place, optimizer, world=world, record=record, **options
+        )
+
+    trainer = make(in_order=True, record=bool(args.trace))
     if world.rank:
         trainer.serve()
+        if plan.order is not None:
+            make(in_order=False).serve()
         return cli.OK
     with trainer:
         compared = not graph.program.is_random
         if compared and (wrong := train.difference(trainer, module, example, loss, batches)):
-            cli.say(f"the results differ from those of plain PyTorch: {wrong}")
-            return cli.NO
-        measured = measure({"plan": train.steps(trainer, trainer, example, batches)}, report)
+            raise RankError(f"the results differ from those of plain PyTorch: {wrong}")
+        once, often = train.steps(trainer, trainer, example, batches)
+        way = (once if plan.order is None else lambda: None, often)
+        measured = measure({"plan": way}, report)
         trace = None
         if args.trace:
             first = trainer.runner.next_batch
             trainer.step([example] * batches)
             trace = _trace(trainer.runner, first, batches)
+    if plan.order is not None:  # one micro-batch alone has no order to follow
+        with make(in_order=False) as free:
+            once, _ = train.steps(free, free, example, batches)
+            again = measure({"plan": (once, lambda: 0.0)}, report)
+        alone_s = {"latency_s": again["plan"].latency_s}
+        measured["plan"] = measured["plan"].model_copy(update=alone_s)
     show(plan, measured, None, as_json=args.json, compared=compared)
     keep(args, plan, measured["plan"], trace)
     return cli.OK

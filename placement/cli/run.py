@@ -6,6 +6,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
     batches = args.batches if args.batches is not None else plan.num_microbatches
     if not 1 <= batches <= cli.MAX_BATCHES:
         raise cli.UsageError(f"--batches {batches}: must be from 1 to {cli.MAX_BATCHES:,}")
+    if plan.order is not None and batches != plan.num_microbatches:
+        raise cli.UsageError(
+            f"--batches {batches}: the plan's order is for {plan.num_microbatches} micro-batches"
+        )
     cli.check_outputs(args.out, args.trace)
     if args.distributed:
         from placement.cli import distributed
@@ -87,16 +92,16 @@ def run(args: argparse.Namespace) -> int:
             if wrong:
                 cli.say(f"the results differ from those of the plain module: {wrong}")
                 return cli.NO
-            runners = {"plan": runner}
             single = plan.fallback.device if plan.fallback else None
-            if args.against_single_device and single:
-                runners["single"] = alone(plan, runner, single)
-            try:
-                ways = {name: calls(r, inputs, batches) for name, r in runners.items()}
+            with ExitStack() as others:
+                many = runner  # one call at a time has no order to follow
+                if plan.order is not None:
+                    many = others.enter_context(plan.bind(module, inputs, in_order=True))
+                ways = {"plan": (call(runner, inputs), period(many, inputs, batches))}
+                if args.against_single_device and single:
+                    other = others.enter_context(alone(plan, runner, single))
+                    ways["single"] = (call(other, inputs), period(other, inputs, batches))
                 measured = measure(ways, report)
-            finally:
-                for other in runners.values():
-                    other.close()
         trace = None
         if args.trace:
             report("recording a trace", None)
@@ -207,21 +212,26 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
     )
 
 
-def calls(runner: Runner, inputs: Any, batches: int) -> Way:
-    """A single call, and the period of a stream."""
-    import numpy as np
-
+def call(runner: Runner, inputs: Any) -> Callable[[], Any]:
+    """A single call."""
     from placement.program import split_inputs
-    from placement.timeline import steady_period
 
     args, kwargs = split_inputs(inputs)
+    return lambda: runner(*args, **kwargs)
 
-    def period() -> float:
+
+def period(runner: Runner, inputs: Any, batches: int) -> Callable[[], float]:
+    """The period of a stream, in seconds."""
+    import numpy as np
+
+    from placement.timeline import steady_period
+
+    def run() -> float:
         began = time.perf_counter()
-        ends = [time.perf_counter() - began for _ in runner.stream([(args, kwargs)] * batches)]
+        ends = [time.perf_counter() - began for _ in runner.stream([inputs] * batches)]
         return float(steady_period(np.array(ends)))
 
-    return lambda: runner(*args, **kwargs), period
+    return run
 
 
 def measure(ways: dict[str, Way], report: cli.Progress) -> dict[str, Measured]:
@@ -235,10 +245,10 @@ def measure(ways: dict[str, Way], report: cli.Progress) -> dict[str, Measured]:
     latency: dict[str, list[float]] = {name: [] for name in ways}
     periods: dict[str, list[float]] = {name: [] for name in ways}
     for r in range(-1, ROUNDS):  # round -1 warms up
-        for name, (call, period) in ways.items():
+        for name, (once, often) in ways.items():
             report(f"measuring, round {max(r, 0) + 1} of {ROUNDS}", max(r, 0) / ROUNDS)
-            one = float(np.median([timed(call) for _ in range(3)]))
-            many = period()
+            one = float(np.median([timed(once) for _ in range(3)]))
+            many = often()
             if r >= 0:
                 latency[name].append(one)
                 periods[name].append(many)
@@ -259,8 +269,8 @@ def recorded_trace(plan: Plan, module: Any, inputs: Any, batches: int) -> dict[s
     from placement.cli.show import costless_problem
     from placement.executor.executor import measured_timeline
 
-    with plan.bind(module, inputs, record=True) as runner:
-        for _ in runner.stream([inputs] * plan.max_in_flight):
+    with plan.bind(module, inputs, in_order=True, record=True) as runner:
+        for _ in runner.stream([inputs] * batches):
             pass
         first = runner.next_batch
         for _ in runner.stream([inputs] * batches):
@@ -270,9 +280,9 @@ def recorded_trace(plan: Plan, module: Any, inputs: Any, batches: int) -> dict[s
         return timeline.to_trace(runner.graph.op_name)
 
 
-def timed(call: Callable[[], Any]) -> float:
+def timed(work: Callable[[], Any]) -> float:
     began = time.perf_counter()
-    call()
+    work()
     return time.perf_counter() - began
 
 

@@ -21,10 +21,6 @@ def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
 
     Exit code 1: losses or parameters differ from plain PyTorch's.
     """
-    if args.batches is not None and plan.order is not None and batches != plan.num_microbatches:
-        raise cli.UsageError(
-            f"--batches {batches}: the plan's order is for {plan.num_microbatches} micro-batches"
-        )
     free = plan.model_copy(update={"order": None})  # takes any number of micro-batches
     with cli.progress() as report:
         report("loading the model", None)
