@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from problems import random_problem
 
 from placement import importers
 from placement.cluster import Cluster, Device, Link
@@ -700,6 +701,52 @@ def test_device_classes() -> None:
     links = (Link("d0", "d2", 1, 1, channel="a"), Link("d1", "d2", 1, 1, channel="a"),
              Link("d3", "d2", 1, 1))  # fmt: skip
     assert device_classes(make(compute_s, links=links)).tolist() == [0, 0, 1, 2]
+
+
+def may_be_swapped(problem: Problem, a: int, b: int) -> bool:
+    """By definition: with ``a`` and ``b`` swapped nothing changes but the names of channels."""
+    swap = np.arange(problem.num_devices)
+    swap[[a, b]] = b, a
+    devices = problem.cluster.devices
+    if (devices[a].kind == "cpu") != (devices[b].kind == "cpu"):
+        return False
+    power = problem.cluster.power
+    for x in (problem.compute_s, problem.loaded_s, problem.memory_bytes, power.sleep_after_s,
+              power.sleep_exit_s):  # fmt: skip
+        if not np.array_equal(x, x[..., swap]):
+            return False
+    pairs = [problem.link_latency_s, problem.link_s_per_byte, problem.link_blocking]
+    pairs += [problem.link_wake_s, problem.link_send_s]
+    if problem.profile.transfer_s is not None:
+        pairs.append(problem.profile.transfer_s)
+    if not all(np.array_equal(x, x[..., swap, :][..., swap]) for x in pairs):
+        return False
+    before, after = problem.link_channel.ravel(), problem.link_channel[swap][:, swap].ravel()
+    return np.array_equal(before[:, None] == before, after[:, None] == after)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 5))
+def test_device_classes_by_definition(seed: int, num_devices: int) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = random_problem(seed, 2, num_devices)
+    equal = np.repeat(drawn.compute_s[:, :1], num_devices, axis=1)  # else hardly any are
+    names = drawn.cluster.device_names
+    links = tuple(
+        Link(a, b, 1.0, 100.0, channel=[None, "x", "y"][rng.choice(3, p=[0.6, 0.2, 0.2])])
+        for a in names
+        for b in names
+        if rng.random() < 0.95
+    )
+    profile = replace(drawn.profile, compute_s=equal, loaded_s=None, links=links, transfer_s=None)
+    devices = tuple(Device(d.name, "cpu", memory_bytes=9) for d in drawn.cluster.devices)
+    problem = replace(drawn, cluster=Cluster("c", devices), profile=profile)
+    for p in (drawn, problem):
+        classes = device_classes(p)
+        for b in range(num_devices):
+            first = [
+                a for a in range(b) if classes[a] not in classes[:a] and may_be_swapped(p, a, b)
+            ]
+            assert (classes[b] == classes[first[0]]) if first else (classes[b] not in classes[:b])
 
 
 def test_a_budget_must_be_positive() -> None:

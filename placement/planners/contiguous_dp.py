@@ -78,19 +78,18 @@ def score_splits(
         ``all_orders``.
     """
     problem = search.problem
-    classes = device_classes(problem)
-    states, all_orders = _states(problem, classes, max_states)
     costs = stage_costs(problem, block)
+    states, all_orders = _states(problem, costs.kind, max_states)
     # Activations of one micro-batch are counted not at all, once, once per flight; if
     # nothing fits even so, memory is forgotten and the least violating split is told.
     flights = problem.max_in_flight if problem.objective == "period" else 1
     times = [0, 1, flights] if problem.memory_may_bind else [0]
     bottleneck_s = None
     for count in [*dict.fromkeys(times), None]:
-        splits = _solve(costs.seconds(count), states)
+        splits = _solve(costs.seconds(count), costs.kind, states)
         if problem.objective == "latency":
             splits.sort(key=lambda split: costs.latency_s(split[1]))
-        rows = [_choice(stages, block, classes) for _, stages in splits[:candidates]]
+        rows = [_choice(stages, block, costs.kind) for _, stages in splits[:candidates]]
         if not len(rows):
             continue
         search.costs(rows)
@@ -117,14 +116,16 @@ class StageCosts:
     """What the stage of blocks ``[j, i)`` costs; arrays are ``[C + 1, C + 1]``, ``j < i``.
 
     Attributes:
-        compute: float64 ``[D, C + 1, C + 1]`` seconds, inf where not supported.
+        kind: int32 ``[D]`` class of each device, of ``K``: what may be swapped costs the same.
+        compute: float64 ``[K, C + 1, C + 1]`` seconds, inf where not supported.
         blocked: float64, the same shape: blocking sends of the stage's outputs.
         received: float64, the same shape: transfers of the stage's inputs.
         param_bytes: float64 parameters, tied ones once.
         activation_bytes: float64 tensors produced or used, of one micro-batch.
-        memory_bytes: int64 ``[D]``.
+        memory_bytes: int64 ``[K]``.
     """
 
+    kind: Ints
     compute: Floats
     blocked: Floats
     received: Floats
@@ -133,7 +134,7 @@ class StageCosts:
     memory_bytes: NDArray[np.int64]
 
     def seconds(self, activations: int | None) -> Floats:
-        """float64 ``[D, C + 1, C + 1]`` cost of a stage; inf where it is empty or too large.
+        """float64 ``[K, C + 1, C + 1]`` cost of a stage; inf where it is empty or too large.
 
         Memory is parameters and ``activations`` times the activations; None: no limit.
         """
@@ -146,7 +147,8 @@ class StageCosts:
 
     def latency_s(self, stages: list[Stage]) -> float:
         """One micro-batch through the stages, each waiting for the one before."""
-        return sum(float(self.compute[s] + self.received[s]) for s in stages)
+        at = [(self.kind[d], begin, end) for d, begin, end in stages]
+        return sum(float(self.compute[s] + self.received[s]) for s in at)
 
 
 def stage_costs(problem: Problem, block: Ints) -> StageCosts:
@@ -170,58 +172,57 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
 
     all_uses, made_at, given_at = (_points(x, size) for x in (both, producer, uses[:, given]))
     host, shares_host = host_of(problem)
-    compute, blocked, received = (np.empty((num_devices, size, size)) for _ in range(3))
-    classes = device_classes(problem)
-    for d in range(num_devices):
-        like = int(np.flatnonzero(classes == classes[d])[0])
-        if like < d:
-            for table in (compute, blocked, received):
-                table[d] = table[like]
-            continue
+    kind = device_classes(problem)
+    firsts = np.unique(kind, return_index=True)[1].tolist()
+    compute, blocked, received = (np.empty((len(firsts), size, size)) for _ in range(3))
+    for k, d in enumerate(firsts):
         per_block = np.zeros(size - 1)
         finite = np.isfinite(run_s[:, d])
         np.add.at(per_block, at[finite], run_s[finite, d])
         total = np.append(0.0, np.cumsum(per_block))
         impossible = np.append(0, np.cumsum(np.bincount(at[~finite], minlength=size - 1)))
-        compute[d] = np.where(
+        compute[k] = np.where(
             impossible[None, :] > impossible[:, None], np.inf, total[None, :] - total[:, None]
         )
-        others = [e for e in range(num_devices) if e != d]
-        arrive = _mean_transfer(problem, [(e, d) for e in others])
+        others = np.delete(np.arange(num_devices), d)
+        here = np.full(len(others), d)
+        arrive = _mean_transfer(problem, others, here)
         # A tensor is received where it is used and not made.
-        received[d] = _touched(all_uses, arrive, size) - _touched(made_at, arrive, size)
+        received[k] = _touched(all_uses, arrive, size) - _touched(made_at, arrive, size)
         if not shares_host[d]:
-            received[d] += _touched(given_at, _mean_transfer(problem, [(host, d)]), size)
-        block_s = _mean_transfer(problem, [(d, e) for e in others], problem.link_blocking)
+            from_host = _mean_transfer(problem, np.array([host]), np.array([d]))
+            received[k] += _touched(given_at, from_host, size)
+        block_s = _mean_transfer(problem, here, others, problem.link_blocking)
         # A tensor is sent where it is made and not everything that uses it is.
         within = _within(first[made], last[made], block_s[made], size)
-        blocked[d] = _touched(made_at, block_s, size) - within
+        blocked[k] = _touched(made_at, block_s, size) - within
 
     roots = np.stack([g.tensor_root[both[0]], both[1]])
     params = np.stack([g.param_use, at[g.param_use_op]])
     return StageCosts(
+        kind=kind,
         compute=compute,
         blocked=np.maximum(blocked, 0.0),
         received=np.maximum(received, 0.0),
         param_bytes=_touched(_points(params, size), g.param_bytes.astype(np.float64), size),
         activation_bytes=_touched(_points(roots, size), g.tensor_bytes.astype(np.float64), size),
-        memory_bytes=problem.memory_bytes,
+        memory_bytes=problem.memory_bytes[firsts],
     )
 
 
 def _mean_transfer(
-    problem: Problem, pairs: list[tuple[int, int]], only: NDArray[np.bool_] | None = None
+    problem: Problem, src: NDArray, dst: NDArray, only: NDArray[np.bool_] | None = None
 ) -> Floats:
     """float64 ``[T]``: seconds of each tensor, mean over device pairs (0 where not ``only``)."""
-    total = np.zeros(problem.graph.num_tensors)
-    for a, b in pairs:
-        if only is None or only[a, b]:
-            if problem.profile.transfer_s is not None:
-                total += problem.profile.transfer_s[:, a, b]
-            else:
-                total += problem.link_latency_s[a, b]
-                total += problem.link_s_per_byte[a, b] * problem.graph.tensor_bytes
-    return total / max(1, len(pairs))
+    counts = np.ones(len(src), bool) if only is None else only[src, dst]
+    a, b = src[counts], dst[counts]
+    if problem.profile.transfer_s is not None:
+        total = problem.profile.transfer_s[:, a, b].sum(axis=1)
+    else:
+        latency, per_byte = problem.link_latency_s[a, b].sum(), problem.link_s_per_byte[a, b].sum()
+        total = latency + per_byte * problem.graph.tensor_bytes
+    mean: Floats = total / max(1, len(src))
+    return mean
 
 
 Points = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
@@ -257,7 +258,7 @@ def _within(first: NDArray, last: NDArray, weight: Floats, size: int) -> Floats:
     return grid.cumsum(axis=0).cumsum(axis=1)
 
 
-State = list[tuple[int, int]]  # (state before, device of the stage that leads here)
+State = list[tuple[range, int]]  # (states before, device of the stage that leads here)
 
 
 def _states(problem: Problem, classes: Ints, max_states: int) -> tuple[list[State], bool]:
@@ -272,36 +273,42 @@ def _states(problem: Problem, classes: Ints, max_states: int) -> tuple[list[Stat
         step = np.append(np.cumprod((counts + 1)[::-1])[::-1][1:], 1)
         member = [int(np.flatnonzero(classes == k)[0]) for k in range(len(counts))]
         return [
-            [(s - int(step[k]), member[k]) for k in range(len(counts)) if used[k]]
+            [
+                (range(s - int(step[k]), s - int(step[k]) + 1), member[k])
+                for k in range(len(counts))
+                if used[k]
+            ]
             for s, used in enumerate(product(*(range(c + 1) for c in counts)))
         ], True
     total = np.where(np.isfinite(problem.compute_s), problem.compute_s, 0.0).sum(axis=0)
     order = np.argsort(total, kind="stable")
-    return [[], *([(s, int(d)) for s in range(i + 1)] for i, d in enumerate(order))], False
+    return [[], *([(range(i + 1), int(d))] for i, d in enumerate(order))], False
 
 
-def _solve(cost: Floats, states: list[State]) -> list[tuple[float, list[Stage]]]:
+def _solve(cost: Floats, kind: Ints, states: list[State]) -> list[tuple[float, list[Stage]]]:
     """The split with the least slowest stage for every set of devices, best first."""
     size = cost.shape[1]
     best = np.full((len(states), size), np.inf)
     best[0, 0] = 0.0
-    via = np.zeros((len(states), size), np.int32)  # which of the state's transitions
-    cut = np.zeros((len(states), size), np.int32)  # where the last stage begins
+    # Of the last stage of each: the state before it, its device, and where it begins.
+    came, by, cut = (np.zeros((len(states), size), np.int32) for _ in range(3))
     for s, state in enumerate(states):
-        for k, (before, device) in enumerate(state):
-            slowest = np.maximum(best[before][:, None], cost[device])
+        for before, device in state:
+            # max(., .) is monotone: of several states before the best one will do.
+            which = before.start + best[before.start : before.stop].argmin(axis=0)
+            slowest = np.maximum(best[which, np.arange(size)][:, None], cost[kind[device]])
             begin = slowest.argmin(axis=0)
             value = slowest[begin, np.arange(size)]
             better = value < best[s]
-            best[s, better], via[s, better], cut[s, better] = value[better], k, begin[better]
+            best[s, better], by[s, better], cut[s, better] = value[better], device, begin[better]
+            came[s, better] = which[begin[better]]
 
     def stages(state: int) -> Iterator[Stage]:
         end = size - 1
         while end > 0:
-            before, device = states[state][via[state, end]]
             begin = int(cut[state, end])
-            yield device, begin, end
-            state, end = before, begin
+            yield int(by[state, end]), begin, end
+            state, end = int(came[state, end]), begin
 
     found = [s for s in range(1, len(states)) if np.isfinite(best[s, -1])]
     found.sort(key=lambda s: best[s, -1])

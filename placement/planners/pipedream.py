@@ -87,7 +87,7 @@ def _stages(costs: StageCosts, transfer: Floats, activations: int | None) -> tup
     for d in range(num_devices):
         entry = np.maximum(slowest[d], transfer[d])
         entry[0] = 0.0  # nothing crosses the front
-        value = np.maximum(entry[:, None], seconds[d])
+        value = np.maximum(entry[:, None], seconds[costs.kind[d]])
         begin = value.argmin(axis=0)
         best = value[begin, np.arange(size)]
         better = best < slowest[d]
