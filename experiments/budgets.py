@@ -70,6 +70,7 @@ class Executed:
         workloads: comma-separated names.
         seconds: of the learned planner.
         baselines: so many of ``BASELINES`` run: those with the least predicted values.
+        measurements: runs that the learned planner may also make, to choose by what is measured.
         seeds: of the learned planner.
         rounds: interleaved measurements of every placement.
         repeats: of the profiles that have to be measured.
@@ -78,6 +79,7 @@ class Executed:
     workloads: str = "dlrm,bert_tiny_hidden128,lstm,resnet50,inception"
     seconds: float = 4.0
     baselines: int = 4
+    measurements: int = 40
     seeds: int = 2
     rounds: int = 5
     repeats: int = 10

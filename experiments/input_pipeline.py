@@ -1,6 +1,6 @@
 """What loading ahead gains, and what it costs in memory.
 
-    python -m experiments.input_pipeline [--rounds 3] [--count 32]
+    python -m experiments.input_pipeline [--rounds 3] [--count 64]
 
 A loader that costs 30 to 200 % of a step feeds a pipeline over two one-core devices, and one
 over a single one-core device (a core is free then). It waits (``time.sleep``: disk, network),
@@ -11,8 +11,8 @@ a process of its own, by a ``torch.utils.data.DataLoader``. Three ways:
 * in the caller: ``runner.stream(data, workers=0)``;
 * automatic: ``runner.stream(data)``.
 
-The bound is the slower of loader (in one thread) and devices, each alone. Where both need the same
-cores it cannot be reached; the shared bound is then all their work spread over the cores.
+The bound is the slower of loader (in one thread, or its process) and devices, each alone. Where both
+need the same cores it cannot be reached; the shared bound is then all their work spread over the cores.
 Rounds are interleaved: every round measures the bound and every way; medians of the rounds.
 Writes ``experiments/results/input_pipeline.json`` and ``.md``.
 """
@@ -56,10 +56,13 @@ class Data:
         self.numbers = np.linspace(0.0, 1.0, 4000)
         self.units = 0
         if kind != "waiting":
-            began, tries = time.perf_counter(), 200
-            for _ in range(tries):
-                self._unit()
-            self.units = round(seconds * tries / (time.perf_counter() - began))
+            tries = 200
+            for _ in range(3):  # the last counts: the interpreter makes the first ones slow
+                began = time.perf_counter()
+                for _ in range(tries):
+                    self._unit()
+                took_s = time.perf_counter() - began
+            self.units = round(seconds * tries / took_s)
         self.seconds = seconds
 
     def _unit(self) -> None:
@@ -176,8 +179,8 @@ def study(num_devices: int, rounds: int, count: int, width: int) -> list[Row]:
                 period: dict[str, list[float]] = {way: [] for way in WAYS}
                 items = dict.fromkeys(WAYS, 0)
                 for r in range(rounds + 1):
-                    alone = seconds_per_item(data[i] for i in range(count))
-                    both = [alone, devices()]
+                    given = loader if loader is not data else (data[i] for i in range(count))
+                    both = [seconds_per_item(given), devices()]
                     found = {way: run(runner, data, loader, way) for way in WAYS}
                     if r == 0:
                         continue  # warm-up
@@ -232,7 +235,7 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--count", type=int, default=32)
+    parser.add_argument("--count", type=int, default=64)
     parser.add_argument("--width", type=int, default=1024, help="of the model: how long a step is")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)

@@ -323,10 +323,12 @@ def test_the_best_baseline_is_chosen_without_the_round_it_is_compared_in() -> No
         )
 
     rows = [row("policy", 1.5, 2, 2), row("a", 3, 1, 4), row("b", 2, 4, 1)]
-    assert executed.measured(rows, single=False) == {"p": [pytest.approx(2 / 4)]}
-    assert executed.predicted(rows) == {"p": [1.5 / 2]}
+    assert executed.measured(rows, executed.LEARNED, single=False) == {"p": [pytest.approx(2 / 4)]}
+    assert executed.predicted(rows, executed.LEARNED) == {"p": [1.5 / 2]}
     rows.append(row("single:cpu:0", 9, 8, 4))
-    assert executed.measured(rows, single=True) == {"p": [pytest.approx((2 / 8 * 2 / 4) ** 0.5)]}
+    assert executed.measured(rows, executed.LEARNED, single=True) == {
+        "p": [pytest.approx((2 / 8 * 2 / 4) ** 0.5)]
+    }
 
 
 def test_a_cell_of_the_released_policy_is_run_again_when_that_is_another(

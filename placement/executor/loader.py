@@ -31,7 +31,7 @@ from placement.executor.backend import set_own_num_threads
 PREFETCH_BYTES = 2**28
 MAX_WORKERS = 16
 WORTH_A_THREAD_S = 2e-4  # a few times what a handover between threads costs
-SWITCH_S = 1e-4  # likewise: how long a thread may keep the interpreter
+SWITCH_S = 1e-5  # how long a thread may keep the interpreter that another one asks for
 
 
 class LoaderError(ValueError):
