@@ -11,8 +11,9 @@ a process of its own, by a ``torch.utils.data.DataLoader``. Three ways:
 * in the caller: ``runner.stream(data, workers=0)``;
 * automatic: ``runner.stream(data)``.
 
-The bound is the slower of loader (in one thread, or its process) and devices, each alone. Where both
-need the same cores it cannot be reached; the shared bound is then all their work spread over the cores.
+The bound is the slower of loader (in one thread, or its process) and devices, each alone. Where
+both need the same cores it cannot be reached; the shared bound is then all their work spread over
+the cores.
 Rounds are interleaved: every round measures the bound and every way; medians of the rounds.
 Writes ``experiments/results/input_pipeline.json`` and ``.md``.
 """

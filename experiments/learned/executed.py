@@ -227,10 +227,10 @@ Every placement runs on two one-core devices in the pipelined runtime, in {len(r
 interleaved rounds. Negative is better. The baselines that run are those with the least predicted
 values of {len(BASELINES)}, and every single device; the best of them is chosen by what was
 measured, in all rounds but the one in which it is compared. *policy* knows predictions only.
-*policy, measured* (as `placement plan ... --planner policy --measurements K`, with these baselines
-as starts too) runs its own answer, theirs, and what a search of moves proposes, and answers with what
-it then believes to be the fastest; those runs are others than the rounds of this table. Milliseconds
-are medians.
+*policy, measured* (as `placement plan ... --planner policy --measurements K`, with these
+baselines as starts too) runs its own answer, theirs, and what a search of moves proposes, and
+answers with what it then believes to be the fastest; those runs are others than the rounds of
+this table. Milliseconds are medians.
 
 {summary}
 ## Problems
