@@ -35,7 +35,7 @@ from experiments._study import launch, say, to_table
 from experiments.fidelity import merged
 from experiments.peers import RESULTS, STACKS, TINY, Peer, Stack, same_cut
 from placement.cluster import Cluster
-from placement.executor.distributed import DistributedRunner, DistributedTrainer
+from placement.executor.distributed import DistributedRunner, DistributedTrainer, pin
 from placement.executor.distributed_world import World
 from placement.files import write_atomic
 from placement.measure import measure, provenance
@@ -66,6 +66,7 @@ def rank_main(path: str) -> None:
         _train(module, data, cluster, place, path)
         return
     graph = capture(module, data[0], name=stack.name)
+    pin(cluster)
     with World.join(job["timeout_s"]) as world:
         # As many as the peer's schedule has: its first stage never waits for the last.
         window = job["micro_batches"]

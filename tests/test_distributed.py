@@ -32,6 +32,7 @@ from placement.executor import RunnerError
 from placement.executor.distributed import (
     DistributedRunner,
     DistributedTrainer,
+    pin,
     ranks_of,
     save_weights,
     with_weights,
@@ -244,6 +245,23 @@ def test_outputs_equal_the_plain_module_for_random_placements_and_schedules(size
     assert [kind for kind, _ in answers] == ["value"] * size, answers
     num_held = [num for _, num in answers]
     assert sum(num_held) >= 6 and max(num_held) < 6  # together all of it, nobody everything
+
+
+def test_a_rank_stays_on_the_cores_of_its_devices(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: chosen.append(cores))
+    four = Cluster("four", tuple(Device(f"cpu:{i}", cores=(i, i + 4)) for i in range(4)))
+    monkeypatch.delenv("RANK", raising=False)
+    pin(four)  # not started by torchrun: ``join`` says so
+    for rank, size in ((1, 2), (0, 4), (0, 5)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        pin(four)  # of five one would have no device: the runner says so
+    pin(Cluster("free", (*four.devices, Device("cpu:4"))))  # its first names cores
+    assert chosen == [{2, 3, 6, 7}, {0, 4}, {0, 4}]
+    monkeypatch.setenv("RANK", "4")
+    pin(Cluster("free", (*four.devices, Device("cpu:4"))))
+    assert len(chosen) == 3
 
 
 def test_devices_go_to_ranks_in_order_and_no_rank_is_without_one():

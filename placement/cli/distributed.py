@@ -88,8 +88,10 @@ def more_hosts(args: argparse.Namespace) -> str:
 
 
 def _rank(args: argparse.Namespace, plan: Plan, batches: int) -> int:
+    from placement.executor.distributed import pin
     from placement.executor.distributed_world import RankError, World
 
+    pin(plan.cluster.build())
     world = World.join(args.timeout)
 
     def ended(*_: object) -> None:

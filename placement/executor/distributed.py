@@ -3,6 +3,7 @@
 Every rank makes the same runner and runs the workers of its own devices; the others' are stand-ins
 whose inbox is the network. Rank 0 is called like a ``Runner``; the other ranks ``serve``:
 
+    pin(cluster)
     with World.join() as world:
         runner = DistributedRunner(graph, cluster, placement, world=world)
         if world.rank == 0:
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +70,24 @@ def ranks_of(cluster: Cluster, num_ranks: int) -> tuple[int, ...]:
             f"give from 1 to {num_devices}, or name more devices with --cluster"
         )
     return tuple(d * num_ranks // num_devices for d in range(num_devices))
+
+
+def pin(cluster: Cluster) -> None:
+    """Keep this rank, with the threads that it starts from now on, on the cores of its devices.
+
+    To be called before ``World.join``. Else threads that send and receive take whatever core, and
+    the device on it, for which all others wait, is slowed down for every rank. Does nothing where
+    a device of this rank names no cores, or this process may not choose.
+    """
+    try:
+        ranks = ranks_of(cluster, int(os.environ["WORLD_SIZE"]))
+        rank = int(os.environ["RANK"])
+    except (KeyError, ValueError):
+        return  # ``join``, or the runner, says what is wrong
+    mine = [d.cores for d, r in zip(cluster.devices, ranks, strict=True) if r == rank]
+    if mine and all(mine) and hasattr(os, "sched_setaffinity"):
+        with suppress(OSError):
+            os.sched_setaffinity(0, set().union(*mine))
 
 
 class Remote:
