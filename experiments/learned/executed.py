@@ -45,6 +45,10 @@ class Row:
     rounds_s: str
 
     @property
+    def is_baseline(self) -> bool:
+        return self.planner not in (LEARNED, CHOSEN)
+
+    @property
     def each_s(self) -> list[float]:
         return [float(s) for s in self.rounds_s.split()]
 
@@ -149,7 +153,7 @@ def predicted(rows: Sequence[Row], planner: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for name in dict.fromkeys(r.problem for r in rows):
         mine = [r for r in rows if r.problem == name]
-        least = min(r.predicted_s for r in mine if r.planner not in (LEARNED, CHOSEN))
+        least = min(r.predicted_s for r in mine if r.is_baseline)
         found[name] = [r.predicted_s / least for r in mine if r.planner == planner]
     return found
 
@@ -168,8 +172,7 @@ def measured(rows: Sequence[Row], planner: str, *, single: bool) -> dict[str, li
             [
                 r.each_s
                 for r in mine
-                if r.planner not in (LEARNED, CHOSEN)
-                and (not single or r.planner.startswith(SINGLE))
+                if r.is_baseline and (not single or r.planner.startswith(SINGLE))
             ]
         )
         ratios = []
@@ -205,9 +208,7 @@ def report(rows: Sequence[Row]) -> str:
     lines = []
     for name in dict.fromkeys(r.problem for r in rows):
         mine = [r for r in rows if r.problem == name]
-        best = min(
-            (r for r in mine if r.planner not in (LEARNED, CHOSEN)), key=lambda r: r.measured_s
-        )
+        best = min((r for r in mine if r.is_baseline), key=lambda r: r.measured_s)
         line = [name, str(best.operators), best.planner, number(best.measured_s, 2, 1e3)]
         for planner in (LEARNED, CHOSEN):
             ours = [r for r in mine if r.planner == planner]

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.run import Way, alone, call, difference, keep, measure, model_of, period, show
+from placement.cli.run import alone, calls, difference, keep, measure, model_of, show
 
 if TYPE_CHECKING:
     from placement.executor.distributed_world import World
@@ -145,14 +145,15 @@ def _infer(
         runners.enter_context(runner)
         if module is not None and (wrong := difference(runner, module, inputs)):
             raise RankError(f"the results differ from those of the plain module: {wrong}")
-        ways: dict[str, Way] = {"plan": (call(runner, inputs), period(runner, inputs, batches))}
+        ways = {"plan": calls(runner, runner, inputs, batches)}
         if args.against_single_device and single:
             other = runners.enter_context(alone(plan, runner, single))
-            ways["single"] = (call(other, inputs), period(other, inputs, batches))
+            ways["single"] = calls(other, other, inputs, batches)
         measured = measure(ways, report)
     if plan.order is not None:
         with make(in_order=True) as ordered:
-            again = measure({"plan": (lambda: None, period(ordered, inputs, batches))}, report)
+            _, often = calls(ordered, ordered, inputs, batches)
+            again = measure({"plan": (lambda: None, often)}, report)
         followed = {"period_s": again["plan"].period_s}
         measured["plan"] = measured["plan"].model_copy(update=followed)
     trace = None

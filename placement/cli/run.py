@@ -97,10 +97,10 @@ def run(args: argparse.Namespace) -> int:
                 many = runner  # one call at a time has no order to follow
                 if plan.order is not None:
                     many = others.enter_context(plan.bind(module, inputs, in_order=True))
-                ways = {"plan": (call(runner, inputs), period(many, inputs, batches))}
+                ways = {"plan": calls(runner, many, inputs, batches)}
                 if args.against_single_device and single:
                     other = others.enter_context(alone(plan, runner, single))
-                    ways["single"] = (call(other, inputs), period(other, inputs, batches))
+                    ways["single"] = calls(other, other, inputs, batches)
                 measured = measure(ways, report)
         trace = None
         if args.trace:
@@ -212,26 +212,21 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
     )
 
 
-def call(runner: Runner, inputs: Any) -> Callable[[], Any]:
-    """A single call."""
-    from placement.program import split_inputs
-
-    args, kwargs = split_inputs(inputs)
-    return lambda: runner(*args, **kwargs)
-
-
-def period(runner: Runner, inputs: Any, batches: int) -> Callable[[], float]:
-    """The period of a stream, in seconds."""
+def calls(one: Runner, many: Runner, inputs: Any, batches: int) -> Way:
+    """A single call of ``one``, and the period of a stream through ``many``."""
     import numpy as np
 
+    from placement.program import split_inputs
     from placement.timeline import steady_period
 
-    def run() -> float:
+    args, kwargs = split_inputs(inputs)
+
+    def often() -> float:
         began = time.perf_counter()
-        ends = [time.perf_counter() - began for _ in runner.stream([inputs] * batches)]
+        ends = [time.perf_counter() - began for _ in many.stream([inputs] * batches)]
         return float(steady_period(np.array(ends)))
 
-    return run
+    return lambda: one(*args, **kwargs), often
 
 
 def measure(ways: dict[str, Way], report: cli.Progress) -> dict[str, Measured]:
