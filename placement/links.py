@@ -28,6 +28,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from placement.cluster import Cluster, Device, Link
+from placement.executor.awake import let_senders_finish
 from placement.measure import fit_link
 from placement.profile import Profile
 
@@ -87,6 +88,7 @@ def join(timeout_s: float = 60.0) -> None:
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others at "
             f"{where} within {timeout_s:g} s: {str(error).splitlines()[0]}"
         ) from error
+    let_senders_finish()  # as a run does
 
 
 def host_key() -> str:

@@ -23,12 +23,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from placement.executor.awake import let_senders_finish
 
 TIMEOUT_S = 30.0
 FOREVER = timedelta(days=365)  # receives end with a message or a broken connection
@@ -141,7 +142,7 @@ class World:
             )
             world.abandon(str(cause))
             raise cause from error
-        _let_senders_finish()
+        let_senders_finish()
         for r in world.others:
             for f, n in ((world._send, "send"), (world._receive, "receive")):
                 name = f"placement-{n}-{r}"
@@ -448,20 +449,6 @@ class World:
         for thread in self._threads:
             thread.join()
         dist.destroy_process_group()
-
-
-def _let_senders_finish() -> None:
-    """Gloo's own thread waits its turn for a core (Linux: without interrupting who runs there).
-
-    Else it interrupts a thread of ours that is sending, finds the connection locked by it, and
-    looks again and again for the rest of its time slice, 4 ms, in which nobody can send.
-    """
-    if not hasattr(os, "SCHED_BATCH"):
-        return
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it may have ended, or this process may not choose
-            if (task / "comm").read_text(encoding="utf-8").startswith("gloo"):
-                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def _pickled(value: Any) -> Tensor:
