@@ -101,6 +101,7 @@ MEANINGS = {
     "LinkInfo.channel": "Links with the same channel share it. Null: a channel of its own.",
     "LinkInfo.wake_s": "Waking an idle receiver keeps the sender's worker busy so long.",
     "LinkInfo.send_s": "Handing over any tensor keeps the sender's worker busy so long.",
+    "LinkInfo.send_s_per_byte": "And each of its bytes so much longer.",
     "LinkInfo.declared": "True: from the cluster's description. False: measured.",
     "Stage.device": "Name of the device.",
     "Stage.first": "Name of the first operator.",

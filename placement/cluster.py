@@ -141,7 +141,7 @@ class Link:
     Links with the same ``channel`` name share one serial channel; without a name each
     ordered pair is its own. ``blocking``: the sender's worker is busy meanwhile. ``wake_s``: how
     long it is kept busy by handing a tensor to a worker that waits idle, and so must be woken;
-    ``send_s``: by handing over any tensor.
+    ``send_s + bytes * send_s_per_byte``: by handing over any tensor.
     """
 
     src: str
@@ -152,15 +152,16 @@ class Link:
     channel: str | None = None
     wake_s: float = 0.0
     send_s: float = 0.0
+    send_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (
-            min(self.latency_s, self.wake_s, self.send_s) >= 0 and self.bandwidth_bytes_per_s > 0
-        ):
+        costs = (self.latency_s, self.wake_s, self.send_s, self.send_s_per_byte)
+        if not (min(costs) >= 0 and self.bandwidth_bytes_per_s > 0):
             raise ClusterError(
                 f"link {self.src} -> {self.dst}: latency_s = {self.latency_s}, wake_s = "
-                f"{self.wake_s} and send_s = {self.send_s} must be >= 0 and "
-                f"bandwidth_bytes_per_s = {self.bandwidth_bytes_per_s} must be > 0"
+                f"{self.wake_s}, send_s = {self.send_s} and send_s_per_byte = "
+                f"{self.send_s_per_byte} must be >= 0 and bandwidth_bytes_per_s = "
+                f"{self.bandwidth_bytes_per_s} must be > 0"
             )
 
 
@@ -281,7 +282,7 @@ class Cluster:
                 del device["sleep_w"], device["sleep_after_s"], device["sleep_exit_s"]
         links = [asdict(x) for x in self.links]
         for link in links:
-            for new in ("wake_s", "send_s"):
+            for new in ("wake_s", "send_s", "send_s_per_byte"):
                 if not link[new]:
                     del link[new]  # as it was before there was one
         text = json.dumps([devices, links])

@@ -592,7 +592,8 @@ def problem_fingerprint(problem: Problem) -> str:
     del given["provenance"], given["spread_s"]
     # What is already known of problems without costs that were added later stays known.
     given["links"] = [
-        {k: v for k, v in asdict(x).items() if k != "send_s" or v} for x in profile.links
+        {k: v for k, v in asdict(x).items() if not k.startswith("send_s") or v}
+        for x in profile.links
     ]
     if not given["batch_s"]:
         del given["batch_s"]

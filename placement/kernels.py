@@ -54,8 +54,9 @@ def tables(problem: Problem) -> tuple[Any, ...]:
     matrix = np.zeros(0) if given is None else with_inputs(np.asarray(given, np.float64), 0.0)
     blocking = with_inputs(problem.link_blocking, False)
     blocking[d] = False
-    wake_s, send_s = with_inputs(np.stack([problem.link_wake_s, problem.link_send_s]), 0.0)
-    wake_s[d] = send_s[d] = 0.0
+    sending = [problem.link_wake_s, problem.link_send_s, problem.link_send_s_per_byte]
+    wake_s, send_s, send_s_per_byte = with_inputs(np.stack(sending), 0.0)
+    wake_s[d] = send_s[d] = send_s_per_byte[d] = 0.0
     produced_outputs = g.output_tensor[g.tensor_src[g.output_tensor] >= 0]
     workspace = problem.profile.workspace_bytes
     power = problem.cluster.power
@@ -90,6 +91,7 @@ def tables(problem: Problem) -> tuple[Any, ...]:
         problem.ready_order == "arrival",
         wake_s.ravel(),
         send_s.ravel(),
+        send_s_per_byte.ravel(),
         power.sleep_after_s,
         power.sleep_exit_s,
     )
@@ -332,6 +334,7 @@ def run(
         by_arrival,
         link_wake_s,
         link_send_s,
+        link_send_s_per_byte,
         sleep_after_s,
         sleep_exit_s,
     ) = problem_tables
@@ -475,7 +478,7 @@ def run(
                 if link_blocking[pair]:
                     blocked_s[src] = max(blocked_s[src], arrives_s)
                 if first and c != local_channel:
-                    sending_s += link_send_s[pair]
+                    sending_s += link_send_s[pair] + edge_bytes[e] * link_send_s_per_byte[pair]
                     if running[dst] < 0 and blocked_s[dst] <= now and told_s[dst] < now:
                         sending_s += link_wake_s[pair]
                     told_s[dst] = arrives_s

@@ -6,8 +6,9 @@ there and back is taken off. Ranks on different hosts share the interface of the
 they really do is measured too, with two messages at the same time, and is a ``channel``.
 
 A rank computes on the cores that also send and receive. So the processor time of a message, on both
-ends, is measured and counted as the sender's (``Link.send_s``): where messages go both ways, as
-between operators placed without regard to links, that is what each rank loses.
+ends, is measured and counted as the sender's (``Link.send_s`` and ``send_s_per_byte``): where
+messages go both ways, as between operators placed without regard to links, that is what each rank
+loses.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SIZES = (2**12, 2**16, 2**20, 2**23)  # bytes
 _ROUND = (1, 1, 1, 1, *SIZES[:2], *SIZES[:2], *SIZES)  # sizes of a round; a byte comes back
 _PAIR_S = 10.0  # at most about so long for a pair: slow links have fewer rounds
 _BURST = 1.25  # the largest messages are slower than the line through all sizes says
-_HANDED = 200  # tensors of a few bytes whose processor time is measured
+HANDED = ((2**8, 200), (2**18, 40))  # bytes and number of tensors: their processor time
 _FLOW_S = 0.05  # a message takes about so long when it is sent beside another
 _FLOW_BYTES = (2**16, 2**26)
 _FLOW_ROUNDS = 3
@@ -124,7 +125,7 @@ def measure_ranks(*, repeats: int = 5, progress: Progress | None = None) -> Meas
     dist.all_gather_object(who, (host_key(), socket.gethostname()))
     hosts = host_names([key for key, _ in who], [name for _, name in who])
     mine: dict[Pair, list[float]] = {}
-    used: dict[tuple[int, int, int], float] = {}
+    used: dict[tuple[int, int, int], Floats] = {}
     pairs = list(permutations(range(size), 2))
     for i, (a, b) in enumerate(pairs):
         say(f"link {a} -> {b}", i / len(pairs))
@@ -136,7 +137,7 @@ def measure_ranks(*, repeats: int = 5, progress: Progress | None = None) -> Meas
             used[a, b, me] = _hand_over(a, b, me)
     used = _gathered(used)
     links = {
-        (a, b): replace(fit((a, b), one_way(seconds)), send_s=used[a, b, a] + used[a, b, b])
+        (a, b): with_sending(fit((a, b), one_way(seconds)), used[a, b, a] + used[a, b, b])
         for (a, b), seconds in _gathered(mine).items()
     }
     say("shared interfaces", 1.0)
@@ -173,6 +174,17 @@ def fit(pair: Pair, seconds: Floats) -> Link:
         return link
     latency_s = max(float(seconds[0]) - SIZES[0] * slope, 0.0)
     return replace(link, latency_s=latency_s, bandwidth_bytes_per_s=1.0 / slope)
+
+
+def with_sending(link: Link, used_s: Floats) -> Link:
+    """The link with what sending costs, from processor seconds of a tensor of each of ``HANDED``.
+
+    Float64 ``[2]``, of both ends together.
+    """
+    (few, _), (many, _) = HANDED
+    per_byte = max(float(used_s[1] - used_s[0]) / (many - few), 0.0)
+    send_s = max(float(used_s[0]) - few * per_byte, 0.0)
+    return replace(link, send_s=send_s, send_s_per_byte=per_byte)
 
 
 def trials(hosts: Sequence[str]) -> dict[str, tuple[Pair, Pair]]:
@@ -317,24 +329,24 @@ def _ping(a: int, b: int, me: int, repeats: int) -> list[float]:
     return [float(np.median(seconds)) for seconds in found.values()]
 
 
-def _hand_over(a: int, b: int, me: int) -> float:
-    """Processor seconds of this rank, one of the two, for each small tensor from ``a`` to ``b``.
+def _hand_over(a: int, b: int, me: int) -> Floats:
+    """Processor seconds of this rank, one of the two, for a tensor from ``a`` to ``b``.
 
-    As in a run, a tensor follows a ticket that announces it.
+    Of each of the sizes of ``HANDED``. As in a run, a ticket announces a tensor.
     """
-    parts = [torch.zeros(9, dtype=torch.int64), torch.zeros(2**8)]
-
-    def one() -> None:
-        move: Any = dist.isend if me == a else dist.irecv
-        works = [move(part, b if me == a else a, tag=i) for i, part in enumerate(parts)]
-        for work in works:
-            work.wait()
-
-    one()
-    began = time.process_time()
-    for _ in range(_HANDED):
-        one()
-    return (time.process_time() - began) / _HANDED
+    move: Any = dist.isend if me == a else dist.irecv
+    other = b if me == a else a
+    found = []
+    for size, count in HANDED:
+        parts = [torch.zeros(9, dtype=torch.int64), torch.zeros(size, dtype=torch.uint8)]
+        began = 0.0
+        for i in range(count + 1):
+            if i == 1:  # the first one connects
+                began = time.process_time()
+            for work in [move(part, other, tag=tag) for tag, part in enumerate(parts)]:
+                work.wait()
+        found.append((time.process_time() - began) / count)
+    return np.array(found)
 
 
 def _gathered(mine: dict[Any, Any]) -> dict[Any, Any]:

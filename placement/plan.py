@@ -127,6 +127,7 @@ class LinkInfo(_Strict):
     channel: Name | None
     wake_s: Seconds = 0.0
     send_s: Seconds = 0.0
+    send_s_per_byte: Seconds = 0.0
     declared: bool
 
 

@@ -147,6 +147,11 @@ class Problem:
         """float64 ``[D, D]``: handing over a tensor keeps the sender's worker busy so long."""
         return self._of_links("send_s")
 
+    @cached_property
+    def link_send_s_per_byte(self) -> Floats:
+        """float64 ``[D, D]``: and each of its bytes so much longer."""
+        return self._of_links("send_s_per_byte")
+
     def _of_links(self, what: str) -> Floats:
         found = np.zeros((self.num_devices, self.num_devices))
         for a, b, link in self._ends:

@@ -11,9 +11,9 @@
   its device pair when its producer ends and leaves when the channel is free (without
   ``contention``: at once, however many are under way). Tensors of one
   producer are queued by tensor number, then by first consumer. A blocking link keeps the
-  sender's worker busy until its transfer ends. Handing tensors over takes it ``send_s`` each,
-  and ``wake_s`` for each receiver that is idle (runs, sends and awaits nothing at that moment)
-  and so must be woken, from the end of the producer on.
+  sender's worker busy until its transfer ends. Handing tensors over takes it ``send_s`` and
+  ``send_s_per_byte`` each, and ``wake_s`` for each receiver that is idle (runs, sends and awaits
+  nothing at that moment) and so must be woken, from the end of the producer on.
 * At equal times all ends come first, then admissions, then starts, each in device order.
 * At most ``max_in_flight`` micro-batches are between first operator and last; the next is
   admitted when one finishes. A given ``Schedule`` limits itself and all are admitted at 0.
@@ -363,6 +363,8 @@ def simulate_reference(
                     channel_free[channel] = arrives[dst] = finish
                     sent.append((tensor, batch, src, dst, begin, finish))
                     sending += float(problem.link_send_s[src, dst])
+                    per_byte = float(problem.link_send_s_per_byte[src, dst])
+                    sending += float(g.tensor_bytes[tensor]) * per_byte
                     if running[dst] is None and free_at[dst] <= now and told_s[dst] < now:
                         sending += float(problem.link_wake_s[src, dst])
                     told_s[dst] = finish

@@ -107,6 +107,7 @@ def random_problem(
             channel="shared" if rng.random() < 0.3 else None,
             wake_s=float(wakes.integers(0, 3)) if wakes.random() < 0.3 else 0.0,
             send_s=float(wakes.integers(0, 3)) if wakes.random() < 0.2 else 0.0,
+            send_s_per_byte=float(wakes.integers(0, 3)) / 64 if wakes.random() < 0.2 else 0.0,
         )
         for a in names
         for b in names

@@ -1,9 +1,10 @@
-"""Idle cores are kept awake where that is permitted, and only while micro-batches run."""
+"""Idle cores are kept awake where that is permitted, and gloo's thread waits its turn."""
 
 from __future__ import annotations
 
 import os
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,26 @@ def test_without_permission_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(awake, "_LATENCY_FILE", "/nowhere/latency")
     assert not awake.cores_stay_awake()
     stream([0, 1])
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+def test_only_the_thread_of_gloo_waits_its_turn() -> None:
+    policies, named, done = {}, threading.Barrier(3), threading.Event()
+
+    def wait(name: str) -> None:
+        task = Path(f"/proc/self/task/{threading.get_native_id()}")
+        (task / "comm").write_text(name, encoding="utf-8")
+        named.wait(10)
+        done.wait(10)
+        policies[name] = os.sched_getscheduler(threading.get_native_id())
+
+    threads = [threading.Thread(target=wait, args=(name,)) for name in ("gloo_tcp_loop", "other")]
+    for thread in threads:
+        thread.start()
+    named.wait(10)
+    awake.let_senders_finish()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert policies == {"gloo_tcp_loop": os.SCHED_BATCH, "other": os.SCHED_OTHER}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER

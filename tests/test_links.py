@@ -19,6 +19,7 @@ from placement.__main__ import main
 from placement.cli import BAD_INPUT, OK
 from placement.cluster import Cluster, Device, Link
 from placement.links import (
+    HANDED,
     SIZES,
     Measured,
     fit,
@@ -28,6 +29,7 @@ from placement.links import (
     one_way,
     shared_channels,
     trials,
+    with_sending,
 )
 from placement.profile import Profile
 
@@ -162,6 +164,17 @@ def test_profiles_of_two_hosts_are_one() -> None:
     assert latency["w", "x"] == 7.0 and latency["y", "z"] == 12.0 and len(latency) == 12
 
 
+def test_what_sending_costs_is_a_line_through_two_sizes() -> None:
+    (few, _), (many, _) = HANDED
+    link = Link("a", "b", 1.0, 2.0)
+    found = with_sending(link, np.array([3.0 + 0.5 * few, 3.0 + 0.5 * many]))
+    assert (found.send_s, found.send_s_per_byte) == (3.0, 0.5)
+    assert (found.latency_s, found.bandwidth_bytes_per_s) == (1.0, 2.0)
+    # Noise: the larger took less. A byte never gives time back.
+    found = with_sending(link, np.array([3.0, 2.0]))
+    assert (found.send_s, found.send_s_per_byte) == (3.0, 0.0)
+
+
 # --- real processes ------------------------------------------------------------------------------
 
 
@@ -178,7 +191,7 @@ def test_two_processes_here(tmp_path: Path, capsys: Any, monkeypatch: Any) -> No
     for link in got["links"]:
         assert 0 <= link["latency_s"] < 1 and link["bandwidth_bytes_per_s"] > 1e6
         # A message takes a processor some microseconds, on both ends.
-        assert 1e-6 < link["send_s"] < 1e-1
+        assert 1e-6 < link["send_s"] < 1e-1 and 0 <= link["send_s_per_byte"] < 1e-6
     made = Cluster.from_yaml(cluster)
     assert made.links[0].channel == "rank:0 > rank:1"
     assert got["profile"]["devices"] == list(made.device_names)

@@ -716,7 +716,7 @@ def may_be_swapped(problem: Problem, a: int, b: int) -> bool:
         if not np.array_equal(x, x[..., swap]):
             return False
     pairs = [problem.link_latency_s, problem.link_s_per_byte, problem.link_blocking]
-    pairs += [problem.link_wake_s, problem.link_send_s]
+    pairs += [problem.link_wake_s, problem.link_send_s, problem.link_send_s_per_byte]
     if problem.profile.transfer_s is not None:
         pairs.append(problem.profile.transfer_s)
     if not all(np.array_equal(x, x[..., swap, :][..., swap]) for x in pairs):

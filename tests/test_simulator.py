@@ -40,6 +40,7 @@ def make(
     channel: str | None = None,
     wake_s: float = 0.0,
     send_s: float = 0.0,
+    send_s_per_byte: float = 0.0,
     graph: dict[str, Any] | None = None,
     profile: dict[str, Any] | None = None,
     **problem: Any,
@@ -62,7 +63,7 @@ def make(
     )
     speed = 1 / link_s_per_byte if link_s_per_byte else np.inf
     links = tuple(
-        Link(a, b, latency_s, speed, blocking, channel, wake_s, send_s)
+        Link(a, b, latency_s, speed, blocking, channel, wake_s, send_s, send_s_per_byte)
         for a in names
         for b in names
         if a != b
@@ -182,6 +183,10 @@ def test_handing_tensors_over_keeps_the_sender_busy(run: Any) -> None:
     assert run(problem, [0, 1, 2, 0, 1]).start_s.tolist() == [[0, 2, 1, 4, 0]]
     # On one device nothing is handed over.
     assert run(problem, [0, 0, 0, 0, 0]).end_s.max() == 6
+    # The same seconds, by the bytes: the first tensor has none, the second 4.
+    tensors = [(0, 0, [1]), (0, 4, [1, 2])]
+    problem = make(seconds, tensors, send_s_per_byte=0.25, num_microbatches=1)
+    assert run(problem, [0, 1, 2, 0, 1]).start_s.tolist() == [[0, 2, 1, 3, 0]]
 
 
 @SIMULATORS
@@ -621,6 +626,7 @@ def test_twice_the_time_for_everything_takes_twice_the_time(problem: Problem, se
             bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / 2,
             wake_s=2 * x.wake_s,
             send_s=2 * x.send_s,
+            send_s_per_byte=2 * x.send_s_per_byte,
         )
         for x in old.links
     )
