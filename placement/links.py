@@ -42,6 +42,7 @@ _ROUND = (1, 1, 1, 1, *SIZES[:2], *SIZES[:2], *SIZES)  # sizes of a round; a byt
 _PAIR_S = 10.0  # at most about so long for a pair: slow links have fewer rounds
 _BURST = 1.25  # the largest messages are slower than the line through all sizes says
 HANDED = ((2**8, 200), (2**18, 40))  # bytes and number of tensors: their processor time
+_PAUSE_S = 1e-3  # between them
 _FLOW_S = 0.05  # a message takes about so long when it is sent beside another
 _FLOW_BYTES = (2**16, 2**26)
 _FLOW_ROUNDS = 3
@@ -332,7 +333,8 @@ def _ping(a: int, b: int, me: int, repeats: int) -> list[float]:
 def _hand_over(a: int, b: int, me: int) -> Floats:
     """Processor seconds of this rank, one of the two, for a tensor from ``a`` to ``b``.
 
-    Of each of the sizes of ``HANDED``. As in a run, a ticket announces a tensor.
+    Of each of the sizes of ``HANDED``. As in a run, a ticket announces a tensor, and who waits for
+    it has to be woken.
     """
     move: Any = dist.isend if me == a else dist.irecv
     other = b if me == a else a
@@ -343,6 +345,8 @@ def _hand_over(a: int, b: int, me: int) -> Floats:
         for i in range(count + 1):
             if i == 1:  # the first one connects
                 began = time.process_time()
+            if me == a:
+                time.sleep(_PAUSE_S)
             for work in [move(part, other, tag=tag) for tag, part in enumerate(parts)]:
                 work.wait()
         found.append((time.process_time() - began) / count)
