@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from placement.cluster import Cluster, Device, Link
 from placement.executor.awake import let_senders_finish
+from placement.executor.distributed_world import Direct, move
 from placement.measure import fit_link
 from placement.profile import Profile
 
@@ -43,6 +44,7 @@ _PAIR_S = 10.0  # at most about so long for a pair: slow links have fewer rounds
 _BURST = 1.25  # the largest messages are slower than the line through all sizes says
 HANDED = ((2**8, 200), (2**18, 40))  # bytes and number of tensors: their processor time
 _PAUSE_S = 1e-3  # between them
+_DIRECT_S = 60.0  # for GPUs to find each other
 _FLOW_S = 0.05  # a message takes about so long when it is sent beside another
 _FLOW_BYTES = (2**16, 2**26)
 _FLOW_ROUNDS = 3
@@ -112,8 +114,23 @@ def host_names(keys: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     return tuple(numbered[key] for key in keys)
 
 
-def measure_ranks(*, repeats: int = 5, progress: Progress | None = None) -> Measured:
+def hosts_of_ranks() -> tuple[str, ...]:
+    """``[R]`` name of each rank's host; every rank must call this."""
+    who: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(who, (host_key(), socket.gethostname()))
+    return host_names([key for key, _ in who], [name for _, name in who])
+
+
+def measure_ranks(
+    hosts: Sequence[str],
+    *,
+    repeats: int = 5,
+    progress: Progress | None = None,
+    direct: Direct | None = None,
+) -> Measured:
     """Links between all ranks of the process group; every rank must call it, and gets the answer.
+
+    ``hosts`` are those ``hosts_of_ranks``; ``direct``: as a run will be given.
 
     Raises:
         LinkError: there is one rank only.
@@ -122,9 +139,7 @@ def measure_ranks(*, repeats: int = 5, progress: Progress | None = None) -> Meas
     if size < 2:
         raise LinkError("one process has no links to others: --distributed needs 2 or more")
     say = progress or (lambda what, share: None)
-    who: list[Any] = [None] * size
-    dist.all_gather_object(who, (host_key(), socket.gethostname()))
-    hosts = host_names([key for key, _ in who], [name for _, name in who])
+    groups = {} if direct is None else direct.groups(timedelta(seconds=_DIRECT_S))
     mine: dict[Pair, list[float]] = {}
     used: dict[tuple[int, int, int], Floats] = {}
     pairs = list(permutations(range(size), 2))
@@ -132,10 +147,13 @@ def measure_ranks(*, repeats: int = 5, progress: Progress | None = None) -> Meas
         say(f"link {a} -> {b}", i / len(pairs))
         dist.barrier()
         if me in (a, b):
-            seconds = _ping(a, b, me, repeats)
+            device = torch.device("cpu")
+            if direct is not None and (a, b) in groups:
+                device = direct.device
+            seconds = _ping(a, b, repeats, device, groups)
             if me == a:
                 mine[a, b] = seconds
-            used[a, b, me] = _hand_over(a, b, me)
+            used[a, b, me] = _hand_over(a, b, device, groups)
     used = _gathered(used)
     links = {
         (a, b): with_sending(fit((a, b), one_way(seconds)), used[a, b, a] + used[a, b, b])
@@ -146,7 +164,7 @@ def measure_ranks(*, repeats: int = 5, progress: Progress | None = None) -> Meas
     slowdown = {what: _slowdown(together, links, me) for what, together in flows.items()}
     channels = shared_channels(hosts, slowdown)
     return Measured(
-        hosts,
+        tuple(hosts),
         {pair: replace(link, channel=channels.get(pair)) for pair, link in links.items()},
         slowdown,
     )
@@ -298,13 +316,17 @@ def merged(profiles: Sequence[Profile], cluster: Cluster) -> Profile:
     return whole.for_cluster(cluster)
 
 
-def _ping(a: int, b: int, me: int, repeats: int) -> list[float]:
+def _ping(
+    a: int, b: int, repeats: int, device: torch.device, groups: Mapping[Pair, Any]
+) -> list[float]:
     """Medians of there-and-back seconds: of a byte, then of each of ``SIZES``; on rank ``a``.
 
-    Sizes take turns, so that what disturbs the machine falls on all alike.
+    Sizes take turns, so that what disturbs the machine falls on all alike. What is sent lies on
+    ``device``, and goes through the group of a direction if there is one.
     """
-    messages = {size: torch.zeros(size, dtype=torch.uint8) for size in _ROUND}
-    byte = torch.zeros(1, dtype=torch.uint8)
+    me, there, back = dist.get_rank(), groups.get((a, b)), groups.get((b, a))
+    messages = {size: torch.zeros(size, dtype=torch.uint8, device=device) for size in _ROUND}
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
     found: dict[int, list[float]] = {size: [] for size in _ROUND}
 
     def play() -> float:
@@ -312,11 +334,11 @@ def _ping(a: int, b: int, me: int, repeats: int) -> list[float]:
         for size in _ROUND:
             began = time.perf_counter()
             if me == a:
-                dist.send(messages[size], b)
-                dist.recv(byte, b)
+                move(dist.isend, messages[size], b, there)
+                move(dist.irecv, byte, b, back)
             else:
-                dist.recv(messages[size], a)
-                dist.send(byte, a)
+                move(dist.irecv, messages[size], a, there)
+                move(dist.isend, byte, a, back)
             found[size].append(time.perf_counter() - began)
         return time.perf_counter() - start
 
@@ -330,25 +352,28 @@ def _ping(a: int, b: int, me: int, repeats: int) -> list[float]:
     return [float(np.median(seconds)) for seconds in found.values()]
 
 
-def _hand_over(a: int, b: int, me: int) -> Floats:
+def _hand_over(a: int, b: int, device: torch.device, groups: Mapping[Pair, Any]) -> Floats:
     """Processor seconds of this rank, one of the two, for a tensor from ``a`` to ``b``.
 
     Of each of the sizes of ``HANDED``. As in a run, a ticket announces a tensor, and who waits for
     it has to be woken.
     """
-    move: Any = dist.isend if me == a else dist.irecv
+    me, group = dist.get_rank(), groups.get((a, b))
+    how: Any = dist.isend if me == a else dist.irecv
     other = b if me == a else a
     found = []
     for size, count in HANDED:
-        parts = [torch.zeros(9, dtype=torch.int64), torch.zeros(size, dtype=torch.uint8)]
+        ticket = torch.zeros(9, dtype=torch.int64)
+        tensor = torch.zeros(size, dtype=torch.uint8, device=device)
         began = 0.0
         for i in range(count + 1):
             if i == 1:  # the first one connects
                 began = time.process_time()
             if me == a:
                 time.sleep(_PAUSE_S)
-            for work in [move(part, other, tag=tag) for tag, part in enumerate(parts)]:
-                work.wait()
+            announced = how(ticket, other)
+            move(how, tensor, other, group)
+            announced.wait()
         found.append((time.process_time() - began) / count)
     return np.array(found)
 

@@ -27,18 +27,20 @@ from torch import nn
 
 from placement import workloads
 from placement.cli.show import costless_problem
-from placement.cluster import Cluster, ClusterError, Device
+from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.executor import RunnerError
 from placement.executor.distributed import (
     DistributedRunner,
     DistributedTrainer,
+    direct,
     pin,
     ranks_of,
     save_weights,
     with_weights,
 )
-from placement.executor.distributed_world import RankError, World
+from placement.executor.distributed_world import Direct, RankError, World
 from placement.executor.executor import measured_timeline
+from placement.links import hosts_of_ranks, join, measure_ranks
 from placement.plan import make_plan
 from placement.problem import Problem, Solution
 from placement.profile import Profile
@@ -181,12 +183,12 @@ class Ranks:
 # --- results -------------------------------------------------------------------------------------
 
 
-def equal_results(rank: int, folder: str) -> int:
+def equal_results(rank: int, folder: str, direct: Direct | None) -> int:
     """Everything that inference promises, in one start of two or four ranks."""
     graph = GRAPH
     expected = [MODULE(x).detach() for x in items(8)]
     weights = Path(folder) / "weights.safetensors"
-    with World.join(120) as world:
+    with World.join(120, direct) as world:
         for seed in range(6):
             place = scattered(graph, seed, world.size if seed % 2 else 4)
             order = random_schedule(graph, place, 4, seed) if seed > 2 else None
@@ -238,9 +240,14 @@ def equal_results(rank: int, folder: str) -> int:
     return num_held
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_outputs_equal_the_plain_module_for_random_placements_and_schedules(size, tmp_path):
-    with Ranks(equal_results, size, str(tmp_path)) as ranks:
+@pytest.mark.parametrize(
+    "size, direct_ranks", [(2, ()), (4, ()), (2, (0, 1)), (4, (0, 2, 3))]
+)  # as with NCCL, but for the backend
+def test_outputs_equal_the_plain_module_for_random_placements_and_schedules(
+    size, direct_ranks, tmp_path
+):
+    direct = Direct("gloo", direct_ranks, torch.device("cpu")) if direct_ranks else None
+    with Ranks(equal_results, size, str(tmp_path), direct) as ranks:
         answers = [ranks.answer(r) for r in range(size)]
     assert [kind for kind, _ in answers] == ["value"] * size, answers
     num_held = [num for _, num in answers]
@@ -262,6 +269,43 @@ def test_a_rank_stays_on_the_cores_of_its_devices(monkeypatch):
     monkeypatch.setenv("RANK", "4")
     pin(Cluster("free", (*four.devices, Device("cpu:4"))))
     assert len(chosen) == 3
+
+
+def measured_links(rank: int) -> dict[tuple[int, int], Link]:
+    join()
+    direct = Direct("gloo", (0, 1), torch.device("cpu"))
+    found = measure_ranks(hosts_of_ranks(), repeats=2, direct=direct)
+    torch.distributed.destroy_process_group()
+    return dict(found.links)
+
+
+def test_links_between_gpus_are_measured_on_the_way_that_tensors_take():
+    with Ranks(measured_links, 2) as ranks:
+        (kind, found), other = ranks.answer(0), ranks.answer(1)
+    assert kind == "value" and other == (kind, found)
+    for pair in ((0, 1), (1, 0)):
+        assert found[pair].bandwidth_bytes_per_s > 1e6 and found[pair].send_s > 0
+
+
+def test_tensors_go_from_gpu_to_gpu_between_ranks_that_have_one_each(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    names = ("a/cuda:0", "a/cuda:1", "b/cuda:0", "b/cpu:0")
+    cluster = Cluster("mixed", tuple(Device(n, n.split("/")[1].split(":")[0]) for n in names))
+
+    def of(rank: int, size: int) -> Direct | None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        return direct(cluster)
+
+    assert of(1, 4) == Direct("nccl", (0, 1, 2), torch.device("cuda:1"))
+    assert of(2, 4) == Direct("nccl", (0, 1, 2), torch.device("cuda:0"))
+    assert of(3, 4) == Direct("nccl", (0, 1, 2), torch.device("cpu"))  # takes no part
+    # Two ranks have two devices each; of three, one has a GPU of its own; five are too many.
+    assert [of(0, size) for size in (2, 3, 5)] == [None] * 3
+    monkeypatch.delenv("RANK")
+    assert direct(cluster) is None
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert of(1, 4) is None
 
 
 def test_devices_go_to_ranks_in_order_and_no_rank_is_without_one():

@@ -88,11 +88,12 @@ def more_hosts(args: argparse.Namespace) -> str:
 
 
 def _rank(args: argparse.Namespace, plan: Plan, batches: int) -> int:
-    from placement.executor.distributed import pin
+    from placement.executor.distributed import direct, pin
     from placement.executor.distributed_world import RankError, World
 
-    pin(plan.cluster.build())
-    world = World.join(args.timeout)
+    cluster = plan.cluster.build()
+    pin(cluster)
+    world = World.join(args.timeout, direct(cluster))
 
     def ended(*_: object) -> None:
         # By torchrun, because another rank ended: why, is known in a moment.

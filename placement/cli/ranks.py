@@ -104,19 +104,23 @@ def _rank(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace, rank: int, size: int) -> int:
     from placement import links
+    from placement.cluster import Cluster
+    from placement.executor.distributed import direct
 
     first = rank == 0
     with cli.progress(quiet=not first) as report:
-        measured = links.measure_ranks(repeats=args.repeats, progress=report)
-        devices, ranks = _devices(args, measured.hosts, rank)
+        hosts = links.hosts_of_ranks()
+        devices, ranks = _devices(args, hosts, rank)
+        how = direct(Cluster("ranks", tuple(devices)))
+        measured = links.measure_ranks(hosts, repeats=args.repeats, progress=report, direct=how)
         cluster = links.joined(devices, ranks, measured, "ranks")
         if first:
             cluster.to_yaml(args.cluster_out)
         profile = graph = None
         if args.workload:
-            hosts = [measured.hosts[r] for r in ranks]
+            of_devices = [hosts[r] for r in ranks]
             graph = cli.capture_workload(args.workload, report, cli.mode_of(args), args.optimizer)
-            profile = _profile(args, graph, cluster, hosts, measured.hosts, rank, report)
+            profile = _profile(args, graph, cluster, of_devices, hosts, rank, report)
     if not first:
         return cli.OK
     told: dict[str, Any] = {

@@ -37,8 +37,11 @@ class Backend(Protocol):
         """A tensor in host memory, as one that operators of this device can read."""
         ...
 
-    def ship(self, value: Any, deliver: Deliver) -> None:
-        """Call ``deliver(value in host memory)`` once the device has produced it, in order."""
+    def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
+        """Call ``deliver(value in host memory)`` once the device has produced it, in order.
+
+        ``stay``: in device memory, as it is.
+        """
         ...
 
     def mark(self) -> Any:
@@ -70,7 +73,7 @@ class CpuBackend:
     def receive(self, value: Tensor) -> Tensor:
         return value
 
-    def ship(self, value: Any, deliver: Deliver) -> None:
+    def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
         deliver(value)
 
     def mark(self) -> int:
@@ -110,12 +113,14 @@ class CudaBackend:
         self._base_ns = time.perf_counter_ns()
 
     def receive(self, value: Tensor) -> Tensor:
+        if value.is_cuda:  # from another process, received on another stream
+            value.record_stream(self._stream)
         return value.to(self.torch_device, non_blocking=True)
 
-    def ship(self, value: Any, deliver: Deliver) -> None:
+    def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
         produced = torch.cuda.Event()
         produced.record(self._stream)
-        if not isinstance(value, Tensor):
+        if stay or not isinstance(value, Tensor):
             self._courier.send(produced.synchronize, value, deliver)
             return
         with torch.cuda.stream(self._copies):

@@ -4,7 +4,7 @@ Every rank makes the same runner and runs the workers of its own devices; the ot
 whose inbox is the network. Rank 0 is called like a ``Runner``; the other ranks ``serve``:
 
     pin(cluster)
-    with World.join() as world:
+    with World.join(direct=direct(cluster)) as world:
         runner = DistributedRunner(graph, cluster, placement, world=world)
         if world.rank == 0:
             results = list(runner.stream(items))
@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -42,6 +43,7 @@ from placement.executor.distributed_world import (
     PONG,
     RESULT,
     TENSOR,
+    Direct,
     RankError,
     World,
 )
@@ -90,8 +92,29 @@ def pin(cluster: Cluster) -> None:
             os.sched_setaffinity(0, set().union(*mine))
 
 
+def direct(cluster: Cluster) -> Direct | None:
+    """How ``World.join`` lets tensors go from GPU to GPU: NCCL, between ranks with one GPU each.
+
+    None: there are no two such ranks, or no NCCL. All others' tensors go through host memory.
+    """
+    try:
+        size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        ranks = ranks_of(cluster, size)
+    except (KeyError, ValueError):
+        return None  # ``join``, or the runner, says what is wrong
+    devices = {r: [d for d, q in zip(cluster.devices, ranks, strict=True) if q == r] for r in ranks}
+    found = tuple(r for r, ds in devices.items() if [d.kind for d in ds] == ["cuda"])
+    if len(found) < 2 or not dist.is_nccl_available():
+        return None
+    name = devices[rank][0].name.rpartition("/")[2] if rank in found else "cpu"
+    return Direct("nccl", found, torch.device(name))
+
+
 class Remote:
-    """A worker of another rank: its inbox is the network, its clock is set right by ``collect``."""
+    """A worker of another rank: its inbox is the network, its clock is set right by ``collect``.
+
+    ``takes_from_device``: tensors go there from device memory.
+    """
 
     ident = None  # no thread of this process
     idle_ns, idle_since_ns = 0, 1  # how busy it is, is not known here
@@ -102,6 +125,7 @@ class Remote:
         self.slices: Sequence[Any] = []
         self.arrivals: Sequence[Any] = []
         self.offset_ns = 0
+        self.takes_from_device = world.is_direct(world.rank, rank)
         self._world = world
 
     def put(self, message: Any) -> None:

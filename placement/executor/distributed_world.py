@@ -5,6 +5,11 @@ one thread that sends and one that receives. A message is a *ticket* of a few in
 one tensor, each under a tag of its own. The sender decides the order, and the ticket tells it, so
 the receiver never waits for a tensor that was not sent (see ``docs/distributed.md``).
 
+Between ranks with one GPU each (``Direct``) tensors go from device memory to device memory through
+another backend (NCCL), announced by the same tickets. It knows no tags, and what one rank sends and
+receives on a communicator happens in turn: so every direction of a pair has a group of its own, and
+the ticket goes first, to tell the receiver what to wait for.
+
 Beside them two threads look after the others: one counts heartbeats in the ``TCPStore``, the other
 only looks at the clock, because a store behind a dropped link does not answer at all.
 """
@@ -22,7 +27,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -48,6 +55,28 @@ class RankError(RuntimeError):
     """
 
     num_finished: int | None = None
+
+
+@dataclass(frozen=True)
+class Direct:
+    """Ranks between which tensors stay in device memory.
+
+    Attributes:
+        backend: of ``torch.distributed``, for tensors on these devices.
+        ranks: two or more; each has one device.
+        device: that of this rank, if it is one of them.
+    """
+
+    backend: str
+    ranks: tuple[int, ...]
+    device: torch.device
+
+    def groups(self, timeout: timedelta) -> dict[tuple[int, int], Any]:
+        """A group for each direction, by sending and receiving rank; every rank must call this."""
+        return {
+            pair: dist.new_group(pair, timeout=timeout, backend=self.backend)
+            for pair in permutations(self.ranks, 2)
+        }
 
 
 class World:
@@ -82,10 +111,14 @@ class World:
         self._store: Any = None
         self._alive_at = 0.0
         self._culprit: int | None = None  # the rank that failed, if one can be named
+        self._direct: Any = None
+        self._groups: dict[tuple[int, int], Any] = {}  # sending and receiving rank
 
     @classmethod
-    def join(cls, timeout_s: float = TIMEOUT_S) -> World:
+    def join(cls, timeout_s: float = TIMEOUT_S, direct: Direct | None = None) -> World:
         """Meet the other ranks, as ``torchrun`` has set the environment.
+
+        ``direct`` names the same ranks and backend on every rank.
 
         Raises:
             RankError: not started by ``torchrun``; somebody did not come within ``timeout_s``;
@@ -135,6 +168,9 @@ class World:
                 world_size=size,
                 timeout=limit,
             )
+            if direct is not None:
+                # Longer: that a rank is gone is for the heartbeats to find.
+                world._direct, world._groups = direct, direct.groups(2 * limit)
         except RuntimeError as error:
             cause = world.fault or RankError(
                 f"rank {rank} cannot connect to the others ({_first_line(error)}): is "
@@ -212,6 +248,10 @@ class World:
         """Send without waiting: in order, and only after what the same pair has sent before."""
         self._out[rank].put((self._run, kind, numbers, value))
 
+    def is_direct(self, source: int, target: int) -> bool:
+        """Whether the tensors between two ranks stay in device memory."""
+        return (source, target) in self._groups
+
     def _send(self, rank: int) -> None:
         try:
             inbox, tags = self._out[rank], dict[tuple[int, ...], int]()
@@ -232,7 +272,13 @@ class World:
                 else:
                     tag = TICKET
                 size = 0 if value is None else value.nbytes
-                self._transmit(rank, (run, kind, *numbers, tag, size), value)
+                ticket = (run, kind, *numbers, tag, size)
+                if kind == TENSOR and self.is_direct(self.rank, rank):
+                    self._transmit(rank, ticket, None)
+                    group, device = self._groups[self.rank, rank], self._direct.device
+                    move(dist.isend, value.to(device), rank, group)
+                else:
+                    self._transmit(rank, ticket, value)
                 value = None  # an idle thread must not hold what was sent last
         except Exception as error:
             self._broken(rank, error)
@@ -267,7 +313,13 @@ class World:
                     value = pickle.loads(
                         take(deque([post((size,), torch.uint8, LARGE)])).numpy().tobytes()
                     )
+                elif kind == TENSOR and self.is_direct(rank, self.rank):
+                    group, device = self._groups[rank, self.rank], self._direct.device
+                    value = torch.empty(kinds[tag][0], dtype=kinds[tag][1], device=device)
+                    move(dist.irecv, value, rank, group)
                 elif tag != TICKET:
+                    if not posted[tag]:
+                        posted[tag].extend(post(*kinds[tag], tag) for _ in range(POSTED))
                     value = take(posted[tag])
                     posted[tag].append(post(*kinds[tag], tag))
                 if kind == BYE:
@@ -275,7 +327,7 @@ class World:
                 if kind == KIND:
                     tag, *about = value
                     kinds[tag] = (about[0], about[1])
-                    posted[tag] = deque(post(*kinds[tag], tag) for _ in range(POSTED))
+                    posted[tag] = deque()
                 elif kind == PING:
                     self.post(rank, PONG, (numbers[0], time.perf_counter_ns()))
                 else:
@@ -449,6 +501,14 @@ class World:
         for thread in self._threads:
             thread.join()
         dist.destroy_process_group()
+
+
+def move(how: Callable[..., Any], value: Tensor, rank: int, group: Any = None) -> None:
+    """Send (``dist.isend``) or receive (``dist.irecv``) a tensor in its memory, and wait for it."""
+    if value.nbytes:  # as bytes: NCCL does not know every type
+        how(value.view(-1).view(torch.uint8), rank, group=group).wait(FOREVER)
+    if value.is_cuda:  # the above has only let the stream of this thread wait
+        torch.cuda.current_stream(value.device).synchronize()
 
 
 def _pickled(value: Any) -> Tensor:

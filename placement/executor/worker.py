@@ -66,6 +66,8 @@ class Worker(threading.Thread):
         idle_since_ns: since when it waits now; 0 while it works.
     """
 
+    takes_from_device = False  # what is sent here passes through host memory
+
     def __init__(
         self,
         name: str,
@@ -235,8 +237,11 @@ class Worker(threading.Thread):
             self._running = None
 
     def _send(self, peer: int, batch: int, tensor: int, value: Tensor, sent: Any) -> None:
-        inbox, source = self.workers[peer].inbox, self.share.device
-        self.backend.ship(value, lambda v: inbox.put((batch, tensor, v, source, sent)))
+        to, source = self.workers[peer], self.share.device
+        inbox = to.inbox
+        self.backend.ship(
+            value, lambda v: inbox.put((batch, tensor, v, source, sent)), stay=to.takes_from_device
+        )
 
     def _return(self, batch: int, tensor: int, value: Any) -> None:
         results = self._results
