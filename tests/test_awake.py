@@ -68,6 +68,17 @@ def test_without_permission_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> 
     stream([0, 1])
 
 
+@pytest.mark.skipif(not Path("/proc/self/timerslack_ns").exists(), reason="Linux only")
+def test_only_the_threads_of_devices_wait_exactly() -> None:
+    before = Path("/proc/self/timerslack_ns").read_text(encoding="utf-8")
+    graph = capture(nn.Linear(3, 3), (torch.ones(3),))
+    with Runner(graph, Cluster("one", (Device("cpu:0"),)), [0]) as runner:
+        runner(torch.ones(3))
+        slack = Path(f"/proc/{runner.workers[0].native_id}/timerslack_ns")
+        assert slack.read_text(encoding="utf-8") == "1\n" != before
+    assert Path("/proc/self/timerslack_ns").read_text(encoding="utf-8") == before
+
+
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
 def test_only_the_thread_of_gloo_waits_its_turn() -> None:
     policies, named, done = {}, threading.Barrier(3), threading.Event()

@@ -234,6 +234,23 @@ def test_what_several_threads_may_read():
     assert [is_dataset(x) for x in (loader, iter([1]), {0: 1}, torch.zeros(3))] == [False] * 4
 
 
+def test_what_processes_load_ahead_is_taken_by_the_caller():
+    class Slow(torch.utils.data.IterableDataset):  # as a loader with processes, but without them
+        num_workers = 1
+
+        def __iter__(self):
+            for i in range(4):
+                time.sleep(2 * loader.WORTH_A_THREAD_S)
+                yield i, threading.current_thread() is threading.main_thread()
+
+    assert list(InputPipeline(Slow())) == [(i, True) for i in range(4)]
+    # Who asks for a thread gets one, and what is done with the items here is worth some.
+    by_thread = [x for _, x in InputPipeline(Slow(), workers=1)]
+    assert by_thread == [False] * 4
+    prepared = [x for _, x in InputPipeline(Slow(), preprocess=lambda item: item)]
+    assert prepared == [True, True, False, False]
+
+
 def test_num_bytes_of_nested_items():
     x = torch.zeros(3, dtype=torch.float64)
     assert num_bytes({"a": x, "b": [x.numpy(), (x, "text", None)]}) == 3 * 24

@@ -165,7 +165,8 @@ class InputPipeline(Iterator[Any]):
         items: an iterable, read by one thread at a time; or a data set (``is_dataset``), whose
             items several threads read at once.
         preprocess: called with every item, by several threads at once.
-        workers: threads that load; None chooses, 0 loads in the calling thread.
+        workers: threads that load; None chooses, 0 loads in the calling thread. What a
+            ``DataLoader`` with processes of its own gives is loaded ahead already: None is 0.
         prefetch: items that are loaded ahead, ready or being loaded; None chooses.
         prefetch_bytes: they weigh at most this (as far as tensors and arrays among them tell),
             but one is always loaded.
@@ -201,6 +202,8 @@ class InputPipeline(Iterator[Any]):
             raise LoaderError(f"workers = {workers}: give 0 to load in the calling thread, or more")
         if prefetch is not None and prefetch < 1:
             raise LoaderError(f"prefetch = {prefetch}: give at least 1, or workers=0 for none")
+        if workers is None and preprocess is None and getattr(items, "num_workers", 0) > 0:
+            workers = 0  # a ``DataLoader`` whose processes load ahead: a thread between only delays
         parallel = preprocess is not None or is_dataset(items)
         if workers is not None and workers > 1 and not parallel:
             raise LoaderError(

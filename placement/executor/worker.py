@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from placement.executor.awake import wait_exactly
 from placement.executor.backend import Backend
 from placement.executor.share import Compiled, Share
 
@@ -104,6 +105,7 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         self._running: int | None = None
+        wait_exactly()
         try:
             with ExitStack() as stack, torch.inference_mode():
                 self.backend.enter(stack)
