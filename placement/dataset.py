@@ -15,6 +15,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ from placement.problem import Problem
 from placement.profile import Profile
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from placement.executor import Runner
 
 Floats = NDArray[np.float64]
@@ -272,6 +275,32 @@ def _links(home: Path, cluster: Cluster, say: Progress) -> tuple[Link, ...]:
     return tuple(links)
 
 
+def settle(module: nn.Module, inputs: Any) -> None:
+    """Give batch normalisations the statistics of ``inputs``, as training would have.
+
+    With random weights and without it, the values of a deep network become so small that a
+    processor takes ten times as long for them (subnormal numbers), which no trained model does.
+    """
+    import torch
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    from placement.program import split_inputs
+
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not norms:
+        return
+    before = [(m.training, m.momentum) for m in norms]
+    args, kwargs = split_inputs(inputs)
+    for m in norms:
+        m.train()
+        m.momentum = 1.0
+    # One value in a channel has no variance: what comes then stays as it is.
+    with torch.no_grad(), suppress(ValueError):
+        module(*args, **kwargs)
+    for m, (training, momentum) in zip(norms, before, strict=True):
+        m.training, m.momentum = training, momentum
+
+
 def _measured(
     entry: Entry, cluster: Cluster, links: tuple[Link, ...], known: set[str], repeats: int
 ) -> Problem:
@@ -279,6 +308,7 @@ def _measured(
 
     began, load_before = time.time(), _load()
     module, inputs = workloads.load(entry.spec, **entry.options)
+    settle(module, inputs)
     graph = capture(module, inputs, name=entry.name)
     captured = time.time()
     rounds = repeats if set(graph.op_signature) - known else min(repeats, FEW_ROUNDS)

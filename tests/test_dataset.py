@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from problems import random_problem
+from torch import nn
 
 from placement import dataset, importers, zoo
 from placement.__main__ import main
@@ -72,6 +74,22 @@ def test_devices_that_are_not_at_hand_are_described_by_those_that_were_measured(
     problem = dataset.load(folder, four)["here/tiny_mlp-batch4"]
     assert problem.num_devices == 4
     assert problem.compute_s[:, 0] == pytest.approx(4 * problem.compute_s[:, 3])
+
+
+def test_batch_normalisations_take_the_statistics_of_the_inputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = 1e-3 * torch.randn(64, 2, 8, 8, generator=generator) + 5
+    module = nn.Sequential(nn.BatchNorm2d(2), nn.Dropout(1.0), nn.ReLU()).eval()
+    assert module(x).std() < 1e-2
+    dataset.settle(module, (x,))
+    norm = module[0]
+    torch.testing.assert_close(norm.running_mean, x.mean((0, 2, 3)))
+    assert (norm.training, norm.momentum) == (False, 0.1)
+    assert module(x).std() > 0.5 and module(x).max() > 2  # and nothing else was trained
+    # One value in a channel has no variance: it stays as it was.
+    dataset.settle(module, (x[:1, :, :1, :1],))
+    torch.testing.assert_close(norm.running_mean, x.mean((0, 2, 3)))
+    assert not norm.training
 
 
 def test_what_is_there_is_kept_and_what_is_damaged_is_measured_again(built, tmp_path) -> None:
