@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,9 +109,18 @@ def entries() -> list[dataset.Entry]:
 
 
 def cases(folder: Path) -> list[Case]:
-    """Everything that the data set has measured on processors."""
+    """What the data set has measured on the processors of one machine.
+
+    This one, or else that of which there is most: times of two are never mixed.
+    """
+    problems = dataset.load(folder)
+    of = Counter(name.partition("/")[0] for name in problems)
+    here = dataset.this_machine().name
+    machine = here if here in of else of.most_common(1)[0][0]
     found = []
-    for name, problem in dataset.load(folder).items():
+    for name, problem in problems.items():
+        if name.partition("/")[0] != machine:
+            continue
         facts = problem.profile.provenance
         for d, device in enumerate(problem.cluster.devices):
             if device.kind != "cpu":

@@ -78,9 +78,9 @@ def test_devices_that_are_not_at_hand_are_described_by_those_that_were_measured(
 
 def test_batch_normalisations_take_the_statistics_of_the_inputs() -> None:
     generator = torch.Generator().manual_seed(0)
-    x = 1e-3 * torch.randn(64, 2, 8, 8, generator=generator) + 5
+    x = 1e-2 * torch.randn(64, 2, 8, 8, generator=generator) + 5
     module = nn.Sequential(nn.BatchNorm2d(2), nn.Dropout(1.0), nn.ReLU()).eval()
-    assert module(x).std() < 1e-2
+    assert module(x).std() < 2e-2
     dataset.settle(module, (x,))
     norm = module[0]
     torch.testing.assert_close(norm.running_mean, x.mean((0, 2, 3)))
