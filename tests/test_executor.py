@@ -260,7 +260,7 @@ def test_an_idle_worker_holds_no_tensor():
 
 def test_a_call_between_operators_that_fails_later_reaches_the_caller(monkeypatch):
     class Broken(Staged):
-        def ship(self, value, deliver) -> None:
+        def ship(self, value, deliver, *, stay=False) -> None:
             deliver(RuntimeError("device-side assert"))
 
     monkeypatch.setattr(runner_module, "backend_for", Broken)
@@ -362,7 +362,7 @@ class Staged(CpuBackend):
     def receive(self, value):
         return value.clone()
 
-    def ship(self, value, deliver) -> None:
+    def ship(self, value, deliver, *, stay=False) -> None:
         copy = value.clone() if isinstance(value, torch.Tensor) else value
         self.courier.send(lambda: time.sleep(1e-3), copy, deliver)
 
@@ -385,7 +385,7 @@ def test_an_error_that_shows_only_later_reaches_the_caller(monkeypatch):
     """A GPU reports a failed kernel when somebody waits for its result."""
 
     class Broken(Staged):
-        def ship(self, value, deliver) -> None:
+        def ship(self, value, deliver, *, stay=False) -> None:
             def wait() -> None:
                 raise RuntimeError("device-side assert")
 
