@@ -201,11 +201,18 @@ def test_launchers_find_the_same(
     run: Callable[..., int], tmp_path: Path, launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need(launcher)
-    if launcher == "ray":
-        monkeypatch.setenv("RAY_health_check_failure_threshold", "100")  # a busy machine is alive
     assert run(*SWEEP, "hydra.sweep.dir=basic") == 0
-    more = ["hydra.launcher.ray.init.num_cpus=2"] if launcher == "ray" else []
-    assert run(*SWEEP, f"launcher={launcher}", *more, f"hydra.sweep.dir={launcher}") == 0
+    if launcher != "ray":
+        assert run(*SWEEP, f"launcher={launcher}", f"hydra.sweep.dir={launcher}") == 0
+    else:
+        import ray
+
+        monkeypatch.setenv("RAY_health_check_failure_threshold", "100")  # a busy machine is alive
+        more = ["launcher=ray", "hydra.launcher.ray.init.num_cpus=2", "hydra.sweep.dir=ray"]
+        try:
+            assert run(*SWEEP, *more) == 0
+        finally:
+            ray.shutdown()  # it lasts as long as this process, and other tests start their own
     assert values(tmp_path / launcher) == values(tmp_path / "basic")
 
 
