@@ -147,9 +147,7 @@ def measure_ranks(
         say(f"link {a} -> {b}", i / len(pairs))
         dist.barrier()
         if me in (a, b):
-            device = torch.device("cpu")
-            if direct is not None and (a, b) in groups:
-                device = direct.device
+            device = direct.device if direct and (a, b) in groups else torch.device("cpu")
             seconds = _ping(a, b, repeats, device, groups)
             if me == a:
                 mine[a, b] = seconds

@@ -81,15 +81,24 @@ def pin(cluster: Cluster) -> None:
     the device on it, for which all others wait, is slowed down for every rank. Does nothing where
     a device of this rank names no cores, or this process may not choose.
     """
-    try:
-        ranks = ranks_of(cluster, int(os.environ["WORLD_SIZE"]))
-        rank = int(os.environ["RANK"])
-    except (KeyError, ValueError):
-        return  # ``join``, or the runner, says what is wrong
-    mine = [d.cores for d, r in zip(cluster.devices, ranks, strict=True) if r == rank]
+    rank, devices = _by_rank(cluster)
+    mine = [d.cores for d in devices.get(rank, ())]
     if mine and all(mine) and hasattr(os, "sched_setaffinity"):
         with suppress(OSError):
             os.sched_setaffinity(0, set().union(*mine))
+
+
+def _by_rank(cluster: Cluster) -> tuple[int, dict[int, list[Device]]]:
+    """This rank, and the devices of each; none if ``join``, or the runner, is to say why not."""
+    found: dict[int, list[Device]] = {}
+    try:
+        rank = int(os.environ["RANK"])
+        ranks = ranks_of(cluster, int(os.environ["WORLD_SIZE"]))
+    except (KeyError, ValueError):
+        return -1, found
+    for device, r in zip(cluster.devices, ranks, strict=True):
+        found.setdefault(r, []).append(device)
+    return rank, found
 
 
 def direct(cluster: Cluster) -> Direct | None:
@@ -97,12 +106,7 @@ def direct(cluster: Cluster) -> Direct | None:
 
     None: there are no two such ranks, or no NCCL. All others' tensors go through host memory.
     """
-    try:
-        size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        ranks = ranks_of(cluster, size)
-    except (KeyError, ValueError):
-        return None  # ``join``, or the runner, says what is wrong
-    devices = {r: [d for d, q in zip(cluster.devices, ranks, strict=True) if q == r] for r in ranks}
+    rank, devices = _by_rank(cluster)
     found = tuple(r for r, ds in devices.items() if [d.kind for d in ds] == ["cuda"])
     if len(found) < 2 or not dist.is_nccl_available():
         return None

@@ -40,6 +40,7 @@ from placement.executor.awake import let_senders_finish
 
 TIMEOUT_S = 30.0
 FOREVER = timedelta(days=365)  # receives end with a message or a broken connection
+OF_GROUP = timedelta(0)  # as long as the process group says
 POSTED = 2  # receives of a kind that are posted ahead: one arrives while one is handed on
 TICKET, LARGE, FIRST = 0, 1, 2  # tags: tickets, pickled objects, then one per kind of tensor
 TENSOR, INPUT, ADMIT, RESULT, DONE, PARAM, OBJECT, KIND, PING, PONG, BYE = range(11)
@@ -111,7 +112,7 @@ class World:
         self._store: Any = None
         self._alive_at = 0.0
         self._culprit: int | None = None  # the rank that failed, if one can be named
-        self._direct: Any = None
+        self._device = torch.device("cpu")  # of what goes through ``_groups``
         self._groups: dict[tuple[int, int], Any] = {}  # sending and receiving rank
 
     @classmethod
@@ -170,7 +171,7 @@ class World:
             )
             if direct is not None:
                 # Longer: that a rank is gone is for the heartbeats to find.
-                world._direct, world._groups = direct, direct.groups(2 * limit)
+                world._device, world._groups = direct.device, direct.groups(2 * limit)
         except RuntimeError as error:
             cause = world.fault or RankError(
                 f"rank {rank} cannot connect to the others ({_first_line(error)}): is "
@@ -275,8 +276,8 @@ class World:
                 ticket = (run, kind, *numbers, tag, size)
                 if kind == TENSOR and self.is_direct(self.rank, rank):
                     self._transmit(rank, ticket, None)
-                    group, device = self._groups[self.rank, rank], self._direct.device
-                    move(dist.isend, value.to(device), rank, group)
+                    group = self._groups[self.rank, rank]
+                    move(dist.isend, value.to(self._device), rank, group, FOREVER)
                 else:
                     self._transmit(rank, ticket, value)
                 value = None  # an idle thread must not hold what was sent last
@@ -314,12 +315,12 @@ class World:
                         take(deque([post((size,), torch.uint8, LARGE)])).numpy().tobytes()
                     )
                 elif kind == TENSOR and self.is_direct(rank, self.rank):
-                    group, device = self._groups[rank, self.rank], self._direct.device
-                    value = torch.empty(kinds[tag][0], dtype=kinds[tag][1], device=device)
-                    move(dist.irecv, value, rank, group)
+                    shape, dtype = kinds[tag]
+                    value = torch.empty(shape, dtype=dtype, device=self._device)
+                    move(dist.irecv, value, rank, self._groups[rank, self.rank], FOREVER)
                 elif tag != TICKET:
-                    if not posted[tag]:
-                        posted[tag].extend(post(*kinds[tag], tag) for _ in range(POSTED))
+                    if tag not in posted:
+                        posted[tag] = deque(post(*kinds[tag], tag) for _ in range(POSTED))
                     value = take(posted[tag])
                     posted[tag].append(post(*kinds[tag], tag))
                 if kind == BYE:
@@ -327,7 +328,6 @@ class World:
                 if kind == KIND:
                     tag, *about = value
                     kinds[tag] = (about[0], about[1])
-                    posted[tag] = deque()
                 elif kind == PING:
                     self.post(rank, PONG, (numbers[0], time.perf_counter_ns()))
                 else:
@@ -503,10 +503,16 @@ class World:
         dist.destroy_process_group()
 
 
-def move(how: Callable[..., Any], value: Tensor, rank: int, group: Any = None) -> None:
+def move(
+    how: Callable[..., Any],
+    value: Tensor,
+    rank: int,
+    group: Any = None,
+    timeout: timedelta = OF_GROUP,
+) -> None:
     """Send (``dist.isend``) or receive (``dist.irecv``) a tensor in its memory, and wait for it."""
     if value.nbytes:  # as bytes: NCCL does not know every type
-        how(value.view(-1).view(torch.uint8), rank, group=group).wait(FOREVER)
+        how(value.view(-1).view(torch.uint8), rank, group=group).wait(timeout)
     if value.is_cuda:  # the above has only let the stream of this thread wait
         torch.cuda.current_stream(value.device).synchronize()
 
