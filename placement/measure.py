@@ -47,6 +47,9 @@ _CALIBRATION_RUNS, _CALIBRATION_S = (3, 8), 0.1  # alone and in a pipeline; many
 _CALIBRATION_SEED = 20
 _CALIBRATION_PRIOR = 0.01  # error that a factor of e must take away to be believed
 _CALIBRATION_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+# Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
+# so much, up to so many times as many.
+_SPREAD, _PATIENCE = 0.15, 3
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
 _CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
 
@@ -62,7 +65,8 @@ def measure(
 
     Args:
         repeats: rounds; in each, every device runs the graph alone, then all devices run it
-            at the same time (``loaded_s``).
+            at the same time (``loaded_s``). Where rounds differ by much, as somebody else uses
+            the machine for a while, up to three times as many are made.
         progress: called as the work proceeds.
 
     Raises:
@@ -76,19 +80,21 @@ def measure(
     say("first look", 0.0)
     order, priority = _order(graph, cluster, inputs)
     runners = [_single(graph, cluster, d, priority) for d in devices]
-    alone = np.empty((repeats, graph.num_ops, cluster.num_devices))
-    loaded = np.empty_like(alone)
+    alone, loaded = list[Floats](), list[Floats]()
     try:
         for d in devices:
             say(f"warming up {cluster.device_names[d]}", 0.0)
             _run(runners[d], inputs, 2)
-        for r in range(repeats):
-            say(f"round {r + 1} of {repeats}", r / repeats)
-            for d in devices:
-                # The first of the two finds the caches as another device left them.
-                alone[r, :, d] = _run(runners[d], inputs, 2)
+        while len(alone) < repeats or (
+            len(alone) < _PATIENCE * repeats and not (_steady(alone) and _steady(loaded))
+        ):
+            done = len(alone)
+            again = f", as they differ by more than {_SPREAD:.0%}" if done >= repeats else ""
+            say(f"round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
+            # The first of the two finds the caches as another device left them.
+            alone.append(np.stack([_run(runners[d], inputs, 2) for d in devices], axis=1))
             if cluster.num_devices > 1:
-                loaded[r] = _run_together(runners, inputs, 3)
+                loaded.append(_run_together(runners, inputs, 3))
         say("links", 1.0)
         links = measure_links(cluster, repeats=max(3, repeats // 2))
     finally:
@@ -99,19 +105,26 @@ def measure(
     low, high = np.percentile(alone, [25, 75], axis=0)
     profile = Profile(
         device_names=cluster.device_names,
-        compute_s=typical(alone),
+        compute_s=typical(np.array(alone)),
         spread_s=high - low,
         links=links,
-        loaded_s=typical(loaded) if cluster.num_devices > 1 else None,
+        loaded_s=typical(np.array(loaded)) if cluster.num_devices > 1 else None,
         batch_s=batch_s,
         graph_fingerprint=graph.fingerprint,
-        provenance=provenance(order=order, repeats=repeats),
+        provenance=provenance(order=order, repeats=repeats, rounds=len(alone)),
     )
     if cluster.num_devices > 1:
         say("placements", 1.0)
         profile = calibrated(graph, cluster, profile)
     seconds = round(time.time() - began, 2)
     return replace(profile, provenance=profile.provenance | {"seconds": seconds})
+
+
+def _steady(rounds: Sequence[Floats]) -> bool:
+    """Whether the middle half of the rounds ``[N, D]`` agree on the whole graph's seconds."""
+    whole = np.array([r.sum(axis=0) for r in rounds]).reshape(len(rounds), -1)
+    low, middle, high = np.percentile(whole, [25, 50, 75], axis=0) if len(rounds) else [0.0] * 3
+    return bool(np.all(high - low <= _SPREAD * middle))
 
 
 def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.planners import PlannerError, load
 from placement.planners._search import Choice, can_move, moves, single_devices
 from placement.planners.macro_search import MacroSearch
 from placement.problem import Placement, Solution
-from placement.residual import Features, Residual, fit
+from placement.residual import Features, Residual, fit, random_placements
 from placement.simulator import score
 from placement.trials import TrialError, Trials
 
@@ -20,12 +22,17 @@ Progress = Callable[[str, float | None], None]  # (what is being done, share don
 
 BATCH = 4  # new measurements of a round, beside the incumbent
 _START = 8  # times as many simulated placements go into the first answer as into a round
+# Placements of other kinds than a search's, which are many small pieces: a residual that has seen
+# one kind only does not know what the pieces themselves cost.
+_OTHERS = ("contiguous_dp", "balanced_split", "pipedream", "level_balance", "heft")
+_DESIGN = 0.12  # of the measurements are for those, and for random ones, before anything is chosen
+_DRAWN = 0.25  # of the proposals of a round are random placements
 _POOL = 256  # of the proposals, those among which the next measurements are chosen
 _PARENTS = 16  # the best so far, from which proposals come
 _CHILDREN = 64  # proposals between two looks at who is best
 _BOLD = 1.0  # standard deviations below the mean by which proposals are ranked
-_FINAL = 0.2  # of the measurements are for the finalists, who take turns
-_FINALISTS = 4
+_FINAL = 0.3  # of the measurements are for the finalists, who take turns
+_FINALISTS = 5
 
 
 def search_measured(
@@ -46,7 +53,7 @@ def search_measured(
     expected ratio, optimistic by one standard deviation; those with the largest expected
     improvement over the incumbent run next, one after another as if each had given what is
     expected of it. An earlier placement may be chosen again: to be sure is an improvement too.
-    The last fifth of the budget is for the finalists, who take turns. The answer has the lowest
+    The last three tenths of the budget are for the finalists, who take turns. The answer has the lowest
     posterior mean of those that have run.
 
     No decision depends on the clock: with a file, ``Trials`` continue where they were.
@@ -137,7 +144,9 @@ class _State:
         self.num_evaluations += int(answer.stats["evaluations"])
         given = [] if start is None else list(np.atleast_2d(start))
         singles = list(single_devices(problem)[:, problem.graph.group])
-        rows = [problem.check_placement(p) for p in [*given, answer.placement, *singles]]
+        others = self.others()
+        self.num_evaluations += len(others)
+        rows = [problem.check_placement(p) for p in [*given, answer.placement, *singles, *others]]
         distinct = list({p.tobytes(): p for p in rows}.values())
         fit = np.isfinite(self.simulate(distinct))
         if not fit.any():
@@ -145,6 +154,19 @@ class _State:
                 f"nothing to measure: {answer.stats.get('infeasible', 'no placement fits')}"
             )
         return np.array(distinct)[fit]
+
+    def others(self) -> list[Placement]:
+        """Constructed placements, and of random cuts and scatterings those simulated best."""
+        most = int(_DESIGN * min(self.trials.num_left, 100))
+        found = []
+        for name in _OTHERS[:most]:
+            with suppress(PlannerError):
+                found.append(load(name)(self.trials.problem).placement)
+        drawn = random_placements(self.trials.problem, self.evaluations, self.rng)
+        order = np.argsort(self.simulate(list(drawn)), kind="stable")
+        for kind in range(2):
+            found += list(drawn[order[order % 2 == kind][: (most - len(_OTHERS)) // 2]])
+        return found
 
     def simulate(self, placements: Sequence[Placement]) -> Floats:
         """float64 ``[B]`` the simulator's seconds, worked out once each."""
@@ -218,7 +240,10 @@ class _State:
                 )
 
         add(list(measured[np.argsort(self.levels, kind="stable")[:_PARENTS]][:, first]))
-        left = self.evaluations
+        drawn = int(_DRAWN * self.evaluations)
+        if drawn:
+            add(list(random_placements(self.trials.problem, drawn, self.rng)[:, first]))
+        left = self.evaluations - drawn
         while left > 0:
             parents = sorted(costs, key=costs.__getitem__)[:_PARENTS]
             rows = []
