@@ -25,6 +25,7 @@ _START = 8  # times as many simulated placements go into the first answer as int
 # Placements of other kinds than a search's, which are many small pieces: a residual that has seen
 # one kind only does not know what the pieces themselves cost.
 _OTHERS = ("contiguous_dp", "balanced_split", "pipedream", "level_balance", "heft")
+_TYPICAL = 100  # measurements, where only seconds limit them
 _DESIGN = 0.12  # of the measurements are for those, and for random ones, before anything is chosen
 _DRAWN = 0.25  # of the proposals of a round are random placements
 _POOL = 256  # of the proposals, those among which the next measurements are chosen
@@ -46,14 +47,15 @@ def search_measured(
 ) -> Solution:
     """The fastest placement that the budget of ``trials`` finds.
 
-    First run: what was given to start with, every single device, and the answer of
-    ``macro_search`` on the simulator. Then, round after round, a posterior over the ratio of
-    measured to simulated time is fitted to all runs (``placement.residual``); macro moves
-    around the best placements propose ``evaluations`` simulated ones by simulated time x
-    expected ratio, optimistic by one standard deviation; those with the largest expected
-    improvement over the incumbent run next, one after another as if each had given what is
-    expected of it. An earlier placement may be chosen again: to be sure is an improvement too.
-    The last three tenths of the budget are for the finalists, who take turns. The answer has the lowest
+    First run: what was given to start with, the answer of ``macro_search`` on the simulator, every
+    single device, and an eighth of the budget of other kinds: constructed placements, and the
+    best simulated of random cuts and scatterings. Then, round after round, a posterior over the
+    ratio of measured to simulated time is fitted to all runs (``placement.residual``);
+    ``evaluations`` placements, random ones and macro moves around the best, are ranked by
+    simulated time x expected ratio, optimistic by one standard deviation; those with the largest
+    expected improvement over the incumbent run next, one after another as if each had given what
+    is expected of it. An earlier placement may be chosen again: to be sure is an improvement too.
+    The rest of the budget is for the finalists, who take turns. The answer has the lowest
     posterior mean of those that have run.
 
     No decision depends on the clock: with a file, ``Trials`` continue where they were.
@@ -144,9 +146,8 @@ class _State:
         self.num_evaluations += int(answer.stats["evaluations"])
         given = [] if start is None else list(np.atleast_2d(start))
         singles = list(single_devices(problem)[:, problem.graph.group])
-        others = self.others()
-        self.num_evaluations += len(others)
-        rows = [problem.check_placement(p) for p in [*given, answer.placement, *singles, *others]]
+        rows = [*given, answer.placement, *singles, *self.others()]
+        rows = [problem.check_placement(p) for p in rows]
         distinct = list({p.tobytes(): p for p in rows}.values())
         fit = np.isfinite(self.simulate(distinct))
         if not fit.any():
@@ -157,15 +158,16 @@ class _State:
 
     def others(self) -> list[Placement]:
         """Constructed placements, and of random cuts and scatterings those simulated best."""
-        most = int(_DESIGN * min(self.trials.num_left, 100))
-        found = []
+        problem, left = self.trials.problem, self.trials.num_left
+        most = int(_DESIGN * (left if np.isfinite(left) else _TYPICAL))
+        found: list[Placement] = []
         for name in _OTHERS[:most]:
             with suppress(PlannerError):
-                found.append(load(name)(self.trials.problem).placement)
-        drawn = random_placements(self.trials.problem, self.evaluations, self.rng)
+                found.append(load(name)(problem).placement)
+        drawn = random_placements(problem, self.evaluations, self.rng)
         order = np.argsort(self.simulate(list(drawn)), kind="stable")
         for kind in range(2):
-            found += list(drawn[order[order % 2 == kind][: (most - len(_OTHERS)) // 2]])
+            found += list(drawn[order[order % 2 == kind][: max(0, most - len(_OTHERS)) // 2]])
         return found
 
     def simulate(self, placements: Sequence[Placement]) -> Floats:

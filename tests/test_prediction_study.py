@@ -99,11 +99,12 @@ def test_regret_and_rank_correlation() -> None:
         "measured": measured,
         "simulated": {"measured": measured, "roofline": backwards, "polynomial": measured,
                       "trees": measured},
+        "ranks": {"measured": 1.0, "roofline": 0.5, "polynomial": 0.9, "trees": 0.8},
         "seconds": {"static": 0.5, "measuring and searching": 60.0},
     }  # fmt: skip
     rows = {line.split("|")[1].strip(): line for line in placed([plan]).splitlines()[2:]}
-    assert "| 0.0 | 0.0 | 1.000 | 0.0 | 0.0 |" in rows["measured"]
-    assert "| -1.000 | 50.0 | 50.0 |" in rows["roofline"]
-    assert "| 1.000 | 10.0 | 10.0 |" in rows["polynomial"]
+    assert "| 0.0 | 0.0 | 1.000 | 1.000 | 0.0 | 0.0 |" in rows["measured"]
+    assert "| 0.500 | -1.000 | 50.0 | 50.0 |" in rows["roofline"]
+    assert "| 0.900 | 1.000 | 10.0 | 10.0 |" in rows["polynomial"]
     assert "| -5.0 | -5.0 |" in rows["trees"]
     assert "| m | 0.500 | 60.0 | 120x | 100.0 |" in strategies([plan])
