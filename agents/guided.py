@@ -29,7 +29,6 @@ CHOOSERS: dict[str, int] = {
     "uniform": _guided.UNIFORM,
 }
 _SLICE_S = 0.01  # between two looks at the clock
-_ROUND = 50  # steps that a round has at least
 
 
 class GuidedNet(nn.Module):
@@ -156,8 +155,7 @@ def anneal(
     """Spend what is left of a ``Search``'s budget in the kernel; the steps that were made.
 
     Each of the ``rounds`` starts from the best so far and cools down, as the episodes do that
-    the policy was trained on; of few evaluations there are fewer rounds, as each begins with one.
-    For ``max_load`` an offered move counts as an evaluation.
+    the policy was trained on. For ``max_load`` an offered move counts as an evaluation.
     """
     problem = search.problem
     assert search.best is not None
@@ -176,7 +174,6 @@ def anneal(
     # is looked at only where seconds are limited: otherwise the seed decides everything.
     most = max(1.0, search.num_left / (100 * rounds * per_step))
     slice_s = _SLICE_S if np.isfinite(search.seconds_left) else np.inf
-    rounds = int(max(1, min(rounds, search.num_left // (_ROUND * per_step))))
     begun, current, rate, made = search.used, -1, 400.0, 0
     while search.left and search.num_left > per_step:
         progress = (search.used - begun) / max(1.0 - begun, 1e-12) * rounds

@@ -21,6 +21,7 @@ Floats = NDArray[np.float64]
 Shape = tuple[int, ...]
 
 _TENSOR = re.compile(r"\b(bf|[fiuc]|b)(\d*)(?:e\dm\d\w*)?\[([\d,]*)\]")
+_WINDOW = re.compile(r"[( ]\[([\d, ]+)\]")  # the first list of integers
 _PRODUCTS = {"linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "mv", "einsum"}
 _CONVOLUTIONS = ("conv", "mkldnn_convolution", "_convolution")
 _ATTENTION = "scaled_dot_product"
@@ -54,7 +55,8 @@ class Features:
         param_bytes: of the parameters among what is read.
         batch, rows, inner, outer: the operator as ``batch`` products of ``rows x inner`` by
             ``inner x outer`` matrices: of a convolution, groups, output positions, channels times
-            window and output channels; of attention, heads, queries, width and keys. Of any other,
+            window and output channels; of attention, heads, queries, width and keys; of a pool 1,
+            results, elements of the window, and 1. Of any other,
             the leading dimension, the elements over it and the last, the last dimension, and 1.
         item_bytes: bytes of an element.
         num_inputs: tensors that it reads.
@@ -121,10 +123,12 @@ class Call:
     Attributes:
         kind: without overload and namespace; in-place operators end with ``_``.
         tensors: ``(bytes of an element, shape)`` of every tensor argument, in order.
+        window: the first list of integers: what a pool slides over its input.
     """
 
     kind: str
     tensors: tuple[tuple[int, Shape], ...]
+    window: Shape
 
 
 def features(graph: OpGraph) -> Features:
@@ -210,7 +214,9 @@ def parse(signature: str) -> Call:
         (max(1, int(bits or 8) // 8), tuple(int(d) for d in dims.split(",") if d))
         for _, bits, dims in _TENSOR.findall(arguments)
     )
-    return Call(name[1] if len(name) > 1 else name[0], tensors)
+    window = _WINDOW.search(signature)
+    sizes = tuple(int(d) for d in window[1].split(",") if d.strip()) if window else ()
+    return Call(name[1] if len(name) > 1 else name[0], tensors, sizes)
 
 
 @lru_cache(maxsize=65536)
@@ -253,6 +259,9 @@ def parameters(signature: str, written_bytes: float, shares: bool) -> tuple[str,
         steps = max(1.0, prod(x[:-1])) if len(x) > 1 else 1.0
         dims = (1, steps, last, weights / max(1, last))
         flops = 2.0 * steps * weights
+    elif "pool" in base and shapes:
+        dims = _pool(x, call.window, count, base.startswith("adaptive"))
+        flops = prod(dims)
     elif is_view:
         op_class, read, written_bytes = "view", 0.0, 0.0
     else:
@@ -266,6 +275,16 @@ def parameters(signature: str, written_bytes: float, shares: bool) -> tuple[str,
         flops = _OPERATIONS.get(base, 1) * elements
     values = (CLASSES.index(op_class), flops, read, written_bytes, *dims, item, len(tensors))
     return kind, tuple(float(v) for v in values)
+
+
+def _pool(x: Shape, window: Shape, count: float, adaptive: bool) -> tuple[float, ...]:
+    """One, results, elements that each is made of, and one."""
+    if adaptive:
+        return 1, max(1.0, count), max(1.0, prod(x) / max(1.0, count)), 1
+    spatial = x[-len(window) :] if window else ()
+    # A window may be larger than what it slides over.
+    each = prod(min(a, b) for a, b in zip(window, spatial, strict=False))
+    return 1, max(1.0, count), max(1.0, each), 1
 
 
 def _product(base: str, shapes: list[Shape], count: float) -> tuple[float, ...]:

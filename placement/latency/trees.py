@@ -14,6 +14,7 @@ from placement.graph import OpGraph
 from placement.latency import Floats, LatencyError, Sample
 from placement.latency._table import Table, check_kind, columns, guess, kinds, tables
 
+_MOST_KINDS = 254  # that the trees tell apart; the others are as if never measured
 _UNKNOWN = 0.5  # spread of a logarithm where too few graphs were measured to leave one out
 
 
@@ -53,7 +54,9 @@ class Trees:
             ) from error
 
         def fit(table: Table) -> _Fitted:
-            names = {str(kind): i for i, kind in enumerate(np.unique(table.kind))}
+            found, count = np.unique(table.kind, return_counts=True)
+            often = np.argsort(-count, kind="stable")[:_MOST_KINDS]
+            names = {str(kind): i for i, kind in enumerate(found[often])}
             x = _inputs(table.kind, table.op_class, table.x, table.guess, names)
             y = table.y - table.guess
             weight = table.seconds**self.weight
@@ -69,6 +72,7 @@ class Trees:
                     learning_rate=self.learning_rate,
                     min_samples_leaf=self.min_leaf,
                     l2_regularization=1.0,
+                    categorical_features=[0],
                     random_state=self.seed + m,
                 )
                 model.fit(x[~out], y[~out], weight[~out])

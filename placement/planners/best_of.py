@@ -11,7 +11,10 @@ from placement.planners.ideal_dp import IdealDp
 from placement.problem import Problem, Solution, lower_bounds
 
 # A planner without a clock is begun only if this many times what the slowest took is left.
-_PRUDENCE = 3.0
+_PRUDENCE = 2.0
+# Where the load of devices counts these come first; list schedules are for latency.
+_SPLITS = ("single_device", "ideal_dp", "level_balance", "balanced_split", "pipedream",
+           "contiguous_dp", "level_pipeline", "critical_path_greedy")  # fmt: skip
 # It walks on as long as it may: of evaluations that are limited it gets this share.
 _WALKS = {"critical_path_greedy": 0.25}
 # These evaluate one placement per device, or several: of few evaluations the others come first.
@@ -24,7 +27,7 @@ class BestOf:
 
     Heuristics complement each other: list scheduling fails where memory is tight, contiguous
     splits fail on wide graphs. So by default these are all constructive planners and dynamic
-    programs, the cheap ones first: for 2,500 operators the last three take most of the time.
+    programs, the cheap ones first, and for pipelines splits before list schedules.
     ``stats["winner"]`` names the planner that won, ``stats["values_s"]`` has the value of each
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
     of devices than a program takes, no time), and ``lower_bound_s`` is
@@ -44,23 +47,23 @@ class BestOf:
     planners: tuple[str, ...] = (
         "single_device",
         "heft",
-        "contiguous_dp",
         "peft",
         "critical_path_first",
         "level_balance",
-        "round_robin",
-        "balanced_split",
-        "m_topo",
         "pipedream",
+        "balanced_split",
+        "contiguous_dp",
+        "critical_path_greedy",
+        "m_topo",
+        "round_robin",
+        "coarsened",
         "metis",
         "m_etf",
         "time_slices",
-        "m_sct",
-        "coarsened",
         "level_pipeline",
+        "m_sct",
         "antichain_dp",
         "ideal_dp",
-        "critical_path_greedy",
     )
     ideal_seconds: float = 15.0
     seconds: float | None = None
@@ -73,8 +76,7 @@ class BestOf:
             PlannerError: no such planner, none that can be run, or a budget that is not positive.
         """
         search = Search(problem, self.seconds, self.evaluations)
-        last = _SEVERAL if self.evaluations is not None else ()
-        chosen = [(name, load(name)) for name in sorted(self.planners, key=last.__contains__)]
+        chosen = [(name, load(name)) for name in self._order(problem)]
         values: dict[str, float] = {}
         skipped: dict[str, str] = {}
         winner, slowest_s = "", 0.0
@@ -105,3 +107,12 @@ class BestOf:
             raise PlannerError("; ".join(skipped.values()))
         bound = lower_bounds(problem)[problem.objective]
         return search.solution(bound, winner=winner, values_s=values, skipped=skipped)
+
+    def _order(self, problem: Problem) -> list[str]:
+        """Who comes first where not all of them may come."""
+        order = list(self.planners)
+        if problem.objective in ("period", "max_load", "energy"):
+            order.sort(key=lambda name: (*_SPLITS, name).index(name))
+        if self.evaluations is not None:
+            order.sort(key=_SEVERAL.__contains__)
+        return order
