@@ -25,8 +25,9 @@ _HOT = 8  # power of a device's busy time by which its operators count for the p
 _PARTS = ("constant", "summary", "operators", "cuts", "own", "round", "noise")
 _EXPECTED = np.array([0.3, 0.1, 0.1, 0.05, 0.02, 0.02, 0.03])
 _VAGUE = 2.0
-# What a run adds has heavy tails, as others use the machine too: Student's t with so many degrees
-# of freedom, by expectation maximisation (Lange, Little, Taylor, JASA 84, 1989), so many steps.
+# Heavy tails: Student's t with so many degrees of freedom, by so many steps of expectation
+# maximisation (Lange, Little, Taylor, "Robust statistical modeling using the t distribution",
+# J. American Statistical Association 84, 1989).
 _TAILS, _REWEIGHTED = 3.0, 3
 
 
@@ -77,17 +78,19 @@ class Residual:
 
     The prior: ``log ratio = constant + summary @ v + operators @ u + cuts @ w + own``, all
     coefficients independent and normal; ``own`` belongs to the placement. A run adds what its
-    round and what itself adds. Variances are those that make the measurements most probable.
+    round and what itself adds, the latter with heavy tails: others use the machine too. Variances are those that make the measurements most probable.
 
     Attributes:
         features: of the problem.
         placements: int32 ``[K, N]`` that were measured.
         log_variance: float64 ``[7]`` of the parts.
+        scale: float64 ``[S]`` of each run: its own variance is so many times the usual one.
     """
 
     features: Features
     placements: Placement
     log_variance: Floats
+    scale: Floats
     _known: tuple[Floats, ...]  # blocks of the measured placements
     _index: NDArray[np.int64]
     _inverse: Floats  # of the covariance of the runs [S, S]
@@ -174,16 +177,18 @@ def fit(
 
     at = expected if before is None else before.log_variance
     bounds = [(-20.0, 4.0)] * len(_PARTS)
+    heavier, scale = np.ones(len(index)), np.ones(len(index))
     for _ in range(_REWEIGHTED):
+        scale, gram[-1] = heavier, np.diag(heavier)
         at = minimize(loss, at, jac=True, method="L-BFGS-B", bounds=bounds).x
         variance = np.exp(at)
         inverse = np.linalg.inv(sum(v * g for v, g in zip(variance, gram, strict=True)))
         weight = inverse @ target
-        # What a run itself added: mean and variance. Where it is much, it counts less.
-        added = variance[-1] * gram[-1].diagonal()
+        # What a run itself added, squared: of the mean, and the variance that is left of it.
+        added = variance[-1] * scale
         square = (added * weight) ** 2 + added - added**2 * inverse.diagonal()
-        gram[-1] = np.diag((_TAILS + square / variance[-1]) / (_TAILS + 1))
-    return Residual(features, samples.placements, at, known, index, inverse, weight)
+        heavier = (_TAILS + square / variance[-1]) / (_TAILS + 1)
+    return Residual(features, samples.placements, at, scale, known, index, inverse, weight)
 
 
 def random_placements(problem: Problem, count: int, rng: np.random.Generator) -> Placement:

@@ -42,6 +42,13 @@ def one(signature: str, written_bytes: int) -> dict[str, float]:
         # 2 heads: queries by keys, softmax of 12 a score, by values
         ("aten.scaled_dot_product_attention.default(f32[1,2,16,8], f32[1,2,10,8], f32[1,2,10,8])",
          4 * 2 * 16 * 8, 4 * 2 * 16 * 10 * 8 + 12 * 2 * 16 * 10, (2, 16, 8, 10), "attention"),
+        # each of 64 x 56 x 56 results is the largest of 9; a window is no larger than its input
+        ("aten.max_pool2d.default(f32[1,64,112,112], [3, 3], [2, 2], [1, 1])",
+         4 * 64 * 56 * 56, 64 * 56 * 56 * 9, (1, 64 * 56 * 56, 9, 1), "other"),
+        ("aten.avg_pool2d.default(f32[1,640,3,3], [640, 640], [640, 640], [0, 0], True)",
+         4 * 640, 640 * 9, (1, 640, 9, 1), "other"),
+        ("aten.adaptive_avg_pool1d.default(f32[1,256,9], [1])", 4 * 256,
+         256 * 9, (1, 256, 9, 1), "other"),
         ("aten.add.Tensor(f32[4,8], f32[8])", 4 * 32, 32, (4, 1, 8, 1), "other"),
     ],
 )  # fmt: skip

@@ -146,6 +146,23 @@ def test_a_kind_that_was_never_measured_is_predicted_like_its_class() -> None:
     assert np.isfinite(seconds).all() and (seconds > 0).all()
 
 
+def test_more_kinds_than_trees_tell_apart() -> None:
+    n = 300
+    graph = OpGraph.build(
+        "kinds",
+        [f"op{i}" for i in range(n)],
+        range(n),
+        [4096] * n,
+        [(i, i + 1) for i in range(n - 1)],
+        op_kind=["op"] * n,
+        op_signature=[f"aten.kind{i}.default(f32[1024])" for i in range(n)],
+    )
+    seconds = law(graph)
+    samples = [Sample(graph, CPU, seconds, 0.01 * seconds, 1.5 * seconds)] * 3
+    found, _ = latency.load("trees", iterations=20).fit(samples).predict(graph, CPU)
+    assert found == pytest.approx(seconds, rel=0.2)
+
+
 def test_other_kinds_of_devices_are_not_guessed() -> None:
     for name in ("polynomial", "trees"):
         predictor = latency.load(name).fit([sample(0), sample(1)])

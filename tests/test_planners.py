@@ -616,10 +616,10 @@ SEARCHED = ("single_device", "heft", "critical_path_greedy")
 
 
 def test_best_of_leaves_evaluations_to_those_who_come_after() -> None:
-    """Of 100, 3 go to single_device and 1 to heft; the walker has a quarter of the other 96."""
+    """Of 100 the walker has a quarter, then 1 goes to heft and 3 to single_device."""
     problem = make(np.random.default_rng(0).random((40, 3)), chain(40), tensor_bytes=10)
     found = load("best_of", planners=SEARCHED, evaluations=100)(problem)
-    assert 4 < found.stats["evaluations"] <= 4 + 24
+    assert 4 < found.stats["evaluations"] <= 25 + 4
     alone = load("best_of", planners=SEARCHED)(problem)
     walk = load("critical_path_greedy")(problem)
     assert alone.stats["evaluations"] == 4 + walk.stats["evaluations"]
@@ -642,7 +642,7 @@ def test_best_of_says_what_it_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_best_of_begins_no_slow_planner_without_a_clock_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """peft took 3 s of 10: m_etf could take more than what is left, heft has a clock."""
+    """peft took 3 s of 8: m_etf could take more than what is left, heft has a clock."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     run = Search.run
@@ -652,7 +652,7 @@ def test_best_of_begins_no_slow_planner_without_a_clock_late(
         return run(self, planner, *rest)
 
     monkeypatch.setattr(Search, "run", slowly)
-    found = load("best_of", planners=("peft", "m_etf", "heft"), seconds=10)(random_small(0))
+    found = load("best_of", planners=("peft", "m_etf", "heft"), seconds=8)(random_small(0))
     assert set(found.stats["values_s"]) == {"peft", "heft"}
     found = load("best_of", planners=("peft", "m_etf", "heft"), seconds=20)(random_small(0))
     assert set(found.stats["values_s"]) == {"peft", "m_etf", "heft"}

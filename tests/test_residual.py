@@ -138,10 +138,10 @@ def test_the_posterior_is_that_of_bayes_rule() -> None:
     design = np.hstack([x * np.sqrt(v) for x, v in zip(blocks, variance[:4], strict=True)])
     rounds = np.eye(3)[samples.round] * np.sqrt(variance[5])
     seen = np.hstack([design[:10], rounds])
-    noise = variance[4] + variance[6]
+    noise = variance[4] + variance[6] * posterior.scale
     target = np.log(measured[:10] / simulated[:10])
-    precision = np.eye(seen.shape[1]) + seen.T @ seen / noise
-    weights = np.linalg.solve(precision, seen.T @ target / noise)
+    precision = np.eye(seen.shape[1]) + seen.T @ (seen / noise[:, None])
+    weights = np.linalg.solve(precision, seen.T @ (target / noise))
     new = np.hstack([design[10:], np.zeros((4, 3))])
     mean, std = posterior.predict(placements[10:], simulated[10:])
     assert mean == pytest.approx(new @ weights, rel=1e-5, abs=1e-8)
@@ -150,6 +150,22 @@ def test_the_posterior_is_that_of_bayes_rule() -> None:
     joint_mean, covariance = posterior.joint(placements[10:], simulated[10:])
     assert joint_mean == pytest.approx(mean)
     assert covariance.diagonal() == pytest.approx(std**2)
+
+
+def test_a_run_that_was_disturbed_says_little() -> None:
+    """Twelve placements twice; one of 24 runs took 1.6 times as long as it takes."""
+    problem = layered(12)
+    placements = random_placements(problem, 12, np.random.default_rng(1))
+    simulated = score(problem, placements)
+    index = np.tile(np.arange(12), 2)
+    seconds = simulated[index] * np.exp(0.01 * np.random.default_rng(0).standard_normal(24))
+    seconds[3] *= 1.6
+    features = Features.of(problem, float(simulated.min()))
+    where = np.repeat(np.arange(2), 12)
+    posterior = fit(features, Samples(placements, index, where, seconds), simulated)
+    assert posterior.scale.argmax() == 3 and np.median(posterior.scale) < 1
+    mean, _ = posterior.predict(placements, simulated)
+    assert abs(mean[3]) < 0.05  # half of log(1.6) is 0.24
 
 
 def test_runs_that_did_not_fit_are_left_out() -> None:
