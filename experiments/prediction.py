@@ -203,7 +203,10 @@ def place(entry: dataset.Entry, known: Sequence[Case]) -> dict[str, Any]:
         return dict(zip(placements, pairs, strict=True))
 
     drawn = random_placements(problem, NUM_RANKED, rng)
-    periods = {m: evaluate(replace(problem, profile=p), drawn).period_s for m, p in profiles.items()}
+    periods = {
+        m: evaluate(replace(problem, profile=times), drawn).period_s
+        for m, times in profiles.items()
+    }
     return {
         "model": entry.name,
         "family": entry.family,
@@ -435,9 +438,10 @@ def report(
         parts += [
             f"## Placements on two devices, {len(plans)} models\n",
             "Regret: measured period of the plan searched with these times over that of the plan "
-            "searched with measured times. Rank correlation: Spearman's, of the simulated periods of "
-            f"{NUM_RANKED} random placements with these times and with measured ones, and of the few "
-            "placements that ran, most of which are about as good; medians over models. The published bound for periods is 12 %.\n",
+            "searched with measured times. Rank correlation: Spearman's, of the simulated periods "
+            f"of {NUM_RANKED} random placements with these and with measured times, and of the "
+            "few placements that ran, most of which are about as good; medians over models. The "
+            "published bound for periods is 12 %.\n",
             placed(plans),
             "## Plans from the static description alone\n",
             strategies(plans),

@@ -122,8 +122,10 @@ def measure(
 
 def _steady(rounds: Sequence[Floats]) -> bool:
     """Whether the middle half of the rounds ``[N, D]`` agree on the whole graph's seconds."""
-    whole = np.array([r.sum(axis=0) for r in rounds]).reshape(len(rounds), -1)
-    low, middle, high = np.percentile(whole, [25, 50, 75], axis=0) if len(rounds) else [0.0] * 3
+    if not rounds:
+        return True
+    whole = [r.sum(axis=0) for r in rounds]
+    low, middle, high = np.percentile(whole, [25, 50, 75], axis=0)
     return bool(np.all(high - low <= _SPREAD * middle))
 
 

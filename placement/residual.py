@@ -78,7 +78,8 @@ class Residual:
 
     The prior: ``log ratio = constant + summary @ v + operators @ u + cuts @ w + own``, all
     coefficients independent and normal; ``own`` belongs to the placement. A run adds what its
-    round and what itself adds, the latter with heavy tails: others use the machine too. Variances are those that make the measurements most probable.
+    round and what itself adds, the latter with heavy tails: others use the machine too. Variances
+    are those that make the measurements most probable.
 
     Attributes:
         features: of the problem.

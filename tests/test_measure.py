@@ -72,6 +72,24 @@ def test_medians_add_up_to_the_median_run():
     np.testing.assert_allclose(typical(rounds)[:, 0], [2.0, 2.0])
 
 
+def test_rounds_go_on_while_somebody_else_uses_a_core(monkeypatch):
+    """Device 1 takes 2 s or, disturbed, 3 s: half of the rounds disagree, or one of five."""
+
+    def rounds(*seconds):
+        return [np.array([[0.5, s / 2], [0.5, s / 2]]) for s in seconds]
+
+    assert measure_module._steady(rounds(2, 2, 3, 2, 2.1)) and measure_module._steady([])
+    assert not measure_module._steady(rounds(2, 3, 3, 2, 2))
+    steady = iter([False, False, True, True])
+    monkeypatch.setattr(measure_module, "_steady", lambda found: next(steady))
+    one = Cluster("one", CLUSTER.devices[:1])
+    # Two rounds, not steady; a third, not steady; a fourth, steady both alone and loaded.
+    profile = measure(branches(), one, repeats=2)
+    assert profile.provenance["rounds"] == 4 and profile.provenance["repeats"] == 2
+    monkeypatch.setattr(measure_module, "_steady", lambda found: False)
+    assert measure(branches(), one, repeats=1).provenance["rounds"] == 3
+
+
 def test_one_device_has_no_load_and_no_links():
     one = Cluster("one", CLUSTER.devices[:1])
     profile = measure(branches(), one, repeats=1)
