@@ -279,12 +279,12 @@ def parameters(signature: str, written_bytes: float, shares: bool) -> tuple[str,
 
 def _pool(x: Shape, window: Shape, count: float, adaptive: bool) -> tuple[float, ...]:
     """One, results, elements that each is made of, and one."""
+    count = max(1.0, count)
     if adaptive:
-        return 1, max(1.0, count), max(1.0, prod(x) / max(1.0, count)), 1
-    spatial = x[-len(window) :] if window else ()
-    # A window may be larger than what it slides over.
-    each = prod(min(a, b) for a, b in zip(window, spatial, strict=False))
-    return 1, max(1.0, count), max(1.0, each), 1
+        each = prod(x) / count
+    else:  # a window may be larger than what it slides over
+        each = prod(min(a, b) for a, b in zip(window, x[-len(window) :], strict=False))
+    return 1, count, max(1.0, each), 1
 
 
 def _product(base: str, shapes: list[Shape], count: float) -> tuple[float, ...]:

@@ -243,8 +243,7 @@ class _State:
 
         add(list(measured[np.argsort(self.levels, kind="stable")[:_PARENTS]][:, first]))
         drawn = int(_DRAWN * self.evaluations)
-        if drawn:
-            add(list(random_placements(self.trials.problem, drawn, self.rng)[:, first]))
+        add(list(random_placements(self.trials.problem, drawn, self.rng)[:, first]))
         left = self.evaluations - drawn
         while left > 0:
             parents = sorted(costs, key=costs.__getitem__)[:_PARENTS]
