@@ -198,11 +198,15 @@ def anneal(
 @cache
 def load_kernel() -> None:
     """Compile the search, or read it from its cache: once, and outside of every budget."""
+    search = Search(two_operators(), evaluations=8)
+    search.cost(np.zeros(2, np.int32))
+    anneal(search, None, "hand")
+
+
+def two_operators() -> Problem:
+    """The smallest problem that has moves: what kernels are loaded with."""
     graph = OpGraph.build("two", ["a", "b"], [0], [1], [(0, 1)])
     cluster = Cluster("two", (Device("a"), Device("b")))
     zeros = np.zeros((2, 2))
     links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
-    problem = Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "latency")
-    search = Search(problem, evaluations=8)
-    search.cost(np.zeros(2, np.int32))
-    anneal(search, None, "hand")
+    return Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "latency")

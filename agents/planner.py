@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from agents import trained
 from agents.encoder import MOVING, PolicyError
 from agents.guided import CHOOSERS, Chooser, GuidedNet, anneal, default_budget, load_kernel
 from agents.store import GraphStore
@@ -21,6 +22,7 @@ from placement.problem import Objective, Placement, Planner, Problem, Solution
 
 Mode = Literal["zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
+SMALL = 100
 UNTRAINED = "untrained"
 
 
@@ -43,7 +45,8 @@ class PolicyPlanner:
             ``zero_shot`` decodes greedily; ``best_of_k`` samples ``k`` placements too;
             ``finetune`` first trains on this very problem for ``steps``, then does the same;
             ``refine`` re-places one group at a time, ``steps`` times, each time evaluated.
-        k: sampled placements.
+        k: sampled placements; of ``guided_search`` at most half of the evaluations that the
+            baseline left, 0: none.
         steps: environment steps of ``finetune`` or ``refine``.
         seconds, evaluations: budget in all, of which the baseline gets a quarter; None is no
             limit. Without a budget the baseline runs to its
@@ -56,7 +59,9 @@ class PolicyPlanner:
         rounds: of ``guided_search``: how often it is heated up.
         width: of ``guided_search``: moves offered at each step; None: as in the training.
         seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
-            sampled placements are evaluated first; the search starts from the best.
+            sampled placements are evaluated first; the search starts from the best. None is the
+            released constructor of placements for ``latency``, on graphs of at most ``SMALL``
+            groups; on larger ones its samples were never worth their evaluations.
     """
 
     policy: str | Path | TrainedPolicy | None = None
@@ -77,9 +82,9 @@ class PolicyPlanner:
             raise PolicyError(f"mode {self.mode!r} is unknown; use one of {get_args(Mode)}")
         if self.chooser not in CHOOSERS:
             raise PolicyError(f"chooser {self.chooser!r} is unknown; use one of {list(CHOOSERS)}")
-        for what in ("k", "steps", "rounds", "width"):
-            if getattr(self, what) is not None and getattr(self, what) < 1:
-                raise PolicyError(f"{what} = {getattr(self, what)} must be at least 1")
+        for what, least in (("k", 0), ("steps", 1), ("rounds", 1), ("width", 1)):
+            if getattr(self, what) is not None and getattr(self, what) < least:
+                raise PolicyError(f"{what} = {getattr(self, what)} must be at least {least}")
 
     def __call__(self, problem: Problem) -> Solution:
         """Plan ``problem``.
@@ -106,16 +111,16 @@ class PolicyPlanner:
         if self.mode == "refine":
             self._refine(policy, search, start.placement)
         else:
-            stats |= self._decode(policy, search, start.placement, self.mode != "zero_shot")
+            wanted = 0 if self.mode == "zero_shot" else self.k
+            stats |= self._decode(policy, search, start.placement, wanted)
         stats["best_value_s"] = search.best_cost if search.best_cost < INFEASIBLE else np.inf
         return search.solution(start.lower_bound_s, **stats)
 
     def _decode(
-        self, policy: TrainedPolicy, search: Search, warm: Placement, samples: bool
+        self, policy: TrainedPolicy, search: Search, warm: Placement, wanted: int
     ) -> dict[str, Any]:
-        """Evaluate the greedy placement and, if wanted, ``k`` sampled ones; what they are worth."""
+        """Evaluate the greedy placement and the ``wanted`` sampled ones; what they are worth."""
         before = search.num_evaluations
-        wanted = self.k if samples else 0
         seconds: list[float] = []
         for sampled in range(0, max(wanted, 1), SAMPLES_AT_ONCE):
             if not search.left:
@@ -146,7 +151,7 @@ class PolicyPlanner:
                 )
             net = found
             width = width or policy.width
-        seeds = None if self.seed_policy is None else self._policy(self.seed_policy, problem)[0]
+        seeds = self._seeds(problem)
         load_kernel()
         search = Search(problem, self.seconds, self.evaluations)
         start = search.run(self.baseline, START_SHARE, START_SHARE)
@@ -158,12 +163,24 @@ class PolicyPlanner:
             "baseline_evaluations": search.num_evaluations,
         }
         if seeds is not None and search.left:
-            stats |= self._decode(seeds, search, start.placement, True)
+            wanted = int(min(self.k, search.num_left // 2))
+            stats["seed_policy"] = seeds[1]
+            stats |= self._decode(seeds[0], search, start.placement, wanted)
         search.limit(default_budget(problem))
         with one_thread():
             stats["steps"] = anneal(search, net, self.chooser, self.rounds, width, self.seed)
         stats["best_value_s"] = search.best_cost if search.best_cost < INFEASIBLE else np.inf
         return search.solution(start.lower_bound_s, **stats)
+
+    def _seeds(self, problem: Problem) -> tuple[TrainedPolicy, str] | None:
+        """Whose placements a guided search evaluates before it moves anything, and its name."""
+        given = self.seed_policy
+        if given is None and (problem.objective != "latency" or problem.graph.num_groups > SMALL):
+            return None
+        if not self.k:
+            return None
+        trained.load_kernel()
+        return self._policy(given or released("best_of_k", problem.objective), problem)
 
     def _policy(
         self, given: str | Path | TrainedPolicy | None, problem: Problem

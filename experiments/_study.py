@@ -57,8 +57,9 @@ def public(data: Path, *patterns: str) -> dict[str, Path]:
             "this project. Take them from github.com/msr-fiddle/dnn-partitioning "
             "(throughput-inputs as dnn_partitioning/throughput, latency-inputs as "
             "dnn_partitioning/latency), github.com/msr-fiddle/pipedream (profiles, each graph.txt "
-            "as pipedream/NAME.txt) and github.com/moirai-placement/moirai (spreadsheets, "
-            "converted to moirai/NAME.json), and name the folder with --data"
+            "as pipedream/NAME.txt), github.com/xinyuyao/Doppler (compute_graph as doppler) and "
+            "github.com/moirai-placement/moirai (spreadsheets, converted to moirai/NAME.json), and "
+            "name the folder with --data"
         )
     return found
 

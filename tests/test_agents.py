@@ -41,6 +41,7 @@ from placement.planners import PlannerError, load
 from placement.problem import Problem
 from placement.simulator import score
 from placement.testing import check_planner
+from placement.workloads.synthetic import giph
 
 FORMULATIONS = ("one_shot", "sequential", "select_place")
 
@@ -567,6 +568,25 @@ def test_guided_search_spends_its_budget_and_beats_its_start() -> None:
         assert hand.value_s == answer.value_s
     seeded = replace(planner, seed_policy=untrained("sequential"), k=3)(made)
     assert seeded.stats["best_of_k_evaluations"] == 4
+
+
+def test_a_small_graph_is_constructed_before_it_is_searched(monkeypatch) -> None:
+    problem = giph(3).with_objective("latency")
+    planner = PolicyPlanner(evaluations=40, baseline="heft")
+    stats = planner(problem).stats
+    # 40 evaluations: HEFT's one, the greedy placement, and half of the 39 that were left.
+    assert (stats["baseline_evaluations"], stats["best_of_k_evaluations"]) == (1, 1 + 19)
+    assert stats["seed_policy"] == "sequential-latency.safetensors"
+    assert stats["evaluations"] <= 40 and stats["steps"] > 0
+    assert replace(planner, k=5)(problem).stats["best_of_k_evaluations"] == 6
+    assert "seed_policy" not in replace(planner, k=0)(problem).stats
+    assert "seed_policy" not in planner(problem.with_objective("period")).stats
+    monkeypatch.setattr("agents.planner.SMALL", problem.graph.num_groups - 1)
+    assert "seed_policy" not in planner(problem).stats
+    given = replace(planner, seed_policy=untrained("sequential"))(problem).stats
+    assert given["seed_policy"] == "given"
+    with pytest.raises(PolicyError, match="k = -1 must be at least 0"):
+        replace(planner, k=-1)
 
 
 def test_refine_planner() -> None:

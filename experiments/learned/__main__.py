@@ -5,6 +5,7 @@
     python -m experiments.learned guided [--also NAME=PATH]  # ablations, searches, equal budgets
     python -m experiments.learned zero_shot [--recipe FILE]  # trains: one family left out
     python -m experiments.learned giph                       # 10-15 operators, 2 N evaluations
+    python -m experiments.learned doppler                    # DOPPLER's graphs, equal budgets
     python -m experiments.learned cost                       # speed, time to the best baseline
     python -m experiments.learned goals                      # the table of goals, from the CSVs
 
@@ -42,6 +43,7 @@ STUDIES: dict[str, Any] = {
     "guided": budgets.Guided,
     "zero_shot": budgets.ZeroShot,
     "giph": budgets.Giph,
+    "doppler": budgets.Doppler,
     "cost": budgets.Cost,
 }
 

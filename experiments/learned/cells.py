@@ -84,8 +84,7 @@ class Cells:
         given = {"seed": seed, "seconds": seconds, "evaluations": evaluations}
         ready = with_options(planner, **given)
         what = [problem_fingerprint(problem), group, name, label, describe(ready), given]
-        rule = getattr(ready, "chooser", "policy") != "policy"
-        if getattr(ready, "policy", label) is None and not rule:  # released: may be another now
+        if getattr(ready, "policy", label) is None:  # released: may be another now
             what.append(policy_digests(released_folder()))
         key = digest(*what)
         path = self.folder / f"{_slug(name)}-{_slug(label)}-{key[:16]}.json"

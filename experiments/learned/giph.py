@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,10 +25,16 @@ from placement.planners._search import Search
 from placement.problem import Planner, Problem, Solution
 
 POLICY, HAND, HEFT, RULE = "policy", "hand", "heft", "random task, earliest finish"
+FROZEN, UNSAMPLED = "frozen", "policy, nothing sampled"
+SAMPLES, UNTRAINED = "samples alone", "samples alone, untrained"
 SEARCHES = {"local_search": "local_search", "simulated_annealing": "annealing"}
 LABELS = (
     POLICY,
     HAND,
+    FROZEN,
+    UNSAMPLED,
+    SAMPLES,
+    UNTRAINED,
     *SEARCHES.values(),
     *(f"{HEFT}, then {label}" for label in (POLICY, HAND, *SEARCHES.values())),
     RULE,
@@ -114,14 +120,28 @@ def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
     Searches start as they do by default (a quarter of the evaluations goes to ``best_of``), and
     at HEFT's placement.
     """
-    from agents.planner import PolicyPlanner
+    import torch
+
+    from agents.planner import PolicyPlanner, released
+    from agents.trained import TrainedPolicy, make_net
 
     budget: Giph = options.budget
+    constructor = TrainedPolicy.load(released("best_of_k", "latency"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        untrained = replace(constructor, net=make_net(constructor.net.config, "sequential"))
     cells, done = Cells(options.work), []
     for name, problem in chosen.items():
         count = budget.per_operator * problem.num_ops
         file = policy_file(options.policy, "guided_search", problem.objective)
+        sampled = {SAMPLES: constructor, UNTRAINED: untrained}
         field: dict[str, Planner] = {
+            FROZEN: PolicyPlanner(chooser="hand", seed_policy=untrained),
+            UNSAMPLED: PolicyPlanner(file, k=0),
+            **{
+                label: PolicyPlanner(policy, mode="best_of_k", k=count)
+                for label, policy in sampled.items()
+            },
             RULE: EarliestFinish(),
             "random placements": load("random_search"),
         }
@@ -137,11 +157,11 @@ def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
                     cells.run("giph", name, problem, label, planner, seed, evaluations=count)
                 )
         many = budget.known_per_operator * problem.num_ops
-        for label in ("macro_search", "local_search"):
+        long = {label: load(label) for label in ("macro_search", "local_search")}
+        long[UNTRAINED] = PolicyPlanner(untrained, mode="best_of_k", k=many)
+        for label, planner in long.items():
             done.append(
-                cells.run(
-                    "known", name, problem, f"{label}, long", load(label), 0, evaluations=many
-                )
+                cells.run("known", name, problem, f"{label}, long", planner, 0, evaluations=many)
             )
     return done
 
@@ -162,8 +182,11 @@ def report(cells: Sequence[Cell]) -> str:
 {sizes[0][0]} to {sizes[-1][0]} operators on {min(d for _, d in sizes)} to
 {max(d for _, d in sizes)} devices; twice as many evaluations as operators for everyone, the start
 included: by default the best of as many constructive planners as a quarter of them allows, or
-HEFT's placement alone. Best known: the least value of all runs, two searches with a hundred times
-that budget among them. The published system compares with `{RULE}`.
+HEFT's placement alone. `{POLICY}` spends up to half of what is left on placements that the released
+constructor samples, then chooses moves; `{UNSAMPLED}` only chooses moves. `{HAND}`: moves by the
+hand-written score; `{FROZEN}`: that, and the constructor untrained, which is list scheduling with
+devices drawn by their finish times. `{SAMPLES}`: no moves. Best known: the least value of all
+runs, three with a hundred times that budget among them. The published system compares with `{RULE}`.
 {enforced(limited)}
 
 {table}"""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import _study, baselines
-from experiments._study import say
+from experiments._study import StudyError, say
 from experiments.budgets import CAPTURED, HELD_OUT
 from placement import importers
 from placement.cluster import Cluster, Link
@@ -80,6 +80,8 @@ def captured(names: Sequence[str], repeats: int) -> Problems:
 
     found: Problems = {}
     cluster = Cluster("two cores", Cluster.detect().devices[:2])
+    if cluster.num_devices < 2:
+        raise StudyError("captured models are placed on two cores, and this process may use one")
     for name in names:
         say(f"captured: {name}")
         module, inputs = workloads.load(name)
