@@ -29,7 +29,7 @@ from placement.files import write_atomic
 DOCS = ROOT / "docs"
 BEST_SHOWN = 12  # planners in tables and pictures
 MOST_ROWS = 16  # of a table that is shown beside its link
-LEARNED = ("against", "executed", "guided", "zero_shot", "giph", "cost")
+LEARNED = ("against", "executed", "guided", "zero_shot", "giph", "doppler", "cost")
 # Whose page begins with a table that says it all, in the order of the page.
 MEASURED = (
     "pipelining",

@@ -186,7 +186,8 @@ HEFT's placement alone. `{POLICY}` spends up to half of what is left on placemen
 constructor samples, then chooses moves; `{UNSAMPLED}` only chooses moves. `{HAND}`: moves by the
 hand-written score; `{FROZEN}`: that, and the constructor untrained, which is list scheduling with
 devices drawn by their finish times. `{SAMPLES}`: no moves. Best known: the least value of all
-runs, three with a hundred times that budget among them. The published system compares with `{RULE}`.
+runs, three with a hundred times that budget among them. The published system compares with
+`{RULE}`.
 {enforced(limited)}
 
 {table}"""
