@@ -244,7 +244,8 @@ def test_a_planner_that_is_worse_somewhere_is_named() -> None:
 def test_goals_from_files(tmp_path: Path) -> None:
     rows = goals.goals(tmp_path)
     assert len(rows) >= 8 and all(r.met is None and r.reached == goals.NOT_RUN for r in rows)
-    found = [cell("p", "contiguous_dp", None, 1.0), cell("q", "contiguous_dp", None, 1.0)]
+    found = [cell("p", "ideal_dp", None, 1.0), cell("q", "ideal_dp", None, 1.0)]
+    found += [cell("p", "antichain_dp", None, 0.7)]
     for seed in range(5):
         for problem, value in (("p", 0.7), ("q", 0.8)):
             found.append(cell(problem, guided.POLICY, seed, value))
@@ -253,8 +254,10 @@ def test_goals_from_files(tmp_path: Path) -> None:
     path.write_text(cells.to_csv(found), encoding="utf-8")
     page = goals.page(tmp_path)
     (dp,) = [x for x in page.splitlines() if "against DP" in x]
+    (best,) = [x for x in page.splitlines() if "three DPs" in x]
     (soft,) = [x for x in page.splitlines() if "softmax" in x]
     assert "| -25.17 % " in dp and dp.rstrip("| ").count("yes") == 1
+    assert "| -10.56 % " in best and "**no**" in best  # 1 and 0.8 of them
     assert "**no**" in soft  # -0.2 % on average: the row stays
     assert "latency, >= 1500" in page and goals.NOT_RUN in page
 

@@ -35,7 +35,8 @@ ANNEALING = {
     "annealing, warmer": 0.2,
 }
 FIELD = ("heft", "m_etf", "contiguous_dp", "local_search", *ANNEALING)  # what is to be beaten
-EXACT = ("ideal_dp", "antichain_dp", "contiguous_dp")  # dynamic programs
+DP = "ideal_dp"
+EXACT = (DP, "antichain_dp", "contiguous_dp")  # dynamic programs
 LATENCY, LOAD = "latency", "load"
 START = BestOf(("single_device", "round_robin", "heft", "contiguous_dp"))
 
