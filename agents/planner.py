@@ -232,7 +232,8 @@ class PolicyPlanner:
         if self.evaluations is not None:
             left = self.evaluations - search.num_evaluations - self.k - 1
             limits["max_evaluations"] = max(1, left)
-        config = TrainConfig(total_steps=self.steps, seed=self.seed, **limits)
+        cold = bool(policy.card.get("config", {}).get("cold"))
+        config = TrainConfig(total_steps=self.steps, seed=self.seed, cold=cold, **limits)
         return train(
             [problem], config=config, warm=[warm], policy=policy, evaluator=_evaluator(search)
         )

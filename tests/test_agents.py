@@ -589,6 +589,22 @@ def test_a_small_graph_is_constructed_before_it_is_searched(monkeypatch) -> None
         replace(planner, k=-1)
 
 
+def test_finetuning_goes_on_as_the_training_began(monkeypatch) -> None:
+    """A policy trained cold has never seen a warm start."""
+    given: list[TrainConfig] = []
+
+    def record(problems: Any, *, config: TrainConfig, policy: TrainedPolicy, **_: Any) -> Any:
+        given.append(config)
+        return policy
+
+    monkeypatch.setattr("agents.training.train", record)
+    problem = chain([[1, 2], [2, 1]] * 3)
+    for cold in (True, False):
+        policy = replace(untrained("sequential"), card={"config": {"cold": cold}})
+        PolicyPlanner(policy, "finetune", k=2, baseline="heft")(problem)
+    assert [config.cold for config in given] == [True, False]
+
+
 def test_refine_planner() -> None:
     problem = chain(np.random.default_rng(0).random((12, 3)), latency_s=0.01)
     answer = PolicyPlanner(untrained("refine"), "refine", steps=50, baseline="round_robin")(problem)
