@@ -16,7 +16,6 @@ from experiments import _study, budgets, results
 from experiments.learned import against, cells, doppler, executed, goals, guided, zero_shot
 from experiments.learned import problems as made
 from experiments.learned.cells import Cell, Cells, geometric, least, ratios, share
-from placement import planners
 from placement.problem import Problem, Solution
 from placement.simulator import score
 from placement.workloads.synthetic import Family, layered
@@ -288,15 +287,6 @@ def test_zero_shot_against_heuristics() -> None:
     assert found == pytest.approx({"moirai: a": 0.9, "moirai: b": 1.2, "moirai: c": 0.5})
     assert [v < 1 for v in zero_shot.against_each(some).values()] == [False, False, True]
     assert "67 % (21 to 94)" in zero_shot.report(some)
-
-
-def test_a_rule_is_imitated_where_it_is_nearly_as_good_as_a_search() -> None:
-    problem = Family(layered(3, 3, 0.5), num_devices=2, speeds=(1.0, 3.0))(1)
-    searched = planners.load("macro_search", evaluations=300)(problem)  # loads its kernels too
-    assert zero_shot.Teacher(0.3, -1.0)(problem).value_s <= searched.value_s  # no rule is as good
-    ruled = zero_shot.Teacher(0.3, 1.0)(problem)  # any is, the best one is taken
-    values = [planners.load(name)(problem).value_s for name in budgets.HEURISTICS]
-    assert ruled.value_s == min(values) >= searched.value_s
 
 
 def test_graphs_of_doppler_at_equal_budgets(tmp_path: Path) -> None:
