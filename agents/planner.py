@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agents import trained
 from agents.encoder import MOVING, PolicyError
 from agents.guided import CHOOSERS, Chooser, GuidedNet, anneal, default_budget, load_kernel
 from agents.store import GraphStore
-from agents.trained import TrainedPolicy, actions, make_net, one_thread
+from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
 from envs.problems import Evaluator, ProblemSet, canonical
 from envs.refine import RefineRules
 from placement.planners._search import INFEASIBLE, START_SHARE, Search, can_move
@@ -22,7 +21,7 @@ from placement.problem import Objective, Placement, Planner, Problem, Solution
 
 Mode = Literal["zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
-SMALL = 100
+SMALL = 100  # groups, where sampled placements are worth their evaluations
 UNTRAINED = "untrained"
 
 
@@ -163,7 +162,7 @@ class PolicyPlanner:
             "baseline_evaluations": search.num_evaluations,
         }
         if seeds is not None and search.left:
-            wanted = int(min(self.k, search.num_left // 2))
+            wanted = int(min(self.k, search.num_left / 2))
             stats["seed_policy"] = seeds[1]
             stats |= self._decode(seeds[0], search, start.placement, wanted)
         search.limit(default_budget(problem))
@@ -175,12 +174,12 @@ class PolicyPlanner:
     def _seeds(self, problem: Problem) -> tuple[TrainedPolicy, str] | None:
         """Whose placements a guided search evaluates before it moves anything, and its name."""
         given = self.seed_policy
-        if given is None and (problem.objective != "latency" or problem.graph.num_groups > SMALL):
+        if given is None and problem.objective == "latency" and problem.graph.num_groups <= SMALL:
+            given = released("best_of_k", problem.objective)
+        if given is None or not self.k:
             return None
-        if not self.k:
-            return None
-        trained.load_kernel()
-        return self._policy(given or released("best_of_k", problem.objective), problem)
+        load_constructor()
+        return self._policy(given, problem)
 
     def _policy(
         self, given: str | Path | TrainedPolicy | None, problem: Problem
@@ -195,9 +194,7 @@ class PolicyPlanner:
             return TrainedPolicy.load(given), Path(given).name
         alone = self.mode in ("guided_search", "refine")
         formulation: Any = self.mode if alone else "sequential"
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return TrainedPolicy(make_net(None, formulation)), UNTRAINED
+        return TrainedPolicy(untrained_net(None, formulation, self.seed)), UNTRAINED
 
     def _refine(self, policy: TrainedPolicy, search: Search, warm: Placement) -> None:
         """Walk from ``warm``; every placement on the way is evaluated and may be the answer."""
@@ -210,9 +207,10 @@ class PolicyPlanner:
             return
         chosen = ProblemSet((search.problem,), np.ones(1), _evaluator(search))
         sweep = policy.formulation == "sweep"
-        cold = policy.card.get("config", {}).get("cold")
         rules = RefineRules(chosen, 1, [warm], self.steps, sweep=sweep)
-        store = GraphStore([search.problem], [None if cold else canonical(search.problem, warm)])
+        store = GraphStore(
+            [search.problem], [None if policy.cold else canonical(search.problem, warm)]
+        )
         rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
         generator = torch.Generator().manual_seed(self.seed)
         with one_thread():
@@ -232,8 +230,7 @@ class PolicyPlanner:
         if self.evaluations is not None:
             left = self.evaluations - search.num_evaluations - self.k - 1
             limits["max_evaluations"] = max(1, left)
-        cold = bool(policy.card.get("config", {}).get("cold"))
-        config = TrainConfig(total_steps=self.steps, seed=self.seed, cold=cold, **limits)
+        config = TrainConfig(total_steps=self.steps, seed=self.seed, cold=policy.cold, **limits)
         return train(
             [problem], config=config, warm=[warm], policy=policy, evaluator=_evaluator(search)
         )

@@ -70,6 +70,11 @@ class TrainedPolicy:
         """Moves offered at each step while it learned ``guided_search``; None: not known."""
         return self.card.get("config", {}).get("width")
 
+    @property
+    def cold(self) -> bool:
+        """Whether it was trained without warm starts."""
+        return bool(self.card.get("config", {}).get("cold"))
+
     def place(
         self, problem: Problem, warm: Placement | None = None, num_samples: int = 0, seed: int = 0
     ) -> Placement:
@@ -90,7 +95,7 @@ class TrainedPolicy:
         trained = self.card.get("config", {})
         if trained.get("groups"):
             problem = grouped(problem, trained["groups"])
-        if trained.get("cold"):
+        if self.cold:
             warm = None
         chosen = ProblemSet((problem,), np.ones(1))
         store = GraphStore([problem], [None if warm is None else canonical(problem, warm)])
@@ -177,6 +182,13 @@ def make_net(config: NetworkConfig | None, formulation: Formulation) -> Net:
     return (
         GuidedNet(config) if formulation == "guided_search" else PlacementNet(config, formulation)
     )
+
+
+def untrained_net(config: NetworkConfig | None, formulation: Formulation, seed: int = 0) -> Net:
+    """A new network whose weights the seed alone decides."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make_net(config, formulation)
 
 
 def decode(
@@ -267,9 +279,9 @@ def actions(
 
 
 @cache
-def load_kernel() -> None:
+def load_constructor() -> None:
     """Compile what constructs placements, or read it from its cache: outside of every budget."""
-    TrainedPolicy(make_net(None, "sequential")).place(two_operators())
+    TrainedPolicy(untrained_net(None, "sequential")).place(two_operators())
 
 
 @contextmanager

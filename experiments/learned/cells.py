@@ -258,14 +258,12 @@ def warm_up(objectives: Sequence[Any], names: Sequence[str]) -> None:
     import torch
 
     from agents.guided import load_kernel
-    from agents.trained import TrainedPolicy, make_net
-    from placement.workloads.synthetic import Family, layered
+    from agents.trained import load_constructor
 
     torch.set_num_threads(1)
     _study.warm(names, objectives)
     load_kernel()
-    untrained = TrainedPolicy(make_net(None, "sequential"))
-    untrained.place(Family(layered(3, 3, 0.5))(0), num_samples=1)
+    load_constructor()
 
 
 # --- tables --------------------------------------------------------------------------------------

@@ -88,19 +88,19 @@ def report(cells: Sequence[Cell]) -> str:
     budgets = dict.fromkeys(c.group for c in cells if c.group not in ("rules", "known"))
     parts = []
     for group in budgets:
-        mine = [c for c in cells if c.group == group]
-        others = least([*mine, *rules], [*SEARCHES, *RULES])
+        mine = [c for c in cells if c.group == group] + rules
+        others = least(mine, [*SEARCHES, *RULES])
         rows = []
-        for label in dict.fromkeys(c.planner for c in [*mine, *rules]):
-            runs = [c for c in [*mine, *rules] if c.planner == label]
+        for label in dict.fromkeys(c.planner for c in mine):
+            runs = [c for c in mine if c.planner == label]
             over = geometric(ratios(runs, label, lambda name, _: known[name]))
-            drawn = label not in (*SEARCHES, *RULES)
+            chooses = label not in (*SEARCHES, *RULES)
             rows.append(
                 [
                     label,
                     *(_median([c for c in runs if c.problem == n]) for n in names),
                     over.ratio(),
-                    geometric(ratios(mine, label, others)).percent(1) if drawn else "–",
+                    geometric(ratios(mine, label, others)).percent(1) if chooses else "–",
                     f"{np.median([c.used_s for c in runs]):.2f}",
                 ]
             )

@@ -120,28 +120,21 @@ def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
     Searches start as they do by default (a quarter of the evaluations goes to ``best_of``), and
     at HEFT's placement.
     """
-    import torch
-
     from agents.planner import PolicyPlanner, released
-    from agents.trained import TrainedPolicy, make_net
+    from agents.trained import TrainedPolicy, untrained_net
 
     budget: Giph = options.budget
     constructor = TrainedPolicy.load(released("best_of_k", "latency"))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        untrained = replace(constructor, net=make_net(constructor.net.config, "sequential"))
+    untrained = replace(constructor, net=untrained_net(constructor.net.config, "sequential"))
     cells, done = Cells(options.work), []
     for name, problem in chosen.items():
         count = budget.per_operator * problem.num_ops
         file = policy_file(options.policy, "guided_search", problem.objective)
-        sampled = {SAMPLES: constructor, UNTRAINED: untrained}
         field: dict[str, Planner] = {
             FROZEN: PolicyPlanner(chooser="hand", seed_policy=untrained),
             UNSAMPLED: PolicyPlanner(file, k=0),
-            **{
-                label: PolicyPlanner(policy, mode="best_of_k", k=count)
-                for label, policy in sampled.items()
-            },
+            SAMPLES: PolicyPlanner(constructor, mode="best_of_k", k=count),
+            UNTRAINED: PolicyPlanner(untrained, mode="best_of_k", k=count),
             RULE: EarliestFinish(),
             "random placements": load("random_search"),
         }

@@ -55,21 +55,16 @@ def problems(options: Namespace) -> made.Problems:
 
 def planners(policies: Mapping[str, str | None], objective: Objective) -> dict[str, Planner]:
     """All that draw, by label; the first of ``policies`` is the one that is ablated."""
-    import torch
-
     from agents.planner import PolicyPlanner, released
-    from agents.trained import TrainedPolicy, make_net
+    from agents.trained import TrainedPolicy, untrained_net
 
     mode: Any = "guided_search"
     files = [policy_file(path, mode, objective) for path in policies.values()]
     first = TrainedPolicy.load(files[0] or released(mode, objective))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        untrained = make_net(first.net.config, mode)
     chosen: dict[str, Planner] = {
         name: PolicyPlanner(path, mode) for name, path in zip(policies, files, strict=True)
     }
-    chosen[FROZEN] = PolicyPlanner(replace(first, net=untrained), mode)
+    chosen[FROZEN] = PolicyPlanner(replace(first, net=untrained_net(first.net.config, mode)), mode)
     # Rules see as many moves at a step as the policy does.
     chosen[HAND] = PolicyPlanner(mode=mode, chooser="hand", width=first.width)
     chosen[UNIFORM] = PolicyPlanner(mode=mode, chooser="uniform", width=first.width)
