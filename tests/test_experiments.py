@@ -88,15 +88,20 @@ HERE = "tests.test_experiments"
 
 
 def test_what_a_run_returns_and_holds() -> None:
-    size = 256 * 2**20  # too large to be cut from what the process holds already, freed
+    size = 256 * 2**20
 
     def use() -> int:
         return int(np.ones(size, np.uint8).sum())
 
+    np.ones(31 * 2**20, np.uint8)  # freed at once: from now on glibc cuts such blocks from its heap
+    freed = [np.ones(20 * 2**20, np.uint8) for _ in range(20)]
+    above = [bytes(3000) for _ in range(2000)]  # small blocks, so that the heap cannot shrink
+    del freed
     run = limited(use, 30)
     assert (run.status, run.value, run.note) == ("ok", size, "")
     assert run.peak_bytes is not None and run.grown_bytes is not None
     assert size <= run.grown_bytes <= run.peak_bytes
+    assert above
 
 
 def raises(error: BaseException) -> Callable[[], None]:
