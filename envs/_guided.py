@@ -119,9 +119,11 @@ class Tables(NamedTuple):
     scratch: tuple[Array, ...]
     placement: Array  # int32 [1, N]
     seconds: Array  # float64 [N]
+    beside_s: Array  # float64 [N]
     load: Array  # float64 [D]
     value: Array  # float64 [1]
     finish: Array  # float64 [M]
+    busy: Array  # float64 [D]
     asleep: Array  # float64 [D]
     peak: Array  # int64 [D]
     start: Array  # float64 [M, N]
@@ -169,20 +171,28 @@ def _evaluate(t, s):
             piecewise_batch(*t.piecewise, t.placement, t.value)
             value = t.value[0]
         else:
-            seconds, busy_s = t.seconds, t.load
             most = kernels.durations(
-                placement, t.compute_s, t.loaded_s, t.batch_s, t.num_batches, seconds, busy_s
+                placement,
+                t.compute_s,
+                t.loaded_s,
+                t.batch_s,
+                t.num_batches,
+                t.seconds,
+                t.beside_s,
+                t.load,
             )
             kernels.run(
                 t.simulator,
                 t.scratch,
                 placement,
-                seconds,
+                t.seconds,
+                t.beside_s,
                 t.num_batches,
                 t.window,
                 t.no_order,
                 t.no_order_ptr,
                 t.finish,
+                t.busy,
                 t.asleep,
                 t.track,
                 t.peak,
@@ -197,7 +207,7 @@ def _evaluate(t, s):
                 busy_w, idle_w, sleep_w = t.power
                 value = (idle_w.sum() + t.second_j) * t.finish.max() / t.num_batches
                 for d in range(num_devices):
-                    value += busy_s[d] * (busy_w[d] - idle_w[d])
+                    value += t.busy[d] / t.num_batches * (busy_w[d] - idle_w[d])
                     value -= t.asleep[d] / t.num_batches * (idle_w[d] - sleep_w[d])
             else:
                 value = _steady(t.finish, most)

@@ -82,7 +82,7 @@ class Executed:
     seconds: float = 4.0
     baselines: int = 4
     measurements: int = 40
-    seeds: int = 2
+    seeds: int = 5
     rounds: int = 5
     repeats: int = 10
 

@@ -136,6 +136,7 @@ def scratch(n, num_tensors, num_edges, num_devices, num_channels, window, num_ba
         np.empty(num_devices, np.int64),  # running
         np.empty(num_devices, np.int64),  # running_slot
         np.empty(num_devices),  # wake_s
+        np.empty(num_devices, np.int64),  # begun: devices that begin something at this moment
         np.empty((num_devices + 63) >> 6),  # soon_s: the first wake_s of 64 devices
         np.empty(num_devices + 1),  # blocked_s
         np.empty(num_devices),  # told_s: arrival of the last that was sent there
@@ -281,11 +282,13 @@ def run(
     state,
     placement,
     seconds,
+    beside_s,
     num_batches,
     window,
     order,
     order_ptr,
     finish,
+    busy,
     asleep,
     track,
     peak,
@@ -296,8 +299,10 @@ def run(
     transfer_start,
     transfer_end,
 ):
-    """Simulate one placement; fills ``finish [M]`` and ``asleep [D]``, seconds.
+    """Simulate one placement; fills ``finish [M]``, ``busy [D]`` and ``asleep [D]``, seconds.
 
+    Operators take ``seconds [N]``. In a run of one micro-batch they take ``beside_s [N]`` longer
+    for each other device that runs something when they begin.
     If ``track``, also ``peak [D]``: the most bytes of tensors and workspace held. If
     ``record``, also the last five. ``order [K, 2]``/``order_ptr [D + 1]`` are a flat
     schedule, or empty for list scheduling.
@@ -357,6 +362,7 @@ def run(
         running,
         running_slot,
         wake_s,
+        begun,
         soon_s,
         blocked_s,
         told_s,
@@ -373,7 +379,7 @@ def run(
     ) = state
     n, num_devices, num_tensors = len(priority), len(running), len(tensor_src)
     words = (n + 63) >> 6
-    fixed, many = len(order) > 0, num_devices > 64
+    fixed, many, slows = len(order) > 0, num_devices > 64, num_batches == 1
     has_matrix = len(transfer_s) > 0
     for i in range(window):
         free_slots[i] = window - 1 - i
@@ -393,6 +399,7 @@ def run(
         blocked_s[d] = 0.0
         told_s[d] = -1.0
         ended_s[d] = 0.0
+        busy[d] = 0.0
         asleep[d] = 0.0
         stamp[d] = -1
         next_entry[d] = order_ptr[d]
@@ -403,6 +410,7 @@ def run(
     counts[:] = 0
     admitted = 0
     to_do = n * num_batches
+    num_running = 0
     now = 0.0
     while True:
         # -- ends in device order, then admissions: both deliver (model inputs: N on D)
@@ -418,6 +426,7 @@ def run(
                 op = running[src]
                 slot = running_slot[src]
                 running[src] = -1
+                num_running -= slows
                 ended_s[src] = now
                 batch = batch_of[slot]
                 if record:
@@ -568,6 +577,7 @@ def run(
                         _release(refs, held, key, home, tensor_bytes[root])
             src += 1
         # -- start work on idle devices; of 64 to which nothing has happened none can
+        num_begun = 0
         for d in range(num_devices):
             if running[d] >= 0 or (many and soon_s[d >> 6] != now):
                 continue
@@ -616,11 +626,15 @@ def run(
             if op >= 0:
                 running[d] = op
                 running_slot[d] = slot
+                if slows:
+                    begun[num_begun] = d
+                    num_begun += 1
                 begin = now
                 if now - ended_s[d] > sleep_after_s[d]:
                     asleep[d] += now - ended_s[d] - sleep_after_s[d]
                     begin = now + sleep_exit_s[d]
                 wake_s[d] = begin + seconds[op]
+                busy[d] += seconds[op]
                 if record:
                     start[batch_of[slot], op] = begin
                 if track:
@@ -631,6 +645,12 @@ def run(
                         key = (slot * num_tensors + root) * num_devices + d
                         refs[key] += 1
                         _hold(refs, held, key, d, tensor_bytes[root])
+        num_running += num_begun
+        for k in range(num_begun if num_running > 1 else 0):
+            d = begun[k]
+            longer = (num_running - 1) * beside_s[running[d]]
+            wake_s[d] += longer
+            busy[d] += longer
         if to_do == 0:
             break
         # -- the next moment at which anything happens
@@ -680,10 +700,10 @@ def _stored(tensor_src, tensor_root, placement, tensor, device):
 
 
 @nb.njit(cache=True, nogil=True)
-def durations(placement, compute_s, loaded_s, batch_s, num_batches, seconds, load):
+def durations(placement, compute_s, loaded_s, batch_s, num_batches, seconds, beside_s, load):
     """As ``simulator.durations``: fills ``seconds [N]``, and ``load [D]`` per micro-batch.
 
-    Returns the largest load, inf where an operator cannot run on its device.
+    Of a run of one micro-batch also ``beside_s [N]``, see ``run``. Returns the largest load, inf where an operator cannot run on its device.
     """
     num_devices, n = len(load), len(placement)
     load[:] = 0.0
@@ -691,6 +711,11 @@ def durations(placement, compute_s, loaded_s, batch_s, num_batches, seconds, loa
         seconds[i] = compute_s[i, placement[i]]
         load[placement[i]] += seconds[i]
     total, most = load.sum(), load.max()
+    beside_s[:] = 0.0
+    if num_batches == 1 and np.isfinite(total):
+        for i in range(n):
+            slower = loaded_s[i, placement[i]] - seconds[i]
+            beside_s[i] = slower / max(num_devices - 1, 1)
     if num_batches == 1 or most == 0.0 or not np.isfinite(total):
         return most
     whole = 0.0
@@ -719,11 +744,12 @@ def run_batch(
     track,
     finish,
     busiest,
+    busy,
     asleep,
     peak,
 ):
-    """``run`` for placements ``[B, N]``: fills ``finish [B, M]``, ``busiest [B]`` and
-    ``asleep [B, D]``.
+    """``run`` for placements ``[B, N]``: fills ``finish [B, M]``, ``busiest [B]``, and
+    ``busy [B, D]`` and ``asleep [B, D]`` of the whole run.
 
     ``busiest`` is the seconds per micro-batch of the busiest device, inf where an operator
     cannot run on its device. If ``track``, also ``peak [B, D]``: the most bytes of tensors and
@@ -740,11 +766,13 @@ def run_batch(
     no_times = np.empty((0, n))
     no_transfers = np.empty((0, 4), np.int32)
     no_transfer_times = np.empty(0)
-    seconds = np.empty(n)
+    seconds, beside_s = np.empty(n), np.empty(n)
     load = np.empty(num_devices)
     for b in range(num_placements):
         placement = placements[b]
-        busiest[b] = durations(placement, compute_s, loaded_s, batch_s, num_batches, seconds, load)
+        busiest[b] = durations(
+            placement, compute_s, loaded_s, batch_s, num_batches, seconds, beside_s, load
+        )
         if not np.isfinite(busiest[b]):
             continue
         run(
@@ -752,11 +780,13 @@ def run_batch(
             state,
             placement,
             seconds,
+            beside_s,
             num_batches,
             window,
             order,
             order_ptr,
             finish[b],
+            busy[b],
             asleep[b],
             track,
             peak[b],

@@ -50,6 +50,7 @@ _CALIBRATION_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
+_RULES = 2  # to be raised with what ``simulate`` makes of a profile of this machine
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
 _CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
 
@@ -246,9 +247,13 @@ def remember(
 
 
 def cached_path(graph: OpGraph, cluster: Cluster, folder: str | Path | None = None) -> Path:
-    """Where ``load_or_measure`` keeps a profile: by fingerprint of graph and cluster."""
+    """Where ``load_or_measure`` keeps a profile: by fingerprint of graph and cluster.
+
+    And by the rules of the simulator, for which costs between devices are calibrated.
+    """
     home = Path(folder or cache_folder())
-    return home / "profiles" / f"{graph.fingerprint[:16]}-{cluster.fingerprint[:16]}.npz"
+    name = f"{graph.fingerprint[:16]}-{cluster.fingerprint[:16]}-{_RULES}.npz"
+    return home / "profiles" / name
 
 
 def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:

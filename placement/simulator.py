@@ -19,10 +19,11 @@
   admitted when one finishes. A given ``Schedule`` limits itself and all are admitted at 0.
 * Model inputs are present for every device that shares host memory (kind ``cpu``) at
   admission, and are sent to the others from the first CPU device.
-* Operators take ``compute_s`` in a run of one micro-batch. In a pipelined run they take
-  ``compute_s + share * (loaded_s - compute_s)``, where ``share`` is how much of the time the
-  other devices are busy (their mean load over the largest load), and are stretched alike so that
-  all of a micro-batch together take ``batch_s`` longer.
+* Operators take ``compute_s + share * (loaded_s - compute_s)``. In a run of one micro-batch
+  ``share`` is the share of the other devices that run something when the operator begins (or
+  begin at the same moment). In a pipelined run it is how much of the time they are busy (their
+  mean load over the largest load), and operators are stretched alike so that all of a micro-batch
+  together take ``batch_s`` longer.
 * A device that has run nothing for longer than its ``sleep_after_s`` (counted from its last
   operator, or the begin) is asleep. The next operator is then taken as ever, but begins
   ``sleep_exit_s`` later.
@@ -50,7 +51,10 @@ Floats = NDArray[np.float64]
 
 
 def durations(problem: Problem, placement: Placement, num_microbatches: int) -> Floats:
-    """float64 ``[N]`` seconds each operator takes in a run of ``num_microbatches``."""
+    """float64 ``[N]`` seconds each operator takes in a run of ``num_microbatches``.
+
+    In a run of one these are the least: see ``beside``.
+    """
     rows = np.arange(problem.num_ops)
     alone = problem.compute_s[rows, placement]
     if num_microbatches == 1:
@@ -62,6 +66,16 @@ def durations(problem: Problem, placement: Placement, num_microbatches: int) -> 
     share = (load.sum() - load) / load.max() / max(problem.num_devices - 1, 1)
     seconds = alone + share[placement] * (problem.loaded_s[rows, placement] - alone)
     return seconds * (1.0 + problem.profile.batch_s / seconds.sum())
+
+
+def beside(problem: Problem, placement: Placement, num_microbatches: int) -> Floats:
+    """float64 ``[N]`` seconds more for each other device that runs when an operator begins."""
+    rows = np.arange(problem.num_ops)
+    alone = problem.compute_s[rows, placement]
+    if num_microbatches > 1 or not np.isfinite(alone).all():
+        return np.zeros(problem.num_ops)
+    slower: Floats = problem.loaded_s[rows, placement] - alone
+    return slower / max(problem.num_devices - 1, 1)
 
 
 def simulate(
@@ -86,7 +100,7 @@ def simulate(
     start, end = np.empty((m, problem.num_ops)), np.empty((m, problem.num_ops))
     transfers = np.empty((sent, 4), np.int32)
     transfer_start, transfer_end = np.empty(sent), np.empty(sent)
-    finish, asleep = np.empty(m), np.empty(problem.num_devices)
+    finish, (busy, asleep) = np.empty(m), np.empty((2, problem.num_devices))
     peak = np.empty(problem.num_devices, np.int64)
     tables = kernels.tables(problem)
     g, window = problem.graph, m if schedule is not None else min(m, problem.max_in_flight)
@@ -105,11 +119,13 @@ def simulate(
         state,
         p,
         durations(problem, p, m),
+        beside(problem, p, m),
         m,
         window,
         order,
         order_ptr,
         finish,
+        busy,
         asleep,
         True,
         peak,
@@ -150,7 +166,7 @@ def evaluate(problem: Problem, placements: ArrayLike) -> Values:
     """
     alone = _batch(problem, placements, 1)
     many = _batch(problem, placements, problem.num_microbatches)
-    energy = None if problem.power is None else _energy_j(problem, placements, many)
+    energy = None if problem.power is None else _energy_j(problem, many)
     priced = None if energy is None else _priced(problem, energy, many.run_s)
     ok = alone.feasible & many.feasible
     return Values(alone.period_s, many.period_s, energy, priced, many.peak_bytes, ok)
@@ -167,17 +183,19 @@ def score(problem: Problem, placements: ArrayLike) -> Floats:
     runs = _batch(problem, placements, m)
     value = runs.period_s
     if problem.objective == "energy":
-        value = _priced(problem, _energy_j(problem, placements, runs), runs.run_s)
+        value = _priced(problem, _energy_j(problem, runs), runs.run_s)
     return np.where(runs.feasible, value, np.inf)
 
 
 @dataclass(frozen=True, eq=False)
 class _Runs:
     """Of ``B`` placements, float64 ``[B]``: the period, and seconds of the run per micro-batch
-    (inf: it cannot run); ``asleep_s [B, D]`` of the whole run; the rest as in ``Values``."""
+    (inf: it cannot run); ``busy_s [B, D]`` and ``asleep_s [B, D]`` of the whole run; the rest as in
+    ``Values``."""
 
     period_s: Floats
     run_s: Floats
+    busy_s: Floats
     asleep_s: Floats
     peak_bytes: NDArray[np.int64] | None
     feasible: NDArray[np.bool_]
@@ -190,7 +208,7 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
     finish, busiest = np.empty((len(p), num_microbatches)), np.empty(len(p))
     track = problem.memory_may_bind
     peak = np.zeros((len(p), problem.num_devices), np.int64)
-    asleep = np.zeros((len(p), problem.num_devices))
+    busy, asleep = np.zeros((2, len(p), problem.num_devices))
     kernels.run_batch(
         kernels.tables(problem),
         p,
@@ -202,6 +220,7 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
         track,
         finish,
         busiest,
+        busy,
         asleep,
         peak,
     )
@@ -210,22 +229,20 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
     value[ok] = steady_period(finish[ok], busiest[ok])
     run_s = np.where(ok, finish.max(axis=1) / num_microbatches, np.inf)
     if not track:
-        return _Runs(value, run_s, asleep, None, ok)
+        return _Runs(value, run_s, busy, asleep, None, ok)
     for i in np.flatnonzero(ok):
         peak[i] += problem.param_bytes_on(p[i])
-    return _Runs(value, run_s, asleep, peak, ok & (peak <= problem.memory_bytes).all(axis=1))
+    return _Runs(value, run_s, busy, asleep, peak, ok & (peak <= problem.memory_bytes).all(axis=1))
 
 
-def _energy_j(problem: Problem, placements: ArrayLike, runs: _Runs) -> Floats:
+def _energy_j(problem: Problem, runs: _Runs) -> Floats:
     """float64 ``[B]`` joules per micro-batch (``Timeline.energy_j / M``); inf: it cannot run."""
     assert problem.power is not None, "the problem was checked"
-    m, d = problem.num_microbatches, problem.num_devices
-    rows = np.atleast_2d(np.asarray(placements, np.int32))
-    energy = np.full(len(rows), np.inf)
+    m = problem.num_microbatches
+    energy = np.full(len(runs.run_s), np.inf)
     for i in np.flatnonzero(np.isfinite(runs.run_s)):
-        p = rows[i]
-        busy_s = np.bincount(p, weights=durations(problem, p, m), minlength=d).astype(np.float64)
-        energy[i] = problem.power.energy_j(runs.run_s[i], busy_s, runs.asleep_s[i] / m)
+        busy_s, asleep_s = runs.busy_s[i] / m, runs.asleep_s[i] / m
+        energy[i] = problem.power.energy_j(runs.run_s[i], busy_s, asleep_s)
     return energy
 
 
@@ -319,7 +336,7 @@ def simulate_reference(
     """The same timeline, slowly and readably: an event heap over dictionaries."""
     p, num_batches = _checked(problem, placement, schedule, num_microbatches)
     g, n, d_count = problem.graph, problem.num_ops, problem.num_devices
-    seconds = durations(problem, p, num_batches)
+    seconds, beside_s = durations(problem, p, num_batches), beside(problem, p, num_batches)
     host, shares_host = host_of(problem)
     consumers = [g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]] for t in range(g.num_tensors)]
     produced = [g.out_tensor[g.out_ptr[i] : g.out_ptr[i + 1]] for i in range(n)]
@@ -432,6 +449,7 @@ def simulate_reference(
                 if unfinished[batch] == 0:
                     del unfinished[batch]
         admit(now)
+        begun = []
         for device in range(d_count):
             if running[device] is None and free_at[device] <= now:
                 key = choose(device, now)
@@ -441,8 +459,12 @@ def simulate_reference(
                     taken[key] = start[key] = now
                     if now - ended_s[device] > power.sleep_after_s[device]:
                         start[key] = now + power.sleep_exit_s[device]
-                    free_at[device] = start[key] + seconds[key[1]]
-                    heapq.heappush(events, (free_at[device], device))
+                    begun.append((device, key))
+        others = sum(key is not None for key in running) - 1
+        for device, key in begun:
+            op = key[1]
+            free_at[device] = start[key] + seconds[op] + others * beside_s[op]
+            heapq.heappush(events, (free_at[device], device))
 
     rows = np.array([s[:4] for s in sent], np.int32).reshape(-1, 4)
     begin, finish = np.array([s[4] for s in sent]), np.array([s[5] for s in sent])

@@ -161,8 +161,8 @@ def predicted(rows: Sequence[Row], planner: str) -> dict[str, list[float]]:
 def measured(rows: Sequence[Row], planner: str, *, single: bool) -> dict[str, list[float]]:
     """A planner's seconds over those of the best baseline, or single device.
 
-    One per seed, by problem. The best is chosen without the round in which it is compared: the
-    least of several noisy medians is less than any of them takes.
+    One per seed, by problem: the median over the rounds. The best is chosen without the round in
+    which it is compared: the least of several noisy medians is less than any of them takes.
     """
     found: dict[str, list[float]] = {}
     for name in dict.fromkeys(r.problem for r in rows):
@@ -179,7 +179,7 @@ def measured(rows: Sequence[Row], planner: str, *, single: bool) -> dict[str, li
         for k in range(ours.shape[1]):
             best = np.median(np.delete(others, k, axis=1), axis=1).argmin()
             ratios.append(ours[:, k] / others[best, k])
-        found[name] = np.exp(np.log(ratios).mean(axis=0)).tolist()
+        found[name] = np.median(ratios, axis=0).tolist()
     return found
 
 
@@ -227,7 +227,8 @@ def report(rows: Sequence[Row]) -> str:
 Every placement runs on two one-core devices in the pipelined runtime, in {len(rows[0].each_s)}
 interleaved rounds. Negative is better. The baselines that run are those with the least predicted
 values of {len(BASELINES)}, and every single device; the best of them is chosen by what was
-measured, in all rounds but the one in which it is compared. *policy* knows predictions only.
+measured, in all rounds but the one in which it is compared; of the rounds the median counts.
+*policy* knows predictions only.
 *policy, measured* (as `placement plan ... --planner policy --measurements K`, with these
 baselines as starts too) runs its own answer, theirs, and what a search of moves proposes, and
 answers with what it then believes to be the fastest; those runs are others than the rounds of
