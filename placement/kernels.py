@@ -703,7 +703,8 @@ def _stored(tensor_src, tensor_root, placement, tensor, device):
 def durations(placement, compute_s, loaded_s, batch_s, num_batches, seconds, beside_s, load):
     """As ``simulator.durations``: fills ``seconds [N]``, and ``load [D]`` per micro-batch.
 
-    Of a run of one micro-batch also ``beside_s [N]``, see ``run``. Returns the largest load, inf where an operator cannot run on its device.
+    Of a run of one micro-batch also ``beside_s [N]``, see ``run``. Returns the largest load, inf
+    where an operator cannot run on its device.
     """
     num_devices, n = len(load), len(placement)
     load[:] = 0.0

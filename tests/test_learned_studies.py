@@ -365,6 +365,9 @@ def test_the_best_baseline_is_chosen_without_the_round_it_is_compared_in() -> No
     assert executed.measured(rows, executed.LEARNED, single=True) == {
         "p": [pytest.approx((2 / 8 * 2 / 4) ** 0.5)]
     }
+    # A round in which the machine was disturbed decides nothing.
+    rows = [row("policy", 1, 2, 2, 9), row("a", 1, 2, 2, 2), row("b", 1, 3, 3, 3)]
+    assert executed.measured(rows, executed.LEARNED, single=False) == {"p": [1.0]}
 
 
 def test_a_cell_of_the_released_policy_is_run_again_when_that_is_another(

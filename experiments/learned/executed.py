@@ -179,7 +179,7 @@ def measured(rows: Sequence[Row], planner: str, *, single: bool) -> dict[str, li
         for k in range(ours.shape[1]):
             best = np.median(np.delete(others, k, axis=1), axis=1).argmin()
             ratios.append(ours[:, k] / others[best, k])
-        found[name] = np.median(ratios, axis=0).tolist()
+        found[name] = np.exp(np.median(np.log(ratios), axis=0)).tolist()
     return found
 
 
