@@ -30,7 +30,7 @@ class Study(NamedTuple):
 # By the name that the files of a result begin with.
 STUDIES = {
     "pipelining": Study("Does a planned pipeline beat plain PyTorch at batch 1?", 3),
-    "fidelity": Study("How far are predictions from measurements?", 40),
+    "fidelity": Study("How far are predictions from measurements?", 57),
     "peers": Study("Throughput beside `torch.distributed.pipelining`", 1),
     "training": Study("Are losses plain PyTorch's, and how fast is a step?", 5),
     "time_slices": Study("What is gained by cutting an LSTM along time?", 5.5),
