@@ -703,8 +703,9 @@ def _stored(tensor_src, tensor_root, placement, tensor, device):
 def durations(placement, compute_s, loaded_s, batch_s, num_batches, seconds, beside_s, load):
     """As ``simulator.durations``: fills ``seconds [N]``, and ``load [D]`` per micro-batch.
 
-    Of a run of one micro-batch also ``beside_s [N]``, see ``run``. Returns the largest load, inf
-    where an operator cannot run on its device.
+    Of a run of one micro-batch also ``beside_s [N]``, see ``run``, which does not read it in
+    others. Returns the largest load, inf where an operator cannot run on its device: then there
+    is nothing to run.
     """
     num_devices, n = len(load), len(placement)
     load[:] = 0.0
@@ -712,12 +713,14 @@ def durations(placement, compute_s, loaded_s, batch_s, num_batches, seconds, bes
         seconds[i] = compute_s[i, placement[i]]
         load[placement[i]] += seconds[i]
     total, most = load.sum(), load.max()
-    beside_s[:] = 0.0
-    if num_batches == 1 and np.isfinite(total):
+    if not np.isfinite(total):
+        return most
+    if num_batches == 1:
         for i in range(n):
             slower = loaded_s[i, placement[i]] - seconds[i]
             beside_s[i] = slower / max(num_devices - 1, 1)
-    if num_batches == 1 or most == 0.0 or not np.isfinite(total):
+        return most
+    if most == 0.0:
         return most
     whole = 0.0
     for i in range(n):
