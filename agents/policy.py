@@ -46,6 +46,7 @@ class PlacementPolicy(BasePolicy):
         self.net = net
         self.store = store
         self.optimizer = torch.optim.Adam(net.parameters(), lr=lr_schedule(1), eps=1e-5)
+        self._weights = tuple(net.parameters())  # walking the modules takes longer than a step
         self._kept: tuple[int, Any] | None = None
 
     def forward(self, obs: Observations, deterministic: bool = False) -> Any:
@@ -85,7 +86,7 @@ class PlacementPolicy(BasePolicy):
             ids, row = torch.unique(problem, return_inverse=True)
             return ids, self.net.encode(self.store, ids), row
         ids = torch.arange(len(self.store))
-        version = sum(p._version for p in self.net.parameters())  # grows with every update
+        version = sum(p._version for p in self._weights)  # grows with every update
         if self._kept is None or self._kept[0] != version:
             self._kept = version, self.net.encode(self.store, ids)
         return ids, self._kept[1], problem
