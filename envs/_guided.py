@@ -74,6 +74,7 @@ _SHARE = np.array([0.4, 0.55, 0.7, 0.9, 1.0])
 _FROM_CHAIN, _FROM_HOT = 0.5, 0.7  # cumulated: where the first group of a move comes from
 _HOT = 0.25  # the same where there is no chain
 _TRIES = 16
+_CROWDED = 64  # times in one bucket: then a general sort is faster
 
 # Numbers of an episode, State.x
 (
@@ -266,7 +267,7 @@ def _look(t, s):
     # The chain: from the last end back, to what each operator waited for.
     before = np.full(n, -1, np.int32)  # on its device
     latest = np.full(len(load), -1, np.int32)
-    for i in np.argsort(start, kind="mergesort"):  # at equal times producers come first
+    for i in _by_time(start, begins, span):  # at equal times producers come first
         before[i] = latest[placement[i]]
         latest[placement[i]] = i
     in_ptr, in_tensor, _, _, tensor_src = t.piecewise[:5]
@@ -292,6 +293,36 @@ def _look(t, s):
             waited = held_up
         op = waited
     s.x[NUM_CHAIN] = count
+
+
+@nb.njit(cache=True, nogil=True)
+def _by_time(times, first, span):
+    """int64 ``[N]`` order of times ``first .. first + span``, equal ones as they stand.
+
+    Sorts by buckets, as many as times: linear, which a general sort is not. (What is not finite
+    counts in the first bucket: no memory is written outside.)
+    """
+    n = len(times)
+    scale = (n - 1) / span
+    after = np.zeros(n + 1, np.int64)  # where the next of a bucket goes, from after[bucket]
+    for i in range(n):
+        after[max(0, int((times[i] - first) * scale)) + 1] += 1
+    if after.max() > _CROWDED:
+        return np.argsort(times, kind="mergesort")
+    for k in range(n):
+        after[k + 1] += after[k]
+    order = np.empty(n, np.int64)
+    for i in range(n):
+        bucket = max(0, int((times[i] - first) * scale))
+        order[after[bucket]] = i
+        after[bucket] += 1
+    for end in range(1, n):  # what is out of order is in the same bucket
+        i, k = order[end], end
+        while k > 0 and times[order[k - 1]] > times[i]:
+            order[k] = order[k - 1]
+            k -= 1
+        order[k] = i
+    return order
 
 
 @nb.njit(cache=True, nogil=True)

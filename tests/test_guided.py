@@ -139,6 +139,18 @@ def test_the_hand_score_of_max_load_is_the_energy_over_the_temperature() -> None
     assert state.offered[alone, 0] == pytest.approx(min(expected, 30), rel=1e-5)
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0, 8), min_size=1, max_size=200), st.sampled_from([0.0, 2.0, 1e9]))
+def test_times_are_sorted_and_equal_ones_stand_as_they_were(
+    times: list[float], more: float
+) -> None:
+    # ``more`` after the last begin: 2 fills buckets evenly, 1e9 puts all into the first.
+    begins = np.round(np.array(times), 1)
+    span = max(float(np.ptp(begins)) + more, 1e-300)
+    found = _guided._by_time(begins, begins.min(), span)
+    assert found.tolist() == np.argsort(begins, kind="stable").tolist()
+
+
 def test_the_critical_chain_by_hand() -> None:
     # a (4 s) and b (1 s) on two devices feed c: c waits for a; b is not critical.
     from placement.graph import OpGraph
