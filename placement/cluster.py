@@ -21,6 +21,9 @@ from placement.files import write_atomic
 Floats = NDArray[np.float64]
 
 
+LONGEST_S = 1e100  # that anything may take: sums of such times are far from what floats hold
+
+
 class ClusterError(ValueError):
     """The cluster description is wrong; the message names the file, the field and the value."""
 
@@ -75,7 +78,7 @@ class Device:
                 raise ClusterError(f"device {self.name!r}: {what} = {watts} is no number of watts")
         for what in ("sleep_after_s", "sleep_exit_s"):
             seconds = getattr(self, what)
-            if not (seconds >= 0 and isfinite(seconds)):
+            if not 0 <= seconds < LONGEST_S:
                 raise ClusterError(f"device {self.name!r}: {what} = {seconds}, must be >= 0")
             if seconds and self.sleep_w is None:
                 raise ClusterError(
@@ -156,12 +159,15 @@ class Link:
 
     def __post_init__(self) -> None:
         costs = (self.latency_s, self.wake_s, self.send_s, self.send_s_per_byte)
-        if not (min(costs) >= 0 and self.bandwidth_bytes_per_s > 0):
+        speed = self.bandwidth_bytes_per_s
+        # Comparisons with NaN are false.
+        if not (all(0 <= x < LONGEST_S for x in costs) and speed > 1 / LONGEST_S):
             raise ClusterError(
                 f"link {self.src} -> {self.dst}: latency_s = {self.latency_s}, wake_s = "
                 f"{self.wake_s}, send_s = {self.send_s} and send_s_per_byte = "
-                f"{self.send_s_per_byte} must be >= 0 and bandwidth_bytes_per_s = "
-                f"{self.bandwidth_bytes_per_s} must be > 0"
+                f"{self.send_s_per_byte} must be >= 0 and below {LONGEST_S:g}, and "
+                f"bandwidth_bytes_per_s = {self.bandwidth_bytes_per_s} must be > 0 (a link that "
+                "must not be used: a latency of hours)"
             )
 
 

@@ -265,6 +265,11 @@ def functionalise(exported: Any) -> Any:
             f"the module changes its buffer {buffer!r} in evaluation mode too, so that its calls "
             "are not independent: make the update depend on self.training"
         )
+    for name in getattr(signature, "parameters_to_mutate", {}).values():
+        raise CaptureError(
+            f"the module changes its parameter {name!r} when it is called (an embedding with "
+            "max_norm does), so that its calls are not independent: do that in the training loop"
+        )
     for name in signature.user_inputs_to_mutate.values():
         raise CaptureError(
             f"the module changes its input {name!r} in place: let it work on a copy "

@@ -16,19 +16,24 @@ class FileError(ValueError):
 def write_atomic(path: str | Path, content: str | bytes) -> Path:
     """Write ``content`` (text as UTF-8) beside ``path``, then rename it; folders are made.
 
+    What is there keeps its permissions; of a symbolic link, what it leads to is written.
+
     Raises:
         FileError: no permission, a read-only or full disk, a file where a folder should be, or a
             ``path`` that is a folder, a device or a pipe.
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
-    temporary = _beside(path)
+    target = Path(os.path.realpath(path))
+    temporary = _beside(target)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(data)
-        os.replace(temporary, path)
+        if target.exists():
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
     except OSError as error:
-        raise FileError(f"cannot write {path}: {_reason(error, path, len(data))}") from error
+        raise FileError(f"cannot write {path}: {_reason(error, target, len(data))}") from error
     finally:
         _discard(temporary)
     return path
@@ -40,7 +45,7 @@ def check_writable(path: str | Path) -> None:
     Raises:
         FileError: as ``write_atomic``, but for a disk that is full.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     temporary = _beside(path)
     if not path.parent.is_dir():  # which would be made: by writing into the nearest that is there
         temporary = _beside(next(p for p in path.parents if p.exists()) / path.name)
@@ -56,7 +61,8 @@ def _beside(path: Path) -> Path:
     """A name for the content until it is whole."""
     if path.exists() and not path.is_file():  # renaming would replace a folder, or /dev/null
         raise FileError(f"cannot write {path}: it is not a file; name another")
-    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    # A name has 255 bytes at most, and this one is longer than the file's.
+    return path.with_name(f".{path.name[:50]}.{os.getpid()}-{threading.get_ident()}.tmp")
 
 
 def cache_folder() -> Path:

@@ -20,6 +20,9 @@ from numpy.typing import ArrayLike, NDArray
 Ints = NDArray[np.int32]
 
 
+MOST_BYTES = 2**53  # so that no sum over copies and micro-batches leaves int64
+
+
 class GraphError(ValueError):
     """The graph is not a valid operator graph; the message says where."""
 
@@ -170,8 +173,13 @@ class OpGraph:
             if len(a) and (a.min() < low or a.max() >= high):
                 bad = int(np.flatnonzero((a < low) | (a >= high))[0])
                 raise GraphError(f"{what}[{bad}] = {a[bad]} is outside {low}..{high - 1}")
-        if len(self.tensor_bytes) and self.tensor_bytes.min() < 0:
-            raise GraphError("tensor_bytes must not be negative")
+        for what in ("tensor_bytes", "param_bytes"):
+            sizes = getattr(self, what).tolist()
+            if min(sizes, default=0) < 0 or sum(sizes) > MOST_BYTES:
+                raise GraphError(
+                    f"{what} must not be negative, nor more than {MOST_BYTES} together; they "
+                    f"reach from {min(sizes)} to {max(sizes)}, together {sum(sizes)}"
+                )
         back = np.flatnonzero(self.tensor_src[self.use_tensor] >= self.use_dst)
         if len(back):
             e = int(back[0])

@@ -43,7 +43,7 @@ def evaluate(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[n
     """
     from placement import objective_kernels as kernels
 
-    p = np.ascontiguousarray(np.atleast_2d(np.asarray(placements, dtype=np.int32)))
+    p = problem.as_batch(placements)
     value = np.empty(len(p))
     held = np.empty((len(p), problem.num_devices), np.int64)
     kernels.param_bytes_batch(*kernels.param_tables(problem), p, held)

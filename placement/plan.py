@@ -265,8 +265,8 @@ class Plan(_Strict):
     graph: GraphInfo
     cluster: ClusterInfo
     objective: Objective
-    num_microbatches: Annotated[int, Field(ge=1)]
-    max_in_flight: Annotated[int, Field(ge=1)]
+    num_microbatches: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    max_in_flight: Annotated[int, Field(ge=1, le=2**31 - 1)]
     second_j: Seconds = 0.0
     assignment: dict[Name, Name]
     priority: tuple[Count, ...]
@@ -387,7 +387,8 @@ class Plan(_Strict):
             elif d.kind == "cuda":
                 import torch
 
-                if int(d.name.rpartition(":")[2] or 0) >= torch.cuda.device_count():
+                number = d.name.rpartition(":")[2]
+                if not number.isdecimal() or int(number) >= torch.cuda.device_count():
                     missing.append(
                         f"device {d.name!r} is not there; {torch.cuda.device_count()} CUDA devices"
                     )
@@ -580,6 +581,13 @@ class Plan(_Strict):
     def _order_inconsistencies(self) -> list[str]:
         if self.order is None:
             return []
+        given = sum(map(len, self.order.values()))
+        expected = len(self.assignment) * self.num_microbatches
+        if expected > 2 * given:  # too many to name each
+            return [
+                f"order has {given} entries, {len(self.assignment)} operators x "
+                f"{self.num_microbatches} micro-batches are {expected}"
+            ]
         found = []
         times: Counter[tuple[str, int]] = Counter()
         for device, rows in self.order.items():

@@ -297,6 +297,23 @@ class Problem:
         held[g.param_use, placement[g.param_use_op]] = True
         return g.param_bytes @ held
 
+    def as_batch(self, placements: ArrayLike) -> NDArray[np.int32]:
+        """One or more placements as int32 ``[B, N]``, for kernels that read without looking.
+
+        Raises:
+            ProblemError: wrong length, or an unknown device.
+        """
+        p = np.ascontiguousarray(np.atleast_2d(np.asarray(placements, dtype=np.int32)))
+        if p.ndim != 2 or p.shape[1] != self.num_ops:
+            raise ProblemError(f"placements have shape {p.shape}, expected (B, {self.num_ops})")
+        if p.size and (p.min() < 0 or p.max() >= self.num_devices):
+            b, n = np.argwhere((p < 0) | (p >= self.num_devices))[0].tolist()
+            raise ProblemError(
+                f"placement {b}: operator {n} ({self.graph.op_name[n]!r}) is on device "
+                f"{p[b, n]}; there are {self.num_devices}"
+            )
+        return p
+
     def check_placement(self, placement: ArrayLike) -> Placement:
         """``placement`` as int32 ``[N]``.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import Cluster, Link
+from placement.cluster import LONGEST_S, Cluster, Link
 from placement.files import write_atomic
-from placement.graph import OpGraph
+from placement.graph import MOST_BYTES, OpGraph
 
 Floats = NDArray[np.float64]
 
 
 class ProfileError(ValueError):
     """The profile does not fit, is damaged, or lacks a measurement."""
+
+
+def _check(
+    what: str, array: NDArray[Any], shape: Sequence[int | None], excused: NDArray[np.bool_] | bool
+) -> None:
+    """Raise unless ``array`` has this shape, and holds sizes (times, bytes) where not excused."""
+    if len(shape) != array.ndim or any(
+        x not in (None, y) for x, y in zip(shape, array.shape, strict=True)
+    ):
+        expected = ", ".join("T" if x is None else str(x) for x in shape)
+        raise ProfileError(f"{what} has shape {array.shape}, expected [{expected}]")
+    limit, unit = LONGEST_S, "a time"
+    if what == "workspace_bytes":
+        limit, unit = MOST_BYTES, "a number of bytes"
+    bad = ~((array >= 0) & (array <= limit) | excused)  # comparisons with NaN are false
+    if bad.any():
+        at = tuple(np.argwhere(bad)[0].tolist())
+        raise ProfileError(f"{what}{list(at)} = {array[at]} is not {unit}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,10 +85,22 @@ class Profile:
                 f"compute_s has shape {self.compute_s.shape}, expected "
                 f"[N, {len(self.device_names)}] for devices {list(self.device_names)}"
             )
-        if np.isnan(self.compute_s).any() or (self.compute_s < 0).any():
-            n, d = np.argwhere(np.isnan(self.compute_s) | (self.compute_s < 0))[0]
-            raise ProfileError(f"compute_s[{n}, {d}] = {self.compute_s[n, d]} is not a time")
-        if not 0 <= self.batch_s < np.inf:
+        n, d = self.compute_s.shape
+        cannot = np.isposinf(self.compute_s)
+        # What the kernels read without looking: shape, and which entries need not be a time.
+        for what, shape, excused in (
+            ("compute_s", (n, d), cannot),
+            ("loaded_s", (n, d), cannot),
+            ("transfer_s", (None, d, d), False),
+            ("io_s", (None, d), False),
+            ("workspace_bytes", (n,), False),
+            ("spread_s", (n, d), True),
+            ("predicted", (n, d), True),
+        ):
+            array = getattr(self, what)
+            if array is not None:
+                _check(what, array, shape, excused)
+        if not 0 <= self.batch_s < LONGEST_S:
             raise ProfileError(f"batch_s = {self.batch_s} is not a time")
         stuck = np.flatnonzero(np.isinf(self.compute_s).all(axis=1))
         if len(stuck):
@@ -143,6 +174,13 @@ class Profile:
                 f"profile has {self.compute_s.shape[0]} operators, graph {graph.name!r} has "
                 f"{graph.num_ops}; measure it: placement profile"
             )
+        for what in ("transfer_s", "io_s"):
+            array = getattr(self, what)
+            if array is not None and len(array) != graph.num_tensors:
+                raise ProfileError(
+                    f"{what} is for {len(array)} tensors, graph {graph.name!r} has "
+                    f"{graph.num_tensors}"
+                )
         if self.graph_fingerprint and self.graph_fingerprint != graph.fingerprint:
             raise ProfileError(
                 f"profile is of graph {self.graph_fingerprint[:12]}, not of {graph.name!r} "

@@ -137,6 +137,9 @@ class Program:
         Raises:
             InputError: an argument is missing or unknown, or a tensor's shape or dtype or a
                 constant is not that of the example.
+
+        A tensor with other strides than the example's is copied: what was captured may rely on
+        them (``torch.export`` leaves out what they make needless, and keeps them as constants).
         """
         given = self._by_name(args, kwargs or {})
         leaves, tree = pytree.tree_flatten([given[name] for name in self.input_names])
@@ -155,7 +158,7 @@ class Program:
                         f"input {name!r} is {describe(got)}, but was captured as "
                         f"{describe(example)}: give that, or capture the module again"
                     )
-                tensors.append(got)
+                tensors.append(_laid_out_as(example, got))
             elif isinstance(got, Tensor) or type(got) is not type(example) or got != example:
                 shown = describe(got) if isinstance(got, Tensor) else repr(got)
                 raise InputError(
@@ -192,6 +195,16 @@ class Program:
     def unflatten_outputs(self, leaves: Sequence[Any]) -> Any:
         """The module's own output structure around ``leaves`` (one per ``output_leaves``)."""
         return pytree.tree_unflatten(list(leaves), self.out_tree)
+
+
+def _laid_out_as(example: Tensor, given: Tensor) -> Tensor:
+    strides = example.stride()
+    if given.stride() == strides or not given.numel():
+        return given
+    if 0 in strides:  # an expanded example: its elements share memory, nothing can be written there
+        return given
+    empty = torch.empty_strided(given.shape, strides, dtype=given.dtype, device=given.device)
+    return empty.copy_(given)
 
 
 def fill(

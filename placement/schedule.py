@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.graph import OpGraph
 from placement.problem import Placement, Problem
 
 
@@ -27,10 +28,14 @@ class Schedule:
         Raises:
             ScheduleError: naming the device and the operator.
         """
-        n, m = problem.num_ops, self.num_microbatches
-        if len(self.order) != problem.num_devices:
+        self.check_order(problem.graph, problem.num_devices, placement)
+
+    def check_order(self, graph: OpGraph, num_devices: int, placement: Placement) -> None:
+        """``check`` of what a graph and its placement decide."""
+        n, m = graph.num_ops, self.num_microbatches
+        if len(self.order) != num_devices:
             raise ScheduleError(
-                f"schedule is for {len(self.order)} devices, problem has {problem.num_devices}"
+                f"schedule is for {len(self.order)} devices, problem has {num_devices}"
             )
         seen = np.zeros((m, n), np.int64)
         for d, rows in enumerate(self.order):
@@ -43,21 +48,21 @@ class Schedule:
             if len(wrong):
                 op = int(ops[wrong[0]])
                 raise ScheduleError(
-                    f"device {d} is told to run operator {op} ({problem.graph.op_name[op]!r}), "
+                    f"device {d} is told to run operator {op} ({graph.op_name[op]!r}), "
                     f"which is placed on device {placement[op]}"
                 )
             np.add.at(seen, (batches, ops), 1)
         if (seen != 1).any():
             b, op = map(int, np.argwhere(seen != 1)[0])
             raise ScheduleError(
-                f"operator {op} ({problem.graph.op_name[op]!r}) of micro-batch {b} is scheduled "
+                f"operator {op} ({graph.op_name[op]!r}) of micro-batch {b} is scheduled "
                 f"{seen[b, op]} times, expected once"
             )
-        self._check_no_deadlock(problem)
+        self._check_no_deadlock(graph)
 
-    def _check_no_deadlock(self, problem: Problem) -> None:
+    def _check_no_deadlock(self, g: OpGraph) -> None:
         """Walk every device's order until all are done; whoever is stuck is in a cycle."""
-        g, n = problem.graph, problem.num_ops
+        n = g.num_ops
         done = np.zeros((self.num_microbatches, n), bool)
         at = [0] * len(self.order)
         sources = [g.tensor_src[g.in_tensor[g.in_ptr[i] : g.in_ptr[i + 1]]] for i in range(n)]

@@ -163,6 +163,9 @@ def evaluate(problem: Problem, placements: ArrayLike) -> Values:
     """Latency (one micro-batch), period and energy of placements int32 ``[B, N]``.
 
     Colocation is not checked here (searches move whole groups).
+
+    Raises:
+        ProblemError: placements of another length, or an unknown device.
     """
     alone = _batch(problem, placements, 1)
     many = _batch(problem, placements, problem.num_microbatches)
@@ -176,6 +179,9 @@ def score(problem: Problem, placements: ArrayLike) -> Floats:
     """The problem's objective of placements int32 ``[B, N]``: float64 ``[B]``.
 
     inf where an operator is unsupported or memory is exceeded.
+
+    Raises:
+        ProblemError: placements of another length, or an unknown device.
     """
     if problem.objective in objectives.ANALYTIC:
         return objectives.score(problem, placements)
@@ -204,7 +210,7 @@ class _Runs:
 def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _Runs:
     from placement import kernels
 
-    p = np.ascontiguousarray(np.atleast_2d(np.asarray(placements, dtype=np.int32)))
+    p = problem.as_batch(placements)
     finish, busiest = np.empty((len(p), num_microbatches)), np.empty(len(p))
     track = problem.memory_may_bind
     peak = np.zeros((len(p), problem.num_devices), np.int64)

@@ -231,7 +231,7 @@ class Trials:
             TrialError: the budget does not suffice.
             ProblemError: a placement is not one of this problem.
         """
-        rows = np.atleast_2d(np.asarray(placements, dtype=np.int32))
+        rows = self.problem.as_batch(placements)
         known = {p.tobytes() for p in self.samples.placements}
         distinct = {p.tobytes(): p for p in rows if p.tobytes() not in known}
         fits = np.isfinite(score(self.problem, list(distinct.values()))) if distinct else ()

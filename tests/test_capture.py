@@ -301,6 +301,23 @@ def assert_any_order_gives_the_same(graph):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x.contiguous().as_strided((3, 4), (4, 2)) * 2,
+        lambda x: x.contiguous().view(2, -1) * 2,
+        lambda x: x.unsqueeze(0).as_strided((2, 3), x.stride()) + 1,
+    ],
+)
+def test_inputs_with_other_strides(forward):
+    """What was captured relies on those of the example: others are copied."""
+    x = torch.randn(4, 6)
+    other = torch.randn(6, 4).t()
+    program = capture(Module(lambda m, x: forward(x)), x).program
+    (out,) = run_program(program, program.flatten_inputs((other,)))
+    torch.testing.assert_close(out, forward(other), rtol=0, atol=0)
+
+
 def test_the_callers_inputs_and_parameters_are_not_changed_by_a_run():
     module, inputs = workloads.load("tiny_views")
     program = capture(module, inputs).program
@@ -654,6 +671,11 @@ def change_constant(m, x):
     return x + m.plain
 
 
+def change_parameter(m, x):
+    m.linear.weight.detach().mul_(0.5)
+    return m.linear(x)
+
+
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
@@ -669,6 +691,7 @@ def change_constant(m, x):
         (keep_state, "keeps state between calls in its attribute 'plain'"),
         (change_input, r"changes its input 'x' in place.*x = x\.clone\(\)"),
         (change_constant, "in-place operator.*Constant plain"),
+        (change_parameter, "changes its parameter 'linear.weight' when it is called"),
         (lambda m, x: {1, x}, "returns a set: let it return tensors"),
         (lambda m, x: m.linear(x) + torch.from_numpy(x.numpy()), r"cannot trace.*numpy"),
         (lambda m, x: x @ torch.ones(3, 3), r"itself fails.*shapes cannot be multiplied"),

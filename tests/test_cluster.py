@@ -73,6 +73,8 @@ def test_a_file_needs_no_name_and_no_links(tmp_path: Path) -> None:
         (GOOD.replace("threads: 2", "threads: two"), r"device .*two"),
         (GOOD.replace("speed: 1.5", "speed: 0"), r"speed = 0.0, must be > 0"),
         (GOOD.replace("latency_s: 2e-5", "latency_s: -1"), r"latency_s = -1.0, wake_s"),
+        (GOOD.replace("latency_s: 2e-5", "latency_s: .inf"), r"latency_s = inf, .*of hours"),
+        (GOOD.replace("latency_s: 2e-5", "wake_s: .nan"), r"wake_s = nan,"),
         (GOOD.replace("src: gpu", "src: tpu"), r"link tpu -> cpu:0: no device 'tpu'; devices are"),
         (GOOD.replace('name: "gpu"', 'name: "cpu:0"'), r"device names repeat"),
         (GOOD.replace('name: "gpu", ', ""), r"missing .* 'name'"),

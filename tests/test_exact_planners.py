@@ -98,6 +98,20 @@ def test_exact_planners_keep_the_contract(name: str, contiguous: bool) -> None:
     check_planner(planner, problems)
 
 
+@pytest.mark.parametrize("name", [*EXACT, "macro_search"])
+@pytest.mark.parametrize("objective", ["max_load", "piecewise_latency", "period"])
+def test_what_takes_no_time(name: str, objective: Objective) -> None:
+    problem = make(np.zeros((2, 2)), [(0, 1)]).with_objective(objective)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (
+            load(name, **({"seconds": 1} if name in EXACT else {"evaluations": 64}))(
+                problem
+            ).value_s
+            == 0
+        )
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_memory_and_tied_parameters(name: str) -> None:
     # Three equal operators of 1 s; two of them share one parameter of 60 bytes, the third has

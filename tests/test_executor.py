@@ -25,7 +25,7 @@ from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.program import InputError, capture, split_inputs
-from placement.schedule import Schedule
+from placement.schedule import Schedule, ScheduleError
 from placement.simulator import list_schedule, simulate
 from placement.workloads import tiny
 
@@ -401,6 +401,53 @@ def test_an_error_that_shows_only_later_reaches_the_caller(monkeypatch):
             pytest.raises(RuntimeError, match="device-side assert"),
         ):
             runner(*inputs)
+
+
+def test_a_runner_that_another_thread_closes_ends_its_stream():
+    """The thread waits for results that do not come."""
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    runner = Runner(graph, CLUSTER, random_placement(graph, 2))
+    ended = []
+
+    def run() -> None:
+        with pytest.raises(RunnerError, match="closed while it was in use"):
+            for out in runner.stream(inputs for _ in range(10**9)):
+                ended.append(out)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while not ended:
+        time.sleep(0.001)
+    runner.close()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_an_order_that_deadlocks_is_refused():
+    module, inputs = tiny.tiny_mlp(layers=2)
+    graph = capture(module, inputs)
+    rows = np.array([(op, 0) for op in range(graph.num_ops)], np.int32)
+    nothing = np.zeros((0, 2), np.int32)
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        Runner(
+            graph,
+            CLUSTER,
+            np.zeros(graph.num_ops, int),
+            schedule=Schedule((rows[::-1], nothing, nothing), 1),
+        )
+
+
+def test_any_order_of_preference_gives_the_results():
+    """Runs of operators in that order would wait for each other: 0 and 2 for 1, 1 for 0."""
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    placement = np.array([0, 1, 0, 0, 1, 0])[: graph.num_ops]
+    order = np.arange(graph.num_ops)[::-1]
+    with Runner(graph, CLUSTER, placement, priority=order) as runner:
+        torch.testing.assert_close(runner(*inputs), module(*inputs))
+    with pytest.raises(RunnerError, match=r"each of 0\.\.5 once"):
+        Runner(graph, CLUSTER, placement, priority=[0] * 6)
 
 
 def test_what_cannot_run_says_so():

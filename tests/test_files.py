@@ -53,6 +53,16 @@ def test_errors_name_the_file_the_cause_and_the_remedy(
         write_atomic(tmp_path / "x.json", "abc")
 
 
+def test_links_permissions_and_long_names_stay(tmp_path: Path) -> None:
+    target = write_atomic(tmp_path / ("x" * 250), "old")
+    target.chmod(0o600)
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    write_atomic(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o600 and len(os.listdir(tmp_path)) == 2
+
+
 def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("I am a file")
     with pytest.raises(FileError, match="is a file, not a folder"):

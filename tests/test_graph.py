@@ -84,6 +84,7 @@ def test_the_smallest_graph() -> None:
         ({"param_uses": [(4, 0)]}, r"param_use_op\[0\] = 4 is outside 0..3"),
         ({"output_tensor": [5]}, r"output_tensor\[0\] = 5 is outside 0..4"),
         ({"tensor_bytes": [1, 2, -3, 4, 5]}, "must not be negative"),
+        ({"param_bytes": [2**62, 2**62]}, "param_bytes must not .* together 9223372036854775808"),
         ({"uses": [(3, 1)]}, r"operator 1 \('B'\) uses a tensor of operator 2 \('C'\)"),
         ({"uses": [(2, 1)]}, "numbered in topological order"),  # its own output
     ],

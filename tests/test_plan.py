@@ -167,6 +167,11 @@ def test_order_is_kept_and_checked() -> None:
     swapped = {"cpu:0": plan.order["cpu:1"], "cpu:1": plan.order["cpu:0"]}
     (first, *_) = plan.model_copy(update={"order": swapped}).inconsistencies()
     assert first == "order['cpu:0'] runs 'op2', micro-batch 0: not its work"
+    # Found without a look at each: a file of some bytes must not keep the reader busy for ever.
+    many = plan.model_copy(update={"num_microbatches": 2**31 - 1})
+    assert many.inconsistencies() == [
+        "order has 8 entries, 4 operators x 2147483647 micro-batches are 8589934588"
+    ]
 
 
 def test_measured_is_kept(tmp_path: Path) -> None:
@@ -410,6 +415,8 @@ def test_missing_devices() -> None:
     assert line.startswith("device 'cpu:9' needs the cores [9999]")
     assert lacking(Device("npu", kind="npu")) == ["device 'npu' (npu) exists in the simulator only"]
     assert lacking(Device("fast", like="cpu:1", speed=2.0))[0].endswith("simulator only")
+    (line,) = lacking(Device("gpuX:y", kind="cuda"))
+    assert line.startswith("device 'gpuX:y' is not there")
 
 
 def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:

@@ -62,6 +62,13 @@ def assert_same(a: Profile, b: Profile) -> None:
         ({"compute_s": np.array([[1.0, -1.0]])}, r"compute_s\[0, 1\] = -1.0 is not a time"),
         ({"compute_s": np.array([[1.0, 1.0], [np.nan, 1.0]])}, r"compute_s\[1, 0\] = nan"),
         ({"compute_s": np.array([[1.0, 1.0], [np.inf] * 2])}, "operator 1 can run on no device"),
+        ({"compute_s": np.array([[1.0, 1e301]])}, r"compute_s\[0, 1\] = 1e\+301 is not a time"),
+        ({"loaded_s": np.ones((2, 1))}, r"loaded_s has shape \(2, 1\), expected \[2, 2\]"),
+        ({"loaded_s": np.full((2, 2), np.inf)}, r"loaded_s\[0, 0\] = inf is not a time"),
+        ({"transfer_s": np.full((1, 2, 2), np.nan)}, r"transfer_s\[0, 0, 0\] = nan"),
+        ({"transfer_s": np.ones((1, 2))}, r"expected \[T, 2, 2\]"),
+        ({"workspace_bytes": np.ones(1, np.int64)}, r"\(1,\), expected \[2\]"),
+        ({"workspace_bytes": np.array([1, 2**60])}, r"\[1\] = \d+ is not a number of bytes"),
     ],
 )
 def test_what_is_no_profile(changes: dict[str, Any], message: str) -> None:
@@ -75,6 +82,9 @@ def test_it_belongs_to_one_graph() -> None:
     with pytest.raises(ProfileError, match=r"not of 'other' .*; measure it: placement profile"):
         make().check(other)
     make(graph_fingerprint="").check(other)  # costs from elsewhere fit any graph of that size
+    three = OpGraph.build("three", ["A", "B"], [0, 0, 1], [9, 9, 9], [(0, 1)])
+    with pytest.raises(ProfileError, match="transfer_s is for 1 tensors, graph 'three' has 3"):
+        make(graph_fingerprint="").check(three)
     with pytest.raises(ProfileError, match="has 2 operators, graph 'one' has 1"):
         make().check(OpGraph.build("one", ["A"], [], [], []))
 

@@ -371,6 +371,17 @@ def test_memory_grows_with_the_micro_batches_in_flight(run: Any) -> None:
     assert run(replace(problem, max_in_flight=1), [0, 1]).peak_bytes.tolist() == [10, 10]
 
 
+@pytest.mark.parametrize("objective", ["latency", "max_load"])
+def test_batches_of_what_is_no_placement(objective: Any) -> None:
+    """The kernels would read outside of their arrays."""
+    problem = make([[1, 2], [1, 2]], [(0, 10, [1])]).with_objective(objective)
+    for wrong, message in (([[0, 2]], "'B'. is on device 2"), ([[0, -1]], "on device -1")):
+        with pytest.raises(ProblemError, match=f"placement 0: operator 1 .*{message}"):
+            score(problem, wrong)
+    with pytest.raises(ProblemError, match=r"shape \(1, 3\), expected \(B, 2\)"):
+        score(problem, [0, 1, 1])
+
+
 def test_devices_slow_each_other_by_the_share_of_time_they_are_busy() -> None:
     # loads 4 and 2: d1 works half of the time of d0, d0 all the time of d1
     problem = make([[4, 9], [9, 2]], [], profile={"loaded_s": np.array([[8.0, 9], [9, 4]])})

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtimes import Biased, layered, noise
 
+from placement.problem import ProblemError
 from placement.simulator import score
 from placement.timeline import Timeline
 from placement.trials import TrialError, Trials, two_way
@@ -198,6 +199,13 @@ def test_errors() -> None:
         Trials(problem.with_objective("max_load"), Biased(problem))
     with pytest.raises(TrialError, match="measurements = 0 must be positive"):
         Trials(problem, Biased(problem), measurements=0)
+
+
+def test_what_is_no_placement_is_refused_before_anything_runs() -> None:
+    problem = layered(6)
+    for device in (-1, problem.num_devices, 70):
+        with pytest.raises(ProblemError, match=f"is on device {device}"):
+            Trials(problem, Biased(problem))([[device] * 6])
 
 
 def test_samples_of_nothing() -> None:

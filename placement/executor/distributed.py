@@ -292,11 +292,6 @@ class DistributedRunner(Runner):
         for inbox in (self._results, self._answers, self._orders):
             inbox.put(failure)
 
-    def _raise(self, failure: Failure) -> None:
-        if failure.device < 0:
-            raise failure.error
-        super()._raise(failure)
-
     # --- rank 0 ----------------------------------------------------------------------------------
 
     def _stream(

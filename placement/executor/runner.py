@@ -27,6 +27,8 @@ from placement.graph import OpGraph
 from placement.program import CaptureError, InputError, Program, fill, split_inputs
 from placement.schedule import Schedule
 
+_CLOSED_IN_USE = "the runner was closed while it was in use; bind the plan again"
+
 
 class RunnerError(RuntimeError):
     """The runner cannot be used this way; the message says what to do."""
@@ -48,6 +50,10 @@ class Runner:
 
     Use it as a context manager, or ``close`` it; a runner that is garbage collected ends its
     threads too. Workers start with the first call and stay for the next.
+
+    Raises:
+        RunnerError: the graph has no program, or a placement or priority of another length.
+        ScheduleError: the schedule does not fit, or deadlocks.
     """
 
     def __init__(
@@ -84,6 +90,10 @@ class Runner:
         self._priority = (
             list(range(graph.num_ops)) if priority is None else np.asarray(priority).tolist()
         )
+        if sorted(self._priority) != list(range(graph.num_ops)):
+            raise RunnerError(f"priority must hold each of 0..{graph.num_ops - 1} once")
+        if schedule is not None:
+            schedule.check_order(graph, cluster.num_devices, self.placement)
         self._schedule = schedule
         self._record = record
         self._own_buffers = own_buffers
@@ -206,6 +216,8 @@ class Runner:
         finished: dict[int, Any] = {}
         exhausted = False
         while True:
+            if self._closed:
+                raise RunnerError(_CLOSED_IN_USE)
             while not exhausted and len(pending) < self.max_in_flight:
                 try:
                     item = next(source)
@@ -276,6 +288,8 @@ class Runner:
         return self._program.unflatten_outputs(leaves)
 
     def _raise(self, failure: Failure) -> None:
+        if failure.device < 0:
+            raise failure.error
         where = self.cluster.device_names[failure.device]
         what = (
             f"in operator {self.graph.op_name[failure.op]!r} "
@@ -335,7 +349,7 @@ class Runner:
             order = _repeated(self._schedule, share.device, self.next_batch)
         # A timeline and a schedule speak of operators; else those between which nothing
         # arrives or leaves run as one, and the interpreter has less to do.
-        fuse = order is None and not self._record
+        fuse = order is None and not self._record and self._is_topological()
         runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
         compiled = compile_runs(
             self._program,
@@ -356,6 +370,10 @@ class Runner:
             order,
             self.next_batch,
         )
+
+    def _is_topological(self) -> bool:
+        """Otherwise runs of operators in order of priority could wait for each other."""
+        return all(self._priority[u] < self._priority[v] for u, v in self.graph.edges.tolist())
 
     def _load(
         self, share: Share, device: torch.device
@@ -402,8 +420,13 @@ class Runner:
         self.workers = []
 
     def close(self) -> None:
-        """End the workers; the runner cannot be used afterwards. Idempotent."""
+        """End the workers; the runner cannot be used afterwards. Idempotent.
+
+        A call or stream that is using the runner, in another thread too, ends with ``RunnerError``.
+        """
         self._closed = True
+        if self._busy.locked():
+            self._results.put(Failure(RunnerError(_CLOSED_IN_USE), -1, None))
         self.stop()
         self.loaded.clear()
         self.gradients.clear()

@@ -90,8 +90,6 @@ class Trainer:
         problem = Problem(graph, cluster, Profile(cluster.device_names, seconds, seconds))
         p = problem.check_placement(placement)
         if schedule is not None:
-            schedule.check(problem, p)
-            _check_buffers(graph, schedule)
             max_in_flight = schedule.num_microbatches
         self.runner = make_runner(
             graph,
@@ -103,6 +101,8 @@ class Trainer:
             record=record,
             own_buffers=True,
         )
+        if schedule is not None:
+            _check_buffers(graph, schedule)
         self._program = graph.program
         self._home = {q: int(p[graph.tensor_src[t]]) for q, t in graph.program.gradients}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}

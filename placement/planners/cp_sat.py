@@ -210,7 +210,8 @@ def _latency(planner: CpSat, cp_model: Any, search: Search, check: Callable[[], 
     g = problem.graph
     assert search.best is not None
     fits = search.best_cost < INFEASIBLE
-    scale_s = search.best_cost if fits else max(float(problem.group_compute_s.max()), 1e-9)
+    possible = problem.group_compute_s[np.isfinite(problem.group_compute_s)]
+    scale_s = max(search.best_cost if fits else float(possible.max()), 1e-9)
     unit_s = scale_s / _UNITS
     is_cpu = [device.kind == "cpu" for device in problem.cluster.devices]
     accs = [d for d, cpu in enumerate(is_cpu) if not cpu]

@@ -265,7 +265,8 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
         found = search.costs(rows)
         if not len(found):  # the time ended meanwhile
             break
-        weight = np.exp(-(np.append(found, cost) - min(found.min(), cost)) / temperature)
+        worse = np.append(found, cost) - min(found.min(), cost)
+        weight = np.exp(-worse / max(temperature, 1e-300))  # 0: nothing takes time
         chosen = int(np.searchsorted(np.cumsum(weight), choose.random() * weight.sum()))
         if chosen < len(found):
             here, cost = rows[chosen], float(found[chosen])
