@@ -50,6 +50,7 @@ from envs.problems import (
 from envs.refine import RefineRules
 from envs.vec import PlacementVecEnv
 from placement.coarsen import grouped
+from placement.compare import placement_id, problem_fingerprint
 from placement.files import write_atomic
 from placement.parallel import check
 from placement.planners import load
@@ -237,6 +238,7 @@ def train(
     chosen, warm_s = _problem_set(problems, starts, reference_s, evaluator)
     store = GraphStore(problems, starts)
     kept = _held_out(held_out, config, baseline, evaluator)
+    origin = _origin(config, problems, starts, reference_s, kept)
     with one_thread():
         _seed(config.seed)
         net = make_net(config.network, formulation) if policy is None else deepcopy(policy.net)
@@ -278,7 +280,7 @@ def train(
             if isinstance(model, CrossEntropyPPO):
                 model.elite = config.elite
             watch = _Watch(
-                config, starts, chosen, store, kept, env, net, out_dir, callback, progress
+                config, starts, chosen, store, kept, origin, env, net, out_dir, callback, progress
             )
             went_on = resume and watch.load(model)
             if solutions is not None and not went_on:
@@ -380,6 +382,7 @@ class _Watch(BaseCallback):
         problems: ProblemSet,
         store: GraphStore,
         kept: _HeldOut | None,
+        origin: dict[str, str],
         env: PlacementVecEnv,
         net: Net,
         out_dir: str | Path | None,
@@ -389,7 +392,7 @@ class _Watch(BaseCallback):
         super().__init__()
         self.config, self.starts = config, starts
         self.problems, self.store, self.env, self.net = problems, store, env, net
-        self.kept = kept
+        self.kept, self.origin = kept, origin
         self.out_dir = None if out_dir is None else Path(out_dir)
         self.report = report
         self.progress = progress
@@ -456,8 +459,7 @@ class _Watch(BaseCallback):
         assert kind == "MT19937"
         state = {
             "format": 1,
-            "config": json.dumps(asdict(self.config)),
-            "fingerprints": [p.graph.fingerprint for p in self.problems.problems],
+            "origin": self.origin,
             "steps": self.model.num_timesteps,
             "updates": self.model._n_updates,  # type: ignore[attr-defined]
             "net": self.net.state_dict(),
@@ -497,12 +499,12 @@ class _Watch(BaseCallback):
             raise PolicyError(
                 f"{path}: not a readable checkpoint ({error}); delete it to begin anew"
             ) from error
-        config = json.loads(json.dumps(asdict(self.config)))
-        same = [p.graph.fingerprint for p in self.problems.problems] == state.get("fingerprints")
-        if version != 1 or not same or json.loads(state["config"]) != config:
+        begun = state.get("origin", {})  # versions before this one kept no such thing
+        other = [what for what, value in self.origin.items() if begun.get(what) != value]
+        if version != 1 or other:
             raise PolicyError(
-                f"{path}: a checkpoint of other problems or another configuration; resume with "
-                f"those it began with, or delete it to begin anew"
+                f"{path}: a checkpoint of another training (it differs in: {', '.join(other)}); "
+                f"resume with what it began with, or delete it to begin anew"
             )
         self.resumed = state
         model.num_timesteps, model._n_updates = state["steps"], state["updates"]
@@ -639,6 +641,31 @@ class _Watch(BaseCallback):
             "best_speedup": float(last.get("best_speedup", np.nan)),
         }
         return TrainedPolicy(net, card, self._best())
+
+
+def _origin(
+    config: TrainConfig,
+    problems: Sequence[Problem],
+    starts: Sequence[Placement | None],
+    reference_s: Sequence[float] | None,
+    kept: _HeldOut | None,
+) -> dict[str, str]:
+    """What a training's values depend on, as text: a checkpoint goes on only with the same."""
+
+    def ids(starts: Sequence[Placement | None]) -> list[str | None]:
+        return [None if s is None else placement_id(s) for s in starts]
+
+    held = [] if kept is None else kept.problems.problems
+    found = {
+        "configuration": asdict(config),
+        "problems": [problem_fingerprint(p) for p in problems],
+        "warm starts": ids(starts),
+        # Those that follow from the problems may be measured: they differ each time.
+        "reference_s": None if reference_s is None else [float(s) for s in reference_s],
+        "held-out problems": [problem_fingerprint(p) for p in held],
+        "their warm starts": ids([] if kept is None else kept.starts),
+    }
+    return {what: json.dumps(value) for what, value in found.items()}
 
 
 class _HeldOut(NamedTuple):

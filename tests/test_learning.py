@@ -211,10 +211,21 @@ def test_checkpoints_of_something_else(tmp_path: Path) -> None:
     problem = layered(0, 3, 3, 2)
     config = TrainConfig(total_steps=64, network=SMALL)
     train([problem], config=config, out_dir=tmp_path)
-    with pytest.raises(PolicyError, match="other problems or another configuration"):
-        train([layered(1, 3, 3, 2)], config=config, out_dir=tmp_path, resume=True)
-    with pytest.raises(PolicyError, match="other problems or another configuration"):
-        train([problem], config=replace(config, seed=1), out_dir=tmp_path, resume=True)
+
+    def refused(differs: str, problem: Problem = problem, **given: Any) -> None:
+        with pytest.raises(PolicyError, match=rf"another training \(it differs in: {differs}\)"):
+            train([problem], **({"config": config} | given), out_dir=tmp_path, resume=True)
+
+    refused("problems", layered(1, 3, 3, 2))
+    refused("problems", problem.with_objective("max_load"))
+    profile = problem.profile
+    slow = replace(profile, compute_s=profile.compute_s * 1000)
+    refused("problems", replace(problem, profile=slow))
+    refused("configuration", config=replace(config, seed=1))
+    refused("warm starts", warm=[np.zeros(9, np.int32)])
+    refused("reference_s", reference_s=[1.0])
+    refused("held-out problems, their warm starts", held_out=[problem])
+    train([problem], config=config, out_dir=tmp_path, resume=True)  # what it began with
     (tmp_path / "checkpoint.pt").write_bytes(b"half")
     with pytest.raises(PolicyError, match="not a readable checkpoint"):
         train([problem], config=config, out_dir=tmp_path, resume=True)
