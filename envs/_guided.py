@@ -371,7 +371,8 @@ def _offer(t, s, width, described):
     hottest = int(x[HOTTEST])
     largest = max(load[hottest], 1e-300)
     mean = max(load.mean(), 1e-300)
-    scale = 1.0 / (x[BEST] if t.kind == LOAD and x[BEST] < INFEASIBLE else largest)
+    # Where operators cost nothing the best load may be 0, and rounding makes loads of about 0.
+    scale = 1.0 / (x[BEST] if t.kind == LOAD and 1e-300 < x[BEST] < INFEASIBLE else largest)
     power = int(x[POWER])
     log_groups = np.log(num_groups + 1.0)
     log_steps = np.log(x[STEP] + 2.0)
@@ -384,7 +385,7 @@ def _offer(t, s, width, described):
         u[4] = _bounded(10.0 * np.log(max(x[BEST], 1e-300) / max(x[FIRST], 1e-300)))
         u[5] = np.log(x[STEP] - x[FOUND] + 1.0) / 10.0
         u[6] = mean / largest
-        u[7] = max(0.0, 1.0 - x[COMPUTE] / (mean * num_devices))
+        u[7] = _bounded(max(0.0, 1.0 - x[COMPUTE] / (mean * num_devices)))
         u[8] = log_groups / 10.0
         u[9] = np.log(num_devices) / 3.0
         u[10] = t.kind == LOAD
@@ -433,13 +434,14 @@ def _offer(t, s, width, described):
             there += device[near[i]] == new
             here += device[near[i]] == old
         f[2] = _bounded(10.0 * np.log(most / largest))
-        f[3] = load_old / largest
+        f[3] = _bounded(load_old / largest)
         f[4] = _bounded(then_old / largest)
-        f[5] = load_new / largest
+        f[5] = _bounded(load_new / largest)
         f[6] = _bounded(then_new / largest)
         f[7] = np.log(count) / log_groups
-        f[8] = before / max(load_old, 1e-300) if not swap else 0.0
-        f[9] = np.log(max(after, 1e-3 * mean / num_groups) / max(before, 1e-3 * mean / num_groups))
+        f[8] = _bounded(before / max(load_old, 1e-300)) if not swap else 0.0
+        least = 1e-3 * mean / num_groups
+        f[9] = _bounded(np.log(max(after, least) / max(before, least)))
         saved = (load_old + load_new - before) - (then_old + then_new - after)
         f[10] = _bounded(saved / mean)
         f[11] = _bounded(then_held / max(memory[new], 1))

@@ -259,8 +259,9 @@ class GuidedSearchRules(Rules):
             state = self._state(b)
             seen["moves"][b] = state.offered
             seen["search"][b] = state.search
-            seen["group"][b] = state.body[:, 0]
-            seen["device"][b] = state.where[:, 0]
+            moves = state.count > 0  # others hold what an earlier offer left there
+            seen["group"][b] = np.where(moves, state.body[:, 0], 0)
+            seen["device"][b] = np.where(moves, state.where[:, 0], 0)
         return seen
 
     def masks(self) -> NDArray[np.bool_]:

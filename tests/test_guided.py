@@ -12,6 +12,7 @@ from numba import typeof
 from problems import random_placement, random_problem
 from test_envs import chain
 
+from agents.planner import PolicyPlanner
 from envs import _guided
 from envs._guided import MOVE_FEATURES, State, Tables
 from envs.guided import (
@@ -296,6 +297,33 @@ def test_refine_with_another_evaluator() -> None:
     env.reset(seed=0)
     assert env.step(1)[1] == pytest.approx(np.log(4 / 3))
     assert env.rules.num_evaluations == 2
+
+
+@pytest.mark.parametrize("objective", ["max_load", "latency"])
+def test_operators_of_no_seconds(objective: Any) -> None:
+    """The best load may be 0, and a group may take nothing on one device and long on another."""
+    seconds = np.zeros((6, 2))
+    seconds[:, 1] = np.geomspace(1e-9, 1e9, 6)
+    problem = chain(seconds).with_objective(objective)
+    env = GuidedSearchEnv([problem], moves=20, width=8, starts=[np.arange(6, dtype=np.int32) % 2])
+    for seed in range(5):
+        obs, done = env.reset(seed=seed)[0], False
+        while not done:
+            assert env.observation_space.contains(obs)
+            obs, _, done, _, _ = env.step(int(RNG(seed).choice(np.flatnonzero(obs["mask"]))))
+    planner = PolicyPlanner("untrained", evaluations=200, baseline="single_device")
+    assert planner(problem).value_s == score(problem, np.zeros(6, np.int32))[0]
+
+
+def test_what_cannot_move_has_no_group_and_no_device() -> None:
+    env = GuidedSearchEnv([random_problem(4, 5, 3, unsupported=True)], moves=30, width=8)
+    obs, stale = env.reset(seed=0)[0], 0
+    for step in range(29):
+        off = obs["mask"] == 0
+        assert not obs["group"][off].any() and not obs["device"][off].any()
+        stale += np.count_nonzero(off)
+        obs = env.step(int(RNG(step).choice(np.flatnonzero(obs["mask"]))))[0]
+    assert stale > 0
 
 
 def test_what_users_get_wrong() -> None:
