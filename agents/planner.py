@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -10,8 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agents.encoder import MOVING, PolicyError
-from agents.guided import CHOOSERS, Chooser, GuidedNet, anneal, default_budget, load_kernel
+from agents.encoder import MOVING, Formulation, PolicyError
+from agents.guided import (
+    CHOOSERS,
+    Chooser,
+    GuidedNet,
+    anneal,
+    default_budget,
+    load_kernel,
+    two_operators,
+)
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
 from envs.problems import Evaluator, ProblemSet, canonical
@@ -94,7 +103,11 @@ class PolicyPlanner:
         """
         if self.mode == "guided_search":
             return self._guided_search(problem)
-        policy, name = self._policy(self.policy, problem)
+        policy, name = self._policy(self.policy, problem, self.mode)
+        _load_mode(self.mode, policy.formulation)
+        return self._plan(problem, policy, name)
+
+    def _plan(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
         search = Search(problem, self.seconds, self.evaluations)
         start = search.run(self.baseline, START_SHARE, START_SHARE)
         stats: dict[str, Any] = {
@@ -141,7 +154,7 @@ class PolicyPlanner:
         net: GuidedNet | None = None
         width, name = self.width, "none"
         if self.chooser == "policy":
-            policy, name = self._policy(self.policy, problem)
+            policy, name = self._policy(self.policy, problem, self.mode)
             found = policy.net
             if not isinstance(found, GuidedNet):
                 raise PolicyError(
@@ -179,21 +192,20 @@ class PolicyPlanner:
         if given is None or not self.k:
             return None
         load_constructor()
-        return self._policy(given, problem)
+        return self._policy(given, problem, "best_of_k")
 
     def _policy(
-        self, given: str | Path | TrainedPolicy | None, problem: Problem
+        self, given: str | Path | TrainedPolicy | None, problem: Problem, mode: Mode
     ) -> tuple[TrainedPolicy, str]:
-        """A policy, and what ``stats`` call it."""
+        """A policy for ``mode``, and what ``stats`` call it."""
         if isinstance(given, TrainedPolicy):
             return given, "given"
         if given is None:
-            ships = released(self.mode, problem.objective)
+            ships = released(mode, problem.objective)
             given = ships if ships.is_file() else UNTRAINED
         if given != UNTRAINED:
             return TrainedPolicy.load(given), Path(given).name
-        alone = self.mode in ("guided_search", "refine")
-        formulation: Any = self.mode if alone else "sequential"
+        formulation: Any = mode if mode in ("guided_search", "refine") else "sequential"
         return TrainedPolicy(untrained_net(None, formulation, self.seed)), UNTRAINED
 
     def _refine(self, policy: TrainedPolicy, search: Search, warm: Placement) -> None:
@@ -234,6 +246,14 @@ class PolicyPlanner:
         return train(
             [problem], config=config, warm=[warm], policy=policy, evaluator=_evaluator(search)
         )
+
+
+@cache
+def _load_mode(mode: Mode, formulation: Formulation) -> None:
+    """Import and compile what a mode needs, or read it from its cache: outside of every budget."""
+    policy = TrainedPolicy(untrained_net(None, formulation))
+    planner = PolicyPlanner(policy, mode, k=1, steps=1, baseline="single_device")
+    planner._plan(two_operators(), policy, "given")
 
 
 def released(mode: Mode, objective: Objective) -> Path:

@@ -24,7 +24,7 @@ from agents.encoder import (
     sample,
 )
 from agents.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, features
-from agents.planner import PolicyPlanner
+from agents.planner import PolicyPlanner, _load_mode
 from agents.policy import PlacementPolicy
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, make_net
@@ -38,6 +38,7 @@ from envs.sequential import SequentialRules
 from placement.cluster import Cluster
 from placement.graph import OpGraph
 from placement.planners import PlannerError, load
+from placement.planners._search import Search
 from placement.problem import Problem
 from placement.simulator import score
 from placement.testing import check_planner
@@ -585,8 +586,34 @@ def test_a_small_graph_is_constructed_before_it_is_searched(monkeypatch) -> None
     assert "seed_policy" not in planner(problem).stats
     given = replace(planner, seed_policy=untrained("sequential"))(problem).stats
     assert given["seed_policy"] == "given"
+    new = replace(planner, seed_policy="untrained")(problem).stats
+    assert new["seed_policy"] == "untrained" and new["best_of_k_evaluations"] == 1 + 19
     with pytest.raises(PolicyError, match="k = -1 must be at least 0"):
         replace(planner, k=-1)
+
+
+@pytest.mark.parametrize("mode", ["zero_shot", "best_of_k", "finetune", "refine"])
+def test_what_a_mode_needs_is_loaded_before_the_clock_runs(mode: Any, monkeypatch) -> None:
+    """It does all of its work once on the smallest problem: once per process and formulation."""
+    seen: list[str] = []
+
+    class Recorded(Search):
+        def __init__(self, problem: Problem, *budget: Any) -> None:
+            seen.append(f"begin {problem.graph.name}")
+            super().__init__(problem, *budget)
+
+        def solution(self, *found: Any, **stats: Any) -> Any:
+            seen.append(f"end {self.problem.graph.name}")
+            return super().solution(*found, **stats)
+
+    monkeypatch.setattr("agents.planner.Search", Recorded)
+    _load_mode.cache_clear()
+    planner = PolicyPlanner("untrained", mode, k=2, steps=8, seconds=1, baseline="single_device")
+    problem = chain([[1, 2]] * 3)
+    mine = [f"begin {problem.graph.name}", f"end {problem.graph.name}"]
+    planner(problem)
+    planner(problem)
+    assert seen == ["begin two", "end two", *mine, *mine]
 
 
 def test_finetuning_goes_on_as_the_training_began(monkeypatch) -> None:
@@ -602,7 +629,8 @@ def test_finetuning_goes_on_as_the_training_began(monkeypatch) -> None:
     for cold in (True, False):
         policy = replace(untrained("sequential"), card={"config": {"cold": cold}})
         PolicyPlanner(policy, "finetune", k=2, baseline="heft")(problem)
-    assert [config.cold for config in given] == [True, False]
+    # What is loaded before takes one step.
+    assert [config.cold for config in given if config.total_steps > 1] == [True, False]
 
 
 def test_refine_planner() -> None:
