@@ -238,6 +238,8 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             yield Job(cfg, folder, mirror, report)
     except KeyboardInterrupt:
         again = f"hydra.sweep.dir={hydra.sweep.dir}" if is_sweep else f"hydra.run.dir={folder}"
+        if job_type == "train":
+            again += " resume=true"
         cli.say(f"what is finished is in {folder}; to continue, the same command with {again}")
         raise
 

@@ -253,7 +253,7 @@ def test_an_interrupted_comparison_continues(
     with monkeypatch.context() as patch:
         patch.setattr(RandomSearch, "__call__", interrupted)
         assert run("compare", *words) == 130
-    assert f"the same command with hydra.run.dir={tmp_path / 'out'}" in capsys.readouterr().err
+    assert f"the same command with hydra.run.dir={tmp_path / 'out'}\n" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(Heft, "__call__", interrupted)  # its answer is there already
         assert run("compare", *words) == 0
@@ -396,6 +396,22 @@ def test_train(run: Callable[..., int], tmp_path: Path) -> None:
     ]
     assert run("compare", *PREDICT, *again, "hydra.run.dir=last") == 0
     assert "policy" in {r["planner"] for r in rows_of(tmp_path / "last")}
+
+
+def test_an_interrupted_training_says_how_it_goes_on(
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agents.training.train", interrupted)
+    words = ("workload=[]", "synthetic=[giph]", "tracker=none", "hydra.run.dir=out")
+    assert run("train", *words) == 130
+    wanted = f"the same command with hydra.run.dir={tmp_path / 'out'} resume=true\n"
+    assert wanted in capsys.readouterr().err
 
 
 def test_train_on_synthetic_problems(
