@@ -441,6 +441,9 @@ class _Watch(BaseCallback):
         self.rewards += [i["episode"]["r"] for i in self.locals["infos"] if "episode" in i]
         config = self.config
         end = max(time.perf_counter(), self.update_began + self.update_s)
+        # Here, not in the check: what patience ended is at its end when it is resumed, too.
+        if config.patience and self.idle_checks >= config.patience:
+            self.stop = True
         if config.max_seconds and end - self.started > config.max_seconds:
             self.stop = True
         if config.max_evaluations and self.env.rules.num_evaluations >= config.max_evaluations:
@@ -585,8 +588,6 @@ class _Watch(BaseCallback):
         seen = self._speedup(self.env.rules.best_s)
         self.idle_checks = 0 if better or seen > self.best_seen else self.idle_checks + 1
         self.best_seen = max(self.best_seen, seen)
-        if self.config.patience and self.idle_checks >= self.config.patience:
-            self.stop = True
         if self.out_dir is not None:
             self._write_best(self.out_dir / "best.npz")
 
