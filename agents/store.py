@@ -77,11 +77,13 @@ class GraphStore:
 
 
 def _data(f: Features) -> Data:
+    depth = int(f.level.max()) + 1
     return Data(
         x=torch.from_numpy(f.group),
         edge_index=torch.from_numpy(f.edges),
         edge_attr=torch.from_numpy(f.edge),
-        level=torch.from_numpy(f.level),
+        # Of the graph's own depth: what stands beside it in a batch must not change it.
+        wave=torch.from_numpy(f.level * min(depth, MAX_WAVES) // depth),
     )
 
 
@@ -92,8 +94,7 @@ def _waves(batch: Batch) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
     what reaches the wave from earlier ones. Deep graphs have ``MAX_WAVES``; neighbouring levels
     then share one, and edges within it are left to the next layer.
     """
-    depth = int(batch.level.max()) + 1
-    wave = batch.level * min(depth, MAX_WAVES) // depth
+    wave = batch.wave
     src, dst = batch.edge_index
     found = []
     for order, a, b in ((wave, src, dst), (wave.max() - wave, dst, src)):

@@ -440,8 +440,11 @@ ENCODERS = ("sage", "gat", "dag")
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
-def test_every_encoder_sees_the_graph_alone(encoder: Any) -> None:
+@pytest.mark.parametrize("deep", [False, True])
+def test_every_encoder_sees_the_graph_alone(encoder: Any, deep: bool) -> None:
     small, large = random_problem(1, 4, 2, grouped=True), random_problem(2, 12, 4)
+    if deep:  # more levels than there are waves
+        small, large = chain(np.ones((40, 2))), chain(np.ones((200, 2)))
     net = untrained(encoder=encoder).net
     alone, both = GraphStore([small]), GraphStore([large, small])
     with torch.no_grad():
