@@ -26,9 +26,10 @@ from agents.trained import BUILDING
 from envs.problems import ProblemSet, canonical, choice_of
 from placement.files import write_atomic
 from placement.parallel import parallel_map
-from placement.problem import Placement, Planner, Problem
+from placement.problem import Placement, Planner, Problem, ProblemError
 from placement.simulator import score
 
+_KEY = "solution of "  # before names in files: numpy would take the name "file" for itself
 _PIECES = 4  # of a batch: about so many problems are in it
 
 
@@ -43,8 +44,8 @@ def solve(
 
     The ``.npz`` file is written after each search, so an interrupted run goes on where it was. A
     solution in it stays if the problem of that name can run it (as many operators, devices that
-    exist, memory that suffices); it is searched for again otherwise. ``parallel``: see
-    ``placement.parallel``.
+    exist, whole colocation groups, memory that suffices); it is searched for again otherwise.
+    ``parallel``: see ``placement.parallel``.
 
     Raises:
         FileError: ``path`` cannot be written.
@@ -56,7 +57,7 @@ def solve(
     def keep(number: int, placement: Placement) -> None:
         known[todo[number]] = placement
         file = io.BytesIO()
-        arrays: dict[str, Any] = dict(known)
+        arrays: dict[str, Any] = {_KEY + name: found for name, found in known.items()}
         np.savez_compressed(file, **arrays)
         write_atomic(path, file.getvalue())
         if progress is not None:
@@ -81,7 +82,7 @@ def load_solutions(path: str | Path) -> dict[str, Placement]:
     """
     try:
         with np.load(path, allow_pickle=False) as data:
-            return {name: data[name].astype(np.int32) for name in data.files}
+            return {key.removeprefix(_KEY): data[key].astype(np.int32) for key in data.files}
     except Exception as error:  # zip and numpy each raise their own kinds
         raise PolicyError(
             f"{path}: not a readable file of solutions ({error}); delete it to search again"
@@ -89,8 +90,9 @@ def load_solutions(path: str | Path) -> dict[str, Placement]:
 
 
 def _fits(problem: Problem, placement: Placement) -> bool:
-    shape = placement.shape == (problem.num_ops,)
-    if not shape or placement.min() < 0 or placement.max() >= problem.num_devices:
+    try:
+        problem.check_placement(placement)
+    except ProblemError:
         return False
     return bool(np.isfinite(score(problem, placement)[0]))
 

@@ -207,6 +207,16 @@ def test_resuming_is_exact(formulation: Any, tmp_path: Path) -> None:
     assert all(torch.equal(first[k], v) for k, v in again.net.state_dict().items())
 
 
+def test_what_patience_ended_stays_ended(tmp_path: Path) -> None:
+    config = TrainConfig(
+        total_steps=2000, num_envs=4, steps_per_env=8, patience=1, num_checks=20, network=SMALL
+    )
+    problem, runs = layered(0, 3, 3, 2), []
+    for _ in range(3):
+        runs.append(train([problem], config=config, out_dir=tmp_path, resume=True).card["steps"])
+    assert runs[0] < 2000 and runs == runs[:1] * 3
+
+
 def test_checkpoints_of_something_else(tmp_path: Path) -> None:
     problem = layered(0, 3, 3, 2)
     config = TrainConfig(total_steps=64, network=SMALL)
@@ -335,6 +345,14 @@ def test_solutions_are_kept_and_reused(tmp_path: Path) -> None:
     # Of another problem by the same name: searched for again.
     solve({"a": layered(2, 4, 4, 3)}, expert, path)
     assert len(calls) == 3
+    # The same problem with a colocation group that the solution splits.
+    whole = replace(problems["b"], graph=replace(problems["b"].graph, group=np.zeros(9, np.int32)))
+    assert len(np.unique(both[1])) == 2 and len(np.unique(solve({"b": whole}, expert, path))) == 1
+    # Any name will do, and files without prefixes of the names are read.
+    assert len(solve({"file": problems["a"]}, expert, path)) == 1
+    assert sorted(load_solutions(path)) == ["a", "b", "file"]
+    np.savez_compressed(path, a=first[0])
+    assert np.array_equal(load_solutions(path)["a"], first[0])
     path.write_bytes(b"half")
     with pytest.raises(PolicyError, match="not a readable file of solutions"):
         solve(problems, expert, path)
