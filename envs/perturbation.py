@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.problems import EnvError
 from placement.cluster import Cluster, Link, between
 from placement.problem import Problem
 
@@ -25,8 +26,11 @@ class Perturbation:
             without which some group could not run, or the parameters would not fit.
         speed: standard deviation of the logarithm of each device's factor of speed.
         bandwidth: the same for the bandwidth, one factor for all links of a machine.
-        variants: machines drawn for each problem, besides its own.
+        variants: machines drawn for each problem, besides its own; 0: none.
         seed: of the draws.
+
+    Raises:
+        EnvError: ``variants`` below 0.
     """
 
     drop: float = 0.25
@@ -34,6 +38,10 @@ class Perturbation:
     bandwidth: float = 0.7
     variants: int = 4
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.variants < 0:
+            raise EnvError(f"variants = {self.variants} must be at least 0")
 
     def __call__(self, problems: Sequence[Problem]) -> list[Problem]:
         """The problems, then ``variants`` of each."""

@@ -129,6 +129,8 @@ class ProblemSet:
 
     def and_more(self, problems: Sequence[Problem], baseline: Planner | None) -> ProblemSet:
         """With more problems behind these; the references of those follow from ``baseline``."""
+        if not problems:
+            return self
         more = ProblemSet.build(problems, None, baseline, self.evaluator)
         reference_s = np.concatenate([self.reference_s, more.reference_s])
         return ProblemSet(self.problems + more.problems, reference_s, self.evaluator)

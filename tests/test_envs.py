@@ -482,6 +482,10 @@ def test_perturbed_machines() -> None:
         factor = [x.bandwidth_bytes_per_s / before[x.src, x.dst] for x in links]
         assert factor == pytest.approx(factor[:1] * len(links))
         assert {d for x in links for d in (x.src, x.dst)} <= set(p.cluster.device_names)
+    with pytest.raises(EnvError, match="variants = -1 must be at least 0"):
+        Perturbation(variants=-1)
+    alone = DevicePlacementEnv([problem], perturbation=Perturbation(variants=0))
+    assert alone.problems.problems == (problem,)
     # Only device 0 runs this group: it always stays.
     picky = chain([[1, np.inf, np.inf]] * 2)
     drawn = Perturbation(drop=1.0, variants=10)([picky])
