@@ -136,9 +136,12 @@ class TrainConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
 
     def __post_init__(self) -> None:
-        for what in ("total_steps", "epochs", "minibatches", "num_checks", "width", "workers"):
-            if getattr(self, what) < 1:
-                raise PolicyError(f"{what} = {getattr(self, what)} must be at least 1")
+        positive = ("total_steps", "epochs", "minibatches", "num_checks", "width", "workers")
+        limits = ("patience", "max_seconds", "max_evaluations")
+        for what in (*positive, *limits, "num_envs", "steps_per_env", "imitation_epochs", "moves"):
+            least = int(what in positive)
+            if getattr(self, what) < least:
+                raise PolicyError(f"{what} = {getattr(self, what)} must be at least {least}")
         if self.formulation not in get_args(Formulation):
             raise PolicyError(
                 f"formulation {self.formulation!r} is unknown; use one of {get_args(Formulation)}"
@@ -295,7 +298,11 @@ def train(
             left = config.total_steps - model.num_timesteps
             if left > 0:
                 # Without log_interval stable-baselines3 prints nothing and keeps the last figures.
-                model.learn(left, watch, log_interval=None, reset_num_timesteps=not went_on)  # type: ignore[arg-type]
+                try:
+                    model.learn(left, watch, log_interval=None, reset_num_timesteps=not went_on)  # type: ignore[arg-type]
+                finally:
+                    if watch.bar is not None:  # it has a thread
+                        watch.bar.stop()
     return watch.trained()
 
 
@@ -452,8 +459,6 @@ class _Watch(BaseCallback):
 
     def _on_training_end(self) -> None:
         self._record(last=True)
-        if self.bar is not None:
-            self.bar.stop()
 
     def _save(self) -> dict[str, Any]:
         """All that the rest of the training depends on (tensors, numbers and text), written."""

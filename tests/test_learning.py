@@ -6,6 +6,7 @@ The smallest learning tests are in ``test_smallest_learning.py``.
 from __future__ import annotations
 
 import csv
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,17 @@ def test_reasons_to_stop() -> None:
     assert steps(patience=2, learning_rate=0.0, last_learning_rate=0.0) < 2000
 
 
+def test_an_error_ends_the_progress_bar() -> None:
+    def fail(row: Row) -> bool:
+        assert threading.active_count() > before
+        raise KeyboardInterrupt
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        train([chain([[1, 2]])], config=TrainConfig(network=SMALL), callback=fail, progress=True)
+    assert threading.active_count() == before
+
+
 def test_going_on_from_a_policy() -> None:
     problem = layered(0, 3, 3, 2)
     first = train([problem], config=TrainConfig(total_steps=200, network=SMALL))
@@ -154,6 +166,9 @@ def test_going_on_from_a_policy() -> None:
 def test_what_users_get_wrong() -> None:
     with pytest.raises(PolicyError, match="total_steps = 0"):
         TrainConfig(total_steps=0)
+    for what in ("num_envs", "steps_per_env", "imitation_epochs", "moves", "max_seconds"):
+        with pytest.raises(PolicyError, match=f"{what} = -3 must be at least 0"):
+            TrainConfig(**{what: -3})  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="'other' is unknown; use one of"):
         TrainConfig(formulation="other")  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="1 warm starts for 2 problems"):
