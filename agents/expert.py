@@ -108,7 +108,8 @@ def demonstrations(
     environment cannot express (memory was full before) are followed as far as possible.
 
     Raises:
-        PolicyError: the formulation improves placements, or there are too few solutions.
+        PolicyError: the formulation improves placements, there are too few solutions, or one
+            splits a colocation group.
     """
     if formulation not in BUILDING or formulation == "group_place":
         raise PolicyError(
@@ -120,6 +121,13 @@ def demonstrations(
     count, width = len(solutions), problems.max_devices
     target = np.zeros((count, problems.max_groups), np.int64)
     for i, (problem, placement) in enumerate(zip(problems.problems, solutions, strict=True)):
+        split = np.flatnonzero(choice_of(problem, placement)[problem.graph.group] != placement)
+        if len(split):
+            raise PolicyError(
+                f"solution {i} splits a colocation group at operator {split[0]} "
+                f"({problem.graph.op_name[split[0]]!r}); solve the problem as it is trained on "
+                f"(with TrainConfig.groups: placement.coarsen.grouped(problem, groups))"
+            )
         choice = choice_of(problem, canonical(problem, placement))
         target[i, : len(choice)] = choice
     rules = BUILDING[formulation](problems, count)

@@ -36,6 +36,7 @@ def _train(cfg: DictConfig) -> float:
     from agents.trained import TrainedPolicy
     from agents.training import Row, train
     from envs.perturbation import Perturbation
+    from placement.coarsen import grouped
     from placement.compare import compare
     from placement.parallel import check
 
@@ -67,8 +68,9 @@ def _train(cfg: DictConfig) -> float:
             machines |= dict(zip(names, drawn[len(machines) :], strict=True))
         solutions = None
         if cfg.warm_start == "imitation":
+            merged = config.groups  # what the policy places, so what it can imitate
             solutions = solve(
-                machines,
+                {n: grouped(p, merged) if merged else p for n, p in machines.items()},
                 expert,
                 run.folder / "solutions.npz",
                 lambda name, part: run.report(f"{name}: expert", part),

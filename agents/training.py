@@ -197,7 +197,8 @@ def train(
     The untrained policy starts at ``warm`` (int32 ``[N]`` per problem), or at what ``baseline``
     answers; without either it starts cold. Reward 0 is ``reference_s``, by default the value of
     the warm start, or of the best single device where there is none. Problems whose warm start
-    is given are never answered worse: ``best`` begins there.
+    is given are never answered worse: ``best`` begins there. One that splits some of
+    ``config.groups`` is in ``best`` as it is; the policy starts at it with these groups whole.
 
     Args:
         policy: go on from this one (its formulation and network count).
@@ -215,7 +216,8 @@ def train(
             worker dies: its episodes begin anew (``envs.workers``). Not for measured values.
 
     Raises:
-        EnvError, PolicyError: wrong problems, references, warm starts or configuration.
+        EnvError, PolicyError: wrong problems, references, solutions or configuration.
+        ProblemError: a warm start that is no placement of its problem.
         ParallelError: ``parallel`` is unknown or Ray is missing, or a worker died too often.
         FileError: ``out_dir`` cannot be written.
     """
@@ -229,6 +231,7 @@ def train(
     formulation = config.formulation if policy is None else policy.formulation
     if policy is not None and formulation == "group_place":
         config = replace(config, network=policy.net.config)  # how many clusters there are
+    whole = problems
     if config.groups:
         problems = [grouped(p, config.groups) for p in problems]
     if config.cold:
@@ -237,11 +240,22 @@ def train(
         warm = [None if baseline is None else baseline(p).placement for p in problems]
     if len(warm) != len(problems):
         raise PolicyError(f"{len(warm)} warm starts for {len(problems)} problems")
+    given = [None if w is None else p.check_placement(w) for p, w in zip(whole, warm, strict=True)]
+    # Whole groups: only of what ``config.groups`` merged a placement may split any.
+    warm = [
+        None if w is None else choice_of(p, w)[p.graph.group]
+        for p, w in zip(problems, given, strict=True)
+    ]
     starts = [None if w is None else canonical(p, w) for p, w in zip(problems, warm, strict=True)]
     chosen, warm_s = _problem_set(problems, starts, reference_s, evaluator)
     store = GraphStore(problems, starts)
     kept = _held_out(held_out, config, baseline, evaluator)
-    origin = _origin(config, problems, starts, reference_s, kept)
+    origin = _origin(config, problems, given, reference_s, kept)
+    split = {
+        i: Solution(w, float(chosen.evaluator(whole[i], w[None])[0]))
+        for i, (w, start) in enumerate(zip(given, warm, strict=True))
+        if w is not None and start is not None and not np.array_equal(w, start)
+    }
     with one_thread():
         _seed(config.seed)
         net = make_net(config.network, formulation) if policy is None else deepcopy(policy.net)
@@ -262,6 +276,7 @@ def train(
                     choice = _choice(chosen, i, start)
                     env.rules.keep(np.array([i]), choice, warm_s[i : i + 1])
                     env.rules.num_evaluations += 1
+            env.rules.num_evaluations += len(split)
             model = (CrossEntropyPPO if config.elite else PPO)(
                 PlacementPolicy,  # type: ignore[arg-type]  # it has what PPO needs of a policy
                 env,
@@ -285,6 +300,7 @@ def train(
             watch = _Watch(
                 config, starts, chosen, store, kept, origin, env, net, out_dir, callback, progress
             )
+            watch.split = split
             went_on = resume and watch.load(model)
             if solutions is not None and not went_on:
                 imitate(
@@ -419,6 +435,7 @@ class _Watch(BaseCallback):
         self.update_began = self.started
         self.update_s = 0.0
         self.bar: Any = None
+        self.split: dict[int, Solution] = {}  # warm starts that the environment cannot express
 
     def _on_training_start(self) -> None:
         if self.progress:
@@ -611,12 +628,12 @@ class _Watch(BaseCallback):
     def _write_best(self, path: Path) -> None:
         file = io.BytesIO()
         arrays: dict[str, Any] = {f"placement_{i}": s.placement for i, s in enumerate(self._best())}
-        np.savez_compressed(file, value_s=self.env.rules.best_s, **arrays)
+        np.savez_compressed(file, value_s=[s.value_s for s in self._best()], **arrays)
         write_atomic(path, file.getvalue())
 
     def _best(self) -> tuple[Solution, ...]:
         stats = {"evaluations": self.env.rules.num_evaluations}
-        return tuple(
+        found = [
             Solution(
                 self.problems.placements(i, self.env.rules.best_choices[i : i + 1])[0],
                 float(self.env.rules.best_s[i]),
@@ -624,7 +641,11 @@ class _Watch(BaseCallback):
                 stats,
             )
             for i in range(len(self.problems.problems))
-        )
+        ]
+        for i, start in self.split.items():
+            if start.value_s < found[i].value_s:
+                found[i] = replace(start, stats=stats)
+        return tuple(found)
 
     def trained(self) -> TrainedPolicy:
         """The policy of the best check."""

@@ -432,7 +432,7 @@ def test_train_on_synthetic_problems(
     assert [(r["workload"], r["planner"], r["value_s"]) for r in rows_of(tmp_path / "g")] == values
     imitate = ["warm_start=imitation", "planner@expert=heft", "+training.imitation_epochs=2"]
     one = ["training.formulation=one_shot", "training.network.encoder=dag", "hydra.run.dir=i"]
-    assert run("train", *words, *imitate, *one) == 0
+    assert run("train", *words, *imitate, *one, "+training.groups=5") == 0
     assert sorted(load_solutions(tmp_path / "i" / "solutions.npz")) == [
         "giph-0",
         "giph-0/0",

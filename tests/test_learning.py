@@ -26,7 +26,7 @@ from envs.problems import ProblemSet, canonical
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.planners import load
-from placement.problem import Problem
+from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.simulator import score
 
@@ -371,6 +371,24 @@ def test_solutions_are_kept_and_reused(tmp_path: Path) -> None:
     path.write_bytes(b"half")
     with pytest.raises(PolicyError, match="not a readable file of solutions"):
         solve(problems, expert, path)
+
+
+def test_placements_that_split_a_merged_group(tmp_path: Path) -> None:
+    """A warm start stays the answer, at its own value, if nothing better is found; a solution is
+    refused."""
+    problem = chain([[1, 9], [9, 1], [1, 9], [9, 1]], latency_s=0.0).with_objective("latency")
+    best = np.array([0, 1, 0, 1], np.int32)
+    config = TrainConfig(total_steps=16, groups=2, network=SMALL)
+    answer = train([problem], config=config, warm=[best], out_dir=tmp_path).best[0]
+    assert np.array_equal(answer.placement, best)
+    assert answer.value_s == score(problem, best)[0]
+    with np.load(tmp_path / "best.npz") as data:
+        assert data["value_s"].tolist() == [answer.value_s]
+        assert np.array_equal(data["placement_0"], best)
+    with pytest.raises(PolicyError, match="solution 0 splits a colocation group at operator"):
+        train([problem], config=config, solutions=[best])
+    with pytest.raises(ProblemError, match="there are 2"):
+        train([problem], config=config, warm=[best + 1])
 
 
 def test_equivalent_solutions_teach_the_same() -> None:
