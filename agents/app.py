@@ -69,6 +69,7 @@ def launch(app: Callable[[], Any]) -> int:
 def guarded(work: Callable[[], int]) -> int:
     """The exit code of ``work``; users' errors are one message."""
     wants_traceback = bool(os.environ.get("HYDRA_FULL_ERROR"))
+    cli.any_output()
     try:
         with cli.interruptible(), warnings.catch_warnings():
             warnings.showwarning = _show_warning

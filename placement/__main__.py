@@ -150,6 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
+    cli.any_output()
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     # argparse gives up on positional arguments that follow an option.

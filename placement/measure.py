@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
@@ -229,7 +230,7 @@ def load_or_measure(
     except FileError as error:
         warnings.warn(
             f"the profile is not saved ({error}), so it will be measured again next time; or set "
-            "PLACEMENT_HOME to a folder with space",
+            "PLACEMENT_HOME to another folder",
             stacklevel=2,
         )
     remember(graph, cluster, profile, folder)
@@ -487,11 +488,15 @@ def _run_together(runners: list[Runner], inputs: Sequence[Tensor], times: int) -
             pass
         found[:, d] = _last_seconds(runners[d], runners[d].next_batch - 1 - times // 2)
 
-    threads = [threading.Thread(target=work, args=(d,)) for d in range(len(runners))]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    with ThreadPoolExecutor(len(runners)) as pool:
+        try:
+            for future in [pool.submit(work, d) for d in range(len(runners))]:
+                future.result()
+        except BaseException:  # Ctrl-C too: nobody may be left waiting for the others
+            gate.abort()
+            for runner in runners:
+                runner.close()
+            raise
     return found
 
 

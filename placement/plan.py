@@ -327,9 +327,8 @@ class Plan(_Strict):
         if differs:
             raise PlanMismatch(
                 f"the plan was made for {self.graph.name!r} ({self.graph.fingerprint[:12]}) on "
-                f"{[d.name for d in self.cluster.devices]}: {'; '.join(differs)}. Measure and "
-                f"plan again: placement profile {self.graph.workload or 'WORKLOAD'}, "
-                f"placement plan {self.graph.workload or 'WORKLOAD'}"
+                f"{[d.name for d in self.cluster.devices]}: {'; '.join(differs)}. Plan "
+                "for the model and devices at hand: placement plan MODEL --planner best_of"
             )
         return np.array([cluster.index(self.assignment[x]) for x in graph.op_name], np.int32)
 
@@ -483,7 +482,7 @@ class Plan(_Strict):
         if missing:
             raise PlanMismatch(
                 f"this machine cannot run the plan: {'; '.join(missing)}. Plan for this machine: "
-                f"placement plan {self.graph.workload or 'WORKLOAD'}"
+                f"placement plan {self.graph.workload or 'MODEL'} --planner best_of"
             )
         if given is None and self.graph.input_spec is None:
             raise PlanError("the plan has no input shapes: give bind(module, example_inputs)")
@@ -715,7 +714,7 @@ def load_plan(path: str | Path) -> Plan:
     if wrong:
         raise PlanError(
             f"{path}: {_some(wrong, sep='; ')}. Was it edited by hand? "
-            "Make it again: placement plan"
+            "Make it again: placement plan MODEL --planner best_of"
         )
     return plan
 
@@ -739,7 +738,7 @@ def read_plan(path: str | Path) -> Plan:
     except (ValueError, RecursionError) as error:
         raise PlanError(
             f"{path}: not valid JSON ({error}): truncated, or edited by hand? "
-            "Make it again: placement plan"
+            "Make it again: placement plan MODEL --planner best_of"
         ) from error
     if not isinstance(data, dict) or "schema_version" not in data:
         raise PlanError(f"{path}: not a plan: there is no key 'schema_version'")
@@ -948,7 +947,8 @@ def _explain_one(e: dict[str, Any]) -> str:
     if e["type"] == "missing":
         return f"the key {where!r} is missing"
     if e["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(e["loc"][-1]), _ALL_KEYS, 1)
+        keys = [key for key in _ALL_KEYS if key != e["loc"][-1]]  # known, but not there
+        near = difflib.get_close_matches(str(e["loc"][-1]), keys, 1)
         return f"unknown key {where!r}" + (f"; did you mean {near[0]!r}?" if near else "")
     return f"{where} = {_short(e['input'])}: {e['msg'][:1].lower()}{e['msg'][1:]}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -535,6 +536,9 @@ def test_ctrl_c_in_a_callback_of_c_comes_again(capsys: Any) -> None:
         callback()
         time.sleep(10)
     assert "KeyboardInterrupt" not in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        callback()
+        raise RuntimeError("what the callback left half done")
     with interruptible():
         callback()
     time.sleep(0.1)  # what has ended goes on
@@ -585,6 +589,54 @@ def test_reader_that_leaves_early(plan_path: Path) -> None:
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait(60) == 0
     process.stderr.close()
+
+
+@pytest.mark.parametrize("how", ["| true", ">&-", "| cat"])
+def test_files_are_written_whatever_becomes_of_the_output(
+    how: str, home: Path, tmp_path: Path
+) -> None:
+    """A reader that is gone, no output at all, one that cannot print a micro sign."""
+    out = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "placement", *plan_args(home, "heft", "--out", str(out))]
+    result = subprocess.run(
+        f"set -o pipefail; {shlex.join(command)} {how}",
+        shell=True,
+        executable="/bin/bash",
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == OK and "Traceback" not in result.stderr
+    assert load_plan(out).planner.name == "heft"
+
+
+def test_a_plan_is_no_problem_and_names_of_devices_are_needed(
+    plan_path: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert "is a plan, not a problem: placement show" in error(
+        capsys, "plan", plan_path, "--planner", "heft"
+    )
+    assert "--without names no device; devices are" in error(
+        capsys, "replan", plan_path, "--without", ""
+    )
+    other = changed(plan_path, tmp_path / "version.json", version="1")
+    assert "did you mean 'version'" not in error(capsys, "show", other)
+
+
+def test_a_module_in_training_mode_is_told_of(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    (tmp_path / "unready.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def net(): return nn.Sequential(nn.Linear(2, 2), nn.Dropout()), (torch.ones(1, 2),)\n"
+        "def ready(): m, x = net(); return m.eval(), x\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["features", "unready:net"]) == OK
+    assert "unready:net is in training mode" in capsys.readouterr().err
+    assert main(["features", "unready:ready"]) == OK
+    assert "training mode" not in capsys.readouterr().err
 
 
 def test_seconds_have_a_fitting_unit() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +16,7 @@ from torch import nn
 
 from placement import measure as measure_module
 from placement.cluster import Cluster, Device, Link
+from placement.executor.runner import Runner
 from placement.files import FileError
 from placement.graph import OpGraph
 from placement.measure import (
@@ -45,8 +49,6 @@ def branches() -> OpGraph:
 
 
 def test_every_operator_is_measured_on_every_device_and_nothing_is_left_running():
-    import threading
-
     graph, seen = branches(), []
     profile = measure(
         graph, CLUSTER, repeats=2, progress=lambda what, share: seen.append((what, share))
@@ -88,6 +90,23 @@ def test_rounds_go_on_while_somebody_else_uses_a_core(monkeypatch):
     assert profile.provenance["rounds"] == 4 and profile.provenance["repeats"] == 2
     monkeypatch.setattr(measure_module, "_steady", lambda found: False)
     assert measure(branches(), one, repeats=1).provenance["rounds"] == 3
+
+
+def test_ctrl_c_while_all_devices_measure_leaves_nobody_waiting():
+    """Threads that wait for results of stopped workers would keep the process for ever."""
+    graph = branches()
+    flat = graph.program.random_inputs()
+    before = threading.active_count()
+    runners = [Runner(graph, CLUSTER, np.full(graph.num_ops, d), record=True) for d in range(2)]
+    with ExitStack() as stack, pytest.raises(KeyboardInterrupt):
+        for runner in runners:
+            stack.enter_context(runner)
+        main = threading.main_thread().ident
+        timer = threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT))
+        timer.start()
+        measure_module._run_together(runners, flat, 10**9)
+    timer.join()
+    assert threading.active_count() == before
 
 
 def test_one_device_has_no_load_and_no_links():

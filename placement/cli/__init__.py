@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import argparse
+import io
 import json
 import os
 import sys
@@ -71,10 +72,23 @@ def interruptible() -> Iterator[None]:
     sys.unraisablehook = hook
     try:
         yield
+    except Exception as error:
+        if timers:  # what a callback did not finish, e.g. a kernel that is half compiled
+            raise KeyboardInterrupt from error
+        raise
     finally:
         sys.unraisablehook = report
         for timer in timers:  # what has ended is not interrupted
             timer.cancel()
+
+
+def any_output() -> None:
+    """Standard output takes any text: what it cannot print is ``?``; a closed one goes nowhere."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def close_output() -> None:
@@ -83,8 +97,11 @@ def close_output() -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on standard output."""
-    print(json.dumps(value, indent=1, allow_nan=False))
+    """One JSON object on standard output; files are still to be written if nobody reads it."""
+    try:
+        print(json.dumps(value, indent=1, allow_nan=False))
+    except BrokenPipeError:
+        close_output()
 
 
 def print_table(
@@ -94,6 +111,10 @@ def print_table(
     from rich import box
     from rich.console import Console
     from rich.table import Table
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:  # rich would exit, and files are still to be written
+            close_output()
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
@@ -106,7 +127,7 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     # Names come from files: no markup, no emoji.
-    out = Console(markup=False, emoji=False, highlight=False)
+    out = Output(markup=False, emoji=False, highlight=False)
     out.width = min(out.width, WIDTH)
     out.print(table)
 
@@ -164,6 +185,7 @@ def capture_workload(
     report(f"loading {spec}", None)
     if mode != "training":
         module, inputs = load_workload(spec)
+        _say_if_training(spec, module)
     else:
         module, inputs, loss, chosen = load_training(spec, optimizer)
     from placement.program import capture
@@ -172,6 +194,18 @@ def capture_workload(
     if mode != "training":
         return capture(module, inputs, name=spec)
     return capture(module, inputs, name=spec, mode="training", loss=loss, optimizer=chosen)
+
+
+def _say_if_training(spec: str, module: Any) -> None:
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    # Modules begin in training mode; only these would compute something else in it.
+    if any(m.training and isinstance(m, _BatchNorm | _DropoutNd) for m in module.modules()):
+        say(
+            f"{spec} is in training mode: its dropout and batch normalisation are planned as in "
+            "evaluation, module.eval(); for training: --mode training"
+        )
 
 
 def load_training(spec: str, optimizer: str | None) -> tuple[Any, Any, Any, Any]:

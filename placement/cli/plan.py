@@ -205,7 +205,8 @@ def _show_and_save(
         plan.save(args.out)
         # Code of yours is not called on a plan's word: it is named again.
         model = f" --model {args.workload}" if ":" in args.workload else ""
-        runs = "" if problem.graph.program is None else f"; next: placement run {args.out}{model}"
+        here = problem.graph.program is not None and not plan.missing_devices()
+        runs = f"; next: placement run {args.out}{model}" if here else ""
         cli.say(f"plan written to {args.out}{runs}")
 
 

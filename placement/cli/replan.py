@@ -58,6 +58,10 @@ def run(args: argparse.Namespace) -> int:
     plan = load_plan(args.plan)
     cli.check_outputs(args.out)
     without = [name.strip() for text in args.without for name in text.split(",") if name.strip()]
+    if not without:
+        raise cli.UsageError(
+            f"--without names no device; devices are {[d.name for d in plan.cluster.devices]}"
+        )
     with cli.progress() as report:
         problem = problem_of(plan, args, report)
         old = plan.placement(problem.graph, problem.cluster)

@@ -109,6 +109,10 @@ def load(
         return dnn_partitioning.read(data, str(path), objective=objective)
     if moirai.looks_like(data):
         return moirai.read(data, str(path), objective=objective)
+    if isinstance(data, dict) and "assignment" in data:
+        raise FormatError(
+            f"{path} is a plan, not a problem: placement show, run, replan and export take plans"
+        )
     found = sorted(data)[:8] if isinstance(data, dict) else type(data).__name__
     raise FormatError(f"{path}: unknown JSON format (top level: {found}); {KNOWN}")
 

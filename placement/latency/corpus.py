@@ -225,7 +225,13 @@ class Corpus:
             return
         store = None
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CorpusError(
+                    f"{self.path.parent}: measurements cannot be kept there ({error.strerror}); "
+                    "set PLACEMENT_HOME to a folder of yours"
+                ) from error
             store = sqlite3.connect(self.path, timeout=30.0)
             with store:
                 if write:
