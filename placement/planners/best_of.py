@@ -17,6 +17,7 @@ _SPLITS = ("single_device", "ideal_dp", "level_balance", "balanced_split", "pipe
            "contiguous_dp", "level_pipeline", "critical_path_greedy")  # fmt: skip
 # It walks on as long as it may: of evaluations that are limited it gets this share.
 _WALKS = {"critical_path_greedy": 0.25}
+_LATENCY_SHARE = 0.8  # of seconds that are limited: for latency it wins most often
 # These evaluate one placement per device, or several: of few evaluations the others come first.
 _SEVERAL = ("single_device", "level_pipeline")
 
@@ -38,8 +39,9 @@ class BestOf:
         ideal_seconds: most that ``ideal_dp`` gets: on wide graphs it would take any time. The
             others need about 20 s together for 2,500 operators and far less for hundreds.
         seconds, evaluations: budget of all together; None is no limit. A planner with a clock
-            gets half of the seconds that are left, the last one all; one without is begun only
-            where several times what the slowest such one took is left. Of limited evaluations
+            gets half of the seconds that are left (``critical_path_greedy`` four fifths for
+            ``latency``), the last one all; one without is begun only where several times what
+            the slowest such one took is left. Of limited evaluations
             ``critical_path_greedy`` gets a quarter of those left, and planners that evaluate one
             placement run before those that evaluate several.
     """
@@ -89,6 +91,8 @@ class BestOf:
                 skipped[name] = "nothing is left of the budget"
                 continue
             share = 1.0 if i + 1 == len(chosen) else 0.5
+            if name in _WALKS and problem.objective == "latency":
+                share = max(share, _LATENCY_SHARE)
             if isinstance(planner, IdealDp):
                 planner = replace(planner, seconds=self.ideal_seconds)
                 share = min(share, self.ideal_seconds / max(search.seconds_left, 1e-9))
