@@ -90,7 +90,7 @@ class PolicyPlanner:
             raise PolicyError(f"mode {self.mode!r} is unknown; use one of {get_args(Mode)}")
         if self.chooser not in CHOOSERS:
             raise PolicyError(f"chooser {self.chooser!r} is unknown; use one of {list(CHOOSERS)}")
-        for what, least in (("k", 0), ("steps", 1), ("rounds", 1), ("width", 1)):
+        for what, least in (("k", 0), ("seed", 0), ("steps", 1), ("rounds", 1), ("width", 1)):
             if getattr(self, what) is not None and getattr(self, what) < least:
                 raise PolicyError(f"{what} = {getattr(self, what)} must be at least {least}")
 

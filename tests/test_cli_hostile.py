@@ -190,6 +190,7 @@ def test_no_permission_for_the_folder(folder: Path, capsys: Any, monkeypatch: An
         (["plan", "problem.json", "--planner", "heft", "--in-flight", "-1"], "--in-flight -1"),
         (["plan", "problem.json", "--planner", "local_search", "--seconds", "nan"], "--seconds"),
         (["plan", "problem.json", "--planner", "mip", "--seconds", "-1"], "--seconds -1.0"),
+        (["plan", "problem.json", "--planner", "brkga", "--seed", "-1"], "--seed -1 must be at"),
         (["plan", "problem.json", "--planner", "heft", "x=1"], "has no option 'x'"),
         (["plan", "problem.json", "--planner", "heft", "x"], "option=value"),
         (["run", "plan.json", "--batches", str(10**30)], "--batches"),

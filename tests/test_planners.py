@@ -757,6 +757,53 @@ def test_a_budget_must_be_positive() -> None:
         load("local_search", evaluations=-3)(problem)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "antichain_dp max_states=-1",
+        "balanced_split max_orders=-1",
+        "best_of ideal_seconds=-1",
+        "brkga elite=nan",
+        "brkga elite=-1",
+        "brkga mutants=2",
+        "brkga bias=nan",
+        "contiguous_dp max_blocks=0",
+        "contiguous_dp max_states=-1",
+        "contiguous_dp candidates=-1",
+        "cp_sat threads=-3",
+        "critical_path_greedy dense=nan",
+        "ideal_dp memory_bytes=-1",
+        "ideal_dp max_states=0",
+        "ideal_dp seconds=-1",
+        "local_search patience=-1",
+        "m_sct threshold=nan",
+        "m_sct lp_seconds=-1",
+        "pipedream max_blocks=-1",
+        "replicated max_blocks=0",
+        "simulated_annealing accept=-1",
+        "simulated_annealing accept=nan",
+        "simulated_annealing accept=2",
+        "simulated_annealing accept=0",
+        "simulated_annealing last_temperature=-1",
+        "time_slices num_directions=-1",
+        *(f"{name} seed=-1" for name in (*SEARCHES, "cp_sat", "metis")),
+        "agents.planner:PolicyPlanner seed=-1",
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name(text: str) -> None:
+    name, option, value = text.replace("=", " ").split()
+    number = rf"{option} = {value}(\.0)? must be (at least [01]|within 0\.\.1|above 0 and below 1)$"
+    with pytest.raises(ValueError, match=number):
+        load(name, **{option: value})
+
+
+def test_the_least_that_options_can_be() -> None:
+    load("cp_sat", threads=0)  # all cores
+    load("local_search", patience="inf")  # never restart
+    load("macro_search", rounds=None, seed=0)
+    load("critical_path_greedy", dense=0)
+
+
 def test_names_lists_the_files_without_importing_them() -> None:
     assert {"heft", "single_device", "contiguous_dp", "local_search"} <= set(names())
     code = "import sys, placement.planners as p; p.names(); print('numba' in sys.modules)"

@@ -272,6 +272,7 @@ def test_two_at_once(files: tuple[Path, Path], capsys: Any) -> None:
         ("a,b,c", (), "no device is left"),
         ("z", (), "no device 'z'"),
         ("a", ("--seconds", "0"), "--seconds 0.0 must be positive"),
+        ("a", ("--seed", "-1"), "--seed -1 must be at least 0"),
         ("a", ("--profile", "p.npz"), "--profile is for models"),
     ],
 )

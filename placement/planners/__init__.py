@@ -46,3 +46,23 @@ def find(name: str) -> Any:
         PlannerError: there is none.
     """
     return _PLANNERS.find(name)
+
+
+def check_least(planner: Any, least: int, *options: str) -> None:
+    """Raises: PlannerError, one of these options is below ``least``, or nan; None is fine."""
+    for name in options:
+        value = getattr(planner, name)
+        if value is not None and not value >= least:
+            raise PlannerError(f"{_name(planner)}: {name} = {value} must be at least {least}")
+
+
+def check_shares(planner: Any, *options: str) -> None:
+    """Raises: PlannerError, one of these options is outside 0..1, or nan."""
+    for name in options:
+        value = getattr(planner, name)
+        if not 0.0 <= value <= 1.0:
+            raise PlannerError(f"{_name(planner)}: {name} = {value} must be within 0..1")
+
+
+def _name(planner: Any) -> str:
+    return type(planner).__module__.rpartition(".")[2]

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.coarsen import coarsen
+from placement.planners import check_least
 from placement.planners._list_schedule import first_that_fits, produced_bytes
 from placement.planners._search import Choice, Search, device_classes
 from placement.planners.contiguous_dp import merge_blocks
@@ -52,6 +53,9 @@ class AntichainDp:
     max_states: int = 2000
     seconds: float | None = None
     evaluations: int | None = None
+
+    def __post_init__(self) -> None:
+        check_least(self, 1, "max_states")
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, self.seconds, self.evaluations)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.planners import check_least
 from placement.planners._list_schedule import first_that_fits, produced_bytes
 from placement.planners._search import Choice, Search, device_classes
 from placement.problem import Problem, Solution
@@ -37,6 +38,9 @@ class BalancedSplit:
     """
 
     max_orders: int = 120
+
+    def __post_init__(self) -> None:
+        check_least(self, 1, "max_orders")
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)

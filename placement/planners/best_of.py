@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, fields, is_dataclass, replace
 
-from placement.planners import PlannerError, load
+from placement.planners import PlannerError, check_least, load
 from placement.planners._search import Search
 from placement.planners.ideal_dp import IdealDp
 from placement.problem import Problem, Solution, lower_bounds
@@ -70,6 +70,9 @@ class BestOf:
     ideal_seconds: float = 15.0
     seconds: float | None = None
     evaluations: int | None = None
+
+    def __post_init__(self) -> None:
+        check_least(self, 0, "ideal_seconds")
 
     def __call__(self, problem: Problem) -> Solution:
         """Plan ``problem``.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners import PlannerError
+from placement.planners import PlannerError, check_least, check_shares
 from placement.planners._search import begin, can_move
 from placement.problem import Planner, Problem, Solution
 
@@ -43,8 +43,12 @@ class Brkga:
     evaluations: int | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        check_shares(self, "elite", "mutants", "bias")
+        check_least(self, 0, "seed")
+
     def __call__(self, problem: Problem) -> Solution:
-        """Raises: PlannerError, a population or shares out of range."""
+        """Raises: PlannerError, a population too small for its shares."""
         num_elite = max(1, round(self.elite * self.population))
         num_mutants = max(1, round(self.mutants * self.population))
         if self.population < 4 or num_elite + num_mutants >= self.population:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.planners import check_least
 from placement.planners._search import INFEASIBLE, Choice, Search, device_classes
 from placement.problem import Problem, Solution
 from placement.simulator import host_of
@@ -54,6 +55,9 @@ class ContiguousDp:
     candidates: int = 32
     seconds: float | None = None
     evaluations: int | None = None
+
+    def __post_init__(self) -> None:
+        check_least(self, 1, "max_blocks", "max_states", "candidates")
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, self.seconds, self.evaluations)

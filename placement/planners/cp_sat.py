@@ -10,7 +10,7 @@ import numpy as np
 
 from placement import cpsat
 from placement.objectives import Blocks, blocks
-from placement.planners import PlannerError, _exact
+from placement.planners import PlannerError, _exact, check_least
 from placement.planners._search import INFEASIBLE, Search
 from placement.problem import Planner, Problem, Solution, lower_bounds
 
@@ -54,6 +54,9 @@ class CpSat:
     seconds: float = 60.0
     threads: int = 1
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_least(self, 0, "threads", "seed")
 
     def __call__(self, problem: Problem) -> Solution:
         """Raises: PlannerError, OR-Tools is not installed, or a latency that is contiguous."""

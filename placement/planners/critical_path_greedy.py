@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.planners import check_shares
 from placement.planners._search import DEFAULT_EVALUATIONS, Choice, Search, single_devices
 from placement.problem import Placement, Problem, Solution
 from placement.simulator import simulate
@@ -37,6 +38,9 @@ class CriticalPathGreedy:
     dense: float = 0.8
     seconds: float | None = None
     evaluations: int | None = None
+
+    def __post_init__(self) -> None:
+        check_shares(self, "dense")
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners import PlannerError
+from placement.planners import check_least, check_shares
 from placement.planners._search import begin, can_move
 from placement.problem import Planner, Problem, Solution
 
@@ -43,15 +43,12 @@ class CrossEntropy:
     evaluations: int | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        check_shares(self, "elite", "rate", "trust", "floor")
+        check_least(self, 2, "population")
+        check_least(self, 0, "seed")
+
     def __call__(self, problem: Problem) -> Solution:
-        """Raises: PlannerError, a population below 2 or a share outside 0..1."""
-        for name in ("elite", "rate", "trust", "floor"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise PlannerError(
-                    f"cross_entropy: {name} = {getattr(self, name)} must be within 0..1"
-                )
-        if self.population < 2:
-            raise PlannerError(f"cross_entropy: population = {self.population} must be at least 2")
         search, rng = begin(self, problem)
         assert search.best is not None
         uniform = search.allowed / search.allowed.sum(axis=1, keepdims=True)

@@ -19,7 +19,7 @@ from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.objective_kernels import move_tables
 from placement.objectives import Blocks, blocks, device_loads
-from placement.planners import PlannerError, _ideals
+from placement.planners import PlannerError, _ideals, check_least
 from placement.planners._search import why_infinite
 from placement.problem import Problem, Solution, balance_prices, lower_bounds, priced
 from placement.profile import Profile
@@ -68,6 +68,10 @@ class IdealDp:
     memory_bytes: int = 2**30
     seconds: float | None = 60.0
     max_states: int = 4096
+
+    def __post_init__(self) -> None:
+        check_least(self, 1, "memory_bytes", "max_states")
+        check_least(self, 0, "seconds")
 
     def __call__(self, problem: Problem) -> Solution:
         """Raises: PlannerError, more than ``max_states`` sets of devices."""

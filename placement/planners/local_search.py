@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from placement.planners import check_least
 from placement.planners._search import (
     Choice,
     Position,
@@ -40,6 +41,9 @@ class LocalSearch:
     seconds: float | None = None
     evaluations: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_least(self, 0, "patience", "seed")
 
     def __call__(self, problem: Problem) -> Solution:
         search, rng = begin(self, problem)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.coarsen import edge_seconds
+from placement.planners import check_least, check_shares
 from placement.planners._list_schedule import first_that_fits
 from placement.planners._search import Choice, Search
 from placement.planners.m_etf import earliest_task_first
@@ -29,7 +30,7 @@ class MSct:
     ``stats["favourites"]`` counts them.
 
     Attributes:
-        threshold: of rounding, 0..0.5 (Baechi takes 0.1; at 0.5 or below favourites are
+        threshold: of rounding, 0..1 (Baechi takes 0.1; at 0.5 or below favourites are
             unique, because each row of the program leaves at most one unit to share).
         lp_seconds: limit of the linear program; past it there are no favourites, which makes
             it m-ETF (``stats["lp_solved"]`` is False then).
@@ -37,6 +38,10 @@ class MSct:
 
     threshold: float = 0.1
     lp_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_shares(self, "threshold")
+        check_least(self, 0, "lp_seconds")
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)

@@ -14,7 +14,7 @@ from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.objective_kernels import piecewise_scratch, piecewise_tables
 from placement.objectives import ANALYTIC, LoadMoves
-from placement.planners import PlannerError, _macro
+from placement.planners import PlannerError, _macro, check_least
 from placement.planners._search import (
     INFEASIBLE,
     Choice,
@@ -84,12 +84,11 @@ class MacroSearch:
     evaluations: int | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        check_least(self, 1, "rounds", "width", "body")
+        check_least(self, 0, "seed")
+
     def __call__(self, problem: Problem) -> Solution:
-        """Raises: PlannerError, ``rounds``, ``width`` or ``body`` below 1."""
-        for name in ("rounds", "width", "body"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlannerError(f"macro_search: {name} = {value} must be at least 1")
         _load_kernel()
         search, _ = begin(replace(self, start=self.start or "best_of"), problem)
         assert search.best is not None

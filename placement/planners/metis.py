@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.coarsen import edge_seconds
-from placement.planners import PlannerError
+from placement.planners import PlannerError, check_least
 from placement.planners._search import Choice, Search
 from placement.problem import Problem, Solution
 
@@ -37,6 +37,9 @@ class Metis:
     """
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
         """Raises: PlannerError, the optional package pymetis is missing."""

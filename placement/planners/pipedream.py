@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.planners import check_least
 from placement.planners._list_schedule import first_that_fits
 from placement.planners._search import Choice, Search
 from placement.planners.contiguous_dp import StageCosts, merge_blocks, stage_costs
@@ -35,6 +36,9 @@ class Pipedream:
     """
 
     max_blocks: int = 400
+
+    def __post_init__(self) -> None:
+        check_least(self, 1, "max_blocks")
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from placement.planners import check_least
 from placement.planners._search import begin, can_move, random_choice
 from placement.problem import Planner, Problem, Solution
 
@@ -23,6 +24,9 @@ class RandomSearch:
     seconds: float | None = None
     evaluations: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
         search, rng = begin(self, problem)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners import PlannerError
+from placement.planners import check_least
 from placement.planners._search import Search
 from placement.planners.contiguous_dp import merge_blocks
 from placement.problem import Problem, Solution
@@ -50,10 +50,10 @@ class Replicated:
 
     max_blocks: int = 150
 
+    def __post_init__(self) -> None:
+        check_least(self, 1, "max_blocks")
+
     def __call__(self, problem: Problem) -> Solution:
-        """Raises: PlannerError, ``max_blocks`` below 1."""
-        if self.max_blocks < 1:
-            raise PlannerError(f"replicated: max_blocks = {self.max_blocks} must be at least 1")
         search = Search(problem)
         block = merge_blocks(problem, self.max_blocks)
         table = stage_periods(problem, block)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from placement.planners import PlannerError, check_least, check_shares
 from placement.planners._search import INFEASIBLE, Position, begin, can_move, moves
 from placement.problem import Planner, Problem, Solution
 
@@ -26,7 +27,8 @@ class SimulatedAnnealing:
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
             its evaluations count, and it has at most a quarter of the seconds.
-        accept: probability with which the median worsening is accepted at first, 0..1.
+        accept: probability with which the median worsening is accepted at first, above
+            0 and below 1.
         last_temperature: the last temperature as a share of the first.
         seconds, evaluations: budget; with neither, 2,000 evaluations.
         seed: of the draws.
@@ -38,6 +40,14 @@ class SimulatedAnnealing:
     seconds: float | None = None
     evaluations: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.accept < 1.0:
+            raise PlannerError(
+                f"simulated_annealing: accept = {self.accept} must be above 0 and below 1"
+            )
+        check_shares(self, "last_temperature")
+        check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
         search, rng = begin(self, problem)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.grid import Grid, NoGrid, recognise
+from placement.planners import check_least
 from placement.planners._search import Search, single_devices
 from placement.planners.contiguous_dp import score_splits
 from placement.problem import Problem, Solution
@@ -44,6 +45,9 @@ class TimeSlices:
 
     num_directions: int = 5
     evaluations: int | None = None
+
+    def __post_init__(self) -> None:
+        check_least(self, 1, "num_directions")
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, evaluations=self.evaluations)
