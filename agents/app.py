@@ -201,6 +201,9 @@ def _check(cfg: DictConfig) -> None:
     for name in ("repeats", "rounds"):
         if cfg.get(name) is not None and cfg[name] < 1:
             raise AppError(f"{name} = {cfg[name]} must be at least 1")
+    for name in ("seconds", "evaluations"):
+        if cfg.get(name) is not None and not cfg[name] > 0:
+            raise AppError(f"{name} = {cfg[name]} must be positive; leave it out for no limit")
 
 
 @dataclass(frozen=True)
