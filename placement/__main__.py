@@ -31,6 +31,7 @@ from placement.cli import (
     schedule,
     show,
 )
+from placement.cli.parser import Parser
 from placement.ownership import version
 
 _OURS = ("placement", "envs", "agents")
@@ -126,13 +127,13 @@ VERBS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command; ``args.verb`` is the name of the verb."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="placement",
         description="Decide where every operator of a model runs, prove it, run it.",
         epilog=cli.EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version()}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, verb in VERBS.items():
         sub = verbs.add_parser(
             name,

@@ -8,6 +8,7 @@ import pkgutil
 import sys
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
@@ -55,7 +56,10 @@ class Named:
         values = {}
         for key, value in options.items():
             if key not in known:
-                raise self.error(f"{self.what} {name!r} has no option {key!r}; {_describe(found)}")
+                near = meant(key, known) or ";"
+                raise self.error(
+                    f"{self.what} {name!r} has no option {key!r}{near} {_describe(found)}"
+                )
             try:
                 values[key] = _convert(value, hints[key])
             except (TypeError, ValueError):
@@ -77,20 +81,27 @@ class Named:
         module, _, attribute = name.partition(":")
         if not attribute:
             if name not in self.names():
-                near = difflib.get_close_matches(name, self.names(), 1)
-                meant = f"did you mean {near[0]!r}? " if near else ""
+                near = meant(name, self.names()) or ";"
                 raise self.error(
-                    f"no {self.what} {name!r}; {meant}{self.what}s are {', '.join(self.names())}, "
+                    f"no {self.what} {name!r}{near} {self.what}s are {', '.join(self.names())}, "
                     f"or your own as package.module:Class"
                 )
             module, attribute = f"{self.package}.{name}", name.title().replace("_", "")
         try:
             found = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
-            raise self.error(f"{self.what} {name!r} cannot be imported: {error}") from error
+            near = meant(attribute, vars(sys.modules.get(module, object)))
+            raise self.error(f"{self.what} {name!r} cannot be imported: {error}{near}") from error
         if not callable(found):
-            raise self.error(f"{self.what} {name!r} is a {type(found).__name__}, not a {self.what}")
+            kind = type(found).__name__
+            raise self.error(f"{self.what} {name!r} is of type {kind}, not a {self.what}")
         return found
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'heft'?`` for what is most like ``name``, or nothing."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _describe(found: Any) -> str:

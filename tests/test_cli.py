@@ -477,7 +477,7 @@ def test_errors_are_one_line(home: Path, tmp_path: Path, capsys: Any) -> None:
 
     assert "nowhere.json: cannot be read: No such file" in error(capsys, "show", "nowhere.json")
     assert "no planner 'magic'" in plan("magic")
-    assert "has no option 'sed'; its options are" in plan("local_search", "sed=1")
+    assert "has no option 'sed'; did you mean 'seed'? its" in plan("local_search", "sed=1")
     assert "'seed': planner options are given as option=value" in plan("heft", "seed")
     assert "unknown workload 'resnet'" in error(capsys, "plan", "resnet", "--planner", "heft")
     assert "no such file" in error(capsys, "plan", "x/y.json", "--planner", "heft")
@@ -498,12 +498,52 @@ def test_profile_of_another_model(home: Path, capsys: Any) -> None:
     assert "profile has 6 operators" in error(capsys, *args)
 
 
-def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in ([], ["fly"], ["show"], ["show", "a", "--seed"], ["plan", "x"]):
-        with pytest.raises(SystemExit) as caught:
-            main(argv)
-        assert caught.value.code == 2
-        assert "Traceback" not in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "the verb is missing; verbs are profile, features, "),
+        ("fly", "no verb 'fly'; verbs are profile, "),
+        ("pln x", "no verb 'pln'; did you mean 'plan'? verbs are profile, "),
+        ("--verson", "no option '--verson'; did you mean '--version'? see: placement --help"),
+        ("show", "required: plan.json; see: placement show --help"),
+        ("show a --seed", "no option '--seed'; see: placement show --help"),
+        ("show a -x", "no option '-x'; see: placement show --help"),
+        ("plan x", "required: --planner; see: placement plan --help"),
+        ("plan", "required: --planner, workload; see: placement plan --help"),
+        (
+            "plan x --planer heft",
+            "no option '--planer'; did you mean '--planner'? see: placement p",
+        ),
+        ("plan x --planner heft a=1 --sed=3", "no option '--sed'; did you mean '--seed'? see: "),
+        ("plan x --planner heft --seed x", "--seed: invalid int value: 'x'; see: placement plan"),
+        ("dataset buld x", "no action 'buld'; did you mean 'build'? actions are build, show, load"),
+    ],
+)
+def test_usage_errors(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and out == "" and said in err
+    assert err.startswith("placement: error: ") and err.count("\n") == 1
+
+
+def test_what_may_have_been_meant(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine_near.py").write_text("def multi(): ...\n")
+    assert "no option 'sead'; did you mean 'seed'? its options are" in error(
+        capsys, *plan_args(home, "local_search", "sead=3")
+    )
+    assert "latncy is unknown; did you mean 'latency'? use" in error(
+        capsys, *plan_args(home, "heft", "--objective", "latncy")
+    )
+    for args in (["mine_near:mult", "--planner", "heft"], ["x", "--planner", "mine_near:mult"]):
+        said = error(capsys, "plan", *args)
+        assert said.endswith("has no attribute 'mult'; did you mean 'multi'?")
+    assert "unknown workload 'nosuch'; choose one of" in error(
+        capsys, "plan", "nosuch", "--planner", "heft"
+    )
 
 
 def test_another_distribution_owns_agents(plan_path: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -836,7 +836,7 @@ def test_load_takes_a_function_of_the_user() -> None:
         ("_search", {}, "no planner '_search'"),
         ("no.such.module:Class", {}, "cannot be imported"),
         ("placement.planners.heft:Gone", {}, "cannot be imported"),
-        ("placement.planners.heft:__doc__", {}, "is a str, not a planner"),
+        ("placement.planners.heft:__doc__", {}, "is of type str, not a planner"),
         ("m_topo", {"seed": 1}, "no option 'seed'; it has no options"),
         ("local_search", {"sed": 1}, r"options are start: .*seed: int = 0"),
         ("local_search", {"seed": "x"}, r"seed = 'x' is not of type int"),

@@ -187,7 +187,7 @@ def test_the_users_own_function(users_own):
         ("users_own:only_module", r"returned Linear, expected \(module, inputs\)"),
         ("users_own:swapped", r"returned \(Tensor, Linear\), expected"),
         ("users_own:failing", "the function failed: KeyError: 'weights'"),
-        ("users_own:not_a_function", "is a int, not a function"),
+        ("users_own:not_a_function", "is of type int, not a function"),
         ("broken:f", "importing 'broken' failed.*no_such_package"),
         ("no_such_file:f", "importing 'no_such_file' failed.*PYTHONPATH"),
     ],

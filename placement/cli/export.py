@@ -27,7 +27,9 @@ Exit code 1: the program cannot express the plan; the message says which operato
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="plan.json", nargs="?")
-    parser.add_argument("options", nargs="*", metavar="option=value", help="of the exporter")
+    parser.add_argument(
+        "options", nargs="*", default=[], metavar="option=value", help="of the exporter"
+    )
     parser.add_argument("--list", action="store_true", help="the exporters, their options")
     parser.add_argument("--to", metavar="NAME", help="an exporter, e.g. huggingface")
     parser.add_argument("--out", metavar="FILE", help="write it here")

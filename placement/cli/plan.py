@@ -60,7 +60,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="write the plan")
     parser.add_argument("--trace", metavar="FILE", help="write the predicted timeline")
-    parser.add_argument("options", nargs="*", metavar="option=value", help="of the planner")
+    parser.add_argument(
+        "options", nargs="*", default=[], metavar="option=value", help="of the planner"
+    )
 
 
 def configure_problem(parser: argparse.ArgumentParser) -> None:
@@ -306,11 +308,13 @@ def _check_settings(args: argparse.Namespace) -> None:
     Raises:
         UsageError: an unknown objective, or a number out of range.
     """
+    from placement.named import meant
     from placement.problem import OBJECTIVES
 
     if args.objective is not None and args.objective not in OBJECTIVES:
+        near = meant(args.objective, OBJECTIVES) or ";"
         names = ", ".join(OBJECTIVES)
-        raise cli.UsageError(f"--objective {args.objective} is unknown; use one of {names}")
+        raise cli.UsageError(f"--objective {args.objective} is unknown{near} use one of {names}")
     for option, value in (("--microbatches", args.microbatches), ("--in-flight", args.in_flight)):
         if value is not None and not 1 <= value <= cli.MAX_BATCHES:
             raise cli.UsageError(f"{option} {value}: must be from 1 to {cli.MAX_BATCHES:,}")

@@ -8,13 +8,15 @@ public function of the files of this folder is one, and its name is how ``load``
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from placement.named import meant
 
 
 class WorkloadError(ValueError):
@@ -72,10 +74,9 @@ def _make(spec: str, options: dict[str, Any]) -> Any:
     else:
         families = _family_of()
         if spec not in families:
-            near = difflib.get_close_matches(spec, families, 1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
+            near = meant(spec, families) or ";"
             raise WorkloadError(
-                f"unknown workload {spec[:80]!r}: {meant}Choose one of "
+                f"unknown workload {spec[:80]!r}{near} choose one of "
                 f"{', '.join(sorted(families))}, or give your own as package.module:function"
             )
         home, function_name = f"{__name__}.{families[spec]}", spec
@@ -84,7 +85,8 @@ def _make(spec: str, options: dict[str, Any]) -> Any:
     except WorkloadError:
         raise
     except AttributeError as error:
-        raise WorkloadError(f"workload {spec!r}: {error}") from error
+        near = meant(function_name, vars(sys.modules.get(home, object)))
+        raise WorkloadError(f"workload {spec!r}: {error}{near}") from error
     except Exception as error:
         raise WorkloadError(
             f"workload {spec!r}: importing {home!r} failed: {type(error).__name__}: {error}. "
@@ -118,7 +120,8 @@ def _make(spec: str, options: dict[str, Any]) -> Any:
 
 def _check_options(spec: str, function: Any, options: dict[str, Any]) -> None:
     if not callable(function):
-        raise WorkloadError(f"workload {spec!r} is a {type(function).__name__}, not a function")
+        kind = type(function).__name__
+        raise WorkloadError(f"workload {spec!r} is of type {kind}, not a function")
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:
