@@ -31,6 +31,11 @@ def mebibytes(value: float) -> str:
     return "unlimited" if value >= 2**62 else f"{value / 2**20:,.1f} MiB"
 
 
+def count(number: int, what: str) -> str:
+    """``1 workload``, ``2 workloads``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """HTML of a table of text; the first column is names, the others are figures.
 

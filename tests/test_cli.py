@@ -296,6 +296,8 @@ def test_validate_against_another_model_and_cluster(
     other.write_text((home / "two.yaml").read_text().replace("name: b", "name: b, threads: 2"))
     got = answer(capsys, "validate", plan_path, "--cluster", other, code=NO)
     assert got["failures"] == ["device 'b' has threads 2, planned 1"]
+    assert main(["validate", str(plan_path), "--cluster", str(other)]) == NO
+    assert capsys.readouterr().out.endswith(": not valid, 1 failure\n")
 
 
 def test_validate_finds_an_order_that_deadlocks(

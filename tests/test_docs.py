@@ -119,6 +119,11 @@ def test_mentioned_commands_exist(page: Path) -> None:
             assert not [x for x in rest if x.startswith("-") or args.verb != "plan"]
 
 
+def test_every_command_is_in_the_table() -> None:
+    rows = [line for line in (ROOT / "docs" / "cli.md").read_text().splitlines() if "| `" in line]
+    assert set(re.findall(r"`placement ([a-z]+)`", "\n".join(rows))) == set(VERBS)
+
+
 @pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md"], ids=name_of)
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "cache"))

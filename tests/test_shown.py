@@ -16,7 +16,7 @@ from placement.plan import make_plan
 from placement.planners.contiguous_dp import ContiguousDp
 from placement.problem import Problem, Solution
 from placement.profile import Profile
-from placement.shown import MAX_LANES, MAX_ROWS, lanes, mebibytes, seconds, table
+from placement.shown import MAX_LANES, MAX_ROWS, count, lanes, mebibytes, seconds, table
 from placement.simulator import simulate
 from placement.timeline import Timeline
 
@@ -141,6 +141,7 @@ def test_an_infeasible_solution() -> None:
 
 
 def test_units() -> None:
+    assert [count(n, "planner") for n in (0, 1, 2)] == ["0 planners", "1 planner", "2 planners"]
     assert [seconds(x) for x in (0.0, 4.2e-5, 0.01234, 0.9996, 2000.0)] == [
         "0 µs",
         "42 µs",

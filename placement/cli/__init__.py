@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from placement.shown import count as count
 from placement.shown import mebibytes as mebibytes
 from placement.shown import seconds as seconds
 

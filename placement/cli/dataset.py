@@ -70,7 +70,7 @@ def _build(args: argparse.Namespace) -> int:
 
 def _say(built: Built, folder: str) -> None:
     print(
-        f"{len(built.made)} graphs measured, {len(built.kept)} were there, "
+        f"{cli.count(len(built.made), 'graph')} measured, {len(built.kept)} were there, "
         f"{len(built.failed)} failed, {len(built.left)} left; next: placement dataset show {folder}"
     )
     for name, reason in list(built.failed.items())[:MAX_FAILED]:

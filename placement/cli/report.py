@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
         cli.print_json(asdict(written) | {"path": str(written.path)})
     else:
         print(
-            f"{written.path}: {written.num_workloads} workloads, {written.num_planners} planners, "
+            f"{written.path}: {cli.count(written.num_workloads, 'workload')}, "
+            f"{cli.count(written.num_planners, 'planner')}, "
             f"{written.num_predicted} predicted and {written.num_measured} measured timelines, "
             f"{written.num_bytes / 2**20:.1f} MiB; open it in a browser"
         )

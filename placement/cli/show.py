@@ -213,7 +213,8 @@ def run_validate(args: argparse.Namespace) -> int:
             print(f"- {line}")
         for line in notes:
             cli.say(line)
-        print(f"{args.plan}: " + (f"not valid, {len(failures)} failures" if failures else "valid"))
+        found = f"not valid, {cli.count(len(failures), 'failure')}" if failures else "valid"
+        print(f"{args.plan}: {found}")
     return cli.NO if failures else cli.OK
 
 
