@@ -24,7 +24,7 @@ def write_atomic(path: str | Path, content: str | bytes) -> Path:
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
-    target = Path(os.path.realpath(path))
+    target = _followed(path)
     temporary = _beside(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def check_writable(path: str | Path) -> None:
     Raises:
         FileError: as ``write_atomic``, but for a disk that is full.
     """
-    path = Path(os.path.realpath(path))
+    path = _followed(Path(path))
     temporary = _beside(path)
     if not path.parent.is_dir():  # which would be made: by writing into the nearest that is there
         temporary = _beside(next(p for p in path.parents if p.exists()) / path.name)
@@ -55,6 +55,10 @@ def check_writable(path: str | Path) -> None:
         raise FileError(f"cannot write {path}: {_reason(error, path, 0)}") from error
     finally:
         _discard(temporary)
+
+
+def _followed(path: Path) -> Path:
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _beside(path: Path) -> Path:
