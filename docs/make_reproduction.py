@@ -43,7 +43,7 @@ STUDIES = {
     "public_pipedream": Study("Pipelines over equal devices", 7, True),
     "public_moirai": Study("Unlike devices", 1.5, True),
     "learned_guided": Study("Who should choose the moves of a search?", 32, True),
-    "learned_against": Study("Is the learned planner ever worse than a baseline?", 90, True),
+    "learned_against": Study("Is the learned planner ever worse than a baseline?", 100, True),
     "learned_executed": Study("Are the learned planner's placements faster for real?", 49),
     "learned_giph": Study("Few evaluations, on GiPH's own distribution", 12),
     "learned_doppler": Study("DOPPLER's own graphs, equal budgets", 20, True),
