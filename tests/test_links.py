@@ -152,8 +152,16 @@ def test_profiles_of_two_hosts_are_one() -> None:
         graph_fingerprint="f",
         provenance={"host": "a"},
     )
+    one = replace(
+        first,
+        device_names=("y",),
+        compute_s=np.ones((1, 1)),
+        spread_s=np.zeros((1, 1)),
+        loaded_s=None,
+        links=(),
+    )
     alone = [
-        replace(first, device_names=(x,), compute_s=np.array([[s]]), loaded_s=None, links=())
+        replace(one, device_names=(x,), compute_s=np.array([[s]]))
         for x, s in (("y", 3.0), ("z", 4.0))
     ]
     alone = [replace(p, spread_s=np.zeros((1, 1))) for p in alone]

@@ -224,7 +224,7 @@ def test_mismatch_names_the_part(plan: Plan, changes: dict[str, Any], part: str)
         plan.placement(other, problem().cluster)
     differing = [k for k, v in graph_parts(other).items() if v != plan.graph.parts[k]]
     assert len(differing) == 1, "one change, one part"
-    assert "placement profile" in str(caught.value)
+    assert "placement plan MODEL --planner best_of" in str(caught.value)
 
 
 def test_mismatch_of_size_and_names(plan: Plan) -> None:
