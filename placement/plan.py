@@ -8,7 +8,6 @@ not made for.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -27,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, Valid
 from placement.cluster import Cluster, Device, Link
 from placement.files import write_atomic
 from placement.graph import OpGraph
+from placement.named import meant
 from placement.objectives import ANALYTIC
 from placement.ownership import version
 from placement.problem import Objective, Placement, Problem, Solution, lower_bounds
@@ -948,8 +948,7 @@ def _explain_one(e: dict[str, Any]) -> str:
         return f"the key {where!r} is missing"
     if e["type"] == "extra_forbidden":
         keys = [key for key in _ALL_KEYS if key != e["loc"][-1]]  # known, but not there
-        near = difflib.get_close_matches(str(e["loc"][-1]), keys, 1)
-        return f"unknown key {where!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        return f"unknown key {where!r}{meant(str(e['loc'][-1]), keys)}"
     return f"{where} = {_short(e['input'])}: {e['msg'][:1].lower()}{e['msg'][1:]}"
 
 

@@ -231,7 +231,7 @@ def _order_failures(plan: Plan, graph: OpGraph) -> list[str]:
         return []
     cluster = plan.cluster.build()
     try:
-        schedule.check(costless_problem(graph, cluster), plan.placement(graph, cluster))
+        schedule.check_order(graph, cluster.num_devices, plan.placement(graph, cluster))
     except ValueError as error:
         return [f"order: {error}"]
     return []
