@@ -112,8 +112,8 @@ def test_workers_hold_no_more_and_no_less_than_that():
     envs: list[list[Any]] = []
 
     def watched(call: Any) -> Any:
-        def run(env: list[Any]) -> None:
-            call(env)
+        def run(env: list[Any], nothing_arrived: Any) -> None:
+            call(env, nothing_arrived)
             live = {storage_of(x): x.untyped_storage().nbytes() for x in env if x is not None}
             held.append(sum(live.values()))
             if all(env is not other for other in envs):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -55,6 +60,91 @@ def test_runs_are_cut_where_something_arrives_or_leaves(
     assert [runs_of(share, range(6)) for share in found] == expected
 
 
+class Fork(nn.Module):
+    """x -> relu -> sin -> y; x -> cos -> exp -> z; y + z"""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(torch.relu(x)) + torch.exp(torch.cos(x))
+
+
+def fork() -> OpGraph:
+    graph = capture(Fork(), torch.randn(4, 3))
+    kinds = [name.split(".")[1] for name in graph.op_kind]
+    assert kinds == ["relu", "sin", "cos", "exp", "add"]
+    return graph
+
+
+def test_what_is_ready_earlier_is_no_part_of_a_run() -> None:
+    """relu elsewhere: sin and add wait for it; cos and exp, which come between, must not."""
+    share = shares(fork(), np.array([0, 1, 1, 1, 1]), 2)[1]
+    assert runs_of(share, range(5)) == [(1,), (2, 3), (4,)]
+    # Where sin comes last, nothing lies between it and add.
+    assert runs_of(share, [0, 3, 1, 2, 4]) == [(2, 3), (1, 4)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 30), st.integers(1, 3))
+def test_operators_of_a_run_wait_for_the_same_and_neighbours_do_not(
+    seed: int, num_ops: int, num_devices: int
+) -> None:
+    """By brute force, on random graphs: all that arrives for an operator, through others here."""
+    rng = np.random.default_rng(seed)
+    edges = [(u, v) for v in range(num_ops) for u in range(v) if rng.random() < 2 / num_ops]
+    names = [f"op{i}" for i in range(num_ops)]
+    graph = OpGraph.build("random", names, range(num_ops), [4] * num_ops, edges)
+    place = rng.integers(0, num_devices, num_ops)
+    for d, share in enumerate(shares(graph, place, num_devices)):
+
+        def awaited(op: int, d: int = d) -> set[int]:
+            above = [u for u, v in edges if v == op]
+            far = {u for u in above if place[u] != d}
+            return far.union(*(awaited(u) for u in above if place[u] == d))
+
+        runs = runs_of(share, range(num_ops))
+        assert [op for run in runs for op in run] == np.flatnonzero(place == d).tolist()
+        sends = {u for u, v in edges if place[v] != place[u]} | {
+            u for u in range(num_ops) if share.results[u]
+        }
+        for run in runs:
+            assert all(awaited(op) == awaited(run[0]) for op in run)
+            assert sends.isdisjoint(run[:-1])
+        for run, following in pairwise(runs):
+            assert awaited(run[-1]) != awaited(following[0]) or run[-1] in sends
+
+
+def test_a_run_lets_what_arrives_go_first() -> None:
+    """The rule holds between the operators of a run: of what is ready, the highest rank.
+
+    cpu:a  relu ──┐           is done once cos has begun
+    cpu:b    cos ─┴─ sin exp  cos ends once relu has arrived; without a look around: cos exp sin
+    """
+    graph = fork()
+    began, done = threading.Event(), list[str]()
+    runner = Runner(graph, CLUSTER, np.array([0, 1, 1, 1, 1]))
+
+    def watched(name: str, target: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if name == "relu":
+                assert began.wait(10)
+            if name == "cos":
+                began.set()
+                until = time.monotonic() + 10
+                while runner.workers[1].inbox.empty():
+                    assert time.monotonic() < until
+                    time.sleep(1e-3)
+            done.append(name)
+            return target(*args)
+
+        return call
+
+    for name, step in zip(["relu", "sin", "cos", "exp", "add"], graph.program.steps, strict=True):
+        object.__setattr__(step, "target", watched(name, step.target))
+    x = torch.randn(4, 3)
+    with runner:
+        torch.testing.assert_close(runner(x), Fork()(x))
+    assert [name for name in done if name != "relu"] == ["cos", "sin", "exp", "add"]
+
+
 def test_a_fused_share_speaks_of_runs() -> None:
     graph = diamond()
     share = shares(graph, np.array([0, 0, 0, 1, 0, 0]), 2)[0]
@@ -91,7 +181,7 @@ def test_a_run_lets_tensors_go_after_their_last_reader() -> None:
     compiled = compile_runs(graph.program, runs, share, {}, {}, torch.device("cpu"))
     env: list[Any] = [None] * graph.num_tensors
     env[graph.program.input_tensors[0]] = torch.randn(8)
-    compiled.calls[0](env)
+    assert list(compiled.calls[0](env, lambda: True) or ()) == []
     assert most == [1, 2, 2, 2, 2]
     assert [i for i, x in enumerate(env) if x is not None] == [graph.program.steps[4].outputs[0]]
 

@@ -46,7 +46,7 @@ class Storages:
         calls = compile_runs(silent, runs, None, params, {}, torch.device("cpu")).calls
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             for call in calls.values():
-                call(kept)
+                call(kept, lambda: True)
         number: dict[int, int] = {}
         num_bytes: list[int] = []
 

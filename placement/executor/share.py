@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from placement.graph import OpGraph
 from placement.program import Param, Program, Ref, leaves_of
 
-Call = Callable[[list[Any]], None]
+Call = Callable[[list[Any], Callable[[], bool]], Iterator[int] | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,24 +97,33 @@ def carried_operators(graph: OpGraph) -> dict[int, tuple[int, ...]]:
 
 
 def runs_of(share: Share, priority: Sequence[int]) -> list[tuple[int, ...]]:
-    """The operators of a device in order of ``priority``, cut into runs that need no look around.
+    """The operators of a device in order of ``priority``, cut into runs that are ready as one.
 
-    All that other devices send to a run is read by its first operator, and only its last makes
-    something that leaves the device. The order is topological over all devices, so runs can wait
-    for each other in no circle.
+    All of a run wait, through other operators of the device, for the same tensors of other
+    devices (and the same writers of buffers in the micro-batch before), and only its last makes
+    something that leaves the device. So where one operator at a time takes the first of what is
+    ready, a run is taken when its operators would be. The order is topological over all devices,
+    so runs can wait for each other in no circle.
     """
     made = {t for op in share.ops for t in share.outputs[op]}
-    here = made | set(share.model_inputs)
     leaving = {t for t in made if share.peers[t] or share.results[t]}
+    arriving = {t for op in share.ops for t in share.inputs[op]} - made - set(share.model_inputs)
+    # A bit for everything that is waited for, and those of each tensor and operator.
+    of_tensor = {t: 1 << i for i, t in enumerate(arriving)}
+    of_op = dict.fromkeys(share.ops, 0)
+    for i, readers in enumerate(share.carried.values(), len(arriving)):
+        for op in readers:
+            of_op[op] |= 1 << i
     found: list[list[int]] = []
-    closed = True
-    awaited: tuple[int, ...] = ()
+    before: int | None = None
     for op in sorted(share.ops, key=priority.__getitem__):
-        if closed or any(t not in here and t not in awaited for t in share.inputs[op]):
+        for t in share.inputs[op]:
+            of_op[op] |= of_tensor.get(t, 0)
+        of_tensor |= dict.fromkeys(share.outputs[op], of_op[op])
+        if of_op[op] != before:
             found.append([])
-            awaited = share.inputs[op]
         found[-1].append(op)
-        closed = not leaving.isdisjoint(share.outputs[op])
+        before = of_op[op] if leaving.isdisjoint(share.outputs[op]) else None
     return [tuple(run) for run in found]
 
 
@@ -160,7 +169,9 @@ class Compiled:
     """Runs of operators as Python functions.
 
     Attributes:
-        calls: by the first operator of a run; reads and writes a list of tensors ``[T]``.
+        calls: by the first operator of a run; reads and writes a list of tensors ``[T]``. What a
+            run of several returns is iterated to its end: it stops before an operator, and gives
+            its number, where its second argument (whether nothing has arrived) says no.
         op_at: which operator a line of the generated source belongs to.
     """
 
@@ -188,9 +199,10 @@ def compile_runs(
     """A Python function per run of operators.
 
     Generated source costs one call and one list access per tensor; filling argument templates
-    at run time costs several microseconds per operator. With the ``share`` of the device, what
-    only one run reads stays in its local variables, and is dropped after its last reader;
-    without, every tensor is left in the list. ``params`` are the parameters on this device;
+    at run time costs several microseconds per operator, and so does a look around between two: a
+    run only asks whether something has arrived. With the ``share`` of the device, what only one
+    run reads stays in its local variables, and is dropped after its last reader; without, every
+    tensor is left in the list. ``params`` are the parameters on this device;
     ``device`` takes the place of every ``torch.device`` constant. An operator that makes the
     gradient of a parameter adds it to ``gradients``; new values of buffers are written back.
     """
@@ -239,7 +251,7 @@ def compile_runs(
                 if made_at.get(t) in run:
                     local.add(t)
                 dropped.setdefault(op, []).append(f"{name(t)} = None")
-        lines.append(f"def op{run[0]}(e):")
+        lines.append(f"def op{run[0]}(e, nothing_arrived):")
         op_at.append(run[0])
         for op in run:
             step = program.steps[op]
@@ -259,6 +271,8 @@ def compile_runs(
                 for kept, how in written.get(tensor, ()):
                     body.append(f"{bind(kept)}.{how}({name(tensor)})")
             body += dropped.get(op, ())
+            if op != run[0]:
+                body.insert(0, f"if not nothing_arrived(): yield {op}")
             lines += [f"    {line}" for line in body]
             op_at += [op] * len(body)
     exec(compile("\n".join(lines), "<operators>", "exec"), names)

@@ -3,7 +3,8 @@
 All state of a device belongs to its thread; devices talk only through inboxes, so there are
 no locks to take and none to forget. A worker follows the same rule as the simulator's list
 scheduler: of what is ready, the smallest micro-batch, then the highest rank; or it follows a
-given ``Schedule``.
+given ``Schedule``. Operators that become ready together run as one function, which stops when a
+message comes, so that the rule holds between all operators.
 
 Consecutive operators share their time marks (the end of one is the start of the next, unless
 something arrived in between), so the cost of dispatching an operator is part of the operator,
@@ -16,7 +17,7 @@ import heapq
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -129,6 +130,7 @@ class Worker(threading.Thread):
         expected: int | None = None  # with a schedule: the key that comes next
         order = self._order
         carried, carried_to = share.carried, dict.fromkeys(share.carried, self._first_batch)
+        suspended: dict[int, tuple[int, Iterator[int]]] = {}  # by key: a run, and the rest of it
         mark = backend.mark()
 
         def became_ready(batch: int, op: int) -> None:
@@ -201,10 +203,22 @@ class Worker(threading.Thread):
                 ready.remove(key)
                 heapq.heapify(ready)
             batch, position = divmod(key, num_ops)
-            op = self._running = by_priority[position]
             flight = flights[batch]
             env, missing, uses = flight.env, flight.missing, flight.uses
-            calls[op](env)
+            if key in suspended:
+                op, rest = suspended.pop(key)
+                self._running = op
+            else:
+                op = self._running = by_priority[position]
+                rest = calls[op](env, inbox.empty)
+            following = None if rest is None else next(rest, None)
+            if rest is not None and following is not None:
+                # Something has arrived, and what it makes ready may come before the rest.
+                key = batch * num_ops + priority[following]
+                suspended[key] = op, rest
+                heapq.heappush(ready, key)
+                self._running = None
+                continue
             if record:
                 begin, mark = mark, backend.mark()
                 # Flat, because a list of tuples would keep the garbage collector busy.
@@ -226,11 +240,11 @@ class Worker(threading.Thread):
                     env[t] = None
             if op in carried:
                 carried_to[op] = batch + 1
-                following = flights.get(batch + 1)
-                if following is not None:
+                after = flights.get(batch + 1)
+                if after is not None:
                     for reader in carried[op]:
-                        following.missing[reader] -= 1
-                        if following.missing[reader] == 0:
+                        after.missing[reader] -= 1
+                        if after.missing[reader] == 0:
                             became_ready(batch + 1, reader)
             flight.left -= 1
             if flight.left == 0:
