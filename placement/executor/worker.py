@@ -205,14 +205,14 @@ class Worker(threading.Thread):
             batch, position = divmod(key, num_ops)
             flight = flights[batch]
             env, missing, uses = flight.env, flight.missing, flight.uses
+            rest: Iterator[int] | None
             if key in suspended:
                 op, rest = suspended.pop(key)
                 self._running = op
             else:
                 op = self._running = by_priority[position]
                 rest = calls[op](env, inbox.empty)
-            following = None if rest is None else next(rest, None)
-            if rest is not None and following is not None:
+            if rest is not None and (following := next(rest, None)) is not None:
                 # Something has arrived, and what it makes ready may come before the rest.
                 key = batch * num_ops + priority[following]
                 suspended[key] = op, rest
