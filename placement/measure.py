@@ -177,7 +177,8 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
     first = np.full(graph.num_groups, graph.num_ops)
     np.minimum.at(first, graph.group, problem.priority)
     for cuts in _CALIBRATION_CUTS:
-        at = rng.choice(graph.num_ops, min(cuts, graph.num_ops), replace=False)
+        places = graph.num_ops - 1
+        at = rng.choice(places, min(cuts, places), replace=False)
         found.append(np.searchsorted(np.sort(at), first) % devices)
     return np.stack(found)[:, graph.group].astype(np.int32)
 

@@ -234,11 +234,19 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch):
     lucky = scaled(replace(profile, loaded_s=0.5 * seconds), 1.0, 1.0, 4.0)
     np.testing.assert_allclose(lucky.loaded_s, 0.05 * seconds)
 
+    runs = []
+
     class Machine:
         def __init__(self, problem, warmup):
             self.problem = replace(problem, profile=truth)
 
         def run(self, placement, num_microbatches=None, max_in_flight=None):
+            runs.append(placement)
+            if 5 < len(runs) < 12:  # somebody else uses a core for some time
+                slow = {"compute_s": 2 * truth.compute_s, "loaded_s": 2 * truth.loaded_s}
+                return simulate(
+                    replace(self.problem, profile=replace(truth, **slow)), placement, None, 1
+                )
             if max_in_flight == 1:
                 return simulate(self.problem, placement, num_microbatches=1)
             return simulate(self.problem, placement)
@@ -259,3 +267,7 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch):
     before, after = errors(profile), errors(found)
     assert min(before) > 0.07 and max(after) < 0.04, (before, after)
     assert found.provenance["calibration"]["transfers"] == 2.0
+    # Twice each, alone and in a pipeline: two without order, others cut at 1, 3, 7 and all places.
+    assert len(runs) == 4 * 7
+    changes = [int((np.diff(p) != 0).sum()) for p in runs[4:14:2]]
+    assert changes == [1, 3, 7, 11, 11] and {len(p) for p in runs} == {12}

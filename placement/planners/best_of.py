@@ -55,7 +55,6 @@ class BestOf:
         "pipedream",
         "balanced_split",
         "contiguous_dp",
-        "critical_path_greedy",
         "m_topo",
         "round_robin",
         "coarsened",
@@ -64,6 +63,7 @@ class BestOf:
         "time_slices",
         "level_pipeline",
         "m_sct",
+        "critical_path_greedy",
         "antichain_dp",
         "ideal_dp",
     )
