@@ -61,25 +61,32 @@ def test_runs_are_cut_where_something_arrives_or_leaves(
 
 
 class Fork(nn.Module):
-    """x -> relu -> sin -> y; x -> cos -> exp -> z; y + z"""
+    """x -> relu -> sin -> neg -> y; x -> cos -> exp -> z; y + z"""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(torch.relu(x)) + torch.exp(torch.cos(x))
+        return torch.neg(torch.sin(torch.relu(x))) + torch.exp(torch.cos(x))
+
+
+FORK = ["relu", "sin", "neg", "cos", "exp", "add"]
 
 
 def fork() -> OpGraph:
     graph = capture(Fork(), torch.randn(4, 3))
-    kinds = [name.split(".")[1] for name in graph.op_kind]
-    assert kinds == ["relu", "sin", "cos", "exp", "add"]
+    assert [name.split(".")[1] for name in graph.op_kind] == FORK
     return graph
 
 
-def test_what_is_ready_earlier_is_no_part_of_a_run() -> None:
-    """relu elsewhere: sin and add wait for it; cos and exp, which come between, must not."""
-    share = shares(fork(), np.array([0, 1, 1, 1, 1]), 2)[1]
-    assert runs_of(share, range(5)) == [(1,), (2, 3), (4,)]
-    # Where sin comes last, nothing lies between it and add.
-    assert runs_of(share, [0, 3, 1, 2, 4]) == [(2, 3), (1, 4)]
+def test_what_is_ready_before_something_comes_back_is_no_part_of_a_run() -> None:
+    """sin elsewhere: neg and add wait until it comes back; cos and exp, in between, must not."""
+    there_and_back = shares(fork(), np.array([1, 0, 1, 1, 1, 1]), 2)[1]
+    assert len(there_and_back.returning) == 1
+    assert runs_of(there_and_back, range(6)) == [(0,), (2,), (3, 4), (5,)]
+    # Where neg comes after them, nothing lies between it and add.
+    assert runs_of(there_and_back, [0, 1, 4, 2, 3, 5]) == [(0,), (3, 4), (2, 5)]
+    # relu elsewhere: nothing there waits for this device, so one function does.
+    downstream = shares(fork(), np.array([0, 1, 1, 1, 1, 1]), 2)[1]
+    assert downstream.returning == frozenset()
+    assert runs_of(downstream, range(6)) == [(1, 2, 3, 4, 5)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -87,44 +94,49 @@ def test_what_is_ready_earlier_is_no_part_of_a_run() -> None:
 def test_operators_of_a_run_wait_for_the_same_and_neighbours_do_not(
     seed: int, num_ops: int, num_devices: int
 ) -> None:
-    """By brute force, on random graphs: all that arrives for an operator, through others here."""
+    """By brute force, on random graphs: what comes back for an operator, through others here."""
     rng = np.random.default_rng(seed)
     edges = [(u, v) for v in range(num_ops) for u in range(v) if rng.random() < 2 / num_ops]
     names = [f"op{i}" for i in range(num_ops)]
     graph = OpGraph.build("random", names, range(num_ops), [4] * num_ops, edges)
     place = rng.integers(0, num_devices, num_ops)
+    before = [{u} for u in range(num_ops)]
+    for u, v in edges:  # in order of v
+        before[v] |= before[u]
     for d, share in enumerate(shares(graph, place, num_devices)):
 
+        def far(op: int, d: int = d) -> set[int]:
+            return {u for u, v in edges if v == op and place[u] != d}
+
         def awaited(op: int, d: int = d) -> set[int]:
-            above = [u for u, v in edges if v == op]
-            far = {u for u in above if place[u] != d}
-            return far.union(*(awaited(u) for u in above if place[u] == d))
+            back = {u for u in far(op) if d in place[list(before[u])]}
+            return back.union(*(awaited(u) for u, v in edges if v == op and place[u] == d))
 
         runs = runs_of(share, range(num_ops))
         assert [op for run in runs for op in run] == np.flatnonzero(place == d).tolist()
-        sends = {u for u, v in edges if place[v] != place[u]} | {
-            u for u in range(num_ops) if share.results[u]
-        }
+        sends = {u for u, v in edges if place[v] != place[u]}
+        sends |= {u for u in range(num_ops) if share.results[u]}
         for run in runs:
             assert all(awaited(op) == awaited(run[0]) for op in run)
+            assert all(far(op) <= far(run[0]) for op in run)
             assert sends.isdisjoint(run[:-1])
-        for run, following in pairwise(runs):
-            assert awaited(run[-1]) != awaited(following[0]) or run[-1] in sends
+        for run, (op, *_) in pairwise(runs):
+            assert run[-1] in sends or awaited(op) != awaited(run[0]) or not far(op) <= far(run[0])
 
 
 def test_a_run_lets_what_arrives_go_first() -> None:
     """The rule holds between the operators of a run: of what is ready, the highest rank.
 
-    cpu:a  relu ──┐           is done once cos has begun
-    cpu:b    cos ─┴─ sin exp  cos ends once relu has arrived; without a look around: cos exp sin
+    cpu:a       sin ──┐         is done once cos has begun
+    cpu:b  relu ┘ cos ─┴─ neg exp  cos ends once sin is back; without a look around: cos exp neg
     """
     graph = fork()
     began, done = threading.Event(), list[str]()
-    runner = Runner(graph, CLUSTER, np.array([0, 1, 1, 1, 1]))
+    runner = Runner(graph, CLUSTER, np.array([1, 0, 1, 1, 1, 1]))
 
     def watched(name: str, target: Any) -> Any:
         def call(*args: Any) -> Any:
-            if name == "relu":
+            if name == "sin":
                 assert began.wait(10)
             if name == "cos":
                 began.set()
@@ -137,12 +149,12 @@ def test_a_run_lets_what_arrives_go_first() -> None:
 
         return call
 
-    for name, step in zip(["relu", "sin", "cos", "exp", "add"], graph.program.steps, strict=True):
+    for name, step in zip(FORK, graph.program.steps, strict=True):
         object.__setattr__(step, "target", watched(name, step.target))
     x = torch.randn(4, 3)
     with runner:
         torch.testing.assert_close(runner(x), Fork()(x))
-    assert [name for name in done if name != "relu"] == ["cos", "sin", "exp", "add"]
+    assert [name for name in done if name != "sin"] == ["relu", "cos", "neg", "exp", "add"]
 
 
 def test_a_fused_share_speaks_of_runs() -> None:

@@ -32,6 +32,7 @@ class Share:
         model_inputs: model inputs read here.
         results: ``[T]`` whether a tensor made here leaves the model.
         carried: an operator here -> those that wait for it from one micro-batch to the next.
+        returning: tensors sent here that depend on something this device has sent.
     """
 
     device: int
@@ -46,6 +47,7 @@ class Share:
     model_inputs: tuple[int, ...]
     results: list[bool]
     carried: dict[int, tuple[int, ...]]
+    returning: frozenset[int]
 
 
 def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) -> list[Share]:
@@ -57,6 +59,12 @@ def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) ->
     consumers = _rows(graph.use_dst, graph.use_ptr)
     leaves = set(graph.output_tensor.tolist())
     carried = carried_operators(graph)
+    passed = [0] * graph.num_ops  # a bit for each device of an operator and those before it
+    for op, read in enumerate(inputs):
+        passed[op] = 1 << place[op]
+        for t in read:
+            if made_at[t] >= 0:
+                passed[op] |= passed[int(graph.tensor_src[t])]
     found = []
     for d in range(num_devices):
         users = [tuple(op for op in ops if place[op] == d) for ops in consumers]
@@ -81,6 +89,13 @@ def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) ->
                 model_inputs=tuple(t for t, src in enumerate(made_at) if src == -1 and users[t]),
                 results=[t in leaves and made_at[t] == d for t in range(graph.num_tensors)],
                 carried={op: readers for op, readers in carried.items() if place[op] == d},
+                returning=frozenset(
+                    t
+                    for t, readers in enumerate(users)
+                    if readers
+                    and made_at[t] not in (-1, d)
+                    and passed[graph.tensor_src[t]] >> d & 1
+                ),
             )
         )
     return found
@@ -97,33 +112,37 @@ def carried_operators(graph: OpGraph) -> dict[int, tuple[int, ...]]:
 
 
 def runs_of(share: Share, priority: Sequence[int]) -> list[tuple[int, ...]]:
-    """The operators of a device in order of ``priority``, cut into runs that are ready as one.
+    """The operators of a device in order of ``priority``, cut into runs that need no look around.
 
-    All of a run wait, through other operators of the device, for the same tensors of other
-    devices (and the same writers of buffers in the micro-batch before), and only its last makes
-    something that leaves the device. So where one operator at a time takes the first of what is
-    ready, a run is taken when its operators would be. The order is topological over all devices,
-    so runs can wait for each other in no circle.
+    All that other devices send to a run is read by its first operator, and only its last makes
+    something that leaves the device. The order is topological over all devices, so runs can wait
+    for each other in no circle. What comes back may be late because this device is: all operators
+    of a run wait, through others here, for the same of it (and for the same writers of buffers in
+    the micro-batch before), so that none is held up that could bring on what others wait for.
     """
     made = {t for op in share.ops for t in share.outputs[op]}
     leaving = {t for t in made if share.peers[t] or share.results[t]}
-    arriving = {t for op in share.ops for t in share.inputs[op]} - made - set(share.model_inputs)
-    # A bit for everything that is waited for, and those of each tensor and operator.
-    of_tensor = {t: 1 << i for i, t in enumerate(arriving)}
+    here = made | set(share.model_inputs)
+    # A bit for everything that comes back, and those of each tensor and operator.
+    of_tensor = {t: 1 << i for i, t in enumerate(sorted(share.returning))}
     of_op = dict.fromkeys(share.ops, 0)
-    for i, readers in enumerate(share.carried.values(), len(arriving)):
+    for i, readers in enumerate(share.carried.values(), len(of_tensor)):
         for op in readers:
             of_op[op] |= 1 << i
     found: list[list[int]] = []
-    before: int | None = None
+    closed = True
     for op in sorted(share.ops, key=priority.__getitem__):
         for t in share.inputs[op]:
             of_op[op] |= of_tensor.get(t, 0)
         of_tensor |= dict.fromkeys(share.outputs[op], of_op[op])
-        if of_op[op] != before:
+        if (
+            closed
+            or of_op[op] != of_op[found[-1][0]]
+            or any(t not in here and t not in share.inputs[found[-1][0]] for t in share.inputs[op])
+        ):
             found.append([])
         found[-1].append(op)
-        before = of_op[op] if leaving.isdisjoint(share.outputs[op]) else None
+        closed = not leaving.isdisjoint(share.outputs[op])
     return [tuple(run) for run in found]
 
 

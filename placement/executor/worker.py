@@ -3,8 +3,8 @@
 All state of a device belongs to its thread; devices talk only through inboxes, so there are
 no locks to take and none to forget. A worker follows the same rule as the simulator's list
 scheduler: of what is ready, the smallest micro-batch, then the highest rank; or it follows a
-given ``Schedule``. Operators that become ready together run as one function, which stops when a
-message comes, so that the rule holds between all operators.
+given ``Schedule``. Operators may run as one function (``share.runs_of``), which stops when a
+message comes: what that makes ready may come first.
 
 Consecutive operators share their time marks (the end of one is the start of the next, unless
 something arrived in between), so the cost of dispatching an operator is part of the operator,
