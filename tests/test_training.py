@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from agents.trained import one_thread
 from placement.cluster import Cluster, Device
 from placement.executor import Executor, RunnerError, Trainer
 from placement.measure import measure
@@ -69,10 +70,15 @@ def made(seed=0):
 
 
 def plain_step(module, optimizer, microbatches, loss=F.cross_entropy):
-    """The same step in plain PyTorch; a module that returns its loss has none beside it."""
+    """The same step in plain PyTorch; a module that returns its loss has none beside it.
+
+    In one thread, as devices here have: the bias before a norm has a gradient of nothing but
+    rounding, which Adam makes as large as any.
+    """
     if not isinstance(microbatches[0], tuple) or isinstance(microbatches[0][1], dict):
         loss = None
-    return plain_pytorch_step(module, optimizer, microbatches, loss)
+    with one_thread():
+        return plain_pytorch_step(module, optimizer, microbatches, loss)
 
 
 def random_placement(graph, seed):
