@@ -30,7 +30,7 @@ from placement.problem import Objective, Placement, Planner, Problem, Solution
 
 Mode = Literal["zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
-START_SECONDS = 0.5  # of a clock, for the baseline: all of ``best_of`` find room in seconds
+START_SECONDS = 0.5  # of a clock, for the baseline: ``best_of`` has many to run
 SMALL = 100  # groups, where sampled placements are worth their evaluations
 UNTRAINED = "untrained"
 

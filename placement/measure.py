@@ -176,8 +176,8 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
     found = [rng.integers(0, devices, graph.num_groups) for _ in range(_CALIBRATION_RANDOM)]
     first = np.full(graph.num_groups, graph.num_ops)
     np.minimum.at(first, graph.group, problem.priority)
+    places = graph.num_ops - 1
     for cuts in _CALIBRATION_CUTS:
-        places = graph.num_ops - 1
         at = rng.choice(places, min(cuts, places), replace=False)
         found.append(np.searchsorted(np.sort(at), first) % devices)
     return np.stack(found)[:, graph.group].astype(np.int32)

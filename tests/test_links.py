@@ -164,7 +164,6 @@ def test_profiles_of_two_hosts_are_one() -> None:
         replace(one, device_names=(x,), compute_s=np.array([[s]]))
         for x, s in (("y", 3.0), ("z", 4.0))
     ]
-    alone = [replace(p, spread_s=np.zeros((1, 1))) for p in alone]
     whole = merged([first, *alone], cluster)
     assert whole.device_names == tuple(names) and whole.compute_s.tolist() == [[1, 2, 3, 4]]
     assert whole.loaded_s is not None and whole.loaded_s.tolist() == [[1.5, 2.5, 3, 4]]

@@ -53,7 +53,8 @@ class Share:
 def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) -> list[Share]:
     """The share of every device; pure."""
     place = placement.tolist()
-    made_at = [place[s] if s >= 0 else -1 for s in graph.tensor_src.tolist()]
+    sources = graph.tensor_src.tolist()
+    made_at = [place[s] if s >= 0 else -1 for s in sources]
     inputs = _rows(graph.in_tensor, graph.in_ptr)
     outputs = _rows(graph.out_tensor, graph.out_ptr)
     consumers = _rows(graph.use_dst, graph.use_ptr)
@@ -63,8 +64,8 @@ def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) ->
     for op, read in enumerate(inputs):
         passed[op] = 1 << place[op]
         for t in read:
-            if made_at[t] >= 0:
-                passed[op] |= passed[int(graph.tensor_src[t])]
+            if sources[t] >= 0:
+                passed[op] |= passed[sources[t]]
     found = []
     for d in range(num_devices):
         users = [tuple(op for op in ops if place[op] == d) for ops in consumers]
@@ -92,9 +93,7 @@ def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) ->
                 returning=frozenset(
                     t
                     for t, readers in enumerate(users)
-                    if readers
-                    and made_at[t] not in (-1, d)
-                    and passed[graph.tensor_src[t]] >> d & 1
+                    if readers and made_at[t] not in (-1, d) and passed[sources[t]] >> d & 1
                 ),
             )
         )
