@@ -165,7 +165,7 @@ def study(workload: str, count: int, rounds: int, repeats: int, minutes: float) 
     )
     problem = Problem(graph, cluster, profiles[0], num_microbatches=num_period)
     placements = candidates(problem, count)
-    executor = Executor(problem, warmup=1)
+    executor = Executor(problem)
     singles = [np.full(graph.num_ops, d, np.int32) for d in range(cluster.num_devices)]
 
     def speed() -> list[float]:

@@ -187,7 +187,7 @@ def place(entry: dataset.Entry, known: Sequence[Case]) -> dict[str, Any]:
         groups = rng.choice(2, graph.num_groups, p=rng.dirichlet(np.ones(2)))
         groups = np.sort(groups) if i % 2 else groups
         placements[f"random {i}"] = groups[graph.group].astype(np.int32)
-    executor = Executor(problem, warmup=1)
+    executor = Executor(problem)
     spans: dict[str, list[list[float]]] = {name: [] for name in placements}
     for _ in range(ROUNDS):
         for name, p in placements.items():

@@ -23,6 +23,7 @@ from placement.parallel import parallel_map
 from placement.problem import Placement, Planner, Problem, Solution, lower_bounds
 from placement.simulator import evaluate, score
 from placement.timeline import Timeline
+from placement.trials import LATENCY_RUNS
 
 Floats = NDArray[np.float64]
 Progress = Callable[[str], None]  # told what is being done
@@ -239,8 +240,6 @@ class Comparison:
 
 
 SINGLE = "single:"
-ALONE = 3  # micro-batches, one after another, whose median span is one sample of the latency
-LATENCY_RUNS = 4  # micro-batches one after another; their median is one sample of the latency
 
 
 def compare(

@@ -52,7 +52,7 @@ _CALIBRATION_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
-_RULES = 3  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_RULES = 4  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
 _CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
 
@@ -143,7 +143,7 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     short = int(np.clip(_CALIBRATION_S / profile.compute_s.sum(axis=0).mean(), 1, 8))
     alone, many = (runs * short for runs in _CALIBRATION_RUNS)
     problem = Problem(graph, cluster, profile, num_microbatches=many)
-    executor = Executor(problem, warmup=1)
+    executor = Executor(problem)
     placements = _from_few_cuts_to_many(problem)
     rounds = np.empty((_CALIBRATION_ROUNDS, len(placements), 2))
     for r, (i, p) in product(range(len(rounds)), enumerate(placements)):
@@ -351,7 +351,7 @@ def _batch_seconds(cluster: Cluster, repeats: int) -> float:
     graph = capture(_Watched(False), torch.ones(_STREAM_SIZE), name="chain")
     shape = graph.num_ops, cluster.num_devices
     nothing = Profile(cluster.device_names, np.zeros(shape), np.zeros(shape))
-    executor = Executor(Problem(graph, cluster, nothing, num_microbatches=_STREAMED), warmup=1)
+    executor = Executor(Problem(graph, cluster, nothing, num_microbatches=_STREAMED))
     more = []
     for _ in range(3 * repeats):
         for d in range(cluster.num_devices):

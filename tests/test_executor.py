@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import placement.executor.executor as executor_module
 import placement.executor.runner as runner_module
 from placement.cluster import Cluster, Device
 from placement.executor import Executor, Runner, RunnerError
@@ -315,6 +316,26 @@ def test_measured_timeline_obeys_the_model(seed):
     predicted = simulate(problem, placement)
     assert sorted(map(tuple, timeline.transfers)) == sorted(map(tuple, predicted.transfers))
     assert timeline.measured and timeline.period_s > 0
+
+
+@pytest.mark.parametrize(("limit_s", "before"), [(np.inf, 8), (0.0, 1)])
+def test_what_is_measured_begins_warm(monkeypatch, limit_s, before):
+    """Eight micro-batches run first; of a model too slow for that, one."""
+    ran = []
+    whole = Runner.stream_tensors
+
+    def counted(runner, inputs):
+        ran.append(0)
+        for result in whole(runner, inputs):
+            ran[-1] += 1
+            yield result
+
+    monkeypatch.setattr(Runner, "stream_tensors", counted)
+    monkeypatch.setattr(executor_module, "_WARM_UP_S", limit_s)
+    problem = problem_of(capture(*tiny.tiny_mlp()))
+    line = Executor(problem).run(np.zeros(problem.num_ops, int), num_microbatches=3)
+    assert ran == [before, 3]
+    assert line.start_s.shape == (3, problem.num_ops)
 
 
 def test_a_schedule_is_followed_to_the_letter():

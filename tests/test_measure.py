@@ -237,7 +237,7 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch):
     runs = []
 
     class Machine:
-        def __init__(self, problem, warmup):
+        def __init__(self, problem):
             self.problem = replace(problem, profile=truth)
 
         def run(self, placement, num_microbatches=None, max_in_flight=None):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,10 @@ from placement.problem import Placement, Problem
 from placement.schedule import Schedule
 from placement.timeline import Timeline
 
+# Before what is measured: CPython has specialised what it interprets after eight runs (it is 1 to
+# 3 % slower before); a model that takes longer than this spends little time there.
+_WARM_UP_RUNS, _WARM_UP_S = 8, 0.1
+
 
 def batched(flat: list[Any], size: int) -> Iterator[tuple[Any, ...]]:
     """Rows of ``size`` of a flat list."""
@@ -28,12 +34,10 @@ class Executor:
 
     Args:
         problem: whose graph has a program and whose cluster is this machine.
-        warmup: micro-batches that run before the measured ones.
     """
 
-    def __init__(self, problem: Problem, *, warmup: int = 2) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.warmup = warmup
 
     @cached_property
     def storages(self) -> Storages:
@@ -71,16 +75,15 @@ class Executor:
         if schedule is not None:
             # The schedule is for exactly m micro-batches, so the warm-up runs without it.
             with self._runner(p, None, m) as runner:
-                _drain(runner, inputs, self.warmup)
+                _warm_up(runner, inputs)
         with self._runner(p, schedule, window) as runner:
             if schedule is None:
-                _drain(runner, inputs, self.warmup)
+                _warm_up(runner, inputs)
             first = runner.next_batch
             if loader is None:
-                _drain(runner, inputs, m)
+                _drain(runner.stream_tensors(inputs for _ in range(m)))
             else:
-                for _ in runner.stream(loader):
-                    pass
+                _drain(runner.stream(loader))
             m = runner.next_batch - first
             if m == 0:
                 raise LoaderError("the loader gave no items: a timeline needs at least one")
@@ -99,8 +102,15 @@ class Executor:
         )
 
 
-def _drain(runner: Runner, inputs: Sequence[Tensor], num_microbatches: int) -> None:
-    for _ in runner.stream_tensors(inputs for _ in range(num_microbatches)):
+def _warm_up(runner: Runner, inputs: Sequence[Tensor]) -> None:
+    began = time.perf_counter()
+    runs = range(_WARM_UP_RUNS)
+    some = takewhile(lambda i: i == 0 or time.perf_counter() - began < _WARM_UP_S, runs)
+    _drain(runner.stream_tensors(inputs for _ in some))
+
+
+def _drain(results: Iterable[Any]) -> None:
+    for _ in results:
         pass
 
 
