@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from experiments.learned.cells import geometric
 from placement.compare import SINGLE, compare
 from placement.measured_search import search_measured
 from placement.planners import PlannerError, load
-from placement.problem import Planner, Problem, Solution
+from placement.problem import Placement, Problem, Solution
 from placement.simulator import score
 from placement.trials import Trials
 
@@ -66,9 +67,8 @@ class Measured:
         from agents.planner import PolicyPlanner
         from placement.executor import Executor
 
-        planners: list[Planner] = [PolicyPlanner(seconds=self.seconds, seed=self.seed)]
-        planners += [load(name) for name in self.baselines]
-        starts = np.stack([planner(problem).placement for planner in planners])
+        mine = PolicyPlanner(seconds=self.seconds, seed=self.seed)(problem)
+        starts = np.stack([mine.placement, *(answer(name, problem) for name in self.baselines)])
         trials = Trials(problem, Executor(problem), measurements=self.measurements)
         return search_measured(trials, starts, seed=self.seed)
 
@@ -82,16 +82,21 @@ def problems(options: Namespace) -> made.Problems:
     return found
 
 
+@cache
+def answer(baseline: str, problem: Problem) -> Placement:
+    """int32 ``[N]`` what a baseline plans: once, as some take a minute."""
+    return load(baseline)(problem).placement
+
+
 def best_predicted(problem: Problem, count: int) -> list[str]:
     """The ``count`` baselines with the least predicted values, those with equal answers once."""
     values: dict[bytes, tuple[float, str]] = {}
     for name in BASELINES:
         try:
-            placement = load(name)(problem).placement
+            placement = answer(name, problem)
         except PlannerError:
             continue
-        answer = placement.astype("int32").tobytes()
-        values.setdefault(answer, (float(score(problem, placement[None])[0]), name))
+        values.setdefault(placement.tobytes(), (float(score(problem, placement[None])[0]), name))
     return [name for _, name in sorted(values.values())[:count]]
 
 
