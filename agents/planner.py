@@ -108,7 +108,8 @@ class PolicyPlanner:
         _load_mode(self.mode, policy.formulation)
         return self._plan(problem, policy, name)
 
-    def _plan(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
+    def _start(self, problem: Problem, name: str) -> tuple[Search, Solution, dict[str, Any]]:
+        """The budget, what the baseline answers on it, and the first facts about both."""
         search = Search(problem, self.seconds, self.evaluations)
         start = search.run(self.baseline, START_SECONDS, START_SHARE)
         stats: dict[str, Any] = {
@@ -117,6 +118,10 @@ class PolicyPlanner:
             "baseline_value_s": start.value_s,
             "baseline_evaluations": search.num_evaluations,
         }
+        return search, start, stats
+
+    def _plan(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
+        search, start, stats = self._start(problem, name)
         if self.mode == "finetune" and search.left:
             before = search.num_evaluations
             policy = self._finetune(policy, problem, start.placement, search)
@@ -166,15 +171,8 @@ class PolicyPlanner:
             width = width or policy.width
         seeds = self._seeds(problem)
         load_kernel()
-        search = Search(problem, self.seconds, self.evaluations)
-        start = search.run(self.baseline, START_SECONDS, START_SHARE)
-        stats: dict[str, Any] = {
-            "mode": self.mode,
-            "policy": name,
-            "chooser": self.chooser,
-            "baseline_value_s": start.value_s,
-            "baseline_evaluations": search.num_evaluations,
-        }
+        search, start, stats = self._start(problem, name)
+        stats["chooser"] = self.chooser
         if seeds is not None and search.left:
             wanted = int(min(self.k, search.num_left / 2))
             stats["seed_policy"] = seeds[1]

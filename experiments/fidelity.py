@@ -37,7 +37,7 @@ from placement.cluster import Cluster
 from placement.compare import mape, spearman
 from placement.executor import Executor
 from placement.files import write_atomic
-from placement.measure import measure
+from placement.measure import at_speed, measure
 from placement.problem import Placement, Problem
 from placement.profile import Profile
 from placement.program import capture
@@ -196,7 +196,7 @@ def study(workload: str, count: int, rounds: int, repeats: int, minutes: float) 
     profile = merged(profiles)
     rows = []
     for name, placement in placements.items():
-        here = at_speed(profile, np.median(beside[name], axis=0))
+        here = as_slow_as(profile, np.median(beside[name], axis=0))
         many = predicted(problem, here, placement)
         plain = predicted(problem, profile, placement)
         without = {
@@ -236,12 +236,10 @@ def between_rounds(seconds: Sequence[float]) -> float:
     return float(np.mean(np.abs(np.array(seconds) / others - 1.0)))
 
 
-def at_speed(profile: Profile, seconds: Floats) -> Profile:
+def as_slow_as(profile: Profile, seconds: Floats) -> Profile:
     """The profile with every device as slow as one that runs the whole model in ``seconds [D]``."""
-    factor = seconds / profile.compute_s.sum(axis=0)
-    loaded = None if profile.loaded_s is None else profile.loaded_s * factor
-    batch_s = profile.batch_s * float(factor.mean())
-    return replace(profile, compute_s=profile.compute_s * factor, loaded_s=loaded, batch_s=batch_s)
+    times = seconds / profile.compute_s.sum(axis=0)
+    return replace(at_speed(profile, times), batch_s=profile.batch_s * float(times.mean()))
 
 
 def predicted(problem: Problem, profile: Profile, placement: Placement) -> tuple[float, float, int]:

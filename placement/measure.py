@@ -52,7 +52,8 @@ _CALIBRATION_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
-_RULES = 4  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_DISTURBED = 0.9  # of its measured seconds, in which a device later runs the whole graph
+_RULES = 5  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
 _CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
 
@@ -138,18 +139,29 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     What a transfer, a wake-up and a busy neighbour cost apart from everything else is not what
     they cost in the middle of a model: caches, the interpreter and the sleep of idle cores take
     part. So a few placements run, and a factor for each of the three is chosen with which their
-    latencies and periods are predicted best.
+    latencies and periods are predicted best. Single devices run too: one that is clearly faster
+    now was disturbed when it was measured, as others only ever slow it down.
     """
     short = int(np.clip(_CALIBRATION_S / profile.compute_s.sum(axis=0).mean(), 1, 8))
     alone, many = (runs * short for runs in _CALIBRATION_RUNS)
     problem = Problem(graph, cluster, profile, num_microbatches=many)
     executor = Executor(problem)
     placements = _from_few_cuts_to_many(problem)
+    singles = np.repeat(np.arange(cluster.num_devices, dtype=np.int32)[:, None], graph.num_ops, 1)
     rounds = np.empty((_CALIBRATION_ROUNDS, len(placements), 2))
-    for r, (i, p) in product(range(len(rounds)), enumerate(placements)):
-        spans = executor.run(p, num_microbatches=alone, max_in_flight=1).span_s
-        rounds[r, i] = np.median(spans), executor.run(p).period_s
+    whole = np.empty((_CALIBRATION_ROUNDS, len(singles)))
+
+    def latency_s(placement: NDArray[np.int32]) -> float:
+        spans = executor.run(placement, num_microbatches=alone, max_in_flight=1).span_s
+        return float(np.median(spans))
+
+    for r in range(_CALIBRATION_ROUNDS):
+        whole[r] = [latency_s(p) for p in singles]
+        for i, p in enumerate(placements):
+            rounds[r, i] = latency_s(p), executor.run(p).period_s
     measured = rounds.min(axis=0)
+    times = whole.min(axis=0) / profile.compute_s.sum(axis=0)
+    profile = at_speed(profile, np.where(times < _DISTURBED, times, 1.0))
 
     def error(factors: tuple[float, ...]) -> float:
         values = evaluate(replace(problem, profile=scaled(profile, *factors)), placements)
@@ -161,7 +173,7 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     # All combinations: what one factor takes away another can give, so one at a time gets stuck.
     chosen = min(product(_CALIBRATION_FACTORS, repeat=3), key=error)
     names = ("transfers", "waking", "neighbours")
-    facts = {"calibration": dict(zip(names, chosen, strict=True))}
+    facts = {"calibration": dict(zip(names, chosen, strict=True)), "alone": times.tolist()}
     return replace(scaled(profile, *chosen), provenance=profile.provenance | facts)
 
 
@@ -199,6 +211,12 @@ def scaled(profile: Profile, transfers: float, waking: float, neighbours: float)
     loaded = profile.compute_s + neighbours * (profile.loaded_s - profile.compute_s)
     # An operator that was measured, by chance, faster beside busy neighbours still takes time.
     return replace(profile, links=links, loaded_s=np.maximum(loaded, 0.1 * profile.loaded_s))
+
+
+def at_speed(profile: Profile, times: Floats) -> Profile:
+    """The profile of devices whose operators take float64 ``times [D]`` as long."""
+    loaded = None if profile.loaded_s is None else profile.loaded_s * times
+    return replace(profile, compute_s=profile.compute_s * times, loaded_s=loaded)
 
 
 def typical(rounds: Floats) -> Floats:

@@ -77,6 +77,6 @@ def test_the_speed_beside_a_placement_scales_every_device_by_itself() -> None:
     profile = random_problem(0, 8, 2).profile
     profile = replace(profile, loaded_s=3 * profile.compute_s)
     whole = profile.compute_s.sum(axis=0)
-    here = fidelity.at_speed(profile, whole * [2.0, 0.5])
+    here = fidelity.as_slow_as(profile, whole * [2.0, 0.5])
     np.testing.assert_allclose(here.compute_s, profile.compute_s * [2.0, 0.5])
     np.testing.assert_allclose(here.loaded_s, profile.compute_s * [6.0, 1.5])
