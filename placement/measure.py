@@ -53,7 +53,7 @@ _CALIBRATION_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
 _DISTURBED = 0.9  # of its measured seconds, in which a device later runs the whole graph
-_RULES = 5  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_RULES = 6  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
 _CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
 
@@ -225,10 +225,17 @@ def typical(rounds: Floats) -> Floats:
     Interruptions hit a small share of the operators in every run, so medians of operators
     alone add up to less than any run takes (by 5 to 30 % where operators take microseconds).
     Each device's medians are scaled to the median over rounds of the whole graph's time.
+
+    Rounds in which a device was clearly slower than in its fastest quarter do not count for it:
+    while others use the hardware that a core shares, all of its operators take up to 1.6 times
+    as long, and that may be most of the rounds.
     """
-    middle = np.median(rounds, axis=0)
-    whole: Floats = np.median(rounds.sum(axis=1), axis=0)
-    return middle * (whole / middle.sum(axis=0))
+    whole: Floats = rounds.sum(axis=1)
+    disturbed = whole > (1 + _SPREAD) * np.percentile(whole, 25, axis=0)
+    kept = np.where(disturbed[:, None], np.nan, rounds)
+    middle = np.nanmedian(kept, axis=0)
+    total: Floats = np.nanmedian(np.where(disturbed, np.nan, whole), axis=0)
+    return middle * (total / middle.sum(axis=0))
 
 
 def load_or_measure(

@@ -69,10 +69,17 @@ def test_medians_add_up_to_the_median_run():
     """
     Three runs of two operators; each run is hit once, by another operator:
 
-        run 0: 1+1 = 2    run 1: 1+3 = 4    run 2: 3+1 = 4    medians 1, 1; median run 4
+        run 0: 10+10 = 20    run 1: 10+12 = 22    run 2: 12+10 = 22    medians 10, 10; run 22
     """
-    rounds = np.array([[1.0, 1.0], [1.0, 3.0], [3.0, 1.0]])[:, :, None]
-    np.testing.assert_allclose(typical(rounds)[:, 0], [2.0, 2.0])
+    rounds = np.array([[10.0, 10.0], [10.0, 12.0], [12.0, 10.0]])[:, :, None]
+    np.testing.assert_allclose(typical(rounds)[:, 0], [11.0, 11.0])
+
+
+def test_rounds_in_which_others_used_a_core_do_not_count_for_it():
+    """Device 0 is disturbed in three rounds of five, device 1 in another one."""
+    each = np.array([[1.5, 3.0], [1.6, 2.0], [1.0, 2.0], [1.5, 2.2], [1.0, 2.0]])
+    rounds = np.stack([each, 3 * each], axis=1)
+    np.testing.assert_allclose(typical(rounds), [[1.0, 2.0], [3.0, 6.0]])
 
 
 def test_rounds_go_on_while_somebody_else_uses_a_core(monkeypatch):
