@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,9 @@ def planners(policies: Mapping[str, str | None], objective: Objective) -> dict[s
 
     mode: Any = "guided_search"
     files = [policy_file(path, mode, objective) for path in policies.values()]
-    first = TrainedPolicy.load(files[0] or released(mode, objective))
+    ships = files[0] or released(mode, objective)
+    new = TrainedPolicy(untrained_net(None, mode))
+    first = TrainedPolicy.load(ships) if Path(ships).is_file() else new
     chosen: dict[str, Planner] = {
         name: PolicyPlanner(path, mode) for name, path in zip(policies, files, strict=True)
     }
@@ -153,9 +156,10 @@ def report(cells: Sequence[Cell]) -> str:
         )
     return f"""# Who should choose the moves
 
-`policy` is the trained chooser, `frozen` the same network untrained (it begins near the
-hand-written score), `hand` that score alone (for `max_load` softmax of minus the exact delta
-over the temperature), `uniform` chance; the others are searches of their own. The field is
+`policy` is the planner as it ships: the trained chooser for latency, and for load, where none is
+released, the hand-written score. `frozen` is the network untrained (it begins near that score),
+`hand` the score alone (for `max_load` softmax of minus the exact delta over the temperature),
+`uniform` chance; the others are searches of their own. The field is
 {", ".join(FIELD[:-2])} (also {FIELD[-2].split()[-1]} and {FIELD[-1].split()[-1]}), the best of
 them with the same seed: an oracle that no single one of them is.
 With a clock everyone begins as shipped, on that clock; where evaluations are limited all begin at
