@@ -77,7 +77,8 @@ def _guided(results: Path) -> list[Goal]:
         # The published dynamic program finds the best contiguous split, as ``ideal_dp`` does.
         ("throughput, operator graphs, against DP", "-12 to -28 %", load, [guided.DP], 0.88),
         ("the same, against the best of three DPs", "-12 to -28 %", load, guided.EXACT, 0.88),
-        ("the same, against softmax(-delta/T), equal CPU", "-1 %", load, [guided.HAND], 0.99),
+        # No policy is released for loads, so what differs is chance.
+        ("the same, against softmax(-delta/T), which ships", "-1 %", load, [guided.HAND], 0.99),
         ("latency, >= 1500 operators, 2 s, against the field", "-5 %", latency, guided.FIELD, 0.95),
         ("the same, against the hand-written score", "-1 %", latency, [guided.HAND], 0.99),
     )
