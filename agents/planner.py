@@ -160,9 +160,9 @@ class PolicyPlanner:
     def _guided_search(self, problem: Problem) -> Solution:
         net: GuidedNet | None = None
         chooser, width, name = self.chooser, self.width, "none"
-        if self.policy is None and not released(self.mode, problem.objective).is_file():
-            # A new network would choose the same, and evaluating it takes a sixth of the time.
-            chooser = "hand" if chooser == "policy" else chooser
+        ships = released(self.mode, problem.objective).is_file()
+        if chooser == "policy" and self.policy is None and not ships:
+            chooser = "hand"  # a new network makes the same choices more slowly
         if chooser == "policy":
             policy, name = self._policy(self.policy, problem, self.mode)
             found = policy.net
