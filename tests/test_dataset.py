@@ -59,15 +59,13 @@ def test_a_graph_is_a_problem_with_its_provenance_and_a_planner_takes_it(built) 
     assert (facts["spec"], facts["options"], facts["dataset"]) == ("tiny_mlp", {"batch": 2}, 1)
     assert "host" not in facts  # a machine's name is nobody's business
     assert facts["order"] in ("rank", "reuse") and facts["repeats"] == 2
-    # What operators take adds up to the median run of each device, as ``typical`` promises; of the
-    # two runs, the slower counts if it was not disturbed.
+    # What operators take adds up to the median run of each device, as ``typical`` promises: of two
+    # runs the slower does not count where it was disturbed.
     for d, name in enumerate(problem.cluster.device_names):
         whole = facts["whole_s"][name]
         assert len(whole) == 2
-        total = problem.compute_s[:, d].sum()
-        assert total == pytest.approx(np.median(whole), rel=0.01) or total == pytest.approx(
-            min(whole), rel=0.01
-        )
+        undisturbed = [s for s in whole if s <= 1.15 * np.percentile(whole, 25)]
+        assert problem.compute_s[:, d].sum() == pytest.approx(np.median(undisturbed), rel=0.01)
     assert problem.link_latency_s[0, 1] >= 0 and len(problem.profile.links) == 2
     assert planner("heft")(problem).value_s > 0
 

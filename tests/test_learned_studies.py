@@ -18,7 +18,7 @@ from experiments.learned import problems as made
 from experiments.learned.cells import Cell, Cells, geometric, least, ratios, share
 from placement.problem import Problem, Solution
 from placement.simulator import score
-from placement.workloads.synthetic import Family, layered
+from placement.workloads.synthetic import Family, giph, layered
 
 needs_data = pytest.mark.skipif(
     not (_study.DATA / "dnn_partitioning" / "truth.json").exists(),
@@ -259,6 +259,19 @@ def test_goals_from_files(tmp_path: Path) -> None:
     assert "| -10.56 % " in best and "**no**" in best  # 1 and 0.8 of them
     assert "**no**" in soft  # -0.2 % on average: the row stays
     assert "latency, >= 1500" in page and goals.NOT_RUN in page
+
+
+def test_loads_are_searched_by_what_ships_which_is_the_hand_written_score() -> None:
+    """No policy is released for them, and the study needs none."""
+    field = guided.planners({guided.POLICY: None}, "max_load")
+    problem = giph(0).with_objective("max_load")
+    some = {
+        label: replace(field[label], evaluations=200, baseline="single_device")(problem)
+        for label in (guided.POLICY, guided.HAND, guided.FROZEN)
+    }
+    assert {a.value_s for a in some.values()} == {some[guided.HAND].value_s}
+    assert some[guided.POLICY].placement.tolist() == some[guided.HAND].placement.tolist()
+    assert some[guided.FROZEN].stats["policy"] == "given"
 
 
 def test_curves_begin_with_the_first_answer() -> None:
