@@ -43,17 +43,20 @@ Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
 _CHAIN_OPS, _CHAIN_SIZE = 17, 2**17  # of the chain that tells what waking costs
 _STREAMED, _STREAM_SIZE = 64, 2**6  # micro-batches, and of a chain that tells what each costs
-_CALIBRATION_RANDOM, _CALIBRATION_CUTS = 2, (1, 3, 7, 15, 31)
+_CALIBRATION_CUTS, _CUT_SHARE = (1, 3, 7, 15, 31, 63, 127), 0.25  # of operators, at most
 _CALIBRATION_RUNS, _CALIBRATION_S = (3, 8), 0.1  # alone and in a pipeline; many of short ones
 _CALIBRATION_ROUNDS = 2  # of which the faster counts: others disturb one of them
 _CALIBRATION_SEED = 20
 _CALIBRATION_PRIOR = 0.01  # error that a factor of e must take away to be believed
-_CALIBRATION_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+_CALIBRATION_FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+_CALIBRATION_SENDING_S = (0.0, 5e-6, 1e-5, 2e-5, 3e-5, 4e-5)
+_CALIBRATION_LIKELY = 200  # with the least errors in short pipelines are compared in whole ones
+_CALIBRATION_PRIOR_S = 4e-5  # of sending, what a factor of e is of the others
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
 _DISTURBED = 0.9  # of its measured seconds, in which a device later runs the whole graph
-_RULES = 6  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_RULES = 7  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
 _CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
 
@@ -98,7 +101,8 @@ def measure(
             # The first of the two finds the caches as another device left them.
             alone.append(np.stack([_run(runners[d], inputs, 2) for d in devices], axis=1))
             if cluster.num_devices > 1:
-                loaded.append(_run_together(runners, inputs, 3))
+                whole_s = float(alone[-1].sum(axis=0).mean())
+                loaded.append(_run_together(runners, inputs, 3, whole_s))
         say("links", 1.0)
         links = measure_links(cluster, repeats=max(3, repeats // 2))
     finally:
@@ -138,9 +142,10 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
 
     What a transfer, a wake-up and a busy neighbour cost apart from everything else is not what
     they cost in the middle of a model: caches, the interpreter and the sleep of idle cores take
-    part. So a few placements run, and a factor for each of the three is chosen with which their
-    latencies and periods are predicted best. Single devices run too: one that is clearly faster
-    now was disturbed when it was measured, as others only ever slow it down.
+    part. So a few placements run, and a factor for each of the three, and the processor time of
+    handing over a tensor, are chosen with which their latencies and periods are predicted best,
+    by devices of the speed that they have meanwhile: single devices run too. One that is clearly
+    faster then was disturbed when it was measured, as others only ever slow it down.
     """
     short = int(np.clip(_CALIBRATION_S / profile.compute_s.sum(axis=0).mean(), 1, 8))
     alone, many = (runs * short for runs in _CALIBRATION_RUNS)
@@ -161,48 +166,60 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
             rounds[r, i] = latency_s(p), executor.run(p).period_s
     measured = rounds.min(axis=0)
     times = whole.min(axis=0) / profile.compute_s.sum(axis=0)
-    profile = at_speed(profile, np.where(times < _DISTURBED, times, 1.0))
+    meanwhile = at_speed(profile, times)
 
-    def error(factors: tuple[float, ...]) -> float:
-        values = evaluate(replace(problem, profile=scaled(profile, *factors)), placements)
+    def error(costs: tuple[float, float, float, float], num_microbatches: int) -> float:
+        guess = replace(problem, profile=scaled(meanwhile, *costs))
+        values = evaluate(replace(guess, num_microbatches=num_microbatches), placements)
         said = np.stack([values.latency_s, values.period_s], axis=1)
         # What makes no clear difference stays as it was measured.
-        change = np.abs(np.log(factors)).sum()
+        *factors, sending_s = costs
+        change = np.abs(np.log(factors)).sum() + sending_s / _CALIBRATION_PRIOR_S
         return float(np.abs(np.log(said / measured)).mean() + _CALIBRATION_PRIOR * change)
 
     # All combinations: what one factor takes away another can give, so one at a time gets stuck.
-    chosen = min(product(_CALIBRATION_FACTORS, repeat=3), key=error)
-    names = ("transfers", "waking", "neighbours")
+    every = product(*[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S)
+    likely = sorted(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
+    chosen = min(likely[:_CALIBRATION_LIKELY], key=lambda costs: error(costs, many))
+    names = ("transfers", "waking", "neighbours", "sending_s")
     facts = {"calibration": dict(zip(names, chosen, strict=True)), "alone": times.tolist()}
-    return replace(scaled(profile, *chosen), provenance=profile.provenance | facts)
+    undisturbed = at_speed(profile, np.where(times < _DISTURBED, times, 1.0))
+    return replace(scaled(undisturbed, *chosen), provenance=profile.provenance | facts)
 
 
 def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
-    """Placements int32 ``[B, N]`` of pieces of the order that runs, and some without any order.
+    """Placements int32 ``[B, N]`` of pieces of the order that runs.
 
-    Where all is cut, all devices are busy too, and what crossing costs cannot be told from what
-    neighbours do; plans cut at some places only.
+    Plans cut at some places only. Where nearly all is cut, all devices are busy too, and what
+    crossing costs cannot be told from what neighbours do.
     """
     graph, devices = problem.graph, problem.num_devices
     rng = np.random.default_rng(_CALIBRATION_SEED)
-    found = [rng.integers(0, devices, graph.num_groups) for _ in range(_CALIBRATION_RANDOM)]
     first = np.full(graph.num_groups, graph.num_ops)
     np.minimum.at(first, graph.group, problem.priority)
-    places = graph.num_ops - 1
+    most = max(1, int(_CUT_SHARE * graph.num_ops))
+    found = []
     for cuts in _CALIBRATION_CUTS:
-        at = rng.choice(places, min(cuts, places), replace=False)
-        found.append(np.searchsorted(np.sort(at), first) % devices)
+        if cuts <= most:
+            at = rng.choice(max(1, graph.num_ops - 1), cuts, replace=False)
+            found.append(np.searchsorted(np.sort(at), first) % devices)
     return np.stack(found)[:, graph.group].astype(np.int32)
 
 
-def scaled(profile: Profile, transfers: float, waking: float, neighbours: float) -> Profile:
-    """The profile with other costs of transfers, of waking, and of busy neighbours."""
+def scaled(
+    profile: Profile, transfers: float, waking: float, neighbours: float, sending_s: float = 0.0
+) -> Profile:
+    """The profile with other costs of transfers, of waking, of busy neighbours and of sending.
+
+    The first three are factors; ``sending_s`` is how long handing over a tensor keeps the sender.
+    """
     links = tuple(
         replace(
             x,
             latency_s=x.latency_s * transfers,
             bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / transfers,
             wake_s=x.wake_s * waking,
+            send_s=x.send_s + sending_s,
         )
         for x in profile.links
     )
@@ -520,13 +537,21 @@ def _last_seconds(runner: Runner, batch: int) -> Floats:
     return seconds
 
 
-def _run_together(runners: list[Runner], inputs: Sequence[Tensor], times: int) -> Floats:
-    """float64 ``[N, D]`` seconds in the middle of ``times`` runs that all devices do at once."""
+def _run_together(
+    runners: list[Runner], inputs: Sequence[Tensor], times: int, whole_s: float
+) -> Floats:
+    """float64 ``[N, D]`` seconds in the middle of ``times`` runs that all devices do at once.
+
+    Each is at another place of the graph, which takes ``whole_s``, as in a pipeline. In step they
+    would read the same parameters at the same time, and one would find in the cache that they
+    share what the other has just fetched.
+    """
     found = np.empty((runners[0].graph.num_ops, len(runners)))
     gate = threading.Barrier(len(runners))
 
     def work(d: int) -> None:
         gate.wait()
+        time.sleep(whole_s * d / len(runners))
         for _ in runners[d].stream_tensors(inputs for _ in range(times)):
             pass
         found[:, d] = _last_seconds(runners[d], runners[d].next_batch - 1 - times // 2)
