@@ -48,10 +48,10 @@ _CALIBRATION_RUNS, _CALIBRATION_S = (3, 8), 0.1  # alone and in a pipeline; many
 _CALIBRATION_ROUNDS = 2  # of which the faster counts: others disturb one of them
 _CALIBRATION_SEED = 20
 _CALIBRATION_PRIOR = 0.01  # error that a factor of e must take away to be believed
-_CALIBRATION_FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
-_CALIBRATION_SENDING_S = (0.0, 5e-6, 1e-5, 2e-5, 3e-5, 4e-5)
-_CALIBRATION_LIKELY = 200  # with the least errors in short pipelines are compared in whole ones
 _CALIBRATION_PRIOR_S = 4e-5  # of sending, what a factor of e is of the others
+_CALIBRATION_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+_CALIBRATION_SENDING_S = (0.0, 1e-5, 2e-5, 4e-5)
+_CALIBRATION_BETWEEN = (2**-0.5, 1.0, 2**0.5)  # then in whole pipelines, not in short ones
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
@@ -168,7 +168,7 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     times = whole.min(axis=0) / profile.compute_s.sum(axis=0)
     meanwhile = at_speed(profile, times)
 
-    def error(costs: tuple[float, float, float, float], num_microbatches: int) -> float:
+    def error(costs: tuple[float, ...], num_microbatches: int) -> float:
         guess = replace(problem, profile=scaled(meanwhile, *costs))
         values = evaluate(replace(guess, num_microbatches=num_microbatches), placements)
         said = np.stack([values.latency_s, values.period_s], axis=1)
@@ -179,8 +179,9 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
 
     # All combinations: what one factor takes away another can give, so one at a time gets stuck.
     every = product(*[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S)
-    likely = sorted(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
-    chosen = min(likely[:_CALIBRATION_LIKELY], key=lambda costs: error(costs, many))
+    nearly = min(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
+    between = product(*[sorted({c * x for x in _CALIBRATION_BETWEEN}) for c in nearly])
+    chosen = min(between, key=lambda costs: error(costs, many))
     names = ("transfers", "waking", "neighbours", "sending_s")
     facts = {"calibration": dict(zip(names, chosen, strict=True)), "alone": times.tolist()}
     undisturbed = at_speed(profile, np.where(times < _DISTURBED, times, 1.0))
