@@ -117,6 +117,19 @@ def test_ctrl_c_while_all_devices_measure_leaves_nobody_waiting():
     assert threading.active_count() == before
 
 
+def test_busy_neighbours_are_at_other_places_of_the_graph(monkeypatch):
+    """In step they would read the same parameters at once, and share what one has fetched."""
+    graph, delays = branches(), []
+    monkeypatch.setattr(measure_module.time, "sleep", delays.append)
+    with ExitStack() as stack:
+        runners = [
+            stack.enter_context(Runner(graph, CLUSTER, np.full(graph.num_ops, d), record=True))
+            for d in range(2)
+        ]
+        found = measure_module._run_together(runners, graph.program.random_inputs(), 3, 0.3)
+    assert sorted(delays) == [0.0, 0.15] and (found > 0).all()
+
+
 def test_one_device_has_no_load_and_no_links():
     one = Cluster("one", CLUSTER.devices[:1])
     profile = measure(branches(), one, repeats=1)
