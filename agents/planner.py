@@ -30,7 +30,6 @@ from placement.problem import Objective, Placement, Planner, Problem, Solution
 
 Mode = Literal["zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
-START_SECONDS = 0.5  # of a clock, for the baseline: ``best_of`` has many to run
 SMALL = 100  # groups, where sampled placements are worth their evaluations
 UNTRAINED = "untrained"
 
@@ -58,10 +57,9 @@ class PolicyPlanner:
         k: sampled placements; of ``guided_search`` at most half of the evaluations that the
             baseline left, 0: none.
         steps: environment steps of ``finetune`` or ``refine``.
-        seconds, evaluations: budget in all, of which the baseline gets half of the seconds and a
-            quarter of the evaluations; None is no limit. Without a budget the baseline runs to its
-            end: the answer then is at most the least of all constructive planners and dynamic
-            programs.
+        seconds, evaluations: budget in all, of which the baseline gets a quarter; None is no
+            limit. Without a budget the baseline runs to its end: the answer then is at most the
+            least of all constructive planners and dynamic programs.
         seed: of sampling and training.
         baseline: where to start: the name of a planner, or a planner.
         chooser: of ``guided_search``: ``policy``, or for comparison the ``hand``-written score
@@ -112,7 +110,7 @@ class PolicyPlanner:
     def _start(self, problem: Problem, name: str) -> tuple[Search, Solution, dict[str, Any]]:
         """The budget, what the baseline answers on it, and the first facts about both."""
         search = Search(problem, self.seconds, self.evaluations)
-        start = search.run(self.baseline, START_SECONDS, START_SHARE)
+        start = search.run(self.baseline, START_SHARE, START_SHARE)
         stats: dict[str, Any] = {
             "mode": self.mode,
             "policy": name,

@@ -42,7 +42,7 @@ STUDIES = {
     "public_search": Study("Any split: how far from the best known and from bounds?", 38, True),
     "public_pipedream": Study("Pipelines over equal devices", 7, True),
     "public_moirai": Study("Unlike devices", 1.5, True),
-    "learned_guided": Study("Who should choose the moves of a search?", 32, True),
+    "learned_guided": Study("Who should choose the moves of a search?", 50, True),
     "learned_against": Study("Is the learned planner ever worse than a baseline?", 100, True),
     "learned_executed": Study("Are the learned planner's placements faster for real?", 45),
     "learned_giph": Study("Few evaluations, on GiPH's own distribution", 12),

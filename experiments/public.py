@@ -35,7 +35,7 @@ from experiments import _study
 from experiments._study import GIB, Store, limited, number, say
 from placement import importers, planners
 from placement.files import write_atomic
-from placement.problem import Problem, lower_bounds
+from placement.problem import Problem, lower_bound
 from placement.simulator import score
 
 MEMORY_BYTES = 8 * GIB  # address space of a planner
@@ -139,7 +139,7 @@ def answer(
     score(problem, np.zeros(problem.num_ops, np.int32))  # what is derived from a problem, once
     run = limited(lambda: made(problem), (budget_s or 0.0) + LIMIT_S, MEMORY_BYTES)
     stats: Mapping[str, Any] = run.value.stats if run.value else {}
-    value_s, bound_s = np.inf, lower_bounds(problem)[problem.objective]
+    value_s, bound_s = np.inf, lower_bound(problem)
     if run.value is not None:
         value_s = float(score(problem, problem.check_placement(run.value.placement))[0])
         bound_s = max(bound_s, run.value.lower_bound_s or 0.0)

@@ -207,23 +207,25 @@ def edge_seconds(problem: Problem) -> Floats:
 
 def _levels(edges: Ints, count: int) -> Ints:
     """int32 ``[count]`` longest path to each vertex of an acyclic graph, in any numbering."""
-    level = np.zeros(count, np.int32)
+    first = np.searchsorted(edges[:, 0], np.arange(count + 1)).tolist()
+    users, level = edges[:, 1].tolist(), [0] * count
     for u in _order(edges, count):
-        users = edges[np.searchsorted(edges[:, 0], u) : np.searchsorted(edges[:, 0], u + 1), 1]
-        level[users] = np.maximum(level[users], level[u] + 1)
-    return level
+        for v in users[first[u] : first[u + 1]]:
+            level[v] = max(level[v], level[u] + 1)
+    return np.array(level, np.int32)
 
 
 def _order(edges: Ints, count: int) -> list[int]:
     """The vertices in topological order, of several ready ones the smallest number first."""
-    missing = np.bincount(edges[:, 1], minlength=count)
-    first = np.searchsorted(edges[:, 0], np.arange(count + 1))
-    heap = np.flatnonzero(missing == 0).tolist()
+    missing = np.bincount(edges[:, 1], minlength=count).tolist()
+    first = np.searchsorted(edges[:, 0], np.arange(count + 1)).tolist()
+    users = edges[:, 1].tolist()  # lists: a loop over arrays takes long
+    heap = [v for v in range(count) if missing[v] == 0]
     order = []
     while heap:
         u = heapq.heappop(heap)
         order.append(u)
-        for v in edges[first[u] : first[u + 1], 1].tolist():
+        for v in users[first[u] : first[u + 1]]:
             missing[v] -= 1
             if missing[v] == 0:
                 heapq.heappush(heap, v)

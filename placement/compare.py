@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from placement.files import write_atomic
 from placement.parallel import parallel_map
-from placement.problem import Placement, Planner, Problem, Solution, lower_bounds
+from placement.problem import Placement, Planner, Problem, Solution, lower_bound
 from placement.simulator import evaluate, score
 from placement.timeline import Timeline
 from placement.trials import LATENCY_RUNS
@@ -445,7 +445,7 @@ def _measure(
 def _rows(
     workload: str, problem: Problem, cells: Sequence[_Cell], samples: Mapping[str, Any]
 ) -> list[Row]:
-    proved = [lower_bounds(problem)[problem.objective]]
+    proved = [lower_bound(problem)]
     proved += [
         c.solution.lower_bound_s
         for c in cells

@@ -29,7 +29,7 @@ from placement.graph import OpGraph
 from placement.named import meant
 from placement.objectives import ANALYTIC
 from placement.ownership import version
-from placement.problem import Objective, Placement, Problem, Solution, lower_bounds
+from placement.problem import Objective, Placement, Problem, Solution, lower_bound, lower_bounds
 
 if TYPE_CHECKING:
     from placement.executor import Runner, Trainer
@@ -699,7 +699,7 @@ def make_plan(
 
 def proved_bound_s(problem: Problem, solution: Solution) -> float:
     """The best lower bound of the objective that is proved, by the planner or in general."""
-    return max(lower_bounds(problem)[problem.objective], solution.lower_bound_s or 0.0)
+    return max(lower_bound(problem), solution.lower_bound_s or 0.0)
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -407,23 +407,39 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     where it adds least, and every device idle for the shortest possible run, whose seconds are
     worth ``second_j``.
     """
-    g = problem.graph
-    fastest = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
-    own_s, finish = fastest.tolist(), fastest.tolist()  # lists: a loop over arrays takes long
-    for src, dst in g.edges[np.argsort(g.edges[:, 1], kind="stable")].tolist():
-        finish[dst] = max(finish[dst], finish[src] + own_s[dst])
-    path = max(finish)
-    groups = problem.group_compute_s
-    load = max(float(groups.min(axis=1).max()), balance_bound(groups))
-    bounds = {"latency": path, "period": load, "max_load": load, "piecewise_latency": path}
+    path_s, load_s = _path_bound_s(problem), _load_bound_s(problem)
+    bounds = {"latency": path_s, "period": load_s, "max_load": load_s, "piecewise_latency": path_s}
     if problem.power is not None:
         busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.sleep_w)
         added = np.where(problem.supported, problem.compute_s, 0.0) * (busy - least)
         added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
-        run_s = max(path / problem.num_microbatches, load)
+        run_s = max(path_s / problem.num_microbatches, load_s)
         waiting_w = least.sum() + problem.second_j
         bounds["energy"] = float(added + waiting_w * run_s) * (1 - 1e-12)
     return bounds
+
+
+def lower_bound(problem: Problem) -> float:
+    """That of ``lower_bounds`` for the problem's own objective, without the LP for a path."""
+    if problem.objective in ("latency", "piecewise_latency"):
+        return _path_bound_s(problem)
+    if problem.objective in ("period", "max_load"):
+        return _load_bound_s(problem)
+    return lower_bounds(problem)[problem.objective]
+
+
+def _path_bound_s(problem: Problem) -> float:
+    fastest = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
+    own_s, finish = fastest.tolist(), fastest.tolist()  # lists: a loop over arrays takes long
+    edges = problem.graph.edges
+    for src, dst in edges[np.argsort(edges[:, 1], kind="stable")].tolist():
+        finish[dst] = max(finish[dst], finish[src] + own_s[dst])
+    return max(finish)
+
+
+def _load_bound_s(problem: Problem) -> float:
+    groups = problem.group_compute_s
+    return max(float(groups.min(axis=1).max()), balance_bound(groups))
 
 
 def balance_bound(seconds: Sequence[Sequence[float]] | Floats) -> float:

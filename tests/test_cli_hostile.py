@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -22,7 +23,8 @@ from placement.graph import OpGraph
 from placement.importers import save
 from placement.plan import make_plan
 from placement.planners.contiguous_dp import ContiguousDp
-from placement.problem import Problem
+from placement.planners.heft import Heft
+from placement.problem import Problem, Solution
 from placement.profile import Profile
 
 ROOT = Path(__file__).parents[1]
@@ -315,9 +317,19 @@ def compared(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return call
 
 
-def test_a_comparison_for_machines(compared: Any, capsys: Any) -> None:
+def test_a_comparison_for_machines(
+    compared: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    plan = Heft.__call__
+
+    def talk(self: Heft, problem: Problem) -> Solution:
+        logging.getLogger("a.library").info("generated new fonts")
+        return plan(self, problem)
+
+    monkeypatch.setattr(Heft, "__call__", talk)
     assert compared("workload=[problem.json]", "--json") == OK
-    out, _ = capsys.readouterr()
+    out, err = capsys.readouterr()
+    assert "generated new fonts" in err
     found = json.loads(out)
     assert found["folder"].endswith("out")
     assert {row["planner"] for row in found["rows"]} == {"single:a", "single:b", "heft"}

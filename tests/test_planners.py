@@ -301,6 +301,7 @@ def test_heft_deals_out_what_it_had_no_time_for(monkeypatch: pytest.MonkeyPatch)
     problem = make(np.ones((40, 4)), chain(40), tensor_bytes=10)
     clock = itertools.count()
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("placement.planners.heft._AT_ONCE", 1)
     found = load("heft", seconds=10)(problem)
     assert next(clock) < 30  # looks at the clock: one for each operator that was placed
     assert "ended before 3" in found.stats["message"]
@@ -642,7 +643,7 @@ def test_best_of_says_what_it_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_best_of_begins_no_slow_planner_without_a_clock_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """peft took 3 s of 8: m_etf could take more than what is left, heft has a clock."""
+    """peft took 3 s of 8: m_etf could take more than what is left; heft comes first."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     run = Search.run
@@ -656,6 +657,32 @@ def test_best_of_begins_no_slow_planner_without_a_clock_late(
     assert set(found.stats["values_s"]) == {"peft", "heft"}
     found = load("best_of", planners=("peft", "m_etf", "heft"), seconds=20)(random_small(0))
     assert set(found.stats["values_s"]) == {"peft", "m_etf", "heft"}
+
+
+def test_best_of_begins_with_what_wins_most_often_for_the_objective() -> None:
+    problem = random_small(0)
+    for objective, first in (("latency", ["heft", "peft", "m_etf"]),
+                             ("period", ["contiguous_dp", "level_pipeline"])):  # fmt: skip
+        found = load("best_of", planners=("round_robin", *reversed(first)))(
+            problem.with_objective(objective)
+        )
+        assert list(found.stats["values_s"]) == [*first, "round_robin"]
+
+
+def test_best_of_goes_on_while_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft took 3 s of 5 for what does not fit: m_etf is begun although it may take as long."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    run = Search.run
+
+    def slowly(self: Search, planner: Any, *rest: Any) -> Any:
+        now[0] += 3.0 if type(planner).__name__ == "Peft" else 0.0
+        return run(self, planner, *rest)
+
+    monkeypatch.setattr(Search, "run", slowly)
+    full = make([[1, 1]] * 4, chain(4), param_bytes=10, memory_bytes=[15, 15])
+    found = load("best_of", planners=("peft", "m_etf"), seconds=5)(full)
+    assert set(found.stats["values_s"]) == {"peft", "m_etf"}
 
 
 def test_metis_says_nothing_on_standard_output(shared: Path, capfd: Any) -> None:

@@ -15,7 +15,14 @@ from scipy.optimize import linprog
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.problem import Problem, ProblemError, _equal_columns, balance_bound, lower_bounds
+from placement.problem import (
+    Problem,
+    ProblemError,
+    _equal_columns,
+    balance_bound,
+    lower_bound,
+    lower_bounds,
+)
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate, simulate
 
@@ -227,6 +234,7 @@ def test_bounds_hold_for_every_placement_of_small_problems(seed: int) -> None:
     assert values.latency_s.min() >= bounds["latency"] * (1 - 1e-9)
     assert values.period_s.min() >= bounds["period"] * (1 - 1e-9)
     assert values.energy_j.min() >= bounds["energy"] * (1 - 1e-9)
+    assert bounds == {what: lower_bound(problem.with_objective(what)) for what in bounds}
 
 
 def test_the_bounds_are_reached_where_nothing_is_in_the_way() -> None:

@@ -59,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
         sub.add_argument("--policy", help="file, or folder of files named as the released ones")
         sub.add_argument("--also", action="append", default=[], metavar="NAME=PATH")
         sub.add_argument("--recipe", type=Path, help="YAML with a node 'training': TrainConfig")
-        sub.add_argument("--part", default="0/1", metavar="K/N", help="every N-th problem from K")
+        sub.add_argument(
+            "--part", type=_part, default="0/1", metavar="K/N", help="every N-th problem from K"
+        )
         sub.add_argument("--quick", action="store_true", help="fewer captured models")
         for field in fields(kind):
             flag = f"--{field.name.replace('_', '-')}"
@@ -97,17 +99,25 @@ def _run(options: argparse.Namespace, argv: list[str] | None) -> None:
     }
     if not chosen:
         raise StudyError(f"no problem begins with {' or '.join(options.patterns)}")
-    part, _, parts = options.part.partition("/")
+    part, parts = options.part
     unit = getattr(module, "unit", str)
-    units = list(dict.fromkeys(map(unit, chosen)))[int(part) :: int(parts)]
+    units = list(dict.fromkeys(map(unit, chosen)))[part::parts]
     mine = {n: p for n, p in chosen.items() if unit(n) in units}
     say(f"{len(mine)} problems; what is finished in {options.work} is not run again")
     _warm_up(options, {p.objective for p in mine.values()})
     found = module.run(options, mine)
-    if int(parts) > 1:
+    if parts > 1:
         say("run the command without --part for the tables")
         return
     _write(options, module, found, _study.command_line("experiments.learned", argv))
+
+
+def _part(text: str) -> tuple[int, int]:
+    """``K, N`` of ``K/N``, K counted from 0."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text}: two halves are --part 0/2 and --part 1/2")
+    return int(part), int(parts)
 
 
 def _policies(options: argparse.Namespace) -> dict[str, str | None]:

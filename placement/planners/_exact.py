@@ -13,7 +13,7 @@ from placement.objectives import Blocks, blocks, device_loads
 from placement.planners import PlannerError, load
 from placement.planners._search import Search
 from placement.planners.ideal_dp import Edges, contract
-from placement.problem import Planner, Problem, Solution, lower_bounds
+from placement.problem import Planner, Problem, Solution, lower_bound
 
 Ints = NDArray[np.int32]
 
@@ -207,7 +207,7 @@ def finish(
         assert search.best is not None
         search.consider(search.best, 0)
         stats["message"] = "no contiguous split was found; this one is not contiguous"
-    bound = lower_bounds(problem)[problem.objective]
+    bound = lower_bound(problem)
     if problem.objective == "max_load":
         if bound_s > search.best_cost * (1 + 1e-6):
             # A solver that contradicts a placement we hold has proved nothing.

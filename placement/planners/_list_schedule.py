@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import bisect
 import heapq
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from placement.planners import _list_kernels
 from placement.planners._search import INFEASIBLE, Choice, Search
 from placement.problem import Problem
 from placement.simulator import host_of
 
 Floats = NDArray[np.float64]
 Devices = NDArray[np.intp]  # [K], in order
-Intervals = tuple[list[float], list[float]]  # begins, ends
 
 
 class ListSchedule:
@@ -28,116 +27,116 @@ class ListSchedule:
     Attributes:
         choice: int32 ``[G]`` device of each group, -1 where none yet.
         finish_s: float64 ``[N]`` end of each placed operator.
-        free_s: float64 ``[D]`` end of the last operator of each device.
     """
 
     def __init__(self, problem: Problem, activations: int = 0) -> None:
         """``activations``: how often a device must hold what its groups produce (see ``fits``)."""
-        self.problem = problem
-        self.choice: Choice = np.full(problem.graph.num_groups, -1, np.int32)
-        self.finish_s = np.zeros(problem.num_ops)
-        self.free_s = np.zeros(problem.num_devices)
-        self.memory = Memory(problem, activations)
-        self._host, self._shares_host = host_of(problem)
-        # (begins, ends) of the operators of each device, and of operators without a gap between.
-        self._runs: list[Intervals] = [([], []) for _ in range(problem.num_devices)]
-        self._touching: list[Intervals] = [([], []) for _ in range(problem.num_devices)]
+        n, d, g = problem.num_ops, problem.num_devices, problem.graph
+        self._tables = _tables_of(problem, activations)
+        self._state = _list_kernels.State(
+            choice=np.full(g.num_groups, -1, np.int32),
+            finish_s=np.zeros(n),
+            free_s=np.zeros(d),
+            used=np.zeros(d, np.int64),
+            missing=np.ones((d, len(g.param_bytes) if problem.memory_may_bind else 0), bool),
+            head=np.full((2, d), -1, np.int32),
+            tail=np.full((2, d), -1, np.int32),
+            begin_s=np.empty((2, n)),
+            end_s=np.empty((2, n)),
+            before=np.empty((2, n), np.int32),
+            after=np.empty((2, n), np.int32),
+        )
+        self.choice: Choice = self._state.choice
+        self.finish_s: Floats = self._state.finish_s
 
     @property
     def makespan_s(self) -> float:
         """End of the last operator."""
         return float(self.finish_s.max())
 
-    def able(self, op: int) -> Devices:
-        """Devices that ``op`` may go to: its group's, or those with support and (if any) room."""
-        group = int(self.problem.graph.group[op])
-        if self.choice[group] >= 0:
-            return np.array([self.choice[group]], np.intp)
-        return self.memory.able(group)
+    def place(
+        self,
+        order: ArrayLike,
+        extra_s: Floats | None = None,
+        wanted: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Place operators ``order`` one by one, each in the earliest gap that is long enough.
 
-    def ready_s(self, op: int) -> Floats:
-        """float64 ``[D]``: when the last input of ``op`` is on each device."""
-        g = self.problem.graph
-        tensors = g.in_tensor[g.in_ptr[op] : g.in_ptr[op + 1]]
-        if not len(tensors):
-            return np.zeros(self.problem.num_devices)
-        src = g.tensor_src[tensors]
-        given = src < 0
-        home = np.where(given, self._host, self.choice[g.group[src]])
-        sent = transfers_s(self.problem, tensors, home)
-        sent[given] = np.where(self._shares_host, 0.0, sent[given])
-        sent += np.where(given, 0.0, self.finish_s[src])[:, None]
-        return sent.max(axis=0, initial=0.0)
+        Each goes to the device where it ends first; the first of a colocation group to where
+        the group would, if the others followed it.
 
-    def starts_s(self, op: int, devices: Devices) -> Floats:
-        """float64 ``[K]``: start of ``op`` on each of ``devices``, in the earliest gap."""
-        starts = self.ready_s(op)[devices]
-        for k in np.flatnonzero(starts < self.free_s[devices]).tolist():  # else after them all
-            device = int(devices[k])
-            start, length = float(starts[k]), float(self.problem.compute_s[op, device])
-            # What takes no time fits between two intervals that touch, anything else does not.
-            begins, ends = self._touching[device] if length > 0 else self._runs[device]
-            at = bisect.bisect_right(ends, start)  # intervals before ``at`` are over
-            while at < len(begins) and begins[at] < start + length:
-                start = max(start, ends[at])
-                at += 1
-            starts[k] = start
-        return starts
-
-    def reach_s(self, op: int, devices: Devices, starts: Floats) -> Floats:
-        """What to compare devices by: the end of ``op`` there, or of its whole group.
-
-        Where ``op`` is the first of its group, the seconds of the others follow it: they will
-        have to run on the same device.
+        Args:
+            extra_s: float64 ``[N, D]`` seconds to add to that end.
+            wanted: int32 ``[N]`` the device of an operator if it may go there; -1 is none.
         """
-        group = self.problem.graph.group[op]
-        first = self.choice[group] < 0
-        seconds = self.problem.group_compute_s[group] if first else self.problem.compute_s[op]
-        return starts + seconds[devices]
+        shape = self._tables.compute_s.shape
+        extra_s = np.zeros(shape) if extra_s is None else extra_s
+        no_device = np.full(len(self.finish_s), -1)
+        to = no_device if wanted is None else wanted.astype(np.int64)
+        ops = np.asarray(order, np.int64)
+        _list_kernels.place_in_order(self._tables, self._state, ops, extra_s, to)
 
-    def place(self, op: int, device: int, start: float) -> None:
-        """Run ``op`` on ``device`` from ``start``, and fix its group there."""
-        group = int(self.problem.graph.group[op])
-        if self.choice[group] < 0:
-            self.choice[group] = device
-            self.memory.hold(group, device)
-        end = start + self.problem.compute_s[op, device]
-        self.finish_s[op] = end
-        self.free_s[device] = max(self.free_s[device], end)
-        if end > start:  # what takes no time occupies nothing
-            begins, ends = self._runs[device]
-            at = bisect.bisect_right(begins, start)
-            begins.insert(at, start)
-            ends.insert(at, end)
-            begins, ends = self._touching[device]
-            at = bisect.bisect_right(begins, start)
-            begins.insert(at, start)
-            ends.insert(at, end)
-            if at + 1 < len(begins) and begins[at + 1] == end:
-                del begins[at + 1], ends[at]
-            if at and ends[at - 1] == start:
-                del begins[at], ends[at - 1]
+    def place_first_to_start(self, rank_s: Floats, favourite: NDArray[np.int32]) -> None:
+        """Place all operators, each time the one that can start first, on the device where it can.
 
-    def place_earliest(self, op: int, extra_s: Floats | None = None) -> None:
-        """Place ``op`` where ``reach_s`` (plus ``extra_s[device]``) is least."""
-        able = self.able(op)
-        starts = self.starts_s(op, able)
-        reach = self.reach_s(op, able, starts)
-        if extra_s is not None:
-            reach += extra_s[able]
-        best = int(np.argmin(reach))
-        self.place(op, int(able[best]), float(starts[best]))
+        Nothing is placed in gaps. Of equal starts the operator of highest ``rank_s`` float64
+        ``[N]`` wins, then the device where it (with its group) ends first. ``favourite`` is
+        int32 ``[N]``: the consumer that each operator wants beside it, or -1. As long as that
+        is not placed, another operator gets the device only once it is *urgent*: its inputs
+        have arrived everywhere, so that no other device needs be waited for.
+        """
+        _list_kernels.place_first_to_start(self._tables, self._state, rank_s, favourite)
+
+    def balance(
+        self, order: ArrayLike, level: NDArray[np.int32], team: NDArray[np.bool_] | None
+    ) -> None:
+        """Fill ``choice`` so that the seconds of each level are even over the devices.
+
+        Each group goes to where the load *in this level* stays least, then the load of all.
+
+        Args:
+            order: all operators, level by level; the first of a group places it.
+            level: int32 ``[N]``.
+            team: bool ``[L, D]`` the devices of each level, all of them if None; a group that
+                none of them can run goes to any that can.
+        """
+        if team is None:
+            team = np.ones((int(level.max()) + 1, len(self._state.free_s)), bool)
+        ops = np.asarray(order, np.int64)
+        _list_kernels.balance_levels(self._tables, self._state, ops, level, team)
 
 
-def transfers_s(problem: Problem, tensors: NDArray[Any], src: NDArray[Any]) -> Floats:
-    """float64 ``[K, D]``: ``problem.transfer_s`` of each tensor from its ``src`` to a device."""
-    if problem.profile.transfer_s is not None:
-        seconds = problem.profile.transfer_s[tensors, src]
-    else:
-        size = problem.graph.tensor_bytes[tensors].astype(np.float64)[:, None]
-        seconds = problem.link_latency_s[src] + size * problem.link_s_per_byte[src]
-    seconds[np.arange(len(src)), src] = 0.0
-    return seconds
+def _tables_of(problem: Problem, activations: int) -> _list_kernels.Tables:
+    g, matrix_s = problem.graph, problem.profile.transfer_s
+    host, shares_host = host_of(problem)
+    param_ptr, param = _group_params(problem)
+
+    def plain(given: NDArray[Any]) -> NDArray[Any]:
+        # Whatever a graph was built from: the kernels are compiled for one kind of array.
+        return np.require(given, requirements=["C", "W"])
+
+    return _list_kernels.Tables(
+        group=plain(g.group),
+        in_ptr=g.in_ptr,
+        in_tensor=g.in_tensor,
+        user_ptr=np.searchsorted(g.edges[:, 0], np.arange(g.num_ops + 1)),
+        user=np.ascontiguousarray(g.edges[:, 1]),
+        tensor_src=plain(g.tensor_src),
+        tensor_bytes=g.tensor_bytes.astype(np.float64),
+        compute_s=plain(problem.compute_s),
+        group_s=problem.group_compute_s,
+        latency_s=problem.link_latency_s,
+        s_per_byte=problem.link_s_per_byte,
+        matrix_s=np.zeros((0, 0, 0)) if matrix_s is None else plain(matrix_s),
+        host=host,
+        shares_host=shares_host,
+        may_bind=problem.memory_may_bind,
+        capacity=problem.memory_bytes,
+        param_ptr=param_ptr,
+        param=param,
+        param_bytes=plain(g.param_bytes),
+        produced=activations * produced_bytes(problem),
+    )
 
 
 class Memory:
@@ -158,9 +157,7 @@ class Memory:
         self._missing = np.ones((problem.num_devices, len(g.param_bytes)), bool)
         self._used = np.zeros(problem.num_devices, np.int64)
         self._produced = activations * produced_bytes(problem)
-        pairs = np.unique(np.stack([g.group[g.param_use_op], g.param_use], axis=1), axis=0)
-        self._param_ptr = np.searchsorted(pairs[:, 0], np.arange(g.num_groups + 1))
-        self._param = pairs[:, 1]
+        self._param_ptr, self._param = _group_params(problem)
 
     def able(self, group: int) -> Devices:
         """Devices that can run ``group``: those with room, or all of them where none has."""
@@ -176,7 +173,7 @@ class Memory:
             self._used[device] = self._need(group)[device]
             self._missing[device, self._params(group)] = False
 
-    def _params(self, group: int) -> NDArray[np.int32]:
+    def _params(self, group: int) -> NDArray[np.int64]:
         return self._param[self._param_ptr[group] : self._param_ptr[group + 1]]
 
     def _need(self, group: int) -> NDArray[np.int64]:
@@ -184,6 +181,14 @@ class Memory:
         params = self._params(group)
         new = self._missing[:, params] @ self._param_bytes[params]
         return self._used + new + self._produced[group]
+
+
+def _group_params(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """int64 ``[G + 1]`` and what it points into: the distinct parameters of each group."""
+    g = problem.graph
+    count = max(len(g.param_bytes), 1)
+    pairs = np.unique(g.group[g.param_use_op] * np.int64(count) + g.param_use)
+    return np.searchsorted(pairs // count, np.arange(g.num_groups + 1)), pairs % count
 
 
 def produced_bytes(problem: Problem) -> NDArray[np.int64]:

@@ -310,20 +310,29 @@ def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
 
 @cache
 def _load_kernels(objective: Objective) -> None:
-    """Compile what scores, or read it from its cache: once, and outside of every budget."""
+    """Compile what scores and what starts are made with, or read it from its cache.
+
+    Once, and outside of every budget.
+    """
+    from placement.planners._list_schedule import ListSchedule
+
     graph = OpGraph.build("one", ["one"], [], [], [])
     profile = Profile(("one",), np.zeros((1, 1)), np.zeros((1, 1)))
     one = Problem(graph, Cluster("one", (Device("one"),)), profile)
     evaluate(one, [[0]])
+    nothing = np.full(1, -1, np.int32)
+    ListSchedule(one).place([0])
+    ListSchedule(one).place_first_to_start(np.zeros(1), nothing)
+    ListSchedule(one).balance([0], nothing + 1, None)
     if objective in objectives.ANALYTIC:
         score(one.with_objective(objective), [[0]])
     if objective == "max_load":
         from placement.objective_kernels import apply_moves, undo_moves
 
         moved = objectives.LoadMoves(one.with_objective(objective), [0])
-        nothing = np.zeros(0, np.intp), np.zeros(0, np.int32), 0
-        apply_moves(moved.tables, moved.state, *nothing)
-        undo_moves(moved.tables, moved.state, *nothing, 0, 0)
+        none = np.zeros(0, np.intp), np.zeros(0, np.int32), 0
+        apply_moves(moved.tables, moved.state, *none)
+        undo_moves(moved.tables, moved.state, *none, 0, 0)
 
 
 def why_infinite(problem: Problem, placement: Placement) -> str:

@@ -16,6 +16,7 @@ from placement.problem import Problem, Solution
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+_FEW_STATES = 50
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class AntichainDp:
         max_states: of the dynamic program, which compares all pairs and holds a few numbers
             of each: 2,000 need about 0.3 GiB.
         seconds: to look for states: where they are over, prefixes are the only states. The
-            program itself takes about 2 s for 2,000 states. None is no limit.
+            program itself takes up to 2 s for 2,000 states: with less it has at most as many as
+            take it about as long. None is no limit.
         evaluations: budget; None is no limit.
     """
 
@@ -59,7 +61,10 @@ class AntichainDp:
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, self.seconds, self.evaluations)
-        ideals, num_tasks = _states(problem, self.max_states, search)
+        limit = self.max_states
+        if self.seconds is not None:  # all pairs are compared
+            limit = min(limit, max(_FEW_STATES, int(2000 * (self.seconds / 2) ** 0.5)))
+        ideals, num_tasks = _states(problem, limit, search)
         inside = _inside(ideals)
         compute = _compute_s(problem, ideals)
         crossing = _crossing_s(problem, ideals)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, fields, is_dataclass, replace
 
-from placement.planners import PlannerError, check_least, load
-from placement.planners._search import Search
-from placement.planners.ideal_dp import IdealDp
-from placement.problem import Problem, Solution, lower_bounds
+import numpy as np
 
-# A planner without a clock is begun only if this many times what the slowest took is left.
+from placement.planners import PlannerError, check_least, load
+from placement.planners._search import INFEASIBLE, Search
+from placement.planners.critical_path_greedy import CriticalPathGreedy
+from placement.planners.ideal_dp import IdealDp
+from placement.problem import Problem, Solution, lower_bound
+
+# A planner is begun only if this many times what the slowest without a clock took is left.
 _PRUDENCE = 2.0
-# Where the load of devices counts these come first; list schedules are for latency.
+# Where the load of devices counts splits come first, where one micro-batch does list schedules.
 _SPLITS = ("single_device", "ideal_dp", "level_balance", "balanced_split", "pipedream",
            "contiguous_dp", "level_pipeline", "critical_path_greedy")  # fmt: skip
+_LISTS = ("single_device", "heft", "peft", "critical_path_first", "level_balance",
+          "level_pipeline", "m_etf", "m_sct", "critical_path_greedy")  # fmt: skip
 # It walks on as long as it may: of evaluations that are limited it gets this share.
 _WALKS = {"critical_path_greedy": 0.25}
 _LATENCY_SHARE = 0.8  # of seconds that are limited: for latency it wins most often
@@ -28,11 +33,11 @@ class BestOf:
 
     Heuristics complement each other: list scheduling fails where memory is tight, contiguous
     splits fail on wide graphs. So by default these are all constructive planners and dynamic
-    programs, the cheap ones first, and for pipelines splits before list schedules.
+    programs, the cheap ones first: splits for pipelines, list schedules for latency.
     ``stats["winner"]`` names the planner that won, ``stats["values_s"]`` has the value of each
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
     of devices than a program takes, no time), and ``lower_bound_s`` is
-    ``placement.problem.lower_bounds``.
+    ``placement.problem.lower_bound``.
 
     Attributes:
         planners: names, as ``placement.planners.load`` takes them.
@@ -40,8 +45,9 @@ class BestOf:
             others need about 20 s together for 2,500 operators and far less for hundreds.
         seconds, evaluations: budget of all together; None is no limit. A planner with a clock
             gets half of the seconds that are left (``critical_path_greedy`` four fifths for
-            ``latency``), the last one all; one without is begun only where several times what
-            the slowest such one took is left. Of limited evaluations
+            ``latency``, as long as it may still win), the last one all. Once something fits, any
+            other is begun only where several times what the slowest without a clock took is left.
+            Of limited evaluations
             ``critical_path_greedy`` gets a quarter of those left, and planners that evaluate one
             placement run before those that evaluate several.
     """
@@ -88,7 +94,8 @@ class BestOf:
         tries = 3 if problem.memory_may_bind else 1  # see _list_schedule.first_that_fits
         for i, (name, planner) in enumerate(chosen):
             own: set[str] = {f.name for f in fields(planner)} if is_dataclass(planner) else set()
-            in_time = "seconds" in own or search.seconds_left > _PRUDENCE * slowest_s
+            anyway = name in _WALKS or search.best_cost >= INFEASIBLE
+            in_time = anyway or search.seconds_left > _PRUDENCE * slowest_s
             in_number = "evaluations" in own or search.num_left >= tries or not values
             if not (search.left and in_time and in_number):
                 skipped[name] = "nothing is left of the budget"
@@ -96,6 +103,8 @@ class BestOf:
             share = 1.0 if i + 1 == len(chosen) else 0.5
             if name in _WALKS and problem.objective == "latency":
                 share = max(share, _LATENCY_SHARE)
+            if isinstance(planner, CriticalPathGreedy) and np.isfinite(search.seconds_left):
+                planner = replace(planner, beat=search.best_cost)
             if isinstance(planner, IdealDp):
                 planner = replace(planner, seconds=self.ideal_seconds)
                 share = min(share, self.ideal_seconds / max(search.seconds_left, 1e-9))
@@ -112,14 +121,14 @@ class BestOf:
             winner = name if search.best_cost < before else winner
         if not values:
             raise PlannerError("; ".join(skipped.values()))
-        bound = lower_bounds(problem)[problem.objective]
+        bound = lower_bound(problem)
         return search.solution(bound, winner=winner, values_s=values, skipped=skipped)
 
     def _order(self, problem: Problem) -> list[str]:
         """Who comes first where not all of them may come."""
-        order = list(self.planners)
-        if problem.objective in ("period", "max_load", "energy"):
-            order.sort(key=lambda name: (*_SPLITS, name).index(name))
+        loads = problem.objective in ("period", "max_load", "energy")
+        first = _SPLITS if loads else _LISTS
+        order = sorted(self.planners, key=lambda name: (*first, name).index(name))
         if self.evaluations is not None:
             order.sort(key=_SEVERAL.__contains__)
         return order

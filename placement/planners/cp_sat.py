@@ -12,7 +12,7 @@ from placement import cpsat
 from placement.objectives import Blocks, blocks
 from placement.planners import PlannerError, _exact, check_least
 from placement.planners._search import INFEASIBLE, Search
-from placement.problem import Planner, Problem, Solution, lower_bounds
+from placement.problem import Planner, Problem, Solution, lower_bound
 
 # The start's value in integer units. Not more: OR-Tools 9.15 has been seen to call programs with
 # coefficients near 10**9 infeasible in presolve that it solves without.
@@ -72,7 +72,7 @@ class CpSat:
             try:
                 return _latency(self, cp_model, search, _exact.writing(search, _READING))
             except _exact.OutOfTime:
-                bound_s = lower_bounds(problem)["piecewise_latency"]
+                bound_s = lower_bound(problem)
                 return search.solution(bound_s, status=_exact.UNWRITTEN, branches=0)
         s = _exact.stages(problem, self.contiguous, search)
         unit_s = (
@@ -279,7 +279,7 @@ def _latency(planner: CpSat, cp_model: Any, search: Search, check: Callable[[], 
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         found = [next(d for d, v in row.items() if solver.value(v)) for row in x]
         search.consider(np.array(found, np.int32), 1)
-    path_s = lower_bounds(problem)["piecewise_latency"]
+    path_s = lower_bound(problem)
     bound_s = max(path_s, solver.best_objective_bound * unit_s)
     return search.solution(
         path_s,

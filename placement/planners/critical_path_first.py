@@ -38,18 +38,15 @@ class CriticalPathFirst:
         seconds = np.where(able, problem.compute_s[path], 0.0)
         # Fastest for all of it; a device that cannot run a part of it only if none can.
         device = int(np.lexsort((seconds.sum(axis=0), -able.sum(axis=0)))[0])
-        on_path = np.zeros(problem.num_ops, bool)
-        on_path[path] = True
+        wanted = np.full(problem.num_ops, -1, np.int32)
+        wanted[path] = device
+        order = list(ready_order(problem, priority))
         makespan_s = 0.0
 
         def plan(activations: int) -> Choice:
             nonlocal makespan_s
             schedule = ListSchedule(problem, activations)
-            for op in ready_order(problem, priority):
-                if on_path[op] and device in schedule.able(op):
-                    schedule.place(op, device, float(schedule.starts_s(op, np.array([device]))[0]))
-                else:
-                    schedule.place_earliest(op)
+            schedule.place(order, wanted=wanted)
             makespan_s = schedule.makespan_s
             return schedule.choice
 

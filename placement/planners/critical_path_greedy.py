@@ -14,6 +14,7 @@ from placement.problem import Placement, Problem, Solution
 from placement.simulator import simulate
 
 Ints = NDArray[np.int32]
+_A_FAIR_TRY = 0.25  # of a budget
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,13 @@ class CriticalPathGreedy:
 
     Attributes:
         dense: share of the seconds that the compute-dense operators make up, 0..1.
+        beat: value that is worth the budget: where, after a quarter of it, the pace so far would
+            not lead below this in the rest, it ends. None: it goes on.
         seconds, evaluations: budget; with neither, 2,000 evaluations.
     """
 
     dense: float = 0.8
+    beat: float | None = None
     seconds: float | None = None
     evaluations: int | None = None
 
@@ -51,11 +55,14 @@ class CriticalPathGreedy:
         able = search.allowed[np.arange(len(part)), fastest]
         search.costs([np.where(able, fastest, own), *single_devices(problem)])
         walks = moved = 0
-        improved = True
+        improved, first_cost = True, search.best_cost
         while improved and search.left:
             walks, improved = walks + 1, False
             assert search.best is not None, "the start was scored"
             for p in _on_path(problem, search.best, part):
+                if self.beat is not None and _too_slow(search, first_cost, self.beat):
+                    improved = False
+                    break
                 groups = np.flatnonzero(part == p)
                 can = np.array(search.allowed[groups].all(axis=0))
                 can[search.best[groups[0]]] = False
@@ -70,6 +77,13 @@ class CriticalPathGreedy:
                 if search.best_cost < before:
                     moved, improved = moved + 1, True
         return search.solution(num_parts=int(part.max()) + 1, num_walks=walks, num_moved=moved)
+
+
+def _too_slow(search: Search, first_cost: float, beat: float) -> bool:
+    """Whether the pace since ``first_cost``, which only slows down, would not lead to ``beat``."""
+    used = search.used
+    gained = first_cost - search.best_cost
+    return used > _A_FAIR_TRY and search.best_cost - gained * (1 - used) / used > beat
 
 
 def key_operators(problem: Problem, dense: float) -> NDArray[np.bool_]:

@@ -10,6 +10,8 @@ from placement.planners._list_schedule import ListSchedule
 from placement.planners._search import Choice, Search
 from placement.problem import Problem, Solution
 
+_AT_ONCE = 256  # operators placed between two looks at the clock
+
 
 @dataclass(frozen=True)
 class Heft:
@@ -36,8 +38,8 @@ class Heft:
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, self.seconds)
         schedule = ListSchedule(problem)
-        order = np.argsort(problem.rank_position).tolist()
-        for placed, op in enumerate(order):
+        order = np.argsort(problem.rank_position)
+        for placed in range(0, len(order), _AT_ONCE):
             if not search.seconds_left:
                 left = len(order) - placed
                 choice = _dealt_out(problem, schedule.choice)
@@ -45,7 +47,7 @@ class Heft:
                 return search.solution(
                     message=f"seconds = {self.seconds} ended before {left} operators were placed"
                 )
-            schedule.place_earliest(op)
+            schedule.place(order[placed : placed + _AT_ONCE])
         search.costs(schedule.choice)
         return search.solution(makespan_s=schedule.makespan_s)
 

@@ -21,7 +21,7 @@ from placement.objective_kernels import move_tables
 from placement.objectives import Blocks, blocks, device_loads
 from placement.planners import PlannerError, _ideals, check_least
 from placement.planners._search import why_infinite
-from placement.problem import Problem, Solution, balance_prices, lower_bounds, priced
+from placement.problem import Problem, Solution, balance_prices, lower_bound, priced
 from placement.profile import Profile
 from placement.simulator import score
 
@@ -123,7 +123,7 @@ class IdealDp:
         if message:
             stats["message"] = f"{message}: the best split found, not proved optimal"
             warnings.warn(f"ideal_dp: {stats['message']}", RuntimeWarning, stacklevel=2)
-        bound = lower_bounds(problem)[problem.objective]
+        bound = lower_bound(problem)
         if best.load_s == _FAR:
             stats["infeasible"] = _nothing_fits(problem)
             allowed = np.isfinite(problem.group_compute_s)

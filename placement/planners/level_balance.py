@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners._list_schedule import Memory, first_that_fits, transfers_s
+from placement.planners._list_schedule import ListSchedule, first_that_fits
 from placement.planners._search import Choice, Search
 from placement.problem import Problem, Solution
 
@@ -55,31 +55,8 @@ def balance(
         team: bool ``[L, D]`` the devices of each level, all of them if None; a group that none
             of them can run goes to any that can.
     """
-    g = problem.graph
-    memory = Memory(problem, activations)
-    choice = np.full(g.num_groups, -1, np.int32)
-    total = np.zeros(problem.num_devices)
-    longest = problem.group_compute_s.min(axis=1)[g.group]
-    load, current = np.zeros(problem.num_devices), -1
-    for op in np.lexsort((np.arange(problem.num_ops), -longest, level)):
-        group = g.group[op]
-        if choice[group] >= 0:
-            continue
-        if level[op] != current:
-            load, current = np.zeros(problem.num_devices), level[op]
-        cost = problem.group_compute_s[group].copy()
-        tensors = g.in_tensor[g.in_ptr[op] : g.in_ptr[op + 1]]
-        tensors = tensors[g.tensor_src[tensors] >= 0]
-        for row in transfers_s(problem, tensors, choice[g.group[g.tensor_src[tensors]]]):
-            cost += row
-        able = memory.able(int(group))
-        if team is not None and team[current, able].any():
-            able = able[team[current, able]]
-        least = (load + cost)[able]
-        able = able[least == least.min()]
-        device = int(able[(total + cost)[able].argmin()])
-        choice[group] = device
-        memory.hold(int(group), device)
-        load[device] += cost[device]
-        total[device] += cost[device]
-    return choice
+    longest = problem.group_compute_s.min(axis=1)[problem.graph.group]
+    order = np.lexsort((np.arange(problem.num_ops), -longest, level))
+    schedule = ListSchedule(problem, activations)
+    schedule.balance(order, level, team)
+    return schedule.choice

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from placement.coarsen import edge_seconds
 from placement.planners import check_least, check_shares
-from placement.planners._list_schedule import first_that_fits
+from placement.planners._list_schedule import ListSchedule, first_that_fits
 from placement.planners._search import Choice, Search
-from placement.planners.m_etf import earliest_task_first
 from placement.problem import Problem, Solution
 
 
@@ -52,7 +51,8 @@ class MSct:
 
         def plan(activations: int) -> Choice:
             nonlocal makespan_s
-            schedule = earliest_task_first(problem, activations, child)
+            schedule = ListSchedule(problem, activations)
+            schedule.place_first_to_start(problem.upward_rank_s, child)
             makespan_s = schedule.makespan_s
             return schedule.choice
 

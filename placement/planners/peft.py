@@ -29,13 +29,13 @@ class Peft:
         search = Search(problem)
         table = optimistic_cost(problem)
         mean = np.where(problem.supported, table, 0.0).sum(axis=1) / problem.supported.sum(axis=1)
+        order = list(ready_order(problem, mean))
         makespan_s = 0.0
 
         def plan(activations: int) -> Choice:
             nonlocal makespan_s
             schedule = ListSchedule(problem, activations)
-            for op in ready_order(problem, mean):
-                schedule.place_earliest(op, table[op])
+            schedule.place(order, table)
             makespan_s = schedule.makespan_s
             return schedule.choice
 
