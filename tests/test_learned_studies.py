@@ -270,6 +270,14 @@ def test_goals_from_files(tmp_path: Path) -> None:
     assert "latency, >= 1500" in page and goals.NOT_RUN in page
 
 
+def test_the_table_of_goals_is_printed_and_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of its own among the tables would change the digest that the page states."""
+    assert main(["goals", "--out", str(tmp_path)]) == 0
+    assert goals.NOT_RUN in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
 def test_loads_are_searched_by_what_ships_which_is_the_hand_written_score() -> None:
     """No policy is released for them, and the study needs none."""
     field = guided.planners({guided.POLICY: None}, "max_load")

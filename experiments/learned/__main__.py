@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
             flag = f"--{field.name.replace('_', '-')}"
             sub.add_argument(flag, type=type(field.default), default=field.default)
     sub = studies.add_parser("goals", help="the table of goals")
-    sub.add_argument("--out", type=Path, default=_study.RESULTS)
+    sub.add_argument("--out", type=Path, default=_study.RESULTS, help="folder of the tables")
     options = parser.parse_args(argv)
     return _study.launch(lambda: _run(options, argv))
 
@@ -77,8 +77,7 @@ def _run(options: argparse.Namespace, argv: list[str] | None) -> None:
     if options.study == "goals":
         from experiments.learned import goals
 
-        write_atomic(options.out / "goals.md", text := goals.page(options.out))
-        print(text)
+        print(goals.page(options.out))
         return
     kind = STUDIES[options.study]
     options.budget = kind(**{f.name: getattr(options, f.name) for f in fields(kind)})
