@@ -273,7 +273,8 @@ def compare(
             a search; measurements never run side by side.
 
     Raises:
-        CompareError: no problems, no seeds, or a planner named like a single device.
+        CompareError: no problems, no seeds, a planner named like a single device, or a budget that
+            is not positive.
         FileError: ``out_dir`` cannot be written.
     """
     if not problems or not seeds or rounds < 1:
@@ -281,6 +282,9 @@ def compare(
     wrong = [name for name in planners if name.startswith(SINGLE)]
     if wrong:
         raise CompareError(f"planner {wrong[0]!r}: names with {SINGLE!r} are taken, rename it")
+    for what, limit in (("seconds", seconds), ("evaluations", evaluations)):
+        if limit is not None and not limit > 0:
+            raise CompareError(f"{what} = {limit} must be positive; leave it out for no limit")
     folder, say = Path(out_dir), progress or (lambda _: None)
     comparison = Comparison((), {})
     for workload, problem in problems.items():

@@ -408,6 +408,13 @@ def test_nothing_to_compare(tmp_path: Path, options: dict[str, Any]) -> None:
         compare(**given_)
 
 
+@pytest.mark.parametrize("budget", [{"seconds": -3.0}, {"seconds": np.nan}, {"evaluations": 0}])
+def test_budgets_are_positive(tmp_path: Path, budget: dict[str, Any]) -> None:
+    with pytest.raises(CompareError, match=f"{next(iter(budget))} = .* must be positive"):
+        compare({"w": chain()}, {"seeded": Seeded()}, out_dir=tmp_path / "out", **budget)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_planner_may_not_pose_as_a_single_device(tmp_path: Path) -> None:
     with pytest.raises(CompareError, match="single:"):
         compare({"w": chain()}, {"single:cpu:0": Seeded()}, out_dir=tmp_path)

@@ -60,7 +60,7 @@ class CriticalPathGreedy:
             walks, improved = walks + 1, False
             assert search.best is not None, "the start was scored"
             for p in _on_path(problem, search.best, part):
-                if self.beat is not None and _too_slow(search, first_cost, self.beat):
+                if not search.left or _too_slow(search, first_cost, self.beat):
                     improved = False
                     break
                 groups = np.flatnonzero(part == p)
@@ -79,8 +79,10 @@ class CriticalPathGreedy:
         return search.solution(num_parts=int(part.max()) + 1, num_walks=walks, num_moved=moved)
 
 
-def _too_slow(search: Search, first_cost: float, beat: float) -> bool:
+def _too_slow(search: Search, first_cost: float, beat: float | None) -> bool:
     """Whether the pace since ``first_cost``, which only slows down, would not lead to ``beat``."""
+    if beat is None:
+        return False
     used = search.used
     gained = first_cost - search.best_cost
     return used > _A_FAIR_TRY and search.best_cost - gained * (1 - used) / used > beat
