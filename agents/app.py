@@ -60,7 +60,8 @@ def launch(app: Callable[[], Any]) -> int:
         # Workers bring their own threads; spinning ones of this process would only disturb them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         sys.argv[1:] = with_lists(sys.argv[1:])
-        app()
+        with cli.says_when_compiling():
+            app()
         return cli.OK
 
     return guarded(run)

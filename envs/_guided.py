@@ -197,7 +197,6 @@ def _evaluate(t, s):
                 t.asleep,
                 t.track,
                 t.peak,
-                True,
                 t.start,
                 t.end,
                 t.transfers,
@@ -596,6 +595,9 @@ def play(t, s, job, number, net, used, then):
       for max_load only.
     """
     x, width = s.x, len(s.count) - 1
+    chooser = job - SEARCH
+    # What nobody looks at costs most of the time of a search for max_load.
+    described = job <= TAKE or chooser == POLICY or (chooser == HAND and t.kind != LOAD)
     if job < TAKE:
         fill_state(t.moves, s.moves)
         s.on_chain[:] = 0.0
@@ -613,13 +615,10 @@ def play(t, s, job, number, net, used, then):
             x[BEST] = x[FIRST] = x[COST]
             s.best[:] = s.moves[0]
             _cool(s, used)
-            _offer(t, s, width, True)
+            _offer(t, s, width, described)
         return 0.0
     gain = 0.0
-    chooser = job - SEARCH
     steps = 1 if job == TAKE else number
-    # What nobody looks at costs most of the time of a search for max_load.
-    described = job == TAKE or chooser == POLICY or (chooser == HAND and t.kind != LOAD)
     logits = np.empty(width + 1)
     for i in range(steps):
         k = 1

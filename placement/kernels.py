@@ -292,7 +292,6 @@ def run(
     asleep,
     track,
     peak,
-    record,
     start,
     end,
     transfers,
@@ -303,9 +302,9 @@ def run(
 
     Operators take ``seconds [N]``. In a run of one micro-batch they take ``beside_s [N]`` longer
     for each other device that runs something when they begin.
-    If ``track``, also ``peak [D]``: the most bytes of tensors and workspace held. If
-    ``record``, also the last five. ``order [K, 2]``/``order_ptr [D + 1]`` are a flat
-    schedule, or empty for list scheduling.
+    If ``track``, also ``peak [D]``: the most bytes of tensors and workspace held. Where ``start``
+    has rows, also the last five. ``order [K, 2]``/``order_ptr [D + 1]`` are a flat schedule, or
+    empty for list scheduling.
     Returns 0, or 1 if nothing could move although work was left.
     """
     (
@@ -343,6 +342,8 @@ def run(
         sleep_after_s,
         sleep_exit_s,
     ) = problem_tables
+    # Not an argument: numba would compile once for True and once for False.
+    record = len(start) > 0
     (
         slot_of,
         free_slots,
@@ -794,7 +795,6 @@ def run_batch(
             asleep[b],
             track,
             peak[b],
-            False,
             no_times,
             no_times,
             no_transfers,

@@ -87,19 +87,22 @@ class Profile:
             )
         n, d = self.compute_s.shape
         cannot = np.isposinf(self.compute_s)
-        # What the kernels read without looking: shape, and which entries need not be a time.
-        for what, shape, excused in (
-            ("compute_s", (n, d), cannot),
-            ("loaded_s", (n, d), cannot),
-            ("transfer_s", (None, d, d), False),
-            ("io_s", (None, d), False),
-            ("workspace_bytes", (n,), False),
-            ("spread_s", (n, d), True),
-            ("predicted", (n, d), True),
+        # What the kernels read without looking: shape, and which entries need not be a time. And
+        # one memory layout: for another one they would be compiled again, and within a budget.
+        for what, dtype, shape, excused in (
+            ("compute_s", np.float64, (n, d), cannot),
+            ("loaded_s", np.float64, (n, d), cannot),
+            ("transfer_s", np.float64, (None, d, d), False),
+            ("io_s", np.float64, (None, d), False),
+            ("workspace_bytes", np.int64, (n,), False),
+            ("spread_s", np.float64, (n, d), True),
+            ("predicted", np.bool_, (n, d), True),
         ):
             array = getattr(self, what)
             if array is not None:
+                array = np.require(array, dtype, ["C", "W"])
                 _check(what, array, shape, excused)
+                object.__setattr__(self, what, array)
         if not 0 <= self.batch_s < LONGEST_S:
             raise ProfileError(f"batch_s = {self.batch_s} is not a time")
         stuck = np.flatnonzero(np.isinf(self.compute_s).all(axis=1))

@@ -129,7 +129,6 @@ def simulate(
         asleep,
         True,
         peak,
-        True,
         start,
         end,
         transfers,

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from placement.__main__ import VERBS, main
-from placement.cli import DEFECT, NO, OK, interruptible, seconds
+from placement.cli import DEFECT, NO, OK, interruptible, says_when_compiling, seconds
 from placement.cluster import Cluster, Device
 from placement.files import FileError
 from placement.plan import Plan, load_plan
@@ -710,3 +710,13 @@ def test_the_plain_module_runs_with_the_threads_of_the_devices():
     assert difference(FakeRunner(), Module(), torch.zeros(2)) == ""
     assert "not close" in difference(FakeRunner(), Module(), torch.ones(2))
     assert seen == [2, 2] and torch.get_num_threads() == before
+
+
+def test_compiling_kernels_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    import numba
+
+    with says_when_compiling():
+        for kernel in (lambda x: x + 1, lambda x: x - 1):
+            assert numba.njit(kernel)(1) in (0, 2)
+    assert numba.njit(lambda x: x)(1) == 1  # outside
+    assert capsys.readouterr().err.count("placement: compiling kernels") == 1

@@ -838,6 +838,52 @@ def test_names_lists_the_files_without_importing_them() -> None:
     assert run.stdout.strip() == "False"
 
 
+COMPILED_WITHIN_BUDGET = """
+import sys
+from dataclasses import replace
+from numba.core.registry import CPUDispatcher
+from placement.planners import load
+from placement.planners._search import Search
+sys.path.insert(0, "tests")
+from problems import random_problem
+
+begin, before = Search.__init__, {}
+
+def kernels():
+    ours = [m for name, m in list(sys.modules.items()) if name.startswith(("placement.", "envs."))]
+    return {f.py_func: len(f.signatures)
+            for m in ours for f in vars(m).values() if isinstance(f, CPUDispatcher)}
+
+def remember(self, *args, **limits):
+    begin(self, *args, **limits)
+    if self.problem is problem and not before:
+        before.update(kernels())
+
+Search.__init__ = remember
+problem = random_problem(5, 12, 3, objective=sys.argv[2])
+problem = replace(problem, profile=problem.profile.for_cluster(problem.cluster))
+load(sys.argv[1], seconds=1.0)(problem)
+assert before
+print(*sorted(f.__name__ for f, count in kernels().items() if count != before.get(f, 0)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("planner", "objective"),
+    [("best_of", "latency"), ("local_search", "period"),
+     ("agents.planner:PolicyPlanner", "latency"), ("agents.planner:PolicyPlanner", "max_load")],
+)  # fmt: skip
+def test_nothing_is_compiled_once_the_clock_runs(planner: str, objective: str) -> None:
+    """Nor read from its cache: each kernel has the types then that it has in the end."""
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILED_WITHIN_BUDGET, planner, objective],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
+
+
 def test_load_reads_strings_as_the_type_of_the_field() -> None:
     planner = load("local_search", seconds="2.5", seed="3", evaluations="none", start="heft")
     assert planner == load("local_search", seconds=2.5, seed=3, evaluations=None, start="heft")

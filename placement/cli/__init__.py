@@ -134,6 +134,25 @@ def print_table(
 
 
 @contextmanager
+def says_when_compiling() -> Iterator[None]:
+    """The first kernel that is compiled inside is a message: nothing else may come for a minute."""
+    from numba.core import event
+
+    class Message(event.Listener):  # type: ignore[misc]
+        is_said = False
+
+        def on_start(self, event: object) -> None:
+            if not self.is_said:
+                self.is_said = True
+                say("compiling kernels, which are kept for later commands: up to a minute")
+
+        def on_end(self, event: object) -> None: ...
+
+    with event.install_listener("numba:compile", Message()):
+        yield
+
+
+@contextmanager
 def progress(quiet: bool = False) -> Iterator[Progress]:
     """What reports progress: a bar on a terminal, elsewhere (in a log) a line every minute."""
     if quiet:

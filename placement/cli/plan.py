@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     planner = load_planner(args)
     scheduler = None if args.scheduler is None else schedulers.load(args.scheduler)
     schedule = None
-    with cli.progress() as report:
+    with cli.progress() as report, cli.says_when_compiling():
         problem = load_problem(args, report)
         report(f"planning with {args.planner}", None)
         began = time.perf_counter()

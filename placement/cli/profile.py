@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from placement.measure import cached_path, measure, remember
     from placement.measure_within import measure_within
 
-    with cli.progress() as report:
+    with cli.progress() as report, cli.says_when_compiling():
         cluster = measurable(cli.cluster_of(args.cluster))
         graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
         if args.seconds is None:

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise cli.UsageError(
             f"--without names no device; devices are {[d.name for d in plan.cluster.devices]}"
         )
-    with cli.progress() as report:
+    with cli.progress() as report, cli.says_when_compiling():
         problem = problem_of(plan, args, report)
         old = plan.placement(problem.graph, problem.cluster)
         report("planning", None)

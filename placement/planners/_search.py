@@ -314,12 +314,15 @@ def _load_kernels(objective: Objective) -> None:
 
     Once, and outside of every budget.
     """
+    from placement.planners import ideal_dp
     from placement.planners._list_schedule import ListSchedule
 
+    ideal_dp.load_kernels()
     graph = OpGraph.build("one", ["one"], [], [], [])
     profile = Profile(("one",), np.zeros((1, 1)), np.zeros((1, 1)))
     one = Problem(graph, Cluster("one", (Device("one"),)), profile)
     evaluate(one, [[0]])
+    simulate(one, [0])
     nothing = np.full(1, -1, np.int32)
     ListSchedule(one).place([0])
     ListSchedule(one).place_first_to_start(np.zeros(1), nothing)

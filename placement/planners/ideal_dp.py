@@ -75,7 +75,7 @@ class IdealDp:
 
     def __call__(self, problem: Problem) -> Solution:
         """Raises: PlannerError, more than ``max_states`` sets of devices."""
-        _load_kernels()
+        load_kernels()
         started = time.perf_counter()
         deadline = started + (np.inf if self.seconds is None else self.seconds)
         item, edges = contract(problem)
@@ -537,7 +537,7 @@ def _nothing_fits(problem: Problem) -> str:
 
 
 @cache
-def _load_kernels() -> None:
+def load_kernels() -> None:
     """Compile the kernels, or read them from their cache: once, outside of every budget."""
     graph = OpGraph.build("two", ["a", "b"], [0], [0], [(0, 1)])
     zeros = np.zeros((2, 1))
