@@ -138,14 +138,19 @@ def test_reasons_to_stop() -> None:
 
 
 def test_an_error_ends_the_progress_bar() -> None:
+    started: set[threading.Thread] = set()
+
     def fail(row: Row) -> bool:
-        assert threading.active_count() > before
+        started.update(set(threading.enumerate()) - before)
         raise KeyboardInterrupt
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         train([chain([[1, 2]])], config=TrainConfig(network=SMALL), callback=fail, progress=True)
-    assert threading.active_count() == before
+    assert started
+    for thread in started:  # rich tells its thread to end and does not wait for it
+        thread.join(timeout=10.0)
+        assert not thread.is_alive()
 
 
 def test_going_on_from_a_policy() -> None:
