@@ -16,11 +16,8 @@ from envs import _guided
 from envs._guided import NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES
 from envs.guided import begin, state_of, tables_of
 from envs.guided import search as take_steps
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
-from placement.planners._search import Search, can_move
+from placement.planners._search import Search, can_move, two_operators
 from placement.problem import Problem
-from placement.profile import Profile
 
 Chooser = Literal["policy", "hand", "uniform"]
 CHOOSERS: dict[str, int] = {
@@ -91,7 +88,7 @@ class GuidedNet(nn.Module):
         legal: Tensor,
         places: tuple[Encoded, Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Masked logits float32 ``[B, C + 1]``; ``_guided._network`` computes the same.
+        """Masked logits float32 ``[B, C + 1]``; ``placement.planners._chooser.network`` computes the same.
 
         ``moves`` float32 ``[B, C + 1, F]``, ``search`` float32 ``[B, S]``, ``legal`` bool
         ``[B, C + 1]``; ``places``: the encoded graphs, and int64 the row among them ``[B]``,
@@ -117,7 +114,7 @@ class GuidedNet(nn.Module):
         return self.value(torch.cat([search, mean * scale, largest * scale], dim=1)).squeeze(1)
 
     def weights(self, store: GraphStore | None) -> tuple[NDArray[np.float32], ...]:
-        """``net`` of ``_guided._network`` for the one graph of ``store`` (None: no embedding)."""
+        """``net`` of ``placement.planners._chooser.network`` for the one graph of ``store`` (None: no embedding)."""
         groups = devices = torch.zeros(0, self.config.scorer)
         with torch.no_grad():
             if store is not None and (encoded := self.encode(store, torch.tensor([0]))):
@@ -201,12 +198,3 @@ def load_kernel() -> None:
     search = Search(two_operators(), evaluations=8)
     search.cost(np.zeros(2, np.int32))
     anneal(search, None, "hand")
-
-
-def two_operators() -> Problem:
-    """The smallest problem that has moves: what kernels are loaded with."""
-    graph = OpGraph.build("two", ["a", "b"], [0], [1], [(0, 1)])
-    cluster = Cluster("two", (Device("a"), Device("b")))
-    zeros = np.zeros((2, 2))
-    links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
-    return Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "latency")

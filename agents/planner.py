@@ -19,13 +19,12 @@ from agents.guided import (
     anneal,
     default_budget,
     load_kernel,
-    two_operators,
 )
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
 from envs.problems import Evaluator, ProblemSet, canonical
 from envs.refine import RefineRules
-from placement.planners._search import INFEASIBLE, START_SHARE, Search, can_move
+from placement.planners._search import INFEASIBLE, START_SHARE, Search, can_move, two_operators
 from placement.problem import Objective, Placement, Planner, Problem, Solution
 
 Mode = Literal["zero_shot", "best_of_k", "finetune", "refine", "guided_search"]

@@ -23,7 +23,7 @@ from agents.encoder import (
     greedy,
     sample,
 )
-from agents.guided import GuidedNet, two_operators
+from agents.guided import GuidedNet
 from agents.store import GraphStore
 from envs.base import BuildingRules, Rules
 from envs.group_place import GroupPlaceRules
@@ -33,6 +33,7 @@ from envs.select_place import SelectPlaceRules
 from envs.sequential import SequentialRules
 from placement.coarsen import grouped
 from placement.files import write_atomic
+from placement.planners._search import two_operators
 from placement.problem import Placement, Problem, Solution
 
 FORMAT = 3

@@ -15,6 +15,7 @@ import numpy as np
 
 from placement import kernels
 from placement.objective_kernels import apply_moves, fill_state, piecewise_batch, undo_moves
+from placement.planners._chooser import choose, network
 from placement.planners._macro import _below, _term, _uniform, propose_from
 
 Array = Any
@@ -524,63 +525,6 @@ def _take(t, s, k):
 
 
 @nb.njit(cache=True, nogil=True)
-def _network(net, s, width, logits):
-    """Logits ``[width + 1]`` of a policy: hand score plus a network of two hidden layers.
-
-    ``net``: (by_search [S, H], by_move [F, H], by_group [G, H], by_device [D, H], bias [H],
-    hidden [H, H], hidden_bias [H], out [H]), float32; ``by_group`` and ``by_device`` have no
-    rows where the policy knows the graph from the features alone.
-    """
-    by_search, by_move, by_group, by_device, bias, hidden, hidden_bias, out = net
-    size = len(bias)
-    common = bias.copy()
-    for i in range(len(by_search)):
-        a = s.search[i]
-        for j in range(size):
-            common[j] += a * by_search[i, j]
-    first, second = np.empty(size, np.float32), np.empty(size, np.float32)
-    for k in range(width + 1):
-        logits[k] = -np.inf
-        if k > 0 and s.count[k] == 0:
-            continue
-        first[:] = common
-        for i in range(len(by_move)):
-            a = s.offered[k, i]
-            if a != 0.0:
-                for j in range(size):
-                    first[j] += a * by_move[i, j]
-        if k > 0 and len(by_group) > 0:
-            g, d = s.body[k, 0], s.where[k, 0]
-            for j in range(size):
-                first[j] += by_group[g, j] + by_device[d, j]
-        second[:] = hidden_bias
-        for i in range(size):
-            a = first[i]
-            if a > 0.0:
-                for j in range(size):
-                    second[j] += a * hidden[i, j]
-        score = s.offered[k, 0]
-        for j in range(size):
-            score += max(second[j], np.float32(0.0)) * out[j]
-        logits[k] = score
-
-
-@nb.njit(cache=True, nogil=True)
-def _choose(random, logits, width):
-    """One of 0..width with the probabilities of a softmax."""
-    largest = logits[: width + 1].max()
-    total = 0.0
-    for k in range(width + 1):
-        total += np.exp(logits[k] - largest)
-    left = _uniform(random) * total
-    for k in range(width + 1):
-        left -= np.exp(logits[k] - largest)
-        if left < 0.0:
-            return k
-    return int(np.argmax(logits[: width + 1]))
-
-
-@nb.njit(cache=True, nogil=True)
 def play(t, s, job, number, net, used, then):
     """The one entry: what calls the simulator is compiled once more with each level of calls.
 
@@ -590,7 +534,7 @@ def play(t, s, job, number, net, used, then):
     * TAKE: try move ``number``, then offer the next ones where ``then`` of the budget is spent;
       returns the improvement of log(best).
     * SEARCH + chooser: ``number`` steps while ``used`` of the budget becomes ``then``. POLICY
-      chooses by the softmax of ``_network``, HAND by that of the hand-written score alone. For
+      chooses by the softmax of ``network``, HAND by that of the hand-written score alone. For
       UNIFORM one move is drawn, and for max_load made as annealing does. Staying is a choice
       for max_load only.
     """
@@ -629,13 +573,14 @@ def play(t, s, job, number, net, used, then):
                 k = 0
         else:
             if chooser == POLICY:
-                _network(net, s, width, logits)
+                body, where = s.body[:, 0], s.where[:, 0]
+                network(net, s.search, s.offered, s.count - 1, body, where, width, logits)
             else:
                 for j in range(width + 1):
                     logits[j] = s.offered[j, 0] if j == 0 or s.count[j] > 0 else -np.inf
             if t.kind != LOAD and s.count.max() > 0:
                 logits[0] = -np.inf
-            k = _choose(s.random, logits, width)
+            k = choose(s.random, logits, width)
         gain += _take(t, s, k)
         _cool(s, used + (then - used) * (i + 1) / steps)
         _offer(t, s, 1 if job == SEARCH + UNIFORM else width, described)

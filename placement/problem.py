@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, cmp_to_key
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,6 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 from placement.cluster import Cluster, Ends, Power, pairs_of
 from placement.graph import OpGraph, reuse_position
 from placement.profile import Profile
+
+if TYPE_CHECKING:
+    from placement.schedule import Schedule
 
 Floats = NDArray[np.float64]
 Placement = NDArray[np.int32]  # [N] device of each operator
@@ -360,15 +363,19 @@ class Solution:
 
     Attributes:
         placement: int32 ``[N]``.
-        value_s: the problem's objective of ``placement`` in the simulator; inf if infeasible.
+        value_s: the problem's objective of ``placement`` (in the order of ``schedule``) in the
+            simulator; inf if infeasible.
         lower_bound_s: no placement can be better; None unless proved.
         stats: ``seconds``, ``evaluations`` and whatever else the planner counts.
+        schedule: the order that ``value_s`` is of, where the planner decided one; None: the list
+            scheduler's.
     """
 
     placement: Placement
     value_s: float
     lower_bound_s: float | None = None
     stats: dict[str, Any] = field(default_factory=dict)
+    schedule: Schedule | None = None
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the value, what is proved, and operators per device number."""

@@ -85,3 +85,10 @@ class Schedule:
                     f"schedule deadlocks: device {d} waits at operator {op} "
                     f"({g.op_name[op]!r}) of micro-batch {batch} for work that comes later"
                 )
+
+
+def in_sequence(problem: Problem, placement: Placement, sequence: NDArray[np.int32]) -> Schedule:
+    """One micro-batch whose operators run in ``sequence`` int32 ``[N]``, each on its device."""
+    on = placement[sequence]
+    rows = np.stack([sequence, np.zeros_like(sequence)], axis=1).astype(np.int32)
+    return Schedule(tuple(rows[on == d] for d in range(problem.num_devices)), 1)

@@ -225,7 +225,7 @@ def test_the_environment_is_the_kernel() -> None:
     twin_tables, twin = started(problem, 7)
     for i in range(30):
         logits = np.where(state.count > 0, state.offered[:, 0], -np.inf).astype(np.float64)
-        take(tables, state, _guided._choose(state.random, logits, 16), (i + 1) / 30)
+        take(tables, state, choose(state.random, logits, 16), (i + 1) / 30)
     search(twin_tables, twin, NO_NETWORK, _guided.POLICY, 30, 0.0, 1.0)
     assert np.array_equal(state.offered, twin.offered)
     assert np.array_equal(state.moves[0], twin.moves[0])

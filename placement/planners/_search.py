@@ -12,14 +12,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement import objectives
-from placement.cluster import Cluster, Device
+from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.planners import PlannerError, load
 from placement.problem import Objective, Placement, Planner, Problem, Solution
 from placement.profile import Profile
+from placement.schedule import Schedule, in_sequence
 from placement.simulator import evaluate, score, simulate
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
 Choice = NDArray[np.int32]  # [G] device of each colocation group
 
 DEFAULT_EVALUATIONS = 2000
@@ -59,6 +61,7 @@ class Search:
         self.num_evaluations = 0
         self.best: Choice | None = None
         self.best_cost = np.inf
+        self.schedule: Schedule | None = None  # of the best, where it is better than any list's
         self.curve: list[tuple[float, int, float]] = []
         self._max_seconds = np.inf if seconds is None else seconds
         self._max_evaluations = np.inf if evaluations is None else evaluations
@@ -148,7 +151,7 @@ class Search:
         ours = type(callee).__module__.startswith("placement.planners.")
         known = ours and np.isfinite(answer.value_s)
         cost = answer.value_s if known else float(self._cost(choice[None])[0])
-        self._keep(choice, cost, self.num_evaluations)
+        self._keep(choice, cost, self.num_evaluations, answer.schedule if known else None)
         return answer
 
     def limit(self, more: int) -> None:
@@ -160,6 +163,15 @@ class Search:
         """A choice that the planner found with so many evaluations of its own."""
         self.num_evaluations += evaluations
         self._keep(choice, float(self._cost(choice[None])[0]), self.num_evaluations)
+
+    def consider_order(self, placement: Placement, sequence: Ints, cost: float) -> None:
+        """A placement whose devices run their operators in ``sequence`` int32 ``[N]``.
+
+        The evaluations that found it are counted already.
+        """
+        if cost < self.best_cost * (1.0 - 1e-12):
+            schedule = in_sequence(self.problem, placement, sequence)
+            self._keep(self.choice(placement), cost, self.num_evaluations, schedule)
 
     def choice(self, placement: Placement) -> Choice:
         """The choice int32 ``[G]`` of a placement that obeys colocation."""
@@ -182,11 +194,15 @@ class Search:
         if not fits:
             stats["infeasible"] = why_infinite(self._run, placement)
         told = {"seconds": self.seconds, "evaluations": self.num_evaluations, "curve": curve}
-        return Solution(placement, value, lower_bound_s, told | stats)
+        if self.schedule is not None:
+            told["list_order_value_s"] = float(score(self.problem, placement)[0])
+        return Solution(placement, value, lower_bound_s, told | stats, self.schedule)
 
-    def _keep(self, choice: Choice, cost: float, evaluation: int) -> None:
+    def _keep(
+        self, choice: Choice, cost: float, evaluation: int, schedule: Schedule | None = None
+    ) -> None:
         if self.best is None or cost < self.best_cost:
-            self.best, self.best_cost = choice.copy(), cost
+            self.best, self.best_cost, self.schedule = choice.copy(), cost, schedule
             value = cost if cost < INFEASIBLE else np.inf
             self.curve.append((self.seconds, evaluation, value))
 
@@ -306,6 +322,15 @@ def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
     else:
         search.run(planner.start, START_SHARE, START_SHARE)
     return search, rng
+
+
+def two_operators() -> Problem:
+    """The smallest problem that has moves: what kernels are loaded with."""
+    graph = OpGraph.build("two", ["a", "b"], [0], [1], [(0, 1)])
+    cluster = Cluster("two", (Device("a"), Device("b")))
+    zeros = np.zeros((2, 2))
+    links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
+    return Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "latency")
 
 
 @cache

@@ -10,8 +10,6 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
 from placement.objective_kernels import piecewise_scratch, piecewise_tables
 from placement.objectives import ANALYTIC, LoadMoves
 from placement.planners import PlannerError, _macro, check_least
@@ -22,10 +20,10 @@ from placement.planners._search import (
     begin,
     can_move,
     distinct_pairs,
+    two_operators,
 )
 from placement.planners.ideal_dp import IdealDp
 from placement.problem import Planner, Problem, Solution
-from placement.profile import Profile
 
 _HOT = 0.2  # of the moves start on the busiest device; more of them, and it digs in there
 _SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # single, run, chain, growth, swap; cumulated
@@ -279,11 +277,7 @@ def _random(seed: int) -> NDArray[np.uint64]:
 @cache
 def _load_kernel() -> None:
     """Compile the kernels, or read them from their cache: once, and outside of every budget."""
-    graph = OpGraph.build("two", ["a", "b"], [0], [1], [(0, 1)])
-    cluster = Cluster("two", (Device("a"), Device("b")))
-    zeros = np.zeros((2, 2))
-    links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
-    problem = Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "max_load")
+    problem = two_operators().with_objective("max_load")
     everything = np.zeros(2, np.int32)
     search = Search(problem, evaluations=8)
     search.cost(everything)

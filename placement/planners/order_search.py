@@ -1,0 +1,282 @@
+"""Anneal where operators run and in which order, together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement import kernels
+from placement.planners import PlannerError, _order
+from placement.planners._order import State, Tables
+from placement.planners._search import Search, begin, two_operators
+from placement.problem import Placement, Planner, Problem, Solution
+from placement.simulator import simulate
+
+WARM, COLD = 5e-4, 1e-5  # temperatures at first and at last
+# Where else to begin, and the share of what is left then that finding it may take.
+STARTS = (("heft", 0.1), ("critical_path_first", 0.1), ("critical_path_greedy", 0.3))
+# Searches that go on, the share of the budget of each, and how far they cool down meanwhile.
+_STAGES = ((9, 0.03, 0.0, 0.1), (2, 0.08, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
+WIDTH = 16  # moves offered at each step
+_LONGEST = 16  # groups that move together
+_SLICE_S = 0.01  # between two looks at the clock
+NO_NETWORK = tuple(
+    np.zeros(shape, np.float32)
+    for shape in (
+        (_order.NUM_SEARCH_FEATURES, 1),
+        (_order.NUM_MOVE_FEATURES, 1),
+        (0, 1),
+        (0, 1),
+        (1,),
+        (1, 1),
+        (1,),
+        (1,),
+    )
+)
+
+
+@dataclass(frozen=True)
+class OrderSearch:
+    """Simulated annealing over placements and orders at once, for the latency of one sample.
+
+    A list scheduler decides the order of what it is given, and answers a small change of the
+    placement with another order of everything after it. Here the order is part of the answer
+    (``Solution.schedule``), moves of it too, and what a move brings can be estimated: of ``width``
+    offered moves one is drawn by the softmax of minus its estimate (``planners._order``).
+
+    This is the local search of flexible job shops (Mastrolilli and Gambardella 2000), with
+    transfers on channels that carry one tensor at a time, annealed where they use tabu lists.
+
+    Attributes:
+        seconds, evaluations: budget in all, the start included; 20,000 evaluations if neither is
+            given.
+        width: moves offered at each step.
+        seed: of the draws.
+        start: a planner or its name; it gets a quarter of what is limited.
+    """
+
+    seconds: float | None = None
+    evaluations: int | None = None
+    width: int = WIDTH
+    seed: int = 0
+    start: str | Planner = "best_of"
+
+    def __call__(self, problem: Problem) -> Solution:
+        """Plan ``problem``.
+
+        Raises:
+            PlannerError: not for this problem (``why_not``), or a budget that is not positive.
+        """
+        reason = why_not(problem)
+        if reason:
+            raise PlannerError(f"order_search: {reason}; use macro_search")
+        load_kernel()
+        search, _ = begin(self, problem)
+        search.limit(20_000)
+        steps = anneal(search, NO_NETWORK, _order.HAND, self.width, self.seed)
+        return search.solution(steps=steps)
+
+
+def why_not(problem: Problem) -> str:
+    """Why orders of ``problem`` cannot be searched; empty if they can.
+
+    The timetable of a sequence is exact where nothing depends on what else happens at the time.
+    """
+    if problem.objective != "latency":
+        return f"it is for objective latency, not {problem.objective}"
+    if problem.memory_may_bind:
+        return "memory may not suffice for every placement, and its peaks are not tracked"
+    if problem.profile.loaded_s is not None:
+        return "operators take longer beside busy devices (loaded_s)"
+    if problem.link_blocking.any():
+        return "links block their sender"
+    sending = (problem.link_wake_s, problem.link_send_s, problem.link_send_s_per_byte)
+    if any(x.any() for x in sending):
+        return "sending occupies the sender, or wakes the receiver"
+    if np.isfinite(problem.cluster.power.sleep_after_s).any():
+        return "devices sleep"
+    senders: dict[int, int] = {}
+    for src, row in enumerate(problem.link_channel.tolist()):
+        for dst, channel in enumerate(row):
+            if src != dst and problem.contention and senders.setdefault(channel, src) != src:
+                return "devices share a channel"
+    return ""
+
+
+def tables_of(problem: Problem) -> Tables:
+    """What the kernels need of a problem."""
+    g = problem.graph
+    order = np.argsort(g.group, kind="stable")
+    return Tables(
+        simulator=kernels.tables(problem),
+        compute_s=problem.compute_s,
+        group=g.group.astype(np.int32),
+        op_ptr=np.searchsorted(g.group[order], np.arange(g.num_groups + 1)).astype(np.int32),
+        op=order.astype(np.int32),
+    )
+
+
+def state_of(problem: Problem, width: int) -> State:
+    """Room for a search of ``width`` moves per step."""
+    n, d = problem.num_ops, problem.num_devices
+
+    def floats(*shape: int) -> NDArray[np.float64]:
+        return np.zeros(shape)
+
+    def ints(*shape: int) -> NDArray[np.int32]:
+        return np.zeros(shape, np.int32)
+
+    return State(
+        random=np.ones(1, np.uint64),
+        x=floats(_order.NUM_X),
+        place=ints(n),
+        sequence=ints(n),
+        position=ints(n),
+        best_place=ints(n),
+        best_sequence=ints(n),
+        start_s=floats(n),
+        end_s=floats(n),
+        after_s=floats(n),
+        users_s=floats(n),
+        from_s=floats(n),
+        waited=ints(n),
+        lane=ints(n),
+        lane_ptr=ints(d + 1),
+        in_lane=ints(n),
+        load=floats(d),
+        chain=ints(n),
+        on_chain=np.zeros(n, bool),
+        refused=np.zeros((n, d), np.float32),
+        moved=np.zeros(n, np.int64),
+        try_start_s=floats(n),
+        try_end_s=floats(n),
+        try_waited=ints(n),
+        ready_s=floats(n),
+        mark=np.zeros(n, bool),
+        room=ints(n),
+        finish_s=floats(n),
+        free_s=floats(2, d),
+        last=ints(2, d),
+        channel_s=floats(problem.num_channels + 1),
+        which=np.full(width + 1, -1, np.int32),
+        group=ints(width + 1),
+        to=ints(width + 1),
+        count=ints(width + 1),
+        body=ints(width + 1, min(_LONGEST, problem.graph.num_groups) + 1),
+        at=ints(width + 1),
+        offered=np.zeros((width + 1, _order.NUM_MOVE_FEATURES), np.float32),
+        search=np.zeros(_order.NUM_SEARCH_FEATURES, np.float32),
+    )
+
+
+def sequence_of(problem: Problem, placement: Placement) -> NDArray[np.int32]:
+    """int32 ``[N]``: operators by when the list scheduler lets them begin."""
+    run = simulate(problem, placement, num_microbatches=1)
+    return np.lexsort((run.end_s[0], run.start_s[0])).astype(np.int32)
+
+
+def start(
+    tables: Tables,
+    state: State,
+    placement: Placement,
+    sequence: NDArray[np.int32],
+    rng: np.random.Generator,
+    step: int = 0,
+    used: float = 0.0,
+) -> None:
+    """Begin at ``placement`` in ``sequence``, int32 ``[N]`` each.
+
+    ``rng`` seeds what is drawn from now on. The first ``step`` steps, and the share ``used`` of
+    the budget, count as made.
+    """
+    state.random[0] = rng.integers(1, 2**64, dtype=np.uint64)
+    state.x[_order.WARM], state.x[_order.COLD] = WARM, COLD
+    state.place[:] = placement
+    state.sequence[:] = sequence
+    _order.play(tables, state, _order.BEGIN, step, NO_NETWORK, used, used)
+
+
+def anneal(
+    search: Search,
+    network: tuple[NDArray[np.float32], ...],
+    chooser: int,
+    width: int,
+    seed: int,
+) -> int:
+    """Spend what is left of ``search``'s budget in the kernel; the steps that were made.
+
+    Which start leads furthest its own value does not tell: all of ``STARTS`` and the best so far
+    are tried for a while, the better two for longer, and the best of them to the end.
+    """
+    problem = search.problem
+    assert search.best is not None
+    if problem.num_ops < 2:
+        return 0
+    places = [search.best[problem.graph.group]]
+    for name, share in STARTS:
+        if search.left:
+            found = search.run(name, share, share).placement
+            if not any(np.array_equal(found, other) for other in places):
+                places.append(found)
+    tables, rng = tables_of(problem), np.random.default_rng(seed)
+    runs = []
+    for place in places:
+        if not search.left:
+            break
+        runs.append(state_of(problem, width))
+        start(tables, runs[-1], place, sequence_of(problem, place), rng)
+        search.num_evaluations += 1
+    made, begun = 0, search.used
+    for kept, share, cool, cooled in _STAGES:
+        runs = sorted(runs, key=lambda state: float(state.x[_order.BEST]))[:kept]
+        for i, run in enumerate(runs):
+            first = search.used
+            until = min(1.0, first + share * (1.0 - begun))
+            if len(runs) == 1 or share == 1.0:
+                until = 1.0
+            made += _spend(search, tables, run, network, chooser, until, (cool, cooled))
+    return made
+
+
+def _spend(
+    search: Search,
+    tables: Tables,
+    state: State,
+    network: tuple[NDArray[np.float32], ...],
+    chooser: int,
+    until: float,
+    cooling: tuple[float, float],
+) -> int:
+    """Search from where ``state`` is until so much of the budget is used; the steps made."""
+    # Temperatures change a hundred times, wherever the budget is counted. The clock is looked at
+    # only where seconds are limited: otherwise the seed decides everything.
+    first, (cool, cooled) = search.used, cooling
+    most = max(1.0, search.num_left * (until - first) / 100.0)
+    slice_s = _SLICE_S if np.isfinite(search.seconds_left) else np.inf
+    rate, made = 2000.0, 0
+    while search.used < until and search.left and search.num_left > 1:
+        part = (search.used - first) / max(until - first, 1e-12)
+        before = search.seconds
+        steps = int(max(1, min(most, slice_s * rate, search.num_left)))
+        then = cool + (cooled - cool) * min(part, 1.0)
+        _order.play(tables, state, _order.SEARCH + chooser, steps, network, then, then)
+        rate = steps / max(search.seconds - before, 1e-9)
+        made += steps
+        search.num_evaluations += steps
+        search.consider_order(
+            state.best_place, state.best_sequence, float(state.x[_order.BEST])
+        )
+    return made
+
+
+@cache
+def load_kernel() -> None:
+    """Compile the search, or read it from its cache: once, and outside of every budget."""
+    problem = two_operators()
+    search = Search(problem, evaluations=8)
+    search.cost(np.zeros(2, np.int32))
+    for chooser in (_order.POLICY, _order.HAND, _order.UNIFORM):
+        anneal(search, NO_NETWORK, chooser, 2, 0)
