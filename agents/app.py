@@ -453,9 +453,11 @@ def save_best(
         if not is_best_of_sweep(job.folder, best):
             aliases = aliases[1:]
         job.mirror.artifact(f"plan-{name}", "plan", folder / "plan.json", aliases=aliases)
-        timelines = {"predicted": simulate(problem, solution.placement)}
+        timelines = {"predicted": simulate(problem, solution.placement, solution.schedule)}
         if best.num_rounds:
-            timelines["measured"] = Executor(problem).run(solution.placement)
+            timelines["measured"] = Executor(problem).run(
+                solution.placement, schedule=solution.schedule
+            )
         trace.write_trace(folder / "trace.json", timelines, problem.graph.op_name)
         try:
             gantt.plot_gantt(

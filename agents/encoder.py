@@ -33,6 +33,7 @@ Formulation = Literal[
     "refine",
     "sweep",
     "guided_search",
+    "order_search",
 ]
 
 

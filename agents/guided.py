@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from agents.encoder import ILLEGAL, Encoded, Encoder, Formulation, NetworkConfig, Observations
 from agents.store import GraphStore
 from envs import _guided
-from envs._guided import NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES
 from envs.guided import begin, state_of, tables_of
 from envs.guided import search as take_steps
+from placement.planners import _order
 from placement.planners._search import Search, can_move, two_operators
 from placement.problem import Problem
 
@@ -31,25 +31,31 @@ _SLICE_S = 0.01  # between two looks at the clock
 class GuidedNet(nn.Module):
     """Scores the moves that ``GuidedSearch-v0`` offers: hand-written score plus a network.
 
+    Or, of the formulation ``order_search``, those of ``OrderSearch-v0``.
+
     The last layer begins near zero: untrained, it chooses as the hand-written score does. With
     ``config.embed`` the first layer also sees the encoder's view of the group that moves first
     and of its new device. Both are added where the features are, so that a search computes them
     once per graph (``weights``) and its inner loop only looks them up.
     """
 
-    formulation: Formulation = "guided_search"
-
-    def __init__(self, config: NetworkConfig | None = None) -> None:
+    def __init__(
+        self, config: NetworkConfig | None = None, formulation: Formulation = "guided_search"
+    ) -> None:
         super().__init__()
         self.config = config or NetworkConfig()
+        self.formulation = formulation
+        num_search, num_move = _guided.NUM_SEARCH_FEATURES, _guided.NUM_MOVE_FEATURES
+        if formulation == "order_search":
+            num_search, num_move = _order.NUM_SEARCH_FEATURES, _order.NUM_MOVE_FEATURES
         h = self.config.scorer
         self.encoder = Encoder(self.config) if self.config.embed else None
-        self.by_search = nn.Linear(NUM_SEARCH_FEATURES, h)
-        self.by_move = nn.Linear(NUM_MOVE_FEATURES, h, bias=False)
+        self.by_search = nn.Linear(num_search, h)
+        self.by_move = nn.Linear(num_move, h, bias=False)
         self.hidden = nn.Linear(h, h)
         self.out = nn.Linear(h, 1, bias=False)
         self.value = nn.Sequential(
-            nn.Linear(NUM_SEARCH_FEATURES + 2 * NUM_MOVE_FEATURES, 2 * h),
+            nn.Linear(num_search + 2 * num_move, 2 * h),
             nn.ReLU(),
             nn.Linear(2 * h, 1),
         )
@@ -88,7 +94,7 @@ class GuidedNet(nn.Module):
         legal: Tensor,
         places: tuple[Encoded, Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Masked logits float32 ``[B, C + 1]``; ``placement.planners._chooser.network`` computes the same.
+        """Masked logits float32 ``[B, C + 1]``; ``_chooser.network`` computes the same.
 
         ``moves`` float32 ``[B, C + 1, F]``, ``search`` float32 ``[B, S]``, ``legal`` bool
         ``[B, C + 1]``; ``places``: the encoded graphs, and int64 the row among them ``[B]``,
@@ -114,7 +120,7 @@ class GuidedNet(nn.Module):
         return self.value(torch.cat([search, mean * scale, largest * scale], dim=1)).squeeze(1)
 
     def weights(self, store: GraphStore | None) -> tuple[NDArray[np.float32], ...]:
-        """``net`` of ``placement.planners._chooser.network`` for the one graph of ``store`` (None: no embedding)."""
+        """``net`` of ``_chooser.network`` for the one graph of ``store`` (None: no embedding)."""
         groups = devices = torch.zeros(0, self.config.scorer)
         with torch.no_grad():
             if store is not None and (encoded := self.encode(store, torch.tensor([0]))):

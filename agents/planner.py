@@ -25,8 +25,12 @@ from agents.trained import TrainedPolicy, actions, load_constructor, one_thread,
 from envs.problems import Evaluator, ProblemSet, canonical
 from envs.refine import RefineRules
 from placement.planners._search import INFEASIBLE, START_SHARE, Search, can_move, two_operators
+from placement.planners.order_search import NO_NETWORK, WIDTH, why_not
+from placement.planners.order_search import anneal as anneal_orders
+from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Objective, Placement, Planner, Problem, Solution
 
+Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
 Mode = Literal["zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
 SMALL = 100  # groups, where sampled placements are worth their evaluations
@@ -63,7 +67,11 @@ class PolicyPlanner:
         baseline: where to start: the name of a planner, or a planner.
         chooser: of ``guided_search``: ``policy``, or for comparison the ``hand``-written score
             that a policy starts from (what an untrained one is), or ``uniform`` chance.
-        rounds: of ``guided_search``: how often it is heated up.
+        order: of ``guided_search``: search the order of operators together with their placement,
+            where that can be (``placement.planners.order_search.why_not``); the answer then has a
+            ``schedule``. False, and wherever a policy for moves of placements alone is given: the
+            list scheduler's order.
+        rounds: of ``guided_search`` without orders: how often it is heated up.
         width: of ``guided_search``: moves offered at each step; None: as in the training.
         seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
             sampled placements are evaluated first; the search starts from the best. None is the
@@ -80,6 +88,7 @@ class PolicyPlanner:
     seed: int = 0
     baseline: str | Planner = "best_of"
     chooser: Chooser = "policy"
+    order: bool = True
     rounds: int = 6
     width: int | None = None
     seed_policy: str | Path | TrainedPolicy | None = None
@@ -157,30 +166,40 @@ class PolicyPlanner:
     def _guided_search(self, problem: Problem) -> Solution:
         net: GuidedNet | None = None
         chooser, width, name = self.chooser, self.width, "none"
-        ships = released(self.mode, problem.objective).is_file()
+        kind: Kind = "order_search" if self.order and not why_not(problem) else "guided_search"
+        ships = released(kind, problem.objective).is_file()
         if chooser == "policy" and self.policy is None and not ships:
             chooser = "hand"  # a new network makes the same choices more slowly
         if chooser == "policy":
-            policy, name = self._policy(self.policy, problem, self.mode)
+            policy, name = self._policy(self.policy, problem, kind)
             found = policy.net
             if not isinstance(found, GuidedNet):
                 raise PolicyError(
                     f"a {found.formulation} policy cannot choose moves; give it as seed_policy, or "
                     f"train one with training.formulation=guided_search"
                 )
-            net = found
+            if found.formulation == "order_search" and kind != found.formulation:
+                raise PolicyError(f"this policy searches orders, and {why_not(problem)}")
+            net, kind = found, found.formulation  # type: ignore[assignment]
             width = width or policy.width
         seeds = self._seeds(problem)
         load_kernel()
+        load_order_kernel()
         search, start, stats = self._start(problem, name)
-        stats["chooser"] = chooser
+        stats["chooser"], stats["search"] = chooser, kind
         if seeds is not None and search.left:
             wanted = int(min(self.k, search.num_left / 2))
             stats["seed_policy"] = seeds[1]
             stats |= self._decode(seeds[0], search, start.placement, wanted)
         search.limit(default_budget(problem))
         with one_thread():
-            stats["steps"] = anneal(search, net, chooser, self.rounds, width, self.seed)
+            if kind == "order_search":
+                weights = NO_NETWORK if net is None else net.weights(None)
+                stats["steps"] = anneal_orders(
+                    search, weights, CHOOSERS[chooser], width or WIDTH, self.seed
+                )
+            else:
+                stats["steps"] = anneal(search, net, chooser, self.rounds, width, self.seed)
         stats["best_value_s"] = search.best_cost if search.best_cost < INFEASIBLE else np.inf
         return search.solution(start.lower_bound_s, **stats)
 
@@ -195,7 +214,7 @@ class PolicyPlanner:
         return self._policy(given, problem, "best_of_k")
 
     def _policy(
-        self, given: str | Path | TrainedPolicy | None, problem: Problem, mode: Mode
+        self, given: str | Path | TrainedPolicy | None, problem: Problem, mode: Mode | Kind
     ) -> tuple[TrainedPolicy, str]:
         """A policy for ``mode``, and what ``stats`` call it."""
         if isinstance(given, TrainedPolicy):
@@ -205,7 +224,9 @@ class PolicyPlanner:
             given = ships if ships.is_file() else UNTRAINED
         if given != UNTRAINED:
             return TrainedPolicy.load(given), Path(given).name
-        formulation: Any = mode if mode in ("guided_search", "refine") else "sequential"
+        formulation: Any = (
+            mode if mode in ("guided_search", "order_search", "refine") else "sequential"
+        )
         return TrainedPolicy(untrained_net(None, formulation, self.seed)), UNTRAINED
 
     def _refine(self, policy: TrainedPolicy, search: Search, warm: Placement) -> None:
@@ -256,13 +277,13 @@ def _load_mode(mode: Mode, formulation: Formulation) -> None:
     planner._plan(two_operators(), policy, "given")
 
 
-def released(mode: Mode, objective: Objective) -> Path:
+def released(mode: Mode | Kind, objective: Objective) -> Path:
     """The file of the policy that ships with this package; its model card lies beside it.
 
     One that searches or refines serves the objective that it was trained for, a constructor of
     placements for ``max_load`` pipelines too. Not every file exists.
     """
-    if mode in ("guided_search", "refine"):
+    if mode in ("guided_search", "order_search", "refine"):
         name = f"{mode}-{objective}"
     else:
         load = objective in ("max_load", "period", "energy")

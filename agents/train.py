@@ -45,6 +45,7 @@ def _train(cfg: DictConfig) -> float:
         "refine": "refine",
         "sweep": "refine",
         "guided_search": "guided_search",
+        "order_search": "guided_search",
     }
 
     baseline, config = make_planner(cfg.baseline), instantiate(cfg.training, _convert_="all")

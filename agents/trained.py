@@ -38,6 +38,7 @@ from placement.problem import Placement, Problem, Solution
 
 FORMAT = 3
 Net = PlacementNet | GuidedNet
+CHOOSING = ("guided_search", "order_search")  # among offered moves
 # Formulations that make a placement, and evaluate it once it is made.
 BUILDING: dict[str, Any] = {
     "one_shot": OneShotRules,
@@ -181,7 +182,9 @@ def _check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 def make_net(config: NetworkConfig | None, formulation: Formulation) -> Net:
     """A new network for a formulation."""
     return (
-        GuidedNet(config) if formulation == "guided_search" else PlacementNet(config, formulation)
+        GuidedNet(config, formulation)
+        if formulation in CHOOSING
+        else PlacementNet(config, formulation)
     )
 
 

@@ -29,6 +29,7 @@ from agents.policy import PlacementPolicy
 from agents.store import GraphStore
 from agents.trained import (
     BUILDING,
+    CHOOSING,
     Net,
     TrainedPolicy,
     building_rules,
@@ -39,6 +40,7 @@ from agents.trained import (
 )
 from envs.base import Rules
 from envs.guided import GuidedSearchRules
+from envs.order_search import OrderSearchRules
 from envs.problems import (
     Evaluator,
     ProblemSet,
@@ -161,7 +163,7 @@ class TrainConfig:
 
     def rollout(self, formulation: Formulation, mean_groups: float) -> tuple[int, int]:
         """Environments, and steps of each between two updates."""
-        if formulation == "guided_search":
+        if formulation in CHOOSING:
             return self.num_envs or 16, self.steps_per_env or 128
         length = {"one_shot": 1, "group_place": 2}.get(formulation, max(1, round(mean_groups)))
         num_envs = self.num_envs or min(max(self.total_steps // (80 * length) * 4, 4), 16)
@@ -349,7 +351,8 @@ def make_rules(
         )
     share = config.again if again is None else again
     moves = config.moves or 256
-    return GuidedSearchRules(problems, num_envs, given, moves, config.width, share)
+    kind = OrderSearchRules if formulation == "order_search" else GuidedSearchRules
+    return kind(problems, num_envs, given, moves, config.width, share)
 
 
 class CrossEntropyPPO(PPO):

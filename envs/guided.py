@@ -156,7 +156,7 @@ def search(
     used: float,
     then: float,
 ) -> None:
-    """``steps`` steps in one call, see ``_guided.play``; ``network`` as ``placement.planners._chooser.network``."""
+    """``steps`` steps in one call, see ``_guided.play``; ``network`` as ``_chooser.network``."""
     _guided.play(tables, state, _guided.SEARCH + chooser, steps, network, used, then)
 
 

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from placement.files import write_atomic
 from placement.parallel import parallel_map
 from placement.problem import Placement, Planner, Problem, Solution, lower_bound
-from placement.simulator import evaluate, score
+from placement.simulator import evaluate, score, value_of
 from placement.timeline import Timeline
 from placement.trials import LATENCY_RUNS
 
@@ -517,13 +517,14 @@ def _row(
     if cell.solution is None:
         return row
     values = evaluate(problem, cell.solution.placement)
-    value_s, feasible = float(score(problem, cell.solution.placement)[0]), bool(values.feasible[0])
+    value_s, feasible = value_of(problem, cell.solution), bool(values.feasible[0])
+    ordered = cell.solution.schedule is not None and problem.objective == "latency"
     row = replace(
         row,
         placement_id=cell.placement_id,
         feasible=feasible,
         value_s=value_s,
-        latency_s=float(values.latency_s[0]),
+        latency_s=value_s if ordered else float(values.latency_s[0]),
         period_s=float(values.period_s[0]),
         energy_j=None if values.energy_j is None else float(values.energy_j[0]),
         energy_source=problem.cluster.power_source,

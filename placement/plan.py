@@ -620,7 +620,8 @@ def make_plan(
 
     Args:
         planner: its name, e.g. ``heft``; ``parameters``: its fields (see ``parameters_of``).
-        schedule: an order, if the planner decided one.
+        schedule: an order, if not the one that the planner decided (``solution.schedule``).
+            One of a single sample also is the ``priority`` of samples in a pipeline.
         workload: how ``placement.workloads.load`` finds the module.
         input_spec: shapes of the inputs; those of the captured program if not given.
 
@@ -628,12 +629,17 @@ def make_plan(
         PlanError: the placement does not fit (with the bytes), or a name cannot be written.
         ProblemError: the placement is not one of this problem.
     """
-    from placement.simulator import score, simulate
+    from placement.simulator import simulate, value_of
 
     graph, devices = problem.graph, problem.cluster.device_names
     p = problem.check_placement(solution.placement)
-    one = simulate(problem, p, num_microbatches=1)
+    schedule = schedule or solution.schedule
     many = simulate(problem, p, schedule)
+    single = schedule is not None and schedule.num_microbatches == 1
+    one = many if single else simulate(problem, p, num_microbatches=1)
+    priority = problem.priority
+    if single:
+        priority = np.argsort(np.lexsort((one.end_s[0], one.start_s[0]))).astype(np.int32)
     assert one.peak_bytes is not None and many.peak_bytes is not None
     peak = np.maximum(one.peak_bytes, many.peak_bytes)
     if problem.objective in ANALYTIC:  # these count parameters only
@@ -666,12 +672,12 @@ def make_plan(
             max_in_flight=problem.max_in_flight,
             second_j=problem.second_j,
             assignment=dict(zip(graph.op_name, on, strict=True)),
-            priority=tuple(problem.priority.tolist()),
+            priority=tuple(priority.tolist()),
             order=None if schedule is None else _named_order(schedule, graph, devices),
             stages=_stages(graph.op_name, on),
             device_map=module_map(graph, on),
             predicted=Predicted(
-                value_s=float(score(problem, p)[0]),
+                value_s=value_of(problem, solution),
                 latency_s=one.latency_s,
                 period_s=many.period_s,
                 energy_j=None if many.energy_j is None else many.energy_j / many.num_microbatches,

@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement import objectives
-from placement.problem import Placement, Problem
+from placement.problem import Placement, Problem, Solution
 from placement.schedule import Schedule
 from placement.timeline import Timeline, steady_period
 
@@ -254,6 +254,14 @@ def _energy_j(problem: Problem, runs: _Runs) -> Floats:
 def _priced(problem: Problem, energy_j: Floats, run_s: Floats) -> Floats:
     """The objective ``energy``: float64 ``[B]`` joules, and what the seconds are worth."""
     return energy_j + problem.second_j * run_s if problem.second_j else energy_j
+
+
+def value_of(problem: Problem, solution: Solution) -> float:
+    """The objective of an answer: in its own order, if it has one; inf: it cannot run."""
+    if solution.schedule is None:
+        return float(score(problem, problem.check_placement(solution.placement))[0])
+    timeline = simulate(problem, solution.placement, solution.schedule)
+    return timeline.latency_s if problem.objective == "latency" else timeline.period_s
 
 
 def list_schedule(problem: Problem, placement: ArrayLike, num_microbatches: int) -> Schedule:

@@ -30,6 +30,7 @@ from envs.problems import EnvError, ProblemSet
 from envs.refine import PAIR_FEATURES, RefineDevicePlacementEnv
 from envs.vec import PlacementVecEnv
 from placement.objectives import device_loads
+from placement.planners._chooser import choose
 from placement.planners._search import INFEASIBLE, Search, can_move
 from placement.problem import OBJECTIVES, Problem
 from placement.simulator import score

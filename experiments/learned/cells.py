@@ -24,7 +24,7 @@ from placement.files import write_atomic
 from placement.planners import PlannerError
 from placement.planners._search import Search
 from placement.problem import Placement, Planner, Problem, Solution
-from placement.simulator import score
+from placement.simulator import score, value_of
 
 Floats = NDArray[np.float64]
 SLACK = 1.02  # of a budget of seconds: the clock is looked at between slices of work
@@ -125,7 +125,7 @@ def _outcome(
             "note": run.note,
         }
     solution, used_s = run.value
-    value_s = float(score(problem, problem.check_placement(solution.placement))[0])
+    value_s = value_of(problem, solution)
     counted = solution.stats.get("evaluations")
     used_s = float(solution.stats.get("seconds", used_s))
     curve = solution.stats.get("curve") or [(used_s, counted or 1, value_s)]

@@ -108,7 +108,6 @@ def run(args: argparse.Namespace) -> int:
     _check_measurable(args)
     planner = load_planner(args)
     scheduler = None if args.scheduler is None else schedulers.load(args.scheduler)
-    schedule = None
     with cli.progress() as report, cli.says_when_compiling():
         problem = load_problem(args, report)
         report(f"planning with {args.planner}", None)
@@ -117,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         took = time.perf_counter() - began
         if args.measurements is not None and isfinite(solution.value_s):
             solution = _measured(args, problem, solution, report)
+        schedule = solution.schedule
         if scheduler is not None and isfinite(solution.value_s):
             report(f"ordering with {args.scheduler}", None)
             schedule = scheduler(problem, solution.placement, problem.num_microbatches)
@@ -366,5 +366,15 @@ def _answer(
             op: devices[d]
             for op, d in zip(problem.graph.op_name, solution.placement.tolist(), strict=True)
         },
+        **({} if solution.schedule is None else {"order": _order(problem, solution.schedule)}),
         **measured,
+    }
+
+
+def _order(problem: Problem, schedule: Schedule) -> dict[str, list[str]]:
+    """The operators of each device in their order, by name."""
+    names = problem.graph.op_name
+    return {
+        device: [names[op] for op in rows[:, 0].tolist()]
+        for device, rows in zip(problem.cluster.device_names, schedule.order, strict=True)
     }

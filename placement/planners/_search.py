@@ -193,7 +193,11 @@ class Search:
         curve = [*self.curve, (self.seconds, self.num_evaluations, value)]
         if not fits:
             stats["infeasible"] = why_infinite(self._run, placement)
-        told = {"seconds": self.seconds, "evaluations": self.num_evaluations, "curve": curve}
+        told: dict[str, Any] = {
+            "seconds": self.seconds,
+            "evaluations": self.num_evaluations,
+            "curve": curve,
+        }
         if self.schedule is not None:
             told["list_order_value_s"] = float(score(self.problem, placement)[0])
         return Solution(placement, value, lower_bound_s, told | stats, self.schedule)

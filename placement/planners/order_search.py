@@ -87,6 +87,8 @@ def why_not(problem: Problem) -> str:
     """
     if problem.objective != "latency":
         return f"it is for objective latency, not {problem.objective}"
+    if problem.ready_order != "priority":
+        return "devices run operators in the order of their arrival"
     if problem.memory_may_bind:
         return "memory may not suffice for every placement, and its peaks are not tracked"
     if problem.profile.loaded_s is not None:
@@ -232,11 +234,8 @@ def anneal(
     made, begun = 0, search.used
     for kept, share, cool, cooled in _STAGES:
         runs = sorted(runs, key=lambda state: float(state.x[_order.BEST]))[:kept]
-        for i, run in enumerate(runs):
-            first = search.used
-            until = min(1.0, first + share * (1.0 - begun))
-            if len(runs) == 1 or share == 1.0:
-                until = 1.0
+        for run in runs:
+            until = min(1.0, search.used + share * (1.0 - begun))
             made += _spend(search, tables, run, network, chooser, until, (cool, cooled))
     return made
 
@@ -266,9 +265,7 @@ def _spend(
         rate = steps / max(search.seconds - before, 1e-9)
         made += steps
         search.num_evaluations += steps
-        search.consider_order(
-            state.best_place, state.best_sequence, float(state.x[_order.BEST])
-        )
+        search.consider_order(state.best_place, state.best_sequence, float(state.x[_order.BEST]))
     return made
 
 

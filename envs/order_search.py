@@ -1,0 +1,201 @@
+"""``OrderSearch-v0``: choose the moves of an annealed search over placement and order together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from envs.base import Observation, PlacementEnv, Rules, id_space
+from envs.guided import start_choices
+from envs.problems import MAX_ID, EnvError, Floats, ProblemSet
+from placement.planners import _order
+from placement.planners._order import BOUND, NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State
+from placement.planners.order_search import (
+    NO_NETWORK,
+    sequence_of,
+    start,
+    state_of,
+    tables_of,
+    why_not,
+)
+from placement.problem import Placement
+from placement.simulator import score
+
+Best = tuple[float, Placement, NDArray[np.int32]]  # value, placement, sequence
+
+
+class OrderSearchRules(Rules):
+    """``B`` searches side by side, each an annealing of ``moves`` steps.
+
+    ``best_s`` and ``value_s`` are of the orders that were found; ``best_choices`` and ``choices``
+    are where operators run in them.
+
+    Args:
+        problems: what is placed; values are predictions.
+        num_envs: ``B``.
+        starts: placement int32 ``[N]`` per problem that searches begin at, in the list
+            scheduler's order; None: ``best_of``.
+        moves: steps of an episode.
+        width: ``C``, moves offered at each step.
+        again: share of the episodes that begin at the best met so far instead, and anywhere in
+            the cooling: that is where most of a long search happens.
+
+    Raises:
+        EnvError: values do not come from the simulator, or orders of a problem cannot be
+            searched (``placement.planners.order_search.why_not``).
+    """
+
+    def __init__(
+        self,
+        problems: ProblemSet,
+        num_envs: int,
+        starts: Sequence[Placement] | None = None,
+        moves: int = 256,
+        width: int = 16,
+        again: float = 0.0,
+    ) -> None:
+        if problems.evaluator is not score:
+            raise EnvError("OrderSearch evaluates in its own kernel: leave evaluator out")
+        if moves < 1 or width < 1:
+            raise EnvError(f"moves = {moves} and width = {width} must be at least 1")
+        for problem in problems.problems:
+            reason = why_not(problem)
+            if reason:
+                name = problem.graph.name
+                raise EnvError(f"graph {name!r}: {reason}; leave it out, or use GuidedSearch")
+        super().__init__(problems, num_envs)
+        self.moves, self.width, self.again = moves, width, again
+        chosen = start_choices(problems, starts)
+        self._starts = [
+            (c[p.graph.group], sequence_of(p, c[p.graph.group]))
+            for c, p in zip(chosen, problems.problems, strict=True)
+        ]
+        self._best: list[Best | None] = [None] * len(problems.problems)
+        self._tables = [tables_of(p) for p in problems.problems]
+        self._states: list[dict[int, State]] = [{} for _ in range(num_envs)]
+        rows = width + 1
+        self.observation_space = spaces.Dict(
+            {
+                "problem": id_space(MAX_ID),
+                "moves": spaces.Box(-3 * BOUND, 3 * BOUND, (rows, NUM_MOVE_FEATURES), np.float32),
+                "search": spaces.Box(-BOUND, BOUND, (NUM_SEARCH_FEATURES,), np.float32),
+                "group": spaces.Box(0, MAX_ID, (rows,), np.int64),
+                "device": spaces.Box(0, MAX_ID, (rows,), np.int64),
+                "mask": spaces.Box(0, 1, (rows,), np.int8),
+            }
+        )
+        self.action_space = spaces.Discrete(rows)
+
+    def start(
+        self,
+        rows: NDArray[np.integer[Any]],
+        ids: NDArray[np.integer[Any]],
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        rng = np.random.default_rng(0) if rng is None else rng
+        for b, p in zip(rows.tolist(), ids.tolist(), strict=True):
+            self.ids[b] = p
+            if p not in self._states[b]:
+                self._states[b][p] = state_of(self.problems.problems[p], self.width)
+            place, sequence = self._starts[p]
+            step, best = 0, self._best[p]
+            if rng.random() < self.again:
+                step = int(rng.integers(self.moves))
+                if best is not None:
+                    place, sequence = best[1:]
+            state = self._states[b][p]
+            start(self._tables[p], state, place, sequence, rng, step, step / self.moves)
+            self.num_evaluations += 1
+
+    def observe(self) -> Observation:
+        count, rows = len(self.ids), self.width + 1
+        seen: Observation = {
+            "problem": self.ids[:, None].copy(),
+            "moves": np.empty((count, rows, NUM_MOVE_FEATURES), np.float32),
+            "search": np.empty((count, NUM_SEARCH_FEATURES), np.float32),
+            "group": np.empty((count, rows), np.int64),
+            "device": np.empty((count, rows), np.int64),
+            "mask": self.masks().astype(np.int8),
+        }
+        for b in range(count):
+            state = self._state(b)
+            seen["moves"][b] = state.offered
+            seen["search"][b] = state.search
+            moves = state.which >= 0  # others hold what an earlier offer left there
+            seen["group"][b] = np.where(moves, state.group, 0)
+            seen["device"][b] = np.where(moves, state.to, 0)
+        return seen
+
+    def masks(self) -> NDArray[np.bool_]:
+        mask = np.array([self._state(b).which >= 0 for b in range(len(self.ids))])
+        mask[:, 0] = ~mask.any(axis=1)
+        return mask
+
+    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
+        rewards = np.zeros(len(self.ids))
+        done = np.zeros(len(self.ids), bool)
+        for b, (p, action) in enumerate(zip(self.ids.tolist(), actions.tolist(), strict=True)):
+            state = self._state(b)
+            self.num_evaluations += int(state.which[action] >= 0)
+            used = (state.x[_order.STEP] + 1.0) / self.moves
+            rewards[b] = _order.play(
+                self._tables[p], state, _order.TAKE, action, NO_NETWORK, used, used
+            )
+            if used >= 1.0:
+                done[b] = True
+                self._finish(b, p, state)
+        return rewards, done
+
+    def _finish(self, b: int, p: int, state: State) -> None:
+        value_s = float(state.x[_order.BEST])
+        group = self.problems.problems[p].graph.group
+        self.value_s[b] = value_s
+        self.choices[b] = -1
+        self.choices[b, group] = state.best_place
+        known = self._best[p]
+        if known is None or value_s < known[0]:
+            self._best[p] = value_s, state.best_place.copy(), state.best_sequence.copy()
+        self.keep(self.ids[b : b + 1], self.choices[b : b + 1], self.value_s[b : b + 1])
+
+    def _state(self, b: int) -> State:
+        return self._states[b][int(self.ids[b])]
+
+
+class OrderSearchEnv(PlacementEnv):
+    """Choose among moves of operators, in a search that cools down over a budget of moves.
+
+    A move takes an operator elsewhere in the order of its device; or its colocation group to
+    another device, to a place there where its inputs have come; or, staying where they are in the
+    order, neighbours on its device too. It begins with an operator of the critical chain, or any
+    other. Its effect is estimated (``placement.planners._order``), and observed.
+
+    **Observation** ``Dict``, of ``C`` moves and, before them, the choice to stay:
+
+    * ``problem`` int64 ``[1]``: which of ``problems`` this is.
+    * ``moves`` float32 ``[C + 1, 20]`` in -30..30: ``MOVE_FEATURES``, logarithms and shares.
+    * ``search`` float32 ``[10]`` in -10..10: ``SEARCH_FEATURES``.
+    * ``group``, ``device`` int64 ``[C + 1]``: the first group that moves, and where to (0, 0 for
+      the choice to stay, and where the mask is 0).
+    * ``mask`` int8 ``[C + 1]``: 1 = legal.
+
+    **Action** ``Discrete(C + 1)``. The move is made, the latency computed, and kept as annealing
+    does: always if better, otherwise with probability ``(before / after) ** (1 / temperature)``.
+    Staying is legal only where nothing can move. An illegal action stays.
+
+    **Reward** float: the improvement ``log(best before / best after)`` of the best latency of the
+    episode, at most 1, never negative: the return is ``log(first / best)``.
+
+    **Termination**: after ``moves`` steps. Never truncated.
+
+    ``info`` of the last step has ``problem`` (int), ``value_s`` (float, the best, in the order that
+    was found) and ``placement`` (int32 ``[N]``).
+
+    Arguments are those of ``PlacementEnv`` and of ``OrderSearchRules``; references only say what
+    ``agents`` reports, the reward does not need them.
+    """
+
+    rules_of = OrderSearchRules
