@@ -14,7 +14,7 @@ from placement.graph import OpGraph
 from placement.problem import Placement, Planner, Problem, ProblemError, Solution
 from placement.profile import Profile
 from placement.schedule import Schedule, ScheduleError
-from placement.simulator import score, simulate
+from placement.simulator import simulate, value_of
 
 if TYPE_CHECKING:
     from placement.exporters import Exporter
@@ -258,7 +258,10 @@ def _check_solution(problem: Problem, answer: Solution, where: str) -> None:
     except ProblemError as error:
         raise ContractError(f"{where}: {error}") from error
 
-    value, actual = answer.value_s, float(score(problem, placement)[0])
+    try:
+        value, actual = answer.value_s, value_of(problem, answer)
+    except ScheduleError as error:
+        raise ContractError(f"{where}: {error}") from error
     close = value == actual or abs(value - actual) <= 1e-9 * abs(actual)
     _need(close, where, f"value_s = {value}, but the simulator says {actual}")
     bound = answer.lower_bound_s

@@ -31,9 +31,9 @@ from placement.profile import Profile
 from placement.simulator import score
 from placement.testing import check_planner
 
-# Not these: they need a file or an optional package, or take seconds for each proof; each has
-# contract tests of its own.
-ELSEWHERE = ("expert", "metis", "cp_sat", "mip", "coarsened")
+# Not these: they need a file or an optional package, take seconds for each proof, or are for one
+# objective; each has contract tests of its own.
+ELSEWHERE = ("expert", "metis", "cp_sat", "mip", "coarsened", "order_search")
 PLANNERS = [name for name in names() if name not in ELSEWHERE]
 SEARCHES = (
     "random_search",

@@ -73,6 +73,7 @@ _ALONE = 0.5  # of the moves to another device; others take neighbours along
 _FAR = 2.5  # order only: log of how many places at most, beside one
 _SORT_EVERY = 64  # moves kept, until the sequence is put in order of time again
 _TRIES = 4
+_NEVER = 1e30  # instead of inf, which has no logarithm: where a link is missing
 
 # Numbers of a search, State.x
 (
@@ -203,7 +204,7 @@ def timetable(t, s):
             if there_s > ready_s[user]:
                 ready_s[user] = there_s
                 waited[user] = op if op < n else -1
-    return latest
+    return min(latest, _NEVER)
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
@@ -617,7 +618,7 @@ def _offer(t, s, width, described):
         if not described:
             continue
         old = s.place[i]
-        change = latency / cost - 1.0
+        change = min(latency, _NEVER) / cost - 1.0
         f = s.offered[k]
         f[0] = max(-3.0 * BOUND, min(3.0 * BOUND, -max(change, _GAIN) / HAND_SCALE))
         f[2] = _bounded(100.0 * change)
