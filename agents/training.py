@@ -70,7 +70,7 @@ class TrainConfig:
     Attributes:
         total_steps: environment steps (one-shot: one placement; otherwise one group or move).
         formulation: ``sequential``, ``one_shot``, ``select_place``, ``group_place``, ``refine``,
-            ``sweep`` or ``guided_search``: the environment.
+            ``sweep``, ``guided_search`` or ``order_search``: the environment.
         seed: the same seed gives the same policy.
         num_envs: episodes side by side; 0 = 4 to 16, for about 20 updates in all.
         steps_per_env: steps of each between updates; 0 = about one whole episode (one-shot: 4 to
@@ -90,10 +90,10 @@ class TrainConfig:
             quarter is played, at the end of this share all; 0: all from the beginning.
         imitation_epochs: passes over the solutions that ``train`` is given, before PPO.
         imitation_rate: learning rate meanwhile.
-        moves: steps of an episode of ``guided_search`` (256), ``refine`` (twice the groups) or
+        moves: steps of an episode of the two searches (256), ``refine`` (twice the groups) or
             ``sweep`` (as many as there are groups); 0: these defaults.
-        width: moves that ``guided_search`` offers at each step.
-        again: share of the episodes of ``guided_search`` that begin at the best met so far.
+        width: moves that the two searches offer at each step.
+        again: share of the episodes of the two searches that begin at the best met so far.
         cold: no warm starts: the policy neither begins at a baseline's placements nor sees them.
         groups: operators are merged into so many groups that share a device
             (``placement.coarsen``), and those are placed; 0: as the graph has them.
@@ -505,6 +505,9 @@ class _Watch(BaseCallback):
             "held_out": self.held_out,
             "seconds": time.perf_counter() - self.started,
         }
+        if isinstance(self.env.rules, OrderSearchRules):
+            rules = self.env.rules
+            state["sequences"] = [torch.from_numpy(x) for x in _sequences(rules)]
         if self.out_dir is not None:
             file = io.BytesIO()
             torch.save(state, file)
@@ -540,6 +543,9 @@ class _Watch(BaseCallback):
         model.policy.optimizer.load_state_dict(state["optimizer"])
         rules = self.env.rules
         rules.best_s[:], rules.best_choices[:] = state["best_s"], state["best_choices"]
+        if isinstance(rules, OrderSearchRules):
+            for mine, kept in zip(_sequences(rules), state["sequences"], strict=True):
+                mine[:] = kept
         rules.num_evaluations = state["evaluations"]
         self.rows, self.best_weights = json.loads(state["rows"]), state["best_weights"]
         self.greedy_s = state["greedy_s"].numpy()
@@ -645,6 +651,11 @@ class _Watch(BaseCallback):
             )
             for i in range(len(self.problems.problems))
         ]
+        if self.net.formulation == "order_search":  # an order is no part of what is returned
+            found = [
+                replace(s, value_s=float(score(p, s.placement)[0]))
+                for s, p in zip(found, self.problems.problems, strict=True)
+            ]
         for i, start in self.split.items():
             if start.value_s < found[i].value_s:
                 found[i] = replace(start, stats=stats)
@@ -696,6 +707,11 @@ def _origin(
         "their warm starts": ids([] if kept is None else kept.starts),
     }
     return {what: json.dumps(value) for what, value in found.items()}
+
+
+def _sequences(rules: OrderSearchRules) -> tuple[NDArray[Any], NDArray[Any]]:
+    """What such rules know of the best beside ``best_choices``."""
+    return rules.best_sequence, rules.sequence_s
 
 
 class _HeldOut(NamedTuple):

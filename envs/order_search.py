@@ -25,14 +25,17 @@ from placement.planners.order_search import (
 from placement.problem import Placement
 from placement.simulator import score
 
-Best = tuple[float, Placement, NDArray[np.int32]]  # value, placement, sequence
-
 
 class OrderSearchRules(Rules):
     """``B`` searches side by side, each an annealing of ``moves`` steps.
 
     ``best_s`` and ``value_s`` are of the orders that were found; ``best_choices`` and ``choices``
     are where operators run in them.
+
+    Attributes:
+        best_sequence: int32 ``[P, N]`` the order of the best of each problem, and
+        sequence_s: float64 ``[P]`` its latency: where that is not ``best_s``, the best came from
+            elsewhere, in the list scheduler's order.
 
     Args:
         problems: what is placed; values are predictions.
@@ -74,7 +77,9 @@ class OrderSearchRules(Rules):
             (c[p.graph.group], sequence_of(p, c[p.graph.group]))
             for c, p in zip(chosen, problems.problems, strict=True)
         ]
-        self._best: list[Best | None] = [None] * len(problems.problems)
+        most = max(p.num_ops for p in problems.problems)
+        self.best_sequence = np.zeros((len(problems.problems), most), np.int32)
+        self.sequence_s = np.full(len(problems.problems), np.inf)
         self._tables = [tables_of(p) for p in problems.problems]
         self._states: list[dict[int, State]] = [{} for _ in range(num_envs)]
         rows = width + 1
@@ -102,11 +107,11 @@ class OrderSearchRules(Rules):
             if p not in self._states[b]:
                 self._states[b][p] = state_of(self.problems.problems[p], self.width)
             place, sequence = self._starts[p]
-            step, best = 0, self._best[p]
+            step = 0
             if rng.random() < self.again:
                 step = int(rng.integers(self.moves))
-                if best is not None:
-                    place, sequence = best[1:]
+                if np.isfinite(self.best_s[p]):
+                    place, sequence = self._best(p)
             state = self._states[b][p]
             start(self._tables[p], state, place, sequence, rng, step, step / self.moves)
             self.num_evaluations += 1
@@ -156,10 +161,17 @@ class OrderSearchRules(Rules):
         self.value_s[b] = value_s
         self.choices[b] = -1
         self.choices[b, group] = state.best_place
-        known = self._best[p]
-        if known is None or value_s < known[0]:
-            self._best[p] = value_s, state.best_place.copy(), state.best_sequence.copy()
+        if value_s < self.best_s[p]:
+            self.sequence_s[p] = value_s
+            self.best_sequence[p, : len(group)] = state.best_sequence
         self.keep(self.ids[b : b + 1], self.choices[b : b + 1], self.value_s[b : b + 1])
+
+    def _best(self, p: int) -> tuple[Placement, NDArray[np.int32]]:
+        problem = self.problems.problems[p]
+        place = self.best_choices[p][problem.graph.group]
+        if self.sequence_s[p] == self.best_s[p]:
+            return place, self.best_sequence[p, : problem.num_ops]
+        return place, sequence_of(problem, place)
 
     def _state(self, b: int) -> State:
         return self._states[b][int(self.ids[b])]

@@ -29,7 +29,6 @@ from agents.policy import PlacementPolicy
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, make_net
 from agents.training import TrainConfig, train
-from envs import _guided
 from envs.guided import GuidedSearchRules
 from envs.placement import OneShotRules
 from envs.problems import ProblemSet, canonical
@@ -38,6 +37,7 @@ from envs.sequential import SequentialRules
 from placement.cluster import Cluster
 from placement.graph import OpGraph
 from placement.planners import PlannerError, load
+from placement.planners._chooser import network
 from placement.planners._search import Search
 from placement.problem import Problem
 from placement.simulator import score
@@ -542,7 +542,10 @@ def test_the_kernel_scores_moves_as_the_network_does(embed: bool, objective: Any
         with torch.no_grad():
             logits = net.evaluate(store, ids, net.encode(store, ids), ids, obs)[0][0].numpy()
         found = np.empty(17)
-        _guided._network(net.weights(store), rules._state(0), 16, found)
+        state = rules._state(0)
+        body, where = state.body[:, 0], state.where[:, 0]
+        offered, moves = state.offered, state.count - 1
+        network(net.weights(store), state.search, offered, moves, body, where, 16, found)
         legal = rules.masks()[0]
         assert found[legal] == pytest.approx(logits[legal], rel=1e-3, abs=1e-3)
         rules.act(np.array([int(np.argmax(legal[::-1]))]))

@@ -180,10 +180,12 @@ def test_what_users_get_wrong() -> None:
         train([chain([[1]]), chain([[1]])], warm=[None])
 
 
-@pytest.mark.parametrize("formulation", ["sequential", "one_shot", "guided_search"])
+@pytest.mark.parametrize("formulation", ["sequential", "one_shot", "guided_search", "order_search"])
 def test_resuming_is_exact(formulation: Any, tmp_path: Path) -> None:
     """Two iterations, an interruption, and two more make the policy of four in a row."""
     problems = [layered(0, 3, 3, 2), layered(1, 4, 3, 3), layered(2, 2, 3, 2)]
+    if formulation == "order_search":
+        problems = [p.with_objective("latency") for p in problems]
     config = TrainConfig(
         total_steps=4 * 64,
         num_envs=4,

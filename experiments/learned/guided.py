@@ -30,6 +30,7 @@ from placement.planners.best_of import BestOf
 from placement.problem import Objective, Planner
 
 POLICY, FROZEN, HAND, UNIFORM = "policy", "frozen", "hand", "uniform"
+ALONE = "policy, placements only"  # in the list scheduler's order
 ANNEALING = {
     "annealing": 0.02,
     "annealing, colder": 0.001,
@@ -60,17 +61,20 @@ def planners(policies: Mapping[str, str | None], objective: Objective) -> dict[s
     from agents.trained import TrainedPolicy, untrained_net
 
     mode: Any = "guided_search"
-    files = [policy_file(path, mode, objective) for path in policies.values()]
-    ships = files[0] or released(mode, objective)
-    new = TrainedPolicy(untrained_net(None, mode))
+    kind: Any = "order_search" if objective == "latency" else mode
+    files = [policy_file(path, kind, objective) for path in policies.values()]
+    ships = files[0] or released(kind, objective)
+    new = TrainedPolicy(untrained_net(None, kind))
     first = TrainedPolicy.load(ships) if Path(ships).is_file() else new
     chosen: dict[str, Planner] = {
         name: PolicyPlanner(path, mode) for name, path in zip(policies, files, strict=True)
     }
-    chosen[FROZEN] = PolicyPlanner(replace(first, net=untrained_net(first.net.config, mode)), mode)
+    chosen[FROZEN] = PolicyPlanner(replace(first, net=untrained_net(first.net.config, kind)), mode)
     # Rules see as many moves at a step as the policy does.
     chosen[HAND] = PolicyPlanner(mode=mode, chooser="hand", width=first.width)
     chosen[UNIFORM] = PolicyPlanner(mode=mode, chooser="uniform", width=first.width)
+    if objective == "latency":
+        chosen[ALONE] = PolicyPlanner(mode=mode, order=False)
     for name in ("macro_search", "local_search"):
         chosen[name] = load(name)
     for name, accept in ANNEALING.items():

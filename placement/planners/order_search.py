@@ -19,7 +19,7 @@ WARM, COLD = 5e-4, 1e-5  # temperatures at first and at last
 # Where else to begin, and the share of what is left then that finding it may take.
 STARTS = (("heft", 0.1), ("critical_path_first", 0.1), ("critical_path_greedy", 0.3))
 # Searches that go on, the share of the budget of each, and how far they cool down meanwhile.
-_STAGES = ((9, 0.03, 0.0, 0.1), (2, 0.08, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
+_STAGES = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
 WIDTH = 16  # moves offered at each step
 _LONGEST = 16  # groups that move together
 _SLICE_S = 0.01  # between two looks at the clock
