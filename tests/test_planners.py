@@ -608,7 +608,14 @@ def test_best_of_is_the_minimum_and_names_the_winner() -> None:
 
 def test_best_of_knows_every_planner_that_is_neither_a_search_nor_a_solver() -> None:
     others = {"brkga", "cp_sat", "cross_entropy", "local_search", "macro_search", "mip"}
-    others |= {"random_search", "simulated_annealing", "best_of", "expert", "policy", "order_search"}
+    others |= {
+        "random_search",
+        "simulated_annealing",
+        "best_of",
+        "expert",
+        "policy",
+        "order_search",
+    }
     others.add("replicated")  # plans several devices per operator, a placement is only its part
     assert set(load("best_of").planners) == set(names()) - others
 

@@ -10,6 +10,7 @@ import pytest
 import agents
 from agents.planner import PolicyPlanner, released
 from agents.trained import TrainedPolicy
+from placement.workloads import synthetic
 from placement.workloads.synthetic import giph
 
 FILES = sorted(Path(agents.__file__).with_name("released").glob("*.safetensors"))
@@ -30,10 +31,13 @@ def test_what_ships(path: Path) -> None:
 
 
 def test_latency_is_planned_with_the_released_policies() -> None:
-    assert released("guided_search", "latency") in FILES
+    assert {released(k, "latency") for k in ("guided_search", "order_search")} < set(FILES)
     problem = giph(0).with_objective("latency")
     planner = PolicyPlanner(evaluations=200, baseline="round_robin")
     assert planner(problem).stats["policy"] == "guided_search-latency.safetensors"
+    # Where orders can be searched there is one for them.
+    orders = planner(synthetic.families()["layered"](900).with_objective("latency")).stats
+    assert orders["policy"] == "order_search-latency.safetensors"
     # So it is with the one that constructs placements.
     several = PolicyPlanner(mode="best_of_k", k=4, baseline="round_robin")(problem)
     assert several.stats["policy"] == "sequential-latency.safetensors"

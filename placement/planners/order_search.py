@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement import kernels
-from placement.planners import PlannerError, _order
+from placement.planners import PlannerError, _order, check_least
 from placement.planners._order import State, Tables
-from placement.planners._search import Search, begin, two_operators
+from placement.planners._search import START_SHARE, Search, two_operators
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.simulator import simulate
 
@@ -68,14 +68,16 @@ class OrderSearch:
         """Plan ``problem``.
 
         Raises:
-            PlannerError: not for this problem (``why_not``), or a budget that is not positive.
+            PlannerError: not for this problem (``why_not``), or an option out of range.
         """
+        check_least(self, 1, "width")
+        check_least(self, 0, "seed")
         reason = why_not(problem)
         if reason:
             raise PlannerError(f"order_search: {reason}; use macro_search")
         load_kernel()
-        search, _ = begin(self, problem)
-        search.limit(20_000)
+        search = Search(problem, self.seconds, self.evaluations, 20_000)
+        search.run(self.start, START_SHARE, START_SHARE)
         steps = anneal(search, NO_NETWORK, _order.HAND, self.width, self.seed)
         return search.solution(steps=steps)
 
