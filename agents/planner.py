@@ -194,7 +194,11 @@ class PolicyPlanner:
         search.limit(default_budget(problem))
         with one_thread():
             if kind == "order_search":
-                weights = NO_NETWORK if net is None else net.weights(None)
+                assert search.best is not None
+                group, weights = problem.graph.group, NO_NETWORK
+                if net is not None:
+                    store = GraphStore([problem], [search.best[group]])
+                    weights = net.weights(store if net.config.embed else None)
                 stats["steps"] = anneal_orders(
                     search, weights, CHOOSERS[chooser], width or WIDTH, self.seed
                 )

@@ -869,6 +869,9 @@ def remember(self, *args, **limits):
 Search.__init__ = remember
 problem = random_problem(5, 12, 3, objective=sys.argv[2])
 problem = replace(problem, profile=problem.profile.for_cluster(problem.cluster))
+if sys.argv[1] == "order_search":
+    from test_order_search import plain
+    problem = plain(problem)
 load(sys.argv[1], seconds=1.0)(problem)
 assert before
 print(*sorted(f.__name__ for f, count in kernels().items() if count != before.get(f, 0)))
@@ -877,7 +880,7 @@ print(*sorted(f.__name__ for f, count in kernels().items() if count != before.ge
 
 @pytest.mark.parametrize(
     ("planner", "objective"),
-    [("best_of", "latency"), ("local_search", "period"),
+    [("best_of", "latency"), ("local_search", "period"), ("order_search", "latency"),
      ("agents.planner:PolicyPlanner", "latency"), ("agents.planner:PolicyPlanner", "max_load")],
 )  # fmt: skip
 def test_nothing_is_compiled_once_the_clock_runs(planner: str, objective: str) -> None:

@@ -132,9 +132,9 @@ class State(NamedTuple):
     ready_s: Array  # float64 [N]
     mark: Array  # bool [N] scratch, False
     room: Array  # int32 [N]
-    finish_s: Array  # float64 [N]
-    free_s: Array  # float64 [3, D] of devices; room of timetable
-    last: Array  # int32 [2, D]
+    finish_s: Array  # float64 [N], as the two before room of _gather and _together
+    free_s: Array  # float64 [2, D] of devices, and arrivals there
+    last: Array  # int32 [2, D] operator that a device ran last, tensor that it was sent last
     channel_s: Array  # float64 [number of channels + 1]
     which: Array  # int32 [C + 1] operator that each offered move begins with; -1: no move
     group: Array  # int32 [C + 1] its group
@@ -418,7 +418,7 @@ def _gather(t, s, k, i, new):
     body, old = s.body[k], s.place[i]
     most = 1
     if _uniform(s.random) >= _ALONE:
-        most = 2 + int(np.exp(_uniform(s.random) * np.log(float(len(body) - 1)))) - 1
+        most = 1 + int(np.exp(_uniform(s.random) * np.log(float(len(body) - 1))))
     way = _below(s.random, 3)
     count = num = 0
     fits = True

@@ -213,7 +213,7 @@ def anneal(
     """Spend what is left of ``search``'s budget in the kernel; the steps that were made.
 
     Which start leads furthest its own value does not tell: all of ``STARTS`` and the best so far
-    are tried for a while, the better two for longer, and the best of them to the end.
+    are tried for a while, the best three for longer, and the best of those to the end.
     """
     problem = search.problem
     assert search.best is not None
@@ -275,7 +275,7 @@ def _spend(
 def load_kernel() -> None:
     """Compile the search, or read it from its cache: once, and outside of every budget."""
     problem = two_operators()
-    search = Search(problem, evaluations=8)
-    search.cost(np.zeros(2, np.int32))
-    for chooser in (_order.POLICY, _order.HAND, _order.UNIFORM):
-        anneal(search, NO_NETWORK, chooser, 2, 0)
+    Search(problem, evaluations=1).cost(np.zeros(2, np.int32))
+    tables, state, place = tables_of(problem), state_of(problem, 2), np.zeros(2, np.int32)
+    start(tables, state, place, sequence_of(problem, place), np.random.default_rng(0))
+    _order.play(tables, state, _order.SEARCH + _order.POLICY, 1, NO_NETWORK, 0.0, 0.0)
