@@ -183,8 +183,10 @@ class PolicyPlanner:
             net, kind = found, found.formulation  # type: ignore[assignment]
             width = width or policy.width
         seeds = self._seeds(problem)
-        load_kernel()
-        load_order_kernel()
+        if kind == "order_search":
+            load_order_kernel()
+        else:
+            load_kernel()
         search, start, stats = self._start(problem, name)
         stats["chooser"], stats["search"] = chooser, kind
         if seeds is not None and search.left:
