@@ -272,8 +272,12 @@ def plot_curves(curves: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
 
     figure = gantt._figure_class()(figsize=(10, 3.2 * -(-len(curves) // 2)), dpi=100)
     axes = figure.subplots(-(-len(curves) // 2), 2, squeeze=False).ravel()
+    planners = list(dict.fromkeys(p for lines in curves.values() for p in lines if p != "at"))
     for axis, (group, lines) in zip(axes, curves.items(), strict=False):
-        for k, (planner, ratio) in enumerate((p, r) for p, r in lines.items() if p != "at"):
+        for k, planner in enumerate(planners):  # of one colour in all panels
+            if planner not in lines:
+                continue
+            ratio = lines[planner]
             above = np.maximum(100 * (np.asarray(ratio) - 1), 0.02)
             axis.plot(lines["at"], above, _dash(k), color=_colour(k), lw=1.4, label=planner)
         axis.set_xscale("log")
