@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from placement.files import write_atomic
 from placement.parallel import parallel_map
 from placement.problem import Placement, Planner, Problem, Solution, lower_bound
+from placement.schedule import Schedule
 from placement.simulator import evaluate, score, value_of
 from placement.timeline import Timeline
 from placement.trials import LATENCY_RUNS
@@ -353,9 +354,8 @@ def _plan_all(
                 found.append(None)
             else:
                 answer = saved["solution"]
-                if answer is not None:
-                    answer = Solution(**answer | {"placement": np.int32(answer["placement"])})
-                found.append(_Cell(name, seed, answer, saved["plan_s"], saved["note"]))
+                solution = None if answer is None else solution_of(answer)
+                found.append(_Cell(name, seed, solution, saved["plan_s"], saved["note"]))
 
     def keep(number: int, cell: _Cell) -> None:
         at, path, key, (_, _, ready, _) = todo[number]
@@ -659,6 +659,15 @@ def _prepared(
     known = _fields(planner)
     given = {k: v for k, v in wanted.items() if v is not None and k in known}
     return replace(planner, **given) if given else planner  # type: ignore[type-var]
+
+
+def solution_of(saved: Mapping[str, Any]) -> Solution:
+    """A solution that was written as JSON with its arrays as lists."""
+    order, given = saved.get("schedule"), dict(saved)
+    if order is not None:
+        rows = tuple(np.array(r, np.int32).reshape(-1, 2) for r in order["order"])
+        given["schedule"] = Schedule(rows, order["num_microbatches"])
+    return Solution(**given | {"placement": np.array(saved["placement"], np.int32)})
 
 
 def _digest(*parts: Any) -> str:

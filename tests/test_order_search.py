@@ -23,6 +23,7 @@ from agents.training import TrainConfig, train
 from envs.order_search import OrderSearchEnv
 from envs.problems import EnvError
 from placement.cluster import Cluster, Device, Link
+from placement.compare import compare
 from placement.graph import OpGraph
 from placement.plan import load_plan, make_plan
 from placement.planners import PlannerError, _order, load
@@ -39,6 +40,7 @@ from placement.planners.order_search import (
 )
 from placement.problem import Problem
 from placement.profile import Profile
+from placement.report.run_folder import read_run
 from placement.schedule import in_sequence
 from placement.simulator import score, simulate, simulate_reference, value_of
 from placement.testing import check_planner
@@ -426,6 +428,23 @@ def test_a_plan_keeps_the_order(tmp_path: Path) -> None:
     assert loaded.timeline(problem).latency_s == pytest.approx(found.value_s)
     # What comes first in the order comes first in a pipeline, too.
     assert np.argsort(loaded.priority).tolist() == sequence.tolist()
+
+
+def test_a_comparison_keeps_the_order(tmp_path: Path) -> None:
+    problem = plain(random_problem(7, 40, 3))
+    problems, planners = (
+        {"p": problem},
+        {"order_search": OrderSearch(evaluations=2000, start="heft")},
+    )
+    first = compare(problems, planners, [0], out_dir=tmp_path)
+    again = compare(problems, planners, [0], out_dir=tmp_path)  # what is finished is read
+    for comparison in (first, again):
+        (row,) = (r for r in comparison.rows if r.planner == "order_search")
+        solution = comparison.solutions["p", "order_search", 0]
+        assert solution.schedule is not None
+        assert row.value_s == row.latency_s == value_of(problem, solution) == solution.value_s
+    assert read_run(tmp_path).comparison is not None
+    assert make_plan(problem, solution, planner="order_search").order is not None
 
 
 def test_nothing_to_search() -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from placement.compare import SINGLE, Comparison, Row, placement_id
 from placement.files import write_atomic
 from placement.ownership import version
-from placement.problem import Placement, Problem
+from placement.problem import Placement, Problem, Solution
 from placement.report import curves, table, usage
 from placement.report.run_folder import RunFolder, Workload, read_run
 from placement.timeline import Timeline
@@ -169,7 +169,7 @@ def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decis
         found[row.placement_id] = _Decision(
             [row.planner],
             solution.placement,
-            _simulated(problem, solution.placement) or traces.get("predicted"),
+            _simulated(problem, solution) or traces.get("predicted"),
             workload.measured.get(row.placement_id) or traces.get("measured"),
             window,
         )
@@ -200,13 +200,13 @@ def _representatives(comparison: Comparison, workload: str) -> list[Row]:
     return list(best.values())
 
 
-def _simulated(problem: Problem | None, placement: Placement) -> Timeline | None:
+def _simulated(problem: Problem | None, solution: Solution) -> Timeline | None:
     from placement.simulator import simulate
 
-    if problem is None or len(placement) != problem.num_ops:
+    if problem is None or len(solution.placement) != problem.num_ops:
         return None
     try:
-        return simulate(problem, placement)
+        return simulate(problem, solution.placement, solution.schedule)
     except ValueError:  # an operator that its device cannot run
         return None
 

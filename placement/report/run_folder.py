@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from placement.compare import SINGLE, Comparison, Row, placement_id
+from placement.compare import SINGLE, Comparison, Row, placement_id, solution_of
 from placement.problem import Problem, Solution
 from placement.report import table, trace
 from placement.timeline import Timeline
@@ -148,7 +148,7 @@ def _cell(file: Path) -> tuple[Any, tuple[Solution, str | None]] | None:
     answer = saved["solution"]
     if answer is None:
         return None
-    solution = Solution(**answer | {"placement": np.array(answer["placement"], np.int32)})
+    solution = solution_of(answer)
     key = (saved["workload"], saved["planner"], saved["seed"], placement_id(solution.placement))
     return key, (solution, saved.get("problem"))
 
