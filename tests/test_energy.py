@@ -17,7 +17,8 @@ from placement.problem import Problem, lower_bounds
 from placement.report.table import tables
 from placement.simulator import evaluate, score
 
-ELSEWHERE = ("expert", "metis", "coarsened")  # they need a file, a package, or a planner
+# They need a file, a package, or a planner, or are for latency.
+ELSEWHERE = ("expert", "metis", "coarsened", "order_search")
 BUDGETS = {
     "cp_sat": {"seconds": 0.5},
     "mip": {"seconds": 0.5},

@@ -231,7 +231,12 @@ def _look(t, s):
     end_s[:] = s.try_end_s
     s.waited[:] = s.try_waited
     if int(s.x[KEPT]) % _SORT_EVERY == 0:
-        sequence[:] = sequence[np.argsort(start_s[sequence], kind="mergesort")]
+        for k in range(1, n):  # nearly sorted: by insertion, equal times stay as they stand
+            op, place_of = sequence[k], k
+            while place_of > 0 and start_s[sequence[place_of - 1]] > start_s[op]:
+                sequence[place_of] = sequence[place_of - 1]
+                place_of -= 1
+            sequence[place_of] = op
         for k in range(n):
             position[sequence[k]] = k
     for k in range(int(s.x[NUM_CHAIN])):
