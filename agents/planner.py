@@ -199,8 +199,9 @@ class PolicyPlanner:
                 assert search.best is not None
                 group, weights = problem.graph.group, NO_NETWORK
                 if net is not None:
-                    store = GraphStore([problem], [search.best[group]])
-                    weights = net.weights(store if net.config.embed else None)
+                    embed = net.config.embed  # features of the graph take a while
+                    store = GraphStore([problem], [search.best[group]]) if embed else None
+                    weights = net.weights(store)
                 stats["steps"] = anneal_orders(
                     search, weights, CHOOSERS[chooser], width or WIDTH, self.seed
                 )

@@ -201,7 +201,7 @@ def test_no_latency_is_below_the_estimate_where_channels_are_free(seed: int) -> 
         old = state.place[i]
         new = int((old + 1 + rng.integers(2)) % 3)
         ready = _order._inputs_s(tables, state, i, new)
-        place = _order._lane_place(state, new, state.position[i])
+        place = _order._first_in_lane(state, new, state.position, state.position[i])
         estimate, begin = _order._elsewhere(tables, state, i, new, ready, place)
         state.room[0] = state.position[i]  # a body of one is the same
         assert _order._together(tables, state, i, new, 1) == pytest.approx((estimate, begin, ready))

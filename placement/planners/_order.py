@@ -290,23 +290,27 @@ def _look(t, s):
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
-def _users_s(t, s, out_ptr, out_tensor, use_ptr, use_dst, i, d):
-    """The longest path from the end of ``i`` on ``d`` through who uses its tensors."""
+def _users_s(t, s, i, d):
+    """The longest path from the end of ``i`` on ``d`` through who uses its tensors.
+
+    Marked ones do not count: they move, too, and their own paths are longer.
+    """
+    edge_ptr, edge_tensor, edge_dst = t.simulator[:3]
     path = 0.0
-    for m in range(out_ptr[i], out_ptr[i + 1]):
-        tensor = out_tensor[m]
-        for q in range(use_ptr[tensor], use_ptr[tensor + 1]):
-            user = use_dst[q]
-            after = s.from_s[user]
-            if s.place[user] != d:
-                after += _sending_s(t, tensor, d, s.place[user])
-            path = max(path, after)
+    for e in range(edge_ptr[i], edge_ptr[i + 1]):
+        user = edge_dst[e]
+        if s.mark[user]:
+            continue
+        after = s.from_s[user]
+        if s.place[user] != d:
+            after += _sending_s(t, edge_tensor[e], d, s.place[user])
+        path = max(path, after)
     return path
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
 def _inputs_s(t, s, i, d):
-    """When the inputs of ``i`` would be on ``d``."""
+    """When the inputs of ``i`` would be on ``d``, where marked ones are and end at ``finish_s``."""
     in_ptr, in_tensor, tensor_src = t.simulator[16], t.simulator[17], t.simulator[20]
     num_devices = t.compute_s.shape[1]
     ready = 0.0
@@ -314,11 +318,13 @@ def _inputs_s(t, s, i, d):
         tensor = in_tensor[m]
         src = tensor_src[tensor]
         if src < 0:
-            ready = max(ready, _sending_s(t, tensor, num_devices, d))
-            continue
-        arrives = s.end_s[src]
-        if s.place[src] != d:
-            arrives += _sending_s(t, tensor, s.place[src], d)
+            arrives = _sending_s(t, tensor, num_devices, d)
+        elif s.mark[src]:
+            arrives = s.finish_s[src]
+        else:
+            arrives = s.end_s[src]
+            if s.place[src] != d:
+                arrives += _sending_s(t, tensor, s.place[src], d)
         ready = max(ready, arrives)
     return ready
 
@@ -329,12 +335,10 @@ def _elsewhere(t, s, i, d, ready, place):
     begin = ready
     if place > s.lane_ptr[d]:
         begin = max(begin, s.end_s[s.lane[place - 1]])
-    end = begin + t.compute_s[i, d]
-    path = _users_s(t, s, t.simulator[14], t.simulator[15], t.simulator[18], t.simulator[19], i, d)
+    path = _users_s(t, s, i, d)
     if place < s.lane_ptr[d + 1]:
-        later = s.lane[place]
-        path = max(path, s.from_s[later])
-    return end + path, begin
+        path = max(path, s.from_s[s.lane[place]])
+    return begin + t.compute_s[i, d] + path, begin
 
 
 @nb.njit(cache=True, nogil=True)
@@ -373,16 +377,14 @@ def _reordered(t, s, i, ready, place):
 def _window(t, s, i):
     """Positions between which ``i`` may be: of its last producer, and of its first user."""
     in_ptr, in_tensor, tensor_src = t.simulator[16], t.simulator[17], t.simulator[20]
-    out_ptr, out_tensor = t.simulator[14], t.simulator[15]
-    use_ptr, use_dst = t.simulator[18], t.simulator[19]
+    edge_ptr, edge_dst = t.simulator[0], t.simulator[2]
     low, high = -1, len(s.place)
     for m in range(in_ptr[i], in_ptr[i + 1]):
         src = tensor_src[in_tensor[m]]
         if src >= 0:
             low = max(low, s.position[src])
-    for m in range(out_ptr[i], out_ptr[i + 1]):
-        for q in range(use_ptr[out_tensor[m]], use_ptr[out_tensor[m] + 1]):
-            high = min(high, s.position[use_dst[q]])
+    for e in range(edge_ptr[i], edge_ptr[i + 1]):
+        high = min(high, s.position[edge_dst[e]])
     return low, high
 
 
@@ -393,8 +395,7 @@ def _neighbour(t, s, i, way, device):
     One that is on ``device`` (-1: any) and not marked; -1: there is none.
     """
     in_ptr, in_tensor, tensor_src = t.simulator[16], t.simulator[17], t.simulator[20]
-    out_ptr, out_tensor = t.simulator[14], t.simulator[15]
-    use_ptr, use_dst = t.simulator[18], t.simulator[19]
+    edge_ptr, edge_dst = t.simulator[0], t.simulator[2]
     count, found = 0, -1
     for m in range(in_ptr[i], in_ptr[i + 1]):
         src = tensor_src[in_tensor[m]]
@@ -404,13 +405,12 @@ def _neighbour(t, s, i, way, device):
                 found = src
     if way == 0:
         return found
-    for m in range(out_ptr[i], out_ptr[i + 1]):
-        for q in range(use_ptr[out_tensor[m]], use_ptr[out_tensor[m] + 1]):
-            user = use_dst[q]
-            if not s.mark[user] and (device < 0 or s.place[user] == device):
-                count += 1
-                if _below(s.random, count) == 0:
-                    found = user
+    for e in range(edge_ptr[i], edge_ptr[i + 1]):
+        user = edge_dst[e]
+        if not s.mark[user] and (device < 0 or s.place[user] == device):
+            count += 1
+            if _below(s.random, count) == 0:
+                found = user
     return found
 
 
@@ -451,46 +451,19 @@ def _together(t, s, i, new, num):
 
     They stay where they are in the sequence. Also when ``i`` begins, and its inputs are there.
     """
-    in_ptr, in_tensor, tensor_src = t.simulator[16], t.simulator[17], t.simulator[20]
-    edge_ptr, edge_tensor, edge_dst = t.simulator[:3]
-    num_devices = t.compute_s.shape[1]
     positions = s.room[:num]
     positions.sort()
-    for m in range(num):
-        s.mark[s.sequence[positions[m]]] = True
+    for k in positions:
+        s.mark[s.sequence[k]] = True
     longest = free_s = begin_i = ready_i = 0.0
     for k in positions:
         j = s.sequence[k]
-        ready = 0.0
-        for m in range(in_ptr[j], in_ptr[j + 1]):
-            tensor = in_tensor[m]
-            src = tensor_src[tensor]
-            if src < 0:
-                arrives = _sending_s(t, tensor, num_devices, new)
-            elif s.mark[src]:
-                arrives = s.finish_s[src]
-            else:
-                arrives = s.end_s[src]
-                if s.place[src] != new:
-                    arrives += _sending_s(t, tensor, s.place[src], new)
-            ready = max(ready, arrives)
-        place = _lane_place(s, new, k)
-        begin = max(ready, free_s)
-        if place > s.lane_ptr[new]:
-            begin = max(begin, s.end_s[s.lane[place - 1]])
+        ready = _inputs_s(t, s, j, new)
+        place = _first_in_lane(s, new, s.position, k)
+        latency, begin = _elsewhere(t, s, j, new, max(ready, free_s), place)
         free_s = begin + t.compute_s[j, new]
         s.finish_s[j] = free_s
-        path = 0.0
-        for e in range(edge_ptr[j], edge_ptr[j + 1]):
-            user = edge_dst[e]
-            if not s.mark[user]:
-                after = s.from_s[user]
-                if s.place[user] != new:
-                    after += _sending_s(t, edge_tensor[e], new, s.place[user])
-                path = max(path, after)
-        if place < s.lane_ptr[new + 1]:
-            path = max(path, s.from_s[s.lane[place]])
-        longest = max(longest, free_s + path)
+        longest = max(longest, latency)
         if j == i:
             begin_i, ready_i = begin, ready
     for k in positions:
@@ -548,13 +521,7 @@ def _propose(t, s, k):
             return i, new, -1, latency, begin, ready, 0, num
         low, high = _window(t, s, i)
         ready = _inputs_s(t, s, i, new)
-        a, b = first, beyond
-        while a < b:  # the first that begins no earlier than the inputs are there
-            middle = (a + b) >> 1
-            if s.start_s[s.lane[middle]] < ready:
-                a = middle + 1
-            else:
-                b = middle
+        a = _first_in_lane(s, new, s.start_s, ready)  # when the inputs are there
         shift = _uniform(s.random)
         if shift < _LATER:
             a = min(a + _below(s.random, 3), beyond)
@@ -573,12 +540,12 @@ def _propose(t, s, k):
 
 
 @nb.njit(cache=True, nogil=True)
-def _lane_place(s, d, position):
-    """The first in the lane of ``d`` that is not before ``position`` of the sequence."""
+def _first_in_lane(s, d, when, least):
+    """The first in the lane of ``d`` whose ``when`` [N] (begin, or position) is not below."""
     a, b = s.lane_ptr[d], s.lane_ptr[d + 1]
     while a < b:
         middle = (a + b) >> 1
-        if s.position[s.lane[middle]] < position:
+        if when[s.lane[middle]] < least:
             a = middle + 1
         else:
             b = middle
@@ -653,8 +620,7 @@ def _offer(t, s, width, described):
 def _near(t, s, i, old, new):
     """Shares of the neighbours of ``i`` on ``new`` and on ``old``."""
     in_ptr, in_tensor, tensor_src = t.simulator[16], t.simulator[17], t.simulator[20]
-    out_ptr, out_tensor = t.simulator[14], t.simulator[15]
-    use_ptr, use_dst = t.simulator[18], t.simulator[19]
+    edge_ptr, edge_dst = t.simulator[0], t.simulator[2]
     count = there = here = 0
     for m in range(in_ptr[i], in_ptr[i + 1]):
         src = tensor_src[in_tensor[m]]
@@ -662,11 +628,10 @@ def _near(t, s, i, old, new):
             count += 1
             there += s.place[src] == new
             here += s.place[src] == old
-    for m in range(out_ptr[i], out_ptr[i + 1]):
-        for q in range(use_ptr[out_tensor[m]], use_ptr[out_tensor[m] + 1]):
-            count += 1
-            there += s.place[use_dst[q]] == new
-            here += s.place[use_dst[q]] == old
+    for e in range(edge_ptr[i], edge_ptr[i + 1]):
+        count += 1
+        there += s.place[edge_dst[e]] == new
+        here += s.place[edge_dst[e]] == old
     return there / max(count, 1), here / max(count, 1)
 
 

@@ -102,11 +102,12 @@ def why_not(problem: Problem) -> str:
         return "sending occupies the sender, or wakes the receiver"
     if np.isfinite(problem.cluster.power.sleep_after_s).any():
         return "devices sleep"
-    senders: dict[int, int] = {}
-    for src, row in enumerate(problem.link_channel.tolist()):
-        for dst, channel in enumerate(row):
-            if src != dst and problem.contention and senders.setdefault(channel, src) != src:
-                return "devices share a channel"
+    src, dst = np.nonzero(~np.eye(problem.num_devices, dtype=bool))
+    channel = problem.link_channel[src, dst]
+    sender = np.zeros(problem.num_channels + 1, np.intp)
+    sender[channel] = src  # of those that share one, the last
+    if problem.contention and (sender[channel] != src).any():
+        return "devices share a channel"
     return ""
 
 
