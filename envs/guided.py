@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium import spaces
@@ -171,7 +172,72 @@ def start_choices(
     return [choice_of(p, w) for p, w in zip(problems.problems, starts, strict=True)]
 
 
-class GuidedSearchRules(Rules):
+Choice = NDArray[np.int32]
+
+
+class OfferingRules(Rules):
+    """Searches that offer moves at each step, of which one is chosen; choice 0 is to stay.
+
+    ``moves``, ``width`` and ``again`` as in ``GuidedSearchRules``.
+
+    Raises:
+        EnvError: values do not come from the simulator, or a number is not positive.
+    """
+
+    name: ClassVar[str]
+    num_features: ClassVar[tuple[int, int]]  # of a move, and of the search
+
+    def __init__(
+        self, problems: ProblemSet, num_envs: int, moves: int, width: int, again: float
+    ) -> None:
+        if problems.evaluator is not score:
+            raise EnvError(f"{self.name} evaluates in its own kernel: leave evaluator out")
+        if moves < 1 or width < 1:
+            raise EnvError(f"moves = {moves} and width = {width} must be at least 1")
+        super().__init__(problems, num_envs)
+        self.moves, self.width, self.again = moves, width, again
+        self._states: list[dict[int, Any]] = [{} for _ in range(num_envs)]
+        rows, (of_move, of_search) = width + 1, self.num_features
+        self.observation_space = spaces.Dict(
+            {
+                "problem": id_space(MAX_ID),
+                "moves": spaces.Box(-3 * BOUND, 3 * BOUND, (rows, of_move), np.float32),
+                "search": spaces.Box(-BOUND, BOUND, (of_search,), np.float32),
+                "group": spaces.Box(0, MAX_ID, (rows,), np.int64),
+                "device": spaces.Box(0, MAX_ID, (rows,), np.int64),
+                "mask": spaces.Box(0, 1, (rows,), np.int8),
+            }
+        )
+        self.action_space = spaces.Discrete(rows)
+
+    @abstractmethod
+    def _offered(self, b: int) -> tuple[NDArray[np.bool_], Choice, Choice]:
+        """Of episode ``b``: which choices are moves, what moves first, and where; ``[C + 1]``."""
+
+    def observe(self) -> Observation:
+        count, rows = len(self.ids), self.width + 1
+        seen: Observation = {
+            "problem": self.ids[:, None].copy(),
+            "moves": np.empty((count, rows, self.num_features[0]), np.float32),
+            "search": np.empty((count, self.num_features[1]), np.float32),
+            "group": np.empty((count, rows), np.int64),
+            "device": np.empty((count, rows), np.int64),
+            "mask": self.masks().astype(np.int8),
+        }
+        for b in range(count):
+            state = self._state(b)
+            seen["moves"][b] = state.offered
+            seen["search"][b] = state.search
+            moves, group, device = self._offered(b)
+            seen["group"][b] = np.where(moves, group, 0)  # others hold what an earlier offer left
+            seen["device"][b] = np.where(moves, device, 0)
+        return seen
+
+    def _state(self, b: int) -> Any:
+        return self._states[b][int(self.ids[b])]
+
+
+class GuidedSearchRules(OfferingRules):
     """``B`` searches side by side, each an annealing of ``moves`` steps.
 
     Args:
@@ -187,6 +253,9 @@ class GuidedSearchRules(Rules):
         EnvError: values do not come from the simulator, or nothing can move.
     """
 
+    name = "GuidedSearch"
+    num_features = NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES
+
     def __init__(
         self,
         problems: ProblemSet,
@@ -196,33 +265,15 @@ class GuidedSearchRules(Rules):
         width: int = 16,
         again: float = 0.0,
     ) -> None:
-        if problems.evaluator is not score:
-            raise EnvError("GuidedSearch evaluates in its own kernel: leave evaluator out")
-        if moves < 1 or width < 1:
-            raise EnvError(f"moves = {moves} and width = {width} must be at least 1")
+        super().__init__(problems, num_envs, moves, width, again)
         for problem in problems.problems:
             if not can_move(problem):
                 raise EnvError(
                     f"graph {problem.graph.name!r}: no operator has a choice of devices, "
                     f"there is nothing to search; leave this problem out"
                 )
-        super().__init__(problems, num_envs)
-        self.moves, self.width, self.again = moves, width, again
         self._starts = start_choices(problems, starts)
         self._tables = [tables_of(p) for p in problems.problems]
-        self._states: list[dict[int, State]] = [{} for _ in range(num_envs)]
-        rows = width + 1
-        self.observation_space = spaces.Dict(
-            {
-                "problem": id_space(MAX_ID),
-                "moves": spaces.Box(-3 * BOUND, 3 * BOUND, (rows, NUM_MOVE_FEATURES), np.float32),
-                "search": spaces.Box(-BOUND, BOUND, (NUM_SEARCH_FEATURES,), np.float32),
-                "group": spaces.Box(0, MAX_ID, (rows,), np.int64),
-                "device": spaces.Box(0, MAX_ID, (rows,), np.int64),
-                "mask": spaces.Box(0, 1, (rows,), np.int8),
-            }
-        )
-        self.action_space = spaces.Discrete(rows)
 
     def start(
         self,
@@ -245,24 +296,9 @@ class GuidedSearchRules(Rules):
             begin(tables, state, choice, int(rng.integers(12)), rng, step, step / self.moves)
             self.num_evaluations += 1
 
-    def observe(self) -> Observation:
-        count, rows = len(self.ids), self.width + 1
-        seen: Observation = {
-            "problem": self.ids[:, None].copy(),
-            "moves": np.empty((count, rows, NUM_MOVE_FEATURES), np.float32),
-            "search": np.empty((count, NUM_SEARCH_FEATURES), np.float32),
-            "group": np.empty((count, rows), np.int64),
-            "device": np.empty((count, rows), np.int64),
-            "mask": self.masks().astype(np.int8),
-        }
-        for b in range(count):
-            state = self._state(b)
-            seen["moves"][b] = state.offered
-            seen["search"][b] = state.search
-            moves = state.count > 0  # others hold what an earlier offer left there
-            seen["group"][b] = np.where(moves, state.body[:, 0], 0)
-            seen["device"][b] = np.where(moves, state.where[:, 0], 0)
-        return seen
+    def _offered(self, b: int) -> tuple[NDArray[np.bool_], Choice, Choice]:
+        state = self._state(b)
+        return state.count > 0, state.body[:, 0], state.where[:, 0]
 
     def masks(self) -> NDArray[np.bool_]:
         mask = np.zeros((len(self.ids), self.width + 1), bool)
@@ -291,9 +327,6 @@ class GuidedSearchRules(Rules):
         self.choices[b] = -1
         self.choices[b, : len(state.best)] = state.best
         self.keep(self.ids[b : b + 1], self.choices[b : b + 1], self.value_s[b : b + 1])
-
-    def _state(self, b: int) -> State:
-        return self._states[b][int(self.ids[b])]
 
 
 class GuidedSearchEnv(PlacementEnv):

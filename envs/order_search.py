@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import Observation, PlacementEnv, Rules, id_space
-from envs.guided import start_choices
-from envs.problems import MAX_ID, EnvError, Floats, ProblemSet
+from envs.base import PlacementEnv
+from envs.guided import Choice, OfferingRules, start_choices
+from envs.problems import EnvError, Floats, ProblemSet
 from placement.planners import _order
-from placement.planners._order import BOUND, NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State
+from placement.planners._order import NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State
 from placement.planners.order_search import (
     NO_NETWORK,
     sequence_of,
@@ -23,10 +22,9 @@ from placement.planners.order_search import (
     why_not,
 )
 from placement.problem import Placement
-from placement.simulator import score
 
 
-class OrderSearchRules(Rules):
+class OrderSearchRules(OfferingRules):
     """``B`` searches side by side, each an annealing of ``moves`` steps.
 
     ``best_s`` and ``value_s`` are of the orders that were found; ``best_choices`` and ``choices``
@@ -52,6 +50,9 @@ class OrderSearchRules(Rules):
             searched (``placement.planners.order_search.why_not``).
     """
 
+    name = "OrderSearch"
+    num_features = NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES
+
     def __init__(
         self,
         problems: ProblemSet,
@@ -61,17 +62,12 @@ class OrderSearchRules(Rules):
         width: int = 16,
         again: float = 0.0,
     ) -> None:
-        if problems.evaluator is not score:
-            raise EnvError("OrderSearch evaluates in its own kernel: leave evaluator out")
-        if moves < 1 or width < 1:
-            raise EnvError(f"moves = {moves} and width = {width} must be at least 1")
+        super().__init__(problems, num_envs, moves, width, again)
         for problem in problems.problems:
             reason = why_not(problem)
             if reason:
                 name = problem.graph.name
                 raise EnvError(f"graph {name!r}: {reason}; leave it out, or use GuidedSearch")
-        super().__init__(problems, num_envs)
-        self.moves, self.width, self.again = moves, width, again
         chosen = start_choices(problems, starts)
         self._starts = [
             (c[p.graph.group], sequence_of(p, c[p.graph.group]))
@@ -81,19 +77,6 @@ class OrderSearchRules(Rules):
         self.best_sequence = np.zeros((len(problems.problems), most), np.int32)
         self.sequence_s = np.full(len(problems.problems), np.inf)
         self._tables = [tables_of(p) for p in problems.problems]
-        self._states: list[dict[int, State]] = [{} for _ in range(num_envs)]
-        rows = width + 1
-        self.observation_space = spaces.Dict(
-            {
-                "problem": id_space(MAX_ID),
-                "moves": spaces.Box(-3 * BOUND, 3 * BOUND, (rows, NUM_MOVE_FEATURES), np.float32),
-                "search": spaces.Box(-BOUND, BOUND, (NUM_SEARCH_FEATURES,), np.float32),
-                "group": spaces.Box(0, MAX_ID, (rows,), np.int64),
-                "device": spaces.Box(0, MAX_ID, (rows,), np.int64),
-                "mask": spaces.Box(0, 1, (rows,), np.int8),
-            }
-        )
-        self.action_space = spaces.Discrete(rows)
 
     def start(
         self,
@@ -116,24 +99,9 @@ class OrderSearchRules(Rules):
             start(self._tables[p], state, place, sequence, rng, step, step / self.moves)
             self.num_evaluations += 1
 
-    def observe(self) -> Observation:
-        count, rows = len(self.ids), self.width + 1
-        seen: Observation = {
-            "problem": self.ids[:, None].copy(),
-            "moves": np.empty((count, rows, NUM_MOVE_FEATURES), np.float32),
-            "search": np.empty((count, NUM_SEARCH_FEATURES), np.float32),
-            "group": np.empty((count, rows), np.int64),
-            "device": np.empty((count, rows), np.int64),
-            "mask": self.masks().astype(np.int8),
-        }
-        for b in range(count):
-            state = self._state(b)
-            seen["moves"][b] = state.offered
-            seen["search"][b] = state.search
-            moves = state.which >= 0  # others hold what an earlier offer left there
-            seen["group"][b] = np.where(moves, state.group, 0)
-            seen["device"][b] = np.where(moves, state.to, 0)
-        return seen
+    def _offered(self, b: int) -> tuple[NDArray[np.bool_], Choice, Choice]:
+        state = self._state(b)
+        return state.which >= 0, state.group, state.to
 
     def masks(self) -> NDArray[np.bool_]:
         mask = np.array([self._state(b).which >= 0 for b in range(len(self.ids))])
@@ -172,9 +140,6 @@ class OrderSearchRules(Rules):
         if self.sequence_s[p] == self.best_s[p]:
             return place, self.best_sequence[p, : problem.num_ops]
         return place, sequence_of(problem, place)
-
-    def _state(self, b: int) -> State:
-        return self._states[b][int(self.ids[b])]
 
 
 class OrderSearchEnv(PlacementEnv):
