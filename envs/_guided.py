@@ -335,7 +335,7 @@ def _cool(s, used):
 
 
 @nb.njit(cache=True, nogil=True)
-def _first_group(t, s):
+def _first_group(s):
     """The group that a move starts from, and whether it is of the chain (1), the busiest (2)."""
     device = s.moves[0]
     num_groups = len(device)
@@ -395,7 +395,7 @@ def _offer(t, s, width, described):
     s.offered[0, 1] = 1.0
     s.count[0] = 0
     for k in range(1, width + 1):
-        g, origin = _first_group(t, s)
+        g, origin = _first_group(s)
         body, where = s.body[k], s.where[k]
         count = propose_from(s.random, device, group_s, t.graph, g, _SHARE, body, where, s.mark)
         s.count[k] = count

@@ -42,8 +42,8 @@ def test_a_small_study(tmp_path: Path) -> None:
 
 
 def test_searches_side_by_side(tmp_path: Path) -> None:
-    ways = ["--ways", "serial", "--evaluations", "2"]
-    assert side_by_side.main([*ways, "--out", str(tmp_path), "--work", str(tmp_path)]) == 0
+    small = ["--ways", "serial", "--evaluations", "2", "--layers", "2"]
+    assert side_by_side.main([*small, "--out", str(tmp_path), "--work", str(tmp_path)]) == 0
     assert "| serial |" in (tmp_path / "side_by_side.md").read_text()
 
 

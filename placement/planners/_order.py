@@ -95,7 +95,20 @@ _NEVER = 1e30  # instead of inf, which has no logarithm: where a link is missing
 class Tables(NamedTuple):
     """One problem."""
 
-    simulator: tuple[Any, ...]  # kernels.tables
+    edge_ptr: Array  # int32 [N + 2] deliveries of each operator, by tensor; then of the inputs
+    edge_tensor: Array  # int32
+    edge_dst: Array  # int32
+    edge_bytes: Array  # float64
+    in_ptr: Array  # int32 [N + 1]
+    in_tensor: Array  # int32
+    tensor_src: Array  # int32 [T]
+    tensor_bytes: Array  # int64 [T]
+    latency_s: Array  # float64 [(D + 1) D], as are the next: the last row is for model inputs
+    s_per_byte: Array  # float64
+    channel: Array  # int32
+    local: int  # the channel of what shares memory
+    matrix: Array  # float64 [T (D + 1) D] seconds, where a profile states them
+    contention: bool
     compute_s: Array  # float64 [N, D]
     group: Array  # int32 [N]
     op_ptr: Array  # int32 [G + 1]
@@ -149,9 +162,9 @@ class State(NamedTuple):
 @nb.njit(cache=True, nogil=True)
 def timetable(t, s):
     """Latency in seconds of ``s.place`` in ``s.sequence``; fills ``try_start_s``, ..."""
-    edge_ptr, edge_tensor, edge_dst, edge_bytes = t.simulator[:4]
-    latency_s, s_per_byte, channel = t.simulator[7], t.simulator[8], t.simulator[10]
-    local, matrix, contention = t.simulator[11], t.simulator[12], t.simulator[26]
+    edge_ptr, edge_tensor, edge_dst = t.edge_ptr, t.edge_tensor, t.edge_dst
+    latency_s, s_per_byte, channel = t.latency_s, t.s_per_byte, t.channel
+    local, matrix, contention = t.local, t.matrix, t.contention
     place, sequence = s.place, s.sequence
     start_s, end_s, waited, ready_s = s.try_start_s, s.try_end_s, s.try_waited, s.ready_s
     free_s, arrives = s.free_s[0], s.free_s[1]
@@ -193,7 +206,7 @@ def timetable(t, s):
                     if has_matrix:
                         cost = matrix[(tensor * (num_devices + 1) + src) * num_devices + dst]
                     else:
-                        cost = latency_s[pair] + edge_bytes[e] * s_per_byte[pair]
+                        cost = latency_s[pair] + t.edge_bytes[e] * s_per_byte[pair]
                     if contention:
                         there_s = max(now, s.channel_s[c])
                     there_s += cost
@@ -212,12 +225,12 @@ def _sending_s(t, tensor, src, dst):
     """Seconds to send ``tensor`` when the channel is free; ``src = D``: a model input."""
     num_devices = t.compute_s.shape[1]
     pair = src * num_devices + dst
-    if t.simulator[10][pair] == t.simulator[11]:
+    if t.channel[pair] == t.local:
         return 0.0
-    matrix = t.simulator[12]
+    matrix = t.matrix
     if len(matrix) > 0:
         return matrix[(tensor * (num_devices + 1) + src) * num_devices + dst]
-    return t.simulator[7][pair] + t.simulator[22][tensor] * t.simulator[8][pair]
+    return t.latency_s[pair] + t.tensor_bytes[tensor] * t.s_per_byte[pair]
 
 
 @nb.njit(cache=True, nogil=True)
@@ -258,9 +271,9 @@ def _look(t, s):
         s.lane_ptr[d + 1] += s.lane_ptr[d]
         at[d] = s.lane_ptr[d + 1]
         follows[d] = -1
-    edge_ptr, edge_tensor, edge_dst, edge_bytes = t.simulator[:4]
-    latency_s, s_per_byte, channel = t.simulator[7], t.simulator[8], t.simulator[10]
-    local, matrix = t.simulator[11], t.simulator[12]
+    edge_ptr, edge_tensor, edge_dst = t.edge_ptr, t.edge_tensor, t.edge_dst
+    latency_s, s_per_byte, channel = t.latency_s, t.s_per_byte, t.channel
+    local, matrix = t.local, t.matrix
     has_matrix = len(matrix) > 0
     for k in range(n - 1, -1, -1):
         i = sequence[k]
@@ -278,7 +291,7 @@ def _look(t, s):
                     key = (edge_tensor[e] * (num_devices + 1) + d) * num_devices + place[user]
                     after += matrix[key]
                 else:
-                    after += latency_s[pair] + edge_bytes[e] * s_per_byte[pair]
+                    after += latency_s[pair] + t.edge_bytes[e] * s_per_byte[pair]
             path = max(path, after)
         users_s[i] = path
         later = follows[d]
@@ -295,7 +308,7 @@ def _users_s(t, s, i, d):
 
     Marked ones do not count: they move, too, and their own paths are longer.
     """
-    edge_ptr, edge_tensor, edge_dst = t.simulator[:3]
+    edge_ptr, edge_tensor, edge_dst = t.edge_ptr, t.edge_tensor, t.edge_dst
     path = 0.0
     for e in range(edge_ptr[i], edge_ptr[i + 1]):
         user = edge_dst[e]
@@ -311,7 +324,7 @@ def _users_s(t, s, i, d):
 @nb.njit(cache=True, nogil=True, inline="always")
 def _inputs_s(t, s, i, d):
     """When the inputs of ``i`` would be on ``d``, where marked ones are and end at ``finish_s``."""
-    in_ptr, in_tensor, tensor_src = t.simulator[16], t.simulator[17], t.simulator[20]
+    in_ptr, in_tensor, tensor_src = t.in_ptr, t.in_tensor, t.tensor_src
     num_devices = t.compute_s.shape[1]
     ready = 0.0
     for m in range(in_ptr[i], in_ptr[i + 1]):
@@ -376,8 +389,8 @@ def _reordered(t, s, i, ready, place):
 @nb.njit(cache=True, nogil=True)
 def _window(t, s, i):
     """Positions between which ``i`` may be: of its last producer, and of its first user."""
-    in_ptr, in_tensor, tensor_src = t.simulator[16], t.simulator[17], t.simulator[20]
-    edge_ptr, edge_dst = t.simulator[0], t.simulator[2]
+    in_ptr, in_tensor, tensor_src = t.in_ptr, t.in_tensor, t.tensor_src
+    edge_ptr, edge_dst = t.edge_ptr, t.edge_dst
     low, high = -1, len(s.place)
     for m in range(in_ptr[i], in_ptr[i + 1]):
         src = tensor_src[in_tensor[m]]
@@ -394,8 +407,8 @@ def _neighbour(t, s, i, way, device):
 
     One that is on ``device`` (-1: any) and not marked; -1: there is none.
     """
-    in_ptr, in_tensor, tensor_src = t.simulator[16], t.simulator[17], t.simulator[20]
-    edge_ptr, edge_dst = t.simulator[0], t.simulator[2]
+    in_ptr, in_tensor, tensor_src = t.in_ptr, t.in_tensor, t.tensor_src
+    edge_ptr, edge_dst = t.edge_ptr, t.edge_dst
     count, found = 0, -1
     for m in range(in_ptr[i], in_ptr[i + 1]):
         src = tensor_src[in_tensor[m]]
@@ -619,8 +632,8 @@ def _offer(t, s, width, described):
 @nb.njit(cache=True, nogil=True)
 def _near(t, s, i, old, new):
     """Shares of the neighbours of ``i`` on ``new`` and on ``old``."""
-    in_ptr, in_tensor, tensor_src = t.simulator[16], t.simulator[17], t.simulator[20]
-    edge_ptr, edge_dst = t.simulator[0], t.simulator[2]
+    in_ptr, in_tensor, tensor_src = t.in_ptr, t.in_tensor, t.tensor_src
+    edge_ptr, edge_dst = t.edge_ptr, t.edge_dst
     count = there = here = 0
     for m in range(in_ptr[i], in_ptr[i + 1]):
         src = tensor_src[in_tensor[m]]

@@ -115,8 +115,22 @@ def tables_of(problem: Problem) -> Tables:
     """What the kernels need of a problem."""
     g = problem.graph
     order = np.argsort(g.group, kind="stable")
+    k = kernels.tables(problem)
     return Tables(
-        simulator=kernels.tables(problem),
+        edge_ptr=k[0],
+        edge_tensor=k[1],
+        edge_dst=k[2],
+        edge_bytes=k[3],
+        in_ptr=g.in_ptr,
+        in_tensor=g.in_tensor,
+        tensor_src=g.tensor_src,
+        tensor_bytes=g.tensor_bytes,
+        latency_s=k[7],
+        s_per_byte=k[8],
+        channel=k[10],
+        local=problem.num_channels,
+        matrix=k[12],
+        contention=problem.contention,
         compute_s=problem.compute_s,
         group=g.group.astype(np.int32),
         op_ptr=np.searchsorted(g.group[order], np.arange(g.num_groups + 1)).astype(np.int32),
