@@ -97,12 +97,14 @@ class Guided:
         evaluations, load_evaluations: of each run where evaluations are limited instead (for
             ``max_load`` every move that is looked at counts, as its delta is exact).
         seeds: of the planners.
+        few: evaluations on latency graphs once more: about one for each operator.
         graphs: seeds ``HELD_OUT``.. of each family of large graphs.
     """
 
     seconds: float = 2.0
     load_seconds: float = 4.0
     evaluations: int = 10_000
+    few: int = 2_000
     load_evaluations: int = 200_000
     seeds: int = 5
     graphs: int = 1

@@ -83,21 +83,24 @@ def planners(policies: Mapping[str, str | None], objective: Objective) -> dict[s
 
 
 def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
-    """Groups ``latency seconds``, ``latency evaluations``, and the same two of ``load``."""
+    """Groups ``latency seconds``, ``evaluations`` and ``few evaluations``; two of ``load``."""
     budget: Guided = options.budget
     cells, done = Cells(options.work), []
     for name, problem in chosen.items():
         field = planners(options.policies, problem.objective)
         kind = LOAD if problem.objective == "max_load" else LATENCY
         seconds = budget.load_seconds if kind == LOAD else budget.seconds
-        evaluations = budget.load_evaluations if kind == LOAD else budget.evaluations
+        limits = {f"{kind} evaluations": budget.load_evaluations}
+        if kind == LATENCY:
+            limits = {
+                f"{kind} evaluations": budget.evaluations,
+                f"{kind} few evaluations": budget.few,
+            }
         for label in dict.fromkeys(("heft", "m_etf", *EXACT)):
             if kind == LATENCY and label not in FIELD:
                 continue
-            for group in ("seconds", "evaluations"):
-                done.append(
-                    cells.run(f"{kind} {group}", name, problem, label, load(label), None, seconds)
-                )
+            for group in (f"{kind} seconds", *limits):
+                done.append(cells.run(group, name, problem, label, load(label), None, seconds))
         for seed in range(budget.seeds):
             for label, planner in field.items():
                 done.append(
@@ -105,10 +108,10 @@ def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
                 )
                 # Without a clock the start costs no more than this: the same for everyone.
                 same = with_options(planner, start=START, baseline=START)
-                group = f"{kind} evaluations"
-                done.append(
-                    cells.run(group, name, problem, label, same, seed, evaluations=evaluations)
-                )
+                for group, most in limits.items():
+                    done.append(
+                        cells.run(group, name, problem, label, same, seed, evaluations=most)
+                    )
     return done
 
 
@@ -154,7 +157,7 @@ def report(cells: Sequence[Cell]) -> str:
         )  # fmt: skip
         sizes = sorted({c.operators for c in mine})
         parts.append(
-            f"## Equal {group.split()[1]}: {group.split()[0]}\n\n"
+            f"## {group.partition(' ')[0].capitalize()}: equal {group.partition(' ')[2]}\n\n"
             f"{len({c.problem for c in mine})} graphs of {sizes[0]} to {sizes[-1]} operators, "
             f"{len({c.seed for c in mine} - {None})} seeds.\n\n{table}"
         )

@@ -28,7 +28,7 @@ POLICY, HAND, UNIFORM = range(3)  # who chooses
 BEGIN, TAKE, SEARCH = range(3)  # jobs of play; SEARCH + who chooses
 
 MOVE_FEATURES = (
-    "hand: minus the estimated change of the latency, over HAND_SCALE",
+    "hand: minus the estimated change of the latency (off the chain none below 0), over HAND_SCALE",
     "none: 1 for the choice to stay",
     "estimated change of the latency, percent",
     "the same, per mille",
@@ -605,7 +605,9 @@ def _offer(t, s, width, described):
         old = s.place[i]
         change = min(latency, _NEVER) / cost - 1.0
         f = s.offered[k]
-        f[0] = max(-3.0 * BOUND, min(3.0 * BOUND, -max(change, _GAIN) / HAND_SCALE))
+        # Off the critical chain an operator can only make way for others later.
+        gained = max(change, _GAIN if s.on_chain[i] else 0.0)
+        f[0] = max(-3.0 * BOUND, min(3.0 * BOUND, -gained / HAND_SCALE))
         f[2] = _bounded(100.0 * change)
         f[3] = _bounded(1000.0 * change)
         f[4] = new == old
