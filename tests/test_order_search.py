@@ -210,6 +210,17 @@ def test_no_latency_is_below_the_estimate_where_channels_are_free(seed: int) -> 
         state.place[i] = old
 
 
+@settings(max_examples=30)
+@given(seed=st.integers(0, 100_000))
+def test_off_the_critical_chain_no_move_is_said_to_gain(seed: int) -> None:
+    """However short the path through it: the chain is as long as before."""
+    state = started(plain(random_problem(seed, 15, 3)), seed)[1]
+    moves = np.flatnonzero(state.which >= 0)
+    off = moves[~state.on_chain[state.which[moves]]]
+    assert (state.offered[off, 0] <= 0).all()
+    assert (state.offered[off, 6] == 0).all()
+
+
 def test_the_best_of_all_placements_and_orders() -> None:
     """Five operators on two devices: every placement in every order that can run."""
     for seed in range(4):
