@@ -100,7 +100,9 @@ def test_the_frozen_policy_is_clearly_worse(formulation: Any) -> None:
             options |= {"gamma": 0.5, "num_envs": 8, "steps_per_env": 24, "moves": 24}
         if formulation == "sweep":
             options |= {"best_so_far": False, "moves": 54, "total_steps": 2000}
+        if formulation == "order_search":  # untrained choices are there after 24 moves, too
+            options |= {"moves": 12, "total_steps": 4000}
         _, rows = rows_of(captured(), formulation, **options)
         sampled[rate] = np.nanmean([r["reward_mean"] for r in rows[-6:-1]])
     print(formulation, sampled)
-    assert sampled[1e-2] > sampled[0.0] + (0.01 if formulation == "order_search" else 0.03)
+    assert sampled[1e-2] > sampled[0.0] + 0.03
