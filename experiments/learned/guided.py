@@ -90,12 +90,10 @@ def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
         field = planners(options.policies, problem.objective)
         kind = LOAD if problem.objective == "max_load" else LATENCY
         seconds = budget.load_seconds if kind == LOAD else budget.seconds
-        limits = {f"{kind} evaluations": budget.load_evaluations}
+        evaluations = budget.load_evaluations if kind == LOAD else budget.evaluations
+        limits = {f"{kind} evaluations": evaluations}
         if kind == LATENCY:
-            limits = {
-                f"{kind} evaluations": budget.evaluations,
-                f"{kind} few evaluations": budget.few,
-            }
+            limits[f"{kind} few evaluations"] = budget.few
         for label in dict.fromkeys(("heft", "m_etf", *EXACT)):
             if kind == LATENCY and label not in FIELD:
                 continue
