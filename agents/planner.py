@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -41,7 +41,9 @@ UNTRAINED = "untrained"
 class PolicyPlanner:
     """Starts from the answer of ``baseline`` and returns the best placement ever evaluated.
 
-    So it is never worse than its baseline. ``stats`` keeps apart what is easily mixed up, each
+    So it is never worse than its baseline. On measured devices predictions have an error, and a
+    search finds what they are wrong about: there the baseline's answer stays unless something is
+    better by more than that (``margin``). ``stats`` keeps apart what is easily mixed up, each
     with its number of evaluations: ``baseline_value_s``, ``greedy_value_s`` (one decode),
     ``best_of_k_value_s`` (the best of the greedy and the sampled placements) and
     ``best_value_s`` (the best of everything, training included).
@@ -65,6 +67,8 @@ class PolicyPlanner:
             least of all constructive planners and dynamic programs.
         seed: of sampling and training.
         baseline: where to start: the name of a planner, or a planner.
+        margin: share by which a placement must be better than the baseline's to be the answer; None
+            is the error of the profile's predictions (``Profile.error``), 0 unless measured.
         chooser: of ``guided_search``: ``policy``, or for comparison the ``hand``-written score
             that a policy starts from (what an untrained one is), or ``uniform`` chance.
         order: of ``guided_search``: search the order of operators together with their placement,
@@ -87,6 +91,7 @@ class PolicyPlanner:
     evaluations: int | None = None
     seed: int = 0
     baseline: str | Planner = "best_of"
+    margin: float | None = None
     chooser: Chooser = "policy"
     order: bool = True
     rounds: int = 6
@@ -101,6 +106,8 @@ class PolicyPlanner:
         for what, least in (("k", 0), ("seed", 0), ("steps", 1), ("rounds", 1), ("width", 1)):
             if getattr(self, what) is not None and getattr(self, what) < least:
                 raise PolicyError(f"{what} = {getattr(self, what)} must be at least {least}")
+        if self.margin is not None and not 0 <= self.margin < 1:
+            raise PolicyError(f"margin = {self.margin} must be a share, 0 <= margin < 1")
 
     def __call__(self, problem: Problem) -> Solution:
         """Plan ``problem``.
@@ -127,6 +134,16 @@ class PolicyPlanner:
         }
         return search, start, stats
 
+    def _answer(self, search: Search, start: Solution, stats: dict[str, Any]) -> Solution:
+        """The best that was found, or the baseline's answer where that may be the better one."""
+        found = search.solution(start.lower_bound_s, **stats)
+        found.stats["best_value_s"] = found.value_s
+        margin = search.problem.profile.error if self.margin is None else self.margin
+        if found.value_s <= (1 - margin) * start.value_s:
+            return found
+        kept = {"placement": start.placement, "value_s": start.value_s, "schedule": start.schedule}
+        return replace(found, **kept, stats=found.stats | {"margin": margin})
+
     def _plan(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
         search, start, stats = self._start(problem, name)
         if self.mode == "finetune" and search.left:
@@ -138,8 +155,7 @@ class PolicyPlanner:
         else:
             wanted = 0 if self.mode == "zero_shot" else self.k
             stats |= self._decode(policy, search, start.placement, wanted)
-        stats["best_value_s"] = search.best_cost if search.best_cost < INFEASIBLE else np.inf
-        return search.solution(start.lower_bound_s, **stats)
+        return self._answer(search, start, stats)
 
     def _decode(
         self, policy: TrainedPolicy, search: Search, warm: Placement, wanted: int
@@ -207,8 +223,7 @@ class PolicyPlanner:
                 )
             else:
                 stats["steps"] = anneal(search, net, chooser, self.rounds, width, self.seed)
-        stats["best_value_s"] = search.best_cost if search.best_cost < INFEASIBLE else np.inf
-        return search.solution(start.lower_bound_s, **stats)
+        return self._answer(search, start, stats)
 
     def _seeds(self, problem: Problem) -> tuple[TrainedPolicy, str] | None:
         """Whose placements a guided search evaluates before it moves anything, and its name."""

@@ -56,7 +56,7 @@ _CALIBRATION_BETWEEN = (2**-0.5, 1.0, 2**0.5)  # then in whole pipelines, not in
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
 _DISTURBED = 0.9  # of its measured seconds, in which a device later runs the whole graph
-_RULES = 7  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_RULES = 8  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
 _CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
 
@@ -145,7 +145,8 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     part. So a few placements run, and a factor for each of the three, and the processor time of
     handing over a tensor, are chosen with which their latencies and periods are predicted best,
     by devices of the speed that they have meanwhile: single devices run too. One that is clearly
-    faster then was disturbed when it was measured, as others only ever slow it down.
+    faster then was disturbed when it was measured, as others only ever slow it down. By how much
+    they are still missed then is the profile's ``error``.
     """
     short = int(np.clip(_CALIBRATION_S / profile.compute_s.sum(axis=0).mean(), 1, 8))
     alone, many = (runs * short for runs in _CALIBRATION_RUNS)
@@ -168,14 +169,16 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     times = whole.min(axis=0) / profile.compute_s.sum(axis=0)
     meanwhile = at_speed(profile, times)
 
-    def error(costs: tuple[float, ...], num_microbatches: int) -> float:
+    def missed(costs: tuple[float, ...], num_microbatches: int) -> Floats:
         guess = replace(problem, profile=scaled(meanwhile, *costs))
         values = evaluate(replace(guess, num_microbatches=num_microbatches), placements)
-        said = np.stack([values.latency_s, values.period_s], axis=1)
+        return np.log(np.stack([values.latency_s, values.period_s], axis=1) / measured)
+
+    def error(costs: tuple[float, ...], num_microbatches: int) -> float:
         # What makes no clear difference stays as it was measured.
         *factors, sending_s = costs
         change = np.abs(np.log(factors)).sum() + sending_s / _CALIBRATION_PRIOR_S
-        return float(np.abs(np.log(said / measured)).mean() + _CALIBRATION_PRIOR * change)
+        return float(np.abs(missed(costs, num_microbatches)).mean() + _CALIBRATION_PRIOR * change)
 
     # All combinations: what one factor takes away another can give, so one at a time gets stuck.
     every = product(*[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S)
@@ -183,7 +186,13 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     between = product(*[sorted({c * x for x in _CALIBRATION_BETWEEN}) for c in nearly])
     chosen = min(between, key=lambda costs: error(costs, many))
     names = ("transfers", "waking", "neighbours", "sending_s")
-    facts = {"calibration": dict(zip(names, chosen, strict=True)), "alone": times.tolist()}
+    # What all placements have in common does not make one look better than another.
+    left = missed(chosen, many)
+    facts = {
+        "calibration": dict(zip(names, chosen, strict=True)),
+        "alone": times.tolist(),
+        "error": float(np.abs(left - np.median(left, axis=0)).mean()),
+    }
     undisturbed = at_speed(profile, np.where(times < _DISTURBED, times, 1.0))
     return replace(scaled(undisturbed, *chosen), provenance=profile.provenance | facts)
 

@@ -117,6 +117,17 @@ class Profile:
         """
         return str(self.provenance.get("order", "rank"))
 
+    @property
+    def error(self) -> float:
+        """By which share predictions of placements miss what runs; 0 where none were run.
+
+        On average over placements that ran for the profile, one relative to another (see
+        ``placement.measure.calibrated``): of two values that differ by less, either may be the
+        better one.
+        """
+        error = self.provenance.get("error", 0.0)
+        return float(error) if isinstance(error, int | float) and 0 <= error < np.inf else 0.0
+
     def for_cluster(self, cluster: Cluster) -> Profile:
         """This profile with the columns of ``cluster``, in its order.
 
