@@ -402,6 +402,36 @@ def test_never_worse_than_the_baseline(problem: Problem, mode: Any, formulation:
     assert made == (1 if mode == "zero_shot" else 6)
 
 
+@pytest.mark.parametrize("mode", ["guided_search", "best_of_k"])
+def test_less_than_predictions_err_is_no_gain(mode: Any) -> None:
+    problem = random_problem(3, 20, 3)
+    options: dict[str, Any] = {
+        "policy": "untrained",
+        "mode": mode,
+        "evaluations": 400,
+        "baseline": "round_robin",
+    }
+    start = load("round_robin")(problem)
+    best = PolicyPlanner(**options)(problem)
+    gain = 1 - best.value_s / start.value_s
+    assert gain > 0.05
+    for error, taken in ((0.9 * gain, True), (1.1 * gain, False)):
+        profile = replace(problem.profile, provenance={"error": error})
+        answer = PolicyPlanner(**options)(replace(problem, profile=profile))
+        assert answer.stats["best_value_s"] == best.value_s
+        expected = best if taken else start
+        assert answer.value_s == expected.value_s
+        np.testing.assert_array_equal(answer.placement, expected.placement)
+        assert ("margin" in answer.stats) is not taken
+        # Whoever asks for it gets the best in any case, or another margin.
+        anyway = PolicyPlanner(**options, margin=0.0)(replace(problem, profile=profile))
+        assert anyway.value_s == best.value_s
+    assert PolicyPlanner(**options, margin=1.1 * gain)(problem).value_s == start.value_s
+    for margin in (-0.1, 1.0):
+        with pytest.raises(PolicyError, match=f"margin = {margin} must be a share, 0 <= margin"):
+            PolicyPlanner(margin=margin)
+
+
 def test_finetune_keeps_the_best_of_training(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     problem = chain(rng.random((12, 3)), latency_s=0.01)

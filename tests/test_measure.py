@@ -300,10 +300,37 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
         assert known.provenance["calibration"]["transfers"] == 2.0
         # What handing over takes and what waking adds to it can hardly be told apart.
         assert abs(known.provenance["calibration"]["sending_s"] - sending_s) < 1e-5
+        assert known.error < 0.02
     # Twice each, alone and in a pipeline: cut at 1 and 3 places, a quarter of all.
     assert len(runs) == 2 * 4 * 2  # of two profiles
     assert [int((np.diff(p) != 0).sum()) for p in runs[:4:2]] == [1, 3]
     assert {len(p) for p in runs} == {12}
+
+
+def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
+    """Every second placement takes 1.4x as long, which no cost of transfers explains."""
+    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(60)]), torch.ones(4))
+    seconds = np.full((60, 2), 1e-4)
+    profile = Profile(CLUSTER.device_names, seconds, 0 * seconds, loaded_s=1.5 * seconds)
+
+    class Machine:
+        def __init__(self, problem):
+            self.problem = problem
+
+        def run(self, placement, num_microbatches=None, max_in_flight=None):
+            slower = {3: 1.4, 15: 1.4}.get(int((np.diff(placement) != 0).sum()), 1.0)
+            there = at_speed(profile, np.array([slower, slower]))
+            return simulate(replace(self.problem, profile=there), placement, max_in_flight=1)
+
+    monkeypatch.setattr(measure_module, "Executor", Machine)
+    found = calibrated(graph, CLUSTER, profile)
+    # Cuts at 1, 3, 7 and 15 places: half of log(1.4) from the median each.
+    assert found.error == pytest.approx(0.5 * np.log(1.4), abs=0.04)
+    assert profile.error == 0.0
+    found.save(tmp_path / "profile.npz")
+    assert Profile.load(tmp_path / "profile.npz").for_cluster(CLUSTER).error == found.error
+    for nonsense in ("much", -1.0, np.nan, np.inf, None):
+        assert replace(profile, provenance={"error": nonsense}).error == 0.0
 
 
 def test_placements_for_calibration_are_cut_at_few_places_to_a_quarter_of_all():
