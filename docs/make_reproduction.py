@@ -44,7 +44,7 @@ STUDIES = {
     "public_moirai": Study("Unlike devices", 1.5, True),
     "learned_guided": Study("Who should choose the moves of a search?", 50, True),
     "learned_against": Study("Is the learned planner ever worse than a baseline?", 100, True),
-    "learned_executed": Study("Are the learned planner's placements faster for real?", 45),
+    "learned_executed": Study("Are the learned planner's placements faster for real?", 63),
     "learned_giph": Study("Few evaluations, on GiPH's own distribution", 12),
     "learned_doppler": Study("DOPPLER's own graphs, equal budgets", 20, True),
     "learned_cost": Study("What does training cost?", 25),

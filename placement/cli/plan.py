@@ -189,7 +189,7 @@ def _say_kept(solution: Solution) -> None:
     cli.say(
         f"kept the baseline's placement: the search's is predicted {better:.1%} better, and "
         f"predictions err by {solution.stats['margin']:.1%}; margin=0 takes it, "
-        "--measurements 40 tries both"
+        "--measurements 40 decides by running"
     )
 
 
