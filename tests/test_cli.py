@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,23 @@ def test_plan_of_public_workloads(shared: Path, capsys: pytest.CaptureFixture[st
     args = ["plan", file, "--planner", "single_device", "--devices", "2", "--bandwidth", "1e9"]
     got = answer(capsys, *args, "--memory", str(2**40))
     assert got["feasible"] and 0 < got["lower_bound_s"] <= got["value_s"]
+
+
+def test_plan_says_when_a_gain_is_less_than_predictions_err(tmp_path: Path, capsys: Any) -> None:
+    from problems import random_problem
+
+    from placement.importers.problem_file import save
+
+    problem = random_problem(3, 20, 3)
+    profile = replace(problem.profile, provenance={"error": 0.95})
+    save(replace(problem, profile=profile), tmp_path / "p.json")
+    plan = ["plan", str(tmp_path / "p.json"), "--planner", "policy", "baseline=round_robin"]
+    assert main([*plan, "--evaluations", "200"]) == OK
+    said = capsys.readouterr().err
+    assert "kept the baseline's placement: the search's is predicted" in said
+    assert "predictions err by 95.0%; margin=0 takes it" in said
+    assert main([*plan, "--evaluations", "200", "margin=0"]) == OK
+    assert "kept" not in capsys.readouterr().err
 
 
 # -- show, diff, schema ----------------------------------------------------------------------

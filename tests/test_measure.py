@@ -320,7 +320,8 @@ def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
         def run(self, placement, num_microbatches=None, max_in_flight=None):
             slower = {3: 1.4, 15: 1.4}.get(int((np.diff(placement) != 0).sum()), 1.0)
             there = at_speed(profile, np.array([slower, slower]))
-            return simulate(replace(self.problem, profile=there), placement, max_in_flight=1)
+            alone = 1 if max_in_flight == 1 else None
+            return simulate(replace(self.problem, profile=there), placement, None, alone)
 
     monkeypatch.setattr(measure_module, "Executor", Machine)
     found = calibrated(graph, CLUSTER, profile)
