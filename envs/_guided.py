@@ -420,7 +420,7 @@ def _offer(t, s, width, described):
             energy -= _term(load_old, held_old, memory[old], scale, power)
             energy -= _term(load_new, held_new, memory[new], scale, power)
         most = load.max() if described else 0.0
-        undo_moves(t.moves, s.moves, body, where, count, old, new)
+        undo_moves(t.moves, s.moves, body, where, count, np.int64(old), np.int64(new))
         load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
 
         f = s.offered[k]
@@ -505,7 +505,7 @@ def _take(t, s, k):
     if t.kind != LOAD and cost > x[COST]:
         worse = np.log(cost / max(x[COST], 1e-300))
         if worse > -x[TEMPERATURE] * np.log(1.0 - _uniform(s.random)):
-            undo_moves(t.moves, s.moves, body, where, count, old, new)
+            undo_moves(t.moves, s.moves, body, where, count, np.int64(old), np.int64(new))
             load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
             s.refused[body[0], new] += 1.0
             return 0.0

@@ -213,7 +213,7 @@ def _finish_on(t, s, b, group, device, scratch):
             size = t.tensor_bytes[tensor0 + tensor]
             if src < 0:
                 if not t.shares_host[p, device]:
-                    cost = _transfer_s(t, p, tensor, t.host[p], device)
+                    cost = _transfer_s(t, p, tensor, np.int64(t.host[p]), device)
                     moved_s += cost
                     ready = max(ready, cost)
                 continue
@@ -341,7 +341,7 @@ def observe(t, s, group, mask, features, bound):
         if s.step[b] >= t.num_groups[p]:  # over, and not started again: anything legal will do
             mask[b, 0] = 1
             continue
-        g = t.order[t.group_at[p] + s.step[b]]
+        g = np.int64(t.order[t.group_at[p] + s.step[b]])
         group[b, 0] = g
         describe(t, s, b, g, mask[b], features[b], bound, end, scratch)
 
@@ -354,7 +354,7 @@ def act(t, s, actions, mask, done):
         if s.step[b] >= t.num_groups[p] or d < 0 or d >= mask.shape[1] or mask[b, d] == 0:
             done[b] = True
             continue
-        place(t, s, b, t.order[t.group_at[p] + s.step[b]], d, scratch)
+        place(t, s, b, np.int64(t.order[t.group_at[p] + s.step[b]]), d, scratch)
         done[b] = s.step[b] == t.num_groups[p]
 
 
@@ -395,13 +395,13 @@ def construct(t, s, net, pair, warm, greedy, rng, bound):
     for b in range(len(s.ids)):
         p = s.ids[b]
         while s.step[b] < t.num_groups[p]:
-            g = t.order[t.group_at[p] + s.step[b]]
+            g = np.int64(t.order[t.group_at[p] + s.step[b]])
             mask[:] = 0
             features[:] = 0.0
             describe(t, s, b, g, mask, features, bound, end, scratch)
             others = max(mask.sum() - 1, 1)
             cold = not warm[p, g].any()
-            chosen, highest = 0, -np.inf
+            chosen, highest = np.int64(0), -np.inf
             for d in range(t.num_devices[p]):
                 if mask[d] == 0:
                     continue
@@ -433,5 +433,5 @@ def construct(t, s, net, pair, warm, greedy, rng, bound):
                 if not greedy[b]:
                     score -= np.log(-np.log(min(max(rng.random(), 1e-10), 1.0 - 1e-7)))
                 if score > highest:
-                    chosen, highest = d, score
+                    chosen, highest = np.int64(d), score
             place(t, s, b, g, chosen, scratch)

@@ -21,6 +21,19 @@ Ints = NDArray[np.int32]
 
 
 MOST_BYTES = 2**53  # so that no sum over copies and micro-batches leaves int64
+_DTYPES = {
+    "tensor_src": np.int32,
+    "tensor_bytes": np.int64,
+    "tensor_root": np.int32,
+    "use_tensor": np.int32,
+    "use_dst": np.int32,
+    "param_bytes": np.int64,
+    "param_use_op": np.int32,
+    "param_use": np.int32,
+    "group": np.int32,
+    "is_backward": np.bool_,
+    "output_tensor": np.int32,
+}
 
 
 class GraphError(ValueError):
@@ -70,6 +83,11 @@ class OpGraph:
     is_backward: NDArray[np.bool_]
     output_tensor: Ints
     program: Any = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # One memory layout: for another one every kernel would be compiled again.
+        for what, dtype in _DTYPES.items():
+            object.__setattr__(self, what, np.require(getattr(self, what), dtype, ["C", "W"]))
 
     def _repr_html_(self) -> str:
         """What a notebook shows: how much there is of what."""

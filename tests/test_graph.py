@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,22 @@ def test_what_is_derived() -> None:
 def test_repeated_uses_are_merged_and_groups_renumbered() -> None:
     assert len(build(uses=[*GOOD["uses"], (1, 2), (1, 2)]).use_dst) == 6
     assert build(group=[7, -3, 7, 5]).group.tolist() == [0, 1, 0, 2]
+
+
+def test_arrays_have_one_memory_layout() -> None:
+    """However they were given: for each other one the kernels would be compiled again."""
+    equal = np.broadcast_to(np.int64(3), 5)
+    frozen = np.array([10, 20])
+    frozen.setflags(write=False)
+    g = build(tensor_bytes=equal, param_bytes=frozen)
+    every_second = np.arange(10, dtype=np.int32)[::2] // 2
+    g = replace(g, tensor_root=every_second, output_tensor=np.array([4]))
+    for field in fields(g):
+        array = getattr(g, field.name)
+        if isinstance(array, np.ndarray):
+            assert array.flags.c_contiguous and array.flags.writeable, field.name
+    assert g.tensor_root.tolist() == [0, 1, 2, 3, 4]
+    assert g.output_tensor.dtype == np.int32
 
 
 def test_the_smallest_graph() -> None:

@@ -254,7 +254,7 @@ def anneal(
             term_old = _term(load[old], held[old], memory[old], scale, power)
             term_new = _term(load[new], held[new], memory[new], scale, power)
             if term_old + term_new > limit:
-                undo_moves(tables, state, group, where, count, old, new)
+                undo_moves(tables, state, group, where, count, np.int64(old), np.int64(new))
                 load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
                 continue
         term[old], term[new] = term_old, term_new
@@ -312,7 +312,10 @@ def anneal_pieces(
     value = piecewise_one(pieces, p, scratch, np.inf)
     far = 10.0 * (value if best_s == np.inf else best_s)  # what too many bytes cost
     for _ in range(steps):
-        count = propose(random, device, compute_s, graph, -1, share, cut, body, group, where, mark)
+        source = np.int64(-1)
+        count = propose(
+            random, device, compute_s, graph, source, share, cut, body, group, where, mark
+        )
         if count == 0:
             continue
         old, new = device[group[0]], where[0]
@@ -330,7 +333,7 @@ def anneal_pieces(
                 best_s = value
                 best[:] = device
             continue
-        undo_moves(tables, state, group, where, count, old, new)
+        undo_moves(tables, state, group, where, count, np.int64(old), np.int64(new))
         load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
         for k in range(count):
             for i in range(ptr[group[k]], ptr[group[k] + 1]):

@@ -433,7 +433,7 @@ def _gather(t, s, k, i, new):
 
     Returns how many operators that is; 0: one of them cannot run on ``new``.
     """
-    body, old = s.body[k], s.place[i]
+    body, old = s.body[k], np.int64(s.place[i])
     most = 1
     if _uniform(s.random) >= _ALONE:
         most = 1 + int(np.exp(_uniform(s.random) * np.log(float(len(body) - 1))))
@@ -470,7 +470,7 @@ def _together(t, s, i, new, num):
         s.mark[s.sequence[k]] = True
     longest = free_s = begin_i = ready_i = 0.0
     for k in positions:
-        j = s.sequence[k]
+        j = np.int64(s.sequence[k])
         ready = _inputs_s(t, s, j, new)
         place = _first_in_lane(s, new, s.position, k)
         latency, begin = _elsewhere(t, s, j, new, max(ready, free_s), place)
@@ -501,7 +501,7 @@ def _propose(t, s, k):
         new = old
         kind = _uniform(s.random)
         if kind < _NEAR:
-            other = _neighbour(t, s, i, 2, -1)
+            other = _neighbour(t, s, i, np.int64(2), np.int64(-1))
             if other >= 0:
                 new = s.place[other]
         elif kind < _ANY:
@@ -688,15 +688,14 @@ def _take(t, s, k):
     i = s.which[k]
     if i < 0:
         return 0.0
-    old, new, back = s.place[i], s.to[k], 0
+    old, new, at = s.place[i], s.to[k], np.int64(s.at[k])
     _put(t, s, k, new)
-    if s.at[k] >= 0:
-        back = _shift(s, i, s.at[k])
+    back = _shift(s, i, at) if at >= 0 else at
     cost = timetable(t, s)
     if cost > x[COST]:
         worse = np.log(cost / max(x[COST], 1e-300))
         if worse > -x[TEMPERATURE] * np.log(1.0 - _uniform(s.random)):
-            if s.at[k] >= 0:
+            if at >= 0:
                 _shift(s, i, back)
             _put(t, s, k, old)
             s.refused[i, new] += 1.0
@@ -745,7 +744,7 @@ def play(t, s, job, number, net, used, then):
         s.best_place[:] = s.place
         s.best_sequence[:] = s.sequence
         _cool(s, used)
-        _offer(t, s, width, True)
+        _offer(t, s, width, described)
         return 0.0
     gain = 0.0
     steps = 1 if job == TAKE else number

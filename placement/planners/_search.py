@@ -294,7 +294,7 @@ class Position:
 
     def _moves_args(self, groups: NDArray[np.intp], devices: Choice) -> tuple[Any, ...]:
         assert self._moves is not None
-        return self._moves.tables, self._moves.state, groups, devices, len(groups)
+        return self._moves.tables, self._moves.state, groups.astype(np.int32), devices, len(groups)
 
     def _load_cost(self, groups: NDArray[np.intp], device: int) -> float:
         from placement.objective_kernels import apply_moves, undo_moves
@@ -362,7 +362,7 @@ def _load_kernels(objective: Objective) -> None:
         from placement.objective_kernels import apply_moves, undo_moves
 
         moved = objectives.LoadMoves(one.with_objective(objective), [0])
-        none = np.zeros(0, np.intp), np.zeros(0, np.int32), 0
+        none = np.zeros(0, np.int32), np.zeros(0, np.int32), 0
         apply_moves(moved.tables, moved.state, *none)
         undo_moves(moved.tables, moved.state, *none, 0, 0)
 
