@@ -99,10 +99,9 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
     )
     problem = Problem(graph, cluster, profile, objective="period", num_microbatches=16)
     methods = {name: planners.load(name) for name in BASELINES}
-    # All of them run, so what is best is not decided by predictions and their error.
-    methods["policy"] = PolicyPlanner(mode="finetune", steps=1_000_000, margin=0.0)
+    methods["policy"] = PolicyPlanner(mode="finetune", steps=1_000_000)
     # It was trained for latency; on periods it chooses as well as the hand-written score.
-    methods["guided"] = PolicyPlanner(released("guided_search", "latency"), margin=0.0)
+    methods["guided"] = PolicyPlanner(released("guided_search", "latency"))
     comparison = compare(
         {workload: problem},
         methods,
