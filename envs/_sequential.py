@@ -354,6 +354,7 @@ def act(t, s, actions, mask, done):
         if s.step[b] >= t.num_groups[p] or d < 0 or d >= mask.shape[1] or mask[b, d] == 0:
             done[b] = True
             continue
+        # As int64 everywhere: kernels are compiled for every integer type that they are given.
         place(t, s, b, np.int64(t.order[t.group_at[p] + s.step[b]]), d, scratch)
         done[b] = s.step[b] == t.num_groups[p]
 

@@ -501,6 +501,7 @@ def _propose(t, s, k):
         new = old
         kind = _uniform(s.random)
         if kind < _NEAR:
+            # Casts, here and elsewhere: a kernel is compiled for every integer type it is given.
             other = _neighbour(t, s, i, np.int64(2), np.int64(-1))
             if other >= 0:
                 new = s.place[other]
