@@ -141,13 +141,7 @@ class PolicyPlanner:
         margin = search.problem.profile.error if self.margin is None else self.margin
         if found.value_s <= (1 - margin) * start.value_s:
             return found
-        return replace(
-            found,
-            placement=start.placement,
-            value_s=start.value_s,
-            schedule=start.schedule,
-            stats=found.stats | {"margin": margin},
-        )
+        return replace(start, stats=found.stats | {"margin": margin})
 
     def _plan(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
         search, start, stats = self._start(problem, name)

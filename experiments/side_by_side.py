@@ -43,14 +43,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     _study.common_options(parser, "side_by_side")
     parser.add_argument("--evaluations", type=int, default=300, help="of every search")
-    parser.add_argument("--layers", type=int, default=20, help="of 50 operators each")
+    parser.add_argument("--layers", type=int, default=20, help="of the graphs")
+    parser.add_argument("--width", type=int, default=50, help="operators of a layer")
     parser.add_argument("--ways", nargs="+", default=["serial", "processes", "ray"])
     options = parser.parse_args(argv)
 
     def work() -> None:
         for way in options.ways:
             check(way)
-        made = Family(layered(options.layers, 50, 0.05), num_devices=4)
+        made = Family(layered(options.layers, options.width, 0.05), num_devices=4)
         problems = {f"layered-{seed}": made(seed) for seed in range(2)}
         _study.warm(["local_search", "cross_entropy"], ["period"])
         rows: list[list[str]] = []
@@ -69,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
 `{_study.command_line("experiments.side_by_side", argv)}`
 
 Two searches of {options.evaluations} evaluations, seeds 0 and 1, on two problems of
-{50 * options.layers:,} operators on four devices, with as many workers as cores; their start is
-part of the time.
+{options.layers * options.width:,} operators on four devices, with as many workers as cores; their
+start is part of the time.
 
 {table}
 {_study.provenance()}""",

@@ -150,11 +150,11 @@ class OpGraph:
             tensor_src=src,
             tensor_bytes=size,
             tensor_root=root.astype(np.int32),
-            use_tensor=np.ascontiguousarray(pairs[:, 0]),
-            use_dst=np.ascontiguousarray(pairs[:, 1]),
+            use_tensor=pairs[:, 0],
+            use_dst=pairs[:, 1],
             param_bytes=np.asarray(param_bytes, dtype=np.int64).reshape(-1),
-            param_use_op=np.ascontiguousarray(puses[:, 0]),
-            param_use=np.ascontiguousarray(puses[:, 1]),
+            param_use_op=puses[:, 0],
+            param_use=puses[:, 1],
             group=_renumber(labels),
             is_backward=(
                 np.zeros(n, bool) if is_backward is None else np.asarray(is_backward, dtype=bool)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from experiments import rollouts, scale_out, side_by_side
-from placement.workloads.synthetic import layered
 
 
 def test_nodes_share_an_interface() -> None:
@@ -42,10 +41,9 @@ def test_a_small_study(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "scale_out.png").stat().st_size > 1000
 
 
-def test_searches_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_side_by_side(tmp_path: Path) -> None:
     # Layers of 50 operators have more ideals than memory holds, and every search's start fills it.
-    monkeypatch.setattr(side_by_side, "layered", lambda layers, _, share: layered(layers, 4, share))
-    small = ["--ways", "serial", "--evaluations", "2", "--layers", "2"]
+    small = ["--ways", "serial", "--evaluations", "2", "--layers", "2", "--width", "4"]
     assert side_by_side.main([*small, "--out", str(tmp_path), "--work", str(tmp_path)]) == 0
     assert "| serial |" in (tmp_path / "side_by_side.md").read_text()
 

@@ -25,7 +25,7 @@ from placement.simulator import score
 from placement.trials import Trials
 
 to_csv = _study.to_csv
-Against = Literal["measured", "predicted", "single"]
+Reference = Literal["measured", "predicted", "single"]
 LEARNED, CHOSEN = "policy", "policy, measured"  # without and with runs of its own
 
 
@@ -165,7 +165,7 @@ def predicted(rows: Sequence[Row], planner: str) -> dict[str, list[float]]:
     return found
 
 
-def measured(rows: Sequence[Row], planner: str, against: Against) -> dict[str, list[float]]:
+def measured(rows: Sequence[Row], planner: str, against: Reference) -> dict[str, list[float]]:
     """A planner's seconds over those of the best baseline, or single device.
 
     One per seed, by problem: the median over the rounds. The best is chosen without the round in

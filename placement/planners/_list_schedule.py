@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -111,30 +110,26 @@ def _tables_of(problem: Problem, activations: int) -> _list_kernels.Tables:
     host, shares_host = host_of(problem)
     param_ptr, param = _group_params(problem)
 
-    def plain(given: NDArray[Any]) -> NDArray[Any]:
-        # Whatever a graph was built from: the kernels are compiled for one kind of array.
-        return np.require(given, requirements=["C", "W"])
-
     return _list_kernels.Tables(
-        group=plain(g.group),
+        group=g.group,
         in_ptr=g.in_ptr,
         in_tensor=g.in_tensor,
         user_ptr=np.searchsorted(g.edges[:, 0], np.arange(g.num_ops + 1)),
         user=np.ascontiguousarray(g.edges[:, 1]),
-        tensor_src=plain(g.tensor_src),
+        tensor_src=g.tensor_src,
         tensor_bytes=g.tensor_bytes.astype(np.float64),
-        compute_s=plain(problem.compute_s),
+        compute_s=problem.compute_s,
         group_s=problem.group_compute_s,
         latency_s=problem.link_latency_s,
         s_per_byte=problem.link_s_per_byte,
-        matrix_s=np.zeros((0, 0, 0)) if matrix_s is None else plain(matrix_s),
+        matrix_s=np.zeros((0, 0, 0)) if matrix_s is None else matrix_s,
         host=host,
         shares_host=shares_host,
         may_bind=problem.memory_may_bind,
         capacity=problem.memory_bytes,
         param_ptr=param_ptr,
         param=param,
-        param_bytes=plain(g.param_bytes),
+        param_bytes=g.param_bytes,
         produced=activations * produced_bytes(problem),
     )
 

@@ -311,8 +311,8 @@ def anneal_pieces(
     over = _overflow(held, memory)
     value = piecewise_one(pieces, p, scratch, np.inf)
     far = 10.0 * (value if best_s == np.inf else best_s)  # what too many bytes cost
+    source = np.int64(-1)  # a literal -1 would be compiled for by itself
     for _ in range(steps):
-        source = np.int64(-1)  # a literal -1 would be compiled for by itself
         count = propose(
             random, device, compute_s, graph, source, share, cut, body, group, where, mark
         )
