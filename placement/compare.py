@@ -52,7 +52,8 @@ class Row:
         placement_id: equal for equal placements, None without an answer.
         feasible: supported everywhere and within memory.
         value_s: the objective in the simulator, inf where infeasible.
-        latency_s, period_s: predicted. energy_j: too, per micro-batch; None: power unknown.
+        latency_s, period_s: predicted, inf where infeasible. energy_j: too, per micro-batch; None
+            where infeasible, or power unknown.
         measured_latency_s, measured_period_s: medians of ``num_rounds`` interleaved rounds;
             ``..._iqr_s``: their interquartile ranges.
         latency_error, period_error: ``predicted / measured - 1``.
@@ -180,18 +181,25 @@ class Comparison:
         """One per planner, best first; measured where every workload was, else predicted.
 
         A planner without an answer somewhere counts as the best single device there: that is
-        what its user would run.
+        what its user would run. Where no single device fits (``without_single``) there is
+        nothing to compare with, and the workload is left out.
         """
         what = "measured_speedup" if self.is_measured else "speedup"
+        left_out = self.without_single()
         cells: dict[str, list[float]] = {}
         for row in self.rows:
-            if not row.planner.startswith(SINGLE):
+            if not row.planner.startswith(SINGLE) and row.workload not in left_out:
                 cells.setdefault(row.planner, []).append(getattr(row, what) or 1.0)
         gains = [
             Gain(name, len(v), float(np.exp(np.mean(np.log(v)))), *geometric_interval(v))
             for name, v in cells.items()
         ]
         return tuple(sorted(gains, key=lambda g: -g.mean))
+
+    def without_single(self) -> list[str]:
+        """The workloads that no single device can hold or run: they have no speed-up."""
+        held = {r.workload for r in self.rows if r.planner.startswith(SINGLE) and r.feasible}
+        return [w for w in dict.fromkeys(r.workload for r in self.rows) if w not in held]
 
     def reference(self, workload: str) -> tuple[float, float]:
         """Best value found, and what a missing answer counts as: the best single device.
@@ -522,15 +530,20 @@ def _row(
     row = replace(
         row,
         placement_id=cell.placement_id,
-        feasible=feasible,
+        evaluations=cell.solution.stats.get("evaluations"),
+        note=cell.note or _said(cell.solution, feasible, value_s),
+    )
+    if not feasible:  # the seconds of what cannot run are no prediction
+        return row
+    row = replace(
+        row,
+        feasible=True,
         value_s=value_s,
         latency_s=value_s if ordered else float(values.latency_s[0]),
         period_s=float(values.period_s[0]),
         energy_j=None if values.energy_j is None else float(values.energy_j[0]),
         energy_source=problem.cluster.power_source,
         gap=value_s / bound_s - 1 if bound_s > 0 and np.isfinite(value_s) else None,
-        evaluations=cell.solution.stats.get("evaluations"),
-        note=cell.note or _said(cell.solution, feasible, value_s),
     )
     sample = samples.get(cell.placement_id)
     if sample is None:

@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +229,25 @@ def test_what_does_not_fit_is_infeasible_and_never_run(tmp_path: Path) -> None:
     tight = compare({"w": chain(memory=1)}, {}, out_dir=tmp_path, executor=slower(1, runs))
     assert not any(r.feasible for r in tight.rows) and len(runs) == 2
     assert row(tight, "single:cpu:0").note == "does not fit in memory"
+    alone = row(tight, "single:cpu:0")
+    assert (alone.period_s, alone.latency_s, alone.energy_j) == (inf, inf, None)
     with pytest.raises(CompareError, match="no placement fits"):
         tight.best("w")
+
+
+def test_a_workload_that_no_single_device_fits_has_no_speedup(tmp_path: Path) -> None:
+    # Either device lacks one operator: only a split can run, and there is nothing to compare with.
+    seconds = np.array([[1.0, 1], [2, np.inf], [np.inf, 3], [2, 2]])
+    planners = {"split": Fixed((0, 0, 1, 1)), "wrong": Fixed((0, 0, 0, 0))}
+    split_only = chain(seconds=seconds)
+    alone = compare({"w": split_only}, planners, out_dir=tmp_path / "a")
+    assert row(alone, "split").speedup is None and alone.gains() == ()
+
+    both = compare({"w": split_only, "v": chain()}, planners, out_dir=tmp_path / "b")
+    assert both.without_single() == ["w"]
+    means = {g.planner: (g.num_cells, g.mean) for g in both.gains()}
+    assert means == {"split": (1, pytest.approx(8 / 5)), "wrong": (1, pytest.approx(1.0))}
+    assert "left out: w" in (tmp_path / "b" / "compare.md").read_text()
 
 
 def test_a_proved_bound_of_one_planner_serves_all(tmp_path: Path) -> None:

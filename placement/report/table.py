@@ -105,6 +105,7 @@ def _measured(workload: str, by_planner: dict[str, list[Row]]) -> Table:
 def _overall(comparison: Comparison) -> tuple[Table, ...]:
     made = []
     how = "measured" if comparison.is_measured else "predicted"
+    left_out = comparison.without_single()
     cells = tuple(
         (g.planner, _times(g.mean), _times(g.low), _times(g.high), str(g.num_cells))
         for g in comparison.gains()
@@ -116,6 +117,7 @@ def _overall(comparison: Comparison) -> tuple[Table, ...]:
                 "seeds, bootstrap 95 % interval over the same cells",
                 ("planner", "speed-up", "low", "high", "cells"),
                 cells,
+                tuple(f"left out: {w}, which fits on no single device" for w in left_out),
             )
         )
     fidelity = comparison.fidelity()
