@@ -8,8 +8,8 @@ import pkgutil
 import sys
 import types
 import typing
-from collections.abc import Iterable
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 
@@ -24,14 +24,17 @@ class Named:
         package: its full name.
         what: one of them in words, for messages.
         error: the class of what is raised.
+        elsewhere: names of what lives in a package that this one must not import, as
+            ``package.module:Class``.
     """
 
     package: str
     what: str
     error: type[ValueError]
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def names(self) -> list[str]:
-        """All of them by name (none is imported)."""
+        """Those of the package by name (none is imported)."""
         path = sys.modules[self.package].__path__
         return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
 
@@ -64,8 +67,8 @@ class Named:
                 values[key] = _convert(value, hints[key])
             except (TypeError, ValueError):
                 raise self.error(
-                    f"{self.what} {name!r}: {key} = {value!r} is not of type "
-                    f"{known[key].type}; {_describe(found)}"
+                    f"{self.what} {name!r}: {key} = {value!r} is not "
+                    f"{_expected(value, hints[key], known[key])}; {_describe(found)}"
                 ) from None
         try:
             return found(**values)
@@ -78,12 +81,13 @@ class Named:
         Raises:
             ValueError: (``error``) there is none.
         """
-        module, _, attribute = name.partition(":")
+        module, _, attribute = self.elsewhere.get(name, name).partition(":")
         if not attribute:
             if name not in self.names():
-                near = meant(name, self.names()) or ";"
+                known = sorted([*self.names(), *self.elsewhere])
+                near = meant(name, known) or ";"
                 raise self.error(
-                    f"no {self.what} {name!r}{near} {self.what}s are {', '.join(self.names())}, "
+                    f"no {self.what} {name!r}{near} {self.what}s are {', '.join(known)}, "
                     f"or your own as package.module:Class"
                 )
             module, attribute = f"{self.package}.{name}", name.title().replace("_", "")
@@ -113,6 +117,14 @@ def _describe(found: Any) -> str:
 def _text(field: Field[Any]) -> str:
     default = "" if field.default is MISSING else f" = {field.default!r}"
     return f"{field.name}: {field.type}{default}"
+
+
+def _expected(value: Any, hint: Any, option: Field[Any]) -> str:
+    """``one of 'a', 'b'`` where the values can be listed, otherwise the type."""
+    if typing.get_origin(hint) is not typing.Literal:
+        return f"of type {option.type}"
+    values = typing.get_args(hint)
+    return f"one of {', '.join(map(repr, values))}{meant(str(value), map(str, values))}"
 
 
 def _convert(value: Any, hint: Any) -> Any:

@@ -17,6 +17,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.utils import get_object, instantiate
@@ -28,9 +29,9 @@ from agents.expert import load_solutions
 from agents.trained import TrainedPolicy
 from placement import planners, workloads
 from placement.planners import PlannerError
+from placement.testing import small_problems
 
 CONF = Path(__file__).parents[1] / "conf"
-POLICY = "agents.planner:PolicyPlanner"
 GROUPS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
     for folder in CONF.iterdir()
@@ -48,7 +49,7 @@ def _text(value: Any) -> str:
 
 def planner_yaml(name: str) -> str:
     """What ``conf/planner/<name>.yaml`` must hold: the target and the default of every field."""
-    kind = planners.find(POLICY if name == "policy" else name)
+    kind = planners.find(name)
     lines = [f"# @package planner.{name}", f"_target_: {kind.__module__}.{kind.__qualname__}"]
     lines += [f"{f.name}: {_text(f.default)}" for f in fields(kind) if f.init]
     return "\n".join(lines) + "\n"
@@ -113,7 +114,23 @@ def test_every_planner_instantiates_as_its_defaults() -> None:
     for name, node in cfg.planner.items():
         made = make_planner(node)
         if is_dataclass(made):
-            assert made == planners.load(POLICY if name == "policy" else name)
+            assert made == planners.load(name)
+
+
+def test_the_learned_planner_has_a_name_like_the_others() -> None:
+    assert planners.load("policy", k="4") == planners.load("agents.planner:PolicyPlanner", k=4)
+    start = planners.load("policy", policy="untrained", mode="zero_shot", baseline="round_robin")
+    for given in (start, "policy"):
+        answer = planners.load("local_search", start=given, evaluations=40)(small_problems()[0])
+        assert np.isfinite(answer.value_s)
+    with pytest.raises(
+        PlannerError, match=r"no planner 'polcy'; did you mean 'policy'\?.* policy,"
+    ):
+        planners.load("polcy")
+    with pytest.raises(
+        PlannerError, match=r"mode = 'guided' is not one of 'zero_shot', .*mean 'guided_search'\?"
+    ):
+        planners.load("policy", mode="guided")
 
 
 @pytest.mark.usefixtures("hydra_conf")

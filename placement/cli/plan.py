@@ -228,12 +228,9 @@ def load_planner(args: argparse.Namespace) -> Planner:
     from placement import planners
 
     check_budget(args)
-    name = args.planner
-    if name == "policy" and name not in planners.names():
-        name = "agents.planner:PolicyPlanner"  # by name: this package must not import that one
-    cli.search_here(name)
+    cli.search_here(args.planner)
     options = dict(option(text) for text in args.options)
-    kind = planners.find(name)
+    kind = planners.find(args.planner)
     known = {f.name for f in fields(kind)} if is_dataclass(kind) else set()
     for key in ("seconds", "evaluations", "seed"):
         value = getattr(args, key)
@@ -243,7 +240,7 @@ def load_planner(args: argparse.Namespace) -> Planner:
             options[key] = value
         else:
             cli.say(f"planner {args.planner!r} has no {key}: --{key} {value} is not used")
-    return planners.load(name, **options)
+    return planners.load(args.planner, **options)
 
 
 def check_budget(args: argparse.Namespace) -> None:

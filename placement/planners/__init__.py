@@ -2,7 +2,8 @@
 
 A planner is a frozen dataclass whose fields are its hyper-parameters; ``heft`` lives in
 ``heft.py`` as the class ``Heft``. ``load`` finds it by the name of the file, or finds yours
-by ``package.module:Class``; nothing is registered anywhere.
+by ``package.module:Class``; nothing is registered anywhere. The learned ``policy`` is found by
+name too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ class PlannerError(ValueError):
     """No such planner, or an option it does not have; the message lists those it has."""
 
 
-_PLANNERS = Named(__name__, "planner", PlannerError)
+_PLANNERS = Named(
+    __name__, "planner", PlannerError, elsewhere={"policy": "agents.planner:PolicyPlanner"}
+)
 
 
 def names() -> list[str]:
@@ -26,7 +29,7 @@ def names() -> list[str]:
 
 
 def load(name: str, **options: Any) -> Planner:
-    """The planner called ``name`` (``heft``, or ``package.module:Class``) with these options.
+    """The planner called ``name`` (``heft``, ``policy``, ``package.module:Class``), with options.
 
     Options that are strings, as they come from a command line, are read as the type of the
     field they set: ``load("local_search", seconds="2.5", seed="3")``.
