@@ -26,9 +26,9 @@ from placement.planners._search import (
     moves,
 )
 from placement.planners.contiguous_dp import merge_blocks, stage_costs
-from placement.problem import Problem, ProblemError, lower_bounds
+from placement.problem import Objective, Problem, ProblemError, lower_bounds
 from placement.profile import Profile
-from placement.simulator import score
+from placement.simulator import host_of, score
 from placement.testing import check_planner
 
 # Not these: they need a file or an optional package, take seconds for each proof, or are for one
@@ -735,6 +735,31 @@ def test_device_classes() -> None:
     links = (Link("d0", "d2", 1, 1, channel="a"), Link("d1", "d2", 1, 1, channel="a"),
              Link("d3", "d2", 1, 1))  # fmt: skip
     assert device_classes(make(compute_s, links=links)).tolist() == [0, 0, 1, 2]
+    stated = make(compute_s, objective="max_load")
+    io_s = replace(stated.profile, io_s=np.array([[1.0, 2, 1, 1]]))
+    assert device_classes(replace(stated, profile=io_s)).tolist() == [0, 1, 2, 0]
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["latency", "period", "energy", "max_load"]))
+def test_devices_of_a_class_may_be_swapped(seed: int, objective: Objective) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = random_problem(seed, 8, 4)
+    names, kinds = drawn.cluster.device_names, rng.choice(["cpu", "other"], 4)
+    devices = tuple(
+        Device(x, str(kind), memory_bytes=10**9, busy_w=3.0, idle_w=1.0)
+        for x, kind in zip(names, kinds, strict=True)
+    )
+    links = tuple(Link(a, b, 0.3, 500.0) for a, b in itertools.permutations(names, 2))
+    equal = np.repeat(rng.random((8, 1)), 4, axis=1)
+    profile = replace(drawn.profile, compute_s=equal, loaded_s=None, links=links, transfer_s=None)
+    problem = replace(drawn, cluster=Cluster("c", devices), profile=profile, objective=objective)
+    placement = rng.integers(0, 4, 8)
+    classes = device_classes(problem)
+    for a, b in itertools.combinations(range(4), 2):
+        swap = np.arange(4)
+        swap[[a, b]] = b, a
+        one, other = score(problem, [placement, swap[placement]])
+        assert classes[a] != classes[b] or other == pytest.approx(one)
 
 
 def may_be_swapped(problem: Problem, a: int, b: int) -> bool:
@@ -744,6 +769,10 @@ def may_be_swapped(problem: Problem, a: int, b: int) -> bool:
     devices = problem.cluster.devices
     if (devices[a].kind == "cpu") != (devices[b].kind == "cpu"):
         return False
+    host, shares = host_of(problem)
+    inputs = (problem.graph.tensor_src < 0).any() and problem.objective == "period"
+    if host in (a, b) and inputs and not shares.all():
+        return False  # only the host sends them
     power = problem.cluster.power
     for x in (problem.compute_s, problem.loaded_s, problem.memory_bytes, power.sleep_after_s,
               power.sleep_exit_s):  # fmt: skip

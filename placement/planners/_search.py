@@ -18,7 +18,7 @@ from placement.planners import PlannerError, load
 from placement.problem import Objective, Placement, Planner, Problem, Solution
 from placement.profile import Profile
 from placement.schedule import Schedule, in_sequence
-from placement.simulator import evaluate, score, simulate
+from placement.simulator import evaluate, host_of, score, simulate
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -404,9 +404,15 @@ def device_classes(problem: Problem) -> NDArray[np.int32]:
     if known is not None:
         return known
     count, power, latency = problem.num_devices, problem.cluster.power, problem.link_latency_s
-    kinds = np.array([d.kind == "cpu" for d in problem.cluster.devices])
+    host, kinds = host_of(problem)
     by_device = [problem.compute_s, problem.loaded_s, problem.memory_bytes, kinds]
     by_device += [power.sleep_after_s, power.sleep_exit_s]
+    if problem.profile.io_s is not None:
+        by_device.append(problem.profile.io_s)
+    # Of those that share host memory only the first sends model inputs to those that do not.
+    simulated = problem.objective not in objectives.ANALYTIC
+    if simulated and not kinds.all() and (problem.graph.tensor_src < 0).any():
+        by_device.append(np.arange(count) == host)
     if problem.objective == "energy":
         by_device += [power.busy_w, power.idle_w, power.sleep_w]
     columns: NDArray[Any] = np.vstack(by_device).T
