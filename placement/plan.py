@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -45,6 +46,8 @@ Name = Annotated[str, Field(max_length=1024, pattern=_PRINTABLE)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{12,64}$")]
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Seconds = Annotated[FiniteFloat, Field(ge=0)]
+
+_ROUNDING = 1e-6  # what sums in another order, and solvers, may differ by
 
 _PARTS = {
     "names": "the operators' names",
@@ -560,8 +563,12 @@ class Plan(_Strict):
         for key, numbers in (*self.graph.parameters.items(), ("backward", self.graph.backward)):
             if max(numbers, default=0) >= n:
                 found.append(f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}")
-        if self.stages != _stages(list(self.assignment), list(self.assignment.values())):
+        on = list(self.assignment.values())
+        if self.stages != _stages(list(self.assignment), on):
             found.append("stages do not follow from assignment")
+        modules = self.graph.modules
+        if len(modules) == len(on) and self.device_map != whole_modules(modules, on):
+            found.append("device_map does not follow from assignment and graph.modules")
         for key, table in (
             ("predicted.busy_s", self.predicted.busy_s),
             ("predicted.peak_bytes", self.predicted.peak_bytes),
@@ -573,9 +580,37 @@ class Plan(_Strict):
                 return found
         for d in self.cluster.devices:
             peak, limit = self.predicted.peak_bytes[d.name], self.limits.memory_bytes[d.name]
+            free = self.limits.headroom_bytes[d.name]
+            if limit != d.memory_bytes:
+                found.append(f"limits.memory_bytes[{d.name!r}] = {limit}, it has {d.memory_bytes}")
             if peak > limit:
                 found.append(f"device {d.name!r} needs {peak} bytes, its limit is {limit}")
-        return found + self._order_inconsistencies()
+            elif free != limit - peak:
+                found.append(
+                    f"limits.headroom_bytes[{d.name!r}] = {free}, but {limit} less the peak {peak} "
+                    f"is {limit - peak}"
+                )
+        return found + self._value_inconsistencies() + self._order_inconsistencies()
+
+    def _value_inconsistencies(self) -> list[str]:
+        """Values that say the objective twice must agree, and none is below a proved bound."""
+        twins = {"latency": "latency_s", "period": "period_s"}
+        if not self.second_j:
+            twins["energy"] = "energy_j"
+        found = []
+        for key, said in (("predicted", self.predicted), ("fallback", self.fallback)):
+            twin = twins.get(self.objective, "value_s")
+            again = getattr(said, twin, None)  # a fallback has no energy_j
+            if said is None:
+                continue
+            if again is not None and not isclose(said.value_s, again, rel_tol=_ROUNDING):
+                found.append(f"{key}.value_s = {said.value_s}, but {key}.{twin} = {again}")
+            values = {"latency": said.latency_s, "period": said.period_s}
+            for what, value in (values | {self.objective: said.value_s}).items():
+                bound = self.lower_bound_s.get(what, 0.0)
+                if value < bound * (1 - _ROUNDING):
+                    found.append(f"{key}: {what} {value} is below lower_bound_s.{what} = {bound}")
+        return found
 
     def _order_inconsistencies(self) -> list[str]:
         if self.order is None:
@@ -629,7 +664,7 @@ def make_plan(
         PlanError: the placement does not fit (with the bytes), or a name cannot be written.
         ProblemError: the placement is not one of this problem.
     """
-    from placement.simulator import simulate, value_of
+    from placement.simulator import simulate
 
     graph, devices = problem.graph, problem.cluster.device_names
     p = problem.check_placement(solution.placement)
@@ -677,7 +712,7 @@ def make_plan(
             stages=_stages(graph.op_name, on),
             device_map=module_map(graph, on),
             predicted=Predicted(
-                value_s=value_of(problem, solution),
+                value_s=_value_s(problem, solution, one, many),
                 latency_s=one.latency_s,
                 period_s=many.period_s,
                 energy_j=None if many.energy_j is None else many.energy_j / many.num_microbatches,
@@ -701,6 +736,20 @@ def make_plan(
         )
     except ValidationError as error:
         raise PlanError(f"graph {graph.name!r}: {_explain(error)}") from error
+
+
+def _value_s(problem: Problem, solution: Solution, one: Timeline, many: Timeline) -> float:
+    """The objective in the order of the plan, which need not be the planner's."""
+    from placement.simulator import value_of
+
+    if problem.objective == "latency":
+        return one.latency_s
+    if problem.objective == "period":
+        return many.period_s
+    if problem.objective == "energy":
+        assert many.energy_j is not None, "the problem was checked"
+        return (many.energy_j + problem.second_j * many.makespan_s) / many.num_microbatches
+    return value_of(problem, solution)
 
 
 def proved_bound_s(problem: Problem, solution: Solution) -> float:

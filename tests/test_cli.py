@@ -301,7 +301,7 @@ def test_validate_lists_every_failure(
     data["assignment"] |= {"linear": "x", "relu": "y"}
     bad = changed(plan_path, tmp_path / "bad.json", assignment=data["assignment"])
     got = answer(capsys, "validate", bad, code=NO)
-    assert not got["valid"] and len(got["failures"]) == 3
+    assert not got["valid"] and len(got["failures"]) == 4  # two devices, stages, modules
     assert got["failures"][0].startswith("assignment['linear'] = 'x': no such device")
 
 

@@ -35,6 +35,7 @@ from placement.plan import (
 from placement.planners import load
 from placement.problem import Problem, Solution
 from placement.profile import Profile
+from placement.schedule import Schedule
 from placement.simulator import list_schedule
 
 ROOT = Path(__file__).parents[1]
@@ -174,6 +175,31 @@ def test_order_is_kept_and_checked() -> None:
     ]
 
 
+@pytest.mark.parametrize("objective", ["latency", "period", "energy", "max_load"])
+@pytest.mark.parametrize("second_j", [0.0, 2.0])
+def test_values_are_of_the_order_of_the_plan(objective: str, second_j: float) -> None:
+    watts = tuple(replace(d, busy_w=3.0, idle_w=1.0) for d in problem().cluster.devices)
+    p = problem(num_microbatches=4)
+    p = replace(p, cluster=replace(p.cluster, devices=watts))
+    p = replace(p, objective=objective, second_j=second_j)
+    # The last micro-batch first, which no list scheduler would do.
+    slow = Schedule(
+        tuple(
+            np.array([(op, b) for b in (3, 2, 1, 0) for op in ops], np.int32)
+            for ops in ([0, 1], [2, 3])
+        ),
+        4,
+    )
+    for schedule in (None, slow):
+        plan = plan_of(p, [0, 0, 1, 1], schedule=schedule)
+        assert plan.inconsistencies() == []
+    cheap = {"value_s": plan.predicted.value_s / 2}
+    wrong = plan.model_copy(update={"predicted": plan.predicted.model_copy(update=cheap)})
+    # Of max_load and of weighted energy the file says nothing twice: only bounds are checked.
+    said = objective in ("latency", "period") or (objective == "energy" and not second_j)
+    assert any("predicted.value_s" in x for x in wrong.inconsistencies()) == said
+
+
 def test_measured_is_kept(tmp_path: Path) -> None:
     spread = Spread(median_s=1.0, iqr_s=0.1)
     measured = Measured(latency_s=spread, period_s=spread, n=5, when="today", machine="here")
@@ -277,6 +303,21 @@ def test_mismatch_of_further_devices_order_and_links(plan: Plan) -> None:
         (["predicted", "latency_s"], -1.0, "predicted.latency_s = -1.0: .*greater than or equal"),
         (["predicted", "busy_s"], {}, r"predicted.busy_s is about \[\], devices are"),
         (["predicted", "peak_bytes", "cpu:0"], 5000, "'cpu:0' needs 5000 bytes, its limit is 1000"),
+        (
+            ["limits", "headroom_bytes", "cpu:0"],
+            -5,
+            r"headroom_bytes\['cpu:0'\] = -5, but 1000 less",
+        ),
+        (["limits", "memory_bytes", "cpu:1"], 999, r"memory_bytes\['cpu:1'\] = 999, it has 1000"),
+        (["device_map"], {"": "cpu:0"}, "device_map does not follow from assignment and"),
+        (["predicted", "value_s"], 0.004, r"value_s = 0.004, but predicted.period_s = 4.0"),
+        (["predicted", "latency_s"], 3.9, "predicted: latency 3.9 is below lower_bound_s.latency"),
+        (
+            ["lower_bound_s", "period"],
+            4.5,
+            "predicted: period 4.0 is below lower_bound_s.period = 4",
+        ),
+        (["fallback", "value_s"], 5.0, "fallback.value_s = 5.0, but fallback.period_s = 4.0"),
         (["num_microbatches"], 1.5, "num_microbatches = 1.5: input should be a valid integer"),
         (["objective"], "speed", "objective = 'speed': input should be 'period', 'latency'"),
         (["priority"], [0, 0, 1, 2], r"priority must hold each of 0\.\.3 once"),
@@ -350,7 +391,7 @@ def test_no_file_folder_or_too_much(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_reading_leaves_contradictions_to_the_caller(path: Path) -> None:
     edited(path, "assignment", "op1", value="tpu:9")
-    assert len(read_plan(path).inconsistencies()) == 2  # the device, and the stages
+    assert len(read_plan(path).inconsistencies()) == 3  # the device, stages, modules
 
 
 # -- refused: what cannot be written ---------------------------------------------------------

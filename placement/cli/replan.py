@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from placement.cli.plan import check_budget
-    from placement.plan import load_plan, make_plan, proved_bound_s
+    from placement.plan import load_plan, make_plan, proved_bound_s, whole_modules
     from placement.replan import replan
 
     check_budget(args)
@@ -112,7 +112,10 @@ def run(args: argparse.Namespace) -> int:
         solution,
         planner="replan",
         parameters={"was": plan.planner.name, "without": without},
-    ).model_copy(update={"graph": plan.graph})  # a problem file knows less of the same graph
+    )
+    # A problem file knows less of the same graph.
+    where = whole_modules(plan.graph.modules, on) if plan.graph.modules else new.device_map
+    new = new.model_copy(update={"graph": plan.graph, "device_map": where})
     if not args.json:
         from placement.cli.show import show_plan
 
