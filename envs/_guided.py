@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba as nb
 import numpy as np
 
 from placement import kernels
+from placement.jit import allocating, copy, inlined, kernel, largest
 from placement.objective_kernels import apply_moves, fill_state, piecewise_batch, undo_moves
 from placement.planners._chooser import choose, network
 from placement.planners._macro import _below, _term, _uniform, propose_from
@@ -155,16 +155,18 @@ class State(NamedTuple):
     where: Array  # int32 [C + 1, L]
     offered: Array  # float32 [C + 1, F]
     search: Array  # float32 [S]
+    which: Array  # int64 [C + 1] negative where there is no move
+    logits: Array  # float64 [C + 1]
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _evaluate(t, s):
     """Cost of the placement in ``s.moves``: its value, or INFEASIBLE * (1 + overflow)."""
     device, load, held = s.moves[0], s.moves[1], s.moves[2]
     memory, num_devices = t.moves[8], len(load)
     t.peak[:] = 0
     if t.kind == LOAD:
-        value = load.max()
+        value = load[largest(load, num_devices)]
     else:
         placement = t.placement[0]
         for i in range(len(placement)):
@@ -206,7 +208,10 @@ def _evaluate(t, s):
             )
             if t.kind == ENERGY:
                 busy_w, idle_w, sleep_w = t.power
-                value = (idle_w.sum() + t.second_j) * t.finish.max() / t.num_batches
+                value = t.second_j
+                for d in range(num_devices):
+                    value += idle_w[d]
+                value *= t.finish[largest(t.finish, t.num_batches)] / t.num_batches
                 for d in range(num_devices):
                     value += t.busy[d] / t.num_batches * (busy_w[d] - idle_w[d])
                     value -= t.asleep[d] / t.num_batches * (idle_w[d] - sleep_w[d])
@@ -222,7 +227,7 @@ def _evaluate(t, s):
     return min(value, 2.0 * INFEASIBLE)  # inf: pieces that wait for each other
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def _steady(finish_s, busiest_s):
     """``placement.timeline.steady_period`` of one run."""
     m = len(finish_s)
@@ -243,7 +248,7 @@ def _steady(finish_s, busiest_s):
     return max(period, busiest_s)
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def _look(t, s):
     """The busiest device; for timelines the critical chain and when groups begin."""
     load = s.moves[1]
@@ -295,7 +300,7 @@ def _look(t, s):
     s.x[NUM_CHAIN] = count
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def _by_time(times, first, span):
     """int64 ``[N]`` order of times ``first .. first + span``, equal ones as they stand.
 
@@ -325,7 +330,7 @@ def _by_time(times, first, span):
     return order
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _cool(s, used):
     """Temperature and power of the energy where ``used`` 0..1 of the budget is spent."""
     s.x[USED] = used
@@ -334,7 +339,7 @@ def _cool(s, used):
     s.x[POWER] = min(last, first + np.floor((last - first + 1.0) * used))
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _first_group(s):
     """The group that a move starts from, and whether it is of the chain (1), the busiest (2)."""
     device = s.moves[0]
@@ -357,7 +362,7 @@ def _first_group(s):
     return g, 0
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _offer(t, s, width, described):
     """Draw moves 1..width and describe them; choice 0 is to stay. Fills count, body, offered.
 
@@ -369,10 +374,13 @@ def _offer(t, s, width, described):
     near_ptr, near = t.graph[0], t.graph[1]
     x = s.x
     hottest = int(x[HOTTEST])
-    largest = max(load[hottest], 1e-300)
-    mean = max(load.mean(), 1e-300)
+    highest = max(load[hottest], 1e-300)
+    mean = 0.0
+    for d in range(num_devices):
+        mean += load[d] / num_devices
+    mean = max(mean, 1e-300)
     # Where operators cost nothing the best load may be 0, and rounding makes loads of about 0.
-    scale = 1.0 / (x[BEST] if t.kind == LOAD and 1e-300 < x[BEST] < INFEASIBLE else largest)
+    scale = 1.0 / (x[BEST] if t.kind == LOAD and 1e-300 < x[BEST] < INFEASIBLE else highest)
     power = int(x[POWER])
     log_groups = np.log(num_groups + 1.0)
     log_steps = np.log(x[STEP] + 2.0)
@@ -384,7 +392,7 @@ def _offer(t, s, width, described):
         u[3] = _bounded(10.0 * np.log(max(x[COST], 1e-300) / max(x[BEST], 1e-300)))
         u[4] = _bounded(10.0 * np.log(max(x[BEST], 1e-300) / max(x[FIRST], 1e-300)))
         u[5] = np.log(x[STEP] - x[FOUND] + 1.0) / 10.0
-        u[6] = mean / largest
+        u[6] = mean / highest
         u[7] = _bounded(max(0.0, 1.0 - x[COMPUTE] / (mean * num_devices)))
         u[8] = log_groups / 10.0
         u[9] = np.log(num_devices) / 3.0
@@ -419,7 +427,7 @@ def _offer(t, s, width, described):
             energy += _term(then_new, then_held, memory[new], scale, power)
             energy -= _term(load_old, held_old, memory[old], scale, power)
             energy -= _term(load_new, held_new, memory[new], scale, power)
-        most = load.max() if described else 0.0
+        most = load[largest(load, num_devices)] if described else 0.0
         undo_moves(t.moves, s.moves, body, where, count, np.int64(old), np.int64(new))
         load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
 
@@ -433,11 +441,11 @@ def _offer(t, s, width, described):
         for i in range(near_ptr[g], near_ptr[g + 1]):
             there += device[near[i]] == new
             here += device[near[i]] == old
-        f[2] = _bounded(10.0 * np.log(most / largest))
-        f[3] = _bounded(load_old / largest)
-        f[4] = _bounded(then_old / largest)
-        f[5] = _bounded(load_new / largest)
-        f[6] = _bounded(then_new / largest)
+        f[2] = _bounded(10.0 * np.log(most / highest))
+        f[3] = _bounded(load_old / highest)
+        f[4] = _bounded(then_old / highest)
+        f[5] = _bounded(load_new / highest)
+        f[6] = _bounded(then_new / highest)
         f[7] = np.log(count) / log_groups
         f[8] = _bounded(before / max(load_old, 1e-300)) if not swap else 0.0
         least = 1e-3 * mean / num_groups
@@ -468,12 +476,12 @@ def _offer(t, s, width, described):
             f[0] = _hand_score(f)
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@inlined
 def _bounded(value):
     return max(-BOUND, min(BOUND, value))
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _hand_score(f):
     """Written by hand: to its neighbours, off the chain, not where it was refused or too much."""
     score = 1.0 * f[14] + 2.0 * (f[12] - f[13]) + 2.0 * min(max(f[10], -1.0), 1.0)
@@ -481,7 +489,7 @@ def _hand_score(f):
     return max(-BOUND, min(BOUND, score))
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _take(t, s, k):
     """Try move ``k`` (0: stay); returns the improvement of log(best), 0 if there is none.
 
@@ -520,11 +528,11 @@ def _take(t, s, k):
         gain = min(np.log(x[BEST] / max(cost, 1e-300)), 1.0)
         x[BEST] = cost
         x[FOUND] = x[STEP]
-        s.best[:] = device
+        copy(s.best, device)
     return gain
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def play(t, s, job, number, net, used, then):
     """The one entry: what calls the simulator is compiled once more with each level of calls.
 
@@ -557,13 +565,13 @@ def play(t, s, job, number, net, used, then):
             s.refused[:] = 0.0
             s.moved[:] = number
             x[BEST] = x[FIRST] = x[COST]
-            s.best[:] = s.moves[0]
+            copy(s.best, s.moves[0])
             _cool(s, used)
             _offer(t, s, width, described)
         return 0.0
     gain = 0.0
     steps = 1 if job == TAKE else number
-    logits = np.empty(width + 1)
+    logits = s.logits
     for i in range(steps):
         k = 1
         if job == TAKE:
@@ -574,11 +582,13 @@ def play(t, s, job, number, net, used, then):
         else:
             if chooser == POLICY:
                 body, where = s.body[:, 0], s.where[:, 0]
-                network(net, s.search, s.offered, s.count - 1, body, where, width, logits)
+                for j in range(width + 1):
+                    s.which[j] = s.count[j] - 1
+                network(net, s.search, s.offered, s.which, body, where, width, logits)
             else:
                 for j in range(width + 1):
                     logits[j] = s.offered[j, 0] if j == 0 or s.count[j] > 0 else -np.inf
-            if t.kind != LOAD and s.count.max() > 0:
+            if t.kind != LOAD and s.count[largest(s.count, width + 1)] > 0:
                 logits[0] = -np.inf
             k = choose(s.random, logits, width)
         gain += _take(t, s, k)

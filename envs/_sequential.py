@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.problems import ProblemSet, group_order
+from placement.jit import allocating, kernel
 from placement.planners._search import device_classes
 from placement.problem import Problem
 from placement.simulator import host_of
@@ -181,7 +181,7 @@ def _optimistic_finish_s(problem: Problem) -> Array:
     return finish
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _transfer_s(t, p, tensor, a, b):
     if a == b:
         return 0.0
@@ -191,7 +191,7 @@ def _transfer_s(t, p, tensor, a, b):
     return t.latency_s[p, a, b] + t.tensor_bytes[t.tensor_at[p] + tensor] * t.s_per_byte[p, a, b]
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _finish_on(t, s, b, group, device, scratch):
     """Run ``group`` on ``device`` after what is there: (end, transfer seconds, local, total bytes).
 
@@ -235,7 +235,7 @@ def _finish_on(t, s, b, group, device, scratch):
     return clock, moved_s, local, total
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _new_param_bytes(t, s, b, group, device):
     """Bytes of the group's parameters that ``device`` does not hold yet."""
     p = s.ids[b]
@@ -248,7 +248,7 @@ def _new_param_bytes(t, s, b, group, device):
     return new
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def begin(t, s, rows, ids):
     """Start episodes ``rows`` with problems ``ids``: nothing is placed."""
     for r in range(len(rows)):
@@ -265,7 +265,7 @@ def begin(t, s, rows, ids):
             s.finish_s[b, n] = t.optimistic_s[t.op_at[p] + n]
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def describe(t, s, b, g, mask, features, bound, end, scratch):
     """Fill mask ``[D]`` and features ``[D, F]`` of placing group ``g`` now (zeroed before).
 
@@ -313,7 +313,7 @@ def describe(t, s, b, g, mask, features, bound, end, scratch):
             features[d, i] = min(features[d, i], bound)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def place(t, s, b, g, d, scratch):
     """Put group ``g`` of episode ``b`` on device ``d``."""
     p = s.ids[b]
@@ -331,7 +331,7 @@ def place(t, s, b, g, d, scratch):
     s.step[b] += 1
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def observe(t, s, group, mask, features, bound):
     """Fill group ``[B, 1]``, mask ``[B, D]`` and features ``[B, D, F]`` (zeroed by the caller)."""
     scratch = np.empty(s.finish_s.shape[1])
@@ -346,7 +346,7 @@ def observe(t, s, group, mask, features, bound):
         describe(t, s, b, g, mask[b], features[b], bound, end, scratch)
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def act(t, s, actions, mask, done):
     scratch = np.empty(s.finish_s.shape[1])
     for b in range(len(s.ids)):
@@ -377,7 +377,7 @@ def state_of(problems: ProblemSet, num_envs: int) -> State:
     )
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def construct(t, s, net, pair, warm, greedy, rng, bound):
     """Place every group of episodes that have begun, as ``PlacementNet.step_logits`` scores them.
 

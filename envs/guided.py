@@ -113,6 +113,8 @@ def state_of(tables: Tables, width: int) -> State:
         where=np.zeros((width + 1, body), np.int32),
         offered=np.zeros((width + 1, NUM_MOVE_FEATURES), np.float32),
         search=np.zeros(NUM_SEARCH_FEATURES, np.float32),
+        which=np.zeros(width + 1, np.int64),
+        logits=np.zeros(width + 1),
     )
 
 

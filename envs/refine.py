@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numba as nb
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from envs._guided import State
 from envs.base import Observation, PlacementEnv, Rules, id_space
 from envs.guided import begin, resume, start_choices, state_of, tables_of
 from envs.problems import MAX_ID, Floats, ProblemSet, group_order
+from placement.jit import allocating
 from placement.objective_kernels import _change
 from placement.planners._search import random_choice
 from placement.problem import Placement
@@ -42,7 +42,7 @@ SEARCH_FEATURES = (
 BOUND = 10.0
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def _describe(t, s, pairs):
     """Fill ``pairs [G, D, F]`` of a problem (zeroed before)."""
     device, load, _, users, _ = s.moves

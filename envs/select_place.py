@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba as nb
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
@@ -20,11 +19,12 @@ from envs._sequential import (
 )
 from envs.base import BuildingRules, Observation, PlacementEnv, id_space
 from envs.problems import MAX_ID, ProblemSet
+from placement.jit import allocating, kernel
 
 Array = NDArray[Any]
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _ready(t, s, b, num_before, group):  # type: ignore[no-untyped-def]
     """Fill ``group [K]``: groups that wait for none, by priority, then -1; how many there are.
 
@@ -46,7 +46,7 @@ def _ready(t, s, b, num_before, group):  # type: ignore[no-untyped-def]
     return count
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def _observe(t, s, num_before, group, mask, features, bound):  # type: ignore[no-untyped-def]
     """Fill group ``[B, K]``, mask ``[B, K, D]``, features ``[B, K, D, F]`` (zeroed before)."""
     scratch = np.empty(s.finish_s.shape[1])
@@ -59,7 +59,7 @@ def _observe(t, s, num_before, group, mask, features, bound):  # type: ignore[no
             describe(t, s, b, group[b, k], mask[b, k], features[b, k], bound, end, scratch)
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def _act(t, s, num_before, after_ptr, after, actions, group, mask, done):  # type: ignore[no-untyped-def]
     scratch = np.empty(s.finish_s.shape[1])
     width = mask.shape[2]

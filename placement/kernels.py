@@ -18,6 +18,7 @@ import numba as nb
 import numpy as np
 from numba.extending import intrinsic
 
+from placement.jit import allocating, kernel
 from placement.problem import Problem
 
 _FAR = 1e300  # later than any event
@@ -111,7 +112,7 @@ def _lowest_bit(typingctx: Any, x: Any) -> Any:
     return nb.int64(nb.uint64), codegen
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def scratch(n, num_tensors, num_edges, num_devices, num_channels, window, num_batches, track):
     """Everything ``run`` writes while it runs; one run leaves it ready for the next."""
     words = (n + 63) >> 6
@@ -153,7 +154,7 @@ def scratch(n, num_tensors, num_edges, num_devices, num_channels, window, num_ba
     )
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _push_timed(times, keys, size, time, key):
     """Insert into the binary min-heap of times that carries keys."""
     i = size
@@ -168,7 +169,7 @@ def _push_timed(times, keys, size, time, key):
     keys[i] = key
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _pop_timed(times, keys, size):
     """Remove the earliest entry and return its key."""
     top = keys[0]
@@ -191,7 +192,7 @@ def _pop_timed(times, keys, size):
     return top
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _insert_later(times, keys, head, tail, begin, limit, time, key):
     """Insert into the sorted queue ``[head, tail)`` of the region ``[begin, limit)``.
 
@@ -215,7 +216,7 @@ def _insert_later(times, keys, head, tail, begin, limit, time, key):
     return head, tail + 1
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _set_ready(low, high, row, words, bit):
     """Add ``bit`` to the bit set ``row``; ``high`` has one bit per word of ``low``."""
     one = np.uint64(1)
@@ -224,7 +225,7 @@ def _set_ready(low, high, row, words, bit):
     high[row * tops + (bit >> 12)] |= one << np.uint64((bit >> 6) & 63)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _pop_ready(low, high, row, words):
     """Remove and return the lowest bit of the bit set ``row``; -1 if it is empty."""
     one = np.uint64(1)
@@ -242,7 +243,7 @@ def _pop_ready(low, high, row, words):
     return -1
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _hold(refs, held, key, device, size):
     """Count the bytes of a stored tensor, once."""
     if refs[key] < _LIVE:
@@ -250,7 +251,7 @@ def _hold(refs, held, key, device, size):
         held[device] += size
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _release(refs, held, key, device, size):
     """One user less; the last one frees the bytes."""
     refs[key] -= 1
@@ -259,7 +260,7 @@ def _release(refs, held, key, device, size):
         held[device] -= size
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _num_users(use_ptr, use_dst, placement, tensor, device):
     """How many operators on ``device`` use ``tensor``."""
     count = 0
@@ -268,7 +269,7 @@ def _num_users(use_ptr, use_dst, placement, tensor, device):
     return count
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _later_event(event_s, event, counts, time, slot, tensor, device, is_begin):
     """Remember that a transfer begins or ends at ``time``."""
     key = (((np.int64(tensor) << 24) | slot) << 15 | device << 1) | is_begin
@@ -276,7 +277,7 @@ def _later_event(event_s, event, counts, time, slot, tensor, device, is_begin):
     counts[1] += 1
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def run(
     problem_tables,
     state,
@@ -660,7 +661,9 @@ def run(
         if many:
             for block in range(len(soon_s)):
                 if soon_s[block] == before:
-                    soon_s[block] = wake_s[block << 6 : (block + 1) << 6].min()
+                    soon_s[block] = _FAR
+                    for d in range(block << 6, min((block + 1) << 6, num_devices)):
+                        soon_s[block] = min(soon_s[block], wake_s[d])
                 now = min(now, soon_s[block])
         else:
             for d in range(num_devices):
@@ -693,14 +696,14 @@ def run(
     return 0
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _stored(tensor_src, tensor_root, placement, tensor, device):
     """At home a tensor lives in its root's memory; a copy sent elsewhere is its own."""
     src = tensor_src[tensor]
     return tensor_root[tensor] if src < 0 or placement[src] == device else tensor
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def durations(placement, compute_s, loaded_s, batch_s, num_batches, seconds, beside_s, load):
     """As ``simulator.durations``: fills ``seconds [N]``, and ``load [D]`` per micro-batch.
 
@@ -737,7 +740,7 @@ def durations(placement, compute_s, loaded_s, batch_s, num_batches, seconds, bes
     return load.max()
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def run_batch(
     problem_tables,
     placements,

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.jit import allocating, inlined, kernel
 from placement.objectives import Blocks, blocks
 from placement.problem import Problem
 
@@ -27,7 +27,7 @@ def load_tables(problem: Problem) -> tuple[Any, ...]:
     return cached
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def load_batch(first, compute_s, src, use_ptr, use_dst, io_s, placements, load):
     """Loads ``[B, D]`` of placements ``[B, N]``; group ``g`` is where operator ``first[g]`` is."""
     num_groups, num_devices = compute_s.shape
@@ -65,7 +65,7 @@ def param_tables(problem: Problem) -> tuple[Any, ...]:
     return cached
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def param_bytes_batch(param, reader, size, placements, held):
     """Parameter bytes ``[B, D]`` of placements ``[B, N]``; tied ones once per device."""
     seen = np.empty(held.shape[1], np.int32)
@@ -97,13 +97,13 @@ def piecewise_tables(problem: Problem) -> tuple[Any, ...]:
     )
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def piecewise_scratch(n, num_devices):
     """Room for ``piecewise_one``: int32 ``[10, N + D]`` and float64 ``[2, N]``."""
     return np.empty((10, n + num_devices), np.int32), np.empty((2, n))
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def piecewise_one(tables, p, scratch, limit):
     """Seconds of one sample for the placement ``p`` int32 ``[N]``; inf if above ``limit``."""
     in_ptr, in_tensor, out_ptr, out_tensor, tensor_src = tables[:5]
@@ -208,7 +208,7 @@ def piecewise_one(tables, p, scratch, limit):
     return latest if done == count else np.inf
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def piecewise_batch(
     in_ptr,
     in_tensor,
@@ -283,7 +283,7 @@ def move_state(tables: tuple[Any, ...], device: NDArray[np.int32]) -> tuple[Any,
     return state
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def fill_state(tables, state):
     """Count and add up for the devices in ``state[0]``; the drift of many moves is gone then."""
     compute_s, touch_ptr, touch, io_s, own_bytes, tied_ptr, tied, tied_bytes, _ = tables
@@ -313,7 +313,7 @@ def fill_state(tables, state):
                 load[device[g]] += io_s[t, device[g]]
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _change(compute_s, touch_ptr, touch, io_s, device, users, g, new):
     """What moving block ``g`` to ``new`` adds to the load of its old and of its new device."""
     old = device[g]
@@ -342,7 +342,7 @@ def _change(compute_s, touch_ptr, touch, io_s, device, users, g, new):
     return at_old, at_new
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def trial_move(tables, state, g, new):
     """Largest load with block ``g`` on ``new``; inf where it cannot run or does not fit."""
     device, load, held, users, readers = state
@@ -367,7 +367,7 @@ def trial_move(tables, state, g, new):
     return largest
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@inlined
 def _recount(touch_ptr, touch, tied_ptr, tied, device, users, readers, g, new):
     """Block ``g`` is on ``new`` from now on; loads and bytes are left as they are."""
     old = device[g]
@@ -381,7 +381,7 @@ def _recount(touch_ptr, touch, tied_ptr, tied, device, users, readers, g, new):
     device[g] = new
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def apply_moves(tables, state, group, where, count):
     """Move blocks ``group[:count]`` to devices ``where[:count]``, one after another."""
     compute_s, touch_ptr, touch, io_s, own_bytes, tied_ptr, tied, tied_bytes, _ = tables
@@ -403,13 +403,13 @@ def apply_moves(tables, state, group, where, count):
         _recount(touch_ptr, touch, tied_ptr, tied, device, users, readers, g, new)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def apply_move(tables, state, g, new):
     """Move block ``g`` to device ``new``."""
     apply_moves(tables, state, (g,), (new,), 1)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def undo_moves(tables, state, group, where, count, old, new):
     """Undo ``apply_moves`` between two devices, in counts; loads and bytes are the caller's."""
     _, touch_ptr, touch, _, _, tied_ptr, tied, _, _ = tables

@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
+from placement.jit import allocating, kernel, largest
 from placement.planners._macro import _uniform
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def network(net, search, offered, which, group, device, width, logits):
     """Logits ``[width + 1]`` of a policy: hand score plus a network of two hidden layers.
 
@@ -53,16 +53,16 @@ def network(net, search, offered, which, group, device, width, logits):
         logits[k] = score
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def choose(random, logits, width):
     """One of 0..width with the probabilities of a softmax."""
-    largest = logits[: width + 1].max()
+    best = largest(logits, width + 1)
     total = 0.0
     for k in range(width + 1):
-        total += np.exp(logits[k] - largest)
+        total += np.exp(logits[k] - logits[best])
     left = _uniform(random) * total
     for k in range(width + 1):
-        left -= np.exp(logits[k] - largest)
+        left -= np.exp(logits[k] - logits[best])
         if left < 0.0:
             return k
-    return int(np.argmax(logits[: width + 1]))
+    return best

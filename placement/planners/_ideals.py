@@ -10,11 +10,12 @@ there (-1 if none).
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
+from placement.jit import allocating, kernel
 
-@nb.njit(cache=True, nogil=True)
+
+@allocating
 def _grown(a, size):
     """A copy of ``a`` with room for ``size`` rows, or ``a`` if it has it."""
     if size <= len(a):
@@ -25,7 +26,7 @@ def _grown(a, size):
     return more
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_bytes):
     """All ideals, smaller ones first; the first is empty and the last is full.
 
@@ -143,14 +144,14 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
     return count, bits, spans, links, origin, added
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def add_up(origin, added, weight, total):
     """``total [I]``: the weight of each ideal's items."""
     for i in range(1, len(total)):
         total[i] = total[origin[i]] + weight[added[i]]
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def extend(
     spans,
     links,

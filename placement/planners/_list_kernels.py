@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
+
+from placement.jit import allocating, kernel
 
 Array = NDArray[Any]
 _OPERATORS, _TOUCHING = 0, 1
@@ -60,7 +61,7 @@ class State(NamedTuple):
     after: Array  # int32 [2, N]
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _transfer_s(t, tensor, src, dst):
     if src == dst:
         return 0.0
@@ -69,7 +70,7 @@ def _transfer_s(t, tensor, src, dst):
     return t.latency_s[src, dst] + t.tensor_bytes[tensor] * t.s_per_byte[src, dst]
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _fill_ready(t, s, op, ready):
     """When the last input of ``op`` is on each device, float64 ``[D]``."""
     ready[:] = 0.0
@@ -83,7 +84,7 @@ def _fill_ready(t, s, op, ready):
                 ready[d] = max(ready[d], _transfer_s(t, tensor, home, d) + made)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _need(t, s, group, device):
     """Bytes on ``device`` if ``group`` went there too."""
     total = s.used[device] + t.produced[group]
@@ -93,7 +94,7 @@ def _need(t, s, group, device):
     return total
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _fill_able(t, s, group, able):
     """Where ``group`` may go: where it is, or wherever it can run, with room if any has room."""
     room = False
@@ -108,7 +109,7 @@ def _fill_able(t, s, group, able):
             able[d] &= _need(t, s, group, d) <= t.capacity[d]
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _gap(t, s, op, device, start):
     """The earliest time from ``start`` at which ``device`` is idle for as long as ``op`` takes."""
     length = t.compute_s[op, device]
@@ -128,7 +129,7 @@ def _gap(t, s, op, device, start):
     return start
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _unlink(s, which, device, node):
     left, right = s.before[which, node], s.after[which, node]
     if left >= 0:
@@ -141,7 +142,7 @@ def _unlink(s, which, device, node):
         s.tail[which, device] = left
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _occupy(s, which, device, op, start, end):
     """Add an interval to a list, in order of begin."""
     right, left = np.int64(-1), np.int64(s.tail[which, device])
@@ -167,7 +168,7 @@ def _occupy(s, which, device, op, start, end):
         _unlink(s, which, device, left)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _hold(t, s, group, device):
     """``group`` is on ``device`` from now on."""
     if t.may_bind:
@@ -177,7 +178,7 @@ def _hold(t, s, group, device):
     s.choice[group] = device
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _place(t, s, op, device, start):
     """Run ``op`` on ``device`` from ``start``, and fix its group there."""
     if s.choice[t.group[op]] < 0:
@@ -190,7 +191,7 @@ def _place(t, s, op, device, start):
             _occupy(s, which, device, op, start, end)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _reach(t, s, op, device, start):
     """What to compare devices by: the end of ``op`` there, or of its whole group.
 
@@ -201,7 +202,7 @@ def _reach(t, s, op, device, start):
     return start + (t.group_s[group, device] if s.choice[group] < 0 else t.compute_s[op, device])
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def place_in_order(t, s, order, extra_s, wanted):
     """Place operators ``order`` one by one, each in the earliest gap.
 
@@ -226,7 +227,7 @@ def place_in_order(t, s, order, extra_s, wanted):
         _place(t, s, op, best, begin)
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def place_first_to_start(t, s, rank_s, favourite):
     """Place all operators, each time the one that can start first, where it can (no gaps).
 
@@ -298,7 +299,7 @@ def place_first_to_start(t, s, rank_s, favourite):
                 count += 1
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def balance_levels(t, s, order, level, team):
     """Give groups to devices so that the load of each level, compute and receiving, is even.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
+from placement.jit import allocating, inlined, kernel
 from placement.objective_kernels import (
     _change,
     apply_move,
@@ -20,7 +20,7 @@ _TRIES = 16  # to hit a group on a wanted device
 _NEAR = 0.6  # of the moves go to a neighbour's device
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@inlined
 def _uniform(random):
     """A float in [0, 1) from ``random`` uint64 ``[1]`` (xorshift64*, Vigna 2016)."""
     x = random[0]
@@ -31,13 +31,13 @@ def _uniform(random):
     return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) * _MANTISSA
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@inlined
 def _below(random, n):
     """An integer in [0, n)."""
     return np.int64(_uniform(random) * n)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def propose(random, device, compute_s, graph, source, share, cut, body, group, where, mark):
     """A random macro move off ``device`` int32 ``[G]``; returns how many groups it moves.
 
@@ -58,7 +58,7 @@ def propose(random, device, compute_s, graph, source, share, cut, body, group, w
     return propose_from(random, device, compute_s, graph, g, share, group, where, mark)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def propose_from(random, device, compute_s, graph, g, share, group, where, mark):
     """A random macro move that begins with group ``g``; returns how many groups it moves.
 
@@ -132,7 +132,7 @@ def propose_from(random, device, compute_s, graph, g, share, group, where, mark)
     return count
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _cut(random, device, compute_s, ptr, near, g, group, where, mark):
     """``g`` and what it needs on its device, or all the rest there, moves to where it touches.
 
@@ -185,7 +185,7 @@ def _cut(random, device, compute_s, ptr, near, g, group, where, mark):
     return able
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@inlined
 def _term(load, held, memory, scale, squarings):
     """What a device adds to the energy: (load * scale) ** 2 ** squarings, more if too full."""
     x = load * scale
@@ -196,7 +196,7 @@ def _term(load, held, memory, scale, squarings):
     return x
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def anneal(
     tables, state, graph, share, cut, random, best, best_s, steps, body, hot, temperature, power
 ):
@@ -270,7 +270,7 @@ def anneal(
     return best_s
 
 
-@nb.njit(cache=True, nogil=True)
+@allocating
 def anneal_pieces(
     tables,
     state,
@@ -341,7 +341,7 @@ def anneal_pieces(
     return best_s
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@inlined
 def _overflow(held, memory):
     """Bytes that do not fit, as shares of the devices' memory; each device adds one more."""
     total = 0.0

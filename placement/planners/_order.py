@@ -3,7 +3,10 @@
 A *sequence* is an order of all operators in which producers come before consumers. With a
 placement it says everything: every device runs its operators in that order and every channel
 sends in that order, so one pass over the sequence gives the timetable, as exact as the
-simulator's (``timetable``) and ten times as fast, because nothing has to be put in order.
+simulator's (``timetable``) and ten times as fast, because nothing has to be put in order. A move
+changes nothing before the first operator that it concerns, so the pass begins there, at the
+last *row* that was noted of devices and channels; and behind the last one that it concerns the
+tails of what was kept still hold, so most of what will be refused is known to be soon.
 
 What a move would bring is estimated from heads and tails: the longest path to an operator, and
 from it to the end, along the graph and along the devices (job shops: Taillard 1994, Balas and
@@ -16,9 +19,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba as nb
 import numpy as np
 
+from placement.jit import copy, inlined, kernel, largest
 from placement.planners._chooser import choose, network
 from placement.planners._macro import _below, _uniform
 
@@ -73,6 +76,7 @@ _ALONE = 0.5  # of the moves to another device; others take neighbours along
 _FAR = 2.5  # order only: log of how many places at most, beside one
 _SORT_EVERY = 64  # moves kept, until the sequence is put in order of time again
 _TRIES = 4
+_HOPELESS = 12.0  # so much below the best score a move is chosen six times in a million
 _NEVER = 1e30  # instead of inf, which has no logarithm: where a link is missing
 
 # Numbers of a search, State.x
@@ -88,8 +92,10 @@ _NEVER = 1e30  # instead of inf, which has no logarithm: where a link is missing
     COLD,
     KEPT,
     NUM_CHAIN,
+    BEGUN,  # position at which the pass that was tried last begins; -1: with the model inputs
+    ENDED,  # and beyond the one where it ends
     NUM_X,
-) = range(12)
+) = range(14)
 
 
 class Tables(NamedTuple):
@@ -99,10 +105,10 @@ class Tables(NamedTuple):
     edge_tensor: Array  # int32
     edge_dst: Array  # int32
     edge_bytes: Array  # float64
-    in_ptr: Array  # int32 [N + 1]
-    in_tensor: Array  # int32
-    tensor_src: Array  # int32 [T]
-    tensor_bytes: Array  # int64 [T]
+    edge_in: Array  # int32 where each delivery stands among those to its user
+    in_ptr: Array  # int32 [N + 1] deliveries to each operator
+    in_edge: Array  # int32
+    in_src: Array  # int32 who sends; N: a model input
     latency_s: Array  # float64 [(D + 1) D], as are the next: the last row is for model inputs
     s_per_byte: Array  # float64
     channel: Array  # int32
@@ -122,7 +128,7 @@ class State(NamedTuple):
     x: Array  # float64 [NUM_X]
     place: Array  # int32 [N]
     sequence: Array  # int32 [N]
-    position: Array  # int32 [N] of each operator in it
+    position: Array  # int32 [N + 1] of each operator in it; the last: -1, of model inputs
     best_place: Array  # int32 [N]
     best_sequence: Array  # int32 [N]
     start_s: Array  # float64 [N] of what was kept last, as are the next
@@ -139,16 +145,22 @@ class State(NamedTuple):
     on_chain: Array  # bool [N]
     refused: Array  # float32 [N, D]
     moved: Array  # int64 [N] step of the last move
+    arrival_s: Array  # float64 [E] of what was kept, in the order of ``in_edge``
+    row_s: Array  # float64 [2, R, D + channels] when each is free, at R positions; the same
+    row_last: Array  # int32 [2, R, D] operator that each device ran last there
     try_start_s: Array  # float64 [N] of what was tried last, as are the next
     try_end_s: Array  # float64 [N]
     try_waited: Array  # int32 [N]
-    ready_s: Array  # float64 [N]
+    try_arrival_s: Array  # float64 [E] as ``arrival_s`` when nothing is being tried
     mark: Array  # bool [N] scratch, False
+    stale: Array  # bool [N + 1] tails to be computed; the last: of model inputs, which have none
     room: Array  # int32 [N]
     finish_s: Array  # float64 [N], as the two before room of _gather and _together
-    free_s: Array  # float64 [2, D] of devices, and arrivals there
-    last: Array  # int32 [2, D] operator that a device ran last, tensor that it was sent last
-    channel_s: Array  # float64 [number of channels + 1]
+    free_s: Array  # float64 [D + channels] when each is free
+    last: Array  # int32 [D] operator that a device ran last
+    sent: Array  # int32 [D] tensor that was sent to each last
+    sent_s: Array  # float64 [D] when it arrived
+    drawn: Array  # float64 [C + 1, 5] what ``_propose`` returns of each move from latency on
     which: Array  # int32 [C + 1] operator that each offered move begins with; -1: no move
     group: Array  # int32 [C + 1] its group
     to: Array  # int32 [C + 1] device
@@ -157,46 +169,81 @@ class State(NamedTuple):
     at: Array  # int32 [C + 1] before whom in the sequence; -1: where it is
     offered: Array  # float32 [C + 1, F]
     search: Array  # float32 [S]
+    logits: Array  # float64 [C + 1]
 
 
-@nb.njit(cache=True, nogil=True)
-def timetable(t, s):
-    """Latency in seconds of ``s.place`` in ``s.sequence``; fills ``try_start_s``, ..."""
+@kernel
+def timetable(t, s, first, moved, limit):
+    """Latency in seconds of ``s.place`` in ``s.sequence``; ``_NEVER`` where it is above ``limit``.
+
+    Operators at positions below ``first`` (-1: and model inputs) do as they did in what was kept;
+    those beyond ``moved`` are who and where they were. Fills ``try_start_s``, ... from
+    ``x[BEGUN]`` on, up to where the limit is known to be passed.
+    """
     edge_ptr, edge_tensor, edge_dst = t.edge_ptr, t.edge_tensor, t.edge_dst
+    edge_in, in_ptr, in_src = t.edge_in, t.in_ptr, t.in_src
     latency_s, s_per_byte, channel = t.latency_s, t.s_per_byte, t.channel
     local, matrix, contention = t.local, t.matrix, t.contention
     place, sequence = s.place, s.sequence
-    start_s, end_s, waited, ready_s = s.try_start_s, s.try_end_s, s.try_waited, s.ready_s
-    free_s, arrives = s.free_s[0], s.free_s[1]
-    last, sent = s.last
+    start_s, end_s, waited = s.try_start_s, s.try_end_s, s.try_waited
+    free_s, last, sent, sent_s = s.free_s, s.last, s.sent, s.sent_s
+    arrival_s, after_s = s.try_arrival_s, s.after_s
     n, num_devices = t.compute_s.shape
     has_matrix = len(matrix) > 0
-    ready_s[:] = 0.0
-    s.channel_s[:] = 0.0
-    free_s[:] = 0.0
-    last[:] = -1
+    every = _between_rows(s)
+    limit *= 1.0 + 1e-12  # tails are added up in another order
+    begin = -1
+    if first < 0:
+        free_s[:] = 0.0
+        last[:] = -1
+    else:
+        row = first // every
+        begin = row * every
+        copy(free_s, s.row_s[0, row])
+        copy(last, s.row_last[0, row])
+    noted = max(begin, 0)
+    was_s, pending = s.arrival_s, 0
+    s.x[BEGUN] = begin
     sent[:] = -1
-    latest = 0.0
-    waited[:] = -1
-    for k in range(-1, n):
+    for k in range(begin, n):
         if k < 0:  # model inputs
             op, src, now = n, num_devices, 0.0
         else:
+            if k == noted:
+                if k > begin:
+                    row = k // every
+                    if k > moved and pending == 0 and _same(s, row):
+                        s.x[ENDED] = k
+                        return s.x[COST]
+                    copy(s.row_s[1, row], free_s)
+                    copy(s.row_last[1, row], last)
+                noted += every
             op = sequence[k]
             src = place[op]
-            now = ready_s[op]
-            if free_s[src] > now or waited[op] < 0:
+            now, waits_for = 0.0, -1
+            for m in range(in_ptr[op], in_ptr[op + 1]):
+                there_s = arrival_s[m]
+                pending -= there_s != was_s[m]
+                if there_s > now:
+                    now, waits_for = there_s, m
+            if waits_for >= 0:
+                waits_for = in_src[waits_for]
+                if waits_for == n:
+                    waits_for = -1
+            if free_s[src] > now or waits_for < 0:
                 now = max(now, free_s[src])
-                waited[op] = last[src]
+                waits_for = last[src]
             start_s[op] = now
+            waited[op] = waits_for
             now += t.compute_s[op, src]
             end_s[op] = now
             free_s[src] = now
             last[src] = op
-            latest = max(latest, now)
+            if now + (after_s[op] if k > moved else 0.0) > limit:
+                s.x[ENDED] = k
+                return _NEVER
         for e in range(edge_ptr[op], edge_ptr[op + 1]):
-            user = edge_dst[e]
-            dst = place[user]
+            dst = place[edge_dst[e]]
             pair = src * num_devices + dst
             c = channel[pair]
             there_s = now
@@ -208,79 +255,133 @@ def timetable(t, s):
                     else:
                         cost = latency_s[pair] + t.edge_bytes[e] * s_per_byte[pair]
                     if contention:
-                        there_s = max(now, s.channel_s[c])
+                        there_s = max(now, free_s[num_devices + c])
                     there_s += cost
-                    s.channel_s[c] = there_s
-                    arrives[dst] = there_s
+                    free_s[num_devices + c] = there_s
+                    sent_s[dst] = there_s
                     sent[dst] = tensor
-                there_s = arrives[dst]
-            if there_s > ready_s[user]:
-                ready_s[user] = there_s
-                waited[user] = op if op < n else -1
-    return min(latest, _NEVER)
+                there_s = sent_s[dst]
+            m = edge_in[e]
+            arrival_s[m] = there_s
+            pending += there_s != was_s[m]
+    s.x[ENDED] = n
+    return min(free_s[largest(free_s, num_devices)], _NEVER)
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
-def _sending_s(t, tensor, src, dst):
-    """Seconds to send ``tensor`` when the channel is free; ``src = D``: a model input."""
+@inlined
+def _same(s, row):
+    """Devices and channels are as they were kept at this row."""
+    same = True
+    for i in range(len(s.free_s)):
+        same &= s.free_s[i] == s.row_s[0, row, i]
+    for d in range(len(s.last)):
+        same &= s.last[d] == s.row_last[0, row, d]
+    return same
+
+
+@inlined
+def _between_rows(s):
+    """Positions from one row to the next."""
+    rows = s.row_s.shape[1]
+    return (len(s.sequence) + rows - 1) // rows
+
+
+@inlined
+def _sending_s(t, e, src, dst):
+    """Seconds of delivery ``e`` when the channel is free; ``src = D``: a model input."""
     num_devices = t.compute_s.shape[1]
     pair = src * num_devices + dst
     if t.channel[pair] == t.local:
         return 0.0
     matrix = t.matrix
     if len(matrix) > 0:
-        return matrix[(tensor * (num_devices + 1) + src) * num_devices + dst]
-    return t.latency_s[pair] + t.tensor_bytes[tensor] * t.s_per_byte[pair]
+        return matrix[(t.edge_tensor[e] * (num_devices + 1) + src) * num_devices + dst]
+    return t.latency_s[pair] + t.edge_bytes[e] * t.s_per_byte[pair]
 
 
-@nb.njit(cache=True, nogil=True)
-def _look(t, s):
-    """Keep what was tried last: its times, the critical chain, lanes and tails."""
+@kernel
+def _forget(t, s):
+    """What was tried last is not kept."""
+    for k in range(int(s.x[BEGUN]), int(s.x[ENDED])):
+        op = s.sequence[k] if k >= 0 else len(s.sequence)
+        for e in range(t.edge_ptr[op], t.edge_ptr[op + 1]):
+            s.try_arrival_s[t.edge_in[e]] = s.arrival_s[t.edge_in[e]]
+
+
+@kernel
+def _keep(t, s):
+    """Keep what was tried last: its times, and the critical chain."""
     n, num_devices = t.compute_s.shape
-    place, sequence, position = s.place, s.sequence, s.position
-    start_s, end_s, after_s, users_s = s.start_s, s.end_s, s.after_s, s.users_s
-    from_s = s.from_s
-    start_s[:] = s.try_start_s
-    end_s[:] = s.try_end_s
-    s.waited[:] = s.try_waited
-    if int(s.x[KEPT]) % _SORT_EVERY == 0:
-        for k in range(1, n):  # nearly sorted: by insertion, equal times stay as they stand
-            op, place_of = sequence[k], k
-            while place_of > 0 and start_s[sequence[place_of - 1]] > start_s[op]:
-                sequence[place_of] = sequence[place_of - 1]
-                place_of -= 1
-            sequence[place_of] = op
-        for k in range(n):
-            position[sequence[k]] = k
+    sequence, edge_ptr, edge_in = s.sequence, t.edge_ptr, t.edge_in
+    begin, ended = int(s.x[BEGUN]), int(s.x[ENDED])
+    for k in range(begin, ended):
+        op = n
+        if k >= 0:
+            op = sequence[k]
+            s.start_s[op], s.end_s[op] = s.try_start_s[op], s.try_end_s[op]
+            s.waited[op] = s.try_waited[op]
+        for e in range(edge_ptr[op], edge_ptr[op + 1]):
+            s.arrival_s[edge_in[e]] = s.try_arrival_s[edge_in[e]]
+    every = _between_rows(s)
+    for row in range(begin // every + 1, (ended + every - 1) // every):
+        copy(s.row_s[0, row], s.row_s[1, row])
+        copy(s.row_last[0, row], s.row_last[1, row])
     for k in range(int(s.x[NUM_CHAIN])):
         s.on_chain[s.chain[k]] = False
-    op, count = np.argmax(end_s), 0
+    # Where nothing changes from ``ended`` on, what ends last is who it was.
+    op, count = s.chain[0] if ended < n else s.last[largest(s.free_s, num_devices)], 0
     while op >= 0:
         s.chain[count] = op
         s.on_chain[op] = True
         count += 1
         op = s.waited[op]
     s.x[NUM_CHAIN] = count
-    s.load[:] = 0.0
-    s.lane_ptr[:] = 0
+
+
+@kernel
+def _line_up(t, s):
+    """Fill the lanes, and loads."""
+    n, num_devices = t.compute_s.shape
+    place, sequence = s.place, s.sequence
+    lane_ptr, lane, in_lane, load = s.lane_ptr, s.lane, s.in_lane, s.load
+    load[:] = 0.0
+    lane_ptr[:] = 0
     for i in range(n):
-        s.lane_ptr[place[i] + 1] += 1
-        s.load[place[i]] += t.compute_s[i, place[i]]
-    at, follows = s.last
+        d = place[i]
+        lane_ptr[d + 1] += 1
+        load[d] += t.compute_s[i, d]
+    at = s.sent
     for d in range(num_devices):
-        s.lane_ptr[d + 1] += s.lane_ptr[d]
-        at[d] = s.lane_ptr[d + 1]
-        follows[d] = -1
+        at[d] = lane_ptr[d]
+        lane_ptr[d + 1] += lane_ptr[d]
+    for k in range(n):
+        i = sequence[k]
+        d = place[i]
+        lane[at[d]] = i
+        in_lane[i] = at[d]
+        at[d] += 1
+
+
+@kernel
+def _tails(t, s, moved):
+    """Compute tails that are stale, and those that hang on one that changes.
+
+    None is at a position beyond ``moved``.
+    """
+    num_devices = t.compute_s.shape[1]
+    place, sequence = s.place, s.sequence
+    lane_ptr, lane, in_lane = s.lane_ptr, s.lane, s.in_lane
     edge_ptr, edge_tensor, edge_dst = t.edge_ptr, t.edge_tensor, t.edge_dst
     latency_s, s_per_byte, channel = t.latency_s, t.s_per_byte, t.channel
     local, matrix = t.local, t.matrix
     has_matrix = len(matrix) > 0
-    for k in range(n - 1, -1, -1):
+    from_s, stale = s.from_s, s.stale
+    for k in range(moved, -1, -1):
         i = sequence[k]
+        if not stale[i]:
+            continue
+        stale[i] = False
         d = place[i]
-        at[d] -= 1
-        s.lane[at[d]] = i
-        s.in_lane[i] = at[d]
         path = 0.0
         for e in range(edge_ptr[i], edge_ptr[i + 1]):  # as ``_users_s``, at twice its pace
             user = edge_dst[e]
@@ -293,22 +394,60 @@ def _look(t, s):
                 else:
                     after += latency_s[pair] + t.edge_bytes[e] * s_per_byte[pair]
             path = max(path, after)
-        users_s[i] = path
-        later = follows[d]
-        if later >= 0:
-            path = max(path, from_s[later])
-        after_s[i] = path
-        from_s[i] = path + end_s[i] - start_s[i]
-        follows[d] = i
+        s.users_s[i] = path
+        if in_lane[i] + 1 < lane_ptr[d + 1]:
+            path = max(path, from_s[lane[in_lane[i] + 1]])
+        s.after_s[i] = path
+        path += t.compute_s[i, d]
+        if path != from_s[i]:
+            from_s[i] = path
+            _pass_on(t, s, i, d)
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@inlined
+def _pass_on(t, s, i, d):
+    """The tails of those before ``i``, in the graph and on ``d``, are to be computed."""
+    for m in range(t.in_ptr[i], t.in_ptr[i + 1]):
+        s.stale[t.in_src[m]] = True
+    if s.in_lane[i] > s.lane_ptr[d]:
+        s.stale[s.lane[s.in_lane[i] - 1]] = True
+
+
+@kernel
+def _sort(t, s):
+    """Put the sequence in order of time, which changes no time, and look at it anew."""
+    sequence, start_s = s.sequence, s.start_s
+    n = len(sequence)
+    for k in range(1, n):  # nearly sorted: by insertion, equal times stay as they stand
+        op, place_of = sequence[k], k
+        while place_of > 0 and start_s[sequence[place_of - 1]] > start_s[op]:
+            sequence[place_of] = sequence[place_of - 1]
+            place_of -= 1
+        sequence[place_of] = op
+    return _begin(t, s)
+
+
+@kernel
+def _begin(t, s):
+    """Evaluate ``s.place`` in ``s.sequence`` as if nothing had been kept."""
+    n = len(s.sequence)
+    for k in range(n):
+        s.position[s.sequence[k]] = k
+    cost = timetable(t, s, np.int64(-1), np.int64(n), np.inf)
+    _keep(t, s)
+    _line_up(t, s)
+    s.stale[:] = True
+    _tails(t, s, np.int64(n - 1))
+    return cost
+
+
+@inlined
 def _users_s(t, s, i, d):
     """The longest path from the end of ``i`` on ``d`` through who uses its tensors.
 
     Marked ones do not count: they move, too, and their own paths are longer.
     """
-    edge_ptr, edge_tensor, edge_dst = t.edge_ptr, t.edge_tensor, t.edge_dst
+    edge_ptr, edge_dst = t.edge_ptr, t.edge_dst
     path = 0.0
     for e in range(edge_ptr[i], edge_ptr[i + 1]):
         user = edge_dst[e]
@@ -316,33 +455,32 @@ def _users_s(t, s, i, d):
             continue
         after = s.from_s[user]
         if s.place[user] != d:
-            after += _sending_s(t, edge_tensor[e], d, s.place[user])
+            after += _sending_s(t, e, d, s.place[user])
         path = max(path, after)
     return path
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@inlined
 def _inputs_s(t, s, i, d):
     """When the inputs of ``i`` would be on ``d``, where marked ones are and end at ``finish_s``."""
-    in_ptr, in_tensor, tensor_src = t.in_ptr, t.in_tensor, t.tensor_src
-    num_devices = t.compute_s.shape[1]
+    in_ptr, in_edge, in_src = t.in_ptr, t.in_edge, t.in_src
+    n, num_devices = t.compute_s.shape
     ready = 0.0
     for m in range(in_ptr[i], in_ptr[i + 1]):
-        tensor = in_tensor[m]
-        src = tensor_src[tensor]
-        if src < 0:
-            arrives = _sending_s(t, tensor, num_devices, d)
+        e, src = in_edge[m], in_src[m]
+        if src == n:
+            arrives = _sending_s(t, e, num_devices, d)
         elif s.mark[src]:
             arrives = s.finish_s[src]
         else:
             arrives = s.end_s[src]
             if s.place[src] != d:
-                arrives += _sending_s(t, tensor, s.place[src], d)
+                arrives += _sending_s(t, e, s.place[src], d)
         ready = max(ready, arrives)
     return ready
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _elsewhere(t, s, i, d, ready, place):
     """The estimated latency with ``i`` on ``d``, at ``place`` in its lane; and when it begins."""
     begin = ready
@@ -354,7 +492,7 @@ def _elsewhere(t, s, i, d, ready, place):
     return begin + t.compute_s[i, d] + path, begin
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _reordered(t, s, i, ready, place):
     """The estimated latency with ``i`` where ``place`` is in the lane of its device."""
     d, here = s.place[i], s.in_lane[i]
@@ -386,33 +524,30 @@ def _reordered(t, s, i, ready, place):
     return longest
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _window(t, s, i):
     """Positions between which ``i`` may be: of its last producer, and of its first user."""
-    in_ptr, in_tensor, tensor_src = t.in_ptr, t.in_tensor, t.tensor_src
     edge_ptr, edge_dst = t.edge_ptr, t.edge_dst
     low, high = -1, len(s.place)
-    for m in range(in_ptr[i], in_ptr[i + 1]):
-        src = tensor_src[in_tensor[m]]
-        if src >= 0:
-            low = max(low, s.position[src])
+    for m in range(t.in_ptr[i], t.in_ptr[i + 1]):
+        low = max(low, s.position[t.in_src[m]])
     for e in range(edge_ptr[i], edge_ptr[i + 1]):
         high = min(high, s.position[edge_dst[e]])
     return low, high
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _neighbour(t, s, i, way, device):
     """A random operator that makes (``way`` 0) or uses (1) a tensor of ``i``, or either (2).
 
     One that is on ``device`` (-1: any) and not marked; -1: there is none.
     """
-    in_ptr, in_tensor, tensor_src = t.in_ptr, t.in_tensor, t.tensor_src
+    in_ptr, in_src = t.in_ptr, t.in_src
     edge_ptr, edge_dst = t.edge_ptr, t.edge_dst
-    count, found = 0, -1
+    n, count, found = len(s.place), 0, -1
     for m in range(in_ptr[i], in_ptr[i + 1]):
-        src = tensor_src[in_tensor[m]]
-        if src >= 0 and way != 1 and not s.mark[src] and (device < 0 or s.place[src] == device):
+        src = in_src[m]
+        if src < n and way != 1 and not s.mark[src] and (device < 0 or s.place[src] == device):
             count += 1
             if _below(s.random, count) == 0:
                 found = src
@@ -427,7 +562,7 @@ def _neighbour(t, s, i, way, device):
     return found
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _gather(t, s, k, i, new):
     """Fill the body of move ``k``: the group of ``i``, and perhaps neighbours on its device.
 
@@ -458,33 +593,38 @@ def _gather(t, s, k, i, new):
     return num if fits else 0
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _together(t, s, i, new, num):
     """As ``_elsewhere``, with the operators at positions ``s.room[:num]`` on ``new``.
 
     They stay where they are in the sequence. Also when ``i`` begins, and its inputs are there.
     """
-    positions = s.room[:num]
-    positions.sort()
-    for k in positions:
-        s.mark[s.sequence[k]] = True
+    sequence, room = s.sequence, s.room
+    for m in range(1, num):  # sorted, by insertion: they nearly are
+        k, place = room[m], m
+        while place > 0 and room[place - 1] > k:
+            room[place] = room[place - 1]
+            place -= 1
+        room[place] = k
+    for m in range(num):
+        s.mark[sequence[room[m]]] = True
     longest = free_s = begin_i = ready_i = 0.0
-    for k in positions:
-        j = np.int64(s.sequence[k])
+    for m in range(num):
+        j = np.int64(sequence[room[m]])
         ready = _inputs_s(t, s, j, new)
-        place = _first_in_lane(s, new, s.position, k)
+        place = _first_in_lane(s, new, s.position, room[m])
         latency, begin = _elsewhere(t, s, j, new, max(ready, free_s), place)
         free_s = begin + t.compute_s[j, new]
         s.finish_s[j] = free_s
         longest = max(longest, latency)
         if j == i:
             begin_i, ready_i = begin, ready
-    for k in positions:
-        s.mark[s.sequence[k]] = False
+    for m in range(num):
+        s.mark[sequence[room[m]]] = False
     return longest, begin_i, ready_i
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _propose(t, s, k):
     """Draw move ``k``.
 
@@ -525,7 +665,7 @@ def _propose(t, s, k):
             ready = _inputs_s(t, s, i, old)
             latency = _reordered(t, s, i, ready, place)
             at = s.position[s.lane[place]] + (place > here)
-            s.count[k] = 0
+            s.count[k], s.body[k, 0] = 1, t.group[i]
             return i, old, at, latency, s.start_s[i], ready, place - here, 1
         num = _gather(t, s, k, i, new)
         if num == 0:
@@ -553,7 +693,7 @@ def _propose(t, s, k):
     return -1, 0, -1, 0.0, 0.0, 0.0, 0, 0
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _first_in_lane(s, d, when, least):
     """The first in the lane of ``d`` whose ``when`` [N] (begin, or position) is not below."""
     a, b = s.lane_ptr[d], s.lane_ptr[d + 1]
@@ -566,49 +706,76 @@ def _first_in_lane(s, d, when, least):
     return a
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@inlined
 def _bounded(value):
     return max(-BOUND, min(BOUND, value))
 
 
-@nb.njit(cache=True, nogil=True)
-def _offer(t, s, width, described):
-    """Draw moves 1..width and, if ``described``, describe them; choice 0 is to stay."""
-    x = s.x
-    n, num_devices = t.compute_s.shape
-    cost = max(x[COST], 1e-300)
-    largest = max(s.load.max(), 1e-300)
-    mean = s.load.mean()
-    log_steps = np.log(x[STEP] + 2.0)
-    if described:
-        u = s.search
-        u[0] = x[USED]
-        u[1] = np.log10(max(x[TEMPERATURE], 1e-9)) / 5.0
-        u[2] = _bounded(100.0 * np.log(cost / max(x[BEST], 1e-300)))
-        u[3] = _bounded(10.0 * np.log(max(x[BEST], 1e-300) / max(x[FIRST], 1e-300)))
-        u[4] = np.log(x[STEP] - x[FOUND] + 1.0) / 10.0
-        u[5] = mean / largest
-        u[6] = _bounded(mean / cost)
-        u[7] = x[NUM_CHAIN] / n
-        u[8] = np.log(n + 1.0) / 10.0
-        u[9] = np.log(num_devices) / 3.0
-        s.offered[:] = 0.0
-        s.offered[0, 1] = 1.0
+@kernel
+def _offer(t, s, width, chooser):
+    """Draw moves 1..width, as far as ``chooser`` has to know them; choice 0 is to stay.
+
+    Those whose score is ``_HOPELESS`` below the best one's are withdrawn.
+    """
     s.which[0] = -1
+    best = -np.inf
     for k in range(1, width + 1):
         i, new, at, latency, begin, ready, places, num = _propose(t, s, k)
         s.which[k] = i
         if i < 0:
             continue
         s.group[k], s.to[k], s.at[k] = t.group[i], new, at
-        if not described:
+        if chooser == UNIFORM:
             continue
-        old = s.place[i]
-        change = min(latency, _NEVER) / cost - 1.0
-        f = s.offered[k]
+        drawn = s.drawn[k]
+        drawn[0], drawn[1], drawn[2], drawn[3], drawn[4] = latency, begin, ready, places, num
+        change = min(latency, _NEVER) / max(s.x[COST], 1e-300) - 1.0
         # Off the critical chain an operator can only make way for others later.
         gained = max(change, _GAIN if s.on_chain[i] else 0.0)
-        f[0] = max(-3.0 * BOUND, min(3.0 * BOUND, -gained / HAND_SCALE))
+        score = max(-3.0 * BOUND, min(3.0 * BOUND, -gained / HAND_SCALE))
+        s.offered[k, 0] = score
+        best = max(best, score)
+    if chooser == UNIFORM:
+        return
+    s.offered[0, 0] = 0.0
+    for k in range(1, width + 1):
+        if s.offered[k, 0] < best - _HOPELESS:
+            s.which[k] = -1
+    if chooser == POLICY:
+        _describe(t, s, width)
+
+
+@kernel
+def _describe(t, s, width):
+    """Fill ``SEARCH_FEATURES``, and ``MOVE_FEATURES`` of the offered moves but the first."""
+    x, u = s.x, s.search
+    n, num_devices = t.compute_s.shape
+    cost = max(x[COST], 1e-300)
+    most = max(s.load[largest(s.load, num_devices)], 1e-300)
+    mean = 0.0
+    for d in range(num_devices):
+        mean += s.load[d] / num_devices
+    typical = max(mean * num_devices / n, 1e-300)
+    log_steps = np.log(x[STEP] + 2.0)
+    u[0] = x[USED]
+    u[1] = np.log10(max(x[TEMPERATURE], 1e-9)) / 5.0
+    u[2] = _bounded(100.0 * np.log(cost / max(x[BEST], 1e-300)))
+    u[3] = _bounded(10.0 * np.log(max(x[BEST], 1e-300) / max(x[FIRST], 1e-300)))
+    u[4] = np.log(x[STEP] - x[FOUND] + 1.0) / 10.0
+    u[5] = mean / most
+    u[6] = _bounded(mean / cost)
+    u[7] = x[NUM_CHAIN] / n
+    u[8] = np.log(n + 1.0) / 10.0
+    u[9] = np.log(num_devices) / 3.0
+    s.offered[0, 1] = 1.0
+    for k in range(1, width + 1):
+        i, new, f = s.which[k], s.to[k], s.offered[k]
+        if i < 0:
+            f[:] = 0.0
+            continue
+        old = s.place[i]
+        latency, begin, ready, places, num = s.drawn[k]
+        change = min(latency, _NEVER) / cost - 1.0
         f[2] = _bounded(100.0 * change)
         f[3] = _bounded(1000.0 * change)
         f[4] = new == old
@@ -617,13 +784,12 @@ def _offer(t, s, width, described):
         f[7] = _bounded(1.0 - (s.end_s[i] + s.after_s[i]) / cost)
         f[8] = _bounded(s.start_s[i] / cost)
         now_s = t.compute_s[i, old]
-        typical = max(mean * num_devices / n, 1e-300)
         f[9] = _bounded(
             np.log(max(t.compute_s[i, new], 1e-3 * typical) / max(now_s, 1e-3 * typical))
         )
         f[10] = _bounded(now_s / typical)
-        f[11] = s.load[old] / largest
-        f[12] = s.load[new] / largest
+        f[11] = s.load[old] / most
+        f[12] = s.load[new] / most
         f[13], f[14] = _near(t, s, i, old, new)
         f[15] = _bounded(100.0 * (ready - s.start_s[i]) / cost)
         f[16] = _bounded(100.0 * (begin - ready) / cost)
@@ -632,15 +798,15 @@ def _offer(t, s, width, described):
         f[19] = np.log(num)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _near(t, s, i, old, new):
     """Shares of the neighbours of ``i`` on ``new`` and on ``old``."""
-    in_ptr, in_tensor, tensor_src = t.in_ptr, t.in_tensor, t.tensor_src
+    in_ptr, in_src = t.in_ptr, t.in_src
     edge_ptr, edge_dst = t.edge_ptr, t.edge_dst
-    count = there = here = 0
+    n, count, there, here = len(s.place), 0, 0, 0
     for m in range(in_ptr[i], in_ptr[i + 1]):
-        src = tensor_src[in_tensor[m]]
-        if src >= 0:
+        src = in_src[m]
+        if src < n:
             count += 1
             there += s.place[src] == new
             here += s.place[src] == old
@@ -651,7 +817,7 @@ def _near(t, s, i, old, new):
     return there / max(count, 1), here / max(count, 1)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _shift(s, i, at):
     """Put ``i`` before who is at ``at`` now; returns who ``i`` stood before, as ``at`` to undo."""
     sequence, position = s.sequence, s.position
@@ -669,7 +835,7 @@ def _shift(s, i, at):
     return here + 1
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _put(t, s, k, device):
     """All that move ``k`` moves to ``device``."""
     for i in range(s.count[k]):
@@ -678,7 +844,37 @@ def _put(t, s, k, device):
             s.place[t.op[m]] = device
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
+def _concerned(t, s, k):
+    """Positions of the first operator (-1: a model input) and the last that move ``k`` concerns."""
+    i, at = s.which[k], np.int64(s.at[k])
+    first, moved = len(s.place), -1
+    if s.to[k] != s.place[i]:
+        for m in range(s.count[k]):
+            g = s.body[k, m]
+            for o in range(t.op_ptr[g], t.op_ptr[g + 1]):
+                j = t.op[o]
+                first, moved = min(first, s.position[j]), max(moved, s.position[j])
+                for e in range(t.in_ptr[j], t.in_ptr[j + 1]):  # who sends elsewhere now
+                    first = min(first, s.position[t.in_src[e]])
+    if at >= 0:
+        here = np.int64(s.position[i])
+        lands = at - 1 if at > here else at
+        first, moved = min(first, here, lands), max(moved, here, lands)
+    return first, moved
+
+
+@kernel
+def _touch(t, s, k, d):
+    """The tails of what move ``k`` moves, and of those before them on ``d``, are to be computed."""
+    for m in range(s.count[k]):
+        g = s.body[k, m]
+        for o in range(t.op_ptr[g], t.op_ptr[g + 1]):
+            s.stale[t.op[o]] = True
+            _pass_on(t, s, t.op[o], d)
+
+
+@kernel
 def _take(t, s, k):
     """Try move ``k`` (0: stay); returns the improvement of log(best), 0 if there is none.
 
@@ -689,18 +885,21 @@ def _take(t, s, k):
     i = s.which[k]
     if i < 0:
         return 0.0
-    old, new, at = s.place[i], s.to[k], np.int64(s.at[k])
+    old, new, at = np.int64(s.place[i]), np.int64(s.to[k]), np.int64(s.at[k])
+    limit = np.inf
+    if x[COST] < _NEVER:
+        limit = x[COST] * (1.0 - _uniform(s.random)) ** -x[TEMPERATURE]
+    first, moved = _concerned(t, s, k)
     _put(t, s, k, new)
     back = _shift(s, i, at) if at >= 0 else at
-    cost = timetable(t, s)
-    if cost > x[COST]:
-        worse = np.log(cost / max(x[COST], 1e-300))
-        if worse > -x[TEMPERATURE] * np.log(1.0 - _uniform(s.random)):
-            if at >= 0:
-                _shift(s, i, back)
-            _put(t, s, k, old)
-            s.refused[i, new] += 1.0
-            return 0.0
+    cost = timetable(t, s, first, moved, limit)
+    if cost > limit:
+        _forget(t, s)
+        if at >= 0:
+            _shift(s, i, back)
+        _put(t, s, k, old)
+        s.refused[i, new] += 1.0
+        return 0.0
     x[COST] = cost
     x[KEPT] += 1.0
     s.moved[i] = int(x[STEP])
@@ -710,13 +909,19 @@ def _take(t, s, k):
         gain = min(np.log(x[BEST] / max(cost, 1e-300)), 1.0)
         x[BEST] = cost
         x[FOUND] = x[STEP]
-        s.best_place[:] = s.place
-        s.best_sequence[:] = s.sequence
-    _look(t, s)
+        copy(s.best_place, s.place)
+        copy(s.best_sequence, s.sequence)
+    _keep(t, s)
+    _touch(t, s, k, old)
+    _line_up(t, s)
+    _touch(t, s, k, new)
+    _tails(t, s, moved)
+    if int(x[KEPT]) % _SORT_EVERY == 0:
+        _sort(t, s)
     return gain
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def play(t, s, job, number, net, used, then):
     """The one entry.
 
@@ -729,27 +934,24 @@ def play(t, s, job, number, net, used, then):
       UNIFORM one move is drawn.
     """
     x, width = s.x, len(s.which) - 1
-    chooser = job - SEARCH
-    described = chooser != UNIFORM
+    chooser = job - SEARCH if job >= SEARCH else POLICY
     if job == BEGIN:
-        for k in range(len(s.sequence)):
-            s.position[s.sequence[k]] = k
         s.on_chain[:] = False
         x[NUM_CHAIN] = x[KEPT] = 0.0
-        x[COST] = timetable(t, s)
-        _look(t, s)
+        x[COST] = _begin(t, s)
+        _sort(t, s)
         x[STEP] = x[FOUND] = number
         x[BEST] = x[FIRST] = x[COST]
         s.refused[:] = 0.0
         s.moved[:] = number
-        s.best_place[:] = s.place
-        s.best_sequence[:] = s.sequence
+        copy(s.best_place, s.place)
+        copy(s.best_sequence, s.sequence)
         _cool(s, used)
-        _offer(t, s, width, described)
+        _offer(t, s, width, chooser)
         return 0.0
     gain = 0.0
     steps = 1 if job == TAKE else number
-    logits = np.empty(width + 1)
+    logits = s.logits
     for step in range(steps):
         k = 1
         if job == TAKE:
@@ -760,15 +962,15 @@ def play(t, s, job, number, net, used, then):
             else:
                 for j in range(width + 1):
                     logits[j] = s.offered[j, 0] if s.which[j] >= 0 else -np.inf
-            logits[0] = -np.inf if s.which.max() >= 0 else 0.0
+            logits[0] = -np.inf if s.which[largest(s.which, width + 1)] >= 0 else 0.0
             k = choose(s.random, logits, width)
         gain += _take(t, s, k)
         _cool(s, used + (then - used) * (step + 1) / steps)
-        _offer(t, s, width if described else 1, described)
+        _offer(t, s, 1 if chooser == UNIFORM else width, chooser)
     return gain
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _cool(s, used):
     """The temperature where ``used`` 0..1 of the budget is spent."""
     s.x[USED] = used

@@ -22,6 +22,7 @@ STARTS = (("heft", 0.1), ("critical_path_first", 0.1), ("critical_path_greedy", 
 _STAGES = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
 WIDTH = 16  # moves offered at each step
 _LONGEST = 16  # groups that move together
+_BETWEEN_ROWS = 32  # positions in the sequence at which a pass can begin
 _SLICE_S = 0.01  # between two looks at the clock
 NO_NETWORK = tuple(
     np.zeros(shape, np.float32)
@@ -113,18 +114,20 @@ def why_not(problem: Problem) -> str:
 
 def tables_of(problem: Problem) -> Tables:
     """What the kernels need of a problem."""
-    g = problem.graph
+    g, n = problem.graph, problem.num_ops
     order = np.argsort(g.group, kind="stable")
     k = kernels.tables(problem)
+    user = k[2]
+    in_edge = np.argsort(user, kind="stable")
     return Tables(
         edge_ptr=k[0],
         edge_tensor=k[1],
         edge_dst=k[2],
         edge_bytes=k[3],
-        in_ptr=g.in_ptr,
-        in_tensor=g.in_tensor,
-        tensor_src=g.tensor_src,
-        tensor_bytes=g.tensor_bytes,
+        edge_in=np.argsort(in_edge).astype(np.int32),
+        in_ptr=np.searchsorted(user[in_edge], np.arange(n + 1)).astype(np.int32),
+        in_edge=in_edge.astype(np.int32),
+        in_src=np.repeat(np.arange(n + 1), np.diff(k[0]))[in_edge].astype(np.int32),
         latency_s=k[7],
         s_per_byte=k[8],
         channel=k[10],
@@ -140,7 +143,9 @@ def tables_of(problem: Problem) -> Tables:
 
 def state_of(problem: Problem, width: int) -> State:
     """Room for a search of ``width`` moves per step."""
-    n, d = problem.num_ops, problem.num_devices
+    n, d, channels = problem.num_ops, problem.num_devices, problem.num_channels
+    edges = len(kernels.tables(problem)[2])
+    rows = -(-n // max(_BETWEEN_ROWS, channels // 8))  # to note one takes a time, too
 
     def floats(*shape: int) -> NDArray[np.float64]:
         return np.zeros(shape)
@@ -153,7 +158,7 @@ def state_of(problem: Problem, width: int) -> State:
         x=floats(_order.NUM_X),
         place=ints(n),
         sequence=ints(n),
-        position=ints(n),
+        position=np.full(n + 1, -1, np.int32),
         best_place=ints(n),
         best_sequence=ints(n),
         start_s=floats(n),
@@ -170,16 +175,22 @@ def state_of(problem: Problem, width: int) -> State:
         on_chain=np.zeros(n, bool),
         refused=np.zeros((n, d), np.float32),
         moved=np.zeros(n, np.int64),
+        arrival_s=floats(edges),
+        row_s=floats(2, rows, d + channels),
+        row_last=ints(2, rows, d),
         try_start_s=floats(n),
         try_end_s=floats(n),
         try_waited=ints(n),
-        ready_s=floats(n),
+        try_arrival_s=floats(edges),
         mark=np.zeros(n, bool),
+        stale=np.zeros(n + 1, bool),
         room=ints(n),
         finish_s=floats(n),
-        free_s=floats(2, d),
-        last=ints(2, d),
-        channel_s=floats(problem.num_channels + 1),
+        free_s=floats(d + channels),
+        last=ints(d),
+        sent=ints(d),
+        sent_s=floats(d),
+        drawn=floats(width + 1, 5),
         which=np.full(width + 1, -1, np.int32),
         group=ints(width + 1),
         to=ints(width + 1),
@@ -188,6 +199,7 @@ def state_of(problem: Problem, width: int) -> State:
         at=ints(width + 1),
         offered=np.zeros((width + 1, _order.NUM_MOVE_FEATURES), np.float32),
         search=np.zeros(_order.NUM_SEARCH_FEATURES, np.float32),
+        logits=floats(width + 1),
     )
 
 
