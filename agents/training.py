@@ -302,7 +302,11 @@ def train(
             watch = _Watch(
                 config, starts, chosen, store, kept, origin, env, net, out_dir, callback, progress
             )
-            watch.split = split
+            watch.warm = split | {
+                i: Solution(start, float(warm_s[i]))
+                for i, start in enumerate(starts)
+                if start is not None and i not in split
+            }
             went_on = resume and watch.load(model)
             if solutions is not None and not went_on:
                 imitate(
@@ -438,7 +442,7 @@ class _Watch(BaseCallback):
         self.update_began = self.started
         self.update_s = 0.0
         self.bar: Any = None
-        self.split: dict[int, Solution] = {}  # warm starts that the environment cannot express
+        self.warm: dict[int, Solution] = {}  # what no answer may be worse than
 
     def _on_training_start(self) -> None:
         if self.progress:
@@ -505,9 +509,6 @@ class _Watch(BaseCallback):
             "held_out": self.held_out,
             "seconds": time.perf_counter() - self.started,
         }
-        if isinstance(self.env.rules, OrderSearchRules):
-            rules = self.env.rules
-            state["sequences"] = [torch.from_numpy(x) for x in _sequences(rules)]
         if self.out_dir is not None:
             file = io.BytesIO()
             torch.save(state, file)
@@ -543,9 +544,6 @@ class _Watch(BaseCallback):
         model.policy.optimizer.load_state_dict(state["optimizer"])
         rules = self.env.rules
         rules.best_s[:], rules.best_choices[:] = state["best_s"], state["best_choices"]
-        if isinstance(rules, OrderSearchRules):
-            for mine, kept in zip(_sequences(rules), state["sequences"], strict=True):
-                mine[:] = kept
         rules.num_evaluations = state["evaluations"]
         self.rows, self.best_weights = json.loads(state["rows"]), state["best_weights"]
         self.greedy_s = state["greedy_s"].numpy()
@@ -656,7 +654,8 @@ class _Watch(BaseCallback):
                 replace(s, value_s=float(score(p, s.placement)[0]))
                 for s, p in zip(found, self.problems.problems, strict=True)
             ]
-        for i, start in self.split.items():
+        # The environment may not know one: it splits groups, or an order was better meanwhile.
+        for i, start in self.warm.items():
             if start.value_s < found[i].value_s:
                 found[i] = replace(start, stats=stats)
         return tuple(found)
@@ -707,11 +706,6 @@ def _origin(
         "their warm starts": ids([] if kept is None else kept.starts),
     }
     return {what: json.dumps(value) for what, value in found.items()}
-
-
-def _sequences(rules: OrderSearchRules) -> tuple[NDArray[Any], NDArray[Any]]:
-    """What such rules know of the best beside ``best_choices``."""
-    return rules.best_sequence, rules.sequence_s
 
 
 class _HeldOut(NamedTuple):

@@ -79,6 +79,13 @@ class Rules(ABC):
                 self.best_s[problem] = seconds[i]
                 self.best_choices[problem] = choices[i]
 
+    def state(self) -> dict[str, Any]:
+        """What later episodes depend on, beside ``best_s`` and ``best_choices``: JSON values."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 (most have none)
+        """Go on from ``state()``."""
+
 
 class BuildingRules(Rules):
     """Rules that make a placement and evaluate it once, at the end, against the reference."""

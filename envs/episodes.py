@@ -85,12 +85,14 @@ class Episodes:
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from the next ``reset``, as JSON values."""
-        return {"rng": self._rng.bit_generator.state, "deck": self._deck}
+        rng = self._rng.bit_generator.state
+        return {"rng": rng, "deck": self._deck, "rules": self.rules.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Deal the problems that followed when ``state()`` was taken; then ``reset()``."""
         self._rng.bit_generator.state = state["rng"]
         self._deck = list(state["deck"])
+        self.rules.restore(state.get("rules", {}))  # versions before this one kept none
 
     def close(self) -> None:
         """Nothing to free."""

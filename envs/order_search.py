@@ -134,6 +134,13 @@ class OrderSearchRules(OfferingRules):
             self.best_sequence[p, : len(group)] = state.best_sequence
         self.keep(self.ids[b : b + 1], self.choices[b : b + 1], self.value_s[b : b + 1])
 
+    def state(self) -> dict[str, Any]:
+        return {"orders": self.best_sequence.tolist(), "seconds": self.sequence_s.tolist()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state:
+            self.best_sequence[:], self.sequence_s[:] = state["orders"], state["seconds"]
+
     def _best(self, p: int) -> tuple[Placement, NDArray[np.int32]]:
         problem = self.problems.problems[p]
         place = self.best_choices[p][problem.graph.group]

@@ -229,6 +229,20 @@ def test_resuming_is_exact(formulation: Any, tmp_path: Path) -> None:
     assert all(torch.equal(first[k], v) for k, v in again.net.state_dict().items())
 
 
+@pytest.mark.parametrize("seed", [108, 133])
+def test_an_order_that_is_not_returned_does_not_make_the_answer_worse(seed: int) -> None:
+    """A better order is found; in the list scheduler's, its placement is worse than the start."""
+    problem = layered(seed, 3, 3, 2).with_objective("latency")
+    warm = load("heft")(problem)
+    config = TrainConfig(
+        formulation="order_search", total_steps=128, num_envs=4, steps_per_env=16, moves=32
+    )
+    policy = train([problem], config=config, warm=[warm.placement])
+    assert policy.card["best_speedup"] > 1.05
+    assert policy.best[0].value_s <= warm.value_s
+    assert policy.best[0].value_s == score(problem, policy.best[0].placement)[0]
+
+
 def test_what_patience_ended_stays_ended(tmp_path: Path) -> None:
     config = TrainConfig(
         total_steps=2000, num_envs=4, steps_per_env=8, patience=1, num_checks=20, network=SMALL

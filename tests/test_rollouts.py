@@ -51,8 +51,11 @@ def run(
         rows.append(row | {"seconds": 0.0})
         return row["steps"] < stop_at
 
+    problems = PROBLEMS
+    if settings.formulation == "order_search":
+        problems = [p.with_objective("latency") for p in problems]
     policy = train(
-        PROBLEMS, config=settings, baseline=load("heft"), callback=keep, parallel=way, **options
+        problems, config=settings, baseline=load("heft"), callback=keep, parallel=way, **options
     )
     return policy, rows
 
@@ -77,15 +80,17 @@ def test_the_policy_is_the_same(way: str) -> None:
         assert not ray.is_initialized()
 
 
-def test_resuming_is_exact_and_elsewhere_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("formulation", ["guided_search", "order_search"])
+def test_resuming_is_exact_and_elsewhere_too(formulation: str, tmp_path: Path) -> None:
     """Two updates in processes, an interruption, and two more here make the policy of four."""
-    whole, every = run(config(), "serial")
-    _, before = run(config(), "processes", out_dir=tmp_path, stop_at=128)
+    settings = config(formulation=formulation, again=0.9)
+    whole, every = run(settings, "serial")
+    _, before = run(settings, "processes", out_dir=tmp_path, stop_at=128)
     assert len(before) < len(every)
-    parts, after = run(config(), "serial", out_dir=tmp_path, resume=True)
+    parts, after = run(settings, "serial", out_dir=tmp_path, resume=True)
     assert same_policy(whole, parts) and repr(after) == repr(every[-len(after) :])
     with pytest.raises(PolicyError, match=r"another training .it differs in: configuration"):
-        run(config(workers=4), "serial", out_dir=tmp_path, resume=True)
+        run(replace(settings, workers=4), "serial", out_dir=tmp_path, resume=True)
 
 
 @pytest.mark.timeout(120)
