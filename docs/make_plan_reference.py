@@ -50,12 +50,14 @@ MEANINGS = {
     "Plan.device_map": "Module path → device name, for the outermost modules that live whole on "
     'one device. The module path `""` is the whole model. Modules that are split are not in it.',
     "Plan.predicted": "What the simulator says.",
-    "Plan.measured": "What a run on real devices gave. `placement run --out` fills it.",
+    "Plan.measured": "What a run on real devices gave. `placement run --out` fills it, and so does "
+    "`placement plan --measurements`.",
     "Plan.lower_bound_s": "Objective → seconds. Proved: no placement is better in the simulator.",
     "Plan.limits": "Memory of the devices.",
     "Plan.fallback": "The best single device that can run everything, if one can.",
     "Plan.provenance": "Where the plan comes from.",
-    "PlannerInfo.name": "As `--planner` takes it, e.g. `heft`.",
+    "PlannerInfo.name": "As `--planner` takes it, e.g. `heft`; `measured_search` where placements ran to "
+    "be chosen (`--measurements`), `replan` after `placement replan`.",
     "PlannerInfo.parameters": "Its fields and their values.",
     "GraphInfo.name": "For people.",
     "GraphInfo.fingerprint": "Hash of names, shapes, dtypes, structure and colocation. Weights "
@@ -115,12 +117,13 @@ MEANINGS = {
     "Predicted.busy_s": "Device → seconds in operators per micro-batch.",
     "Predicted.peak_bytes": "Device → the most memory in use at any time. For the objectives "
     "`max_load` and `piecewise_latency`: parameters only.",
-    "Measured.latency_s": "One micro-batch alone.",
-    "Measured.period_s": "Per micro-batch in a pipelined run.",
+    "Measured.latency_s": "One micro-batch alone. Null: not measured.",
+    "Measured.period_s": "Per micro-batch in a pipelined run. Null: not measured.",
     "Measured.n": "Number of repeats.",
     "Measured.when": "Date and time, ISO 8601.",
     "Measured.machine": "Host name.",
-    "Spread.median_s": "Median of the repeats.",
+    "Spread.median_s": "Median of the repeats. Of `measured_search`: what it concludes from all "
+    "runs, without drift of the machine.",
     "Spread.iqr_s": "Interquartile range of the repeats.",
     "Limits.memory_bytes": "Device → capacity.",
     "Limits.headroom_bytes": "Device → capacity less the predicted peak.",

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
 
 from placement.cluster import Cluster, Device, Link
@@ -212,12 +213,22 @@ class Spread(_Strict):
     median_s: Seconds
     iqr_s: Seconds
 
+    @classmethod
+    def of(cls, seconds: ArrayLike) -> Spread:
+        """Of the repeats."""
+        low, middle, high = np.percentile(seconds, [25, 50, 75])
+        return cls(median_s=float(middle), iqr_s=float(high - low))
+
 
 class Measured(_Strict):
-    """What a run on real devices gave: ``n`` repeats, when (ISO 8601) and on what."""
+    """What a run on real devices gave: ``n`` repeats, when (ISO 8601) and on what.
 
-    latency_s: Spread
-    period_s: Spread
+    A search with measurements (``placement plan --measurements``) measures the objective alone:
+    the other of the two is null.
+    """
+
+    latency_s: Spread | None = None
+    period_s: Spread | None = None
     n: Count
     when: Name
     machine: Name
@@ -291,12 +302,11 @@ class Plan(_Strict):
             return "-" if x is None else seconds(x)
 
         values = []
-        for what in ("latency_s", "period_s"):
-            measured = getattr(self.measured, what).median_s if self.measured else None
-            alone = getattr(self.fallback, what) if self.fallback else None
-            bound = self.lower_bound_s.get(what.removesuffix("_s"))
-            row = (getattr(self.predicted, what), measured, bound, alone)
-            values.append([what.removesuffix("_s"), *map(shown, row)])
+        for what in ("latency", "period"):
+            alone = getattr(self.fallback, f"{what}_s") if self.fallback else None
+            bound = self.lower_bound_s.get(what)
+            row = (getattr(self.predicted, f"{what}_s"), self.measured_s(what), bound, alone)
+            values.append([what, *map(shown, row)])
         counts = Counter(self.assignment.values())
         peak, limit = self.predicted.peak_bytes, self.limits.memory_bytes
         devices = [
@@ -311,6 +321,11 @@ class Plan(_Strict):
             + table("devices", ["device", "operators", "busy", "peak memory", "of"], devices)
             + table("stages", ["device", "first operator", "last operator", "operators"], stages)
         )
+
+    def measured_s(self, what: str) -> float | None:
+        """The measured ``latency`` or ``period``; None if it was not measured."""
+        spread: Spread | None = getattr(self.measured, f"{what}_s", None)
+        return None if spread is None else spread.median_s
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all.

@@ -70,6 +70,11 @@ class Samples:
     round: Ints
     seconds: Floats
 
+    def of(self, placement: Placement) -> Floats:
+        """float64 ``[runs]``: what the runs of this placement took, in their order."""
+        same = (self.placements == placement).all(axis=1)
+        return self.seconds[same[self.index]]
+
     @property
     def num_runs(self) -> Ints:
         """int64 ``[K]`` runs of each placement."""

@@ -152,7 +152,16 @@ def test_the_command_continues_what_was_interrupted(
     assert answer["measurements"] == 8 and answer["measured_s"] > 0
     assert "measured" in err and "in 8 runs; the best single device" in err
     saved = load_plan(plan)
-    assert saved.planner.parameters["measurements"] == 8
+    # Who chose is the search, and what it measured is there.
+    assert saved.planner.name == answer["planner"] == "measured_search"
+    parameters: Any = saved.planner.parameters
+    assert parameters["measurements"] == 8 and parameters["start"]["planner"] == "heft"
+    found = saved.measured
+    assert found is not None and found.latency_s is None and 1 <= found.n <= 8
+    assert saved.measured_s("period") == answer["measured_s"]
+    assert main(["show", plan]) == OK
+    rows = {x.split()[0]: x.split() for x in capsys.readouterr().out.splitlines() if x.strip()}
+    assert rows["latency"][3] == "-" and rows["period"][3] != "-"
     assert dict(saved.assignment) == answer["assignment"]
     num_runs = len(runs)
     assert main(command) == OK and len(runs) == num_runs  # all is known

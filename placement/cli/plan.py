@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from placement import cli
 
 if TYPE_CHECKING:
+    from placement.plan import Measured
     from placement.problem import Planner, Problem, Solution
     from placement.schedule import Schedule
 
@@ -23,8 +24,9 @@ EXAMPLE = """examples:
   placement plan resnet50 --planner heft --predict polynomial
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
-lower_bound_s, seconds, evaluations, feasible, assignment; with --measurements also measured_s,
-measured_single_s (of the best single device) and measurements; with the planner replicated also
+lower_bound_s, seconds, evaluations, feasible, assignment; with --measurements planner is
+measured_search, and there also are measured_s, measured_single_s (of the best single device) and
+measurements; with the planner replicated also
 replicated_period_s and stages, each with its devices.
 """
 
@@ -114,12 +116,14 @@ def run(args: argparse.Namespace) -> int:
         began = time.perf_counter()
         solution = planner(problem)
         took = time.perf_counter() - began
+        measured = None
         if args.measurements is not None and isfinite(solution.value_s):
-            solution = _measured(args, problem, solution, report)
+            solution, measured = _measured(args, problem, solution, report)
         schedule = solution.schedule
         if scheduler is not None and isfinite(solution.value_s):
             report(f"ordering with {args.scheduler}", None)
             schedule = scheduler(problem, solution.placement, problem.num_microbatches)
+            measured = None  # what ran was not in this order
     if args.json:
         cli.print_json(_answer(args, problem, solution, took))
     if not isfinite(solution.value_s):
@@ -131,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     elif solution.stats.get("best_value_s", solution.value_s) < solution.value_s:
         _say_kept(solution)
     if args.out or not args.json:
-        _show_and_save(args, planner, problem, solution, schedule)
+        _show_and_save(args, planner, problem, solution, schedule, measured)
     if args.trace:
         from placement.simulator import simulate
 
@@ -165,15 +169,27 @@ def _check_measurable(args: argparse.Namespace) -> None:
 
 def _measured(
     args: argparse.Namespace, problem: Problem, solution: Solution, report: cli.Progress
-) -> Solution:
-    """What running placements for real makes of the planner's answer."""
+) -> tuple[Solution, Measured]:
+    """What running placements for real makes of the planner's answer, and the runs of that."""
+    import platform
+
     from placement.executor import Executor
     from placement.measured_search import search_measured
+    from placement.plan import Measured, Spread, now
     from placement.trials import Trials
 
     trials = Trials(problem, Executor(problem), measurements=args.measurements, path=args.trials)
     found = search_measured(trials, solution.placement, seed=args.seed or 0, progress=report)
-    return replace(found, lower_bound_s=solution.lower_bound_s)
+    runs = trials.samples.of(found.placement)
+    # The number that is said and compared: without drift, which a median of few runs has.
+    spread = Spread(median_s=found.stats["measured_s"], iqr_s=Spread.of(runs).iqr_s)
+    measured = Measured(
+        **{f"{problem.objective}_s": spread},
+        n=len(runs),
+        when=now(),
+        machine=platform.node()[:200],
+    )
+    return replace(found, lower_bound_s=solution.lower_bound_s), measured
 
 
 def _say_measured(solution: Solution) -> None:
@@ -199,18 +215,23 @@ def _show_and_save(
     problem: Problem,
     solution: Solution,
     schedule: Schedule | None,
+    measured: Measured | None,
 ) -> None:
     from placement.cli.show import show_plan
     from placement.plan import make_plan, parameters_of
 
+    parameters = parameters_of(planner)
+    if args.measurements is not None:
+        parameters = {"start": {"planner": args.planner, **parameters}}
+        parameters |= {"measurements": args.measurements, "seed": args.seed or 0}
     plan = make_plan(
         problem,
         solution,
-        planner=args.planner,
-        parameters=parameters_of(planner)
-        | ({} if args.measurements is None else {"measurements": args.measurements}),
+        planner=_decided(args),
+        parameters=parameters,
         schedule=schedule,
         workload=None if problem.graph.program is None else args.workload,
+        measured=measured,
     )
     if not args.json:
         show_plan(plan)
@@ -221,6 +242,11 @@ def _show_and_save(
         here = problem.graph.program is not None and not plan.missing_devices()
         runs = f"; next: placement run {args.out}{model}" if here else ""
         cli.say(f"plan written to {args.out}{runs}")
+
+
+def _decided(args: argparse.Namespace) -> str:
+    """Who chose: with measurements their search, which only began with the planner's answer."""
+    return args.planner if args.measurements is None else "measured_search"
 
 
 def load_planner(args: argparse.Namespace) -> Planner:
@@ -363,7 +389,7 @@ def _answer(
     if not isfinite(measured.get("measured_single_s", 0.0)):
         measured["measured_single_s"] = None
     return {
-        "planner": args.planner,
+        "planner": _decided(args),
         "objective": args.objective or problem.objective,
         "value_s": float(solution.value_s) if feasible else None,
         "lower_bound_s": proved_bound_s(problem, solution),

@@ -129,14 +129,14 @@ def mirror(project: str, folder: Path, plan: Plan) -> None:
     """A W&B run of type ``run``: predicted and measured seconds, and the plan as an artifact."""
     from placement.tracking import WandbTracker
 
-    assert plan.measured is not None
     figures = {
         f"{what}_s/{kind}": value
-        for what, said, found in (
-            ("latency", plan.predicted.latency_s, plan.measured.latency_s.median_s),
-            ("period", plan.predicted.period_s, plan.measured.period_s.median_s),
+        for what, said in (
+            ("latency", plan.predicted.latency_s),
+            ("period", plan.predicted.period_s),
         )
-        for kind, value in (("predicted", said), ("measured", found))
+        for kind, value in (("predicted", said), ("measured", plan.measured_s(what)))
+        if value is not None
     }
     config = {"graph": plan.graph.name, "planner": plan.planner.model_dump()}
     with (
@@ -235,7 +235,7 @@ def measure(ways: dict[str, Way], report: cli.Progress) -> dict[str, Measured]:
 
     import numpy as np
 
-    from placement.plan import Measured, now
+    from placement.plan import Measured, Spread, now
 
     latency: dict[str, list[float]] = {name: [] for name in ways}
     periods: dict[str, list[float]] = {name: [] for name in ways}
@@ -249,8 +249,8 @@ def measure(ways: dict[str, Way], report: cli.Progress) -> dict[str, Measured]:
                 periods[name].append(many)
     return {
         name: Measured(
-            latency_s=_spread(latency[name]),
-            period_s=_spread(periods[name]),
+            latency_s=Spread.of(latency[name]),
+            period_s=Spread.of(periods[name]),
             n=ROUNDS,
             when=now(),
             machine=platform.node()[:200],
@@ -281,15 +281,6 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _spread(values: list[float]) -> Spread:
-    import numpy as np
-
-    from placement.plan import Spread
-
-    low, middle, high = np.percentile(values, [25, 50, 75])
-    return Spread(median_s=float(middle), iqr_s=float(high - low))
-
-
 def show(
     plan: Plan,
     measured: dict[str, Measured],
@@ -301,12 +292,11 @@ def show(
     """What was measured; ``compared``: and found equal to the plain module's results."""
     mine, other = measured["plan"], measured.get("single")
     predicted = {"latency": plan.predicted.latency_s, "period": plan.predicted.period_s}
-    ratios = None
+    spreads: dict[str, Spread] = {what: getattr(mine, f"{what}_s") for what in predicted}
+    alone_s: dict[str, float] = {}
     if other is not None:
-        ratios = {
-            "latency": other.latency_s.median_s / mine.latency_s.median_s,
-            "period": other.period_s.median_s / mine.period_s.median_s,
-        }
+        alone_s = {what: getattr(other, f"{what}_s").median_s for what in predicted}
+    ratios = {what: took_s / spreads[what].median_s for what, took_s in alone_s.items()} or None
     if as_json:
         cli.print_json(
             {
@@ -321,16 +311,15 @@ def show(
         )
         return
     rows = []
-    for what, spread in (("latency", mine.latency_s), ("period", mine.period_s)):
+    for what, spread in spreads.items():
         row = [
             what,
             cli.seconds(predicted[what]),
             f"{cli.seconds(spread.median_s)} ± {cli.seconds(spread.iqr_s / 2)}",
             f"{spread.median_s / predicted[what]:.2f}" if predicted[what] else "-",
         ]
-        if other is not None and ratios is not None:
-            alone_s = (other.latency_s if what == "latency" else other.period_s).median_s
-            row += [cli.seconds(alone_s), f"{ratios[what]:.2f}x"]
+        if ratios is not None:
+            row += [cli.seconds(alone_s[what]), f"{ratios[what]:.2f}x"]
         rows.append(row)
     columns = ["", "predicted", "measured", "ratio"]
     if other is not None:

@@ -116,7 +116,7 @@ def show_plan(plan: Plan) -> None:
 
 def _values(plan: Plan, what: str) -> list[str]:
     predicted = getattr(plan.predicted, f"{what}_s")
-    measured = getattr(plan.measured, f"{what}_s").median_s if plan.measured else None
+    measured = plan.measured_s(what)
     single = getattr(plan.fallback, f"{what}_s") if plan.fallback else None
     return [
         cli.seconds(predicted),
@@ -156,11 +156,10 @@ def run_diff(args: argparse.Namespace) -> int:
         f"predicted {what}": [getattr(p.predicted, f"{what}_s") for p in (a, b)]
         for what in ("latency", "period")
     }
-    if a.measured and b.measured:
-        for what in ("latency", "period"):
-            metrics[f"measured {what}"] = [
-                getattr(p.measured, f"{what}_s").median_s for p in (a, b)
-            ]
+    for what in ("latency", "period"):
+        was_s, now_s = a.measured_s(what), b.measured_s(what)
+        if was_s is not None and now_s is not None:
+            metrics[f"measured {what}"] = [was_s, now_s]
     if args.json:
         cli.print_json({"moved": moved, "settings": settings, "metrics_s": metrics})
         return cli.OK

@@ -323,6 +323,8 @@ def _planned(workload: Workload, index: dict[str, int]) -> dict[str, Any]:
     if plan.measured is not None:
         for name in ("latency", "period"):
             spread = getattr(plan.measured, f"{name}_s")
+            if spread is None:
+                continue
             line |= {
                 "rounds": plan.measured.n,
                 f"measured_{name}_s": spread.median_s,
