@@ -858,9 +858,10 @@ def _concerned(t, s, k):
                 for e in range(t.in_ptr[j], t.in_ptr[j + 1]):  # who sends elsewhere now
                     first = min(first, s.position[t.in_src[e]])
     if at >= 0:
-        here = np.int64(s.position[i])
-        lands = at - 1 if at > here else at
-        first, moved = min(first, here, lands), max(moved, here, lands)
+        here: Any = s.position[i]
+        lands: Any = at - 1 if at > here else at
+        first = min(first, here, lands)
+        moved = max(moved, here, lands)
     return first, moved
 
 
