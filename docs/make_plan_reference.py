@@ -56,8 +56,8 @@ MEANINGS = {
     "Plan.limits": "Memory of the devices.",
     "Plan.fallback": "The best single device that can run everything, if one can.",
     "Plan.provenance": "Where the plan comes from.",
-    "PlannerInfo.name": "As `--planner` takes it, e.g. `heft`; `measured_search` where placements ran to "
-    "be chosen (`--measurements`), `replan` after `placement replan`.",
+    "PlannerInfo.name": "As `--planner` takes it, e.g. `heft`; `measured_search` where placements "
+    "ran to be chosen (`--measurements`), `replan` after `placement replan`.",
     "PlannerInfo.parameters": "Its fields and their values.",
     "GraphInfo.name": "For people.",
     "GraphInfo.fingerprint": "Hash of names, shapes, dtypes, structure and colocation. Weights "

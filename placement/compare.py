@@ -22,7 +22,7 @@ from placement.files import write_atomic
 from placement.parallel import parallel_map
 from placement.problem import Placement, Planner, Problem, Solution, lower_bound
 from placement.schedule import Schedule
-from placement.simulator import evaluate, score, value_of
+from placement.simulator import as_simulated, evaluate, score, value_of
 from placement.timeline import Timeline
 from placement.trials import LATENCY_RUNS
 
@@ -395,11 +395,13 @@ def _plan(name: str, seed: int | None, planner: Planner, problem: Problem) -> _C
     began = time.perf_counter()
     try:
         solution = planner(problem)
+        took_s = time.perf_counter() - began
         # What is reported is what the simulator says of a placement that holds what it must.
         solution = replace(solution, placement=problem.check_placement(solution.placement))
+        solution = as_simulated(problem, solution)
     except ValueError as error:  # infeasible, or a planner that cannot do this objective
         return _Cell(name, seed, None, time.perf_counter() - began, str(error))
-    return _Cell(name, seed, solution, time.perf_counter() - began)
+    return _Cell(name, seed, solution, took_s)
 
 
 def _single_devices(problem: Problem) -> list[_Cell]:

@@ -31,7 +31,15 @@ from placement.graph import OpGraph
 from placement.named import meant
 from placement.objectives import ANALYTIC
 from placement.ownership import version
-from placement.problem import Objective, Placement, Problem, Solution, lower_bound, lower_bounds
+from placement.problem import (
+    ROUNDING,
+    Objective,
+    Placement,
+    Problem,
+    Solution,
+    lower_bound,
+    lower_bounds,
+)
 
 if TYPE_CHECKING:
     from placement.executor import Runner, Trainer
@@ -47,8 +55,6 @@ Name = Annotated[str, Field(max_length=1024, pattern=_PRINTABLE)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{12,64}$")]
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Seconds = Annotated[FiniteFloat, Field(ge=0)]
-
-_ROUNDING = 1e-6  # what sums in another order, and solvers, may differ by
 
 _PARTS = {
     "names": "the operators' names",
@@ -216,7 +222,7 @@ class Spread(_Strict):
     @classmethod
     def of(cls, seconds: ArrayLike) -> Spread:
         """Of the repeats."""
-        low, middle, high = np.percentile(seconds, [25, 50, 75])
+        low, middle, high = np.percentile(np.asarray(seconds, float), [25, 50, 75])
         return cls(median_s=float(middle), iqr_s=float(high - low))
 
 
@@ -618,12 +624,12 @@ class Plan(_Strict):
             again = getattr(said, twin, None)  # a fallback has no energy_j
             if said is None:
                 continue
-            if again is not None and not isclose(said.value_s, again, rel_tol=_ROUNDING):
+            if again is not None and not isclose(said.value_s, again, rel_tol=ROUNDING):
                 found.append(f"{key}.value_s = {said.value_s}, but {key}.{twin} = {again}")
             values = {"latency": said.latency_s, "period": said.period_s}
             for what, value in (values | {self.objective: said.value_s}).items():
                 bound = self.lower_bound_s.get(what, 0.0)
-                if value < bound * (1 - _ROUNDING):
+                if value < bound * (1 - ROUNDING):
                     found.append(f"{key}: {what} {value} is below lower_bound_s.{what} = {bound}")
         return found
 

@@ -21,6 +21,7 @@ Floats = NDArray[np.float64]
 Placement = NDArray[np.int32]  # [N] device of each operator
 Objective = Literal["period", "latency", "energy", "max_load", "piecewise_latency"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+ROUNDING = 1e-6  # by which sums in another order, and what solvers prove, may differ
 ReadyOrder = Literal["priority", "arrival"]
 
 

@@ -37,13 +37,14 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isclose
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement import objectives
-from placement.problem import Placement, Problem, Solution
+from placement.problem import ROUNDING, Placement, Problem, Solution
 from placement.schedule import Schedule
 from placement.timeline import Timeline, steady_period
 
@@ -262,6 +263,20 @@ def value_of(problem: Problem, solution: Solution) -> float:
         return float(score(problem, problem.check_placement(solution.placement))[0])
     timeline = simulate(problem, solution.placement, solution.schedule)
     return timeline.latency_s if problem.objective == "latency" else timeline.period_s
+
+
+def as_simulated(problem: Problem, solution: Solution) -> Solution:
+    """The answer with the value that the simulator gives it, whatever its planner says of it.
+
+    A ``lower_bound_s`` above that value proves nothing and is dropped.
+    """
+    value_s = value_of(problem, solution)
+    if isclose(value_s, solution.value_s, rel_tol=ROUNDING):
+        value_s = solution.value_s
+    bound = solution.lower_bound_s
+    if bound is not None and bound > value_s * (1 + ROUNDING):
+        bound = None
+    return replace(solution, value_s=value_s, lower_bound_s=bound)
 
 
 def list_schedule(problem: Problem, placement: ArrayLike, num_microbatches: int) -> Schedule:

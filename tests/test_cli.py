@@ -221,6 +221,32 @@ def test_plan_says_when_a_gain_is_less_than_predictions_err(tmp_path: Path, caps
     assert "kept" not in capsys.readouterr().err
 
 
+def test_plan_does_not_repeat_what_a_planner_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from problems import random_problem
+
+    from placement.importers.problem_file import save
+
+    save(random_problem(3, 6, 2), tmp_path / "p.json")
+    claims = """
+from placement.planners import load
+from dataclasses import replace
+def liar(problem):
+    return replace(load("heft")(problem), value_s=1e-9, lower_bound_s=1e9)
+"""
+    (tmp_path / "claims.py").write_text(claims)
+    monkeypatch.chdir(tmp_path)
+    heft = answer(capsys, "plan", "p.json", "--planner", "heft")
+    assert main(["plan", "p.json", "--planner", "claims:liar", "--json", "--out", "o.json"]) == OK
+    out, err = capsys.readouterr()
+    got = json.loads(out)
+    assert got["value_s"] == heft["value_s"] and got["lower_bound_s"] == heft["lower_bound_s"]
+    assert "warning: planner 'claims:liar' answered value_s = 1e-09 (simulator: " in err
+    assert "lower_bound_s = 1000000000.0 (simulator: at most " in err
+    assert load_plan(tmp_path / "o.json").lower_bound_s["period"] == heft["lower_bound_s"]
+
+
 # -- show, diff, schema ----------------------------------------------------------------------
 
 

@@ -254,6 +254,12 @@ def test_a_proved_bound_of_one_planner_serves_all(tmp_path: Path) -> None:
     planners = {"a": Fixed((0, 0, 1, 1), lower_bound_s=4.5), "b": Fixed((0, 1, 0, 1))}
     made = compare({"w": chain()}, planners, out_dir=tmp_path)
     assert {r.bound_s for r in made.rows} == {4.5}
+    # A bound above the value of its own answer (5 s) proves nothing: nobody's gap is of it.
+    planners |= {"liar": Fixed((0, 0, 1, 1), lower_bound_s=6.0)}
+    made = compare({"w": chain()}, planners, out_dir=tmp_path)
+    assert {r.bound_s for r in made.rows} == {4.5}
+    liar = made.solutions["w", "liar", None]
+    assert liar.value_s == pytest.approx(5.0) and liar.lower_bound_s is None
 
 
 def test_seeds_and_budgets_are_set_where_a_planner_has_them(tmp_path: Path) -> None:

@@ -116,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
         began = time.perf_counter()
         solution = planner(problem)
         took = time.perf_counter() - began
+        if isfinite(solution.value_s):
+            solution = _checked(args, problem, solution)
         measured = None
         if args.measurements is not None and isfinite(solution.value_s):
             solution, measured = _measured(args, problem, solution, report)
@@ -165,6 +167,27 @@ def _check_measurable(args: argparse.Namespace) -> None:
     away = [d.name for d in cli.cluster_of(args.cluster).devices if d.like is not None]
     if away:
         raise cli.UsageError(f"--measurements is for devices that are here; {away} are described")
+
+
+def _checked(args: argparse.Namespace, problem: Problem, solution: Solution) -> Solution:
+    """The answer as the simulator sees it; say so where the planner sees it otherwise."""
+    from placement.simulator import as_simulated
+
+    true = as_simulated(problem, solution)
+    wrong = [
+        f"{what} = {said} (simulator: {value})"
+        for what, said, value in (
+            ("value_s", solution.value_s, true.value_s),
+            ("lower_bound_s", solution.lower_bound_s, f"at most {true.value_s}"),
+        )
+        if said != getattr(true, what)
+    ]
+    if wrong:
+        cli.say(
+            f"warning: planner {args.planner!r} answered {' and '.join(wrong)}; the simulator's "
+            "word counts. placement.testing.check_planner checks a planner of yours"
+        )
+    return true
 
 
 def _measured(
