@@ -68,7 +68,7 @@ def _describe(t, s, pairs):
             floor = 1e-3 * mean / groups
             f[0] = d == old
             f[1] = min((load[d] + at_new) / largest, BOUND)
-            f[2] = (load[old] + at_old) / largest
+            f[2] = min((load[old] + at_old) / largest, BOUND)
             f[3] = (t.group_s[g, d] - now_s - at_old - at_new) / mean if d != old else 0.0
             f[3] = max(-BOUND, min(BOUND, f[3]))
             f[5] = stay
@@ -185,7 +185,9 @@ class RefineRules(Rules):
     def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
         group, device = np.divmod(actions.astype(np.int64), self.problems.max_devices)
         rows = np.arange(len(self.ids))
+        moves = self._moves[self.ids]
         legal = self.problems.legal[self.ids, group, device]
+        legal &= self._step < moves  # one that is over, and not started again, stays as it is
         legal &= group < self.problems.num_groups[self.ids]
         if self._turns is not None:
             legal &= group == [self._turn(b) for b in rows.tolist()]
@@ -197,12 +199,12 @@ class RefineRules(Rules):
             resume(self._tables[self.ids[b]], state)
         before_s, best_s = self._now_s.copy(), self.value_s.copy()
         self._now_s[legal] = self._values(rows[legal])
-        self._step += 1
+        self._step = np.minimum(self._step + 1, moves)
         better = self._now_s < self.value_s
         self.value_s[better] = self._now_s[better]
         self.choices[better] = np.where(self.choices[better] < 0, -1, self._now[better])
         before, after = (best_s, self.value_s) if self.best_so_far else (before_s, self._now_s)
-        return _log(before, after) / 10.0, self._step >= self._moves[self.ids]
+        return _log(before, after) / 10.0, self._step >= moves
 
     def _turn(self, b: int) -> int:
         """The group that may be moved now, in a sweep."""

@@ -28,6 +28,7 @@ from envs.problems import (
     canonical,
     group_order,
 )
+from envs.refine import RefineRules
 from envs.select_place import SelectPlaceDevicePlacementEnv
 from envs.sequential import SequentialDevicePlacementEnv, SequentialRules
 from envs.vec import PlacementVecEnv
@@ -455,6 +456,35 @@ def test_select_place_in_any_order_sees_what_the_sequential_one_does(seed: int) 
         (a, r, over, _, _), (b, r2, over2, _, _) = one.step(action), other.step(action)
         assert (r, over) == (r2, over2)
     assert over
+
+
+@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("objective", ["latency", "period", "max_load"])
+def test_observations_stay_in_their_space(name: str, objective: Objective) -> None:
+    """Whatever takes how long: operators far less than transfers, or nothing."""
+    rng = np.random.default_rng(0)
+    seconds = 10.0 ** rng.uniform(-9, -2, (9, 3)) * (rng.random((9, 3)) < 0.9)
+    env: Any = gym.make(name, problems=[chain(seconds, objective=objective)], reference_s=[1.0])
+    for seed in range(8):
+        obs, done = env.reset(seed=seed)[0], False
+        while not done:
+            assert env.observation_space.contains(obs)
+            masks = env.unwrapped.action_masks().reshape(*env.action_space.shape, -1)
+            legal = masks * rng.random(masks.shape)
+            obs, _, done, _, _ = env.step(legal.argmax(axis=-1))
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+def test_a_refine_episode_that_is_over_evaluates_nothing(sweep: bool) -> None:
+    problems = ProblemSet.build([chain([[1, 2]] * n) for n in (2, 7)])
+    rules = RefineRules(problems, 2, [np.zeros(n, np.int32) for n in (2, 7)], sweep=sweep)
+    rules.start(np.arange(2), np.arange(2))
+    moves, over = (7, 2) if sweep else (14, 4), []
+    for _ in range(moves[0]):
+        over.append(rules.act(rules.masks().argmax(axis=1))[1].tolist())
+        assert all(rules.observation_space[k].contains(v[0]) for k, v in rules.observe().items())
+    assert over == [[i >= moves[1], i >= moves[0]] for i in range(1, moves[0] + 1)]
+    assert rules.num_evaluations == 2 + sum(moves)
 
 
 def test_perturbed_machines() -> None:
