@@ -123,14 +123,15 @@ def with_lists(argv: Sequence[str]) -> list[str]:
     To Hydra a glob is a sweep, one job per choice, which is what it stays with ``-m`` and with
     ``sweep=NAME``. Without, it means one job, and one table, of all of them: of all that ``conf/``
     holds. Problem files among the workloads move to ``files``: ``workload=[resnet50,bert24.json]``
-    becomes ``workload=[resnet50]`` and ``files=["bert24.json"]``. ``sweep=NAME`` needs no ``-m``,
-    and ``--json`` is ``json=true``.
+    becomes ``workload=[resnet50]`` and ``files=["bert24.json"]``. A function of yours gets a node
+    of its own: ``workload=[mine:build]`` becomes ``workload=[]`` and ``+workload.build={...}``.
+    ``sweep=NAME`` needs no ``-m``, and ``--json`` is ``json=true``.
 
     Raises:
         AppError: a glob that nothing matches.
     """
     argv = ["json=true" if arg == "--json" else arg for arg in argv]
-    argv = [word for arg in argv for word in _without_files(arg)]
+    argv = [word for arg in argv for word in _only_names(arg)]
     if any(arg in _MANY for arg in argv):
         return argv
     if any(re.match(r"sweep=(?!null$)", arg) for arg in argv):
@@ -138,16 +139,24 @@ def with_lists(argv: Sequence[str]) -> list[str]:
     return [_listed(arg) if re.match(r"\w+=glob\(", arg) else arg for arg in argv]
 
 
-def _without_files(arg: str) -> list[str]:
+def _only_names(arg: str) -> list[str]:
+    """A choice of workloads without the files and functions in it, and these as what they are."""
     if not arg.startswith("workload="):
         return [arg]
     value = OverridesParser.create().parse_override(arg).value()
     items = value if isinstance(value, list) else [value]
-    files = [x for x in items if isinstance(x, str) and (Path(x).suffix or Path(x).is_file())]
-    if not files:
+    words = [x for x in items if isinstance(x, str)]
+    specs = [x for x in words if re.fullmatch(r"[\w.]+:\w+", x) and not Path(x).is_file()]
+    files = [x for x in words if x not in specs and (Path(x).suffix or Path(x).is_file())]
+    if not specs and not files:
         return [arg]
-    others = ",".join(str(x) for x in items if x not in files)
-    return [f"workload=[{others}]", f"files={json.dumps(files, ensure_ascii=False)}"]
+    others = ",".join(str(x) for x in items if x not in (*specs, *files))
+    found = [f"workload=[{others}]"]
+    found += [f"files={json.dumps(files, ensure_ascii=False)}"] if files else []
+    for spec in specs:
+        name = spec.partition(":")[2]
+        found.append(f'+workload.{name}={{_target_: placement.workloads.load, spec: "{spec}"}}')
+    return found
 
 
 def _listed(arg: str) -> str:
@@ -345,6 +354,8 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
     from placement.program import capture
 
     cfg = job.cfg
+    for name, node in cfg.workload.items():
+        _check_node("workload", name, node)
     cluster = instantiate(cfg.cluster)
     described = [d.name for d in cluster.devices if d.like is not None]
     if described and cfg.get("execute"):
@@ -398,14 +409,27 @@ def _alone(lock: Path, report: cli.Progress) -> Iterator[None]:
         yield
 
 
+def _check_node(group: str, name: Any, node: Any) -> None:
+    """A file without its header has put its keys where the names are."""
+    if isinstance(node, DictConfig):
+        return
+    chosen = HydraConfig.get().runtime.choices.get(group)
+    raise AppError(
+        f"{group}.{name} = {node} is no {group}, but a key of one: a file of yours among "
+        f"{group}={chosen} has no header; its first line must be '# @package {group}.NAME'"
+    )
+
+
 def make_planner(node: DictConfig) -> Planner:
     """The planner of a node with ``_target_``, its fields of the types that they must have.
 
     Raises:
+        AppError: its file has no header.
         PlannerError: an option that it does not have, or of another type.
     """
     from placement import planners
 
+    _check_node("planner", "_target_", node)
     target = re.sub(r"\.(\w+)$", r":\1", str(node.get("_target_")))
     kind = planners.find(target)
     if not is_dataclass(kind):

@@ -347,6 +347,39 @@ def test_files_among_workloads_move_to_files() -> None:
         assert with_lists([word]) == [word]
 
 
+MINE = """
+from torch import nn, zeros
+def build():
+    return nn.Linear(8, 8), (zeros(2, 8),)
+"""
+
+
+def test_functions_and_configurations_of_ones_own(
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    moved = with_lists(["workload=[tiny_mlp,my_models.net:build,x.json]"])
+    assert moved[:2] == ["workload=[tiny_mlp]", 'files=["x.json"]']
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["planner=heft", "hydra.run.dir=out", *PREDICT[2:]]
+    assert run("compare", "workload=[mine:build]", *words) == 0
+    assert {r["workload"] for r in rows_of(tmp_path / "out")} == {"build"}
+
+    (tmp_path / "conf" / "workload").mkdir(parents=True)
+    (tmp_path / "conf" / "planner").mkdir()
+    (tmp_path / "conf/workload/mine.yaml").write_text("_target_: x.load\nspec: mine:build\n")
+    (tmp_path / "conf/planner/mine.yaml").write_text("_target_: mine.Planner\n")
+    capsys.readouterr()
+    for words in (["workload=mine", "planner=heft"], ["workload=tiny_mlp", "planner=[mine]"]):
+        assert run("compare", "--config-dir", "conf", *words, *PREDICT[2:]) == 2
+        (line,) = [x for x in capsys.readouterr().err.splitlines() if "header" in x]
+        group = "workload" if "workload=mine" in words else "planner"
+        assert f"its first line must be '# @package {group}.NAME'" in line and "mine" in line
+
+
 def test_problem_files_are_workloads(
     run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
