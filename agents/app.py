@@ -413,10 +413,10 @@ def _check_node(group: str, name: Any, node: Any) -> None:
     """A file without its header has put its keys where the names are."""
     if isinstance(node, DictConfig):
         return
-    chosen = HydraConfig.get().runtime.choices.get(group)
+    asked = [x for x in HydraConfig.get().overrides.task if x.startswith(f"{group}=")]
     raise AppError(
-        f"{group}.{name} = {node} is no {group}, but a key of one: a file of yours among "
-        f"{group}={chosen} has no header; its first line must be '# @package {group}.NAME'"
+        f"{group}.{name} = {node} is no {group}, but a key of one: a file of yours in {asked} has "
+        f"no header; its first line must be '# @package {group}.NAME'"
     )
 
 

@@ -373,11 +373,11 @@ def test_functions_and_configurations_of_ones_own(
     (tmp_path / "conf/workload/mine.yaml").write_text("_target_: x.load\nspec: mine:build\n")
     (tmp_path / "conf/planner/mine.yaml").write_text("_target_: mine.Planner\n")
     capsys.readouterr()
-    for words in (["workload=mine", "planner=heft"], ["workload=tiny_mlp", "planner=[mine]"]):
+    for words in (["workload=[mine]", "planner=heft"], ["workload=tiny_mlp", "planner=[mine]"]):
         assert run("compare", "--config-dir", "conf", *words, *PREDICT[2:]) == 2
         (line,) = [x for x in capsys.readouterr().err.splitlines() if "header" in x]
-        group = "workload" if "workload=mine" in words else "planner"
-        assert f"its first line must be '# @package {group}.NAME'" in line and "mine" in line
+        group = "workload" if "workload=[mine]" in words else "planner"
+        assert f"its first line must be '# @package {group}.NAME'" in line and "=[mine]" in line
 
 
 def test_problem_files_are_workloads(
