@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from placement import cli
 from placement.__main__ import VERBS, main
 from placement.cli import DEFECT, NO, OK, interruptible, says_when_compiling, seconds
 from placement.cluster import Cluster, Device
@@ -245,6 +247,22 @@ def liar(problem):
     assert "warning: planner 'claims:liar' answered value_s = 1e-09 (simulator: " in err
     assert "lower_bound_s = 1000000000.0 (simulator: at most " in err
     assert load_plan(tmp_path / "o.json").lower_bound_s["period"] == heft["lower_bound_s"]
+
+
+def test_a_log_has_a_sign_of_life_though_nothing_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "LIFE_SIGN_S", 0.02)
+    threads = threading.active_count()
+    with cli.progress() as report:
+        report("planning with slow", None)
+        time.sleep(0.2)  # a planner that says nothing
+        report("measuring", 0.5)
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "placement: planning with slow, 0 min since the begin" and len(lines) >= 3
+    assert lines[-1] == "placement: measuring (50%), 0 min since the begin"
+    assert threading.active_count() == threads
 
 
 # -- show, diff, schema ----------------------------------------------------------------------

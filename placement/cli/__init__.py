@@ -38,6 +38,7 @@ AFTER_INTERRUPT = (
     "no file is half written, and profiles that were finished are kept for the same command"
 )
 A_DEFECT = "a defect, unless it is in code of yours: please report what is above"
+LIFE_SIGN_S = 60.0  # in a log
 MAX_BATCHES = 1_000_000  # more would only fill the memory
 
 Progress = Callable[[str, float | None], None]  # (what is being done, share done or None)
@@ -172,15 +173,25 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
 
             yield show
         return
-    last = time.monotonic()
+    began, ended = time.monotonic(), threading.Event()
+    doing = ""
 
-    def write(what: str, share: float | None) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 60.0:
-            last = time.monotonic()
-            say(what + ("" if share is None else f" ({share:.0%})"))
+    def note(what: str, share: float | None) -> None:
+        nonlocal doing
+        doing = what + ("" if share is None else f" ({share:.0%})")
 
-    yield write
+    def tell() -> None:  # of its own: who works long may report nothing for long
+        while not ended.wait(LIFE_SIGN_S):
+            if doing:
+                say(f"{doing}, {round((time.monotonic() - began) / 60)} min since the begin")
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield note
+    finally:
+        ended.set()
+        teller.join()
 
 
 def search_here(spec: str) -> None:
