@@ -305,9 +305,9 @@ class Problem:
         """One or more placements as int32 ``[B, N]``, for kernels that read without looking.
 
         Raises:
-            ProblemError: wrong length, or an unknown device.
+            ProblemError: wrong length, an unknown device, or no whole number.
         """
-        p = np.ascontiguousarray(np.atleast_2d(np.asarray(placements, dtype=np.int32)))
+        p = np.ascontiguousarray(np.atleast_2d(_whole(placements)))
         if p.ndim != 2 or p.shape[1] != self.num_ops:
             raise ProblemError(f"placements have shape {p.shape}, expected (B, {self.num_ops})")
         if p.size and (p.min() < 0 or p.max() >= self.num_devices):
@@ -322,13 +322,12 @@ class Problem:
         """``placement`` as int32 ``[N]``.
 
         Raises:
-            ProblemError: wrong length, unknown device, unsupported operator or a colocation
-                group that is split; the message names the operator.
+            ProblemError: wrong length, unknown device, no whole number, unsupported operator or a
+                colocation group that is split; the message names the operator.
         """
-        p = np.asarray(placement)
+        p = np.array(_whole(placement))  # of its own, whoever changes the caller's
         if p.shape != (self.num_ops,):
             raise ProblemError(f"placement has shape {p.shape}, expected ({self.num_ops},)")
-        p = p.astype(np.int32)
         if p.min() < 0 or p.max() >= self.num_devices:
             n = int(np.flatnonzero((p < 0) | (p >= self.num_devices))[0])
             raise ProblemError(
@@ -347,9 +346,11 @@ class Problem:
         split = np.flatnonzero(first[self.graph.group] != p)
         if len(split):
             n = int(split[0])
+            names = self.cluster.device_names
             raise ProblemError(
-                f"operator {n} ({self.graph.op_name[n]!r}) is on device {p[n]}, "
-                f"its colocation group on {first[self.graph.group[n]]}"
+                f"operator {n} ({self.graph.op_name[n]!r}) is on {names[p[n]]!r}, the rest of its "
+                f"colocation group, which must stay together, on "
+                f"{names[first[self.graph.group[n]]]!r}"
             )
         return p
 
@@ -398,6 +399,25 @@ class Planner(Protocol):
     """``planner(problem) -> Solution``; a frozen dataclass whose fields are its parameters."""
 
     def __call__(self, problem: Problem) -> Solution: ...
+
+
+def _whole(placements: ArrayLike) -> NDArray[np.int32]:
+    """Device numbers as int32.
+
+    Raises:
+        ProblemError: one of them is no whole number, or larger than any.
+    """
+    given = np.asarray(placements)
+    if given.dtype == np.int32:
+        return given
+    with np.errstate(invalid="ignore"):  # nan and infinity are among what is refused
+        p = given.astype(np.int32)
+    wrong = p != given
+    if wrong.any():
+        raise ProblemError(
+            f"a placement holds the numbers of devices, 0, 1, ...: {given[wrong][0]} is none"
+        )
+    return p
 
 
 def _position(order: NDArray[np.intp]) -> NDArray[np.int32]:

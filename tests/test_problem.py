@@ -86,9 +86,20 @@ def test_groups_are_supported_where_all_their_operators_are() -> None:
     problem = make(graph, [[1, 2], [3, np.inf], [5, 6]])
     assert problem.group_compute_s.tolist() == [[6, 8], [3, np.inf]]
     assert problem.supported.tolist() == [[True, True], [True, False], [True, True]]
-    with pytest.raises(ProblemError, match=r"operator 2 \('C'\) is on device 1, its .* on 0"):
+    first, second = problem.cluster.device_names
+    said = rf"operator 2 \('C'\) is on '{second}', the rest of its .* together, on '{first}'"
+    with pytest.raises(ProblemError, match=said):
         problem.check_placement([0, 0, 1])
     assert problem.check_placement([1, 0, 1]).dtype == np.int32
+
+
+@pytest.mark.parametrize("number", [0.7, np.nan, np.inf, -0.5, 2**40])
+def test_a_placement_holds_whole_numbers(number: float) -> None:
+    problem = make(CHAIN, [[3, 1], [2, 4]])
+    for check in (problem.check_placement, problem.as_batch):
+        assert check(np.array([1.0, 0.0])).ravel().tolist() == [1, 0]
+        with pytest.raises(ProblemError, match=r"numbers of devices, 0, 1, ...: .* is none"):
+            check(np.array([0, number]))
 
 
 def test_loaded_seconds_are_never_below_those_alone() -> None:

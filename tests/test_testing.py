@@ -84,7 +84,7 @@ BROKEN = {
     "the placement is not an array": lambda p, s: replace(s, placement=s.placement.tolist()),
     "is int64, not int32": lambda p, s: replace(s, placement=s.placement.astype(np.int64)),
     "placement has shape": lambda p, s: replace(s, placement=s.placement[:-1]),
-    "its colocation group on": split_group,
+    "the rest of its colocation group": split_group,
     "but the simulator says": lambda p, s: replace(s, value_s=s.value_s * 0.99),
     "lower_bound_s = .* is above": lambda p, s: replace(s, lower_bound_s=s.value_s * 1.01),
     "stats lack 'seconds'": lambda p, s: without(s, "seconds"),

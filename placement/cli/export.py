@@ -123,7 +123,7 @@ def _loss(
     try:
         one, many = [[p.timeline(problem, m) for p in (plan, nearest)] for m in (1, None)]
     except ValueError as error:
-        return None, f"what that costs is not known: {error}"
+        return None, f"what that costs is not known, as it cannot be simulated: {error}"
     values = {"latency_s": [t.latency_s for t in one], "period_s": [t.period_s for t in many]}
     peaks = [t.peak_bytes for t in (one[1], many[1]) if t.peak_bytes is not None]
     excess = memory_excess(problem, np.max(peaks, axis=0)) if peaks else []
