@@ -109,6 +109,9 @@ def explain(error: Exception) -> str | None:
         if re.search(r"hydra/(launcher|sweeper)", str(error)):
             return f"{error}{because}\n{_PLUGINS}"
         return f"{error}{because}\n(to see all options and values, add: --cfg job)"
+    full = cli.full_output(error)
+    if full is not None:
+        return full
     if isinstance(error, OSError) and error.filename:
         return (
             f"cannot use {error.filename}: {error.strerror}; "
@@ -241,6 +244,12 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
     folder = Path(hydra.runtime.output_dir)
     is_sweep = hydra.mode == RunMode.MULTIRUN
     write_atomic(folder / "versions.json", _versions())
+    if cfg.get("resume"):
+        from agents.training import CHECKPOINT
+
+        # No error: a run that was interrupted early has no checkpoint yet.
+        if not (folder / CHECKPOINT).is_file():
+            cli.say(f"nothing to resume in {folder}: there is no {CHECKPOINT}; it begins anew")
     tracker = instantiate(cfg.tracker)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     group = Path(hydra.sweep.dir).name if is_sweep else None

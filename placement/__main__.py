@@ -178,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_known:
             cli.say(cli.A_DEFECT)
             return cli.DEFECT
-        cli.say(f"error: {error or 'not enough memory for a problem of this size'}")
+        full = cli.full_output(error)
+        cli.say(f"error: {full or error or 'not enough memory for a problem of this size'}")
         return cli.BAD_INPUT
 
 

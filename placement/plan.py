@@ -352,7 +352,8 @@ class Plan(_Strict):
             raise PlanMismatch(
                 f"the plan was made for {self.graph.name!r} ({self.graph.fingerprint[:12]}) on "
                 f"{[d.name for d in self.cluster.devices]}: {'; '.join(differs)}. Plan "
-                "for the model and devices at hand: placement plan MODEL --planner best_of"
+                "for the model and devices at hand: "
+                "placement plan MODEL --planner best_of --out plan.json"
             )
         return np.array([cluster.index(self.assignment[x]) for x in graph.op_name], np.int32)
 
@@ -506,7 +507,7 @@ class Plan(_Strict):
         if missing:
             raise PlanMismatch(
                 f"this machine cannot run the plan: {'; '.join(missing)}. Plan for this machine: "
-                f"placement plan {self.graph.workload or 'MODEL'} --planner best_of"
+                f"placement plan {self.graph.workload or 'MODEL'} --planner best_of --out plan.json"
             )
         if given is None and self.graph.input_spec is None:
             raise PlanError("the plan has no input shapes: give bind(module, example_inputs)")
@@ -790,7 +791,7 @@ def load_plan(path: str | Path) -> Plan:
     if wrong:
         raise PlanError(
             f"{path}: {_some(wrong, sep='; ')}. Was it edited by hand? "
-            "Make it again: placement plan MODEL --planner best_of"
+            f"Make it again: placement plan MODEL --planner best_of --out {path}"
         )
     return plan
 
@@ -814,7 +815,7 @@ def read_plan(path: str | Path) -> Plan:
     except (ValueError, RecursionError) as error:
         raise PlanError(
             f"{path}: not valid JSON ({error}): truncated, or edited by hand? "
-            "Make it again: placement plan MODEL --planner best_of"
+            f"Make it again: placement plan MODEL --planner best_of --out {path}"
         ) from error
     if not isinstance(data, dict) or "schema_version" not in data:
         raise PlanError(f"{path}: not a plan: there is no key 'schema_version'")

@@ -19,6 +19,16 @@ from placement.graph import MOST_BYTES, OpGraph
 
 Floats = NDArray[np.float64]
 
+_ARRAYS = (
+    "compute_s",
+    "spread_s",
+    "loaded_s",
+    "transfer_s",
+    "io_s",
+    "workspace_bytes",
+    "predicted",
+)
+
 
 class ProfileError(ValueError):
     """The profile does not fit, is damaged, or lacks a measurement."""
@@ -207,19 +217,7 @@ class Profile:
         Raises:
             FileError: the folder is read-only, or the disk is full.
         """
-        arrays = {
-            k: getattr(self, k)
-            for k in (
-                "compute_s",
-                "spread_s",
-                "loaded_s",
-                "transfer_s",
-                "io_s",
-                "workspace_bytes",
-                "predicted",
-            )
-            if getattr(self, k) is not None
-        }
+        arrays = {k: getattr(self, k) for k in _ARRAYS if getattr(self, k) is not None}
         head = json.dumps(
             {
                 "device_names": self.device_names,
@@ -247,6 +245,10 @@ class Profile:
                 with np.load(file, allow_pickle=False) as data:
                     head = json.loads(str(data["head"]))
                     arrays = {k: data[k] for k in data.files if k != "head"}
+            lacking = [k for k in ("compute_s", "spread_s") if k not in arrays]
+            strange = sorted(set(arrays) - set(_ARRAYS))
+            if lacking or strange:
+                raise ValueError(f"it lacks {lacking}" if lacking else f"unknown arrays {strange}")
             return cls(
                 device_names=tuple(head["device_names"]),
                 links=tuple(Link(**x) for x in head["links"]),
@@ -255,8 +257,8 @@ class Profile:
                 provenance=head["provenance"],
                 **arrays,
             )
-        except ProfileError:
-            raise
+        except ProfileError as error:
+            raise ProfileError(f"{path}: {error}; measure again: placement profile") from error
         except OSError as error:
             raise ProfileError(f"{path}: cannot be read: {error.strerror or error}") from error
         except Exception as error:  # zip, json and numpy each raise their own kinds

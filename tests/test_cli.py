@@ -301,6 +301,26 @@ def test_show_needs_no_torch(plan_path: Path, tmp_path: Path) -> None:
     assert "contiguous_dp" in result.stdout and result.stderr == ""
 
 
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf"])
+def test_a_timeout_that_is_none(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], seconds: str
+) -> None:
+    said = error(capsys, "run", plan_path, f"--timeout={seconds}")
+    assert f"--timeout {seconds}: must be positive seconds" in said
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_full_output_is_said_to_be_the_output(plan_path: Path) -> None:
+    command = [sys.executable, "-m", "placement", "show", str(plan_path)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "placement: error: cannot write standard output: No space left on device; "
+        "send it elsewhere\n"
+    )
+
+
 def test_diff(home: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, "diff", plan_path, plan_path) == {
         "moved": {},

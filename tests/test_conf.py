@@ -464,7 +464,13 @@ def test_an_interrupted_training_says_how_it_goes_on(
     words = ("workload=[]", "synthetic=[giph]", "tracker=none", "hydra.run.dir=out")
     assert run("train", *words) == 130
     wanted = f"the same command with hydra.run.dir={tmp_path / 'out'} resume=true\n"
-    assert wanted in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert wanted in said and "nothing to resume" not in said
+    assert run("train", *words, "resume=true") == 130
+    assert f"nothing to resume in {tmp_path / 'out'}: there is no" in capsys.readouterr().err
+    (tmp_path / "out" / "checkpoint.pt").touch()
+    assert run("train", *words, "resume=true") == 130
+    assert "nothing to resume" not in capsys.readouterr().err
 
 
 def test_train_on_synthetic_problems(

@@ -777,7 +777,7 @@ def test_usage_errors(saved: tuple[Path, Path], capsys: Any) -> None:
         return str(capsys.readouterr().err)
 
     out = str(plan.with_name("x.json"))
-    assert "give a plan, --to NAME and --out FILE" in error(str(plan))
+    assert "missing: --to NAME, --out FILE; exporters: placement export --list" in error(str(plan))
     assert "no exporter 'x'; exporters are" in error(str(plan), "--to", "x", "--out", out)
     assert "exporter options are given as option=value" in error(
         str(plan), "layers", "--to", "vllm", "--out", out

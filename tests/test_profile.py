@@ -187,7 +187,17 @@ def test_a_profile_that_was_edited_by_hand_is_refused_with_the_number(tmp_path: 
         arrays = dict(data)
     arrays["compute_s"][0, 0] = -1
     np.savez(path, **arrays)
-    with pytest.raises(ProfileError, match=r"compute_s\[0, 0\] = -1.0 is not a time"):
+    with pytest.raises(
+        ProfileError,
+        match=r"p.npz: compute_s\[0, 0\] = -1.0 is not a time; measure again: placement profile",
+    ):
+        Profile.load(path)
+    arrays["compute_sec"] = arrays.pop("compute_s")
+    np.savez(path, **arrays)
+    with pytest.raises(ProfileError, match=r"p.npz: not a readable .* lacks \['compute_s'\]"):
+        Profile.load(path)
+    np.savez(path, **arrays, compute_s=arrays["spread_s"])
+    with pytest.raises(ProfileError, match=r"unknown arrays \['compute_sec'\]"):
         Profile.load(path)
 
 

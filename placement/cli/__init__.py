@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import argparse
+import errno
 import io
 import json
 import os
@@ -96,6 +97,18 @@ def any_output() -> None:
 def close_output() -> None:
     """Nobody reads standard output any more: what is still to come goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def full_output(error: Exception) -> str | None:
+    """What to say if standard output could not be written; None: it is another error.
+
+    Files say their names in their errors.
+    """
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if not isinstance(error, OSError) or error.filename is not None or error.errno not in full:
+        return None
+    close_output()  # or what it still holds would fail again at the end
+    return f"cannot write standard output: {error.strerror}; send it elsewhere"
 
 
 def print_json(value: Any) -> None:

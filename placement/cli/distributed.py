@@ -33,8 +33,6 @@ def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
     """
     if args.weights and plan.graph.mode == "training":
         raise cli.UsageError("--weights is for inference: training starts from the model's values")
-    if args.timeout <= 0:
-        raise cli.UsageError(f"--timeout {args.timeout:g}: must be positive seconds")
     return _rank(args, plan, batches) if "RANK" in os.environ else _spawn(args, plan)
 
 

@@ -54,8 +54,10 @@ def run(args: argparse.Namespace) -> int:
         return _list(args)
     if args.plan is None and args.options:  # argparse leaves what follows a flag to the options
         args.plan = args.options.pop(0)
-    if args.plan is None or args.to is None or args.out is None:
-        raise cli.UsageError("give a plan, --to NAME and --out FILE; placement export --list")
+    wanted = (("the plan", args.plan), ("--to NAME", args.to), ("--out FILE", args.out))
+    missing = [what for what, given in wanted if given is None]
+    if missing:
+        raise cli.UsageError(f"missing: {', '.join(missing)}; exporters: placement export --list")
     cli.search_here(args.to)
     exporter = exporters.load(args.to, **dict(option(text, "exporter") for text in args.options))
     cli.check_outputs(args.out)

@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         raise cli.UsageError(
             f"--batches {batches}: the plan's order is for {plan.num_microbatches} micro-batches"
         )
+    if not 0 < args.timeout < float("inf"):
+        raise cli.UsageError(f"--timeout {args.timeout:g}: must be positive seconds")
     cli.check_outputs(args.out, args.trace)
     if args.distributed:
         from placement.cli import distributed
