@@ -192,9 +192,14 @@ def test_limits_are_never_silent() -> None:
         small = IdealDp(memory_bytes=1000)(problem)
     with pytest.warns(RuntimeWarning, match="seconds"):
         quick = IdealDp(seconds=1e-9)(equal([], [1.0 + 0.1 * i for i in range(17)], 0.1, 5))
-    with pytest.warns(RuntimeWarning, match="too few for the ideals"):
+    with pytest.warns(RuntimeWarning, match="max_steps = 60000 were over before all stages"):
+        counted = IdealDp(seconds=None, max_steps=60000)(problem)
+    assert exact.stats["sets"] > counted.stats["sets"] > 0
+    with pytest.warns(RuntimeWarning, match="max_steps = 1 are too few for the ideals"):
+        IdealDp(seconds=None, max_steps=1)(problem)
+    with pytest.warns(RuntimeWarning, match="seconds = 1e-09 are too few for the ideals"):
         wide = IdealDp(seconds=1e-9)(equal([], [1.0] * 20, 0.1, 2))
-    for found in (small, quick, wide):
+    for found in (small, quick, counted, wide):
         assert not found.stats["contiguous_optimum"]
         assert "not proved optimal" in found.stats["message"]
         assert np.isfinite(found.value_s)

@@ -676,6 +676,29 @@ def test_best_of_begins_with_what_wins_most_often_for_the_objective() -> None:
         assert list(found.stats["values_s"]) == [*first, "round_robin"]
 
 
+def test_best_of_does_not_look_at_the_clock_unless_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = random_problem(3, 12, 3)
+    load("best_of")(problem)  # its kernels are loaded
+    clock = itertools.count(step=1e6)
+    expected = load("best_of")(problem)
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    found = load("best_of")(problem)
+    assert found.stats["values_s"] == expected.stats["values_s"]
+    assert np.array_equal(found.placement, expected.placement)
+
+
+def test_best_of_begins_with_what_takes_a_moment_where_seconds_are_limited() -> None:
+    problem = random_small(0, objective="period")
+    late, quick = ("m_sct", "antichain_dp", "coarsened"), ("heft", "m_topo", "level_balance")
+    chosen = (*late, "ideal_dp", "critical_path_greedy", *quick)
+    order = list(load("best_of", planners=chosen, seconds=60)(problem).stats["values_s"])
+    assert set(order[:3]) == set(quick) and set(order[-3:]) == set(late)
+    order = list(load("best_of", planners=chosen)(problem).stats["values_s"])
+    assert order[:2] == ["ideal_dp", "level_balance"]
+
+
 def test_best_of_goes_on_while_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """peft took 3 s of 5 for what does not fit: m_etf is begun although it may take as long."""
     now = [0.0]

@@ -166,8 +166,9 @@ def extend(
     begin,
     max_steps,
 ):
-    """The dynamic program over ideals from number ``begin`` on; returns where it stopped, and
-    how many sets it met.
+    """The dynamic program over ideals from number ``begin`` on; returns where it stopped, how
+    many sets it met, and how many steps that took: eight for each set, one for each value that
+    was looked at.
 
     ``value[I, s]`` is the least largest load of a chain of stages that ends in ideal ``I``
     and uses the devices of state ``s``. Each ideal is final when it is reached, because the
@@ -188,7 +189,7 @@ def extend(
         value, from_ideal, from_kind: ``[I, S]``, filled in; a kind of ``K + k`` says that the
             value is the one without a device of kind ``k``.
         best: ``[1]`` only what is better counts; lowered when the full ideal gets better.
-        max_steps: stop after the ideal at which this many sets were met.
+        max_steps: stop after the ideal at which this many steps were made.
     """
     compute, own_bytes, io_s, tied_bytes = costs
     touch_ptr, touch, tied_ptr, tied = touches
@@ -208,9 +209,11 @@ def extend(
     work = np.zeros((num_items + 1, num_kinds))
     io = np.zeros((num_items + 1, num_kinds))
     held = np.zeros(num_items + 1, np.int64)
+    sets = 0
     steps = 0
     for ideal in range(begin, full + 1):
         num_live = 0
+        steps += num_states
         usable[:] = False
         for s in range(num_states):
             v = value[ideal, s]
@@ -270,7 +273,8 @@ def extend(
                     possible = True
             if not possible:
                 continue
-            steps += 1
+            sets += 1
+            steps += 8
             here = links[link, 1]
             for k in range(num_kinds):
                 io[depth + 1, k] = io[depth, k]
@@ -291,6 +295,7 @@ def extend(
                 load = work[depth + 1, k] + io[depth + 1, k]
                 if not usable[k] or load >= best[0] or bytes_now > memory[k]:
                     continue
+                steps += num_live
                 for i in range(num_live):
                     s = live[i]
                     if used[s, k] == count[k]:
@@ -319,5 +324,5 @@ def extend(
             for i in range(tied_ptr[u], tied_ptr[u + 1]):
                 readers[tied[i]] += 1
         if steps >= max_steps:
-            return ideal + 1, steps
-    return full + 1, steps
+            return ideal + 1, sets, steps
+    return full + 1, sets, steps

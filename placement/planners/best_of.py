@@ -15,6 +15,15 @@ from placement.problem import Problem, Solution, lower_bound
 
 # A planner is begun only if this many times what the slowest without a clock took is left.
 _PRUDENCE = 2.0
+# These are linear in the graph: where seconds are limited they come first,
+_QUICK = ("single_device", "heft", "peft", "critical_path_first", "level_balance", "balanced_split",
+          "pipedream", "m_topo", "round_robin", "m_etf", "level_pipeline")  # fmt: skip
+# and these last, which take long whatever they are given. They and ideal_dp need at least so many
+# times what the slowest of the others took (of 5,000 operators): they are begun if that is left.
+_LATE = {"m_sct": 15.0, "coarsened": 15.0, "antichain_dp": 8.0}
+_AT_LEAST = {"ideal_dp": 5.0, **_LATE}
+# What ideal_dp gets where seconds are not limited: a second or less, and the same on every machine.
+_IDEALS = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}
 # Where the load of devices counts splits come first, where one micro-batch does list schedules.
 _SPLITS = ("single_device", "ideal_dp", "level_balance", "balanced_split", "pipedream",
            "contiguous_dp", "level_pipeline", "critical_path_greedy")  # fmt: skip
@@ -41,9 +50,12 @@ class BestOf:
 
     Attributes:
         planners: names, as ``placement.planners.load`` takes them.
-        ideal_seconds: most that ``ideal_dp`` gets: on wide graphs it would take any time. The
-            others need about 20 s together for 2,500 operators and far less for hundreds.
-        seconds, evaluations: budget of all together; None is no limit. A planner with a clock
+        ideal_seconds: most that ``ideal_dp`` gets of limited ``seconds``: on wide graphs it would
+            take any time. Without them it ends after so many steps instead, about a second of
+            them: what is found does not depend on the clock.
+        seconds, evaluations: budget of all together; None is no limit, and takes about 20 s for
+            2,500 operators and far less for hundreds. Of limited seconds list schedules and
+            splits that take a moment come first. A planner with a clock
             gets half of the seconds that are left (``critical_path_greedy`` four fifths for
             ``latency``, as long as it may still win), the last one all. Once something fits, any
             other is begun only where several times what the slowest without a clock took is left.
@@ -90,12 +102,13 @@ class BestOf:
         chosen = [(name, load(name)) for name in self._order(problem)]
         values: dict[str, float] = {}
         skipped: dict[str, str] = {}
-        winner, slowest_s = "", 0.0
+        winner, slowest_s, quick_s = "", 0.0, 0.0
         tries = 3 if problem.memory_may_bind else 1  # see _list_schedule.first_that_fits
         for i, (name, planner) in enumerate(chosen):
             own: set[str] = {f.name for f in fields(planner)} if is_dataclass(planner) else set()
             anyway = name in _WALKS or search.best_cost >= INFEASIBLE
-            in_time = anyway or search.seconds_left > _PRUDENCE * slowest_s
+            needed_s = max(_PRUDENCE * slowest_s, _AT_LEAST.get(name, 0.0) * quick_s)
+            in_time = anyway or search.seconds_left > needed_s
             in_number = "evaluations" in own or search.num_left >= tries or not values
             if not (search.left and in_time and in_number):
                 skipped[name] = "nothing is left of the budget"
@@ -105,8 +118,9 @@ class BestOf:
                 share = max(share, _LATENCY_SHARE)
             if isinstance(planner, CriticalPathGreedy) and np.isfinite(search.seconds_left):
                 planner = replace(planner, beat=search.best_cost)
-            if isinstance(planner, IdealDp):
-                planner = replace(planner, seconds=self.ideal_seconds)
+            if isinstance(planner, IdealDp) and self.seconds is None:
+                planner = replace(planner, **_IDEALS)
+            elif isinstance(planner, IdealDp):
                 share = min(share, self.ideal_seconds / max(search.seconds_left, 1e-9))
             before, began = search.best_cost, search.seconds
             try:
@@ -116,8 +130,11 @@ class BestOf:
             except PlannerError as error:
                 skipped[name] = str(error)
                 continue
+            took_s = search.seconds - began
             if "seconds" not in own:
-                slowest_s = max(slowest_s, search.seconds - began)
+                slowest_s = max(slowest_s, took_s)
+            if name in _QUICK:
+                quick_s = max(quick_s, took_s)
             winner = name if search.best_cost < before else winner
         if not values:
             raise PlannerError("; ".join(skipped.values()))
@@ -129,6 +146,8 @@ class BestOf:
         loads = problem.objective in ("period", "max_load", "energy")
         first = _SPLITS if loads else _LISTS
         order = sorted(self.planners, key=lambda name: (*first, name).index(name))
+        if self.seconds is not None:
+            order.sort(key=lambda name: (name in _LATE) - (name in _QUICK))
         if self.evaluations is not None:
             order.sort(key=_SEVERAL.__contains__)
         return order

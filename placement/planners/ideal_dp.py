@@ -32,7 +32,7 @@ Edges = set[tuple[int, int]]
 
 _TRIVIAL_S = 1e-9
 _FAR = 1e300  # a load that every split beats
-_STEPS = 2_000_000  # sets of items and devices between two looks at the clock
+_STEPS = 2_000_000  # between two looks at the clock
 _RUNS = 50  # of items, where there is no time to look at each
 
 
@@ -63,21 +63,29 @@ class IdealDp:
             the linearised split of 50 runs are made in any case: less than a second for
             10,000 operators.
         max_states: sets of devices, ``prod(devices of a kind + 1)``.
+        max_steps: of the programs over prefixes and ideals, as ``_ideals.extend`` counts them;
+            None is no limit. With it and without ``seconds`` the answer is the same on every
+            machine: a hundred million take half a second. The linearised split of 50 runs is
+            made in any case.
     """
 
     memory_bytes: int = 2**30
     seconds: float | None = 60.0
     max_states: int = 4096
+    max_steps: int | None = None
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "memory_bytes", "max_states")
+        check_least(self, 1, "memory_bytes", "max_states", "max_steps")
         check_least(self, 0, "seconds")
 
     def __call__(self, problem: Problem) -> Solution:
         """Raises: PlannerError, more than ``max_states`` sets of devices."""
         load_kernels()
         started = time.perf_counter()
-        deadline = started + (np.inf if self.seconds is None else self.seconds)
+        left = _Left(
+            started + (np.inf if self.seconds is None else self.seconds),
+            np.inf if self.max_steps is None else self.max_steps,
+        )
         item, edges = contract(problem)
         b = blocks(problem, item)
         kinds = _kinds(problem, b)
@@ -90,24 +98,24 @@ class IdealDp:
         linear, exact, message, num_ideals = _Split(), _Split(), "", 0
         if np.isfinite(kinds.floor_s):
             orders = _orders(b.num_blocks, edges)
-            lines = [_linearised(problem, b, o, kinds, deadline) for o in orders]
+            lines = [_linearised(problem, b, o, kinds, left) for o in orders]
             linear = min(lines, key=_load)
             if linear.load_s == _FAR and not all(line.complete for line in lines):
                 linear = _coarse(problem, item, b, kinds)
             ideals: _Ideals | int = 0
-            if time.perf_counter() < deadline:
-                ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes, deadline)
+            if left:
+                ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes, left.deadline)
             if isinstance(ideals, int):
                 message = (
                     f"the ideals need more than memory_bytes = {self.memory_bytes}"
                     if ideals >= self.memory_bytes
-                    else f"seconds = {self.seconds} are too few for the ideals"
+                    else f"{left.over(self)} are too few for the ideals"
                 )
             else:
                 num_ideals = ideals.count
-                exact = _solve(problem, b, ideals, kinds, linear.load_s, deadline)
+                exact = _solve(problem, b, ideals, kinds, linear.load_s, left)
                 if not exact.complete:
-                    message = f"seconds = {self.seconds} were over before all stages were seen"
+                    message = f"{left.over(self)} were over before all stages were seen"
         best = min(linear, exact, key=_load)
         ended = time.perf_counter()
         stats: dict[str, Any] = {
@@ -135,6 +143,22 @@ class IdealDp:
         if not np.isfinite(value):  # the split counts parameters, a timeline activations too
             stats["infeasible"] = why_infinite(problem, placement)
         return Solution(placement, value, bound, stats)
+
+
+@dataclass
+class _Left:
+    """What is left of a budget: until when (of ``time.perf_counter``), and how many steps."""
+
+    deadline: float = np.inf
+    steps: float = np.inf
+
+    def __bool__(self) -> bool:
+        return self.steps > 0 and time.perf_counter() < self.deadline
+
+    def over(self, planner: IdealDp) -> str:
+        """The limit that was hit."""
+        what = "seconds" if self.steps > 0 else "max_steps"
+        return f"{what} = {getattr(planner, what)}"
 
 
 def contract(problem: Problem) -> tuple[Ints, Edges]:
@@ -417,7 +441,7 @@ def _orders(n: int, edges: Edges) -> Iterator[NDArray[np.intp]]:
 
 
 def _linearised(
-    problem: Problem, b: Blocks, order: NDArray[np.intp], kinds: _Kinds, deadline: float
+    problem: Problem, b: Blocks, order: NDArray[np.intp], kinds: _Kinds, left: _Left
 ) -> _Split:
     """The best split of items in this order; the first guesses of its load keep it short."""
     n = len(order)
@@ -441,7 +465,7 @@ def _linearised(
     least = prefixes.work_s[-1]
     split = _Split()
     for guess in (1.01 * least, 1.05 * least, 1.2 * least, 2 * least, 8 * least, _FAR):
-        split = _solve(problem, line, prefixes, in_order, guess, deadline)
+        split = _solve(problem, line, prefixes, in_order, guess, left)
         if split.load_s < _FAR or not split.complete:
             break
     return replace(split, stages=[(kind, order[items]) for kind, items in split.stages])
@@ -457,15 +481,15 @@ def _coarse(problem: Problem, item: Ints, b: Blocks, kinds: _Kinds) -> _Split:
     runs = blocks(problem, run[item].astype(np.int32))
     work = np.bincount(run, weights=kinds.work).astype(np.float64)
     order = np.arange(runs.num_blocks)
-    split = _linearised(problem, runs, order, replace(kinds, work=work), np.inf)
+    split = _linearised(problem, runs, order, replace(kinds, work=work), _Left())
     if split.load_s == _FAR:
-        return _linearised(problem, b, np.arange(n), kinds, np.inf)
+        return _linearised(problem, b, np.arange(n), kinds, _Left())
     stages = [(kind, np.flatnonzero(np.isin(run, members))) for kind, members in split.stages]
     return replace(split, stages=stages)
 
 
 def _solve(
-    problem: Problem, b: Blocks, ideals: _Ideals, kinds: _Kinds, below_s: float, deadline: float
+    problem: Problem, b: Blocks, ideals: _Ideals, kinds: _Kinds, below_s: float, left: _Left
 ) -> _Split:
     """The best split whose load is below ``below_s``."""
     tables = move_tables(problem, b)
@@ -480,7 +504,7 @@ def _solve(
     used = kinds.used
     total = ideals.work_s[-1]
     # The slack is for rounding: a state must not be dropped because of it.
-    left = np.maximum(total - ideals.work_s - 1e-9 * total, 0.0)
+    remaining = np.maximum(total - ideals.work_s - 1e-9 * total, 0.0)
     shape = (ideals.count, kinds.num_states)
     value = np.full(shape, np.inf)
     # Below what no split can beat, loads need not be told apart: fewer devices then win.
@@ -488,22 +512,23 @@ def _solve(
     from_ideal, from_kind = np.zeros(shape, np.int32), np.zeros(shape, np.int8)
     best = np.array([below_s])
     at = sets = 0
-    while at < ideals.count and time.perf_counter() < deadline:
-        at, met = _ideals.extend(
+    while at < ideals.count and left:
+        at, met, made = _ideals.extend(
             ideals.spans,
             ideals.links,
             costs,
             touches,
             (kinds.memory_bytes, used, kinds.count, kinds.step),
-            (left, (kinds.count - used) @ kinds.price),
+            (remaining, (kinds.count - used) @ kinds.price),
             value,
             from_ideal,
             from_kind,
             best,
             at,
-            max(1, _STEPS // kinds.num_states),
+            int(min(_STEPS, left.steps)),
         )
         sets += met
+        left.steps -= made
     complete = at >= ideals.count
     state = int(value[-1].argmin())
     if not value[-1, state] < below_s:
@@ -546,4 +571,4 @@ def load_kernels() -> None:
     kinds = _kinds(one, b)
     ideals = _enumerate(2, {(0, 1)}, kinds, 2**20, np.inf)
     assert isinstance(ideals, _Ideals)
-    _solve(one, b, ideals, kinds, _FAR, np.inf)
+    _solve(one, b, ideals, kinds, _FAR, _Left())

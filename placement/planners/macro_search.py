@@ -104,9 +104,13 @@ class MacroSearch:
 
 
 def _run_ideal_dp(search: Search, seconds: float | None) -> list[Choice]:
-    """Consider the best contiguous split, or the best that a fifth of the time allows."""
+    """Consider the best contiguous split, or the best that a fifth of the time allows.
+
+    Where time is not limited it is the linearised one: it must not depend on the clock.
+    """
     try:
-        planner = IdealDp(memory_bytes=1) if seconds is None else IdealDp(seconds=0.2 * seconds)
+        counted = IdealDp(seconds=None, memory_bytes=1, max_steps=2**27)
+        planner = counted if seconds is None else IdealDp(seconds=0.2 * seconds)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             answer = planner(search.problem.with_objective("max_load"))
