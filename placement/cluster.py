@@ -21,7 +21,9 @@ from placement.files import write_atomic
 Floats = NDArray[np.float64]
 
 
-LONGEST_S = 1e100  # that anything may take: sums of such times are far from what floats hold
+# That anything may take (30,000 years), or a byte: sums over operators, or over all the bytes that
+# a graph may have, stay below what planners take for infeasible (1e30).
+LONGEST_S = 1e12
 
 
 class ClusterError(ValueError):

@@ -43,13 +43,13 @@ def _check(
     ):
         expected = ", ".join("T" if x is None else str(x) for x in shape)
         raise ProfileError(f"{what} has shape {array.shape}, expected [{expected}]")
-    limit, unit = LONGEST_S, "a time"
+    limit, unit = LONGEST_S, "a time in seconds"
     if what == "workspace_bytes":
         limit, unit = MOST_BYTES, "a number of bytes"
     bad = ~((array >= 0) & (array <= limit) | excused)  # comparisons with NaN are false
     if bad.any():
         at = tuple(np.argwhere(bad)[0].tolist())
-        raise ProfileError(f"{what}{list(at)} = {array[at]} is not {unit}")
+        raise ProfileError(f"{what}{list(at)} = {array[at]} is not {unit} of 0 to {limit:g}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,8 @@ class Profile:
 
     Attributes:
         device_names: ``[D]``.
-        compute_s: float64 ``[N, D]`` median seconds alone on the machine; inf = cannot run there.
+        compute_s: float64 ``[N, D]`` median seconds alone on the machine; inf = cannot run there,
+            which no large number says (of any time at most 1e12 are allowed).
         spread_s: float64 ``[N, D]`` interquartile range over the repeats.
         loaded_s: float64 ``[N, D]`` seconds while every *other* device is busy too (shared
             caches, memory bandwidth, interpreter), or None where that was not measured.
@@ -114,7 +115,7 @@ class Profile:
                 _check(what, array, shape, excused)
                 object.__setattr__(self, what, array)
         if not 0 <= self.batch_s < LONGEST_S:
-            raise ProfileError(f"batch_s = {self.batch_s} is not a time")
+            raise ProfileError(f"batch_s = {self.batch_s} is not a time below {LONGEST_S:g} s")
         stuck = np.flatnonzero(np.isinf(self.compute_s).all(axis=1))
         if len(stuck):
             raise ProfileError(f"operator {int(stuck[0])} can run on no device of the profile")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from problems import random_problem
 
 from placement import importers
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
+from placement.cluster import LONGEST_S, Cluster, Device, Link
+from placement.graph import MOST_BYTES, OpGraph
 from placement.planners import PlannerError, load, names
 from placement.planners._search import (
     Position,
@@ -833,6 +833,15 @@ def test_device_classes_by_definition(seed: int, num_devices: int) -> None:
                 a for a in range(b) if classes[a] not in classes[:a] and may_be_swapped(p, a, b)
             ]
             assert (classes[b] == classes[first[0]]) if first else (classes[b] not in classes[:b])
+
+
+@pytest.mark.parametrize("name", ["heft", "local_search"])
+def test_the_longest_times_are_not_taken_for_infeasible(name: str) -> None:
+    seconds = np.full((3, 2), LONGEST_S)
+    seconds[1, 0] = seconds[2, 1] = np.inf
+    size = MOST_BYTES // 3
+    problem = make(seconds, chain(3), tensor_bytes=size, memory_bytes=2**62, bandwidth=2e-12)
+    assert 1e27 < load(name)(problem).value_s < np.inf
 
 
 def test_a_budget_must_be_positive() -> None:

@@ -62,7 +62,7 @@ def assert_same(a: Profile, b: Profile) -> None:
         ({"compute_s": np.array([[1.0, -1.0]])}, r"compute_s\[0, 1\] = -1.0 is not a time"),
         ({"compute_s": np.array([[1.0, 1.0], [np.nan, 1.0]])}, r"compute_s\[1, 0\] = nan"),
         ({"compute_s": np.array([[1.0, 1.0], [np.inf] * 2])}, "operator 1 can run on no device"),
-        ({"compute_s": np.array([[1.0, 1e301]])}, r"compute_s\[0, 1\] = 1e\+301 is not a time"),
+        ({"compute_s": np.array([[1.0, 2e20]])}, r"compute_s\[0, 1\] = 2e\+20 is not .* to 1e\+12"),
         ({"loaded_s": np.ones((2, 1))}, r"loaded_s has shape \(2, 1\), expected \[2, 2\]"),
         ({"loaded_s": np.full((2, 2), np.inf)}, r"loaded_s\[0, 0\] = inf is not a time"),
         ({"transfer_s": np.full((1, 2, 2), np.nan)}, r"transfer_s\[0, 0, 0\] = nan"),
@@ -189,7 +189,7 @@ def test_a_profile_that_was_edited_by_hand_is_refused_with_the_number(tmp_path: 
     np.savez(path, **arrays)
     with pytest.raises(
         ProfileError,
-        match=r"p.npz: compute_s\[0, 0\] = -1.0 is not a time; measure again: placement profile",
+        match=r"p.npz: compute_s\[0, 0\] = -1.0 is not a time .*; measure again: placement",
     ):
         Profile.load(path)
     arrays["compute_sec"] = arrays.pop("compute_s")

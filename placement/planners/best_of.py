@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ _QUICK = ("single_device", "heft", "peft", "critical_path_first", "level_balance
 _LATE = {"m_sct": 15.0, "coarsened": 15.0, "antichain_dp": 8.0}
 _AT_LEAST = {"ideal_dp": 5.0, **_LATE}
 # What ideal_dp gets where seconds are not limited: a second or less, and the same on every machine.
-_IDEALS = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}
+_IDEALS: dict[str, Any] = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}
 # Where the load of devices counts splits come first, where one micro-batch does list schedules.
 _SPLITS = ("single_device", "ideal_dp", "level_balance", "balanced_split", "pipedream",
            "contiguous_dp", "level_pipeline", "critical_path_greedy")  # fmt: skip
