@@ -26,9 +26,9 @@ class Mip:
     stage is switched by big-M rows. Under another objective the split of least ``max_load``
     is scored by it, ``stats["solved"]`` says so.
 
-    Ctrl-C is heard when HiGHS returns, at the latest when ``seconds`` are over: SciPy cannot be told
-    to stop, and HiGHS left behind in a thread aborts the process at its end. ``cp_sat`` hears it at
-    once.
+    Ctrl-C is heard when HiGHS returns, at the latest when ``seconds`` are over: SciPy cannot be
+    told to stop, and HiGHS left behind in a thread aborts the process at its end. ``cp_sat`` hears
+    it at once.
 
     ``lower_bound_s`` holds for every split, up to the solver's tolerance of 1e-6, which is
     taken off; what is proved for contiguous ones only is ``stats["contiguous_bound_s"]``.
