@@ -558,8 +558,8 @@ class _Watch(BaseCallback):
         keys, at, has_gauss, gauss = state["numpy"]
         np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), at, has_gauss, gauss))
         self.env.restore(json.loads(state["env"]))
-        self.model._last_obs = self.env.reset()  # type: ignore[assignment]
         self.env.rules.num_evaluations = state["evaluations"]
+        self.model._last_obs = self.env.reset()  # type: ignore[assignment]  # may evaluate starts
         self.model._last_episode_starts = np.ones(self.env.num_envs, bool)
 
     def _record(self, last: bool = False) -> bool:

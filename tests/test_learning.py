@@ -243,6 +243,23 @@ def test_an_order_that_is_not_returned_does_not_make_the_answer_worse(seed: int)
     assert policy.best[0].value_s == score(problem, policy.best[0].placement)[0]
 
 
+@pytest.mark.parametrize("formulation", ["refine", "sequential"])
+def test_every_evaluation_is_counted(formulation: Any, tmp_path: Path) -> None:
+    problem, made = layered(0, 3, 3, 2), 0
+
+    def count(problem: Problem, placements: Any) -> Any:
+        nonlocal made
+        made += len(placements)
+        return score(problem, placements)
+
+    config = TrainConfig(
+        formulation=formulation, total_steps=128, num_envs=4, steps_per_env=8, moves=6, num_checks=4
+    )
+    warm = [load("heft")(problem).placement]
+    policy = train([problem], config=config, warm=warm, evaluator=count)
+    assert policy.card["evaluations"] == made
+
+
 def test_what_patience_ended_stays_ended(tmp_path: Path) -> None:
     config = TrainConfig(
         total_steps=2000, num_envs=4, steps_per_env=8, patience=1, num_checks=20, network=SMALL
