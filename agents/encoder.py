@@ -53,8 +53,8 @@ class NetworkConfig:
         hidden: ``H``, width of every layer.
         layers: rounds of message passing, each in both directions; 0: no message passing.
         changes: groups that an untrained policy moves away from the warm start per placement,
-            on average; at most ``max_change`` of them.
-        max_change: see there.
+            on average, above 0; at most ``max_change`` of them.
+        max_change: a share, above 0 and below 1.
         finish_weight: without a warm start, a policy that places one group at a time starts
             close to list scheduling: logits fall with this times the log finish time.
         scorer: width of the network that scores the moves of a guided search.
@@ -85,6 +85,11 @@ class NetworkConfig:
         for what in ("attention", "clusters"):
             if not 0 <= getattr(self, what) <= 4096:
                 raise PolicyError(f"{what} = {getattr(self, what)} must be 0..4096")
+        # A share of 0 or 1 has no logarithm.
+        if not 0 < self.changes < float("inf"):
+            raise PolicyError(f"changes = {self.changes} must be a positive number of groups")
+        if not 0 < self.max_change < 1:
+            raise PolicyError(f"max_change = {self.max_change} must be a share above 0 and below 1")
 
 
 MOVING = ("refine", "sweep")  # formulations that move groups of a placement, one at a time

@@ -339,6 +339,7 @@ HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "lay
         ({}, {"more": np.zeros(3)}, r"weights do not fit .*other layers: \['more'\]"),
         ({"network": {"hidden": 4000000000}}, {}, "weights do not fit"),  # nothing is allocated
         ({"network": {"layers": 10**9}}, {}, "layers = 1000000000 must be 0..64"),
+        ({"network": {"changes": 0.0}}, {}, "changes = 0.0 must be a positive number"),
         ({"network": {"hidden": "16"}}, {}, "weights do not fit"),
         ({"network": {"width": 1}}, {}, "unexpected keyword argument 'width'"),
         ({"network": []}, {}, "weights do not fit"),
@@ -690,3 +691,9 @@ def test_policies_of_the_wrong_formulation() -> None:
         NetworkConfig(encoder="other")  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="hidden = 6 must be a positive multiple of 4"):
         NetworkConfig(hidden=6)
+    for changes in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(PolicyError, match=f"changes = {changes} must be a positive number"):
+            NetworkConfig(changes=changes)
+    for share in (0.0, 1.0, float("nan")):
+        with pytest.raises(PolicyError, match=f"max_change = {share} must be a share above 0"):
+            NetworkConfig(max_change=share)
