@@ -158,6 +158,14 @@ def test_an_option_below_one_is_an_error() -> None:
             load("macro_search", **{option: 0})(small(0))
 
 
+def test_a_start_that_needs_more_than_its_share_is_named_with_what_the_user_gave() -> None:
+    told = "start = 'coarsened' gets 25% of evaluations = 7, and at least one: evaluations = 1"
+    with pytest.raises(PlannerError, match=told):
+        load("local_search", start="coarsened", evaluations=7)(small(0))
+    found = load("local_search", start="coarsened", evaluations=8)(small(0))
+    assert found.stats["evaluations"] <= 8
+
+
 def test_macro_search_beats_the_contiguous_optimum_of_a_public_workload(shared: Path) -> None:
     path = shared / "data/dnn_partitioning/throughput/operator/bert_l-3_training.json"
     problem = load_workload(path)

@@ -318,13 +318,24 @@ def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
 
     ``start`` is a planner or its name, or ``random``; it is scored, its evaluations count. Of
     what is limited it gets ``START_SHARE``.
+
+    Raises:
+        PlannerError: a budget that is not positive, or a start that cannot be run with its share.
     """
     search = Search(problem, planner.seconds, planner.evaluations, DEFAULT_EVALUATIONS)
     rng = np.random.default_rng(planner.seed)
     if planner.start == "random":
         search.cost(random_choice(rng, search.allowed))
-    else:
+        return search, rng
+    try:
         search.run(planner.start, START_SHARE, START_SHARE)
+    except PlannerError as error:
+        if planner.evaluations is None:
+            raise
+        raise PlannerError(
+            f"start = {planner.start!r} gets {START_SHARE:.0%} of evaluations = "
+            f"{planner.evaluations}, and at least one: {error}"
+        ) from error
     return search, rng
 
 
