@@ -141,7 +141,12 @@ class PolicyPlanner:
         margin = search.problem.profile.error if self.margin is None else self.margin
         if found.value_s <= (1 - margin) * start.value_s:
             return found
-        return replace(start, stats=found.stats | {"margin": margin})
+        # What was found and is not taken is in ``best_value_s`` alone.
+        curve = [(at, n, max(value, start.value_s)) for at, n, value in found.stats["curve"]]
+        stats = found.stats | {"margin": margin, "curve": curve}
+        stats.pop("list_order_value_s", None)
+        ordered = {k: v for k, v in start.stats.items() if k == "list_order_value_s"}
+        return replace(start, stats=stats | ordered)
 
     def _plan(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
         search, start, stats = self._start(problem, name)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import problems, random_placement, random_problem
 from test_envs import chain
+from test_learning import layered
 
 from agents.encoder import (
     ILLEGAL,
@@ -424,10 +425,14 @@ def test_less_than_predictions_err_is_no_gain(mode: Any) -> None:
         assert answer.value_s == expected.value_s
         np.testing.assert_array_equal(answer.placement, expected.placement)
         assert ("margin" in answer.stats) is not taken
+        assert answer.stats["curve"][-1][2] == answer.value_s
         # Whoever asks for it gets the best in any case, or another margin.
         anyway = PolicyPlanner(**options, margin=0.0)(replace(problem, profile=profile))
         assert anyway.value_s == best.value_s
     assert PolicyPlanner(**options, margin=1.1 * gain)(problem).value_s == start.value_s
+    ordered = {"seed_policy": None, "margin": 0.99, "chooser": "hand"}
+    answer = PolicyPlanner(**options | ordered)(layered(133, 3, 3, 2).with_objective("latency"))
+    assert "list_order_value_s" not in answer.stats
     for margin in (-0.1, 1.0):
         with pytest.raises(PolicyError, match=f"margin = {margin} must be a share, 0 <= margin"):
             PolicyPlanner(margin=margin)
