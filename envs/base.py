@@ -16,7 +16,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs.perturbation import Perturbation
-from envs.problems import EnvError, Evaluator, Floats, ProblemSet, Runtime
+from envs.problems import ONE_RUNTIME, EnvError, Evaluator, Floats, ProblemSet, Runtime
 from placement.problem import Planner, Problem, ProblemError
 from placement.simulator import score, simulate
 
@@ -114,15 +114,16 @@ class PlacementEnv(gym.Env[Observation, Any]):
         reference_s: ``[P]`` seconds of reward 0; by default what ``baseline`` reaches, and
             without a baseline the best single device.
         baseline: see there.
-        evaluator: ``placement.simulator.score``, or ``Measured(Executor)``, or any object whose
-            ``run(placement)`` returns a ``Timeline``.
+        evaluator: ``placement.simulator.score``, or ``Measured(Executor)``, or, of one problem,
+            any object whose ``run(placement)`` returns a ``Timeline``.
         perturbation: also play on other machines than the problems' own; the variants are
             problems ``P``, ``P + 1``, ... and need no reference.
         render_mode: ``"ansi"``: ``render()`` returns the last placement's Gantt chart as text.
         options: what the environment's rules take besides.
 
     Raises:
-        EnvError: no problems, wrong references, an unknown render mode or problem number.
+        EnvError: no problems, wrong references, one runtime for several problems, an unknown
+            render mode or problem number.
     """
 
     rules_of: ClassVar[Callable[..., Rules]]
@@ -144,6 +145,8 @@ class PlacementEnv(gym.Env[Observation, Any]):
     ) -> None:
         if render_mode not in (None, "ansi"):
             raise EnvError(f"render_mode = {render_mode!r} is unknown; use 'ansi' or None")
+        if perturbation is not None and hasattr(evaluator, "run"):
+            raise EnvError(ONE_RUNTIME.format("a perturbation makes others"))
         self.problems = ProblemSet.build(problems, reference_s, baseline, evaluator)
         if perturbation is not None:
             self.problems = self.problems.and_more(

@@ -26,6 +26,11 @@ INFEASIBLE_REWARD = -5.0
 MAX_ID = 2**24 - 1  # the largest integer that survives stable-baselines3's cast to float32
 
 
+ONE_RUNTIME = (
+    "a runtime runs one problem, and {}: give Measured(runtime_of), a function of the problem"
+)
+
+
 class EnvError(ValueError):
     """An environment was given something it cannot use; the message says what to give."""
 
@@ -105,11 +110,14 @@ class ProblemSet:
         """``reference_s`` if given, else what ``baseline`` reaches, else the best single device.
 
         Raises:
-            EnvError: no problems, or references that are not one positive number per problem.
+            EnvError: no problems, references that are not one positive number per problem, or one
+                runtime for several problems.
         """
         if isinstance(problems, Problem) or not len(problems):
             raise EnvError("problems must be a list with at least one Problem: problems=[problem]")
         if hasattr(evaluator, "run"):
+            if len(problems) > 1:
+                raise EnvError(ONE_RUNTIME.format(f"there are {len(problems)} problems"))
             runtime: Any = evaluator
             evaluator = Measured(lambda _: runtime)
         if reference_s is None:

@@ -241,6 +241,10 @@ def test_a_runtime_as_back_end(tmp_path: Path) -> None:
     assert again(problem, np.array([[0, 0]])) == pytest.approx(known)
     made = again.trials(problem).runtime
     assert isinstance(made, Runtime) and made.runs == 0
+    with pytest.raises(EnvError, match="one problem, and there are 2 problems: give Measured"):
+        DevicePlacementEnv([problem, chain([[2, 1]] * 2)], evaluator=runtime)
+    with pytest.raises(EnvError, match="one problem, and a perturbation makes others"):
+        DevicePlacementEnv([problem], evaluator=runtime, perturbation=Perturbation())
     with pytest.raises(TrialError, match=r"not max_load; use problem.with_objective\('period'\)"):
         DevicePlacementEnv([problem.with_objective("max_load")], evaluator=runtime)
 
