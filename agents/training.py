@@ -42,6 +42,7 @@ from envs.base import Rules
 from envs.guided import GuidedSearchRules
 from envs.order_search import OrderSearchRules
 from envs.problems import (
+    ONE_RUNTIME,
     Evaluator,
     ProblemSet,
     Runtime,
@@ -230,9 +231,11 @@ def train(
             f"parallel = {parallel!r} with one worker is slower than serial: give TrainConfig "
             f"workers=2 or more (training.workers=2), about one per core"
         )
-    formulation = config.formulation if policy is None else policy.formulation
-    if policy is not None and formulation == "group_place":
-        config = replace(config, network=policy.net.config)  # how many clusters there are
+    if policy is not None:  # options of another formulation are an error
+        config = replace(config, formulation=policy.formulation, network=policy.net.config)
+    formulation = config.formulation
+    if held_out and hasattr(evaluator, "run"):
+        raise PolicyError(ONE_RUNTIME.format("problems are held out"))
     whole = problems
     if config.groups:
         problems = [grouped(p, config.groups) for p in problems]
@@ -535,8 +538,9 @@ class _Watch(BaseCallback):
         other = [what for what, value in self.origin.items() if begun.get(what) != value]
         if version != 1 or other:
             raise PolicyError(
-                f"{path}: a checkpoint of another training (it differs in: {', '.join(other)}); "
-                f"resume with what it began with, or delete it to begin anew"
+                f"{path}: a checkpoint of another training (it differs in: {', '.join(other)}"
+                f"{_differences(begun, self.origin)}); resume with what it began with, go on from "
+                f"its policy with other settings (policy=), or delete it to begin anew"
             )
         self.resumed = state
         model.num_timesteps, model._n_updates = state["steps"], state["updates"]
@@ -706,6 +710,19 @@ def _origin(
         "their warm starts": ids([] if kept is None else kept.starts),
     }
     return {what: json.dumps(value) for what, value in found.items()}
+
+
+def _differences(begun: dict[str, str], now: dict[str, str]) -> str:
+    """Which fields of the configuration differ, as text: of a checkpoint, and now."""
+
+    def fields(origin: dict[str, str]) -> dict[str, Any]:
+        config = json.loads(origin.get("configuration", "{}"))
+        inner = config.pop("network", {})
+        return config | {f"network.{what}": value for what, value in inner.items()}
+
+    was = fields(begun)
+    other = [f"{k} = {was.get(k)}, now {v}" for k, v in fields(now).items() if was.get(k) != v]
+    return f": {'; '.join(other)}" if was and other else ""
 
 
 class _HeldOut(NamedTuple):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import csv
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,10 @@ def test_going_on_from_a_policy() -> None:
     )
     second = train([problem], config=frozen, policy=first)
     assert second.formulation == "sequential"  # the policy's, not the configuration's
+    told = second.card["config"]
+    assert (told["formulation"], told["network"]) == ("sequential", asdict(SMALL))
+    with pytest.raises(PolicyError, match=r"elite = 0.2 must be .* it is sequential"):
+        train([problem], config=replace(frozen, elite=0.2), policy=first)
     assert all(torch.equal(before[k], v) for k, v in second.net.state_dict().items())
     # The policy that training began with is left as it was.
     train([problem], config=TrainConfig(total_steps=200), policy=first)
@@ -176,6 +181,9 @@ def test_what_users_get_wrong() -> None:
             TrainConfig(**{what: -3})  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="'other' is unknown; use one of"):
         TrainConfig(formulation="other")  # type: ignore[arg-type]
+    runtime: Any = SimpleNamespace(run=None)
+    with pytest.raises(PolicyError, match="one problem, and problems are held out: give Measured"):
+        train([chain([[1]])], evaluator=runtime, held_out=[chain([[2]])])
     with pytest.raises(PolicyError, match="1 warm starts for 2 problems"):
         train([chain([[1]]), chain([[1]])], warm=[None])
 
@@ -284,7 +292,8 @@ def test_checkpoints_of_something_else(tmp_path: Path) -> None:
     profile = problem.profile
     slow = replace(profile, compute_s=profile.compute_s * 1000)
     refused("problems", replace(problem, profile=slow))
-    refused("configuration", config=replace(config, seed=1))
+    wider = replace(config, seed=1, network=replace(SMALL, hidden=16))
+    refused("configuration: seed = 0, now 1; network.hidden = 32, now 16", config=wider)
     refused("warm starts", warm=[np.zeros(9, np.int32)])
     refused("reference_s", reference_s=[1.0])
     refused("held-out problems, their warm starts", held_out=[problem])
