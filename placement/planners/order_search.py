@@ -17,7 +17,7 @@ from placement.simulator import simulate
 
 WARM, COLD = 5e-4, 1e-5  # temperatures at first and at last
 # Where else to begin, and the share of what is left then that finding it may take.
-STARTS = (("heft", 0.1), ("critical_path_first", 0.1), ("critical_path_greedy", 0.3))
+STARTS = (("heft", 0.1), ("critical_path_first", 0.1), ("critical_path_greedy", 0.15))
 # Searches that go on, the share of the budget of each, and how far they cool down meanwhile.
 _STAGES = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
 WIDTH = 16  # moves offered at each step
