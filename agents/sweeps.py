@@ -226,6 +226,8 @@ class Aggregate:
 
     Attributes:
         setting: what else was swept, e.g. ``patience=3``.
+        speedup: over the best single device; nan where none holds the workload, and over workloads
+            of those that one holds.
         num_unanswered: seeds x workloads without an answer; the best single device stands in.
     """
 
@@ -277,9 +279,11 @@ def aggregate(jobs: Sequence[SweepJob]) -> Report:
         setting = " ".join(f"{k.split('.')[-1]}={job.overrides[k]}" for k in varied)
         seed = job.overrides.get("seed", "") if row.seed is None else str(row.seed)
         speedup = row.measured_speedup if is_measured else row.speedup
+        if speedup is None:
+            speedup = 1.0 if _runs_on_one(job.rows, row.workload) else np.nan
         value_s = row.value_s if np.isfinite(row.value_s) else _alone_s(job.rows, row.workload)
         seeds = samples.setdefault((setting, row.planner, row.workload), {})
-        seeds.setdefault(seed, []).append((value_s, speedup or 1.0, not np.isfinite(row.value_s)))
+        seeds.setdefault(seed, []).append((value_s, speedup, not np.isfinite(row.value_s)))
     cells = {key: {s: _middle(v) for s, v in seeds.items()} for key, seeds in samples.items()}
     workloads = list(dict.fromkeys(w for _, _, w in cells))
     found = [_mean(key, list(seeds.values())) for key, seeds in cells.items()]
@@ -291,7 +295,7 @@ def aggregate(jobs: Sequence[SweepJob]) -> Report:
                 over = [_over_workloads([seeds[s] for seeds in each]) for s in whole]
                 found.append(_mean((setting, planner, None), over))
     order = {w: i for i, w in enumerate((*workloads, None))}
-    found.sort(key=lambda a: (order[a.workload], -a.speedup, a.value_s, a.label))
+    found.sort(key=lambda a: (order[a.workload], -np.nan_to_num(a.speedup), a.value_s, a.label))
     return Report(tuple(jobs), tuple(found), is_measured)
 
 
@@ -304,6 +308,11 @@ def _varied(jobs: Sequence[SweepJob]) -> list[str]:
     begun = [job.overrides for job in jobs if job.overrides]
     keys = dict.fromkeys(k for overrides in begun for k in overrides if k not in _OWN_COLUMNS)
     return [k for k in keys if len({overrides.get(k) for overrides in begun}) > 1]
+
+
+def _runs_on_one(rows: Sequence[Row], workload: str) -> bool:
+    """A single device holds and runs it; otherwise nothing has a speed-up."""
+    return any(r.feasible for r in rows if r.workload == workload and r.planner.startswith(SINGLE))
 
 
 def _alone_s(rows: Sequence[Row], workload: str) -> float:
@@ -319,7 +328,9 @@ def _middle(samples: Sequence[_Sample]) -> _Sample:
 
 
 def _over_workloads(samples: Sequence[_Sample]) -> _Sample:
-    value_s, speedup = np.exp(np.log([s[:2] for s in samples]).mean(axis=0))
+    value_s = np.exp(np.mean([np.log(s[0]) for s in samples]))
+    known = [np.log(s[1]) for s in samples if not np.isnan(s[1])]
+    speedup = np.exp(np.mean(known)) if known else np.nan
     return float(value_s), float(speedup), sum(s[2] for s in samples)
 
 
@@ -394,6 +405,8 @@ def _notes(report: Report) -> list[str]:
 
 
 def _figure(value: float) -> str:
+    if np.isnan(value):
+        return "–"
     return f"{value:#.3g}".rstrip(".") if 1e-3 <= value < 999.5 else f"{value:.3g}"
 
 
@@ -409,7 +422,7 @@ def to_csv(report: Report) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([f.name for f in fields(Aggregate)])
     for a in report.aggregates:
-        writer.writerow(["" if v is None else v for v in astuple(a)])
+        writer.writerow(["" if v is None or v != v else v for v in astuple(a)])
     return text.getvalue()
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,16 @@ import agents.compare
 import agents.sweep_report
 import agents.train
 from agents import sweeps
-from agents.sweeps import SweepError, SweepJob, aggregate, geometric_mean, read_sweep, to_table
+from agents.sweeps import (
+    SweepError,
+    SweepJob,
+    aggregate,
+    geometric_mean,
+    read_sweep,
+    to_csv,
+    to_json,
+    to_table,
+)
 from placement.compare import Comparison, Row
 from placement.files import write_atomic
 from placement.report import table
@@ -304,6 +314,20 @@ def test_aggregation_over_seeds_and_workloads() -> None:
     assert not any(a.planner.startswith("single:") for a in report.aggregates)
 
 
+def test_a_workload_that_no_single_device_holds_has_no_speedup() -> None:
+    """It is left out of the means: on "net" 4.0, on "split" nothing to compare with."""
+    split = replace(row("walk", 0, 0.5, "split"), speedup=None)
+    alone = row("single:cpu:0", None, 1.0), row("single:cpu:0", None, np.inf, "split")
+    rows = *alone, row("walk", 0, 0.25), split, row("fails", 0, np.inf, "split")
+    report = aggregate([finished("0", *rows, seed="0")])
+    found = {(a.planner, a.workload): a.speedup for a in report.aggregates}
+    assert found["walk", "net"] == found["walk", None] == 4.0
+    assert np.isnan(found["walk", "split"]) and np.isnan(found["fails", "split"])
+    assert next(line for line in to_table(report).cells if line[1] == "split")[-2] == "–"
+    said = {a["workload"]: a["speedup"] for a in to_json(report)["aggregates"]}
+    assert said["split"] is None and ",nan," not in to_csv(report)
+
+
 def test_what_else_was_swept_is_a_setting_of_its_own() -> None:
     jobs = [
         finished(
@@ -320,8 +344,6 @@ def test_what_else_was_swept_is_a_setting_of_its_own() -> None:
 
 
 def test_measured_speedups_are_reported_where_all_are_measured() -> None:
-    from dataclasses import replace
-
     measured = replace(row("walk", 0, 0.5), measured_speedup=1.5, num_rounds=3)
     assert aggregate([finished("0", measured, seed="0")]).aggregates[0].speedup == 1.5
     both = [finished("0", measured, row("heft", None, 0.5), seed="0")]
