@@ -193,7 +193,6 @@ def timetable(t, s, first, moved, limit):
     has_matrix = len(matrix) > 0
     every = _between_rows(s)
     limit *= 1.0 + 1e-12  # tails are added up in another order
-    # Unsigned indices, here and below, spare numba's test for negative ones: a third of the pass.
     begin = -1
     if first < 0:
         free_s[:] = 0.0
@@ -206,6 +205,7 @@ def timetable(t, s, first, moved, limit):
     was_s, pending = s.arrival_s, 0
     s.x[BEGUN] = begin
     sent[:] = -1
+    # Unsigned indices, here and below, spare numba's test for negative ones: a third of the pass.
     for k in range(begin, n):
         if k < 0:  # model inputs
             op, src, now = np.uint64(n), np.uint64(num_devices), 0.0
