@@ -43,7 +43,8 @@ FILES = (
 )
 LEARNED = "policy"  # as it is by default: a search whose moves the released policies choose
 NEEDS_A_FILE = ("expert",)
-SELDOM = ("order_search",)  # for few of these problems, and there it is what ``LEARNED`` does
+# For few of these problems, and there it is what LEARNED does; its answer is no placement.
+APART = ("order_search", "replicated")
 TIES = 1 + 1e-6  # values this close are equal
 MEMORY_BYTES = 2**40  # of a PipeDream device: never binds
 BANDWIDTH = 12e9  # bytes per second between them
@@ -321,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     def study() -> None:
-        names = [n for n in planners.names() if n not in NEEDS_A_FILE + SELDOM] + [LEARNED]
+        names = [n for n in planners.names() if n not in NEEDS_A_FILE + APART] + [LEARNED]
         if options.planners:
             names = options.planners.split(",")
         field = field_of_planners(names, options.seconds, options.limit)
