@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from placement import kernels
-from placement.jit import allocating, copy, inlined, kernel, largest
+from placement.jit import allocating, average, copy, inlined, kernel, largest
 from placement.objective_kernels import apply_moves, fill_state, piecewise_batch, undo_moves
 from placement.planners._chooser import choose, network
 from placement.planners._macro import _below, _term, _uniform, propose_from
@@ -375,10 +375,7 @@ def _offer(t, s, width, described):
     x = s.x
     hottest = int(x[HOTTEST])
     highest = max(load[hottest], 1e-300)
-    mean = 0.0
-    for d in range(num_devices):
-        mean += load[d] / num_devices
-    mean = max(mean, 1e-300)
+    mean = max(average(load), 1e-300)
     # Where operators cost nothing the best load may be 0, and rounding makes loads of about 0.
     scale = 1.0 / (x[BEST] if t.kind == LOAD and 1e-300 < x[BEST] < INFEASIBLE else highest)
     power = int(x[POWER])

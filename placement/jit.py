@@ -4,7 +4,8 @@ numba counts references to every array of every tuple that a kernel is called wi
 that it does not inline. Where a state of forty arrays is passed on that is most of the time
 (``planners._order`` draws and describes a move in 0.5 us instead of 2), and nothing needs it in a
 kernel that neither makes an array nor returns one. Such kernels fill arrays that they are given:
-``a[:] = b``, ``a.max()``, ``a.sort()`` and ``np.empty`` make some, ``copy`` and ``largest`` do not.
+``a[:] = b``, ``a.max()``, ``a.mean()``, ``a.sort()`` and ``np.empty`` make some; ``copy``,
+``largest`` and ``average`` do not.
 """
 
 from __future__ import annotations
@@ -41,3 +42,12 @@ def largest(values: Any, count: Any) -> Any:
         if values[i] > values[found]:
             found = i
     return found
+
+
+@inlined
+def average(values: Any) -> Any:
+    """As ``values.mean()``, up to rounding."""
+    mean = 0.0
+    for i in range(len(values)):
+        mean += values[i] / len(values)
+    return mean

@@ -232,7 +232,7 @@ def piecewise_batch(
 
 
 def move_tables(problem: Problem, b: Blocks) -> tuple[Any, ...]:
-    """Read-only arrays of ``trial_move``: few, because numba counts references at each call.
+    """Read-only arrays of ``trial_move``.
 
     ``touch`` int32 ``[X, 4]`` lists for each block the tensors it makes or uses: tensor,
     whether it makes it, producing block, number of blocks that use it. ``tied`` lists the

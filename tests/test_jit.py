@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba.core.errors import NumbaError
 
-from placement.jit import copy, kernel, largest
+from placement.jit import average, copy, kernel, largest
 
 
 @given(st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 2.5, np.inf]), min_size=1, max_size=9))
@@ -26,6 +26,10 @@ def test_copy() -> None:
     to = np.zeros(3)
     copy(to, np.array([1, 2, 3], np.int32))
     assert to.tolist() == [1, 2, 3]
+
+
+def test_average() -> None:
+    assert average(np.array([1.0, 2.0, 6.0])) == pytest.approx(3.0)
 
 
 def test_a_kernel_that_makes_an_array_is_refused() -> None:

@@ -139,15 +139,16 @@ def test_a_pass_that_begins_and_ends_in_the_middle_is_exact(seed: int) -> None:
     for k in np.flatnonzero(state.which >= 0)[:8]:
         i, old, at = state.which[k], state.place[state.which[k]], np.int64(state.at[k])
         limit = state.x[_order.COST] * rng.choice([0.99, 1.0, 1.01, np.inf])
-        first, moved = _order._concerned(tables, state, k)
-        _order._put(tables, state, k, np.int64(state.to[k]))
+        num = _order._members(tables, state, k)
+        first, moved = _order._concerned(tables, state, k, num)
+        _order._put(state, num, np.int64(state.to[k]))
         back = _order._shift(state, i, at) if at >= 0 else at
         whole.place[:], whole.sequence[:] = state.place, state.sequence
         latency = _order._begin(tables, whole)
         found = _order.timetable(tables, state, first, moved, limit)
         assert found == latency or (found == 1e30 and latency > limit)
         _order._forget(tables, state)
-        _order._put(tables, state, k, np.int64(old))
+        _order._put(state, num, np.int64(old))
         if at >= 0:
             _order._shift(state, i, back)
         np.testing.assert_array_equal(state.try_arrival_s, state.arrival_s)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from placement.jit import copy, inlined, kernel, largest
+from placement.jit import average, copy, inlined, kernel, largest
 from placement.planners._chooser import choose, network
 from placement.planners._macro import _below, _uniform
 
@@ -155,7 +155,7 @@ class State(NamedTuple):
     mark: Array  # bool [N] scratch, False
     stale: Array  # bool [N + 1] tails to be computed; the last: of model inputs, which have none
     room: Array  # int32 [N]
-    finish_s: Array  # float64 [N], as the two before room of _gather and _together
+    finish_s: Array  # float64 [N] room of _together, as are mark and room, of _gather and _members
     free_s: Array  # float64 [D + channels] when each is free
     last: Array  # int32 [D] operator that a device ran last
     sent: Array  # int32 [D] tensor that was sent to each last
@@ -755,9 +755,7 @@ def _describe(t, s, width):
     n, num_devices = t.compute_s.shape
     cost = max(x[COST], 1e-300)
     most = max(s.load[largest(s.load, num_devices)], 1e-300)
-    mean = 0.0
-    for d in range(num_devices):
-        mean += s.load[d] / num_devices
+    mean = average(s.load)
     typical = max(mean * num_devices / n, 1e-300)
     log_steps = np.log(x[STEP] + 2.0)
     u[0] = x[USED]
@@ -839,27 +837,38 @@ def _shift(s, i, at):
 
 
 @kernel
-def _put(t, s, k, device):
-    """All that move ``k`` moves to ``device``."""
+def _members(t, s, k):
+    """Fill ``s.room`` with the operators of the groups that move ``k`` moves; how many they are."""
+    num = 0
     for i in range(s.count[k]):
         g = s.body[k, i]
         for m in range(t.op_ptr[g], t.op_ptr[g + 1]):
-            s.place[t.op[m]] = device
+            s.room[num] = t.op[m]
+            num += 1
+    return num
 
 
 @kernel
-def _concerned(t, s, k):
-    """Positions of the first operator (-1: a model input) and the last that move ``k`` concerns."""
+def _put(s, num, device):
+    """The operators ``s.room[:num]`` to ``device``."""
+    for m in range(num):
+        s.place[s.room[m]] = device
+
+
+@kernel
+def _concerned(t, s, k, num):
+    """Positions of the first operator (-1: a model input) and the last that move ``k`` concerns.
+
+    Its operators are ``s.room[:num]``.
+    """
     i, at = s.which[k], np.int64(s.at[k])
     first, moved = len(s.place), -1
     if s.to[k] != s.place[i]:
-        for m in range(s.count[k]):
-            g = s.body[k, m]
-            for o in range(t.op_ptr[g], t.op_ptr[g + 1]):
-                j = t.op[o]
-                first, moved = min(first, s.position[j]), max(moved, s.position[j])
-                for e in range(t.in_ptr[j], t.in_ptr[j + 1]):  # who sends elsewhere now
-                    first = min(first, s.position[t.in_src[e]])
+        for m in range(num):
+            j = s.room[m]
+            first, moved = min(first, s.position[j]), max(moved, s.position[j])
+            for e in range(t.in_ptr[j], t.in_ptr[j + 1]):  # who sends elsewhere now
+                first = min(first, s.position[t.in_src[e]])
     if at >= 0:
         here: Any = s.position[i]
         lands: Any = at - 1 if at > here else at
@@ -869,13 +878,11 @@ def _concerned(t, s, k):
 
 
 @kernel
-def _touch(t, s, k, d):
-    """The tails of what move ``k`` moves, and of those before them on ``d``, are to be computed."""
-    for m in range(s.count[k]):
-        g = s.body[k, m]
-        for o in range(t.op_ptr[g], t.op_ptr[g + 1]):
-            s.stale[t.op[o]] = True
-            _pass_on(t, s, t.op[o], d)
+def _touch(t, s, num, d):
+    """The tails of ``s.room[:num]``, and of those before them on ``d``, are to be computed."""
+    for m in range(num):
+        s.stale[s.room[m]] = True
+        _pass_on(t, s, s.room[m], d)
 
 
 @kernel
@@ -893,15 +900,16 @@ def _take(t, s, k):
     limit = np.inf
     if x[COST] < _NEVER:
         limit = x[COST] * (1.0 - _uniform(s.random)) ** -x[TEMPERATURE]
-    first, moved = _concerned(t, s, k)
-    _put(t, s, k, new)
+    num = _members(t, s, k)
+    first, moved = _concerned(t, s, k, num)
+    _put(s, num, new)
     back = _shift(s, i, at) if at >= 0 else at
     cost = timetable(t, s, first, moved, limit)
     if cost > limit:
         _forget(t, s)
         if at >= 0:
             _shift(s, i, back)
-        _put(t, s, k, old)
+        _put(s, num, old)
         s.refused[i, new] += 1.0
         return 0.0
     x[COST] = cost
@@ -916,9 +924,9 @@ def _take(t, s, k):
         copy(s.best_place, s.place)
         copy(s.best_sequence, s.sequence)
     _keep(t, s)
-    _touch(t, s, k, old)
+    _touch(t, s, num, old)
     _line_up(t, s)
-    _touch(t, s, k, new)
+    _touch(t, s, num, new)
     _tails(t, s, moved)
     if int(x[KEPT]) % _SORT_EVERY == 0:
         _sort(t, s)
