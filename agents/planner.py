@@ -24,7 +24,7 @@ from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
 from envs.problems import Evaluator, ProblemSet, canonical
 from envs.refine import RefineRules
-from placement.planners._search import INFEASIBLE, START_SHARE, Search, can_move, two_operators
+from placement.planners._search import INFEASIBLE, Search, can_move, two_operators
 from placement.planners.order_search import NO_NETWORK, WIDTH, why_not
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
@@ -125,7 +125,7 @@ class PolicyPlanner:
     def _start(self, problem: Problem, name: str) -> tuple[Search, Solution, dict[str, Any]]:
         """The budget, what the baseline answers on it, and the first facts about both."""
         search = Search(problem, self.seconds, self.evaluations)
-        start = search.run(self.baseline, START_SHARE, START_SHARE)
+        start = search.run_start(self.baseline, "baseline")
         stats: dict[str, Any] = {
             "mode": self.mode,
             "policy": name,

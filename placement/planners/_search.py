@@ -54,6 +54,7 @@ class Search:
         for what, limit in (("seconds", seconds), ("evaluations", evaluations)):
             if limit is not None and not limit > 0:
                 raise PlannerError(f"{what} = {limit} must be positive; leave it out for no limit")
+        self._given = evaluations
         if seconds is None and evaluations is None:
             evaluations = default_evaluations
         self.problem = problem
@@ -153,6 +154,22 @@ class Search:
         cost = answer.value_s if known else float(self._cost(choice[None])[0])
         self._keep(choice, cost, self.num_evaluations, answer.schedule if known else None)
         return answer
+
+    def run_start(self, planner: str | Planner, option: str = "start") -> Solution:
+        """Run where a search starts from, with ``START_SHARE`` of what is limited.
+
+        Raises:
+            PlannerError: it cannot be run with its share, which names the ``option`` it is.
+        """
+        try:
+            return self.run(planner, START_SHARE, START_SHARE)
+        except PlannerError as error:
+            if self._given is None:
+                raise
+            raise PlannerError(
+                f"{option} = {planner!r} gets {START_SHARE:.0%} of evaluations = "
+                f"{self._given}, and at least one: {error}"
+            ) from error
 
     def limit(self, more: int) -> None:
         """Allow so many evaluations more, where neither they nor the seconds are limited."""
@@ -326,16 +343,8 @@ def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
     rng = np.random.default_rng(planner.seed)
     if planner.start == "random":
         search.cost(random_choice(rng, search.allowed))
-        return search, rng
-    try:
-        search.run(planner.start, START_SHARE, START_SHARE)
-    except PlannerError as error:
-        if planner.evaluations is None:
-            raise
-        raise PlannerError(
-            f"start = {planner.start!r} gets {START_SHARE:.0%} of evaluations = "
-            f"{planner.evaluations}, and at least one: {error}"
-        ) from error
+    else:
+        search.run_start(planner.start)
     return search, rng
 
 

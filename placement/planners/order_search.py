@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from placement import kernels
 from placement.planners import PlannerError, _order, check_least
 from placement.planners._order import State, Tables
-from placement.planners._search import START_SHARE, Search, two_operators
+from placement.planners._search import Search, two_operators
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.simulator import simulate
 
@@ -78,7 +78,7 @@ class OrderSearch:
             raise PlannerError(f"order_search: {reason}; use macro_search")
         load_kernel()
         search = Search(problem, self.seconds, self.evaluations, 20_000)
-        search.run(self.start, START_SHARE, START_SHARE)
+        search.run_start(self.start)
         steps = anneal(search, NO_NETWORK, _order.HAND, self.width, self.seed)
         return search.solution(steps=steps)
 
