@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from placement import cli
-from placement.compare import SINGLE, Row, describe
+from placement.compare import SINGLE, Row, describe, on_one_device
 from placement.files import write_atomic
 from placement.report import table
 
@@ -280,7 +280,7 @@ def aggregate(jobs: Sequence[SweepJob]) -> Report:
         seed = job.overrides.get("seed", "") if row.seed is None else str(row.seed)
         speedup = row.measured_speedup if is_measured else row.speedup
         if speedup is None:
-            speedup = 1.0 if _runs_on_one(job.rows, row.workload) else np.nan
+            speedup = 1.0 if row.workload in on_one_device(job.rows) else np.nan
         value_s = row.value_s if np.isfinite(row.value_s) else _alone_s(job.rows, row.workload)
         seeds = samples.setdefault((setting, row.planner, row.workload), {})
         seeds.setdefault(seed, []).append((value_s, speedup, not np.isfinite(row.value_s)))
@@ -308,11 +308,6 @@ def _varied(jobs: Sequence[SweepJob]) -> list[str]:
     begun = [job.overrides for job in jobs if job.overrides]
     keys = dict.fromkeys(k for overrides in begun for k in overrides if k not in _OWN_COLUMNS)
     return [k for k in keys if len({overrides.get(k) for overrides in begun}) > 1]
-
-
-def _runs_on_one(rows: Sequence[Row], workload: str) -> bool:
-    """A single device holds and runs it; otherwise nothing has a speed-up."""
-    return any(r.feasible for r in rows if r.workload == workload and r.planner.startswith(SINGLE))
 
 
 def _alone_s(rows: Sequence[Row], workload: str) -> float:

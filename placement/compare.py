@@ -127,6 +127,11 @@ class Gain:
     high: float
 
 
+def on_one_device(rows: Iterable[Row]) -> set[str]:
+    """The workloads that a single device holds and runs: the others have no speed-up."""
+    return {r.workload for r in rows if r.planner.startswith(SINGLE) and r.feasible}
+
+
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """All rows, and ``solutions[workload, planner, seed]`` of those that have an answer."""
@@ -198,7 +203,7 @@ class Comparison:
 
     def without_single(self) -> list[str]:
         """The workloads that no single device can hold or run: they have no speed-up."""
-        held = {r.workload for r in self.rows if r.planner.startswith(SINGLE) and r.feasible}
+        held = on_one_device(self.rows)
         return [w for w in dict.fromkeys(r.workload for r in self.rows) if w not in held]
 
     def reference(self, workload: str) -> tuple[float, float]:
