@@ -27,7 +27,7 @@ lint: $(INSTALLED)  ## style, formatting, and which package may import which
 types: $(INSTALLED)  ## static types
 	$(BIN)/mypy
 
-bench: $(INSTALLED)  ## the speeds that the README quotes
+bench: $(INSTALLED)  ## speeds of simulator, planners and environments
 	$(BIN)/python -m experiments.bench
 
 docs: $(INSTALLED)  ## build the documentation into build/site; a warning is an error

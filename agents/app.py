@@ -532,9 +532,17 @@ def save_report(job: Job) -> None:
 
 
 def _spec(cfg: DictConfig, workload: str) -> str | None:
-    """How ``placement.workloads.load`` finds it; None if it came from a file."""
+    """How ``placement.workloads.load`` finds it without options, which plans do not keep.
+
+    None: it came from a file, or has options that are not the function's defaults.
+    """
+    from placement import workloads
+
     node = (cfg.get("workload") or {}).get(workload)
-    return None if node is None else node.get("spec")
+    if node is None or node.get("spec") is None:
+        return None
+    given = {str(k): v for k, v in node.items() if k not in ("_target_", "spec")}
+    return str(node.spec) if workloads.is_default(str(node.spec), given) else None
 
 
 def _parameters(cfg: DictConfig, planner: Planner | None, seed: int | None) -> dict[str, Any]:

@@ -56,10 +56,7 @@ def solve(
 
     def keep(number: int, placement: Placement) -> None:
         known[todo[number]] = placement
-        file = io.BytesIO()
-        arrays: dict[str, Any] = {_KEY + name: found for name, found in known.items()}
-        np.savez_compressed(file, **arrays)
-        write_atomic(path, file.getvalue())
+        save_solutions(known, path)
         if progress is not None:
             progress(todo[number], (number + 1) / len(todo))
 
@@ -74,8 +71,20 @@ def _solved(planner: Planner, problem: Problem) -> Placement:
     return np.asarray(planner(problem).placement, np.int32)
 
 
+def save_solutions(solutions: Mapping[str, Placement], path: str | Path) -> None:
+    """Write placements by name; ``load_solutions`` reads them.
+
+    Raises:
+        FileError: it cannot be written there.
+    """
+    file = io.BytesIO()
+    arrays: dict[str, Any] = {_KEY + name: found for name, found in solutions.items()}
+    np.savez_compressed(file, **arrays)
+    write_atomic(path, file.getvalue())
+
+
 def load_solutions(path: str | Path) -> dict[str, Placement]:
-    """Placements int32 ``[N]`` by name, of a file that ``solve`` wrote.
+    """Placements int32 ``[N]`` by name, of a file that ``save_solutions`` wrote.
 
     Raises:
         PolicyError: missing, truncated, or something else.

@@ -85,19 +85,15 @@ def is_best_of_sweep(folder: Path, best: Row) -> bool:
     for path in others:
         if path.parent != folder and _read_json(path).get("status") == "finished":
             rows = _read_job(path.parent).rows
-            same = [r for r in rows if r.workload == best.workload and r.feasible]
-            if any(
-                _reached_s(r) < _reached_s(best) for r in same if r.num_rounds == best.num_rounds
-            ):
+            same = [r for r in rows if _asked(r) == _asked(best) and r.feasible]
+            if any(r.reached_s < best.reached_s for r in same):
                 return False
     return True
 
 
-def _reached_s(row: Row) -> float:
-    if not row.num_rounds:
-        return row.value_s
-    what = row.measured_latency_s if "latency" in row.objective else row.measured_period_s
-    return np.inf if what is None else what
+def _asked(row: Row) -> tuple[str, str, int]:
+    """What rows have alike whose values can be compared."""
+    return row.workload, row.objective, row.num_rounds
 
 
 def _digest(cfg: DictConfig) -> str:
@@ -270,13 +266,14 @@ def aggregate(jobs: Sequence[SweepJob]) -> Report:
     """
     rows = [(job, row) for job in jobs for row in job.rows]
     answered = [r for _, r in rows if r.feasible]
-    is_measured = bool(answered) and all(r.measured_speedup is not None for r in answered)
+    is_measured = bool(answered) and all(r.num_rounds for r in answered)
     varied = _varied(jobs)
     samples: dict[_Cell, dict[str, list[_Sample]]] = {}
     for job, row in rows:
         if row.planner.startswith(SINGLE):
             continue
-        setting = " ".join(f"{k.split('.')[-1]}={job.overrides[k]}" for k in varied)
+        given = [k for k in varied if k in job.overrides]
+        setting = " ".join(f"{k.split('.')[-1]}={job.overrides[k]}" for k in given)
         seed = job.overrides.get("seed", "") if row.seed is None else str(row.seed)
         speedup = row.measured_speedup if is_measured else row.speedup
         if speedup is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from pathlib import Path
 
 import hydra
 import numpy as np
@@ -19,9 +20,14 @@ from agents.app import (
     metric_s,
     save_best,
     save_report,
+    seeds_of,
     show,
 )
+from agents.expert import load_solutions, save_solutions
 from agents.sweeps import is_best_of_sweep, once
+from placement.compare import prepared, problem_fingerprint
+from placement.problem import Planner, Problem, Solution
+from placement.simulator import score
 
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="train")
@@ -48,8 +54,11 @@ def _train(cfg: DictConfig) -> float:
         "order_search": "guided_search",
     }
 
-    baseline, config = make_planner(cfg.baseline), instantiate(cfg.training, _convert_="all")
-    expert = make_planner(cfg.expert)
+    if not isinstance(cfg.seed, int):
+        raise AppError(f"seed = {cfg.seed}: a training has one; several: placement-train -m seed=0,1")
+    seeds_of(cfg)
+    config = instantiate(cfg.training, _convert_="all")
+    baseline, expert = (prepared(make_planner(p), cfg.seed) for p in (cfg.baseline, cfg.expert))
     if cfg.warm_start not in ("baseline", "imitation"):
         raise AppError(f"warm_start = {cfg.warm_start} is unknown; use baseline or imitation")
     policy = None if cfg.policy is None else TrainedPolicy.load(cfg.policy)
@@ -80,7 +89,7 @@ def _train(cfg: DictConfig) -> float:
         trained = train(
             list(machines.values()),
             config=config,
-            baseline=baseline,
+            baseline=_Remembered(baseline, run.folder / "starts.npz", cfg.resume),
             policy=policy,
             solutions=solutions,
             held_out=[problems[name] for name in held_out],
@@ -116,6 +125,27 @@ def _train(cfg: DictConfig) -> float:
         save_report(run)
     show(run, comparison, "policy.safetensors, metrics.csv, compare.csv, compare.md and plans")
     return metric_s(comparison)
+
+
+class _Remembered:
+    """A planner whose answers are kept in a file: with a clock it answers differently each time.
+
+    So a training that is resumed begins where it began.
+    """
+
+    def __init__(self, planner: Planner, path: Path, resume: bool) -> None:
+        self.planner, self.path = planner, path
+        self.known = load_solutions(path) if resume and path.is_file() else {}
+
+    def __call__(self, problem: Problem) -> Solution:
+        key = problem_fingerprint(problem)
+        if key not in self.known:
+            solution = self.planner(problem)
+            self.known[key] = solution.placement
+            save_solutions(self.known, self.path)
+            return solution
+        placement = self.known[key]
+        return Solution(placement, float(score(problem, placement)[0]))
 
 
 def _held_out(names: Collection[str], share: float, seed: int) -> list[str]:

@@ -145,6 +145,8 @@ class TrainConfig:
             least = int(what in positive)
             if getattr(self, what) < least:
                 raise PolicyError(f"{what} = {getattr(self, what)} must be at least {least}")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+            raise PolicyError(f"seed = {self.seed} must be a whole number from 0 to 2**32 - 1")
         if self.formulation not in get_args(Formulation):
             raise PolicyError(
                 f"formulation {self.formulation!r} is unknown; use one of {get_args(Formulation)}"
@@ -320,6 +322,7 @@ def train(
                     learning_rate=config.imitation_rate,
                     seed=config.seed,
                 )
+            watch.deal(model.num_timesteps / config.total_steps)  # before the first deck
             left = config.total_steps - model.num_timesteps
             if left > 0:
                 # Without log_interval stable-baselines3 prints nothing and keeps the last figures.
@@ -460,9 +463,7 @@ class _Watch(BaseCallback):
         self.model.ent_coef = _between(  # type: ignore[attr-defined]
             self.config.last_entropy, self.config.entropy, left
         )
-        if self.config.curriculum:
-            share = min(1.0, 0.25 + 0.75 * (1.0 - left) / self.config.curriculum)
-            self.env.allowed = self.sizes[: max(1, round(share * len(self.sizes)))]
+        self.deal(1.0 - left)
         if self.resumed is not None:
             self._begin_again(self.resumed)
             self.resumed = None
@@ -470,6 +471,12 @@ class _Watch(BaseCallback):
             self._begin_again(self._save())
         now = time.perf_counter()
         self.update_s, self.update_began = now - self.update_began, now
+
+    def deal(self, done: float) -> None:
+        """Limit the problems that are played to those of the curriculum, ``done`` of it all."""
+        if self.config.curriculum:
+            share = min(1.0, 0.25 + 0.75 * done / self.config.curriculum)
+            self.env.allowed = self.sizes[: max(1, round(share * len(self.sizes)))]
 
     def _on_step(self) -> bool:
         self.rewards += [i["episode"]["r"] for i in self.locals["infos"] if "episode" in i]

@@ -171,7 +171,7 @@ class SelectPlaceDevicePlacementEnv(PlacementEnv):
     * ``problem`` int64 ``[1]``: which of ``problems`` this is.
     * ``group`` int64 ``[K]``: the ready groups (0 where there are fewer).
     * ``devices`` float32 ``[K, D, 9]`` in 0..20: what choosing this group and device would mean
-      now (``envs._sequential.DEVICE_FEATURES``); 0 where it cannot be chosen.
+      now (``envs._sequential.DEVICE_FEATURES``); 0 where the device does not support it.
     * ``mask`` int8 ``[K, D]``: 1 = legal; as in ``SequentialDevicePlacement-v0``.
 
     **Action** ``Discrete(K * D)``: ``k * D + d`` puts group ``group[k]`` on device ``d``. A dual

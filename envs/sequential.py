@@ -94,7 +94,8 @@ class SequentialDevicePlacementEnv(PlacementEnv):
     * ``problem`` int64 ``[1]``: which of ``problems`` this is (a policy keeps the graphs).
     * ``group`` int64 ``[1]``: the colocation group to place now.
     * ``devices`` float32 ``[D, 9]`` in 0..20: what choosing each device would mean now
-      (``DEVICE_FEATURES``), kept up to date incrementally; 0 where it cannot be chosen.
+      (``DEVICE_FEATURES``), kept up to date incrementally; 0 where the device does not support
+      the group (where only memory or symmetry forbid it, they are there, and ``mask`` is 0).
     * ``mask`` int8 ``[D]``: 1 = legal. A device is illegal if it does not support the group, if
       the group's parameters do not fit any more (unless they fit nowhere), or if an
       interchangeable device with a smaller number is empty too.

@@ -1,4 +1,4 @@
-"""The speeds that the README quotes.
+"""Speeds of the simulator, the planners and the environments.
 
     python -m experiments.bench
 

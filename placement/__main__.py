@@ -188,7 +188,10 @@ def _checked(args: argparse.Namespace) -> int:
 
     check_packages()
     code = VERBS[args.verb].run(args)
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the answer was not read to its end, and is what it is
+        cli.close_output()
     return code
 
 

@@ -68,8 +68,11 @@ class Device:
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise ClusterError(f"device {self.name!r}: threads = {self.threads}, must be >= 1")
-        if self.memory_bytes <= 0:
-            raise ClusterError(f"device {self.name!r}: memory_bytes = {self.memory_bytes} <= 0")
+        if not 0 < self.memory_bytes < 2**63:
+            raise ClusterError(
+                f"device {self.name!r}: memory_bytes = {self.memory_bytes}, must be from 1 to "
+                "2**63 - 1"
+            )
         if not self.speed > 0:
             raise ClusterError(f"device {self.name!r}: speed = {self.speed}, must be > 0")
         for what in ("busy_w", "idle_w", "sleep_w"):

@@ -97,6 +97,19 @@ class Row:
     energy_source: str | None = None
     pareto: bool = False
 
+    @property
+    def measured_s(self) -> float | None:
+        """The objective as it was measured; None where it was not. Joules never are."""
+        if self.objective == "energy":
+            return None
+        is_latency = "latency" in self.objective
+        return self.measured_latency_s if is_latency else self.measured_period_s
+
+    @property
+    def reached_s(self) -> float:
+        """The objective, measured where it was."""
+        return self.value_s if self.measured_s is None else self.measured_s
+
 
 @dataclass(frozen=True)
 class Fidelity:
@@ -149,15 +162,16 @@ class Comparison:
     def best(self, workload: str) -> Row:
         """The feasible row with the best measured objective, or predicted if none was measured.
 
+        Joules of a comparison are always predicted.
+
         Raises:
             CompareError: no planner has a feasible answer.
         """
         rows = [r for r in self.rows if r.workload == workload and r.feasible]
         if not rows:
             raise CompareError(f"{workload}: no placement fits on this cluster")
-        if any(r.measured_speedup is not None for r in rows):
-            return max(rows, key=lambda r: r.measured_speedup or 0.0)
-        return min(rows, key=lambda r: r.value_s)
+        measured = [r for r in rows if r.measured_s is not None]
+        return min(measured or rows, key=lambda r: r.reached_s)
 
     def fidelity(self) -> Fidelity | None:
         """Prediction errors over all measured placements; None if nothing was measured."""
@@ -358,7 +372,7 @@ def _plan_all(
     todo: list[tuple[int, Path, str, _Task]] = []
     for name, planner in planners.items():
         for seed in seeds if "seed" in _fields(planner) else (None,):
-            ready = _prepared(planner, seed, seconds, evaluations)
+            ready = prepared(planner, seed, seconds, evaluations)
             key = _digest(fingerprint, workload, name, describe(ready), seed)
             path = folder / "cells" / f"{_slug(workload)}-{_slug(name)}-{key[:12]}.json"
             saved = _read(path, key)
@@ -671,8 +685,11 @@ def _fields(planner: Planner) -> set[str]:
     return {f.name for f in fields(planner) if f.init} if is_dataclass(planner) else set()
 
 
-def _prepared(
-    planner: Planner, seed: int | None, seconds: float | None, evaluations: int | None
+def prepared(
+    planner: Planner,
+    seed: int | None,
+    seconds: float | None = None,
+    evaluations: int | None = None,
 ) -> Planner:
     """The planner with this seed and this budget, where it has such fields."""
     wanted = {"seed": seed, "seconds": seconds, "evaluations": evaluations}

@@ -38,7 +38,7 @@ class Named:
         path = sys.modules[self.package].__path__
         return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
 
-    def load(self, name: str, **options: Any) -> Any:
+    def load(self, name: str, /, **options: Any) -> Any:
         """The one called ``name`` (``heft``, or ``package.module:Class``) with these options.
 
         Options that are strings, as they come from a command line, are read as the type of the

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
-from math import isclose
+from math import isclose, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -809,7 +809,12 @@ def read_plan(path: str | Path) -> Plan:
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        data = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_no_constant)
+        data = json.loads(
+            text,
+            object_pairs_hook=_no_repeats,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -1012,6 +1017,12 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(word: str) -> None:
     raise PlanError(f"{word} is not a number that JSON knows")
+
+
+def _finite(word: str) -> float:
+    if not isfinite(float(word)):
+        raise PlanError(f"{word[:60]} is too large a number")
+    return float(word)
 
 
 def _explain(error: ValidationError) -> str:

@@ -29,12 +29,17 @@ class ReplanError(ValueError):
     """Nothing can be planned without these devices; the message says why, with the numbers."""
 
 
+class NothingFits(ReplanError):
+    """The devices that are left can run no placement at all."""
+
+
 def remaining(problem: Problem, without: Sequence[str]) -> Problem:
     """The problem on the devices that are left, in their order, with their links.
 
     Raises:
-        ReplanError: a device that is not there, no device left, an operator that only ran on a
-            device that is gone, or parameters that no longer fit.
+        ReplanError: a device that is not there, or no device left.
+        NothingFits: an operator that only ran on a device that is gone, or parameters that no
+            longer fit.
     """
     names = problem.cluster.device_names
     unknown = [name for name in without if name not in names]
@@ -48,13 +53,13 @@ def remaining(problem: Problem, without: Sequence[str]) -> Problem:
     if len(stuck):
         op = int(np.flatnonzero(problem.graph.group == stuck[0])[0])
         able = np.flatnonzero(problem.supported[op])
-        raise ReplanError(
+        raise NothingFits(
             f"operator {op} ({problem.graph.op_name[op]!r}) runs only on "
             f"{[names[d] for d in able]}, of which none is left; the others are {left}"
         )
     need, have = int(problem.graph.param_bytes.sum()), sum(map(int, problem.memory_bytes[keep]))
     if need > have:
-        raise ReplanError(
+        raise NothingFits(
             f"parameters alone need {need:,} bytes; the devices that are left, {left}, have "
             f"{have:,} together"
         )

@@ -245,6 +245,74 @@ def test_hostile_names_are_text(
     )
 
 
+def test_names_of_a_problem_file_do_not_reach_the_terminal(tmp_path: Path, capsys: Any) -> None:
+    """They may have any characters; a terminal obeys some of them."""
+    save(problem(), tmp_path / "p.json")
+    record = json.loads((tmp_path / "p.json").read_text())
+    record["model"] = "\x1b[31mred\x1b]0;title\x07\u202ereversed"
+    (tmp_path / "p.json").write_text(json.dumps(record))
+    assert main(["import", str(tmp_path / "p.json"), "--out", str(tmp_path / "q.json")]) == OK
+    out, err = capsys.readouterr()
+    assert "?[31mred?]0;title??reversed" in out
+    assert not set("\x1b\x07\u202e") & set(out + err)
+
+
+def test_numbers_too_large_for_anything(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """Integers of 400 digits, and decimal ones that Python reads as infinite."""
+    monkeypatch.chdir(tmp_path)
+    node = {"id": 0, "cpuLatency": 1, "fpgaLatency": 1, "supportedOnFpga": 1, "isBackwardNode": 0}
+    dnn = {"nodes": [node], "edges": [], "maxFPGAs": 1, "maxCPUs": 1, "maxSizePerFPGA": 1e19}
+    bad: dict[str, Any] = {
+        "count.json": dnn | {"maxFPGAs": 10**400},
+        "size.json": dnn | {"nodes": [node | {"size": 1e30}]},
+    }
+    for name, value in bad.items():
+        Path(name).write_text(json.dumps(value))
+    Path("doppler.txt").write_text("1" * 5000 + "\n0,\n")
+    save(problem(), "p.json")
+    made = make_plan(problem(), ContiguousDp()(problem()), planner="x", parameters={"a": 0.25})
+    made.save("plan.json")
+    text = Path("plan.json").read_text()
+    assert "0.25" in text
+    Path("plan.json").write_text(text.replace("0.25", "1e999"))
+    said = json.loads(Path("p.json").read_text())
+    said["provenance"] = {"a": 0.25}
+    Path("inf.json").write_text(json.dumps(said).replace("0.25", "1e999"))
+    for name in (*bad, "doppler.txt", "inf.json"):
+        refused(capsys, ["import", name, "--out", "out.json"])
+    assert "1e999 is too large a number" in refused(capsys, ["show", "plan.json"])
+    Path("wide.json").write_text(json.dumps(dnn))  # memory beyond 64 bits is just enough memory
+    assert main(["import", "wide.json", "--out", "out.json"]) == OK
+    assert main(["plan", "out.json", "--planner", "heft"]) == OK
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes file descriptors in a shell")
+@pytest.mark.parametrize(
+    ("shell", "code"),
+    [
+        ("{} validate bad.json | true", 1),  # nobody reads it, and it is no all the same
+        ("{} validate bad.json --json 2>&-", 1),
+        ("{} show plan.json --json 2>&- | {{ grep -q assignment && cat > seen; }}", 0),
+    ],
+)
+def test_closed_outputs(shell: str, code: int, folder: Path, tmp_path: Path) -> None:
+    text = (folder / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(text)
+    wrong = json.loads(text)
+    wrong["device_map"] = {"": "b"}
+    (tmp_path / "bad.json").write_text(json.dumps(wrong))
+    command = shell.format(f"{sys.executable} -m placement")
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def test_a_large_plan(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """4 MB here; 40 MB take ten times as long, two seconds on an idle core."""
     monkeypatch.chdir(tmp_path)

@@ -67,7 +67,7 @@ def test_a_file_needs_no_name_and_no_links(tmp_path: Path) -> None:
         (GOOD.replace("busy_w: 65", "busy_w: much"), r"busy_w = 'much' is not a number"),
         (GOOD.replace("8e9", "lots"), r"memory_bytes = 'lots' is not a number"),
         (GOOD.replace("8e9", ".inf"), r"memory_bytes = .* is not a number"),
-        (GOOD.replace("8e9", "0"), r"memory_bytes = 0 <= 0"),
+        (GOOD.replace("8e9", "0"), r"memory_bytes = 0, must be from 1"),
         (GOOD.replace("cores: [0, 1]", "cores: 2"), r"cores = 2 is not a list"),
         (GOOD.replace("threads: 2", "threads: 0"), r"threads = 0, must be >= 1"),
         (GOOD.replace("threads: 2", "threads: two"), r"device .*two"),

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from agents.expert import load_solutions
 from agents.trained import TrainedPolicy
 from placement import planners, workloads
 from placement.planners import PlannerError
+from placement.problem import Problem, Solution
 from placement.testing import small_problems
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -500,6 +501,39 @@ def test_train_on_synthetic_problems(
     ]
     assert run("train", *words, "warm_start=magic", "hydra.run.dir=x") == 2
     assert "use baseline or imitation" in capsys.readouterr().err
+    for seed, message in (
+        ("-1", "seed = -1: must be a whole number"),
+        ("x", "seed = x: a training has one"),
+        ("[0,1]", "several: placement-train -m seed=0,1"),
+    ):
+        assert run("train", *words, f"seed={seed}", "hydra.run.dir=x") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_resumed_training_begins_where_it_began(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its baseline may have a clock, so that it answers differently each time."""
+    from placement.planners.random_search import RandomSearch
+
+    words = ["workload=[]", "synthetic=[giph]", "tracker=none", "training.total_steps=64"]
+    words += ["+training.network.hidden=8", "objective=latency", "seed=7", "hydra.run.dir=out"]
+    words += ["planner@baseline=random_search", "baseline.evaluations=5", "evaluations=20"]
+    seeds: list[int] = []
+    search = RandomSearch.__call__
+
+    def noted(self: RandomSearch, problem: Problem) -> Solution:
+        seeds.append(self.seed)
+        return search(self, problem)
+
+    monkeypatch.setattr(RandomSearch, "__call__", noted)
+    assert run("train", *words) == 0
+    assert set(seeds) == {7}  # the training's own: the baseline that it is compared with
+    # As if the clock had ended it elsewhere.
+    monkeypatch.setattr(
+        RandomSearch, "__call__", lambda self, problem: search(replace(self, seed=3), problem)
+    )
+    assert run("train", *words, "resume=true") == 0
 
 
 if __name__ == "__main__":

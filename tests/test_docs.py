@@ -224,6 +224,44 @@ def test_readme_quotes_results_with_their_commands() -> None:
     assert commands <= {c.split()[2].removeprefix("experiments.") for c in made}
 
 
+def table_after(text: str, heading: str) -> list[list[str]]:
+    """The cells of the first table after ``heading``, without marks; the header first."""
+    lines = itertools.dropwhile(lambda x: not x.startswith("|"), text.split(heading)[1].splitlines())
+    rows = itertools.takewhile(lambda x: x.startswith("|"), lines)
+    cells = [[c.strip(" *") for c in row.strip().strip("|").split("|")] for row in rows]
+    return [row for row in cells if set("".join(row)) - set("-:")]
+
+
+def agrees(shown: str, exact: str) -> bool:
+    """Whether a figure is the exact one, rounded to the digits that are shown."""
+    (a,), (b,) = (re.findall(r"-?[\d.]+", x) for x in (shown, exact))
+    return abs(float(a) - float(b)) <= 0.51 * 10.0 ** -len(a.partition(".")[2])
+
+
+def test_figures_of_the_pages_are_those_of_the_committed_files() -> None:
+    results = ROOT / "experiments" / "results"
+    made = {r[0]: r for r in table_after((results / "pipelining.md").read_text(), "#")}
+    column = {name: i for i, name in enumerate(made["workload"])}
+    called = {
+        "ResNet-50": "resnet50",
+        "BERT-base": "bert_base",
+        "BERT-base, 128 tokens": "bert_base",
+        "BERT, hidden size 128": "bert_tiny_hidden128",
+    }
+    wanted = [
+        "plain, 1 thread", "plain, 2 threads", "one device", "planned", "contiguous_dp",
+        "against plain",
+    ]  # fmt: skip
+    readme = (ROOT / "README.md").read_text()
+    for name, *shown in table_after(readme, "medians of interleaved rounds")[1:]:
+        exact = [made[called[name]][column[c]] for c in wanted]
+        assert [*map(agrees, shown, exact)] == [True] * len(wanted), (name, shown, exact)
+    head, *rows = table_after((ROOT / "docs" / "concepts.md").read_text(), "### Why threads")
+    for (_, *shown), which in zip(rows, ("against one device", "against plain"), strict=True):
+        exact = [made[called[name]][column[which]] for name in head[1:]]
+        assert [*map(agrees, shown, exact)] == [True] * 3, (which, shown, exact)
+
+
 def test_every_picture_is_shown_and_every_shown_picture_is_there() -> None:
     pytest.importorskip("matplotlib")
     drawn = {f"{name}.svg" for name in reference("make_pictures").PICTURES}

@@ -10,6 +10,7 @@ import operator
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement import exporters
+from placement import exporters, latency, planners, schedulers
 from placement.__main__ import main
 from placement.cluster import Cluster, Device
 from placement.exporters import Exported, ExportError, Inexpressible, moved
@@ -339,6 +340,31 @@ def test_vllm() -> None:
         export("vllm", plan_of(CUT), layers="h")
 
 
+def test_names_of_devices_are_no_shell_code() -> None:
+    """The file is read by a shell; names are free, and only ``cuda:N`` says which GPU it is."""
+    for names in (("cuda:0;touch x;", "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "h1/cuda:0")):
+        text = str(export("vllm", plan_of(CUT, problem(devices=names))).files[""])
+        said = [line for line in text.splitlines() if not line.startswith("# rank ")]
+        assert said == ["VLLM_PP_LAYER_PARTITION=1,1"], names
+    for name in ("cuda:0,.*=CPU", "cuda", "npu:0"):
+        with pytest.raises(ExportError, match="no buffer type of llama.cpp is known for"):
+            export("llama_cpp", plan_of(CUT, problem(devices=(name, "cuda:1"))))
+
+
+@pytest.mark.parametrize("name", ["huggingface", "torch_pipelining"])
+def test_devices_that_torch_does_not_have_are_refused(name: str) -> None:
+    for device in ("fast", "cuda", "cuda:x", "npu:0"):
+        with pytest.raises(ExportError, match=f"torch has no device '{device}' of kind"):
+            export(name, plan_of(CUT, problem(devices=(device, "cuda:1"))))
+    # A device that is not in use is nothing that anybody must know.
+    assert export(name, plan_of([1] * 11, problem(devices=("npu:0", "cuda:1"))))
+
+
+def test_a_list_with_other_modules_beside_its_layers() -> None:
+    p = problem(("0", "1", "head"))  # nn.Sequential with add_module("head", ...)
+    assert "VLLM_PP_LAYER_PARTITION=1,1\n" in str(export("vllm", plan_of([0, 1, 1], p)).files[""])
+
+
 def test_layers_must_run_in_order() -> None:
     with pytest.raises(ExportError, match="do not run one after the other"):
         export("vllm", plan_of([0, 0, 0], problem(("layers.0", "layers.1", "layers.0"))))
@@ -641,6 +667,37 @@ def test_onnx_errors(tmp_path: Path) -> None:
         export("onnx", plan, model=str(broken))
 
 
+def test_functions_of_an_onnx_file_are_inlined_as_by_the_importer(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    from onnx import helper
+
+    from placement import importers
+
+    twice = helper.make_function(
+        "own",
+        "Twice",
+        ["a"],
+        ["c"],
+        [
+            helper.make_node("Relu", ["a"], ["b"], name="inner"),
+            helper.make_node("Neg", ["b"], ["c"], name="outer"),
+        ],
+        [helper.make_opsetid("", 18)],
+    )
+    values = [helper.make_tensor_value_info(v, onnx.TensorProto.FLOAT, [2, 4]) for v in "xy"]
+    node = helper.make_node("Twice", ["x"], ["y"], name="call", domain="own")
+    graph = helper.make_graph([node], "g", values[:1], values[1:])
+    sets = [helper.make_opsetid("", 18), helper.make_opsetid("own", 1)]
+    model = helper.make_model(graph, ir_version=10, opset_imports=sets, functions=[twice])
+    path = str(tmp_path / "model.onnx")
+    onnx.save(model, path)
+    cluster = Cluster("any", tuple(Device(d, "cuda", memory_bytes=10**9) for d in GPUS))
+    p = importers.load(path, cluster=cluster)
+    plan = make_plan(p, Solution(np.array([0, 1], np.int32), 1.0), planner="by hand")
+    written = onnx.load_from_string(export("onnx", plan, model=path).files[""])
+    assert [n.op_type for n in written.graph.node] == ["Relu", "Neg"] and not written.functions
+
+
 def test_onnxruntime_settings(tmp_path: Path) -> None:
     path, plan = onnx_plan(tmp_path, ("cpu:0", "cuda:1"), [0, 1, 1, 0])
     import onnx
@@ -756,6 +813,36 @@ def test_command(saved: tuple[Path, Path], capsys: Any) -> None:
     assert predicted == {"latency_s": [11.0, 11.0], "period_s": [7.0, 6.0]}
 
 
+def test_a_problem_file_has_what_the_plan_decided(tmp_path: Path, capsys: Any) -> None:
+    """Its own micro-batches (4) and objective are those of another question."""
+    from placement import importers
+
+    p = replace(problem(), num_microbatches=2)
+    plan, model, out = (tmp_path / x for x in ("plan.json", "problem.json", "trace.json"))
+    plan_of(CUT, p).save(plan)
+    importers.save(problem(), model)
+    command = ["export", str(plan), "--to", "chrome_trace", "--model", str(model)]
+    assert main([*command, "--out", str(out), "--profile", "x.npz"]) == 2
+    assert "--profile is for models" in capsys.readouterr().err
+    assert main([*command, "--out", str(out)]) == 0
+    events = json.loads(out.read_text())["traceEvents"]
+    assert {e["args"]["micro_batch"] for e in events if "micro_batch" in e["args"]} == {0, 1}
+
+
+def test_a_trace_too_large_to_look_at() -> None:
+    many = plan_of(CUT).model_copy(update={"num_microbatches": 2**31 - 1})
+    for p in (None, problem()):
+        with pytest.raises(ExportError, match="a trace has at most 2,000,000"):
+            export("chrome_trace", many, p)
+
+
+def test_an_option_may_have_any_name() -> None:
+    for package in (exporters, planners, schedulers, latency):
+        for option in ("name", "self"):
+            with pytest.raises(ValueError, match=f"has no option '{option}'"):
+                package.load(package.names()[0], **{option: "x"})
+
+
 def test_nearest_that_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> None:
     from placement import importers
 
@@ -764,8 +851,10 @@ def test_nearest_that_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> No
     plan_of(INSIDE, p).save(plan)
     importers.save(p, model)
     command = ["export", str(plan), "--to", "vllm", "--out", str(out), "--nearest"]
-    assert main([*command, "--model", str(model)]) == 1
-    assert "does not fit: device 'cuda:0' needs 1,200,0" in capsys.readouterr().err
+    assert main([*command, "--model", str(model), "--json"]) == 1
+    answer = capsys.readouterr()
+    assert "does not fit: device 'cuda:0' needs 1,200,0" in answer.err
+    assert json.loads(answer.out)["files"] == [] and json.loads(answer.out)["note"] in answer.err
     assert not out.exists()
 
 

@@ -359,8 +359,10 @@ def test_commands_are_those_that_hydra_was_given(tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- workload=[a,b]\n- seed=1\n")
     (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: {job: {name: placement-train}}\n")
-    first = page_data(read_run(tmp_path))["commands"][0]
+    first, second = page_data(read_run(tmp_path))["commands"][:2]
     assert first["command"] == "placement-train 'workload=[a,b]' seed=1"
+    # Without resume it would begin anew, over what is there.
+    assert second["command"] == f"{first['command']} hydra.run.dir={tmp_path} resume=true"
 
 
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir()])

@@ -24,6 +24,7 @@ from agents.planner import PolicyPlanner
 from agents.trained import TrainedPolicy
 from agents.training import PerGraphBuffer, Row, TrainConfig, train
 from envs.problems import ProblemSet, canonical
+from envs.sequential import SequentialRules
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.planners import load
@@ -324,14 +325,23 @@ def test_advantages_are_normalised_per_graph() -> None:
     assert buffer.returns.mean(axis=0)[1] > 30  # what the value head learns is not touched
 
 
-def test_curriculum_begins_with_the_small() -> None:
-    problems = [layered(i, 2, depth, 2) for i, depth in enumerate((8, 2, 6, 4))]
-    config = TrainConfig(total_steps=400, network=SMALL, num_envs=4, num_checks=1, curriculum=0.5)
-    rows: list[Row] = []
-    train(problems, config=config, callback=rows.append)
-    # Greedy checks see all; of the others only the smallest has been sampled at first.
-    samples = [r["evaluations"] for r in rows]
-    assert samples == sorted(samples)
+def test_curriculum_begins_with_the_small(monkeypatch: Any) -> None:
+    """From the first episode: what is dealt before the first update, too."""
+    depths = (8, 2, 6, 4, 9, 3, 7, 5)
+    problems = [layered(i, 2, depth, 2) for i, depth in enumerate(depths)]
+    dealt: list[int] = []
+    begin = SequentialRules.start
+
+    def start(self: Any, rows: Any, ids: Any, rng: Any = None) -> None:
+        dealt.extend(np.asarray(ids).tolist())
+        begin(self, rows, ids, rng)
+
+    monkeypatch.setattr(SequentialRules, "start", start)
+    config = TrainConfig(total_steps=400, network=SMALL, num_envs=2, num_checks=1, curriculum=0.5)
+    train(problems, config=config)
+    sizes = [depths[i] for i in dealt]
+    assert set(sizes[:6]) <= {2, 3}, sizes  # the smallest quarter, and in the end all
+    assert set(sizes) >= {2, 3, 4, 5, 6}, sizes
     with pytest.raises(PolicyError, match="curriculum = 2 must be a share"):
         TrainConfig(curriculum=2)
 

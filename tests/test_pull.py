@@ -110,7 +110,11 @@ def test_a_policy_is_fetched(serve: Any, tmp_path: Path, capsys: Any) -> None:
     serve("policy", Entry("policy.safetensors", data))
     assert main(["pull", "team/project/policy:latest", "--out", "p.safetensors"]) == 0
     assert trained.TrainedPolicy.load("p.safetensors").formulation == "one_shot"
-    for damaged in (data[:-1], data + b"x", b"", b"\xff" * 100, b"PK\x03\x04" + data):
+    known = {"policy": json.dumps({"formulation": "one_shot"})}
+    odd = [json.dumps({"__metadata__": known, "a": a}).encode() for a in (5, {"data_offsets": []})]
+    heads = [len(head).to_bytes(8, "little") + head for head in odd]
+    broken = (data[:-1], data + b"x", b"", b"\xff" * 100, b"PK\x03\x04" + data)
+    for damaged in (*broken, *heads):
         serve("policy", Entry("policy.safetensors", damaged))
         assert main(["pull", "team/project/policy:latest", "--out", "q.safetensors"]) == 2
     assert not Path("q.safetensors").exists()

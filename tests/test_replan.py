@@ -303,8 +303,10 @@ def test_activations_that_no_longer_fit(tmp_path: Path, capsys: Any) -> None:
     save(whole, tmp_path / "problem.json")
     make_plan(whole, load("contiguous_dp")(whole), planner="x").save(tmp_path / "plan.json")
     budget = ("--evaluations", "30", "--model", tmp_path / "problem.json")
-    assert command(tmp_path / "plan.json", "--without", "b,c", *budget) == BAD_INPUT
-    assert "parameters alone need 600" in capsys.readouterr().err
+    assert command(tmp_path / "plan.json", "--without", "b,c", *budget, "--json") == NO
+    out, err = capsys.readouterr()
+    assert "parameters alone need 600" in err and json.loads(out)["why"] in err
+    assert json.loads(out)["feasible"] is False
     assert command(tmp_path / "plan.json", "--without", "b", *budget, "--json") == NO
     out, err = capsys.readouterr()
     assert json.loads(out)["feasible"] is False and "nothing fits on ['a', 'c']" in err

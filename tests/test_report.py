@@ -235,6 +235,15 @@ def test_plot_compare_draws_any_number_of_workloads(tmp_path: Path, num_workload
     assert width > 500 and height > 200
 
 
+def test_names_with_dollars_are_no_mathematics(tmp_path: Path) -> None:
+    """matplotlib would draw two of them as a formula, and fail on one that is none."""
+    name = "a$^$b"
+    made = [replace(r, workload=name, planner=r.planner + "$_$") for r in rows()]
+    assert plot_compare(comparison(*made), tmp_path / "c.png", name).stat().st_size > 1000
+    plan = replace(pipeline(), device_names=("x$^$", "y"))
+    assert plot_gantt(plan, None, tmp_path / "g.png", name).stat().st_size > 1000
+
+
 def test_trace_has_a_process_per_timeline_and_a_track_per_device(tmp_path: Path) -> None:
     predicted = pipeline()
     measured = replace(predicted, end_s=predicted.end_s + 0.25, measured=True)

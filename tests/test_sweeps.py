@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -348,6 +349,49 @@ def test_measured_speedups_are_reported_where_all_are_measured() -> None:
     assert aggregate([finished("0", measured, seed="0")]).aggregates[0].speedup == 1.5
     both = [finished("0", measured, row("heft", None, 0.5), seed="0")]
     assert {a.speedup for a in aggregate(both).aggregates} == {2.0}
+
+
+def test_measured_speedups_beside_a_workload_that_fits_on_no_device() -> None:
+    """It was measured, and has no speed-up over one device: the others keep theirs."""
+    one = replace(row("walk", 0, 0.5), measured_speedup=1.5, num_rounds=3)
+    split = replace(row("walk", 0, 0.5, "split"), speedup=None, num_rounds=3)
+    report = aggregate([finished("0", one, split, seed="0")])
+    assert report.is_measured
+    assert next(a.speedup for a in report.aggregates if a.workload == "net") == 1.5
+
+
+def test_jobs_of_another_command_in_the_same_folder() -> None:
+    """What one of them was given and the other was not."""
+    jobs = [
+        finished("0", row("walk", 0, 0.5), seed="0"),
+        finished("1", row("walk", 0, 0.25), seed="0", evaluations="9"),
+    ]
+    found = {a.setting: a.value_s for a in aggregate(jobs).aggregates}
+    assert found == {"": 0.5, "evaluations=9": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("other", "is_best"),
+    [
+        ({"value_s": 0.25}, False),
+        ({"value_s": 0.25, "objective": "latency"}, True),  # seconds of something else
+        ({"value_s": 0.25, "workload": "other"}, True),
+        ({"value_s": 0.25, "num_rounds": 3, "measured_period_s": 0.1}, True),  # measured
+        ({"value_s": 0.75}, True),
+    ],
+)
+def test_the_best_of_a_sweep_is_the_best_of_what_was_asked(
+    other: dict[str, Any], is_best: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    mine = row("walk", 0, 0.5)
+    monkeypatch.setattr(
+        HydraConfig, "get", lambda: SimpleNamespace(mode=sweeps.RunMode.MULTIRUN)
+    )
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / sweeps.RESULT).write_text('{"status": "finished"}')
+    theirs = finished("1", replace(mine, **other))
+    monkeypatch.setattr(sweeps, "_read_job", lambda folder: theirs)
+    assert sweeps.is_best_of_sweep(tmp_path / "0", mine) is is_best
 
 
 def test_the_table_fits_and_jobs_that_have_not_begun_are_named(

@@ -42,6 +42,11 @@ A_DEFECT = "a defect, unless it is in code of yours: please report what is above
 LIFE_SIGN_S = 60.0  # in a log
 MAX_BATCHES = 1_000_000  # more would only fill the memory
 
+_UNPRINTABLE = dict.fromkeys(
+    [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)],
+    "?",
+)
+
 Progress = Callable[[str, float | None], None]  # (what is being done, share done or None)
 
 
@@ -51,7 +56,15 @@ class UsageError(ValueError):
 
 def say(text: str) -> None:
     """One message on standard error."""
-    print(f"placement: {text}", file=sys.stderr)
+    print(f"placement: {printable(text)}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """``?`` for what would move a terminal's cursor, colour it or turn its text around.
+
+    Names come from files of anybody.
+    """
+    return text.translate(_UNPRINTABLE)
 
 
 @contextmanager
@@ -86,9 +99,10 @@ def interruptible() -> Iterator[None]:
 
 
 def any_output() -> None:
-    """Standard output takes any text: what it cannot print is ``?``; a closed one goes nowhere."""
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+    """Output and errors take any text: what cannot be printed is ``?``; closed ones go nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # to the end of the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -131,16 +145,16 @@ def print_table(
         def on_broken_pipe(self) -> None:  # rich would exit, and files are still to be written
             close_output()
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=printable(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(
-            column,
+            printable(column),
             justify="right" if i and figures else "left",
             overflow="ellipsis" if i == 0 and figures else "fold",
             no_wrap=not (i or figures),
         )
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     # Names come from files: no markup, no emoji.
     out = Output(markup=False, emoji=False, highlight=False)
     out.width = min(out.width, WIDTH)

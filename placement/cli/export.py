@@ -80,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
         if predicted is None:
             cli.say(f"{len(moved)} of {plan.graph.num_ops} operators move; {obstacle}")
         elif obstacle:
-            cli.say(f"the nearest plan that {args.to} can express does not fit: {obstacle}")
+            why = f"the nearest plan that {args.to} can express does not fit: {obstacle}"
+            if args.json:
+                _answer(args, [], moved, predicted, why)
+            cli.say(why)
             return cli.NO
         exported = exporter(nearest, problem)
     paths = _write(exported, args)
@@ -138,7 +141,8 @@ def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
     Raises:
         UsageError: a model was named, but its profile is not there.
     """
-    from placement import importers, workloads
+    from placement import workloads
+    from placement.cli.replan import decided, problem_in_file
     from placement.measure import cached_path
     from placement.problem import Problem
     from placement.profile import Profile
@@ -151,7 +155,7 @@ def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
             raise cli.UsageError("--profile is about a model: name it with --model")
         return None
     if cli.is_file(model):
-        return importers.load(model)
+        return problem_in_file(plan, args, model)
     with cli.progress() as report:
         graph = cli.capture_workload(model, report, plan.graph.mode, plan.graph.optimizer)
     cluster = plan.cluster.build()
@@ -163,14 +167,7 @@ def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
             )
         return None
     profile = Profile.load(path).for_cluster(cluster)
-    return Problem(
-        graph,
-        cluster,
-        profile,
-        objective=plan.objective,
-        num_microbatches=plan.num_microbatches,
-        max_in_flight=plan.max_in_flight,
-    )
+    return Problem(graph, cluster, profile, **decided(plan))
 
 
 def _write(exported: Exported, args: argparse.Namespace) -> list[str]:

@@ -128,8 +128,9 @@ def _check_policy(data: bytes, name: str, folder: Path) -> None:
     try:
         head: Any = json.loads(data[8 : 8 + size]) if size <= _MAX_HEADER_BYTES else None
         known = json.loads(head["__metadata__"]["policy"])["formulation"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        ends = [v["data_offsets"][1] for k, v in head.items() if k != "__metadata__"]
+        is_whole = 8 + size + max(ends, default=0) == len(data)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise PullError(f"{name}: not a policy: {error!r}") from error
-    ends = [v["data_offsets"][1] for k, v in head.items() if k != "__metadata__"]
-    if 8 + size + max(ends, default=0) != len(data) or not isinstance(known, str):
+    if not is_whole or not isinstance(known, str):
         raise PullError(f"{name}: not a policy: truncated, or too long")

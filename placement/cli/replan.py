@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from placement.cli.plan import check_budget
     from placement.plan import load_plan, make_plan, proved_bound_s, whole_modules
-    from placement.replan import replan
+    from placement.replan import NothingFits, replan
 
     check_budget(args)
     plan = load_plan(args.plan)
@@ -66,14 +66,20 @@ def run(args: argparse.Namespace) -> int:
         problem = problem_of(plan, args, report)
         old = plan.placement(problem.graph, problem.cluster)
         report("planning", None)
-        left, solution = replan(
-            problem,
-            old,
-            without,
-            seconds=args.seconds,
-            evaluations=args.evaluations,
-            seed=args.seed,
-        )
+        try:
+            left, solution = replan(
+                problem,
+                old,
+                without,
+                seconds=args.seconds,
+                evaluations=args.evaluations,
+                seed=args.seed,
+            )
+        except NothingFits as error:
+            if args.json:
+                cli.print_json({"feasible": False, "without": without, "why": str(error)})
+            cli.say(str(error))
+            return cli.NO
     feasible = isfinite(solution.value_s)
     devices = left.cluster.device_names
     on = [devices[d] for d in solution.placement.tolist()]
@@ -135,31 +141,17 @@ def problem_of(plan: Plan, args: argparse.Namespace, report: cli.Progress) -> Pr
     from placement.cli.show import shipped
     from placement.problem import Problem
     from placement.profile import Profile
-    from placement.replan import remaining
 
     spec = args.model or shipped(plan)
     if spec is None:
         raise cli.UsageError(
             f"the plan is of a model of yours: name it with --model {plan.graph.workload}"
             if plan.graph.workload
-            else "the plan was made from a problem file: name it with --model FILE"
+            else "the plan was made from a problem file, or from a workload with options: name it "
+            "with --model, FILE or package.module:function"
         )
-    chosen: dict[str, Any] = {
-        "objective": plan.objective,
-        "num_microbatches": plan.num_microbatches,
-        "max_in_flight": plan.max_in_flight,
-        "second_j": plan.second_j,
-    }
     if cli.is_file(spec):
-        from placement import importers
-
-        if args.profile is not None:
-            raise cli.UsageError("--profile is for models; a problem file has its own")
-        problem = replace(importers.load(spec), **chosen)
-        planned = {d.name for d in plan.cluster.devices}
-        # Replanned before: the file still has what was gone then.
-        gone = [name for name in problem.cluster.device_names if name not in planned]
-        return remaining(problem, gone) if gone else problem
+        return problem_in_file(plan, args, spec)
     cluster = plan.cluster.build()
     profile = None if args.profile is None else Profile.load(args.profile)
     graph = cli.capture_workload(spec, report, plan.graph.mode, plan.graph.optimizer)
@@ -175,4 +167,32 @@ def problem_of(plan: Plan, args: argparse.Namespace, report: cli.Progress) -> Pr
                 "with --profile, or a problem file with --model (placement import)"
             )
         profile = Profile.load(path)
-    return Problem(graph, cluster, profile.for_cluster(cluster), **chosen)
+    return Problem(graph, cluster, profile.for_cluster(cluster), **decided(plan))
+
+
+def problem_in_file(plan: Plan, args: argparse.Namespace, path: str) -> Problem:
+    """The problem in a file, with what ``plan`` decided and on its devices.
+
+    Raises:
+        UsageError: a profile is named, and a problem file has its own.
+    """
+    from placement import importers
+    from placement.replan import remaining
+
+    if args.profile is not None:
+        raise cli.UsageError("--profile is for models; a problem file has its own")
+    problem = replace(importers.load(path), **decided(plan))
+    planned = {d.name for d in plan.cluster.devices}
+    # Replanned before: the file still has what was gone then.
+    gone = [name for name in problem.cluster.device_names if name not in planned]
+    return remaining(problem, gone) if gone else problem
+
+
+def decided(plan: Plan) -> dict[str, Any]:
+    """What a plan says about its problem beside graph, devices and times."""
+    return {
+        "objective": plan.objective,
+        "num_microbatches": plan.num_microbatches,
+        "max_in_flight": plan.max_in_flight,
+        "second_j": plan.second_j,
+    }

@@ -92,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
         with plan.bind(module, inputs) as runner:
             wrong = difference(runner, module, inputs)
             if wrong:
+                if args.json:
+                    cli.print_json({"numerics_equal": False, "difference": wrong})
                 cli.say(f"the results differ from those of the plain module: {wrong}")
                 return cli.NO
             single = plan.fallback.device if plan.fallback else None
@@ -159,7 +161,10 @@ def model_of(plan: Plan, given: str | None) -> str:
     if given is not None:
         return given
     if named is None:
-        raise cli.UsageError("the plan was made from a problem file: there is no model to run")
+        raise cli.UsageError(
+            "the plan was made from a problem file, or from a workload with options: there is no "
+            "model to run; if there is one: --model package.module:function"
+        )
     if named not in workloads.names():
         raise cli.UsageError(f"the plan is of a model of yours: name it with --model {named}")
     return named

@@ -35,6 +35,8 @@ def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
             if compared:
                 wrong = difference(trainer, module, example, loss, batches)
                 if wrong:
+                    if args.json:
+                        cli.print_json({"numerics_equal": False, "difference": wrong})
                     cli.say(f"the results differ from those of plain PyTorch: {wrong}")
                     return cli.NO
             single = plan.fallback.device if plan.fallback else None

@@ -72,7 +72,7 @@ def names() -> list[str]:
     return _EXPORTERS.names()
 
 
-def load(name: str, **options: Any) -> Exporter:
+def load(name: str, /, **options: Any) -> Exporter:
     """The exporter called ``name`` (``vllm``, or ``package.module:Class``) with these options.
 
     Options that are strings are read as the type of the field they set.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -217,10 +218,13 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
             + (f"; there are {_some(sorted(lists))}: layers=NAME" if lists else "")
         )
     dots = found.count(".") + 1 if found else 0
-    inside = [
-        int(path.split(".")[dots]) if _below(path, found) and path != found else None
-        for path in forward.module
-    ]
+
+    def layer(path: str) -> int | None:
+        """Number of the layer that a module is in; a list may have other modules too."""
+        part = path.split(".")[dots] if _below(path, found) and path != found else ""
+        return int(part) if part.isdecimal() else None
+
+    inside = [layer(path) for path in forward.module]
     runs = [x for x in inside if x is not None]
     if runs != sorted(runs):
         raise ExportError(f"the layers of {found!r} do not run one after the other")
@@ -232,6 +236,28 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
         for i, x in enumerate(inside)
     ]
     return found, unit, num_layers
+
+
+def gpu_number(name: str) -> int | None:
+    """1 of ``cuda:1``; None of any other name: names are free, and what is exported may be run."""
+    found = re.fullmatch(r"cuda:([0-9]{1,4})", name)
+    return int(found[1]) if found else None
+
+
+def require_torch_devices(plan: Plan, used: Iterable[str]) -> None:
+    """Check that torch knows the devices in use.
+
+    Raises:
+        ExportError: one is neither CPU cores nor a GPU ``cuda:N``.
+    """
+    kinds = {d.name: d.kind for d in plan.cluster.devices}
+    for name in sorted(set(used)):
+        if kinds[name] == "cpu" or (kinds[name] == "cuda" and gpu_number(name) is not None):
+            continue
+        raise ExportError(
+            f"torch has no device {name[:60]!r} of kind {kinds[name][:60]!r}: devices are CPU cores "
+            "(kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
+        )
 
 
 def _below(path: str, module: str) -> bool:

@@ -6,9 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from placement.exporters import Exported
+from placement.exporters import Exported, ExportError
 from placement.plan import Plan
 from placement.problem import Problem
+
+MAX_EVENTS = 2_000_000  # more would fill the memory, and no viewer opens them
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,12 @@ class ChromeTrace:
     """
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
+        rows = len(plan.predicted.busy_s) if problem is None else problem.num_ops
+        if plan.num_microbatches * rows > MAX_EVENTS:
+            raise ExportError(
+                f"num_microbatches = {plan.num_microbatches:,} of {rows} events each: a trace has "
+                f"at most {MAX_EVENTS:,}"
+            )
         if problem is not None:
             trace = plan.timeline(problem).to_trace(problem.graph.op_name)
             return Exported({"": json.dumps(trace)}, "open it at https://ui.perfetto.dev")

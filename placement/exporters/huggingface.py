@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from placement.exporters import Exported, ExportError
-from placement.exporters._modules import Forward
+from placement.exporters._modules import Forward, require_torch_devices
 from placement.plan import Plan, ancestry, whole_modules
 from placement.problem import Problem
 
@@ -33,6 +33,7 @@ class Huggingface:
                 f"the plan of {plan.graph.name!r} does not know the model's parameters: make it "
                 "again from the model, placement plan package.module:function --out plan.json"
             )
+        require_torch_devices(plan, forward.device)
         merged = _one_host(forward)
         device = _possible(forward, merged)
         hosts = "torch has one CPU device, and accelerate computes on GPUs where there are some"

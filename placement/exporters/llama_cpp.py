@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from placement.exporters import Exported, ExportError
-from placement.exporters._modules import Forward, layer_units
+from placement.exporters._modules import Forward, gpu_number, layer_units
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -30,8 +30,11 @@ class LlamaCpp:
         kinds = {d.name: d.kind for d in plan.cluster.devices}
         used = set(plan.assignment.values())
         for name in sorted(used):
-            if kinds[name] not in ("cpu", "cuda"):
-                raise ExportError(f"no buffer type of llama.cpp is known for {name!r}")
+            if kinds[name] != "cpu" and (kinds[name] != "cuda" or gpu_number(name) is None):
+                raise ExportError(
+                    f"no buffer type of llama.cpp is known for {name[:60]!r}: devices are CPU cores "
+                    "(kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
+                )
         forward = Forward.of(plan)
         _, unit, num_layers = layer_units(forward, self.layers)
         unit = forward.joined(unit)
@@ -48,7 +51,7 @@ class LlamaCpp:
         rules: dict[str, list[int]] = {}
         for u, device in enumerate(on):
             if device is not None:
-                buffer = "CPU" if device in host else f"CUDA{device.rpartition(':')[2] or '0'}"
+                buffer = "CPU" if device in host else f"CUDA{gpu_number(device)}"
                 rules.setdefault(buffer, []).append(u)
         text = []
         for buffer, units in rules.items():

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 
 from placement.exporters import Exported, ExportError
+from placement.exporters._modules import gpu_number
 from placement.exporters._onnx import node_devices, read_model, require_distinct
 from placement.plan import Plan
 from placement.problem import Problem
@@ -61,5 +62,4 @@ def _annotation(devices: list[str], device: str) -> str:
 
 
 def _designator(name: str, kind: str) -> str:
-    index = name.rpartition(":")[2]
-    return "cpu" if kind == "cpu" else f"gpu:{index if index.isdecimal() else 0}"
+    return "cpu" if kind == "cpu" else f"gpu:{gpu_number(name) or 0}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from placement.exporters import Exported
-from placement.exporters._modules import Forward
+from placement.exporters._modules import Forward, require_torch_devices
 from placement.plan import Plan, ancestry
 from placement.problem import Problem
 
@@ -34,6 +34,7 @@ class TorchPipelining:
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         forward = Forward.of(plan)
+        require_torch_devices(plan, forward.device)
         begins = _beginnings(forward.module)
         starts = [0, *sorted(begins)]
         unit = [sum(s <= i for s in starts) - 1 for i in range(len(forward.module))]

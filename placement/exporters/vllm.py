@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from placement.exporters import Exported
-from placement.exporters._modules import Forward, layer_units
+from placement.exporters._modules import Forward, gpu_number, layer_units
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -16,7 +16,8 @@ class Vllm:
 
     Format: ``get_pp_indices`` in ``vllm/distributed/utils.py`` (vllm-project/vllm#6920): integers
     joined by commas, as many as ``--pipeline-parallel-size``, whose sum is the number of layers.
-    The embedding is on the first rank, the final normalisation and the head on the last.
+    The embedding is on the first rank, the final normalisation and the head on the last. GPUs
+    called ``cuda:N`` are put in the order of the ranks with ``CUDA_VISIBLE_DEVICES``.
 
     Attributes:
         layers: path of the list of layers; None finds it.
@@ -33,10 +34,10 @@ class Vllm:
         labels[-1] += " and what runs behind it"
         parts = forward.chain(unit, labels, "VLLM_PP_LAYER_PARTITION", max_turns=1)
         lines = [f"# rank {i}: {part.device}" for i, part in enumerate(parts)]
-        devices = [d for d in plan.cluster.devices if d.name in {p.device for p in parts}]
-        if all(d.kind == "cuda" for d in devices):
-            order = ",".join(part.device.rpartition(":")[2] or "0" for part in parts)
-            lines.append(f"CUDA_VISIBLE_DEVICES={order}")
+        kinds = {d.name: d.kind for d in plan.cluster.devices}
+        gpus = [gpu_number(p.device) if kinds[p.device] == "cuda" else None for p in parts]
+        if None not in gpus:
+            lines.append(f"CUDA_VISIBLE_DEVICES={','.join(map(str, gpus))}")
         layers = ",".join(str(part.last - part.first + 1) for part in parts)
         lines.append(f"VLLM_PP_LAYER_PARTITION={layers}")
         return Exported(

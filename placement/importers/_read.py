@@ -33,9 +33,13 @@ def number(value: Any, what: str, low: float = 0.0) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise FormatError(f"{what} = {str(value)[:40]!r} is not a number")
-    if not (math.isfinite(value) and value >= low):
-        raise FormatError(f"{what} = {value} must be finite and at least {low:g}")
-    return float(value)
+    try:
+        given = float(value)
+    except OverflowError:  # an integer of more than 300 digits
+        given = math.inf
+    if not (math.isfinite(given) and given >= low):
+        raise FormatError(f"{what} = {str(value)[:40]} must be finite and at least {low:g}")
+    return given
 
 
 def whole(value: Any, what: str, low: int = 0) -> int:
@@ -45,6 +49,8 @@ def whole(value: Any, what: str, low: int = 0) -> int:
         FormatError: it is none.
     """
     given = number(value, what, low)
+    if given >= 2**63:
+        raise FormatError(f"{what} = {value:g} is too large")
     if given != int(given):
         raise FormatError(f"{what} = {value} must be a whole number")
     return int(given)

@@ -70,7 +70,8 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
             raise FormatError(f"{where}: supportedOnFpga is false, but maxCPUs is 0")
         acc_s.append(on_acc if supported else np.inf)
         backward.append(_flag(node, "isBackwardNode", where))
-        size.append(math.ceil(number(node.get("size", 0), f"{where}: size")))
+        needs = math.ceil(number(node.get("size", 0), f"{where}: size"))
+        size.append(whole(needs, f"{where}: size"))
         colour = node.get("colorClass")
         if colour is not None and (isinstance(colour, bool) or not isinstance(colour, int | str)):
             raise FormatError(f"{where}: colorClass = {colour!r} must be an integer")
@@ -123,9 +124,10 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         is_backward=[backward[v] for v in order],
         output_tensor=sorted(sinks),
     )
+    holds = min(int(memory), 2**63 - 1)
     cluster = Cluster(
         "dnn-partitioning",
-        tuple(Device(f"acc:{i}", "acc", memory_bytes=int(memory)) for i in range(num_acc))
+        tuple(Device(f"acc:{i}", "acc", memory_bytes=holds) for i in range(num_acc))
         + tuple(Device(f"cpu:{i}", "cpu") for i in range(num_cpus)),
     )
     profile = Profile(

@@ -18,7 +18,7 @@ from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 
 COST_PER_S = 1e10  # its simulator divides costs by this, and so do its tables
-_ROW = re.compile(r"(\d+),(\d+)(?:,([a-zA-Z_]+))?$")
+_ROW = re.compile(r"(\d{1,18}),(\d{1,18})(?:,([a-zA-Z_]+))?$")
 
 
 def looks_like(text: str) -> bool:
@@ -26,8 +26,8 @@ def looks_like(text: str) -> bool:
     lines = [line.strip() for line in text.splitlines()[:2]]
     return (
         len(lines) == 2
-        and lines[0].isdecimal()
-        and re.fullmatch(r"(\d+,\s*)*\d*", lines[1]) is not None
+        and re.fullmatch(r"\d{1,18}", lines[0]) is not None
+        and re.fullmatch(r"(\d{1,18},\s*)*\d{0,18}", lines[1]) is not None
     )
 
 
@@ -52,7 +52,10 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
         lines.pop()
     if len(lines) < 5:
         raise FormatError(f"{path}: {len(lines)} lines: there must be four, and one per operator")
-    inputs, sources, targets = ([int(x) for x in re.findall(r"\d+", line)] for line in lines[1:4])
+    # Longer numbers fall apart into several, which do not fit to the others.
+    inputs, sources, targets = (
+        [int(x) for x in re.findall(r"\d{1,18}", line)] for line in lines[1:4]
+    )
     count = int(lines[0]) - len(inputs)
     rows = lines[4:]
     if len(rows) != count:

@@ -22,6 +22,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -48,6 +49,8 @@ VERSION = 1
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, int) and abs(value) >= 2**1023:
+        raise ValueError("is too large a number")
     return float("inf") if value == "inf" else value
 
 
@@ -436,7 +439,10 @@ def _per_tensor(record: ProblemRecord, name: str, shape: tuple[int, ...]) -> Any
 def _parsed(text: str, path: str) -> dict[str, Any]:
     try:
         data: dict[str, Any] = json.loads(
-            text, object_pairs_hook=_no_repeats, parse_constant=_no_constant
+            text,
+            object_pairs_hook=_no_repeats,
+            parse_constant=_no_constant,
+            parse_float=_finite,
         )
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
@@ -453,6 +459,12 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(word: str) -> None:
     raise FormatError(f'{word} is not a number that JSON knows; infinity is written "inf"')
+
+
+def _finite(word: str) -> float:
+    if not isfinite(float(word)):
+        raise FormatError(f'{word[:60]} is too large a number; infinity is written "inf"')
+    return float(word)
 
 
 def _explain(error: ValidationError, data: Mapping[str, Any]) -> str:

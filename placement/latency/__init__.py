@@ -82,7 +82,7 @@ def names() -> list[str]:
     return [name for name in _METHODS.names() if name != "corpus"]
 
 
-def load(name: str, **options: Any) -> Method:
+def load(name: str, /, **options: Any) -> Method:
     """The method called ``name`` (``polynomial``, or ``package.module:Class``) with these options.
 
     Raises:

@@ -28,7 +28,7 @@ def names() -> list[str]:
     return _PLANNERS.names()
 
 
-def load(name: str, **options: Any) -> Planner:
+def load(name: str, /, **options: Any) -> Planner:
     """The planner called ``name`` (``heft``, ``policy``, ``package.module:Class``), with options.
 
     Options that are strings, as they come from a command line, are read as the type of the

@@ -89,7 +89,7 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
             ("-", "--", ":")[min(2, k // len(COLOURS))],
             color=COLOURS[k % len(COLOURS)],
             lw=1.8,
-            label=f"{planner}  {_percent(ended[planner])}",
+            label=f"{gantt.as_text(planner)}  {_percent(ended[planner])}",
         )
     dots = {
         planner: (max(_SHORTEST_S, float(np.median(plan_s[planner]))), ended[planner])
@@ -116,7 +116,7 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
     axis.tick_params(axis="y", colors=FAINT, labelsize=9)
     axis.grid(axis="y", color=FAINT, alpha=0.25, lw=0.6)
     if title:
-        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+        figure.suptitle(gantt.as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.tight_layout()
     _label(axis, dots)
     return gantt._save(figure, path)
@@ -135,7 +135,7 @@ def _label(axis: Any, dots: Mapping[str, tuple[float, float]]) -> None:
                 bottom = other_bottom + _LABEL
         taken.append((left, left + width, bottom))
         axis.annotate(
-            name,
+            gantt.as_text(name),
             (x, y),
             xytext=(5, bottom - middle),
             textcoords="offset points",

@@ -118,7 +118,7 @@ def plot_gantt(
         color=INK,
     )
     if title:
-        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+        figure.suptitle(as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.tight_layout(h_pad=0.8)
     return _save(figure, path)
 
@@ -219,14 +219,19 @@ def _number(
     )
 
 
+def as_text(name: str) -> str:
+    """A name for matplotlib, which takes what is between two dollars for mathematics."""
+    return name.replace("$", r"\$")
+
+
 def _label(axis: Any, name: str, timeline: Timeline) -> None:
     lanes = _lanes(timeline)
-    axis.set_yticks(range(len(lanes)), lanes, color=INK)
+    axis.set_yticks(range(len(lanes)), map(as_text, lanes), color=INK)
     axis.set_ylim(len(lanes) - 0.45, -0.55)
     facts = [f"latency {_duration(timeline.latency_s)}"]
     if timeline.num_microbatches > 1:
         facts.append(f"period {_duration(timeline.period_s)}")
-    axis.set_title(name, loc="left", fontsize=10, color=INK, pad=4)
+    axis.set_title(as_text(name), loc="left", fontsize=10, color=INK, pad=4)
     axis.set_title("   ".join(facts), loc="right", fontsize=9, color=FAINT, pad=4)
     for d, share in enumerate(timeline.utilisation):
         axis.text(
@@ -284,8 +289,8 @@ def plot_compare(comparison: Comparison, path: str | Path, title: str = "") -> P
                 fontsize=8,
                 color=INK,
             )
-        axis.set_title(workload, loc="left", fontsize=10, color=INK)
-        axis.set_yticks(y, planners, color=INK, fontsize=9)
+        axis.set_title(as_text(workload), loc="left", fontsize=10, color=INK)
+        axis.set_yticks(y, map(as_text, planners), color=INK, fontsize=9)
         axis.tick_params(axis="y", length=0)
         axis.margins(x=0.16)
         _plain_axis(axis)
@@ -297,7 +302,7 @@ def plot_compare(comparison: Comparison, path: str | Path, title: str = "") -> P
     what = "bars measured, diamonds predicted" if comparison.is_measured else "predicted"
     figure.supxlabel(f"speed-up over the best single device ({what})", fontsize=9, color=INK)
     if title:
-        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+        figure.suptitle(as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.tight_layout()
     return _save(figure, path)
 

@@ -575,6 +575,8 @@ def _commands(run: RunFolder) -> list[dict[str, str]]:
     if hydra is not None:
         made.append({"what": "the run again, in another folder", "command": hydra})
         here = f"{hydra} hydra.run.dir={shlex.quote(str(run.path))}"
+        if hydra.startswith("placement-train ") and " resume=true" not in hydra:
+            here += " resume=true"
         made.append({"what": "continue it where it stopped", "command": here})
     for workload in run.workloads:
         plan, path = workload.plan, shlex.quote(str(workload.plan_path))

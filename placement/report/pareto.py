@@ -50,9 +50,9 @@ def plot_pareto(comparison: Comparison, path: str | Path, title: str = "") -> Pa
                 axis.set_axis_off()
                 continue
             _panel(axis, rows, x, y)
-            axis.set_title(workload, loc="left", fontsize=10, color=INK)
+            axis.set_title(gantt.as_text(workload), loc="left", fontsize=10, color=INK)
     if title:
-        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+        figure.suptitle(gantt.as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.tight_layout()
     return gantt._save(figure, path)
 
@@ -70,7 +70,8 @@ def _panel(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
         if row.pareto and row.planner not in named.setdefault(point, []):
             named[point].append(row.planner)
     for (px, py), names in named.items():
-        text = ", ".join(names[:3]) + (f" +{len(names) - 3}" if len(names) > 3 else "")
+        more = f" +{len(names) - 3}" if len(names) > 3 else ""
+        text = gantt.as_text(", ".join(names[:3])) + more
         axis.annotate(
             text, (px, py), xytext=(5, 4), textcoords="offset points", fontsize=7, color=INK
         )

@@ -34,7 +34,7 @@ def names() -> list[str]:
     return _SCHEDULERS.names()
 
 
-def load(name: str, **options: Any) -> Scheduler:
+def load(name: str, /, **options: Any) -> Scheduler:
     """The scheduler called ``name`` (``gpipe``, or ``package.module:Class``) with these options.
 
     Raises:

@@ -11,7 +11,7 @@ import ast
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,30 +68,18 @@ def load_training(spec: str, **options: Any) -> tuple[Any, Any, Any]:
     return made[0], (made[1], None), mean_of_outputs
 
 
+def is_default(spec: str, options: Mapping[str, Any]) -> bool:
+    """Whether ``load(spec, **options)`` makes what ``load(spec)`` does.
+
+    Raises:
+        WorkloadError: unknown name, or failing import.
+    """
+    known = inspect.signature(_function(spec)).parameters
+    return all(k in known and known[k].default == v for k, v in options.items())
+
+
 def _make(spec: str, options: dict[str, Any]) -> Any:
-    if ":" in spec:
-        home, _, function_name = spec.partition(":")
-    else:
-        families = _family_of()
-        if spec not in families:
-            near = meant(spec, families) or ";"
-            raise WorkloadError(
-                f"unknown workload {spec[:80]!r}{near} choose one of "
-                f"{', '.join(sorted(families))}, or give your own as package.module:function"
-            )
-        home, function_name = f"{__name__}.{families[spec]}", spec
-    try:
-        function = getattr(importlib.import_module(home), function_name)
-    except WorkloadError:
-        raise
-    except AttributeError as error:
-        near = meant(function_name, vars(sys.modules.get(home, object)))
-        raise WorkloadError(f"workload {spec!r}: {error}{near}") from error
-    except Exception as error:
-        raise WorkloadError(
-            f"workload {spec!r}: importing {home!r} failed: {type(error).__name__}: {error}. "
-            "Is its folder on PYTHONPATH?"
-        ) from error
+    function = _function(spec)
     _check_options(spec, function, options)
     try:
         made = function(**options)
@@ -116,6 +104,33 @@ def _make(spec: str, options: dict[str, Any]) -> Any:
             "(module, (inputs, target), loss)"
         )
     return made
+
+
+def _function(spec: str) -> Any:
+    """The function of a workload, not called."""
+    if ":" in spec:
+        home, _, function_name = spec.partition(":")
+    else:
+        families = _family_of()
+        if spec not in families:
+            near = meant(spec, families) or ";"
+            raise WorkloadError(
+                f"unknown workload {spec[:80]!r}{near} choose one of "
+                f"{', '.join(sorted(families))}, or give your own as package.module:function"
+            )
+        home, function_name = f"{__name__}.{families[spec]}", spec
+    try:
+        return getattr(importlib.import_module(home), function_name)
+    except WorkloadError:
+        raise
+    except AttributeError as error:
+        near = meant(function_name, vars(sys.modules.get(home, object)))
+        raise WorkloadError(f"workload {spec!r}: {error}{near}") from error
+    except Exception as error:
+        raise WorkloadError(
+            f"workload {spec!r}: importing {home!r} failed: {type(error).__name__}: {error}. "
+            "Is its folder on PYTHONPATH?"
+        ) from error
 
 
 def _check_options(spec: str, function: Any, options: dict[str, Any]) -> None:
