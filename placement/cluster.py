@@ -397,8 +397,8 @@ def _from_dict(kind: type, data: Any) -> Any:
             raise ClusterError(f"cores = {values['cores']!r} is not a list of core numbers")
         values["cores"] = tuple(values["cores"])
     numbers = (
-        "latency_s", "bandwidth_bytes_per_s", "speed", "busy_w", "idle_w", "sleep_w",
-        "sleep_after_s", "sleep_exit_s", "memory_bytes",
+        "latency_s", "bandwidth_bytes_per_s", "wake_s", "send_s", "send_s_per_byte", "speed",
+        "busy_w", "idle_w", "sleep_w", "sleep_after_s", "sleep_exit_s", "memory_bytes",
     )  # fmt: skip
     for key in numbers:
         if values.get(key) is not None:

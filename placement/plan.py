@@ -762,16 +762,11 @@ def make_plan(
 
 def _value_s(problem: Problem, solution: Solution, one: Timeline, many: Timeline) -> float:
     """The objective in the order of the plan, which need not be the planner's."""
-    from placement.simulator import value_of
+    from placement.simulator import value_in, value_of
 
-    if problem.objective == "latency":
-        return one.latency_s
-    if problem.objective == "period":
-        return many.period_s
-    if problem.objective == "energy":
-        assert many.energy_j is not None, "the problem was checked"
-        return (many.energy_j + problem.second_j * many.makespan_s) / many.num_microbatches
-    return value_of(problem, solution)
+    if problem.objective in ANALYTIC:
+        return value_of(problem, solution)
+    return value_in(problem, one if problem.objective == "latency" else many)
 
 
 def proved_bound_s(problem: Problem, solution: Solution) -> float:

@@ -94,6 +94,11 @@ class Problem:
             raise ProblemError(f"no device can run every operator of colocation group {names}")
 
     @property
+    def is_pipelined(self) -> bool:
+        """Whether the objective is of micro-batches in a pipeline, ``max_in_flight`` at a time."""
+        return self.objective in ("period", "energy")
+
+    @property
     def num_ops(self) -> int:
         """``N``."""
         return self.graph.num_ops

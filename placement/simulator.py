@@ -259,10 +259,23 @@ def _priced(problem: Problem, energy_j: Floats, run_s: Floats) -> Floats:
 
 def value_of(problem: Problem, solution: Solution) -> float:
     """The objective of an answer: in its own order, if it has one; inf: it cannot run."""
-    if solution.schedule is None:
+    if solution.schedule is None or problem.objective in objectives.ANALYTIC:
         return float(score(problem, problem.check_placement(solution.placement))[0])
     timeline = simulate(problem, solution.placement, solution.schedule)
-    return timeline.latency_s if problem.objective == "latency" else timeline.period_s
+    peak = timeline.peak_bytes
+    if peak is not None and (peak > problem.memory_bytes).any():
+        return float("inf")
+    return value_in(problem, timeline)
+
+
+def value_in(problem: Problem, timeline: Timeline) -> float:
+    """The objective of a timeline: of latency, period and energy, which timelines have."""
+    if problem.objective == "latency":
+        return timeline.latency_s
+    if problem.objective == "period":
+        return timeline.period_s
+    assert timeline.energy_j is not None, "the problem was checked"
+    return (timeline.energy_j + problem.second_j * timeline.makespan_s) / timeline.num_microbatches
 
 
 def as_simulated(problem: Problem, solution: Solution) -> Solution:

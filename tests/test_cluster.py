@@ -62,6 +62,7 @@ def test_a_file_needs_no_name_and_no_links(tmp_path: Path) -> None:
     [
         (GOOD.replace("threads:", "thread:"), r"device 'cpu:0': unknown field \['thread'\]"),
         (GOOD.replace("channel:", "chanel:"), r"link '': unknown field \['chanel'\]"),
+        (GOOD.replace("latency_s: 2e-5", "wake_s: soon"), r"wake_s = 'soon' is not a number"),
         (GOOD.replace("links:", "wires:"), r"unknown keys \['wires'\]; keys are name, devices"),
         (GOOD.replace("busy_w: 65", "busy_w: -65"), r"busy_w = -65.0 watts is negative"),
         (GOOD.replace("busy_w: 65", "busy_w: much"), r"busy_w = 'much' is not a number"),

@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from problems import random_problem
 
-from placement.cluster import Device
+from placement.cluster import Cluster, Device
 from placement.compare import compare
+from placement.graph import OpGraph
 from placement.planners import load, names
-from placement.problem import Problem, lower_bounds
+from placement.problem import Problem, Solution, lower_bounds
+from placement.profile import Profile
 from placement.report.table import tables
-from placement.simulator import evaluate, score
+from placement.simulator import evaluate, list_schedule, score, value_of
 
 # They need a file, a package, or a planner, or are for latency.
 ELSEWHERE = ("expert", "metis", "coarsened", "order_search")
@@ -62,6 +65,52 @@ def test_a_frugal_device_wins_where_energy_counts_and_a_fast_one_where_time_does
     problem = replace(problem, cluster=cluster, profile=profile)
     assert load("single_device")(problem).placement.tolist() == [1] * 6
     assert load("single_device")(problem.with_objective("latency")).placement.tolist() == [0] * 6
+
+
+def on_two(seconds: list[list[float]], sizes: list[int], objective: Any) -> Problem:
+    """A chain on devices a, with room for everything, and b, which holds 150 bytes."""
+    n = len(sizes)
+    graph = OpGraph.build("chain", [f"o{i}" for i in range(n)], range(n), sizes,
+                          [(i, i + 1) for i in range(n - 1)])  # fmt: skip
+    devices = (
+        Device("a", memory_bytes=10**6, busy_w=2.0, idle_w=1.0),
+        Device("b", memory_bytes=150, busy_w=2.0, idle_w=1.0),
+    )
+    table = np.array(seconds)
+    profile = Profile(("a", "b"), table, 0 * table)
+    return Problem(graph, Cluster("two", devices), profile, objective=objective)
+
+
+@pytest.mark.parametrize("name", ["pipedream", "antichain_dp", "level_pipeline", "contiguous_dp"])
+def test_activations_in_flight_count_for_joules_too(name: str) -> None:
+    """Energy is of a pipeline: what fits once does not fit as often as micro-batches fly."""
+    for objective in ("period", "energy"):
+        found = load(name)(on_two([[1, 1], [2, 2]], [100, 0], objective))
+        assert np.isfinite(found.value_s), (objective, found.stats)
+
+
+def test_activations_are_counted_though_one_device_would_hold_everything() -> None:
+    # o0 runs only on b; with o1 there its 100 bytes fit, with o2 there 32 times as many do not.
+    table = [[2.0, np.inf], [2.0, 2.0], [1.5, 1.5]]
+    found = load("contiguous_dp")(on_two(table, [100, 1, 0], "period"))
+    assert found.value_s == 4.0 and found.placement.tolist() == [0, 0, 1]
+
+
+def test_the_value_of_an_order_is_in_the_unit_of_the_objective() -> None:
+    problem = on_two([[1, 1]], [0], "energy")
+    place = np.zeros(1, np.int32)
+    for second_j in (0.0, 3.0):
+        priced = replace(problem, second_j=second_j)
+        order = list_schedule(priced, place, priced.num_microbatches)
+        given = value_of(priced, Solution(place, 0.0, schedule=order))
+        assert given == pytest.approx(float(score(priced, place)[0]))
+    heavy = on_two([[1, 1], [1, 1]], [200, 0], "period")  # 200 bytes on a device of 150
+    order = list_schedule(heavy, np.array([1, 1], np.int32), heavy.num_microbatches)
+    assert value_of(heavy, Solution(np.array([1, 1], np.int32), 0.0, schedule=order)) == np.inf
+    for objective in ("max_load", "piecewise_latency"):  # these know no order
+        load_ = heavy.with_objective(objective)
+        both = [Solution(np.array([0, 0], np.int32), 0.0, schedule=s) for s in (None, order)]
+        assert value_of(load_, both[0]) == value_of(load_, both[1])
 
 
 def test_a_comparison_shows_joules_beside_the_times(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import importers
-from placement.cluster import Cluster, Device
+from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.objectives import device_loads
 from placement.planners import PlannerError, _ideals, load
@@ -224,6 +224,42 @@ def test_without_time_runs_of_items_are_split(monkeypatch: pytest.MonkeyPatch) -
     assert found.value_s == 100
     assert not found.stats["contiguous_optimum"]
     assert prefixes and max(prefixes) <= 51
+
+
+def test_operators_that_cost_nothing_are_joined_only_where_that_loses_nothing() -> None:
+    # Together their parameters fit on no device, apart they do.
+    seconds = np.array([[1.0, 1.0], [0.0, 0.0]])
+    apart = make(
+        [(0, 1)], seconds, np.zeros((2, 2)), [10, 10], param_bytes=[6, 6], param_uses=[(0, 0), (1, 1)]
+    )
+    found = IdealDp()(apart)
+    assert found.value_s == 1 and found.stats["contiguous_optimum"]
+    # The first reads a model input of 10 s on device n; the second takes 1000 s on c, 10 on n.
+    graph = OpGraph.build("fed", ["a", "b"], [-1, 0], [100, 1], [(0, 0), (1, 1)])
+    cluster = Cluster("two", (Device("c"), Device("n", "npu")))
+    links = (Link("c", "n", 0.0, 10.0), Link("n", "c", 0.0, 10.0))
+    table = np.array([[0.0, 0.0], [1000.0, 10.0]])
+    profile = Profile(("c", "n"), table, 0 * table, links)
+    fed = Problem(graph, cluster, profile, objective="max_load")
+    assert IdealDp()(fed).value_s == pytest.approx(10.1)
+
+
+def test_a_split_that_is_too_large_for_one_micro_batch_alone_says_so() -> None:
+    """Other operators are slow beside busy devices: then everything is over before it piles up."""
+    away = np.inf
+    seconds = np.array([[1, away], [1, away], [away, 2], [away, 2]])
+    loaded = np.array([[10, away], [10, away], [away, 2], [away, 2]])
+    devices = (Device("a", memory_bytes=10**6), Device("b", memory_bytes=15))
+    graph = OpGraph.build("g", list("abcd"), range(4), [10, 10, 0, 0], [(0, 2), (1, 3)])
+    link = Link("a", "b", 0.5)
+    profile = Profile(("a", "b"), seconds, np.zeros((4, 2)), (link,), loaded_s=loaded)
+    problem = Problem(
+        graph, Cluster("two", devices), profile,
+        objective="latency", max_in_flight=1, num_microbatches=8,
+    )  # fmt: skip
+    for name in ("ideal_dp", "best_of"):
+        found = load(name)(problem)
+        assert found.value_s == np.inf and "'b' needs 20 bytes" in found.stats["infeasible"]
 
 
 def test_what_cannot_fit_says_so() -> None:

@@ -83,6 +83,28 @@ def test_what_is_sent_takes_turns_too() -> None:
     assert stages(chain([3.0, 3.0], 2, size=9)) == (3.0, [(2, 2)])
 
 
+def test_gradients_are_sent_too() -> None:
+    """Backward operators beside their forward ones: activations go ahead, gradients back.
+
+    stage 0: f0 ----9----> f1      stage 1
+             b0 <---9---- b1
+    """
+    devices = tuple(Device(x, "npu", memory_bytes=2**40) for x in "ab")
+    graph = OpGraph.build(
+        "training", ["f0", "f1", "b1", "b0"], range(4), [9, 0, 9, 0], [(0, 1), (1, 2), (2, 3)],
+        group=[0, 1, 1, 0], is_backward=[False, False, True, True],
+        param_bytes=[100, 100], param_uses=[(0, 0), (1, 1)],
+    )  # fmt: skip
+    links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
+    seconds = np.ones((4, 2))
+    profile = Profile(("a", "b"), seconds, 0 * seconds, links)
+    problem = Problem(graph, Cluster("two", devices), profile, num_microbatches=4)
+    table = stage_periods(problem, np.arange(2, dtype=np.int32))
+    # Each stage computes for 2 s, sends 9 s and receives 9 s; both together send nothing.
+    assert table.period_s[0, 0, 1] == table.period_s[0, 1, 2] == 9
+    assert table.period_s[0, 0, 2] == 4
+
+
 def test_what_does_not_fit_on_one_device_is_cut() -> None:
     period_s, found = stages(chain([1.0] * 4, 4, params=10, memory=20))
     assert found == [(2, 2), (2, 2)] and period_s == pytest.approx(1.0)

@@ -15,7 +15,7 @@ from placement.problem import Placement, Problem
 from placement.profile import Profile
 from placement.schedule import Schedule
 from placement.schedulers import SchedulerError, load, names
-from placement.schedulers._cut import cut, work_of
+from placement.schedulers._cut import _joined, cut, work_of
 from placement.schedulers.interleaved import virtual_order
 from placement.simulator import simulate
 from tests.problems import random_problem
@@ -261,6 +261,71 @@ def test_generators_order_any_graph(seed: int, name: str) -> None:
     problem = random_problem(seed, num_devices=2)
     place = np.random.default_rng(seed).integers(0, 2, problem.num_ops).astype(np.int32)
     load(name)(problem, place, 5).check(problem, place)
+
+
+def test_zero_bubble_orders_pieces_in_several_turns_and_shared_weights() -> None:
+    """Late gradients stand behind what they wait for, whatever that is."""
+    problem, place = pipeline(4, chunks=2, split=True)
+    load("zero_bubble")(problem, place, 8).check(problem, place)
+    # f0 f1 f2 | b2 | b1b w1b b1a w1a acc | b0 | w2, where acc adds the gradients of two pieces.
+    uses = [(0, 1), (1, 2), (2, 3), (3, 4), (3, 5), (4, 6), (4, 7), (5, 8), (7, 8), (6, 9), (3, 10)]
+    graph = OpGraph.build(
+        "tied", [f"o{i}" for i in range(11)], range(11), [1] * 11, uses,
+        is_backward=[False] * 3 + [True] * 8,
+    )  # fmt: skip
+    cluster = Cluster("three", tuple(Device(x) for x in "abc"))
+    seconds = np.ones((11, 3))
+    tied = Problem(graph, cluster, Profile(("a", "b", "c"), seconds, 0 * seconds))
+    place = np.array([0, 1, 2, 2, 1, 1, 1, 1, 1, 0, 2], np.int32)
+    load("zero_bubble")(tied, place, 4).check(tied, place)
+
+
+def test_what_several_operators_of_a_block_wait_for_is_sent_once() -> None:
+    # a | b c d, which all read what a makes; a transfer takes 1 s.
+    graph = OpGraph.build(
+        "fan", list("abcd"), range(4), [1] * 4, [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
+    )
+    cluster = Cluster("two", (Device("x"), Device("y")))
+    seconds = np.ones((4, 2))
+    profile = Profile(("x", "y"), seconds, 0 * seconds, (Link("x", "y", 1.0),))
+    problem, place = Problem(graph, cluster, profile), np.array([0, 1, 1, 1], np.int32)
+    work, unit_s = work_of(problem, place, cut(problem, place), 4)
+    ((_, delay),) = work.blocks[1].preds
+    assert delay * unit_s == pytest.approx(1.0)
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_joining_blocks_is_what_a_slow_loop_does(seed: int) -> None:
+    """Everything is worked out again before each of its steps."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(4, 24))
+    edges = np.array([(u, v) for v in range(n) for u in range(v) if rng.random() < 2.5 / n])
+    edges = edges.reshape(-1, 2).astype(np.int32)
+    place, seconds = rng.integers(0, 2, n), rng.integers(1, 9, n).astype(float)
+    label = np.arange(n)
+    most = int(rng.integers(1, n))
+    while label.max() >= most:
+        num = int(label.max()) + 1
+        reach = np.zeros((num, num), bool)
+        reach[label[edges[:, 0]], label[edges[:, 1]]] = True
+        np.fill_diagonal(reach, False)
+        for b in range(num):
+            reach |= reach[:, b : b + 1] & reach[b]
+        between = reach.astype(int) @ reach.astype(int) > 0
+        size, where = np.bincount(label, weights=seconds), np.zeros(num, int)
+        where[label] = place
+        pairs = [
+            (size[a] + size[b], a, b)
+            for a in range(num)
+            for b in range(a + 1, num)
+            if where[a] == where[b] and not between[a, b] and not between[b, a]
+        ]
+        if not pairs:
+            break
+        _, a, b = min(pairs)
+        label = np.unique(np.where(label == b, a, label), return_inverse=True)[1]
+    assert _joined(np.arange(n), place, edges, seconds, most).tolist() == label.tolist()
 
 
 def test_a_long_chain_is_joined_to_few_blocks() -> None:

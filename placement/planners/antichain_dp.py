@@ -77,6 +77,7 @@ class AntichainDp:
 
         def plan(activations: int | None) -> NDArray[np.int32]:
             nonlocal bottleneck_s
+            bottleneck_s = np.inf  # of these limits
             held = None if activations is None else _held_bytes(problem, ideals, activations)
             rows = []
             for order in orders:
@@ -149,8 +150,8 @@ def enumerate_ideals(edges: NDArray[np.int32], num_items: int, limit: int) -> Bo
                 if larger not in grown:
                     freed = [w for w in after[v] if before[w] & ~larger == 0]
                     grown[larger] = [w for w in free if w != v] + freed
-            if len(found) + len(grown) > limit:
-                return None
+                    if len(found) + len(grown) > limit:
+                        return None
         layer = grown
         found += sorted(grown)
     width = (num_items + 7) // 8
@@ -168,7 +169,7 @@ def _inside(ideals: Bools) -> Bools:
 
 def _compute_s(problem: Problem, ideals: Bools) -> tuple[Floats, Floats]:
     """float64 ``[S, D]`` seconds of each state, and how many of its groups cannot run there."""
-    in_pipeline = problem.objective == "period" and problem.num_devices > 1
+    in_pipeline = problem.is_pipelined and problem.num_devices > 1
     per_op = problem.loaded_s if in_pipeline else problem.compute_s
     seconds = np.zeros((problem.graph.num_groups, problem.num_devices))
     np.add.at(seconds, problem.graph.group, np.where(np.isfinite(per_op), per_op, 0.0))

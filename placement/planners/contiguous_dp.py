@@ -84,21 +84,24 @@ def score_splits(
     problem = search.problem
     costs = stage_costs(problem, block)
     states, all_orders = _states(problem, costs.kind, max_states)
-    # Activations of one micro-batch are counted not at all, once, once per flight; if
-    # nothing fits even so, memory is forgotten and the least violating split is told.
-    flights = problem.max_in_flight if problem.objective == "period" else 1
+    # Activations of one micro-batch are counted not at all, once, once per flight, until the
+    # best split fits; if nothing does, memory is forgotten and the least violating split is told.
+    flights = problem.max_in_flight if problem.is_pipelined else 1
     times = [0, 1, flights] if problem.memory_may_bind else [0]
     bottleneck_s = None
     for count in [*dict.fromkeys(times), None]:
+        if count is None and search.best_cost < INFEASIBLE:
+            break
         splits = _solve(costs.seconds(count), costs.kind, states)
         if problem.objective == "latency":
             splits.sort(key=lambda split: costs.latency_s(split[1]))
         rows = [_choice(stages, block, costs.kind) for _, stages in splits[:candidates]]
         if not len(rows):
             continue
-        search.costs(rows)
+        found = search.costs(rows)
         bottleneck_s = min(value for value, _ in splits)
-        if search.best_cost < INFEASIBLE:
+        # Whether anything fits says little: one device often does. The best split has to.
+        if not len(found) or found[0] < INFEASIBLE:
             break
     return {"bottleneck_s": bottleneck_s, "all_orders": all_orders}
 
@@ -160,9 +163,7 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
     g, num_devices = problem.graph, problem.num_devices
     size = int(block.max()) + 2
     at = block[g.group]  # [N]
-    run_s = problem.loaded_s if problem.objective == "period" else problem.compute_s
-    if num_devices == 1:
-        run_s = problem.compute_s
+    run_s = problem.loaded_s if problem.is_pipelined and num_devices > 1 else problem.compute_s
 
     made = np.flatnonzero(g.tensor_src >= 0)
     given = g.tensor_src[g.use_tensor] < 0  # uses of model inputs
@@ -174,7 +175,7 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
     np.minimum.at(first, both[0], both[1])
     np.maximum.at(last, both[0], both[1])
 
-    all_uses, made_at, given_at = (_points(x, size) for x in (both, producer, uses[:, given]))
+    all_uses, made_at, given_at = (points(x, size) for x in (both, producer, uses[:, given]))
     host, shares_host = host_of(problem)
     kind = device_classes(problem)
     firsts = np.unique(kind, return_index=True)[1].tolist()
@@ -192,14 +193,14 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
         here = np.full(len(others), d)
         arrive = _mean_transfer(problem, others, here)
         # A tensor is received where it is used and not made.
-        received[k] = _touched(all_uses, arrive, size) - _touched(made_at, arrive, size)
+        received[k] = touched(all_uses, arrive, size) - touched(made_at, arrive, size)
         if not shares_host[d]:
             from_host = _mean_transfer(problem, np.array([host]), np.array([d]))
-            received[k] += _touched(given_at, from_host, size)
+            received[k] += touched(given_at, from_host, size)
         block_s = _mean_transfer(problem, here, others, problem.link_blocking)
         # A tensor is sent where it is made and not everything that uses it is.
-        within = _within(first[made], last[made], block_s[made], size)
-        blocked[k] = _touched(made_at, block_s, size) - within
+        inside = within(first[made], last[made], block_s[made], size)
+        blocked[k] = touched(made_at, block_s, size) - inside
 
     roots = np.stack([g.tensor_root[both[0]], both[1]])
     params = np.stack([g.param_use, at[g.param_use_op]])
@@ -208,8 +209,8 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
         compute=compute,
         blocked=np.maximum(blocked, 0.0),
         received=np.maximum(received, 0.0),
-        param_bytes=_touched(_points(params, size), g.param_bytes.astype(np.float64), size),
-        activation_bytes=_touched(_points(roots, size), g.tensor_bytes.astype(np.float64), size),
+        param_bytes=touched(points(params, size), g.param_bytes.astype(np.float64), size),
+        activation_bytes=touched(points(roots, size), g.tensor_bytes.astype(np.float64), size),
         memory_bytes=problem.memory_bytes[firsts],
     )
 
@@ -232,17 +233,17 @@ def _mean_transfer(
 Points = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
-def _points(points: NDArray, size: int) -> Points:
-    """Distinct points ``[2, K]`` (item, position), sorted: (item, first row, position).
+def points(pairs: NDArray, size: int) -> Points:
+    """Distinct ``pairs [2, K]`` (item, position), sorted: (item, first row, position).
 
     Rows ``previous point of the item < j <= position`` share this as the first at or after ``j``.
     """
-    item, at = np.divmod(np.unique(points[0] * np.int64(size) + points[1]), size)
+    item, at = np.divmod(np.unique(pairs[0] * np.int64(size) + pairs[1]), size)
     same = np.append(False, item[1:] == item[:-1])
     return item, np.where(same, np.append(0, at[:-1] + 1), 0), at
 
 
-def _touched(points: Points, weight: Floats, size: int) -> Floats:
+def touched(points: Points, weight: Floats, size: int) -> Floats:
     """float64 ``[size, size]``: for each ``[j, i)`` the weight of the items with a point in it.
 
     Each item is counted once per interval: for its first point at or after ``j``.
@@ -254,7 +255,7 @@ def _touched(points: Points, weight: Floats, size: int) -> Floats:
     return grid.cumsum(axis=0).cumsum(axis=1)
 
 
-def _within(first: NDArray, last: NDArray, weight: Floats, size: int) -> Floats:
+def within(first: NDArray, last: NDArray, weight: Floats, size: int) -> Floats:
     """float64 ``[size, size]``: the weight of the items with ``j <= first`` and ``last < i``."""
     grid = np.zeros((size, size))
     np.add.at(grid, (np.zeros_like(first), last + 1), weight)

@@ -34,6 +34,7 @@ _TRIVIAL_S = 1e-9
 _FAR = 1e300  # a load that every split beats
 _STEPS = 2_000_000  # between two looks at the clock
 _RUNS = 50  # of items, where there is no time to look at each
+_STATE_BYTES = 13  # of the tables, for an ideal and a set of devices
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class IdealDp:
     device, backward operators go with their forward mates. First the authors' reductions:
     colocation groups become items, groups of backward operators alone are ordered by the
     mirror image of their edges, cycles are fused, forward items that cost nothing and have
-    one neighbour join it (not one that other devices support: a deviation).
+    one neighbour join it (not one that other devices support, nor one that reads a model input
+    which some device waits for: deviations). Where nothing fits so, they stay apart.
 
     Then every stage is met once: see ``_ideals.extend``. Loads not below that of the best
     linearised split (one topological order: ideals are prefixes) are never followed. So the
@@ -81,12 +83,19 @@ class IdealDp:
     def __call__(self, problem: Problem) -> Solution:
         """Raises: PlannerError, more than ``max_states`` sets of devices."""
         load_kernels()
+        solution = self._plan(problem, True)
+        if "max_load_s" not in solution.stats and len(problem.graph.param_bytes):
+            # Joined operators have their parameters together; apart they may fit.
+            return self._plan(problem, False)
+        return solution
+
+    def _plan(self, problem: Problem, join_trivial: bool) -> Solution:
         started = time.perf_counter()
         left = _Left(
             started + (np.inf if self.seconds is None else self.seconds),
             np.inf if self.max_steps is None else self.max_steps,
         )
-        item, edges = contract(problem)
+        item, edges = contract(problem, join_trivial)
         b = blocks(problem, item)
         kinds = _kinds(problem, b)
         if kinds.num_states > self.max_states:
@@ -97,10 +106,11 @@ class IdealDp:
         dp_started = time.perf_counter()
         linear, exact, message, num_ideals = _Split(), _Split(), "", 0
         if np.isfinite(kinds.floor_s):
-            orders = _orders(b.num_blocks, edges)
+            has_room = (b.num_blocks + 1) * _STATE_BYTES * kinds.num_states <= self.memory_bytes
+            orders = _orders(b.num_blocks, edges) if has_room else ()
             lines = [_linearised(problem, b, o, kinds, left) for o in orders]
-            linear = min(lines, key=_load)
-            if linear.load_s == _FAR and not all(line.complete for line in lines):
+            linear = min(lines, key=_load, default=_Split())
+            if linear.load_s == _FAR and not (lines and all(line.complete for line in lines)):
                 linear = _coarse(problem, item, b, kinds)
             ideals: _Ideals | int = 0
             if left:
@@ -133,7 +143,7 @@ class IdealDp:
             warnings.warn(f"ideal_dp: {stats['message']}", RuntimeWarning, stacklevel=2)
         bound = lower_bound(problem)
         if best.load_s == _FAR:
-            stats["infeasible"] = _nothing_fits(problem)
+            stats["infeasible"] = _nothing_fits(problem, "is known to fit" if message else "fits")
             allowed = np.isfinite(problem.group_compute_s)
             anywhere = allowed.argmax(axis=1).astype(np.int32)[problem.graph.group]
             return Solution(anywhere, np.inf, bound, stats)
@@ -141,7 +151,8 @@ class IdealDp:
         stats["max_load_s"] = float(device_loads(problem, placement).max())
         value = float(score(problem, placement)[0])
         if not np.isfinite(value):  # the split counts parameters, a timeline activations too
-            stats["infeasible"] = why_infinite(problem, placement)
+            run = replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
+            stats["infeasible"] = why_infinite(run, placement)
         return Solution(placement, value, bound, stats)
 
 
@@ -161,11 +172,12 @@ class _Left:
         return f"{what} = {getattr(planner, what)}"
 
 
-def contract(problem: Problem) -> tuple[Ints, Edges]:
+def contract(problem: Problem, join_trivial: bool = True) -> tuple[Ints, Edges]:
     """The item of each operator, int32 ``[N]``, and the edges between items that order them.
 
     Items are numbered topologically; edges are those of the forward operators, and the mirrored
-    ones of backward operators without a forward mate.
+    ones of backward operators without a forward mate. ``join_trivial``: items that cost nothing,
+    and no device anything to feed, join their only neighbour.
     """
     g = problem.graph
     group, back, n = g.group, g.is_backward, g.num_groups
@@ -191,7 +203,9 @@ def contract(problem: Problem) -> tuple[Ints, Edges]:
         np.bincount(item, weights=forward_s, minlength=num_items),
         np.bincount(item, weights=backward_s, minlength=num_items),
     )
-    cheap = (cost_s < _TRIVIAL_S) & ~np.isin(np.arange(num_items), item[meets_backward])
+    fed = (g.tensor_src[g.use_tensor] < 0) & (problem.io_s[g.use_tensor] > 0).any(axis=1)
+    dear = np.concatenate([item[meets_backward], item[group[g.use_dst[fed]]]])
+    cheap = join_trivial & (cost_s < _TRIVIAL_S) & ~np.isin(np.arange(num_items), dear)
     can_run = np.ones((num_items, problem.num_devices), bool)
     np.logical_and.at(can_run, item, np.isfinite(problem.group_compute_s))
     # A pair joined by an edge of each sort counts as two neighbours, as in the original.
@@ -402,7 +416,7 @@ def _enumerate(
     """The ideals of ``n`` items, or a number of bytes that they and their tables exceed."""
     # Bits, hash, origin and work of each; two to four slots of the hash table; value, ideal and
     # kind of each state. Arrays grow by doubling and exist twice while they do.
-    bytes_each = 8 * (-(-n // 64)) * 2 + 56 + 13 * kinds.num_states
+    bytes_each = 8 * (-(-n // 64)) * 2 + 56 + _STATE_BYTES * kinds.num_states
     code = np.random.default_rng(0).integers(0, 2**64, n, dtype=np.uint64)
     before, after = _csr(n, [(b, a) for a, b in edges]), _csr(n, list(edges))
     # A kernel cannot look at the clock: try with little memory, which is soon full, then more.
@@ -555,10 +569,10 @@ def _placement(item: Ints, kinds: _Kinds, stages: list[Stage]) -> Ints:
     return device[item]
 
 
-def _nothing_fits(problem: Problem) -> str:
+def _nothing_fits(problem: Problem, verb: str) -> str:
     devices = ", ".join(f"{d.name} {d.memory_bytes}" for d in problem.cluster.devices)
     need = int(problem.graph.param_bytes.sum())
-    return f"no contiguous split of {need} bytes of parameters fits in memory (bytes: {devices})"
+    return f"no contiguous split of {need} bytes of parameters {verb} in memory (bytes: {devices})"
 
 
 @cache

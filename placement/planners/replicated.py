@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from placement.planners import check_least
 from placement.planners._search import Search
-from placement.planners.contiguous_dp import merge_blocks
+from placement.planners.contiguous_dp import merge_blocks, points, touched, within
 from placement.problem import Problem, Solution
 
 Floats = NDArray[np.float64]
@@ -123,43 +123,23 @@ def stage_periods(problem: Problem, block: Ints) -> StagePeriods:
         compute = np.where(finite[None, :], total[None, :] - total[:, None], np.inf)
     lows, highs = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
 
+    # As ``contiguous_dp.stage_costs`` counts them: backward operators may lie before forward ones.
     made = np.flatnonzero(g.tensor_src >= 0)
     inner = g.tensor_src[g.use_tensor] >= 0
-    uses = np.unique(np.stack([g.use_tensor[inner], at[g.use_dst[inner]]]), axis=1)
-    src = at[g.tensor_src[uses[0]]]
-    across = uses[1] != src
+    producer = np.stack([made, at[g.tensor_src[made]]])
+    users = np.stack([g.use_tensor[inner], at[g.use_dst[inner]]])
+    both = np.concatenate([producer, users], axis=1)
+    first, last = np.full(g.num_tensors, size), np.full(g.num_tensors, -1)
+    np.minimum.at(first, both[0], both[1])
+    np.maximum.at(last, both[0], both[1])
     tensor_s = _slowest_transfer(problem)
-    # A stage [j, i) receives what is made before j and used in it: by its first use from j on.
-    received, sent = np.zeros((size, size)), np.zeros((size, size))
-    tensors, users, sources = uses[0][across], uses[1][across], src[across]
-    new = np.append(True, tensors[1:] != tensors[:-1])[: len(tensors)]
-    before = np.where(new, sources, np.append(0, users[:-1])[: len(users)])
-    # rows before < j <= user see this use as the first; columns i > user contain it
-    np.add.at(received, (before + 1, users + 1), tensor_s[tensors])
-    np.add.at(received, (users + 1, users + 1), -tensor_s[tensors])
-    received = received.cumsum(axis=0).cumsum(axis=1)
-    # It sends what is made in it and last used behind it.
-    last = np.full(g.num_tensors, -1)
-    np.maximum.at(last, tensors, users)
-    leaving = made[last[made] >= 0]
-    home, until = at[g.tensor_src[leaving]], last[leaving]
-    np.add.at(sent, (np.zeros_like(home), home + 1), tensor_s[leaving])
-    np.add.at(sent, (home + 1, home + 1), -tensor_s[leaving])
-    np.add.at(sent, (np.zeros_like(home), until + 1), -tensor_s[leaving])
-    np.add.at(sent, (home + 1, until + 1), tensor_s[leaving])
-    sent = sent.cumsum(axis=0).cumsum(axis=1)
+    makes = touched(points(producer, size), tensor_s, size)
+    # A stage receives what it uses and does not make, and sends what is not used in it alone.
+    received = touched(points(both, size), tensor_s, size) - makes
+    sent = makes - within(first[made], last[made], tensor_s[made], size)
 
-    own = np.zeros((size, size))
-    touched: dict[int, set[int]] = {}
-    for op, p in zip(g.param_use_op.tolist(), g.param_use.tolist(), strict=True):
-        touched.setdefault(p, set()).add(int(at[op]))
-    for p, where in touched.items():
-        previous = -1
-        for b in sorted(where):
-            own[previous + 1, b + 1] += g.param_bytes[p]
-            own[b + 1, b + 1] -= g.param_bytes[p]
-            previous = b
-    own = own.cumsum(axis=0).cumsum(axis=1)
+    params = np.stack([g.param_use, at[g.param_use_op]])
+    own = touched(points(params, size), g.param_bytes.astype(np.float64), size)
     activation = np.append(
         0.0,
         np.cumsum(
@@ -173,7 +153,7 @@ def stage_periods(problem: Problem, block: Ints) -> StagePeriods:
     replicas = numbers(problem.num_devices)
     latency_s, per_byte_s = _slowest_link(problem)
     period = np.empty((len(replicas), size, size))
-    moved = np.maximum(received, sent)
+    moved = np.maximum(np.maximum(received, sent), 0.0)
     for k, r in enumerate(replicas.tolist()):
         reduce_s = np.zeros_like(own)
         if g.is_backward.any() and r > 1:

@@ -58,7 +58,7 @@ class Cut:
         return max(len(self.visits(d)) for d in range(self.num_devices))
 
     def schedule(self, key: ArrayLike) -> Schedule:
-        """Every device runs its blocks by ``key [M, n]``, then level; smallest first.
+        """Every device runs its blocks by ``key [M, n]``, smallest first, then deepest level first.
 
         Operators of a block run in the order of their numbers.
         """
@@ -163,26 +163,45 @@ def _joined(
     seconds: NDArray[np.float64],
     max_blocks: int,
 ) -> NDArray[np.int64]:
-    """Fewer labels: the shortest of a place are joined where that closes no circle."""
+    """Fewer labels: the shortest of a place are joined where that closes no circle.
+
+    What reaches what, and what does by a way through another, is known once and kept up to date:
+    joining costs a look at all pairs.
+    """
     label = np.unique(label, return_inverse=True)[1].reshape(-1)
-    while label.max() >= max_blocks:
-        num = int(label.max()) + 1
-        reach = np.zeros((num, num), bool)
-        reach[tuple(_outer(label, edges).T)] = True
-        for b in range(num):
-            reach |= reach[:, b : b + 1] & reach[b]
-        size = np.bincount(label, weights=seconds)
-        where = np.zeros(num, np.int64)
-        where[label] = place
-        between = reach.astype(np.float32) @ reach.astype(np.float32) > 0  # a way through another
+    num = int(label.max()) + 1
+    if num <= max_blocks:
+        return label
+    reach = np.zeros((num, num), bool)
+    reach[tuple(_outer(label, edges).T)] = True
+    for b in range(num):
+        reach |= reach[:, b : b + 1] & reach[b]
+    between = reach.astype(np.float32) @ reach.astype(np.float32) > 0  # a way through another
+    size = np.bincount(label, weights=seconds)
+    where = np.zeros(num, np.int64)
+    where[label] = place
+    into = np.arange(num)
+    for _ in range(num - max_blocks):
         ok = (where[:, None] == where) & ~between & ~between.T
         first, then = np.nonzero(np.triu(ok, 1))
         if len(first) == 0:
             break
         at = np.argmin(size[first] + size[then])
-        label = np.where(label == then[at], first[at], label)
-        label = np.unique(label, return_inverse=True)[1].reshape(-1)
-    return label
+        a, b = first[at], then[at]  # b is gone: nothing is where it is, and it reaches nothing
+        into[into == b] = a
+        after, before = reach[a] | reach[b], reach[:, a] | reach[:, b]
+        after[[a, b]] = before[[a, b]] = False
+        for table in (reach, between):
+            table[[a, b]] = table[:, [a, b]] = False
+        reach[a], reach[:, a] = after, before
+        around = before[:, None] & after
+        reach |= around
+        between |= around
+        between[a] = reach[after].any(axis=0)
+        between[:, a] = reach[:, before].any(axis=1)
+        size[a] += size[b]
+        where[b] = -1 - b
+    return np.unique(into[label], return_inverse=True)[1].reshape(-1)
 
 
 def work_of(
@@ -197,7 +216,8 @@ def work_of(
     seconds = durations(problem, placement, num_microbatches)
     busy = np.bincount(made.label, weights=seconds, minlength=made.num_blocks)
     delay: dict[tuple[int, int], float] = {(int(u), int(v)): 0.0 for u, v in made.edges}
-    sent: set[tuple[int, int]] = set()
+    sent: set[tuple[int, int]] = set()  # (tensor, device)
+    arrived: set[tuple[int, int]] = set()  # (tensor, block): several operators of it may wait
     for tensor, op in zip(g.use_tensor.tolist(), g.use_dst.tolist(), strict=True):
         src = int(g.tensor_src[tensor])
         if src < 0 or placement[src] == placement[op]:
@@ -205,7 +225,9 @@ def work_of(
         u, v = int(made.label[src]), int(made.label[op])
         takes = problem.transfer_s(tensor, int(placement[src]), int(placement[op]))
         if not problem.link_blocking[placement[src], placement[op]]:
-            delay[u, v] += takes
+            if (tensor, v) not in arrived:
+                delay[u, v] += takes
+            arrived.add((tensor, v))
         elif (tensor, int(placement[op])) not in sent:
             busy[u] += takes
         sent.add((tensor, int(placement[op])))

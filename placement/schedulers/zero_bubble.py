@@ -47,7 +47,10 @@ class ZeroBubble:
             if len(forward):
                 # Without input gradients (the first device) they follow at once.
                 base = inputs.max() if len(inputs) else level[here].max()
-                depth[here & is_late] = base + 2 * forward.min() + 0.5
+                mine = here & is_late
+                # Behind what they wait for, and among them by level: no order can lock up.
+                after = np.maximum(base + 2 * forward.min() + 0.5, level[mine] - 0.5)
+                depth[mine] = after + 0.25 * level[mine] / (1 + level.max())
         batch = np.arange(num_microbatches)[:, None]
         schedule = made.schedule(2 * batch + depth)
         schedule.check(problem, placement)
