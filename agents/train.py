@@ -55,7 +55,9 @@ def _train(cfg: DictConfig) -> float:
     }
 
     if not isinstance(cfg.seed, int):
-        raise AppError(f"seed = {cfg.seed}: a training has one; several: placement-train -m seed=0,1")
+        raise AppError(
+            f"seed = {cfg.seed}: a training has one; several: placement-train -m seed=0,1"
+        )
     seeds_of(cfg)
     config = instantiate(cfg.training, _convert_="all")
     baseline, expert = (prepared(make_planner(p), cfg.seed) for p in (cfg.baseline, cfg.expert))

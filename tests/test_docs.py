@@ -226,7 +226,9 @@ def test_readme_quotes_results_with_their_commands() -> None:
 
 def table_after(text: str, heading: str) -> list[list[str]]:
     """The cells of the first table after ``heading``, without marks; the header first."""
-    lines = itertools.dropwhile(lambda x: not x.startswith("|"), text.split(heading)[1].splitlines())
+    lines = itertools.dropwhile(
+        lambda x: not x.startswith("|"), text.split(heading)[1].splitlines()
+    )
     rows = itertools.takewhile(lambda x: x.startswith("|"), lines)
     cells = [[c.strip(" *") for c in row.strip().strip("|").split("|")] for row in rows]
     return [row for row in cells if set("".join(row)) - set("-:")]

@@ -90,8 +90,8 @@ def test_activations_in_flight_count_for_joules_too(name: str) -> None:
 
 
 def test_activations_are_counted_though_one_device_would_hold_everything() -> None:
-    # o0 runs only on a. Behind it would be the best cut (3.5 s), but what it makes is 100 bytes, and
-    # b has no room for those of all micro-batches in flight; what o1 makes is 1 byte (4 s).
+    # o0 runs only on a. Behind it would be the best cut (3.5 s), but what it makes is 100 bytes,
+    # and b has no room for those of all micro-batches in flight; what o1 makes is 1 byte (4 s).
     table = [[2.0, np.inf], [2.0, 2.0], [1.5, 1.5]]
     found = load("contiguous_dp")(on_two(table, [100, 1, 0], "period"))
     assert found.value_s == 4.0 and found.placement.tolist() == [0, 0, 1]

@@ -347,7 +347,7 @@ def test_names_of_devices_are_no_shell_code() -> None:
         said = [line for line in text.splitlines() if not line.startswith("# rank ")]
         assert said == ["VLLM_PP_LAYER_PARTITION=1,1"], names
     for name in ("cuda:0,.*=CPU", "cuda", "npu:0"):
-        with pytest.raises(ExportError, match="no buffer type of llama.cpp is known for"):
+        with pytest.raises(ExportError, match=r"no buffer type of llama\.cpp is known for"):
             export("llama_cpp", plan_of(CUT, problem(devices=(name, "cuda:1"))))
 
 

@@ -230,7 +230,12 @@ def test_operators_that_cost_nothing_are_joined_only_where_that_loses_nothing() 
     # Together their parameters fit on no device, apart they do.
     seconds = np.array([[1.0, 1.0], [0.0, 0.0]])
     apart = make(
-        [(0, 1)], seconds, np.zeros((2, 2)), [10, 10], param_bytes=[6, 6], param_uses=[(0, 0), (1, 1)]
+        [(0, 1)],
+        seconds,
+        np.zeros((2, 2)),
+        [10, 10],
+        param_bytes=[6, 6],
+        param_uses=[(0, 0), (1, 1)],
     )
     found = IdealDp()(apart)
     assert found.value_s == 1 and found.stats["contiguous_optimum"]

@@ -384,9 +384,7 @@ def test_the_best_of_a_sweep_is_the_best_of_what_was_asked(
     other: dict[str, Any], is_best: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     mine = row("walk", 0, 0.5)
-    monkeypatch.setattr(
-        HydraConfig, "get", lambda: SimpleNamespace(mode=sweeps.RunMode.MULTIRUN)
-    )
+    monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=sweeps.RunMode.MULTIRUN))
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / sweeps.RESULT).write_text('{"status": "finished"}')
     theirs = finished("1", replace(mine, **other))

@@ -49,9 +49,7 @@ def page(results: Path) -> str:
     cells = []
     for row in goals(results):
         met = {True: "yes", False: "**no**", None: "–"}[row.met]
-        cells.append(
-            [row.regime, row.goal, row.reached, met, row.attainable, f"`{row.command}`"]
-        )
+        cells.append([row.regime, row.goal, row.reached, met, row.attainable, f"`{row.command}`"])
     header = ["regime", "goal", "reached (95 %)", "met", "with the best known values", "command"]
     return _study.to_table(header, cells).replace("---:", "---")
 

@@ -193,8 +193,8 @@ def run_validate(args: argparse.Namespace) -> int:
             notes.append(
                 f"not checked against its model; name it: --model {plan.graph.workload}"
                 if plan.graph.workload
-                else "not checked against a model, which the plan does not name: it was made from a "
-                "problem file, or from a workload with options; name it: --model package.module:function"
+                else "not checked against a model: it was made from a problem file, or from a "
+                "workload with options; if there is one: --model package.module:function"
             )
         else:
             with cli.progress() as report:

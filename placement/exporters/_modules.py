@@ -255,8 +255,8 @@ def require_torch_devices(plan: Plan, used: Iterable[str]) -> None:
         if kinds[name] == "cpu" or (kinds[name] == "cuda" and gpu_number(name) is not None):
             continue
         raise ExportError(
-            f"torch has no device {name[:60]!r} of kind {kinds[name][:60]!r}: devices are CPU cores "
-            "(kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
+            f"torch has no device {name[:60]!r} of kind {kinds[name][:60]!r}: devices are CPU "
+            "cores (kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
         )
 
 

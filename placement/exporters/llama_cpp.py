@@ -32,8 +32,8 @@ class LlamaCpp:
         for name in sorted(used):
             if kinds[name] != "cpu" and (kinds[name] != "cuda" or gpu_number(name) is None):
                 raise ExportError(
-                    f"no buffer type of llama.cpp is known for {name[:60]!r}: devices are CPU cores "
-                    "(kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
+                    f"no buffer type of llama.cpp is known for {name[:60]!r}: devices are CPU "
+                    "cores (kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
                 )
         forward = Forward.of(plan)
         _, unit, num_layers = layer_units(forward, self.layers)

@@ -151,7 +151,9 @@ class IdealDp:
         stats["max_load_s"] = float(device_loads(problem, placement).max())
         value = float(score(problem, placement)[0])
         if not np.isfinite(value):  # the split counts parameters, a timeline activations too
-            run = replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
+            run = (
+                replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
+            )
             stats["infeasible"] = why_infinite(run, placement)
         return Solution(placement, value, bound, stats)
 

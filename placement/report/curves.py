@@ -116,7 +116,9 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
     axis.tick_params(axis="y", colors=FAINT, labelsize=9)
     axis.grid(axis="y", color=FAINT, alpha=0.25, lw=0.6)
     if title:
-        figure.suptitle(gantt.as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+        figure.suptitle(
+            gantt.as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK
+        )
     figure.tight_layout()
     _label(axis, dots)
     return gantt._save(figure, path)

@@ -118,7 +118,9 @@ def plot_gantt(
         color=INK,
     )
     if title:
-        figure.suptitle(as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+        figure.suptitle(
+            as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK
+        )
     figure.tight_layout(h_pad=0.8)
     return _save(figure, path)
 
@@ -302,7 +304,9 @@ def plot_compare(comparison: Comparison, path: str | Path, title: str = "") -> P
     what = "bars measured, diamonds predicted" if comparison.is_measured else "predicted"
     figure.supxlabel(f"speed-up over the best single device ({what})", fontsize=9, color=INK)
     if title:
-        figure.suptitle(as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+        figure.suptitle(
+            as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK
+        )
     figure.tight_layout()
     return _save(figure, path)
 
