@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
 from math import isfinite
@@ -416,6 +417,15 @@ def _from_dict(kind: type, data: Any) -> Any:
 
 
 def _host_memory_bytes() -> int:
+    """Of the machine, or of the container that this is."""
+    limits = []
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max" is no number
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+    return min([_machine_memory_bytes(), *(x for x in limits if x > 0)])
+
+
+def _machine_memory_bytes() -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):

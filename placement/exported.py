@@ -112,14 +112,19 @@ def _export_error(
     text = first_line(error)
     kind = type(error).__name__
     where = _user_line(error)
+    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             module(*args, **kwargs)
     except Exception as own:
         return CaptureError(
             f"{type(module).__name__} itself fails on the example inputs{_user_line(own)}: "
             f"{type(own).__name__}: {first_line(own)}"
         )
+    finally:  # in training mode a call changes statistics
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
     if "DataDependent" in kind or "data-dependent" in text:
         return CaptureError(
             f"a Python branch, loop or index depends on the values of a tensor{where}: "

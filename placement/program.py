@@ -188,7 +188,9 @@ class Program:
         """Inputs for a timing run: normal where floating point, else the example's own values."""
         generator = torch.Generator().manual_seed(seed)
         return [
-            torch.randn(x.shape, generator=generator).to(x) if x.is_floating_point() else x
+            _laid_out_as(x, torch.randn(x.shape, generator=generator).to(x))
+            if x.is_floating_point()
+            else x
             for x in self.example_tensors
         ]
 

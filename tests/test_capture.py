@@ -416,6 +416,42 @@ def test_autocast_and_gradient_regions_become_plain_operators(region):
     assert {"linear", "add"} < set(kinds(graph)) <= {"linear", "add", "_to_copy", "detach"}
 
 
+def test_a_capture_that_fails_leaves_statistics_and_random_numbers_alone():
+    """What is wrong is found by calling the module itself, in training mode too."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
+
+        def forward(self, x):
+            y = self.drop(self.norm(x))
+            return y.sum() if y.sum() > 0 else y.mean()
+
+    module = Branches()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    torch.manual_seed(5)
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        capture(module, X, mode="training")
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_inputs_to_measure_with_lie_in_memory_as_the_example_does():
+    class Flat(nn.Module):
+        def forward(self, x):
+            return x.permute(0, 2, 3, 1).view(x.shape[0], -1) + 1  # of channels_last only
+
+    x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    program = capture(Flat(), x).program
+    (made,) = program.random_inputs()
+    assert made.stride() == x.stride() and not torch.equal(made, x)
+    run_program(program, [made])
+
+
 def test_dropout_and_batch_norm_are_captured_in_evaluation_mode_and_the_mode_is_kept():
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
     module[1].eval()

@@ -38,7 +38,7 @@ from placement.executor.distributed import (
     save_weights,
     with_weights,
 )
-from placement.executor.distributed_world import Direct, RankError, World
+from placement.executor.distributed_world import Direct, RankError, World, dense
 from placement.executor.executor import measured_timeline
 from placement.links import hosts_of_ranks, join, measure_ranks
 from placement.plan import make_plan
@@ -379,7 +379,132 @@ def test_training_equals_plain_pytorch_also_after_a_restart_with_another_placeme
         torch.testing.assert_close(trained[name], value, msg=name)
 
 
+class Attend(nn.Module):
+    """Attention: what it gives is seen through strides that are not those of its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).view(2, 5, 2, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(2, 5, 8))
+
+
+def attend(rank: int) -> list[float]:
+    """One step with the last projection on the other rank."""
+    torch.manual_seed(0)
+    module = Attend()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    example = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    graph = capture(module, example, mode="training", loss=nn.functional.mse_loss)
+    place = np.where(np.array(graph.op_module) == "out", 2, 0)
+    place = place[np.unique(graph.group, return_index=True)[1]][graph.group].astype(np.int32)
+    with World.join(120) as world:
+        trainer = DistributedTrainer(graph, CLUSTER, place, optimizer, world=world)
+        if rank:
+            trainer.serve()
+            return []
+        losses = trainer.step([example] * 2).tolist()
+        trainer.close()
+        return losses
+
+
+def test_tensors_arrive_with_their_strides():
+    torch.manual_seed(0)
+    module = Attend()
+    x, y = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    expected = nn.functional.mse_loss(module(x), y).item()
+    with Ranks(attend, 2) as ranks:
+        kind, losses = ranks.answer(0)
+        assert kind == "value", losses
+        assert ranks.answer(1)[0] == "value"
+    np.testing.assert_allclose(losses, [expected] * 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(24.0).view(2, 3, 4),
+        torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
+        torch.arange(24.0).view(2, 3, 4)[:, ::2],  # with gaps
+        torch.arange(3.0).expand(4, 3),  # one on another
+        torch.arange(96.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.view_as_complex(torch.ones(3, 2)).conj(),
+        torch.tensor(5.0),
+        torch.empty(0, 3),
+    ],
+)
+def test_elements_in_the_order_of_memory(value):
+    elements, strides = dense(value)
+    assert elements.is_contiguous() and elements.shape == (value.numel(),)
+    again = elements.as_strided(value.shape, strides)
+    assert torch.equal(again, value.resolve_conj())
+    if value.is_contiguous() or value.dim() == 4:
+        assert again.stride() == value.stride()
+
+
 # --- faults --------------------------------------------------------------------------------------
+
+
+def leave_early(rank: int) -> int:
+    """Twenty streams that rank 0 leaves while the other sends: late tensors are no fault."""
+    place = scattered(GRAPH, 0, 4)
+    assert any(place[a] >= 2 > place[b] for a, b in GRAPH.edges.tolist())
+    with World.join(60) as world:
+        for _ in range(20):
+            runner = DistributedRunner(GRAPH, CLUSTER, place, world=world)
+            if rank:
+                runner.serve()
+                continue
+            for number, _ in enumerate(runner.stream(items(1) * 1000)):
+                if number == 5:
+                    break
+            runner.close()
+    return 0
+
+
+def test_leaving_a_stream_early_is_no_fault():
+    with Ranks(leave_early, 2) as ranks:
+        assert [ranks.answer(r) for r in (0, 1)] == [("value", 0)] * 2
+
+
+class Failing(torch.optim.SGD):
+    """Has no memory for its state, on rank 1."""
+
+    def step(self, closure: Any = None) -> Any:
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)
+            raise RuntimeError("no memory")
+        return super().step(closure)
+
+
+def fail_in_update(rank: int, dies: bool) -> int:
+    torch.manual_seed(0)
+    module = Tied()
+    make = torch.optim.SGD if dies else Failing
+    optimizer = make(module.parameters(), lr=0.1)
+    loss = nn.functional.cross_entropy
+    graph = capture(module, batches(1)[0], mode="training", loss=loss)
+    place = scattered(graph, 8, 4)
+    with World.join(HANGS_S) as world:
+        trainer = DistributedTrainer(graph, CLUSTER, place, optimizer, world=world)
+        assert trainer._home, "each rank updates something, or this shows nothing"
+        if dies and any(trainer._spread_to.values()):
+            trainer._apply = lambda *arguments: os._exit(1)  # the one with the tied weight
+        if rank:
+            trainer.serve()
+        else:
+            trainer.step(batches(2))
+    return 0
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_update_that_fails_elsewhere_ends_the_step(dies):
+    with Ranks(fail_in_update, 2, dies) as ranks:
+        kinds = {ranks.answer(r, 60)[0] for r in (0, 1)}
+        assert "value" not in kinds and "RankError" in kinds
 
 
 def slowly(item: torch.Tensor) -> Iterator[torch.Tensor]:

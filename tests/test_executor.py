@@ -459,6 +459,18 @@ def test_an_order_that_deadlocks_is_refused():
         )
 
 
+def test_an_order_has_room_for_all_its_micro_batches():
+    """One that runs an operator of all of them before the next needs more than the usual four."""
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    rows = np.array([(op, m) for op in range(graph.num_ops) for m in range(8)], np.int32)
+    order = Schedule((rows, rows[:0], rows[:0]), 8)
+    with Runner(graph, CLUSTER, np.zeros(graph.num_ops, int), schedule=order) as runner:
+        found = list(runner.stream([inputs] * 8))
+    assert len(found) == 8
+    torch.testing.assert_close(found[0], module(*inputs))
+
+
 def test_any_order_of_preference_gives_the_results():
     """Runs of operators in that order would wait for each other: 0 and 2 for 1, 1 for 0."""
     module, inputs = tiny.tiny_mlp()
@@ -480,6 +492,11 @@ def test_what_cannot_run_says_so():
         Runner(graph, CLUSTER, [0, 1])
     with pytest.raises(RunnerError, match="max_in_flight = 0"):
         Runner(graph, CLUSTER, np.zeros(6, int), max_in_flight=0)
+    for device in (-1, 3):
+        with pytest.raises(
+            RunnerError, match=rf"operator 2 .* on device {device}; devices are 0\.\.2"
+        ):
+            Runner(graph, CLUSTER, [0, 1, device, 0, 0, 0])
     with pytest.raises(ValueError, match="simulated, not run"):
         backend_for(Device("tpu:0", "tpu"))
 

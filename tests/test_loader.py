@@ -153,6 +153,21 @@ def test_items_ahead_stay_within_the_memory_limit():
         assert 0 < items.peak_bytes <= 5 * 4000
 
 
+def test_what_the_user_asks_for_stays_within_the_bytes():
+    def prepare(i):
+        time.sleep(PAUSE_S / 10)
+        return torch.zeros(1000)  # 4000 bytes
+
+    options = {"workers": 2, "prefetch": 50, "prefetch_bytes": 13_000}
+    with InputPipeline(range(10**6), preprocess=prepare, **options) as items:
+        for given, _ in enumerate(islice(items, 150), 1):
+            time.sleep(PAUSE_S / 4)
+            if given == 1:
+                assert items.tuning.ahead == 3  # it knows what an item weighs
+        assert items.tuning.ahead == 3 and items.tuning.workers == 2
+        assert items._ready_bytes <= 3 * 4000
+
+
 @pytest.mark.parametrize("workers", [None, 0, 1, 4])
 def test_errors_are_raised_in_the_place_of_their_item(workers):
     def prepare(i):
@@ -366,3 +381,13 @@ def test_threads_that_load_give_the_interpreter_away_sooner() -> None:
         assert sys.getswitchinterval() < before
         assert list(items) == list(range(1, 20))
         assert sys.getswitchinterval() == before
+
+
+def test_several_loaders_at_once_leave_the_interval_as_it_was() -> None:
+    before = sys.getswitchinterval()
+    first, second = (InputPipeline(list(range(9)), workers=1) for _ in range(2))
+    assert next(first) == next(second) == 0
+    first.close()
+    assert sys.getswitchinterval() < before  # the second still loads
+    second.close()
+    assert sys.getswitchinterval() == before

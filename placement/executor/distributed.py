@@ -219,6 +219,7 @@ class DistributedRunner(Runner):
         self.rank_of = ranks_of(cluster, world.size)
         self.clock_error_s = 0.0
         self.on_param: Callable[[int, Tensor], None] = lambda q, value: None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._own = [d for d in range(cluster.num_devices) if self.rank_of[d] == world.rank]
         self._given: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -263,13 +264,16 @@ class DistributedRunner(Runner):
 
     def _deliver(self, rank: int, kind: int, numbers: list[int], value: Any) -> None:
         batch, tensor, device, source, sent_ns = numbers
+        workers = self.workers  # read once: another thread may stop the run
+        if kind in (TENSOR, INPUT, ADMIT) and not workers:
+            return  # what was on its way when the run ended here
         if kind == TENSOR:
-            self.workers[device].inbox.put((batch, tensor, value, source, sent_ns))
+            workers[device].inbox.put((batch, tensor, value, source, sent_ns))
         elif kind == INPUT:
             self._given.setdefault((batch, device), {})[tensor] = value
         elif kind == ADMIT:
             given = self._given.pop((batch, device), {})
-            self.workers[device].inbox.put((batch, -1, given, -1, None))
+            workers[device].inbox.put((batch, -1, given, -1, None))
         elif kind == RESULT:
             self._results.put((batch, tensor, value))
         elif kind == DONE:
@@ -281,16 +285,20 @@ class DistributedRunner(Runner):
         elif value[0] == "failed":
             _, text, device, op = value
             error = RankError(f"{self.world.name(rank)}: {text}")
-            self._results.put(Failure(error, -1 if device is None else device, op))
+            self._fail(Failure(error, -1 if device is None else device, op))
         elif value[0] == "answer":
             self._answers.put(value[1:])
         else:
             self._orders.put(value)
 
     def _fault(self, error: RankError) -> None:
-        failure = Failure(error, -1, None)
+        self._fail(Failure(error, -1, None))
+
+    def _fail(self, failure: Failure) -> None:
+        """Tell whoever waits, for whatever it is."""
         for inbox in (self._results, self._answers, self._orders):
             inbox.put(failure)
+        self.on_failure(failure.error)
 
     # --- rank 0 ----------------------------------------------------------------------------------
 
@@ -444,6 +452,7 @@ class DistributedTrainer(Trainer):
         )
         self._came: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.runner.on_param = self._take
+        self.runner.on_failure = functools.partial(self._take, -1)
         self._home = {q: d for q, d in self._home.items() if rank_of[d] == mine}
 
     def serve(self) -> None:
@@ -489,7 +498,7 @@ class DistributedTrainer(Trainer):
                 if p == q:
                     here.copy_(value)
 
-    def _take(self, q: int, value: Tensor) -> None:
+    def _take(self, q: int, value: Tensor | BaseException) -> None:
         self._came.put((q, value))
 
     def _split_optimizer(self) -> dict[int, torch.optim.Optimizer]:

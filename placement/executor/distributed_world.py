@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import permutations
+from math import prod
 from typing import Any
 
 import torch
@@ -78,6 +79,20 @@ class Direct:
             pair: dist.new_group(pair, timeout=timeout, backend=self.backend)
             for pair in permutations(self.ranks, 2)
         }
+
+
+def dense(value: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The elements in the order in which they lie in memory ``[numel]``, and their strides.
+
+    ``elements.as_strided(value.shape, strides)`` is ``value`` again. What operators read may
+    rely on its strides: a view that is made on the receiver exists for some only.
+    """
+    value = value.detach().resolve_conj().resolve_neg()
+    strides = torch.empty_like(value, device="meta").stride()  # its own if nothing overlaps
+    if value.stride() != strides:
+        packed = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+        value = packed.copy_(value)
+    return value.as_strided((value.numel(),), (1,)), strides
 
 
 class World:
@@ -261,12 +276,13 @@ class World:
                 run, kind, numbers, value = inbox.get()
                 numbers = (*numbers, *[0] * (5 - len(numbers)))
                 if kind != OBJECT and value is not None:
-                    value = value.detach().contiguous()
-                    key = (kind, *numbers[1:3])
+                    shape = tuple(value.shape)
+                    value, strides = dense(value)
+                    key = (kind, *numbers[1:3], *strides)
                     tag = tags.get(key)
                     if tag is None:
                         tag = tags[key] = FIRST + len(tags)
-                        about = _pickled((tag, tuple(value.shape), value.dtype))
+                        about = _pickled((tag, shape, strides, value.dtype))
                         self._transmit(rank, (run, KIND, *numbers, LARGE, len(about)), about)
                 elif kind == OBJECT:
                     value, tag = _pickled(value), LARGE
@@ -293,8 +309,8 @@ class World:
             work.wait(FOREVER)  # type: ignore[union-attr]
 
     def _receive(self, rank: int) -> None:
-        def post(shape: tuple[int, ...], dtype: torch.dtype, tag: int) -> tuple[Tensor, Any]:
-            buffer = torch.empty(shape, dtype=dtype)
+        def post(count: int, dtype: torch.dtype, tag: int) -> tuple[Tensor, Any]:
+            buffer = torch.empty(count, dtype=dtype)
             return buffer, dist.irecv(buffer, rank, tag=tag) if buffer.nbytes else None
 
         def take(posted: deque[tuple[Tensor, Any]]) -> Tensor:
@@ -304,30 +320,33 @@ class World:
             return buffer
 
         try:
-            kinds: dict[int, tuple[tuple[int, ...], torch.dtype]] = {TICKET: ((9,), torch.int64)}
-            posted = {TICKET: deque(post((9,), torch.int64, TICKET) for _ in range(POSTED))}
+            kinds: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
+            posted = {TICKET: deque(post(9, torch.int64, TICKET) for _ in range(POSTED))}
             while True:
                 run, kind, *numbers, tag, size = take(posted[TICKET]).tolist()
-                posted[TICKET].append(post((9,), torch.int64, TICKET))
+                posted[TICKET].append(post(9, torch.int64, TICKET))
                 value: Any = None
                 if tag == LARGE:
                     value = pickle.loads(
-                        take(deque([post((size,), torch.uint8, LARGE)])).numpy().tobytes()
+                        take(deque([post(size, torch.uint8, LARGE)])).numpy().tobytes()
                     )
-                elif kind == TENSOR and self.is_direct(rank, self.rank):
-                    shape, dtype = kinds[tag]
-                    value = torch.empty(shape, dtype=dtype, device=self._device)
-                    move(dist.irecv, value, rank, self._groups[rank, self.rank], FOREVER)
                 elif tag != TICKET:
-                    if tag not in posted:
-                        posted[tag] = deque(post(*kinds[tag], tag) for _ in range(POSTED))
-                    value = take(posted[tag])
-                    posted[tag].append(post(*kinds[tag], tag))
+                    shape, strides, dtype = kinds[tag]
+                    count = prod(shape)
+                    if kind == TENSOR and self.is_direct(rank, self.rank):
+                        value = torch.empty(count, dtype=dtype, device=self._device)
+                        move(dist.irecv, value, rank, self._groups[rank, self.rank], FOREVER)
+                    else:
+                        if tag not in posted:
+                            posted[tag] = deque(post(count, dtype, tag) for _ in range(POSTED))
+                        value = take(posted[tag])
+                        posted[tag].append(post(count, dtype, tag))
+                    value = value.as_strided(shape, strides)
                 if kind == BYE:
                     return
                 if kind == KIND:
                     tag, *about = value
-                    kinds[tag] = (about[0], about[1])
+                    kinds[tag] = tuple(about)  # type: ignore[assignment]
                 elif kind == PING:
                     self.post(rank, PONG, (numbers[0], time.perf_counter_ns()))
                 else:

@@ -270,7 +270,7 @@ class InputPipeline(Iterator[Any]):
             if thread.ident not in (None, threading.get_ident()):
                 thread.join()
         if self._threads:
-            sys.setswitchinterval(self._switch_s)
+            _SWITCHES.restore()
         self._threads = []
         self._ready.clear()
         self._source.let_go()
@@ -317,8 +317,7 @@ class InputPipeline(Iterator[Any]):
         if not self._threads:
             # A loader that computes in Python keeps the interpreter until it is asked for it:
             # by default after 5 ms, for which a device would wait after every operator.
-            self._switch_s = sys.getswitchinterval()
-            sys.setswitchinterval(min(self._switch_s, SWITCH_S))
+            _SWITCHES.shorten()
         for _ in range(self._num_working, self.tuning.workers):
             name = f"placement-loader-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
@@ -344,6 +343,7 @@ class InputPipeline(Iterator[Any]):
     def _observe(self, item: _Loaded) -> None:
         self._load_s.append((item.end_ns - item.start_ns) * 1e-9)
         self._item_bytes = max(self._item_bytes, item.num_bytes)
+        self.tuning = self._within_memory(self.tuning)
         if len(self._load_s) < max(8, 2 * self.tuning.ahead):
             return
         began_ns, waited_ns, busy_s = self._window
@@ -357,11 +357,41 @@ class InputPipeline(Iterator[Any]):
             item_bytes=self._item_bytes,
         )
         chosen = self.tuning.after(seen, self._max_workers, self._memory_bytes)
-        self.tuning = replace(chosen, **self._fixed)
+        self.tuning = self._within_memory(replace(chosen, **self._fixed))
         self._open_window()
+
+    def _within_memory(self, tuning: Tuning) -> Tuning:
+        """At most so many threads, and items ahead, as their bytes allow."""
+        room = max(1, self._memory_bytes // max(self._item_bytes, 1))
+        return replace(tuning, workers=min(tuning.workers, room), ahead=min(tuning.ahead, room))
 
     def _consumer_busy_s(self) -> float:
         return (time.perf_counter_ns() - self.waited_ns) * 1e-9
+
+
+class _Switches:
+    """Shortens the interpreter's interval while any loader has threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._before_s = 0.0
+
+    def shorten(self) -> None:
+        with self._lock:
+            if self._count == 0:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before_s, SWITCH_S))
+            self._count += 1
+
+    def restore(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                sys.setswitchinterval(self._before_s)
+
+
+_SWITCHES = _Switches()
 
 
 def is_dataset(items: Any) -> bool:

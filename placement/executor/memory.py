@@ -38,12 +38,13 @@ class Storages:
         """From one run in the calling thread that keeps every tensor, so that no two share one."""
         made = [t for step in program.steps for t in step.outputs]
         kept: list[Any] = [None] * (max((*program.input_tensors, *made)) + 1)
+        device = next((x.device for x in program.params), torch.device("cpu"))
         for t, value in zip(program.input_tensors, inputs, strict=True):
-            kept[t] = value
+            kept[t] = value.to(device)
         params = dict(enumerate(program.params))
         runs = [(op,) for op in range(len(program.steps))]
         silent = replace(program, gradients=(), new_buffers=())  # the module stays as it is
-        calls = compile_runs(silent, runs, None, params, {}, torch.device("cpu")).calls
+        calls = compile_runs(silent, runs, None, params, {}, device).calls
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             for call in calls.values():
                 call(kept, lambda: True)

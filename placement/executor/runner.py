@@ -82,7 +82,16 @@ class Runner:
             raise RunnerError(
                 f"placement has shape {self.placement.shape}, expected ({graph.num_ops},)"
             )
-        self.max_in_flight = max_in_flight
+        unknown = np.flatnonzero((self.placement < 0) | (self.placement >= cluster.num_devices))
+        if len(unknown):
+            op = int(unknown[0])
+            raise RunnerError(
+                f"operator {op} ({graph.op_name[op]!r}) is on device {self.placement[op]}; devices "
+                f"are 0..{cluster.num_devices - 1}"
+            )
+        # An order may begin all of its micro-batches before it ends one.
+        least = 1 if schedule is None else schedule.num_microbatches
+        self.max_in_flight = max(max_in_flight, least)
         self.workers: list[Worker] = []
         self.admitted_ns: dict[int, int] = {}
         self.loaded_ns: dict[int, tuple[int, int]] = {}
@@ -233,6 +242,10 @@ class Runner:
                         raise  # what it begins, it ends with the rest of its micro-batches
                     failed, exhausted = error, True
                     break
+                if self._closed:  # while it was loaded
+                    raise RunnerError(_CLOSED_IN_USE)
+                # In host memory: what another stream still computes would be read too early.
+                item = [x.cpu() for x in item]
                 given = dict(zip(self._program.input_tensors, item, strict=True))
                 batch, self.next_batch = self.next_batch, self.next_batch + 1
                 if self._record and items is not None:

@@ -193,8 +193,13 @@ class Trainer:
 
     def zero_gradients(self) -> None:
         """Forget what was accumulated."""
+        gpus = {g.device for g in self.runner.gradients.values() if g.is_cuda}
+        for device in gpus:  # what a device that was stopped has begun
+            torch.cuda.synchronize(device)
         for g in self.runner.gradients.values():
             g.zero_()
+        for device in gpus:  # devices have streams of their own, which do not wait for this one
+            torch.cuda.synchronize(device)
         self._num_added = 0
 
     def update(self) -> None:
@@ -253,13 +258,13 @@ class Trainer:
 
     def _spread(self) -> None:
         """Bring new values to other kinds of memory where operators read the parameter too."""
-        copied = False
+        copied: set[torch.device] = set()
         for (device, q), value in self.runner.loaded.items():
             if q in self._home and device != self.runner.gradients[q].device:
                 value.copy_(self._trained(q))
-                copied = True
-        if copied:
-            torch.cuda.synchronize()
+                copied |= {x.device for x in (value, self._trained(q)) if x.is_cuda}
+        for device in copied:
+            torch.cuda.synchronize(device)
 
     def sync(self) -> None:
         """Bring the module and the optimizer's state up to date."""
