@@ -81,7 +81,7 @@ def on_two(seconds: list[list[float]], sizes: list[int], objective: Any) -> Prob
     return Problem(graph, Cluster("two", devices), profile, objective=objective)
 
 
-@pytest.mark.parametrize("name", ["pipedream", "antichain_dp", "level_pipeline", "contiguous_dp"])
+@pytest.mark.parametrize("name", ["pipedream", "contiguous_dp"])
 def test_activations_in_flight_count_for_joules_too(name: str) -> None:
     """Energy is of a pipeline: what fits once does not fit as often as micro-batches fly."""
     for objective in ("period", "energy"):

@@ -125,12 +125,17 @@ def full_output(error: Exception) -> str | None:
     return f"cannot write standard output: {error.strerror}; send it elsewhere"
 
 
-def print_json(value: Any) -> None:
-    """One JSON object on standard output; files are still to be written if nobody reads it."""
+def put(text: str) -> None:
+    """A line on standard output; if nobody reads it any more the command ends as it would have."""
     try:
-        print(json.dumps(value, indent=1, allow_nan=False))
+        print(text)
     except BrokenPipeError:
         close_output()
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on standard output; files are still to be written if nobody reads it."""
+    put(json.dumps(value, indent=1, allow_nan=False))
 
 
 def print_table(

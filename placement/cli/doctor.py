@@ -42,11 +42,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         cli.print_table("what this machine offers", ["", "found"], rows(found), figures=False)
         for line in problems:
-            print(f"! {line}")
+            cli.put(f"! {line}")
         for line in hints:
-            print(f"- {line}")
+            cli.put(f"- {line}")
         if not problems:
-            print("next: placement profile tiny_mlp    (or your own package.module:function)")
+            cli.put("next: placement profile tiny_mlp    (or your own package.module:function)")
     return cli.NO if problems else cli.OK
 
 

@@ -147,8 +147,8 @@ def problem_of(plan: Plan, args: argparse.Namespace, report: cli.Progress) -> Pr
         raise cli.UsageError(
             f"the plan is of a model of yours: name it with --model {plan.graph.workload}"
             if plan.graph.workload
-            else "the plan was made from a problem file, or from a workload with options: name it "
-            "with --model, FILE or package.module:function"
+            else "the plan was made from a problem file: name it with --model FILE; or from a "
+            "workload with options: a function that makes it, --model package.module:function"
         )
     if cli.is_file(spec):
         return problem_in_file(plan, args, spec)

@@ -210,11 +210,11 @@ def run_validate(args: argparse.Namespace) -> int:
         cli.print_json({"valid": not failures, "failures": failures, "notes": notes})
     else:
         for line in failures:
-            print(f"- {line}")
+            cli.put(f"- {line}")
         for line in notes:
             cli.say(line)
         found = f"not valid, {cli.count(len(failures), 'failure')}" if failures else "valid"
-        print(f"{args.plan}: {found}")
+        cli.put(f"{args.plan}: {found}")
     return cli.NO if failures else cli.OK
 
 
