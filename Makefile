@@ -36,8 +36,8 @@ docs: $(INSTALLED)  ## build the documentation into build/site; a warning is an 
 	@echo '<meta http-equiv="refresh" content="0; url=docs/">' > build/site/index.html
 	@echo "built: build/site/index.html"
 
-clean:  ## remove the environment, caches and run outputs
-	rm -rf .venv build dist outputs multirun wandb .pytest_cache .mypy_cache .ruff_cache \
+clean:  ## remove the environment, builds and caches (results in runs/ stay)
+	rm -rf .venv build dist wandb .pytest_cache .mypy_cache .ruff_cache \
 	  .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

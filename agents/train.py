@@ -38,8 +38,8 @@ def app(cfg: DictConfig) -> float:
 
 def _train(cfg: DictConfig) -> float:
     from agents.expert import solve
-    from agents.planner import Mode, PolicyPlanner
-    from agents.trained import TrainedPolicy
+    from agents.planner import PolicyPlanner
+    from agents.trained import TrainedPolicy, mode_of
     from agents.training import Row, train
     from envs.perturbation import Perturbation
     from placement.coarsen import grouped
@@ -47,13 +47,6 @@ def _train(cfg: DictConfig) -> float:
     from placement.parallel import check
 
     check(cfg.parallel)
-    modes: dict[str, Mode] = {
-        "refine": "refine",
-        "sweep": "refine",
-        "guided_search": "guided_search",
-        "order_search": "guided_search",
-    }
-
     if not isinstance(cfg.seed, int):
         raise AppError(
             f"seed = {cfg.seed}: a training has one; several: placement-train -m seed=0,1"
@@ -105,7 +98,7 @@ def _train(cfg: DictConfig) -> float:
             "baseline": baseline,
             "policy": PolicyPlanner(
                 run.folder / "policy.safetensors",
-                modes.get(trained.formulation, "best_of_k"),
+                mode_of(trained.formulation),
                 seed=cfg.seed,
                 baseline=baseline,
             ),
@@ -151,7 +144,7 @@ class _Remembered:
 
 
 def _held_out(names: Collection[str], share: float, seed: int) -> list[str]:
-    """The ``share`` of the problems that is only checked, at least one of each kind."""
+    """The ``share`` of the problems that is only checked, at least one is held out, and at least one trained on."""
     if not 0.0 <= share < 1.0:
         raise AppError(f"held_out = {share} must be a share of the problems, 0 to below 1")
     if share == 0.0:

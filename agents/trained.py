@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.encoder import (
+    MOVING,
     Formulation,
     NetworkConfig,
     PlacementNet,
@@ -39,6 +40,15 @@ from placement.problem import Placement, Problem, Solution
 FORMAT = 3
 Net = PlacementNet | GuidedNet
 CHOOSING = ("guided_search", "order_search")  # among offered moves
+
+
+def mode_of(formulation: Formulation) -> Literal["best_of_k", "refine", "guided_search"]:
+    """The mode in which a ``PolicyPlanner`` gets most of a policy."""
+    if formulation in CHOOSING:
+        return "guided_search"
+    return "refine" if formulation in MOVING else "best_of_k"
+
+
 # Formulations that make a placement, and evaluate it once it is made.
 BUILDING: dict[str, Any] = {
     "one_shot": OneShotRules,
@@ -83,8 +93,7 @@ class TrainedPolicy:
         """int32 ``[1 + num_samples, N]``: the greedy placement, then sampled ones.
 
         ``warm`` int32 ``[N]`` is the placement to start from, which a policy that was trained
-        ``cold`` does not see; what is returned has interchangeable devices in order of first use.
-        Nothing is evaluated.
+        ``cold`` does not see. Nothing is evaluated.
 
         Raises:
             PolicyError: it is a policy that improves placements, and does not make them.
@@ -92,7 +101,7 @@ class TrainedPolicy:
         if self.formulation not in BUILDING:
             raise PolicyError(
                 f"a {self.formulation} policy improves placements and needs evaluations; "
-                f"use PolicyPlanner(policy, mode={self.formulation!r})"
+                f"use PolicyPlanner(policy, mode={mode_of(self.formulation)!r})"
             )
         trained = self.card.get("config", {})
         if trained.get("groups"):

@@ -69,18 +69,20 @@ class TrainConfig:
     """``total_steps`` is the dial; everything else has a default that follows from it.
 
     Attributes:
-        total_steps: environment steps (one-shot: one placement; otherwise one group or move).
+        total_steps: environment steps (one-shot: one placement, ``group_place``: half of one;
+            otherwise one group or move).
         formulation: ``sequential``, ``one_shot``, ``select_place``, ``group_place``, ``refine``,
             ``sweep``, ``guided_search`` or ``order_search``: the environment.
         seed: the same seed gives the same policy.
         num_envs: episodes side by side; 0 = 4 to 16, for about 20 updates in all.
-        steps_per_env: steps of each between updates; 0 = about one whole episode (one-shot: 4 to
-            64, for about 20 updates; guided search: 128).
+        steps_per_env: steps of each between updates; 0 = about as many as there are groups
+            (one-shot: 4 to 64, for about 20 updates; the two searches: 128).
         learning_rate, last_learning_rate: from the first step to the last, linearly.
         entropy, last_entropy: the same for the weight of the entropy.
         epochs, minibatches: passes over a rollout, and equal parts of at least 32 steps that it
             is cut into, if it is large enough.
-        gamma, gae_lambda: the reward is terminal: keep gamma at 1.
+        gamma, gae_lambda: where placements are built the reward comes at the end: keep gamma at 1.
+            Searches and ``refine`` are rewarded at every step: 0.97.
         num_checks: greedy evaluations of all problems, and of those held out, during training.
         patience: stop after so many checks without a better greedy or best placement; 0 = never.
         max_seconds: stop when the next update would end later than this; 0 = no limit.

@@ -115,7 +115,7 @@ class PlacementEnv(gym.Env[Observation, Any]):
             without a baseline the best single device.
         baseline: see there.
         evaluator: ``placement.simulator.score``, or ``Measured(Executor)``, or, of one problem,
-            any object whose ``run(placement)`` returns a ``Timeline``.
+            a ``placement.trials.Runtime``.
         perturbation: also play on other machines than the problems' own; the variants are
             problems ``P``, ``P + 1``, ... and need no reference.
         render_mode: ``"ansi"``: ``render()`` returns the last placement's Gantt chart as text.
@@ -213,5 +213,5 @@ class PlacementEnv(gym.Env[Observation, Any]):
 
 
 def id_space(high: int) -> spaces.Box:
-    """int64 ``[1]``: a number 0..high that stable-baselines3 carries exactly (a Box, see docs)."""
+    """int64 ``[1]``: a number 0..high that stable-baselines3 carries exactly (as a Discrete it would be one-hot encoded)."""
     return spaces.Box(0, high, (1,), np.int64)

@@ -345,8 +345,8 @@ intervals; ratios are geometric means.
 ## Goals
 
 What was aimed for before the runs ([budgets and splits](../experiments/budgets.py)), and what was
-reached. Rows that are not reached stay; beside them stands what they would say if every run had found
-the best value that any run of any planner found. For three of the four throughput graphs
+reached. Rows that are not reached stay; beside them stands what they would say if every run had
+found the best value that any run of any planner found. For three of the four throughput graphs
 [that is proved to be the optimum](../experiments/results/public_search.md).
 
 {goals.page(results)}

@@ -49,6 +49,7 @@ class Device:
         power_source: where watts come from: ``declared``, or ``measured`` by
             ``placement.power.measured``.
         like, speed: a device that is not at hand: ``speed`` times as fast as device ``like``.
+        model: of the processor or accelerator, as the machine calls it.
     """
 
     name: str
@@ -284,7 +285,7 @@ class Cluster:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of devices (kind, threads, memory, model) and declared links."""
+        """SHA-256 (hex) of every field of the devices, names and watts included, and declared links."""
         devices = [asdict(d) for d in self.devices]
         for device in devices:
             # As it was before there were these.

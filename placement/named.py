@@ -1,4 +1,4 @@
-"""What is found by the name of its file: planners and schedulers, one file each."""
+"""What is found by the name of its file: planners, schedulers, exporters, predictors."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def test_figures_of_the_pages_are_those_of_the_committed_files() -> None:
         "against plain",
     ]  # fmt: skip
     readme = (ROOT / "README.md").read_text()
-    for name, *shown in table_after(readme, "medians of interleaved rounds")[1:]:
+    for name, *shown in table_after(readme, "medians over rounds in which all ways take turns")[1:]:
         exact = [made[called[name]][column[c]] for c in wanted]
         assert [*map(agrees, shown, exact)] == [True] * len(wanted), (name, shown, exact)
     head, *rows = table_after((ROOT / "docs" / "concepts.md").read_text(), "### Why threads")

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from placement.compare import Comparison, Row
 from placement.report import gantt, table, trace
-from placement.report.gantt import PlotError, merged, plot_compare, plot_gantt, text_gantt
+from placement.report.gantt import PlotError, merged, plot_gantt, text_gantt
+from placement.report.pareto import plot_pareto
 from placement.timeline import Timeline
 
 
@@ -227,19 +228,11 @@ def test_markdown_escapes_what_would_break_a_table() -> None:
     assert widths[0] == 8
 
 
-@pytest.mark.parametrize("num_workloads", [1, 2, 3, 4, 7])
-def test_plot_compare_draws_any_number_of_workloads(tmp_path: Path, num_workloads: int) -> None:
-    made = [row for i in range(num_workloads) for row in rows(f"w{i}", measured=i != 1)]
-    made[-1] = replace(made[-1], speedup=None, measured_speedup=None)
-    width, height = png_size(plot_compare(comparison(*made), tmp_path / "c.png", "title"))
-    assert width > 500 and height > 200
-
-
 def test_names_with_dollars_are_no_mathematics(tmp_path: Path) -> None:
     """matplotlib would draw two of them as a formula, and fail on one that is none."""
     name = "a$^$b"
     made = [replace(r, workload=name, planner=r.planner + "$_$") for r in rows()]
-    assert plot_compare(comparison(*made), tmp_path / "c.png", name).stat().st_size > 1000
+    assert plot_pareto(comparison(*made), tmp_path / "c.png", name).stat().st_size > 1000
     plan = replace(pipeline(), device_names=("x$^$", "y"))
     assert plot_gantt(plan, None, tmp_path / "g.png", name).stat().st_size > 1000
 
