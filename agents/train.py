@@ -144,7 +144,7 @@ class _Remembered:
 
 
 def _held_out(names: Collection[str], share: float, seed: int) -> list[str]:
-    """The ``share`` of the problems that is only checked, at least one is held out, and at least one trained on."""
+    """The ``share`` of the problems that is only checked: at least one, and not all."""
     if not 0.0 <= share < 1.0:
         raise AppError(f"held_out = {share} must be a share of the problems, 0 to below 1")
     if share == 0.0:

@@ -213,5 +213,5 @@ class PlacementEnv(gym.Env[Observation, Any]):
 
 
 def id_space(high: int) -> spaces.Box:
-    """int64 ``[1]``: a number 0..high that stable-baselines3 carries exactly (as a Discrete it would be one-hot encoded)."""
+    """int64 ``[1]``: a number 0..high that stable-baselines3 carries exactly, and as a number."""
     return spaces.Box(0, high, (1,), np.int64)

@@ -285,7 +285,7 @@ class Cluster:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of every field of the devices, names and watts included, and declared links."""
+        """SHA-256 (hex) of all fields of the devices (names and watts too) and declared links."""
         devices = [asdict(d) for d in self.devices]
         for device in devices:
             # As it was before there were these.

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.files import write_atomic
 from placement.timeline import Timeline, side_by_side
-
-if TYPE_CHECKING:
-    from placement.compare import Comparison
 
 Floats = NDArray[np.float64]
 
