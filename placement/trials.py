@@ -25,7 +25,8 @@ Ints = NDArray[np.int64]
 LATENCY_RUNS = 4  # micro-batches alone, one after another; their median is the latency
 _BATCH = 16  # new placements between two looks at the incumbent
 _STEPS = 30  # of reweighting; medians are good to 1e-4 by then
-_DRIFT_PENALTY = 0.5  # below 1: what a placement alone in its round shows is taken for drift
+_DRIFT_PENALTY = 0.5  # below 1: what a placement alone in its round shows is taken for drift,
+_EXPECTED = 0.3  # unless several others there took as long as was expected of them
 
 
 class TrialError(ValueError):
@@ -142,6 +143,7 @@ class Trials:
             text = _line({"problem": fingerprint(problem)})
             write_atomic(self.path, text + "".join(map(_round_line, self._rounds)))
         self._known: tuple[int, Samples, Floats, Floats] | None = None
+        self._simulated: dict[bytes, float] = {}
 
     @property
     def num_measurements(self) -> int:
@@ -175,9 +177,11 @@ class Trials:
     def levels(self) -> Floats:
         """float64 ``[K]`` seconds of ``samples.placements``, without what drift did to them.
 
-        ``log seconds = level + drift of the round``, with the least sum of absolute errors and
-        of half the absolute drifts: the median where the machine is steady, and the ratio to
-        the placements that ran in other rounds too, times their median, where it is not.
+        ``log seconds = level + drift of the round``, with the least sum of absolute errors, of
+        half the absolute drifts, and of a third of how far levels are from what the simulator says
+        (up to a factor for all): the median where the machine is steady, and the ratio to the
+        placements that ran in other rounds too, times their median, where it is not. Whether it
+        was the machine or an interruption of one run, the new placements beside it tell.
         """
         return self._facts()[1]
 
@@ -277,8 +281,17 @@ class Trials:
         """Samples, levels and drift, worked out once per round."""
         if self._known is None or self._known[0] != self._played:
             samples = _samples(self._rounds[: self._played], self.problem.num_ops)
-            self._known = (self._played, samples, *_levels(samples, self._played))
+            expected = self._expected_s(samples.placements)
+            self._known = (self._played, samples, *_levels(samples, self._played, expected))
         return self._known[1:]
+
+    def _expected_s(self, placements: Placement) -> Floats:
+        """float64 ``[K]`` seconds of placements in the simulator, worked out once each."""
+        new = {p.tobytes(): p for p in placements if p.tobytes() not in self._simulated}
+        if new:
+            values = score(self.problem, np.array(list(new.values())))
+            self._simulated.update(zip(new, values.tolist(), strict=True))
+        return np.array([self._simulated[p.tobytes()] for p in placements])
 
 
 def fingerprint(problem: Problem) -> str:
@@ -293,40 +306,52 @@ def fingerprint(problem: Problem) -> str:
     return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 
-def two_way(index: Ints, round: Ints, values: Floats) -> tuple[Floats, Floats]:
+def two_way(
+    index: Ints, round: Ints, values: Floats, expected: Floats | None = None
+) -> tuple[Floats, Floats]:
     """Levels float64 ``[K]`` and drifts ``[R]`` so that ``values[s]`` is about their sum.
 
-    Minimises ``sum |value - level - drift| + 0.5 sum |drift|`` by iteratively reweighted least
-    squares: medians, where an average would follow every interruption.
+    Minimises ``sum |value - level - drift| + 0.5 sum |drift| + 0.3 sum |level - expected|`` by
+    iteratively reweighted least squares: medians, where an average would follow every
+    interruption. The last sum is up to a constant, and none where nothing is expected.
 
     Args:
         index, round: int64 ``[S]`` of each value, each 0..K-1 and 0..R-1.
         values: float64 ``[S]``.
+        expected: float64 ``[K]``, finite.
     """
     count, rounds = int(index.max()) + 1, int(round.max()) + 1
     drift, weight, shrink = np.zeros(rounds), np.ones(len(values)), np.ones(rounds)
     smallest = 1e-6 + 1e-4 * float(np.ptp(values))
+    near, prior = np.zeros(count), np.zeros(count)
+    if expected is not None:
+        offset = values - expected[index]
+        near, prior = np.full(count, _EXPECTED), expected + np.median(offset)
     for _ in range(_STEPS):
         both = np.zeros((count, rounds))
         np.add.at(both, (index, round), weight)
-        each = both.sum(axis=1)
-        value = np.bincount(index, weight * values, count)
+        each = both.sum(axis=1) + near
+        value = np.bincount(index, weight * values, count) + near * prior
         left = np.diag(both.sum(axis=0) + _DRIFT_PENALTY * shrink) - both.T @ (both / each[:, None])
         right = np.bincount(round, weight * values, rounds) - both.T @ (value / each)
         drift = np.linalg.solve(left, right)
         level = (value - both @ drift) / each
         weight = 1 / np.maximum(np.abs(values - level[index] - drift[round]), smallest)
         shrink = 1 / np.maximum(np.abs(drift), smallest)
+        if expected is not None:
+            prior = expected + np.median(level - expected)
+            near = _EXPECTED / np.maximum(np.abs(level - prior), smallest)
     return level, drift
 
 
-def _levels(samples: Samples, rounds: int) -> tuple[Floats, Floats]:
+def _levels(samples: Samples, rounds: int, expected_s: Floats) -> tuple[Floats, Floats]:
     levels, drift = np.full(len(samples.placements), np.inf), np.zeros(rounds)
     good = np.isfinite(samples.seconds)
     if good.any():
         kept, index = np.unique(samples.index[good], return_inverse=True)
         there, number = np.unique(samples.round[good], return_inverse=True)
-        levels[kept], drift[there] = two_way(index, number, np.log(samples.seconds[good]))
+        expected = np.log(np.where(np.isfinite(expected_s), expected_s, 1.0))[kept]
+        levels[kept], drift[there] = two_way(index, number, np.log(samples.seconds[good]), expected)
         levels[kept] = np.exp(levels[kept])
         levels[samples.index[~good]] = np.inf
     return levels, np.exp(drift)

@@ -74,6 +74,29 @@ def test_drift_cancels_where_the_incumbent_changes() -> None:
     assert np.exp(np.diff(drift)) == pytest.approx(np.full(4, 1.2), rel=1e-3)
 
 
+@pytest.mark.parametrize("slow", [1.6, 0.8])
+def test_one_interrupted_run_is_not_taken_for_the_whole_round(slow: float) -> None:
+    """Round 2: placement 0 takes 1.6 times as long as before, new ones what is expected of them.
+
+    Were it the machine, they would be faster than anything that ran.
+    """
+    #  rounds   0        1        2              seconds of 0..5
+    index = np.array([0, 1, 0, 2, 0, 3, 4, 5])
+    where = np.array([0, 0, 1, 1, 2, 2, 2, 2])
+    usual = np.array([5.0, 6.0, 7.0, 7.5, 8.0, 6.5])
+    wrong = usual * np.array([1.0, 1.03, 0.98, 1.02, 0.97, 1.01]) / 2  # and half of all that
+    seconds = usual[index]
+    seconds[4] *= slow
+    level, drift = two_way(index, where, np.log(seconds), np.log(wrong))
+    assert np.exp(level) == pytest.approx(usual, rel=0.07)  # without what is expected 0.38
+    assert np.exp(drift) == pytest.approx(np.ones(3), rel=0.07)
+    # All of the round slower: it was the machine.
+    seconds[5:] *= slow
+    level, drift = two_way(index, where, np.log(seconds), np.log(wrong))
+    assert np.exp(level - level[0]) == pytest.approx(usual / usual[0], rel=0.02)
+    assert np.exp(drift[2] - drift[0]) == pytest.approx(slow, rel=0.2)
+
+
 @given(st.integers(0, 10_000))
 def test_levels_of_a_steady_machine_are_medians(seed: int) -> None:
     rng = np.random.default_rng(seed)
