@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -85,6 +86,8 @@ class NetworkConfig:
         for what in ("attention", "clusters"):
             if not 0 <= getattr(self, what) <= 4096:
                 raise PolicyError(f"{what} = {getattr(self, what)} must be 0..4096")
+        if not (isinstance(self.finish_weight, int | float) and isfinite(self.finish_weight)):
+            raise PolicyError(f"finish_weight = {self.finish_weight!r} must be a finite number")
         # A share of 0 or 1 has no logarithm.
         if not 0 < self.changes < float("inf"):
             raise PolicyError(f"changes = {self.changes} must be a positive number of groups")

@@ -199,7 +199,8 @@ class PolicyPlanner:
                     f"train one with training.formulation=guided_search"
                 )
             if found.formulation == "order_search" and kind != found.formulation:
-                raise PolicyError(f"this policy searches orders, and {why_not(problem)}")
+                why = why_not(problem) or "order = False says not to"
+                raise PolicyError(f"this policy searches orders, and {why}")
             net, kind = found, found.formulation  # type: ignore[assignment]
             width = width or policy.width
         seeds = self._seeds(problem)
@@ -266,10 +267,9 @@ class PolicyPlanner:
             return
         chosen = ProblemSet((search.problem,), np.ones(1), _evaluator(search))
         sweep = policy.formulation == "sweep"
-        rules = RefineRules(chosen, 1, [warm], self.steps, sweep=sweep)
-        store = GraphStore(
-            [search.problem], [None if policy.cold else canonical(search.problem, warm)]
-        )
+        start = canonical(search.problem, warm)  # as in training, and worth the same
+        rules = RefineRules(chosen, 1, [start], self.steps, sweep=sweep)
+        store = GraphStore([search.problem], [None if policy.cold else start])
         rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
         generator = torch.Generator().manual_seed(self.seed)
         with one_thread():

@@ -93,7 +93,8 @@ class TrainedPolicy:
         """int32 ``[1 + num_samples, N]``: the greedy placement, then sampled ones.
 
         ``warm`` int32 ``[N]`` is the placement to start from, which a policy that was trained
-        ``cold`` does not see. Nothing is evaluated.
+        ``cold`` does not see; what is returned has interchangeable devices in order of first use.
+        Nothing is evaluated.
 
         Raises:
             PolicyError: it is a policy that improves placements, and does not make them.
@@ -114,7 +115,7 @@ class TrainedPolicy:
         generator = torch.Generator().manual_seed(seed)
         with one_thread():
             choices = decode(self.net, chosen, store, ids, generator)
-        return chosen.placements(0, choices)
+        return np.stack([canonical(problem, p) for p in chosen.placements(0, choices)])
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, atomically: the weights, and JSON text as its metadata.
@@ -165,12 +166,25 @@ class TrainedPolicy:
                 net = make_net(config, formulation)
             _check_weights(net.state_dict(), weights)
             net.load_state_dict(weights, assign=True)
-            return cls(net, dict(head["card"]))
+            card = dict(head["card"])
+            _check_card(card)
+            return cls(net, card)
         except (RuntimeError, TypeError, KeyError, ValueError) as error:
             raise PolicyError(
                 f"{path}: the weights do not fit this version's network ({error}); "
                 f"train again: placement-train"
             ) from error
+
+
+def _check_card(card: Mapping[str, Any]) -> None:
+    """Raises: ValueError, what is read from it is not what it must be: kernels make room of it."""
+    config = card.get("config", {})
+    if not isinstance(config, dict):
+        raise ValueError("the card's config is no object")
+    for what, least, most in (("width", 1, 4096), ("groups", 0, 2**31 - 1)):
+        value = config.get(what, least)
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"the card's {what} = {value!r} must be {least}..{most}")
 
 
 def _check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:

@@ -108,20 +108,41 @@ def nvml_meters(nvml: Any = None) -> tuple[Meter, ...]:
     except nvml.NVMLError:
         return ()  # no driver, so no GPU
     meters = []
-    for i in range(nvml.nvmlDeviceGetCount()):
+    for i, number in _cuda_numbers(nvml, nvml.nvmlDeviceGetCount()).items():
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(i)
             nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         except nvml.NVMLError as error:
             raise PowerError(
-                f"cuda:{i}: NVML does not tell its energy: {error}; {DECLARE}"
+                f"cuda:{number}: NVML does not tell its energy: {error}; {DECLARE}"
             ) from error
 
         def read_j(handle: Any = handle) -> float:
             return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) * 1e-3  # millijoules
 
-        meters.append(Meter(f"cuda:{i}", "cuda", read_j))
+        meters.append(Meter(f"cuda:{number}", "cuda", read_j))
     return tuple(meters)
+
+
+def _cuda_numbers(nvml: Any, count: int) -> dict[int, int]:
+    """CUDA's number of each of NVML's GPUs that this process sees; the same if CUDA cannot tell.
+
+    NVML counts all GPUs, by bus; CUDA those of ``CUDA_VISIBLE_DEVICES``, the fastest first.
+    """
+    try:
+        import torch
+
+        seen = range(torch.cuda.device_count())
+        mine = [str(torch.cuda.get_device_properties(i).uuid) for i in seen]
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+        known = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
+    except (ImportError, AttributeError, RuntimeError, AssertionError):
+        return {i: i for i in range(count)}
+    plain = [x.decode() if isinstance(x, bytes) else x for x in known]
+    plain = [x.removeprefix("GPU-") for x in plain]
+    return {i: mine.index(x) for i, x in enumerate(plain) if x in mine} or {
+        i: i for i in range(count)
+    }
 
 
 def measured(

@@ -303,6 +303,8 @@ def fingerprint(problem: Problem) -> str:
         str(problem.num_microbatches),
         str(problem.max_in_flight),
     )
+    if problem.profile.order != "rank":  # as it was before there was another
+        parts += (problem.profile.order,)
     return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 

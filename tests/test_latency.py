@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -304,15 +305,35 @@ def test_predicted_entries_and_described_devices_are_no_measurements(corpus: Cor
     assert corpus.samples() == ()  # not all of its operators are known
 
 
+def test_trees_leave_out_whole_graphs_to_learn_how_far_they_miss() -> None:
+    """The same graph on another device tells everything about it: no spread would be left."""
+    pytest.importorskip("sklearn")
+    rng = np.random.default_rng(0)
+    factor = np.exp(rng.normal(0.0, 0.5, 8))  # of each graph, which nothing could predict
+
+    def missed(copies: int) -> float:
+        samples = []
+        for seed in range(8):
+            graph = model(seed)
+            seconds = law(graph) * factor[seed]
+            for k in range(copies):
+                device = replace(CPU, name=f"c{k}")
+                samples.append(Sample(graph, device, seconds, seconds * 0.01, seconds))
+        fitted: Any = latency.load("trees").fit(samples)
+        return float(fitted.fitted["cpu"].noise.mean())
+
+    assert missed(2) == pytest.approx(missed(1), rel=0.3)
+
+
 def test_links_are_medians_over_graphs(corpus: Corpus) -> None:
     cluster = Cluster("two", (replace(CPU, name="a"), replace(CPU, name="b")))
     for seed, latency_s in enumerate((1e-6, 3e-6, 9e-6)):
         graph = model(seed)
         seconds = np.repeat(law(graph)[:, None], 2, axis=1)
-        links = (Link("a", "b", latency_s, 1e9),)
+        links = (Link("a", "b", latency_s, 1e9, send_s=latency_s, send_s_per_byte=latency_s),)
         corpus.add(graph, cluster, Profile(("a", "b"), seconds, seconds, links, provenance=HERE))
     (link,) = corpus.links(cluster, machine_of(HERE))
-    assert link == Link("a", "b", 3e-6, 1e9)
+    assert link == Link("a", "b", 3e-6, 1e9, send_s=3e-6, send_s_per_byte=3e-6)
     assert corpus.links(cluster, "another machine") == ()
 
 

@@ -91,6 +91,19 @@ def nvml(**changes: Any) -> Any:
     return types.SimpleNamespace(**known | changes)
 
 
+def test_meters_are_of_the_gpus_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML counts all of them; CUDA's first here is NVML's second."""
+    import torch
+
+    seen = [types.SimpleNamespace(uuid="bb")]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: seen[i])
+    known = nvml(nvmlDeviceGetUUID=lambda handle: ["GPU-aa", b"GPU-bb"][handle])
+    assert [(m.name, m.read_j()) for m in power.nvml_meters(known)] == [("cuda:0", 5.001)]
+    seen[0].uuid = "unknown"  # of another machine: as they are numbered
+    assert [m.name for m in power.nvml_meters(known)] == ["cuda:0", "cuda:1"]
+
+
 def test_a_gpu_has_a_meter_of_its_own() -> None:
     meters = power.nvml_meters(nvml())
     assert [(m.name, m.kind, m.read_j()) for m in meters] == [

@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from test_planners import chain, every_placement, make, random_small
 
 from placement import objective_kernels as kernels
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
 from placement.importers import load as load_workload
 from placement.objectives import LoadMoves, device_loads
 from placement.planners import PlannerError, _macro, load
 from placement.planners.macro_search import _neighbours, _random
-from placement.problem import lower_bounds
+from placement.problem import Problem, Solution, lower_bounds
+from placement.profile import Profile
 from placement.simulator import score
 from placement.testing import check_planner
 
@@ -134,6 +137,40 @@ def test_macro_search_obeys_memory_that_forbids_the_balanced_split() -> None:
     solution = load("macro_search", evaluations=200)(problem)
     assert solution.value_s == 9.0
     assert (problem.param_bytes_on(solution.placement) <= 100).all()
+
+
+def test_macro_search_leaves_a_start_whose_pieces_wait_in_a_circle() -> None:
+    # a -> b, c -> d; with a and d on x, b and c on y each piece waits for the other.
+    graph = OpGraph.build("g", list("abcd"), [0, 2], [1, 1], [(0, 1), (1, 3)])
+    cluster = Cluster("c", (Device("x", "acc"), Device("y", "acc")))
+    profile = Profile(("x", "y"), np.ones((4, 2)), np.zeros((4, 2)))
+    problem = Problem(graph, cluster, profile, objective="piecewise_latency")
+
+    def circle(problem: Problem) -> Solution:
+        return Solution(np.array([0, 1, 1, 0], np.int32), np.inf)
+
+    found = load("macro_search", start=circle, evaluations=2000)(problem)
+    assert found.value_s == 2.0
+
+
+def test_the_order_of_an_answer_from_elsewhere_is_kept() -> None:
+    """A planner of the user's own that answers with an order: a search from it is no worse."""
+    rng = np.random.default_rng(0)
+    n, names = 60, tuple("xyz")
+    uses = [(int(s), i) for i in range(1, n) for s in rng.integers(0, i, 2)]
+    graph = OpGraph.build("g", [str(i) for i in range(n)], range(n), [1] * n, uses)
+    links = tuple(Link(a, b, 0.2) for a in names for b in names if a != b)
+    cluster = Cluster("c", tuple(map(Device, names)))
+    profile = Profile(names, rng.random((n, 3)) + 0.1, np.zeros((n, 3)), links)
+    problem = Problem(graph, cluster, profile, objective="latency")
+    mine = load("order_search", evaluations=4000)(problem)
+    assert mine.schedule is not None
+
+    def own(problem: Problem) -> Solution:
+        return replace(mine, value_s=0.1)  # what it says is not believed
+
+    found = load("macro_search", start=own, evaluations=100)(problem)
+    assert found.value_s <= mine.value_s * (1 + 1e-9)
 
 
 def test_the_same_seed_gives_the_same_and_another_seed_another_search() -> None:

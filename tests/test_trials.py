@@ -15,7 +15,7 @@ from runtimes import Biased, layered, noise
 from placement.problem import ProblemError
 from placement.simulator import score
 from placement.timeline import Timeline
-from placement.trials import TrialError, Trials, two_way
+from placement.trials import TrialError, Trials, fingerprint, two_way
 
 A, B, C, D = np.eye(4, 6, dtype=np.int32)
 
@@ -72,6 +72,12 @@ def test_drift_cancels_where_the_incumbent_changes() -> None:
     level, drift = two_way(index, where, np.log(seconds))
     assert np.exp(level - level[0]) == pytest.approx([1.0, 0.8, 0.5, 0.6], rel=1e-3)
     assert np.exp(np.diff(drift)) == pytest.approx(np.full(4, 1.2), rel=1e-3)
+
+
+def test_another_order_is_another_problem() -> None:
+    problem = layered(6)
+    again = replace(problem, profile=replace(problem.profile, provenance={"order": "reuse"}))
+    assert fingerprint(problem) != fingerprint(again)
 
 
 @pytest.mark.parametrize("slow", [1.6, 0.8])

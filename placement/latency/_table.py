@@ -33,7 +33,7 @@ class Table:
         guess: float64 ``[N]`` logarithm of the seconds on a device that is nothing special.
         y: float64 ``[N]`` logarithm of measured seconds.
         seconds: float64 ``[N]`` how much of all time the row stands for.
-        source: int ``[N]`` number of the sample that the row is from.
+        source: int ``[N]`` number of the graph that the row is from.
     """
 
     kind: NDArray[np.str_]
@@ -81,7 +81,8 @@ def tables(samples: Sequence[Sample]) -> dict[str, Table]:
             "placement profile MODEL for a few models like yours, or predict with roofline"
         )
     parts: dict[str, list[tuple[NDArray, ...]]] = {}
-    for number, sample in enumerate(samples):
+    graphs: dict[str, int] = {}
+    for sample in samples:
         found = features(sample.graph)
         _, first, row, count = np.unique(
             sample.graph.op_signature, return_index=True, return_inverse=True, return_counts=True
@@ -96,7 +97,7 @@ def tables(samples: Sequence[Sample]) -> dict[str, Table]:
             guess(found, sample.device)[first],
             np.log(mean),
             mean * count,
-            np.full(len(first), number),
+            np.full(len(first), graphs.setdefault(sample.graph.fingerprint, len(graphs))),
         )
         parts.setdefault(sample.device.kind, []).append(part)
     return {

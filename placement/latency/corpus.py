@@ -211,9 +211,13 @@ class Corpus:
         for (text,) in texts:
             for link in json.loads(text):
                 pairs.setdefault((link["src"], link["dst"]), []).append(link)
-        numbers = ("latency_s", "bandwidth_bytes_per_s", "wake_s")
+        numbers = ("latency_s", "bandwidth_bytes_per_s", "wake_s", "send_s", "send_s_per_byte")
+
+        def median(all_: list[dict[str, Any]], key: str) -> float:
+            return float(np.median([x.get(key, 0.0) for x in all_]))  # older ones lack some
+
         return tuple(
-            Link(**(all_[0] | {key: float(np.median([x[key] for x in all_])) for key in numbers}))
+            Link(**(all_[0] | {key: median(all_, key) for key in numbers}))
             for all_ in pairs.values()
         )
 

@@ -311,6 +311,8 @@ def anneal_pieces(
     over = _overflow(held, memory)
     value = piecewise_one(pieces, p, scratch, np.inf)
     far = 10.0 * (value if best_s == np.inf else best_s)  # what too many bytes cost
+    if far == np.inf:  # pieces wait for each other: every move may be made (inf * 0 is no number)
+        far = 1e30
     source = np.int64(-1)  # a literal -1 would be compiled for by itself
     for _ in range(steps):
         count = propose(

@@ -18,7 +18,7 @@ from placement.planners import PlannerError, load
 from placement.problem import Objective, Placement, Planner, Problem, Solution
 from placement.profile import Profile
 from placement.schedule import Schedule, in_sequence
-from placement.simulator import evaluate, host_of, score, simulate
+from placement.simulator import evaluate, host_of, score, simulate, value_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -150,9 +150,13 @@ class Search:
         choice = self.choice(answer.placement)
         # What ours say is the simulator's: a large problem is not simulated twice.
         ours = type(callee).__module__.startswith("placement.planners.")
-        known = ours and np.isfinite(answer.value_s)
-        cost = answer.value_s if known else float(self._cost(choice[None])[0])
-        self._keep(choice, cost, self.num_evaluations, answer.schedule if known else None)
+        cost, schedule = answer.value_s, answer.schedule
+        if not (ours and np.isfinite(cost)):
+            cost, schedule = float(self._cost(choice[None])[0]), None
+            in_order = np.inf if answer.schedule is None else value_of(self.problem, answer)
+            if in_order < cost:
+                cost, schedule = in_order, answer.schedule
+        self._keep(choice, cost, self.num_evaluations, schedule)
         return answer
 
     def run_start(self, planner: str | Planner, option: str = "start") -> Solution:
