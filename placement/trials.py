@@ -296,7 +296,7 @@ class Trials:
 
 def fingerprint(problem: Problem) -> str:
     """SHA-256 (hex) of what a measurement depends on: no prediction is part of it."""
-    parts = (
+    parts: tuple[str, ...] = (
         problem.graph.fingerprint,
         problem.cluster.fingerprint,
         problem.objective,
