@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 
 LATENCY_RUNS = 4  # micro-batches alone, one after another; their median is the latency
 _BATCH = 16  # new placements between two looks at the incumbent
-_STEPS = 30  # of reweighting; medians are good to 1e-4 by then
+_STEPS = 30  # of reweighting; ratios of medians are good to 1e-4 by then
 _DRIFT_PENALTY = 0.5  # below 1: what a placement alone in its round shows is taken for drift,
 _EXPECTED = 0.3  # unless several others there took as long as was expected of them
 
