@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -25,7 +27,7 @@ from agents.app import (
 )
 from agents.expert import load_solutions, save_solutions
 from agents.sweeps import is_best_of_sweep, once
-from placement.compare import prepared, problem_fingerprint
+from placement.compare import describe, prepared, problem_fingerprint
 from placement.problem import Planner, Problem, Solution
 from placement.simulator import score
 
@@ -133,7 +135,8 @@ class _Remembered:
         self.known = load_solutions(path) if resume and path.is_file() else {}
 
     def __call__(self, problem: Problem) -> Solution:
-        key = problem_fingerprint(problem)
+        asked = json.dumps([problem_fingerprint(problem), describe(self.planner)], sort_keys=True)
+        key = hashlib.sha256(asked.encode()).hexdigest()
         if key not in self.known:
             solution = self.planner(problem)
             self.known[key] = solution.placement

@@ -406,6 +406,8 @@ def _from_dict(kind: type, data: Any) -> Any:
         if values.get(key) is not None:
             # YAML reads 1e9 as a string: accept it, and name the field if it is no number.
             try:
+                if key == "memory_bytes" and type(values[key]) is int:
+                    continue  # a float would round it
                 values[key] = float(values[key])
                 if key == "memory_bytes":
                     values[key] = int(values[key])

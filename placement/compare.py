@@ -548,6 +548,7 @@ def _row(
     values = evaluate(problem, cell.solution.placement)
     value_s, feasible = value_of(problem, cell.solution), bool(values.feasible[0])
     ordered = cell.solution.schedule is not None and problem.objective == "latency"
+    feasible = feasible and (np.isfinite(value_s) or not ordered)  # memory, in its own order
     row = replace(
         row,
         placement_id=cell.placement_id,

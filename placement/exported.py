@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import UninitializedBuffer
 from torch.utils import _pytree as pytree
 
 _SHORT_DTYPE = {
@@ -112,7 +113,11 @@ def _export_error(
     text = first_line(error)
     kind = type(error).__name__
     where = _user_line(error)
-    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    kept = [
+        (buffer, buffer.detach().clone())
+        for buffer in module.buffers()
+        if not (buffer.is_inference() or isinstance(buffer, UninitializedBuffer))
+    ]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             module(*args, **kwargs)

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -134,15 +135,16 @@ def _cuda_numbers(nvml: Any, count: int) -> dict[int, int]:
 
         seen = range(torch.cuda.device_count())
         mine = [str(torch.cuda.get_device_properties(i).uuid) for i in seen]
-        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-        known = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        found = {}
+        for i in range(count):
+            with suppress(nvml.NVMLError):  # of a GPU that this process may not see
+                known = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(i))
+                plain = known.decode() if isinstance(known, bytes) else known
+                found[i] = plain.removeprefix("GPU-")
     except (ImportError, AttributeError, RuntimeError, AssertionError):
         return {i: i for i in range(count)}
-    plain = [x.decode() if isinstance(x, bytes) else x for x in known]
-    plain = [x.removeprefix("GPU-") for x in plain]
-    return {i: mine.index(x) for i, x in enumerate(plain) if x in mine} or {
-        i: i for i in range(count)
-    }
+    numbers = {i: mine.index(x) for i, x in found.items() if x in mine}
+    return numbers or {i: i for i in range(count)}
 
 
 def measured(

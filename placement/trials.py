@@ -320,15 +320,25 @@ def two_way(
     Args:
         index, round: int64 ``[S]`` of each value, each 0..K-1 and 0..R-1.
         values: float64 ``[S]``.
-        expected: float64 ``[K]``, finite.
+        expected: float64 ``[K]``, not finite where nothing is expected.
     """
     count, rounds = int(index.max()) + 1, int(round.max()) + 1
     drift, weight, shrink = np.zeros(rounds), np.ones(len(values)), np.ones(rounds)
     smallest = 1e-6 + 1e-4 * float(np.ptp(values))
-    near, prior = np.zeros(count), np.zeros(count)
-    if expected is not None:
-        offset = values - expected[index]
-        near, prior = np.full(count, _EXPECTED), expected + np.median(offset)
+    near, prior, trust = np.zeros(count), np.zeros(count), np.zeros(count)
+    known = np.zeros(count, bool) if expected is None else np.isfinite(expected)
+    if expected is not None and known.any():
+        # All that are new in a round together weigh no more than a run that is made again.
+        here = np.unique(np.stack([index, round]), axis=1)
+        once = np.bincount(here[0], minlength=count) == 1
+        new = np.bincount(here[1][once[here[0]]], minlength=rounds)
+        last = np.zeros(count, np.int64)
+        last[here[0]] = here[1]
+        trust = known * np.where(
+            once, np.minimum(_EXPECTED, 1.0 / np.maximum(new[last], 1)), _EXPECTED
+        )
+        expected = np.where(known, expected, 0.0)
+        near, prior = trust, expected + np.median((values - expected[index])[known[index]])
     for _ in range(_STEPS):
         both = np.zeros((count, rounds))
         np.add.at(both, (index, round), weight)
@@ -340,9 +350,9 @@ def two_way(
         level = (value - both @ drift) / each
         weight = 1 / np.maximum(np.abs(values - level[index] - drift[round]), smallest)
         shrink = 1 / np.maximum(np.abs(drift), smallest)
-        if expected is not None:
-            prior = expected + np.median(level - expected)
-            near = _EXPECTED / np.maximum(np.abs(level - prior), smallest)
+        if expected is not None and known.any():
+            prior = expected + np.median((level - expected)[known])
+            near = trust / np.maximum(np.abs(level - prior), smallest)
     return level, drift
 
 
@@ -352,7 +362,7 @@ def _levels(samples: Samples, rounds: int, expected_s: Floats) -> tuple[Floats, 
     if good.any():
         kept, index = np.unique(samples.index[good], return_inverse=True)
         there, number = np.unique(samples.round[good], return_inverse=True)
-        expected = np.log(np.where(np.isfinite(expected_s), expected_s, 1.0))[kept]
+        expected = np.log(expected_s[kept])
         levels[kept], drift[there] = two_way(index, number, np.log(samples.seconds[good]), expected)
         levels[kept] = np.exp(levels[kept])
         levels[samples.index[~good]] = np.inf

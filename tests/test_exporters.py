@@ -718,6 +718,14 @@ def test_onnxruntime_settings(tmp_path: Path) -> None:
     with pytest.raises(Inexpressible, match="are one device") as found:
         export("onnxruntime", two, model=path)
     assert set(found.value.nearest.values()) == {"cuda:1"}
+    _, far = onnx_plan(tmp_path, ("h1/cuda:1",), [0, 0, 0, 0])
+    known = far.cluster.model_copy(
+        update={
+            "devices": tuple(d.model_copy(update={"kind": "cuda"}) for d in far.cluster.devices)
+        }
+    )
+    with pytest.raises(ExportError, match="knows GPUs by number: device 'h1/cuda:1'"):
+        export("onnxruntime", far.model_copy(update={"cluster": known}), model=path)
     _, odd = onnx_plan(tmp_path, ("npu:0",), [0, 0, 0, 0])
     with pytest.raises(ExportError, match="no execution provider is known for 'npu:0'"):
         export("onnxruntime", odd, model=path)

@@ -105,6 +105,21 @@ def test_one_interrupted_run_is_not_taken_for_the_whole_round(slow: float) -> No
     assert np.exp(drift[2] - drift[0]) == pytest.approx(slow, rel=0.2)
 
 
+def test_many_new_placements_do_not_outvote_the_one_that_ran_before() -> None:
+    """The simulator is 5 % off for all of the 16 that are new: that is not the machine."""
+    index = np.array([0, 1, 0, *range(2, 18)])
+    where = np.array([0, 0, *[1] * 17])
+    seconds = np.ones(18)
+    expected = np.where(np.arange(18) < 2, 1.0, 0.95)
+    level, drift = two_way(index, where, np.log(seconds[index]), np.log(expected))
+    assert drift == pytest.approx(np.zeros(2), abs=0.005)
+    assert level - level[0] == pytest.approx(np.zeros(18), abs=0.005)
+    # Of what nothing is expected nothing follows.
+    unknown = np.where(np.arange(18) % 2, np.nan, np.log(seconds))
+    level, _ = two_way(index, where, np.log(seconds[index]), unknown)
+    assert level == pytest.approx(np.zeros(18), abs=0.005)
+
+
 @given(st.integers(0, 10_000))
 def test_levels_of_a_steady_machine_are_medians(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -41,7 +41,8 @@ class Runner:
         graph: with its program (from ``placement.capture``).
         cluster: devices of this machine.
         placement: int ``[N]`` device of each operator.
-        max_in_flight: at most this many micro-batches between admission and result.
+        max_in_flight: at most this many micro-batches between admission and result; with a
+            schedule, at least all of its own, which it may begin before it ends one.
         priority: int ``[N]`` order of preference among ready operators (smallest first), e.g.
             ``problem.priority``; operator number if not given.
         schedule: a fixed order, for runs of exactly its number of micro-batches each.

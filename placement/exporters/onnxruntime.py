@@ -62,4 +62,12 @@ def _annotation(devices: list[str], device: str) -> str:
 
 
 def _designator(name: str, kind: str) -> str:
-    return "cpu" if kind == "cpu" else f"gpu:{gpu_number(name) or 0}"
+    if kind == "cpu":
+        return "cpu"
+    number = gpu_number(name)
+    if number is None:
+        raise ExportError(
+            f"ONNX Runtime knows GPUs by number: device {name[:60]!r} must be called cuda:0, "
+            "cuda:1, ..."
+        )
+    return f"gpu:{number}"

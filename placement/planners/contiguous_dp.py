@@ -90,7 +90,8 @@ def score_splits(
     times = [0, 1, flights] if problem.memory_may_bind else [0]
     bottleneck_s = None
     for count in [*dict.fromkeys(times), None]:
-        if count is None and search.best_cost < INFEASIBLE:
+        known = search.best_cost
+        if (count is None and known < INFEASIBLE) or (count != times[0] and not search.left):
             break
         splits = _solve(costs.seconds(count), costs.kind, states)
         if problem.objective == "latency":
@@ -99,7 +100,8 @@ def score_splits(
         if not len(rows):
             continue
         found = search.costs(rows)
-        bottleneck_s = min(value for value, _ in splits)
+        if search.best_cost < known or bottleneck_s is None:
+            bottleneck_s = min(value for value, _ in splits)
         # Whether anything fits says little: one device often does. The best split has to.
         if not len(found) or found[0] < INFEASIBLE:
             break

@@ -84,8 +84,9 @@ class IdealDp:
         """Raises: PlannerError, more than ``max_states`` sets of devices."""
         load_kernels()
         solution = self._plan(problem, True)
-        if "max_load_s" not in solution.stats and len(problem.graph.param_bytes):
-            # Joined operators have their parameters together; apart they may fit.
+        nothing = "max_load_s" not in solution.stats and "message" not in solution.stats
+        if nothing and problem.memory_may_bind:
+            # It is proved for joined operators, which have their parameters together.
             return self._plan(problem, False)
         return solution
 
