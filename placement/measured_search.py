@@ -136,7 +136,6 @@ class _State:
         self.incumbent: Placement
         self.best_s = np.inf
         self._features: Features | None = None
-        self._simulated: dict[bytes, float] = {}
         self._propose = moves(trials.problem) if can_move(trials.problem) else None
 
     def first(self, start: ArrayLike | None) -> Placement:
@@ -172,13 +171,10 @@ class _State:
 
     def simulate(self, placements: Sequence[Placement]) -> Floats:
         """float64 ``[B]`` the simulator's seconds, worked out once each."""
-        keys = [p.tobytes() for p in placements]
-        new = {k: p for k, p in zip(keys, placements, strict=True) if k not in self._simulated}
-        if new:
-            self.num_evaluations += len(new)
-            values = score(self.trials.problem, np.array(list(new.values())))
-            self._simulated.update(zip(new, values.tolist(), strict=True))
-        return np.array([self._simulated[k] for k in keys])
+        before = self.trials.num_simulated
+        seconds = self.trials.simulate(placements)
+        self.num_evaluations += self.trials.num_simulated - before
+        return seconds
 
     def learn(self) -> None:
         """Believe what has been measured."""

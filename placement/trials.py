@@ -25,8 +25,8 @@ Ints = NDArray[np.int64]
 LATENCY_RUNS = 4  # micro-batches alone, one after another; their median is the latency
 _BATCH = 16  # new placements between two looks at the incumbent
 _STEPS = 30  # of reweighting; ratios of medians are good to 1e-4 by then
-_DRIFT_PENALTY = 0.5  # below 1: what a placement alone in its round shows is taken for drift,
-_EXPECTED = 0.3  # unless several others there took as long as was expected of them
+_DRIFT_PENALTY = 0.5  # below 1: what a placement alone in its round shows is taken for drift
+_EXPECTED = 0.3  # below that: unless several new ones there took as long as was expected of them
 
 
 class TrialError(ValueError):
@@ -243,7 +243,7 @@ class Trials:
         rows = self.problem.as_batch(placements)
         known = {p.tobytes() for p in self.samples.placements}
         distinct = {p.tobytes(): p for p in rows if p.tobytes() not in known}
-        fits = np.isfinite(score(self.problem, list(distinct.values()))) if distinct else ()
+        fits = np.isfinite(self.simulate(list(distinct.values())))
         new = [p for p, good in zip(distinct.values(), fits, strict=True) if good]
         for at in range(0, len(new), _BATCH):
             part, first = new[at : at + _BATCH], self.incumbent
@@ -281,17 +281,23 @@ class Trials:
         """Samples, levels and drift, worked out once per round."""
         if self._known is None or self._known[0] != self._played:
             samples = _samples(self._rounds[: self._played], self.problem.num_ops)
-            expected = self._expected_s(samples.placements)
+            expected = self.simulate(samples.placements)
             self._known = (self._played, samples, *_levels(samples, self._played, expected))
         return self._known[1:]
 
-    def _expected_s(self, placements: Placement) -> Floats:
-        """float64 ``[K]`` seconds of placements in the simulator, worked out once each."""
-        new = {p.tobytes(): p for p in placements if p.tobytes() not in self._simulated}
+    def simulate(self, placements: Sequence[Placement] | Placement) -> Floats:
+        """float64 ``[K]`` the simulator's seconds of placements, worked out once each."""
+        keys = [p.tobytes() for p in placements]
+        new = {k: p for k, p in zip(keys, placements, strict=True) if k not in self._simulated}
         if new:
             values = score(self.problem, np.array(list(new.values())))
             self._simulated.update(zip(new, values.tolist(), strict=True))
-        return np.array([self._simulated[p.tobytes()] for p in placements])
+        return np.array([self._simulated[k] for k in keys])
+
+    @property
+    def num_simulated(self) -> int:
+        """Placements that were simulated."""
+        return len(self._simulated)
 
 
 def fingerprint(problem: Problem) -> str:
@@ -326,8 +332,10 @@ def two_way(
     drift, weight, shrink = np.zeros(rounds), np.ones(len(values)), np.ones(rounds)
     smallest = 1e-6 + 1e-4 * float(np.ptp(values))
     near, prior, trust = np.zeros(count), np.zeros(count), np.zeros(count)
-    known = np.zeros(count, bool) if expected is None else np.isfinite(expected)
-    if expected is not None and known.any():
+    if expected is None:
+        expected = np.full(count, np.nan)
+    known = np.isfinite(expected)
+    if known.any():
         # All that are new in a round together weigh no more than a run that is made again.
         here = np.unique(np.stack([index, round]), axis=1)
         once = np.bincount(here[0], minlength=count) == 1
@@ -350,7 +358,7 @@ def two_way(
         level = (value - both @ drift) / each
         weight = 1 / np.maximum(np.abs(values - level[index] - drift[round]), smallest)
         shrink = 1 / np.maximum(np.abs(drift), smallest)
-        if expected is not None and known.any():
+        if known.any():
             prior = expected + np.median((level - expected)[known])
             near = trust / np.maximum(np.abs(level - prior), smallest)
     return level, drift

@@ -244,6 +244,11 @@ def gpu_number(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def is_numbered(name: str, kind: str) -> bool:
+    """Whether it is CPU cores, or a GPU that others know by its number."""
+    return kind == "cpu" or (kind == "cuda" and gpu_number(name) is not None)
+
+
 def require_torch_devices(plan: Plan, used: Iterable[str]) -> None:
     """Check that torch knows the devices in use.
 
@@ -252,12 +257,11 @@ def require_torch_devices(plan: Plan, used: Iterable[str]) -> None:
     """
     kinds = {d.name: d.kind for d in plan.cluster.devices}
     for name in sorted(set(used)):
-        if kinds[name] == "cpu" or (kinds[name] == "cuda" and gpu_number(name) is not None):
-            continue
-        raise ExportError(
-            f"torch has no device {name[:60]!r} of kind {kinds[name][:60]!r}: devices are CPU "
-            "cores (kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
-        )
+        if not is_numbered(name, kinds[name]):
+            raise ExportError(
+                f"torch has no device {name[:60]!r} of kind {kinds[name][:60]!r}: devices are CPU "
+                "cores (kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
+            )
 
 
 def _below(path: str, module: str) -> bool:

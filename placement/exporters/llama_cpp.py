@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from placement.exporters import Exported, ExportError
-from placement.exporters._modules import Forward, gpu_number, layer_units
+from placement.exporters._modules import Forward, gpu_number, is_numbered, layer_units
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -30,7 +30,7 @@ class LlamaCpp:
         kinds = {d.name: d.kind for d in plan.cluster.devices}
         used = set(plan.assignment.values())
         for name in sorted(used):
-            if kinds[name] != "cpu" and (kinds[name] != "cuda" or gpu_number(name) is None):
+            if not is_numbered(name, kinds[name]):
                 raise ExportError(
                     f"no buffer type of llama.cpp is known for {name[:60]!r}: devices are CPU "
                     "cores (kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.graph import OpGraph
 from placement.planners import check_least
 from placement.planners._search import INFEASIBLE, Choice, Search, device_classes
 from placement.problem import Problem, Solution
@@ -167,17 +168,10 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
     at = block[g.group]  # [N]
     run_s = problem.loaded_s if problem.is_pipelined and num_devices > 1 else problem.compute_s
 
-    made = np.flatnonzero(g.tensor_src >= 0)
+    made, producer, both, first, last = made_and_used(g, at)
     given = g.tensor_src[g.use_tensor] < 0  # uses of model inputs
-    producer = np.stack([made, at[g.tensor_src[made]]])
-    uses = np.stack([g.use_tensor, at[g.use_dst]])
-    both = np.concatenate([producer, uses[:, ~given]], axis=1)
-    first = np.full(g.num_tensors, size)
-    last = np.full(g.num_tensors, -1)
-    np.minimum.at(first, both[0], both[1])
-    np.maximum.at(last, both[0], both[1])
-
-    all_uses, made_at, given_at = (points(x, size) for x in (both, producer, uses[:, given]))
+    inputs = np.stack([g.use_tensor[given], at[g.use_dst[given]]])
+    all_uses, made_at, given_at = (points(x, size) for x in (both, producer, inputs))
     host, shares_host = host_of(problem)
     kind = device_classes(problem)
     firsts = np.unique(kind, return_index=True)[1].tolist()
@@ -215,6 +209,25 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
         activation_bytes=touched(points(roots, size), g.tensor_bytes.astype(np.float64), size),
         memory_bytes=problem.memory_bytes[firsts],
     )
+
+
+def made_and_used(g: OpGraph, at: Ints) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray]:
+    """Where tensors that operators make are made and used, operators being in blocks ``at [N]``.
+
+    Returns:
+        int ``[P]`` these tensors; ``[2, P]`` (tensor, block that makes it); ``[2, K]`` (tensor,
+        block that makes or uses it); ``[T]`` the first and ``[T]`` the last of these blocks.
+    """
+    made = np.flatnonzero(g.tensor_src >= 0)
+    inner = g.tensor_src[g.use_tensor] >= 0
+    producer = np.stack([made, at[g.tensor_src[made]]])
+    users = np.stack([g.use_tensor[inner], at[g.use_dst[inner]]])
+    both = np.concatenate([producer, users], axis=1)
+    first = np.full(g.num_tensors, np.iinfo(np.int64).max)
+    last = np.full(g.num_tensors, -1)
+    np.minimum.at(first, both[0], both[1])
+    np.maximum.at(last, both[0], both[1])
+    return made, producer, both, first, last
 
 
 def _mean_transfer(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from placement.planners import check_least
 from placement.planners._search import Search
-from placement.planners.contiguous_dp import merge_blocks, points, touched, within
+from placement.planners.contiguous_dp import made_and_used, merge_blocks, points, touched, within
 from placement.problem import Problem, Solution
 
 Floats = NDArray[np.float64]
@@ -124,14 +124,7 @@ def stage_periods(problem: Problem, block: Ints) -> StagePeriods:
     lows, highs = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
 
     # As ``contiguous_dp.stage_costs`` counts them: backward operators may lie before forward ones.
-    made = np.flatnonzero(g.tensor_src >= 0)
-    inner = g.tensor_src[g.use_tensor] >= 0
-    producer = np.stack([made, at[g.tensor_src[made]]])
-    users = np.stack([g.use_tensor[inner], at[g.use_dst[inner]]])
-    both = np.concatenate([producer, users], axis=1)
-    first, last = np.full(g.num_tensors, size), np.full(g.num_tensors, -1)
-    np.minimum.at(first, both[0], both[1])
-    np.maximum.at(last, both[0], both[1])
+    made, producer, both, first, last = made_and_used(g, at)
     tensor_s = _slowest_transfer(problem)
     makes = touched(points(producer, size), tensor_s, size)
     # A stage receives what it uses and does not make, and sends what is not used in it alone.
