@@ -272,6 +272,22 @@ def test_goals_from_files(tmp_path: Path) -> None:
     assert "latency, >= 1500" in page and goals.NOT_RUN in page
 
 
+def test_every_problem_that_was_measured_is_a_goal_of_its_own(tmp_path: Path) -> None:
+    """One that is reached does not hide another that is not."""
+    path = tmp_path / "measured.csv"
+    text = "workload,way,gain,against_random\n"
+    text += "a,random,1.2,1\na,measured_search,1.5,0.96\na,measured_search,1.5,1.02\n"
+    text += "b:latency,measured_search,1.4,1.2\nb:latency,simulator alone,1.4,0.7\n"
+    path.write_text(text, encoding="utf-8")
+    mine = [r for r in goals.goals(tmp_path) if "100 measurements" in r.regime]
+    assert [(r.regime.partition(": ")[2], r.met) for r in mine] == [
+        ("a, period", False),
+        ("b, latency", True),
+    ]
+    assert mine[0].reached.startswith("0.990 ") and "1.500 " in mine[0].reached
+    assert mine[1].reached.startswith("1.200 ")  # of the search alone
+
+
 def test_the_table_of_goals_is_printed_and_leaves_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
