@@ -60,6 +60,7 @@ def launch(app: Callable[[], Any]) -> int:
         # Workers bring their own threads; spinning ones of this process would only disturb them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         sys.argv[1:] = with_lists(sys.argv[1:])
+        cli.search_here()
         with cli.says_when_compiling():
             app()
         return cli.OK
@@ -372,8 +373,6 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
             f"cluster {cluster.name!r}: {', '.join(described)} cannot run anything, being "
             "described in terms of other devices; add execute=false"
         )
-    if ":" in str([node.get("spec") for node in cfg.workload.values()]):
-        sys.path.append(os.getcwd())  # last: it must not hide installed packages
     problems = {}
     for name, node in cfg.workload.items():
         job.report(f"{name}: loading and capturing", None)

@@ -119,6 +119,8 @@ class PolicyPlanner:
         if self.mode == "guided_search":
             return self._guided_search(problem)
         policy, name = self._policy(self.policy, problem, self.mode)
+        if self.mode == "finetune":
+            policy.check_makes_placements()
         _load_mode(self.mode, policy.formulation)
         return self._plan(problem, policy, name)
 
@@ -139,7 +141,9 @@ class PolicyPlanner:
         found = search.solution(start.lower_bound_s, **stats)
         found.stats["best_value_s"] = found.value_s
         margin = search.problem.profile.error if self.margin is None else self.margin
-        if found.value_s <= (1 - margin) * start.value_s:
+        # An error of 100 % and more: no gain can be told from it.
+        least = (1 - min(margin, 1.0)) * start.value_s if np.isfinite(start.value_s) else np.inf
+        if found.value_s <= least:
             return found
         # What was found and is not taken is in ``best_value_s`` alone.
         curve = [(at, n, max(value, start.value_s)) for at, n, value in found.stats["curve"]]
@@ -289,7 +293,13 @@ class PolicyPlanner:
         if self.evaluations is not None:
             left = self.evaluations - search.num_evaluations - self.k - 1
             limits["max_evaluations"] = max(1, left)
-        config = TrainConfig(total_steps=self.steps, seed=self.seed, cold=policy.cold, **limits)
+        config = TrainConfig(
+            total_steps=self.steps,
+            seed=self.seed,
+            cold=policy.cold,
+            groups=policy.card.get("config", {}).get("groups") or 0,
+            **limits,
+        )
         return train(
             [problem], config=config, warm=[warm], policy=policy, evaluator=_evaluator(search)
         )

@@ -99,11 +99,7 @@ class TrainedPolicy:
         Raises:
             PolicyError: it is a policy that improves placements, and does not make them.
         """
-        if self.formulation not in BUILDING:
-            raise PolicyError(
-                f"a {self.formulation} policy improves placements and needs evaluations; "
-                f"use PolicyPlanner(policy, mode={mode_of(self.formulation)!r})"
-            )
+        self.check_makes_placements()
         trained = self.card.get("config", {})
         if trained.get("groups"):
             problem = grouped(problem, trained["groups"])
@@ -116,6 +112,14 @@ class TrainedPolicy:
         with one_thread():
             choices = decode(self.net, chosen, store, ids, generator)
         return np.stack([canonical(problem, p) for p in chosen.placements(0, choices)])
+
+    def check_makes_placements(self) -> None:
+        """Raise ``PolicyError`` for a policy that improves placements, and does not make them."""
+        if self.formulation not in BUILDING:
+            raise PolicyError(
+                f"a {self.formulation} policy improves placements and needs evaluations; "
+                f"use PolicyPlanner(policy, mode={mode_of(self.formulation)!r})"
+            )
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, atomically: the weights, and JSON text as its metadata.

@@ -30,7 +30,8 @@ def main() -> None:
     comparison = compare({path.stem: problem}, made, (0, 1), out_dir="runs/compare_planners")
     print_tables(tables(comparison))
     best = comparison.best(path.stem)
-    print(f"best: {best.planner}, {best.value_s:.4g} s, {best.speedup:.2f}x one device")
+    faster = "" if best.speedup is None else f", {best.speedup:.2f}x one device"
+    print(f"best: {best.planner}, {best.value_s:.4g} s{faster}")
 
 
 if __name__ == "__main__":

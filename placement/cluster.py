@@ -363,7 +363,7 @@ class Cluster:
             data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ClusterError(f"{path}: cannot be read as a cluster: {error.strerror}") from error
-        except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
             reason = " ".join(str(error).split())  # YAML points into the text over several lines
             raise ClusterError(f"{path}: cannot be read as a cluster: {reason}") from error
         if not isinstance(data, dict) or not isinstance(data.get("devices"), list):
@@ -383,6 +383,15 @@ class Cluster:
             raise ClusterError(f"{path}: {error}") from error
 
 
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("name", "kind", "like", "model", "power_source"), str),
+    **dict.fromkeys(("src", "dst", "channel"), str),
+    "threads": int,
+    "blocking": bool,
+}
+_WORDS = {str: "a text: write it in quotes", int: "a whole number", bool: "true or false"}
+
+
 def _from_dict(kind: type, data: Any) -> Any:
     known = {f.name: f for f in fields(kind)}
     if not isinstance(data, dict):
@@ -398,6 +407,16 @@ def _from_dict(kind: type, data: Any) -> Any:
         if not isinstance(values["cores"], list):
             raise ClusterError(f"cores = {values['cores']!r} is not a list of core numbers")
         values["cores"] = tuple(values["cores"])
+    for key, value in values.items():
+        kinds = _KINDS.get(key)
+        if value is not None and kinds is not None and type(value) is not kinds:
+            raise ClusterError(
+                f"{kind.__name__.lower()} {data.get('name', '')!r}: {key} = {value!r} must be "
+                f"{_WORDS[kinds]}"
+            )
+    for core in values.get("cores", ()):
+        if type(core) is not int:
+            raise ClusterError(f"cores: {core!r} is not a core number")
     numbers = (
         "latency_s", "bandwidth_bytes_per_s", "wake_s", "send_s", "send_s_per_byte", "speed",
         "busy_w", "idle_w", "sleep_w", "sleep_after_s", "sleep_exit_s", "memory_bytes",

@@ -30,15 +30,17 @@ from placement.profile import Profile
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
+_SLOW = 64  # a round that merges less than one in so many operators takes too many rounds
+
 
 def coarsen(problem: Problem, num_ops: int) -> tuple[Problem, Ints]:
     """Merge operators until ``num_ops`` are left, or nothing can be merged.
 
     First operators that cost nothing go to a neighbour, then neighbours of one colocation
     group, then chains, then the ends of the heaviest edges (mean transfer seconds), and when
-    no edge is left operators side by side. No merged operator weighs more than twice the mean
-    until there is no other way, and every colocation group keeps a device that can run it
-    and hold its parameters.
+    no edge is left, or few of them can be merged at once, operators side by side. No merged
+    operator weighs more than twice the mean until there is no other way, and every colocation
+    group keeps a device that can run it and hold its parameters.
 
     In the coarse problem seconds are summed; tensors keep their numbers, and one that is used
     only within a merged operator weighs nothing but is part of its workspace; operators that
@@ -57,13 +59,15 @@ def coarsen(problem: Problem, num_ops: int) -> tuple[Problem, Ints]:
     limit_s = 2.0 * total_s / num_ops
     side_by_side = False
     while merger.count > num_ops:
-        if merger.round(num_ops, limit_s, side_by_side):
+        before = merger.count
+        merged = merger.round(num_ops, limit_s, side_by_side)
+        if merged > before // _SLOW:
             continue
-        if limit_s < total_s:
+        if not merged and limit_s < total_s:
             limit_s *= 2.0
-        elif not side_by_side:
+        elif not side_by_side:  # e.g. a star: every edge ends at the same operator
             side_by_side = True
-        else:
+        elif not merged:
             break
     label = _topological(merger.label, problem.graph.edges)
     return _merged(problem, label), label

@@ -490,18 +490,22 @@ def priced(seconds: Floats, prices: Floats) -> Floats:
     return np.where(finite, np.where(finite, seconds, 0.0) * prices, np.inf).min(axis=1)
 
 
+_LP_SIZE = 200_000
+
+
 def balance_prices(seconds: Floats) -> Floats:
     """float64 ``[D]`` prices ``y >= 0`` of a second on each device, ``sum y = 1``.
 
     For *any* such prices ``sum_g min_d y_d * seconds[g, d]`` is at most the largest load of
     every assignment; these make it largest (the dual of the fractional load balance). Equal
     devices get equal prices; with two kinds of device the optimum is one of the rows' ratios,
-    with more kinds HiGHS solves the LP.
+    with more kinds HiGHS solves the LP, unless it has more than ``_LP_SIZE`` variables: it would
+    take minutes, and all prices are equal then.
     """
     s = np.asarray(seconds, dtype=np.float64)
     s = s[s.min(axis=1) > 0]
     kinds, kind, count = _equal_columns(s)
-    if len(s) == 0 or len(count) == 1:
+    if len(s) == 0 or len(count) == 1 or (len(count) > 2 and kinds.size > _LP_SIZE):
         return np.full(s.shape[1], 1.0 / s.shape[1])
     return (_two_prices if len(count) == 2 else _lp_prices)(kinds, count)[kind]
 

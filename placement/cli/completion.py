@@ -163,7 +163,7 @@ def _planner_options(before: list[str]) -> Iterator[tuple[str, str]]:
     from placement import planners
 
     for flag, name in pairwise(before):
-        if flag == "--planner" and name in planners.names():
+        if flag == "--planner" and name in (*planners.names(), "policy"):
             kind = planners.find(name)
             for field in fields(kind) if is_dataclass(kind) else ():
                 yield f"{field.name}=", str(field.type)

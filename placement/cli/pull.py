@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise cli.UsageError(
             f"{args.name}: not the name of an artifact; e.g. my-team/my-project/plan-resnet50:best"
         )
+    cli.check_outputs(args.out)
     name = args.name.rsplit("/", 1)[1].rsplit(":", 1)[0]
     with cli.progress() as report, tempfile.TemporaryDirectory() as folder:
         report(f"asking for {args.name}", None)

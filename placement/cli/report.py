@@ -26,6 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from placement.report.html import write_report
 
+    cli.check_outputs(args.out)
     with cli.progress() as report:
         report(f"reading {args.folder}", None)
         written = write_report(args.folder, args.out, report)

@@ -73,7 +73,7 @@ def _case(path: str, key: str) -> dict[str, Any]:
     """Raises: UsageError, no such file, not this format, or no such case."""
     try:
         with open(path, encoding="utf-8") as file:
-            cases = json.load(file)["cases"]
+            cases = dict[str, dict[str, Any]](json.load(file)["cases"])
         keys = sorted(cases)
     except OSError as error:
         raise cli.UsageError(f"{path}: cannot be read: {error.strerror}") from error
@@ -83,8 +83,7 @@ def _case(path: str, key: str) -> dict[str, Any]:
         ) from error
     if key not in cases:
         raise cli.UsageError(f"{path} has no case {key!r}; it has {', '.join(keys)}")
-    case: dict[str, Any] = cases[key]
-    return case
+    return cases[key]
 
 
 def _number(value: Any) -> int | float:

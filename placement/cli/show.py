@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     plan = load_plan(args.plan)
     if args.json:
-        print(plan.model_dump_json(indent=1))
+        cli.print_json(plan.model_dump(mode="json"))
     else:
         show_plan(plan)
     return cli.OK

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from placement.cluster import Cluster, Device
 from placement.executor.awake import cores_awake
-from placement.executor.backend import backend_for
+from placement.executor.backend import CpuBackend, backend_for
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
 from placement.executor.share import Share, compile_runs, fused, runs_of, shares
 from placement.executor.worker import Failure, Worker
@@ -356,7 +356,8 @@ class Runner:
 
     def _worker(self, share: Share, device: Device) -> Worker:
         """The worker of a device, not started yet."""
-        backend = backend_for(device)
+        # A device that is not used may be one that can only be simulated.
+        backend = backend_for(device) if share.ops else CpuBackend(device)
         params, gradients = self._load(share, backend.torch_device)
         order = None
         if self._schedule is not None:

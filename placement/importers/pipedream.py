@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
@@ -159,5 +158,6 @@ def _fields(text: str, where: str) -> list[float]:
             numbers = [float(x) for x in found[name].strip("[]").split(";")]
         except ValueError:
             raise FormatError(f"{where}: {name} = {found[name]!r} is not a number") from None
-        values.append(math.fsum(number(x, f"{where}: {name}") for x in numbers))
+        total = sum(number(x, f"{where}: {name}") for x in numbers)
+        values.append(number(total, f"{where}: {name}"))
     return values

@@ -147,6 +147,7 @@ def _check_here(device: Device) -> None:
     if not here.get(device.kind, False):
         raise LatencyError(
             f"device {device.name!r} ({device.kind}) is not on this machine, so its peak rates "
-            "cannot be measured: state them, e.g. flops_per_s=1e12 bytes_per_s=1e11 call_s=1e-5, "
+            "cannot be measured: state them in Python, Roofline(flops_per_s=..., bytes_per_s=..., "
+            "call_s=...), "
             "or describe the device with 'like: <measured device>' and 'speed: <factor>'"
         )

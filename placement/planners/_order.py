@@ -603,12 +603,17 @@ def _together(t, s, i, new, num):
     They stay where they are in the sequence. Also when ``i`` begins, and its inputs are there.
     """
     sequence, room = s.sequence, s.room
-    for m in range(1, num):  # sorted, by insertion: they nearly are
-        k, place = room[m], m
-        while place > 0 and room[place - 1] > k:
-            room[place] = room[place - 1]
-            place -= 1
-        room[place] = k
+    gap = 1  # Shell's sort: few of them are nearly sorted, a large colocation group is not
+    while gap < num // 9:
+        gap = 3 * gap + 1
+    while gap > 0:
+        for m in range(gap, num):
+            k, place = room[m], m
+            while place >= gap and room[place - gap] > k:
+                room[place] = room[place - gap]
+                place -= gap
+            room[place] = k
+        gap //= 3
     for m in range(num):
         s.mark[sequence[room[m]]] = True
     longest = free_s = begin_i = ready_i = 0.0

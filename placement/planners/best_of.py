@@ -107,7 +107,8 @@ class BestOf:
         tries = 3 if problem.memory_may_bind else 1  # see _list_schedule.first_that_fits
         for i, (name, planner) in enumerate(chosen):
             own: set[str] = {f.name for f in fields(planner)} if is_dataclass(planner) else set()
-            anyway = name in _WALKS or search.best_cost >= INFEASIBLE
+            nothing_fits = search.best_cost >= INFEASIBLE
+            anyway = name in _WALKS or (nothing_fits and name not in _LATE)
             needed_s = max(_PRUDENCE * slowest_s, _AT_LEAST.get(name, 0.0) * quick_s)
             in_time = anyway or search.seconds_left > needed_s
             in_number = "evaluations" in own or search.num_left >= tries or not values
@@ -138,7 +139,7 @@ class BestOf:
                 quick_s = max(quick_s, took_s)
             winner = name if search.best_cost < before else winner
         if not values:
-            raise PlannerError("; ".join(skipped.values()))
+            raise PlannerError("; ".join(skipped.values()) or "best_of: no planners were named")
         bound = lower_bound(problem)
         return search.solution(bound, winner=winner, values_s=values, skipped=skipped)
 

@@ -115,7 +115,7 @@ def _solve(planner: CpSat, cp_model: Any, model: Any, search: Search) -> tuple[A
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(0.05, planner.seconds - search.seconds)
     solver.parameters.num_workers = planner.threads
-    solver.parameters.random_seed = planner.seed
+    solver.parameters.random_seed = planner.seed % 2**31  # an int32
     return solver, cpsat.solve(solver, model)
 
 

@@ -45,7 +45,7 @@ def _read(file: str, problem: Problem) -> Placement:
         )
     try:
         split: Any = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlannerError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(split, dict):
         raise PlannerError(f"{file}: expected an object {{operator: device}}, got {split!r:.60}")

@@ -30,7 +30,7 @@ Ints = NDArray[np.int32]
 Stage = tuple[int, NDArray[np.intp]]  # kind of device, items
 Edges = set[tuple[int, int]]
 
-_TRIVIAL_S = 1e-9
+_TRIVIAL_S, _TRIVIAL = 1e-9, 1e-4  # an operator without time; and not more of the mean than this
 _FAR = 1e300  # a load that every split beats
 _STEPS = 2_000_000  # between two looks at the clock
 _RUNS = 50  # of items, where there is no time to look at each
@@ -98,12 +98,7 @@ class IdealDp:
         )
         item, edges = contract(problem, join_trivial)
         b = blocks(problem, item)
-        kinds = _kinds(problem, b)
-        if kinds.num_states > self.max_states:
-            raise PlannerError(
-                f"{len(kinds.count)} kinds of devices make {kinds.num_states} sets of devices, "
-                f"more than max_states = {self.max_states}; use local_search, or raise max_states"
-            )
+        kinds = _kinds(problem, b, self.max_states)
         dp_started = time.perf_counter()
         linear, exact, message, num_ideals = _Split(), _Split(), "", 0
         if np.isfinite(kinds.floor_s):
@@ -208,7 +203,8 @@ def contract(problem: Problem, join_trivial: bool = True) -> tuple[Ints, Edges]:
     )
     fed = (g.tensor_src[g.use_tensor] < 0) & (problem.io_s[g.use_tensor] > 0).any(axis=1)
     dear = np.concatenate([item[meets_backward], item[group[g.use_dst[fed]]]])
-    cheap = join_trivial & (cost_s < _TRIVIAL_S) & ~np.isin(np.arange(num_items), dear)
+    trivial_s = min(_TRIVIAL_S, _TRIVIAL * float(cost_s.mean()))
+    cheap = join_trivial & (cost_s <= trivial_s) & ~np.isin(np.arange(num_items), dear)
     can_run = np.ones((num_items, problem.num_devices), bool)
     np.logical_and.at(can_run, item, np.isfinite(problem.group_compute_s))
     # A pair joined by an edge of each sort counts as two neighbours, as in the original.
@@ -344,13 +340,20 @@ class _Kinds:
         return np.arange(self.num_states)[:, None] // self.step % (self.count + 1)
 
 
-def _kinds(problem: Problem, b: Blocks) -> _Kinds:
+def _kinds(problem: Problem, b: Blocks, max_states: float = np.inf) -> _Kinds:
+    """Raises: PlannerError, before any work, where they make more sets than ``max_states``."""
     about = np.concatenate([b.compute_s, b.io_s, problem.memory_bytes[None].astype(np.float64)])
     members: dict[bytes, list[int]] = {}
     for d in range(problem.num_devices):
         members.setdefault(about[:, d].tobytes(), []).append(d)
     first = [group[0] for group in members.values()]
     count = np.array([len(group) for group in members.values()], np.int64)
+    num_states = math.prod(int(c) + 1 for c in count)
+    if num_states > max_states:
+        raise PlannerError(
+            f"{len(count)} kinds of devices make {num_states} sets of devices, more than "
+            f"max_states = {max_states}; use local_search, or raise max_states"
+        )
     step = [math.prod(int(c) + 1 for c in count[:k]) for k in range(len(count))]
     fits = b.own_bytes[:, None] <= problem.memory_bytes
     alone = np.where(fits, b.compute_s, np.inf)

@@ -244,7 +244,8 @@ def anneal(
     """
     problem = search.problem
     assert search.best is not None
-    if problem.num_ops < 2:
+    # One device is busy from its beginning to its end, unless model inputs come from elsewhere.
+    if problem.num_ops < 2 or (problem.num_devices < 2 and not problem.io_s.any()):
         return 0
     places = [search.best[problem.graph.group]]
     for name, share in STARTS:
