@@ -436,6 +436,13 @@ def test_less_than_predictions_err_is_no_gain(mode: Any) -> None:
         anyway = PolicyPlanner(**options, margin=0.0)(replace(problem, profile=profile))
         assert anyway.value_s == best.value_s
     assert PolicyPlanner(**options, margin=1.1 * gain)(problem).value_s == start.value_s
+    # Predictions that err by more than everything tell no gain; what fits they tell.
+    profile = replace(problem.profile, provenance={"error": 1.5})
+    assert PolicyPlanner(**options)(replace(problem, profile=profile)).value_s == start.value_s
+    search, nowhere, stats = PolicyPlanner(**options)._start(problem, "untrained")
+    search.problem = replace(problem, profile=profile)
+    nowhere = replace(nowhere, value_s=np.inf)
+    assert PolicyPlanner(**options)._answer(search, nowhere, stats).value_s == start.value_s
     ordered = {"seed_policy": None, "margin": 0.99, "chooser": "hand"}
     answer = PolicyPlanner(**options | ordered)(layered(133, 3, 3, 2).with_objective("latency"))
     assert "list_order_value_s" not in answer.stats

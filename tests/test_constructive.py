@@ -661,6 +661,32 @@ def test_a_merged_group_keeps_a_device() -> None:
         coarsen(problem, 0)
 
 
+@pytest.mark.parametrize("inwards", [False, True])
+def test_a_star_is_merged_in_few_rounds(inwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every edge ends at the hub, which can have one partner in a round: leaves pair up."""
+    from placement import coarsen as module
+
+    n, rounds = 600, []
+    hub, edges = (
+        (n - 1, [(i, n - 1) for i in range(n - 1)])
+        if inwards
+        else (0, [(0, i) for i in range(1, n)])
+    )
+    graph = OpGraph.build("star", [str(i) for i in range(n)], [0] * n, [0] * n, edges)
+    cluster = Cluster("two", (Device("a"), Device("b")))
+    problem = Problem(graph, cluster, Profile(("a", "b"), np.ones((n, 2)), np.zeros((n, 2))))
+    one = module._Merger.round
+    monkeypatch.setattr(
+        module._Merger,
+        "round",
+        lambda *args: rounds.append(1) or one(*args),  # type: ignore
+    )
+    coarse, label = coarsen(problem, 20)
+    assert coarse.num_ops == 20 and len(rounds) < 40
+    # The hub did not swallow the leaves.
+    assert np.bincount(label)[label[hub]] < 100
+
+
 def test_coarsened_runs_any_planner() -> None:
     problem = random_problem(11)
     for name in ("heft", "single_device", load("antichain_dp")):

@@ -322,3 +322,28 @@ def test_published_workloads_are_here() -> None:
     if not OPTIMA:
         pytest.skip(f"no reference data: {DATA} does not exist")
     assert len(OPTIMA) == 15
+
+
+def test_what_has_no_time_does_not_depend_on_the_unit_of_time() -> None:
+    """Four operators of half a nanosecond are split as four of half a second."""
+    edges = [(0, 1), (1, 2), (2, 3)]
+    for unit in (1.0, 1e-9, 1e-12):
+        problem = equal(edges, [0.5 * unit] * 4, 0.01 * unit, 4)
+        answer = load("ideal_dp")(problem)
+        assert answer.value_s == pytest.approx(0.52 * unit)  # the two in the middle
+        assert len(set(answer.placement.tolist())) == 4
+
+
+def test_too_many_kinds_of_devices_are_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With many operators the linear program of the balance takes minutes."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a linear program for nothing")
+
+    rng = np.random.default_rng(0)
+    problem = make([(0, 1), (1, 2)], rng.uniform(1, 2, (3, 24)), np.zeros((3, 24)))
+    monkeypatch.setattr("placement.planners.ideal_dp.balance_prices", fail)
+    with pytest.raises(PlannerError, match=r"24 kinds of devices make 16777216 sets .*max_states"):
+        load("ideal_dp")(problem)

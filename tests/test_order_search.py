@@ -192,6 +192,8 @@ def test_heads_tails_and_estimates_by_hand() -> None:
     assert state.sequence.tolist() == [0, 1, 3, 2, 4]
     state.room[:2] = [3, 4]
     assert _order._together(tables, state, 2, 1, 2) == (8, 5, 5)
+    state.room[:2] = [4, 3]  # in whatever order they are given
+    assert _order._together(tables, state, 2, 1, 2) == (8, 5, 5) and list(state.room[:2]) == [3, 4]
     for i, at, latency in ((2, 4, 9.0), (4, 5, 8.0)):  # and that is what they take
         state.place[i] = 1
         back = _order._shift(state, i, at)
