@@ -84,7 +84,7 @@ def spawn(num_ranks: int, words: Sequence[str]) -> int:
             silent.seek(0)
             print(silent.read().decode(errors="replace")[-2000:], end="", file=sys.stderr)
         out.seek(0)
-        print(out.read().decode(), end="")
+        print(out.read().decode(errors="replace"), end="")
     if bad and bad[0][1] < 0:
         raise cli.UsageError(f"rank {bad[0][0]} was ended by signal {-bad[0][1]}")
     return bad[0][1] if bad else cli.OK
