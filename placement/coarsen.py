@@ -30,7 +30,7 @@ from placement.profile import Profile
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
-_SLOW = 64  # a round that merges less than one in so many operators takes too many rounds
+_SLOW = 256  # a round that merges less than one in so many operators takes too many rounds
 
 
 def coarsen(problem: Problem, num_ops: int) -> tuple[Problem, Ints]:
