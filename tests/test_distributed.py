@@ -180,6 +180,15 @@ class Ranks:
             assert not alive, "a process was left running"
 
 
+@pytest.mark.parametrize("content", [None, b"\x10\0\0\0\0\0\0\0{}", b"text"])
+def test_weights_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "half.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RunnerError, match=r"half.safetensors: cannot be read as safetensors"):
+        with_weights(GRAPH, path, [0])
+
+
 # --- results -------------------------------------------------------------------------------------
 
 

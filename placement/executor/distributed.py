@@ -643,13 +643,17 @@ def with_weights(graph: OpGraph, path: str | Path, own: Iterable[int]) -> OpGrap
     name for all.
 
     Raises:
-        RunnerError: the file lacks one of them, or has it in another shape.
+        RunnerError: the file cannot be read, lacks one of them, or has it in another shape.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     program = graph.program
     params = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in program.params]
-    with safe_open(path, "pt") as data:
+    try:
+        opened = safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise RunnerError(f"{path}: cannot be read as safetensors: {error}") from error
+    with opened as data:
         there = set(data.keys())
         for q in own:
             name, expected = program.param_names[q], program.params[q]
