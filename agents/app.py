@@ -60,7 +60,6 @@ def launch(app: Callable[[], Any]) -> int:
         # Workers bring their own threads; spinning ones of this process would only disturb them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         sys.argv[1:] = with_lists(sys.argv[1:])
-        cli.search_here()
         with cli.says_when_compiling():
             app()
         return cli.OK
@@ -375,6 +374,7 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
         )
     problems = {}
     for name, node in cfg.workload.items():
+        cli.search_here(str(node.get("spec")))
         job.report(f"{name}: loading and capturing", None)
         module, inputs = instantiate(node, _convert_="all")
         graph = capture(module, inputs, name=str(name))
@@ -439,6 +439,7 @@ def make_planner(node: DictConfig) -> Planner:
 
     _check_node("planner", "_target_", node)
     target = re.sub(r"\.(\w+)$", r":\1", str(node.get("_target_")))
+    cli.search_here(target)
     kind = planners.find(target)
     if not is_dataclass(kind):
         made: Planner = instantiate(node, _convert_="all")

@@ -119,7 +119,7 @@ class PolicyPlanner:
         if self.mode == "guided_search":
             return self._guided_search(problem)
         policy, name = self._policy(self.policy, problem, self.mode)
-        if self.mode == "finetune":
+        if self.mode != "refine":
             policy.check_makes_placements()
         _load_mode(self.mode, policy.formulation)
         return self._plan(problem, policy, name)
@@ -141,9 +141,8 @@ class PolicyPlanner:
         found = search.solution(start.lower_bound_s, **stats)
         found.stats["best_value_s"] = found.value_s
         margin = search.problem.profile.error if self.margin is None else self.margin
-        # An error of 100 % and more: no gain can be told from it.
-        least = (1 - min(margin, 1.0)) * start.value_s if np.isfinite(start.value_s) else np.inf
-        if found.value_s <= least:
+        # From predictions that err by 100 % and more no gain can be told, but what fits can be.
+        if np.isinf(start.value_s) or found.value_s <= (1 - min(margin, 1.0)) * start.value_s:
             return found
         # What was found and is not taken is in ``best_value_s`` alone.
         curve = [(at, n, max(value, start.value_s)) for at, n, value in found.stats["curve"]]
@@ -297,7 +296,7 @@ class PolicyPlanner:
             total_steps=self.steps,
             seed=self.seed,
             cold=policy.cold,
-            groups=policy.card.get("config", {}).get("groups") or 0,
+            groups=policy.groups,
             **limits,
         )
         return train(

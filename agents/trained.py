@@ -87,6 +87,11 @@ class TrainedPolicy:
         """Whether it was trained without warm starts."""
         return bool(self.card.get("config", {}).get("cold"))
 
+    @property
+    def groups(self) -> int:
+        """Into how many groups that share a device operators are merged first; 0: they are not."""
+        return int(self.card.get("config", {}).get("groups") or 0)
+
     def place(
         self, problem: Problem, warm: Placement | None = None, num_samples: int = 0, seed: int = 0
     ) -> Placement:
@@ -100,9 +105,8 @@ class TrainedPolicy:
             PolicyError: it is a policy that improves placements, and does not make them.
         """
         self.check_makes_placements()
-        trained = self.card.get("config", {})
-        if trained.get("groups"):
-            problem = grouped(problem, trained["groups"])
+        if self.groups:
+            problem = grouped(problem, self.groups)
         if self.cold:
             warm = None
         chosen = ProblemSet((problem,), np.ones(1))

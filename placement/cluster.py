@@ -383,7 +383,7 @@ class Cluster:
             raise ClusterError(f"{path}: {error}") from error
 
 
-_KINDS: dict[str, type] = {
+_TYPES: dict[str, type] = {
     **dict.fromkeys(("name", "kind", "like", "model", "power_source"), str),
     **dict.fromkeys(("src", "dst", "channel"), str),
     "threads": int,
@@ -408,11 +408,11 @@ def _from_dict(kind: type, data: Any) -> Any:
             raise ClusterError(f"cores = {values['cores']!r} is not a list of core numbers")
         values["cores"] = tuple(values["cores"])
     for key, value in values.items():
-        kinds = _KINDS.get(key)
-        if value is not None and kinds is not None and type(value) is not kinds:
+        needed = _TYPES.get(key)
+        if value is not None and needed is not None and type(value) is not needed:
             raise ClusterError(
                 f"{kind.__name__.lower()} {data.get('name', '')!r}: {key} = {value!r} must be "
-                f"{_WORDS[kinds]}"
+                f"{_WORDS[needed]}"
             )
     for core in values.get("cores", ()):
         if type(core) is not int:

@@ -226,9 +226,9 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
         teller.join()
 
 
-def search_here(spec: str = ":") -> None:
+def search_here(spec: str | None) -> None:
     """Modules of the working directory are found where ``spec`` is ``package.module:name``."""
-    if ":" in spec and os.getcwd() not in sys.path:
+    if ":" in (spec or "") and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: it must not hide installed packages
 
 

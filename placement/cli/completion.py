@@ -142,13 +142,13 @@ def _values(action: argparse.Action) -> Iterator[tuple[str, str]]:
 
 
 def _names(dest: str) -> list[str]:
-    from placement import exporters, planners, schedulers, workloads
+    from placement import exporters, schedulers, workloads
     from placement.problem import OBJECTIVES
 
     known: dict[str, Callable[[], list[str]]] = {
         "workload": lambda: list(workloads.names()),
         "model": lambda: list(workloads.names()),
-        "planner": lambda: [*planners.names(), "policy"],
+        "planner": _planners,
         "scheduler": schedulers.names,
         "to": exporters.names,
         "objective": lambda: list(OBJECTIVES),
@@ -158,12 +158,18 @@ def _names(dest: str) -> list[str]:
     return known[dest]() if dest in known else []
 
 
+def _planners() -> list[str]:
+    from placement import planners
+
+    return [*planners.names(), "policy"]
+
+
 def _planner_options(before: list[str]) -> Iterator[tuple[str, str]]:
     """``option=`` of the planner that was named."""
     from placement import planners
 
     for flag, name in pairwise(before):
-        if flag == "--planner" and name in (*planners.names(), "policy"):
+        if flag == "--planner" and name in _planners():
             kind = planners.find(name)
             for field in fields(kind) if is_dataclass(kind) else ():
                 yield f"{field.name}=", str(field.type)

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     cli.check_outputs(args.out, args.trace, args.trials)
     _check_measurable(args)
     planner = load_planner(args)
-    cli.search_here(args.scheduler or "")
+    cli.search_here(args.scheduler)
     scheduler = None if args.scheduler is None else schedulers.load(args.scheduler)
     with cli.progress() as report, cli.says_when_compiling():
         problem = load_problem(args, report)
@@ -341,7 +341,7 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     # Everything that may be mistaken comes before what takes long.
     if args.profile is not None and args.predict is not None:
         raise cli.UsageError("--predict and --profile: times are either predicted or measured")
-    cli.search_here(args.predict or "")
+    cli.search_here(args.predict)
     method = None if args.predict is None else latency.load(args.predict)
     profile = None if args.profile is None else Profile.load(args.profile)
     cluster = cli.cluster_of(args.cluster)

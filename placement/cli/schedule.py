@@ -73,7 +73,9 @@ def _case(path: str, key: str) -> dict[str, Any]:
     """Raises: UsageError, no such file, not this format, or no such case."""
     try:
         with open(path, encoding="utf-8") as file:
-            cases = dict[str, dict[str, Any]](json.load(file)["cases"])
+            cases = json.load(file)["cases"]
+        if not isinstance(cases, dict):
+            raise TypeError(f"cases is a {type(cases).__name__}")
         keys = sorted(cases)
     except OSError as error:
         raise cli.UsageError(f"{path}: cannot be read: {error.strerror}") from error
@@ -83,7 +85,8 @@ def _case(path: str, key: str) -> dict[str, Any]:
         ) from error
     if key not in cases:
         raise cli.UsageError(f"{path} has no case {key!r}; it has {', '.join(keys)}")
-    return cases[key]
+    case: dict[str, Any] = cases[key]
+    return case
 
 
 def _number(value: Any) -> int | float:

@@ -332,7 +332,7 @@ class _Kinds:
     @property
     def num_states(self) -> int:
         """Number of sets of devices."""
-        return math.prod(int(c) + 1 for c in self.count)
+        return _num_sets(self.count)
 
     @property
     def used(self) -> NDArray[np.int64]:
@@ -340,7 +340,12 @@ class _Kinds:
         return np.arange(self.num_states)[:, None] // self.step % (self.count + 1)
 
 
-def _kinds(problem: Problem, b: Blocks, max_states: float = np.inf) -> _Kinds:
+def _num_sets(count: NDArray[np.int64]) -> int:
+    """Sets of devices of which there are so many of each kind; equal ones are not told apart."""
+    return math.prod(int(c) + 1 for c in count)
+
+
+def _kinds(problem: Problem, b: Blocks, max_states: int) -> _Kinds:
     """Raises: PlannerError, before any work, where they make more sets than ``max_states``."""
     about = np.concatenate([b.compute_s, b.io_s, problem.memory_bytes[None].astype(np.float64)])
     members: dict[bytes, list[int]] = {}
@@ -348,13 +353,12 @@ def _kinds(problem: Problem, b: Blocks, max_states: float = np.inf) -> _Kinds:
         members.setdefault(about[:, d].tobytes(), []).append(d)
     first = [group[0] for group in members.values()]
     count = np.array([len(group) for group in members.values()], np.int64)
-    num_states = math.prod(int(c) + 1 for c in count)
-    if num_states > max_states:
+    if _num_sets(count) > max_states:
         raise PlannerError(
-            f"{len(count)} kinds of devices make {num_states} sets of devices, more than "
+            f"{len(count)} kinds of devices make {_num_sets(count)} sets of devices, more than "
             f"max_states = {max_states}; use local_search, or raise max_states"
         )
-    step = [math.prod(int(c) + 1 for c in count[:k]) for k in range(len(count))]
+    step = [_num_sets(count[:k]) for k in range(len(count))]
     fits = b.own_bytes[:, None] <= problem.memory_bytes
     alone = np.where(fits, b.compute_s, np.inf)
     prices = balance_prices(alone)
@@ -588,7 +592,7 @@ def load_kernels() -> None:
     zeros = np.zeros((2, 1))
     one = Problem(graph, Cluster("one", (Device("one"),)), Profile(("one",), zeros, zeros))
     b = blocks(one, np.arange(2, dtype=np.int32))
-    kinds = _kinds(one, b)
+    kinds = _kinds(one, b, 2)
     ideals = _enumerate(2, {(0, 1)}, kinds, 2**20, np.inf)
     assert isinstance(ideals, _Ideals)
     _solve(one, b, ideals, kinds, _FAR, _Left())

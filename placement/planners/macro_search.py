@@ -200,7 +200,6 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
     best = search.best.copy()
     best_s = search.best_cost if search.best_cost < INFEASIBLE else np.inf
     rounds = planner.rounds or 8
-    level_s = search.best_cost if search.best_cost < INFEASIBLE else 1e3
     body = min(planner.body or g.num_groups, g.num_groups)
     slowly = max(1, int(min(16, search.num_left / (16 * rounds))))
     current = -1
@@ -210,6 +209,7 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
             moves.state[0][:] = best if this == rounds - 1 else starts[this % len(starts)]
         warm, cold = _PIECES[0 if this == rounds - 1 else this % len(_PIECES)]
         steps = int(min(slowly, search.num_left))
+        level_s = search.best_cost if search.best_cost < INFEASIBLE else 1e3
         found_s = _macro.anneal_pieces(
             tables,
             moves.state,
@@ -224,7 +224,7 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
             best_s,
             steps,
             body,
-            min(search.best_cost, level_s) * warm * (cold / warm) ** part,
+            level_s * warm * (cold / warm) ** part,
         )
         if found_s < best_s:
             search.consider(best, steps)
