@@ -62,6 +62,7 @@ from placement.simulator import score
 
 Row = dict[str, float]
 CHECKPOINT = "checkpoint.pt"
+_ENOUGH = 4  # independent samples for a mean of advantages
 
 
 @dataclass(frozen=True)
@@ -397,17 +398,28 @@ class CrossEntropyPPO(PPO):
 
 
 class PerGraphBuffer(DictRolloutBuffer):
-    """A rollout whose advantages have mean 0 and deviation 1 over the steps of each graph."""
+    """A rollout whose advantages have mean 0 and deviation 1 over the steps of each graph.
+
+    Steps of one episode say nearly the same of it: over those of a single one the mean *is* what
+    it earned, and taking that off would leave nothing to learn. Graphs with fewer than ``_ENOUGH``
+    independent samples therefore share one mean and one deviation: every episode counts as a
+    sample, and so do ``1 / (1 - gamma * lambda)`` steps, as far as an advantage looks ahead.
+    """
 
     def compute_returns_and_advantage(self, last_values: torch.Tensor, dones: Any) -> None:
         super().compute_returns_and_advantage(last_values, dones)
         ids = self.observations["problem"].reshape(self.advantages.shape).astype(np.int64)
+        begins = self.episode_starts.astype(bool)
+        begins[0] = True  # or it began in the rollout before
+        steps, episodes = np.bincount(ids.ravel()), np.bincount(ids[begins], minlength=ids.max() + 1)
+        enough = episodes + (1 - self.gamma * self.gae_lambda) * steps >= _ENOUGH
+        parts = np.where(enough[ids], ids, -1)
         whole = self.advantages.std() + 1e-8
-        for i in np.unique(ids):
-            these = self.advantages[ids == i]
+        for part in np.unique(parts):
+            these = self.advantages[parts == part]
             # A graph with few steps, or nothing to choose from, has no deviation of its own.
             scale = these.std() if len(these) >= 16 else whole
-            self.advantages[ids == i] = (these - these.mean()) / max(scale, 1e-3 * whole)
+            self.advantages[parts == part] = (these - these.mean()) / max(scale, 1e-3 * whole)
 
 
 class _Watch(BaseCallback):

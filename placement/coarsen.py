@@ -30,7 +30,7 @@ from placement.profile import Profile
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
-_SLOW = 256  # a round that merges less than one in so many operators takes too many rounds
+_ROUNDS = 256  # edges are followed for about so many rounds at most
 
 
 def coarsen(problem: Problem, num_ops: int) -> tuple[Problem, Ints]:
@@ -61,7 +61,7 @@ def coarsen(problem: Problem, num_ops: int) -> tuple[Problem, Ints]:
     while merger.count > num_ops:
         before = merger.count
         merged = merger.round(num_ops, limit_s, side_by_side)
-        if merged > before // _SLOW:
+        if merged > (before - num_ops) // _ROUNDS:
             continue
         if not merged and limit_s < total_s:
             limit_s *= 2.0

@@ -325,6 +325,25 @@ def test_advantages_are_normalised_per_graph() -> None:
     assert buffer.returns.mean(axis=0)[1] > 30  # what the value head learns is not touched
 
 
+def test_one_episode_of_each_graph_still_teaches() -> None:
+    """Graph 0 earned 1 at its end, graph 1 lost 1: all that graph 0 did is better than that."""
+    space = spaces.Dict({"problem": spaces.Box(0, 9, (1,), np.int64)})
+    buffer = PerGraphBuffer(20, space, spaces.Discrete(2), n_envs=2, gae_lambda=0.99, gamma=1.0)
+    for step in range(20):
+        buffer.add(
+            {"problem": np.array([[0], [1]])},
+            np.zeros((2, 1)),
+            np.array([1.0, -1.0]) * (step == 19),
+            np.full(2, float(step == 0)),
+            torch.zeros(2),
+            torch.zeros(2),
+        )
+    buffer.compute_returns_and_advantage(torch.zeros(2), np.ones(2))
+    good, bad = buffer.advantages.T
+    assert good.min() > 0.5 and bad.max() < -0.5  # and not -0.2 to 0.2, around 0 for each graph
+    assert buffer.advantages.std() == pytest.approx(1, abs=1e-4)
+
+
 def test_curriculum_begins_with_the_small(monkeypatch: Any) -> None:
     """From the first episode: what is dealt before the first update, too."""
     depths = (8, 2, 6, 4, 9, 3, 7, 5)
