@@ -411,7 +411,8 @@ class PerGraphBuffer(DictRolloutBuffer):
         ids = self.observations["problem"].reshape(self.advantages.shape).astype(np.int64)
         begins = self.episode_starts.astype(bool)
         begins[0] = True  # or it began in the rollout before
-        steps, episodes = np.bincount(ids.ravel()), np.bincount(ids[begins], minlength=ids.max() + 1)
+        steps = np.bincount(ids.ravel())
+        episodes = np.bincount(ids[begins], minlength=len(steps))
         enough = episodes + (1 - self.gamma * self.gae_lambda) * steps >= _ENOUGH
         parts = np.where(enough[ids], ids, -1)
         whole = self.advantages.std() + 1e-8

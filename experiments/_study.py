@@ -6,6 +6,7 @@ import argparse
 import csv
 import ctypes
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -216,15 +217,16 @@ def warm(names: Sequence[str], objectives: Sequence[Objective] = OBJECTIVES) -> 
     graph = OpGraph.build(
         "warm", [f"op{n}" for n in ops], ops, 1 + ops, [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)]
     )
-    devices = tuple(Device(x, "acc", memory_bytes=40, busy_w=2.0, idle_w=1.0) for x in ("a", "b"))
     links = tuple(Link(a, b, 1e-3, 1e3) for a in "ab" for b in "ab" if a != b)
     seconds = np.repeat(1.0 + ops[:, None], 2, axis=1)
     profile = Profile(("a", "b"), seconds, 0 * seconds, links)
-    problem = Problem(graph, Cluster("warm", devices, links), profile)
-    for objective in objectives:
+    # Where memory may be too small, and where it never is: orders are searched only there.
+    for memory, objective in itertools.product((40, 2**40), objectives):
+        devices = tuple(Device(x, "acc", memory_bytes=memory, busy_w=2.0, idle_w=1.0) for x in "ab")
+        cluster = Cluster("warm", devices, links)
         for name in names:
             try:
-                budgeted(name, 0.2)(problem.with_objective(objective))
+                budgeted(name, 0.2)(Problem(graph, cluster, profile, objective))
             except Exception as error:  # will come up again where it is reported
                 say(f"{name} cannot do {objective}: {error}")
 

@@ -650,6 +650,17 @@ def test_what_is_merged_first() -> None:
     assert coarse.profile.workspace_bytes.tolist() == [1, 1, 9]
 
 
+@pytest.mark.parametrize("leaves, num_ops, hub", [(300, 295, 7), (1200, 600, 3)])
+def test_edges_are_followed_where_that_takes_few_rounds(
+    leaves: int, num_ops: int, hub: int
+) -> None:
+    # One leaf joins the hub in a round: 6 rounds are few, 601 are not, so leaves pair up soon.
+    problem = make(np.ones((leaves + 1, 2)), [(0, i + 1) for i in range(leaves)])
+    coarse, label = coarsen(problem, num_ops)
+    assert coarse.num_ops == num_ops
+    assert (label == label[0]).sum() == hub
+
+
 def test_a_merged_group_keeps_a_device() -> None:
     # op0 runs on d0 only, op1 on d1 only: they are never one operator.
     problem = make([[1, np.inf], [np.inf, 1]], chain(2))
