@@ -70,7 +70,7 @@ def check(module, inputs):
 def assert_memory_is_shared_as_stated(graph):
     """Two live tensors have one storage exactly where ``tensor_root`` says so."""
     program = graph.program
-    inputs = [x.clone() for x in program.random_inputs()]
+    inputs = [x.clone() for x in program.timing_inputs()]
     live = dict(zip(program.input_tensors, inputs, strict=True))
     params = {p.untyped_storage().data_ptr() for p in program.params}
     with torch.no_grad():
@@ -274,7 +274,7 @@ def test_every_order_that_the_edges_allow_gives_the_same(name):
 
 def assert_any_order_gives_the_same(graph):
     program = graph.program
-    inputs = program.random_inputs()
+    inputs = program.timing_inputs()
     expected = run_program(program, inputs)
     rng = np.random.default_rng(0)
     for _ in range(10):
@@ -452,7 +452,7 @@ def test_inputs_to_measure_with_lie_in_memory_as_the_example_does():
 
     x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     program = capture(Flat(), x).program
-    (made,) = program.random_inputs()
+    (made,) = program.timing_inputs()
     assert made.stride() == x.stride()
     run_program(program, [made])
 
@@ -629,14 +629,33 @@ def test_a_damaged_input_specification_is_refused(spec):
         inputs_from_spec(spec)
 
 
-def test_random_inputs_keep_shapes_dtypes_and_integer_values():
+def test_inputs_to_measure_with_are_copies_of_the_example():
     module, inputs = workloads.load("dlrm_tiny")
-    program = capture(module, inputs).program
-    dense, sparse = program.random_inputs(seed=1)
-    assert sparse is inputs[1] is program.example_tensors[1]
-    assert dense.shape == inputs[0].shape and not torch.equal(dense, inputs[0])
-    assert torch.equal(dense, program.random_inputs(seed=1)[0])
-    assert not torch.equal(dense, program.random_inputs(seed=2)[0])
+    for made, given in zip(capture(module, inputs).program.timing_inputs(), inputs, strict=True):
+        assert torch.equal(made, given) and made.data_ptr() != given.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("forward", "x"),
+    [
+        (lambda m, x: m.linear.weight[x[:, 0].long()], torch.ones(2, 4)),
+        (lambda m, x: torch.linalg.cholesky(x), torch.eye(4)),
+        (lambda m, x: torch.bernoulli(x), torch.full((4,), 0.5)),
+    ],
+)
+def test_operators_that_take_some_numbers_only_can_be_measured(forward, x):
+    program = capture(Module(forward), x).program
+    run_program(program, program.timing_inputs())
+
+
+@pytest.mark.parametrize("size", [400, 161])
+def test_inputs_like_frames_that_overlap(size):
+    """In memory like the example's, one frame would overwrite another."""
+    frames = torch.randn(1, 1600).unfold(-1, size, 160)
+    program = capture(Module(lambda m, x: x * 2), frames).program
+    other = torch.randn(frames.shape)
+    assert torch.equal(program.flatten_inputs((other,))[0], other)
+    assert torch.equal(program.timing_inputs()[0], frames)
 
 
 # ---------------------------------------------------------------- running
