@@ -354,7 +354,7 @@ def _alone(graph: OpGraph, cluster: Cluster, rounds: int) -> tuple[str, Floats]:
     from placement.measure import _check_here, _order, _run, _single
 
     _check_here(cluster)
-    inputs = graph.program.random_inputs()
+    inputs = graph.program.timing_inputs()
     order, priority = _order(graph, cluster, inputs)
     samples = np.empty((rounds, graph.num_ops, cluster.num_devices))
     runners: list[Runner] = []

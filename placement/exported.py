@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import UninitializedBuffer
 from torch.utils import _pytree as pytree
 
@@ -46,6 +47,9 @@ _DROPOUTS = (
     torch.ops.aten.feature_alpha_dropout.default,
 )
 
+# With statistics of the batch, they write to the running ones: arguments 3 and 4.
+_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+
 
 class CaptureError(ValueError):
     """The module cannot be captured; the message names the construct and what to do."""
@@ -59,31 +63,99 @@ def export(
     In evaluation mode without gradients, or for training: then submodules that are in
     evaluation mode stay so, unless the whole module is.
     """
-    before = [(m, dict(vars(m))) for m in module.modules()]
-    try:
-        for m, _ in before:
-            m.training = training and (m.training or not before[0][1]["training"])
+    whole = training and not module.training
+    lost: list[tuple[nn.Module, str]] = []
+
+    def note(owner: nn.Module, name: str, _: Any) -> None:
+        # Torch follows assignments to buffers of the root itself, but of no other module.
+        if owner is not module and isinstance(owner._buffers.get(name), Tensor):
+            lost.append((owner, name))
+
+    with _left_as_it_was(module):
+        for m in module.modules():
+            m.training = training and (m.training or whole)
         # The trace tells inputs apart by identity, so one tensor given twice must become two.
         inputs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-        with quiet() as messages, torch.set_grad_enabled(training):
-            exported = torch.export.export(module, *inputs, strict=False)
-    except Exception as error:
-        raise _export_error(module, args, kwargs, error) from error
-    finally:
-        for m, attributes in before:
-            for name in vars(m).keys() - attributes.keys():
-                delattr(m, name)
-            vars(m).update(attributes)
+        try:
+            with (
+                _left_as_it_was(module) as replaced,
+                register_module_buffer_registration_hook(note),
+                quiet() as messages,
+                torch.set_grad_enabled(training),
+            ):
+                exported = torch.export.export(module, *inputs, strict=False)
+        except Exception as error:
+            raise _export_error(module, args, kwargs, error) from error
+    for owner, name in lost:
+        path = next(path for path, m in module.named_modules() if m is owner)
+        raise CaptureError(
+            f"the module changes its buffer '{path}.{name}' by assigning to it, "
+            + (
+                f"which torch.export loses: write it in place (self.{name}.copy_(...))"
+                if training
+                else "so that its calls are not independent: make the update depend on "
+                "self.training"
+            )
+        )
+    # A new attribute is a left-over nobody reads; one that existed is read by later calls.
     for message in messages:
         for path in re.findall(r"self\.([\w.]+)(?=[, ])", message):
             parent, _, name = path.rpartition(".")
-            # A new attribute is a left-over nobody reads; one that existed is read by later calls.
             if isinstance(vars(module.get_submodule(parent)).get(name), Tensor):
-                raise CaptureError(
-                    f"the module keeps state between calls in its attribute {path!r}, so that "
-                    "its calls are not independent: make the state an input and an output"
-                )
+                raise _keeps_state(path)
+    read = {id(x) for x in exported.constants.values()}
+    for path, tensor in replaced:
+        if id(tensor) in read:
+            raise _keeps_state(path)
     return exported
+
+
+def _keeps_state(path: str) -> CaptureError:
+    return CaptureError(
+        f"the module keeps state between calls in its attribute {path!r}, so that "
+        "its calls are not independent: make the state an input and an output"
+    )
+
+
+@contextmanager
+def _left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+    """Put back attributes of all submodules, and what their dicts, lists and sets hold.
+
+    Given are, in the end, the tensors that were taken from these, with the attribute's path.
+    """
+    parts = list(module.named_modules())
+    before = {id(vars(m)): (path, vars(m), dict(vars(m))) for path, m in parts}
+    waiting = [(f"{path}.{k}".lstrip("."), x) for path, m in parts for k, x in vars(m).items()]
+    while waiting:
+        path, x = waiting.pop()
+        if isinstance(x, dict | list | set) and id(x) not in before:
+            before[id(x)] = path, x, _held(x)
+        elif not isinstance(x, tuple):
+            continue
+        waiting.extend((path, y) for y in _held(x).values())
+    replaced: list[tuple[str, Tensor]] = []
+    try:
+        yield replaced
+    finally:
+        for path, x, was in before.values():
+            now = _held(x)
+            if now.keys() == was.keys() and all(now[k] is was[k] for k in was):
+                continue
+            replaced += [
+                (path, y) for k, y in was.items() if isinstance(y, Tensor) and now.get(k) is not y
+            ]
+            x.clear()
+            if isinstance(x, list):
+                x.extend(was.values())
+            else:
+                x.update(was)
+
+
+def _held(x: Any) -> dict[Any, Any]:
+    """What a container holds, by key or position; the elements of a set as keys."""
+    if isinstance(x, dict):
+        return dict(x)
+    return dict.fromkeys(x) if isinstance(x, set) else dict(enumerate(x))
 
 
 @contextmanager
@@ -240,8 +312,8 @@ def calls_of(exported: Any) -> list[fx.Node]:
 
 
 def _is_idle_dropout(node: fx.Node) -> bool:
-    """Dropout in evaluation mode hands on its input, but torch records a new tensor for it."""
-    return node.target in _DROPOUTS and not node.args[2]
+    """Dropout that drops nothing hands on its input, but torch records a new tensor for it."""
+    return node.target in _DROPOUTS and not (node.args[1] and node.args[2])
 
 
 def _mutated(node: fx.Node) -> list[Any]:
@@ -253,6 +325,8 @@ def _mutated(node: fx.Node) -> list[Any]:
         if a.alias_info is not None and a.alias_info.is_write:
             value = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
             found.extend(leaves_of(value))
+    if target in _NORMS and node.args[5]:  # which the schema does not say
+        found.extend(x for x in node.args[3:5] if x is not None)
     return found
 
 

@@ -81,7 +81,7 @@ def measure(
     """
     say = progress or (lambda what, share: None)
     _check_here(cluster)
-    inputs = graph.program.random_inputs()
+    inputs = graph.program.timing_inputs()
     devices = range(cluster.num_devices)
     began = time.time()
     say("first look", 0.0)
@@ -342,7 +342,7 @@ def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:
     }
     for i, size in enumerate(_LINK_BYTES):
         graph = capture(_Chain(), torch.ones(size // 4), name="link")
-        inputs = graph.program.random_inputs()
+        inputs = graph.program.timing_inputs()
         apart = {pair: _placed(graph, cluster, list(pair)) for pair in extra}
         together = {b: _placed(graph, cluster, [b, b]) for _, b in extra}
         try:

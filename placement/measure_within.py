@@ -204,7 +204,7 @@ def _read(graph: OpGraph, n: int) -> NDArray[np.int32]:
 def _values(graph: OpGraph, wanted: set[int]) -> dict[int, torch.Tensor]:
     """Tensors of one run of the program, by number; each that is not wanted is freed early."""
     program: Program = graph.program
-    live = dict(zip(program.input_tensors, program.random_inputs(), strict=True))
+    live = dict(zip(program.input_tensors, program.timing_inputs(), strict=True))
     left = np.diff(graph.use_ptr)
     missing = wanted - live.keys()
     with torch.inference_mode():
@@ -226,7 +226,7 @@ def _values(graph: OpGraph, wanted: set[int]) -> dict[int, torch.Tensor]:
 
 def _measure(graph: OpGraph, cluster: Cluster, seconds: float) -> Floats:
     """float64 ``[R, N, D]`` seconds of every operator; devices take turns."""
-    inputs = graph.program.random_inputs()
+    inputs = graph.program.timing_inputs()
     order = range(graph.num_ops)
     runners = [_single(graph, cluster, d, order) for d in range(cluster.num_devices)]
     rounds: list[Floats] = []

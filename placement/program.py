@@ -184,15 +184,12 @@ class Program:
                 )
         return given
 
-    def random_inputs(self, seed: int = 0) -> list[Tensor]:
-        """Inputs for a timing run: normal where floating point, else the example's own values."""
-        generator = torch.Generator().manual_seed(seed)
-        return [
-            _laid_out_as(x, torch.randn(x.shape, generator=generator).to(x))
-            if x.is_floating_point()
-            else x
-            for x in self.example_tensors
-        ]
+    def timing_inputs(self) -> list[Tensor]:
+        """Copies of the example inputs, laid out alike, for a timing run.
+
+        Of the same values: an index, a probability or a matrix to factorise cannot be any number.
+        """
+        return [_laid_out_as(x, x.detach().clone()) for x in self.example_tensors]
 
     def unflatten_outputs(self, leaves: Sequence[Any]) -> Any:
         """The module's own output structure around ``leaves`` (one per ``output_leaves``)."""
@@ -203,10 +200,20 @@ def _laid_out_as(example: Tensor, given: Tensor) -> Tensor:
     strides = example.stride()
     if given.stride() == strides or not given.numel():
         return given
-    if 0 in strides:  # an expanded example: its elements share memory, nothing can be written there
+    if _overlaps(example):  # expanded or unfolded: nothing can be written there
         return given
     empty = torch.empty_strided(given.shape, strides, dtype=given.dtype, device=given.device)
     return empty.copy_(given)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements may share memory."""
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def fill(

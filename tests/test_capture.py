@@ -70,7 +70,7 @@ def check(module, inputs):
 def assert_memory_is_shared_as_stated(graph):
     """Two live tensors have one storage exactly where ``tensor_root`` says so."""
     program = graph.program
-    inputs = [x.clone() for x in program.random_inputs()]
+    inputs = [x.clone() for x in program.timing_inputs()]
     live = dict(zip(program.input_tensors, inputs, strict=True))
     params = {p.untyped_storage().data_ptr() for p in program.params}
     with torch.no_grad():
@@ -239,17 +239,22 @@ def view_taken_before_the_write(m, x):
     return row + 1
 
 
-def write_to_the_input_of_an_idle_dropout(m, x):
+def write_to_the_input_of_an_idle_dropout(m, x, p=0.5, training=False):
     y = m.linear(x)
-    z = nn.functional.dropout(y, 0.5, training=False)
+    z = nn.functional.dropout(y, p, training)
     z += 1
     return y, z
+
+
+def write_to_the_input_of_a_dropout_of_nothing(m, x):
+    return write_to_the_input_of_an_idle_dropout(m, x, p=0.0, training=True)
 
 
 @pytest.mark.parametrize(
     "forward",
     [
         write_to_the_input_of_an_idle_dropout,
+        write_to_the_input_of_a_dropout_of_nothing,
         relu_with_two_readers,
         write_through_a_view,
         write_to_one_of_several_outputs,
@@ -269,7 +274,7 @@ def test_every_order_that_the_edges_allow_gives_the_same(name):
 
 def assert_any_order_gives_the_same(graph):
     program = graph.program
-    inputs = program.random_inputs()
+    inputs = program.timing_inputs()
     expected = run_program(program, inputs)
     rng = np.random.default_rng(0)
     for _ in range(10):
@@ -447,7 +452,7 @@ def test_inputs_to_measure_with_lie_in_memory_as_the_example_does():
 
     x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     program = capture(Flat(), x).program
-    (made,) = program.random_inputs()
+    (made,) = program.timing_inputs()
     assert made.stride() == x.stride()
     run_program(program, [made])
 
@@ -472,6 +477,41 @@ def test_attributes_set_during_the_trace_are_removed():
     graph = capture(module, X)
     assert not hasattr(module, "left_over")
     torch.testing.assert_close(run_program(graph.program, [X])[0], module.linear(X) + 1)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_tensors_kept_in_a_dict_or_a_buffer_during_the_trace_are_removed(nested):
+    """What is made once and kept is a fake tensor in a trace, which later calls would find."""
+
+    def forward(m, x):
+        if len(x) not in m.cache:
+            m.cache[len(x)] = torch.arange(len(x))
+            m.log[0].append(m.cache[len(x)])
+        if nested and m.mask is None:
+            m.register_buffer("mask", torch.ones(4), persistent=False)
+        return x + m.cache[len(x)][:, None]
+
+    inner = Module(forward)
+    inner.cache, inner.log = {}, ([],)
+    inner.register_buffer("mask", None)
+    check(nn.Sequential(inner) if nested else inner, X)
+    assert list(inner.cache) == [2] and len(inner.log[0]) == 1  # of the plain call only
+    inner.cache.clear()
+    capture(nn.Sequential(inner) if nested else inner, X)
+    assert inner.cache == {} and len(inner.log[0]) == 1
+    assert (type(inner.mask) is torch.Tensor) == nested
+
+
+def test_a_capture_that_fails_leaves_what_the_module_keeps_alone():
+    def forward(m, x):
+        m.cache["x"] = x + 1
+        return x if m.cache["x"].sum() > 0 else -x
+
+    module = Module(forward)
+    module.cache = {}
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        capture(module, X)
+    assert module.cache == {}
 
 
 # ---------------------------------------------------------------- inputs
@@ -589,14 +629,33 @@ def test_a_damaged_input_specification_is_refused(spec):
         inputs_from_spec(spec)
 
 
-def test_random_inputs_keep_shapes_dtypes_and_integer_values():
+def test_inputs_to_measure_with_are_copies_of_the_example():
     module, inputs = workloads.load("dlrm_tiny")
-    program = capture(module, inputs).program
-    dense, sparse = program.random_inputs(seed=1)
-    assert sparse is inputs[1] is program.example_tensors[1]
-    assert dense.shape == inputs[0].shape and not torch.equal(dense, inputs[0])
-    assert torch.equal(dense, program.random_inputs(seed=1)[0])
-    assert not torch.equal(dense, program.random_inputs(seed=2)[0])
+    for made, given in zip(capture(module, inputs).program.timing_inputs(), inputs, strict=True):
+        assert torch.equal(made, given) and made.data_ptr() != given.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("forward", "x"),
+    [
+        (lambda m, x: m.linear.weight[x[:, 0].long()], torch.ones(2, 4)),
+        (lambda m, x: torch.linalg.cholesky(x), torch.eye(4)),
+        (lambda m, x: torch.bernoulli(x), torch.full((4,), 0.5)),
+    ],
+)
+def test_operators_that_take_some_numbers_only_can_be_measured(forward, x):
+    program = capture(Module(forward), x).program
+    run_program(program, program.timing_inputs())
+
+
+@pytest.mark.parametrize("size", [400, 161])
+def test_inputs_like_frames_that_overlap(size):
+    """In memory like the example's, one frame would overwrite another."""
+    frames = torch.randn(1, 1600).unfold(-1, size, 160)
+    program = capture(Module(lambda m, x: x * 2), frames).program
+    other = torch.randn(frames.shape)
+    assert torch.equal(program.flatten_inputs((other,))[0], other)
+    assert torch.equal(program.timing_inputs()[0], frames)
 
 
 # ---------------------------------------------------------------- running
@@ -697,6 +756,14 @@ def keep_state(m, x):
     return x + m.plain
 
 
+def statistics_of_every_batch(m, x):
+    return nn.functional.batch_norm(x, m.count, m.count + 1, training=True)
+
+
+def statistics_of_every_instance(m, x):
+    return nn.functional.instance_norm(x.t()[None], m.count, m.count + 1, use_input_stats=True)
+
+
 def change_input(m, x):
     x.add_(1)
     return m.linear(x)
@@ -724,6 +791,8 @@ def change_parameter(m, x):
         ),
         (count_calls, "changes its buffer 'count' .*self.training"),
         (replace_buffer, "changes its buffer 'count' .*self.training"),
+        (statistics_of_every_batch, "changes its buffer 'count' .*self.training"),
+        (statistics_of_every_instance, r"aten\.instance_norm\.default cannot be made one plain"),
         (keep_state, "keeps state between calls in its attribute 'plain'"),
         (change_input, r"changes its input 'x' in place.*x = x\.clone\(\)"),
         (change_constant, "in-place operator.*Constant plain"),
@@ -740,6 +809,49 @@ def test_what_cannot_be_captured_is_named(forward, message, capfd):
     assert "\n" not in str(caught.value)
     out, err = capfd.readouterr()
     assert out == err == ""  # torch's own report of the failed trace is kept back
+
+
+def test_a_buffer_of_a_submodule_that_is_assigned_to_is_named():
+    """Torch follows such assignments on the module that it exports only."""
+    nested = nn.Sequential(nn.Linear(4, 4), Module(replace_buffer))
+    with pytest.raises(CaptureError, match=r"changes its buffer '1\.count' .*self\.training"):
+        capture(nested, X)
+    assert torch.equal(nested[1].count, torch.zeros(4))
+    loss = nn.functional.mse_loss
+    with pytest.raises(CaptureError, match=r"in place \(self\.count\.copy_\(\.\.\.\)\)"):
+        capture(Module(replace_buffer), (X, X), mode="training", loss=loss)
+
+    def in_place(m, x):
+        m.count.copy_(m.count + 1)
+        return m.linear(x) + m.count
+
+    graph = capture(Module(in_place), (X, X), mode="training", loss=loss)
+    assert len(graph.program.new_buffers) == 1
+
+
+@pytest.mark.parametrize("kept", [[torch.zeros(2, 4)], {0: torch.zeros(2, 4)}])
+@pytest.mark.parametrize("nested", [False, True])
+def test_state_in_a_list_or_dict_is_named(kept, nested):
+    def forward(m, x):
+        m.kept[0] = m.kept[0] + x
+        return m.kept[0] * 2
+
+    inner = Module(forward)
+    inner.kept, before = kept, kept[0]
+    with pytest.raises(CaptureError, match=r"keeps state .* attribute '(0\.)?kept'"):
+        capture(nn.Sequential(inner) if nested else inner, X)
+    assert inner.kept is kept and kept[0] is before
+
+
+def test_a_kept_tensor_that_is_replaced_before_it_is_read_is_no_state():
+    def forward(m, x):
+        m.kept["last"] = m.linear(x)
+        return m.kept["last"] + 1
+
+    module = Module(forward)
+    module.kept = {"last": (last := torch.ones(2, 4))}
+    capture(module, X)
+    assert module.kept["last"] is last
 
 
 def test_a_key_value_cache_says_how_to_switch_it_off():

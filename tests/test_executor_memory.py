@@ -76,7 +76,7 @@ def test_peaks_follow_from_the_measured_times_by_the_simulators_definition(make)
         placement = random_placement(graph, seed)
         executor = Executor(problem)
         with executor._runner(placement, None, 3) as runner:
-            inputs = graph.program.random_inputs()
+            inputs = graph.program.timing_inputs()
             for _ in runner.stream_tensors([inputs] * 5):
                 pass
             timeline = measured_timeline(problem, runner, 0, 5, executor.storages)
@@ -125,7 +125,7 @@ def test_workers_hold_no_more_and_no_less_than_that():
         runner._start()
         calls = runner.workers[0]._compiled.calls
         calls.update({op: watched(call) for op, call in calls.items()})
-        for _ in runner.stream_tensors([graph.program.random_inputs()] * 3):
+        for _ in runner.stream_tensors([graph.program.timing_inputs()] * 3):
             pass
     full = 16 * 8 * 4
     assert held == [2 * full, 2 * full, 3 * full, full + 16 * 4 * 4] * 3  # x a | a b | a b c | c y
@@ -157,7 +157,7 @@ def test_views_of_parameters_cost_nothing_and_tied_ones_count_once():
             return self.table(ids) @ self.table.weight.t()
 
     graph = capture(Tied().eval(), torch.zeros(3, dtype=torch.long))
-    storages = Storages.of(graph.program, graph.program.random_inputs())
+    storages = Storages.of(graph.program, graph.program.timing_inputs())
     view = next(t for t, src in enumerate(graph.tensor_src) if graph.op_name[src] == "t")
     assert storages.of_tensor[view] == -1
     assert (np.delete(storages.of_tensor, view) >= 0).all()
@@ -172,5 +172,5 @@ def test_looking_leaves_the_module_and_the_random_numbers_alone():
 
     graph = capture(Noisy(), torch.zeros(3))
     before = torch.get_rng_state()
-    Storages.of(graph.program, graph.program.random_inputs())
+    Storages.of(graph.program, graph.program.timing_inputs())
     assert torch.equal(torch.get_rng_state(), before)

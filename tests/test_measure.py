@@ -103,7 +103,7 @@ def test_rounds_go_on_while_somebody_else_uses_a_core(monkeypatch):
 def test_ctrl_c_while_all_devices_measure_leaves_nobody_waiting():
     """Threads that wait for results of stopped workers would keep the process for ever."""
     graph = branches()
-    flat = graph.program.random_inputs()
+    flat = graph.program.timing_inputs()
     before = threading.active_count()
     runners = [Runner(graph, CLUSTER, np.full(graph.num_ops, d), record=True) for d in range(2)]
     with ExitStack() as stack, pytest.raises(KeyboardInterrupt):
@@ -126,7 +126,7 @@ def test_busy_neighbours_are_at_other_places_of_the_graph(monkeypatch):
             stack.enter_context(Runner(graph, CLUSTER, np.full(graph.num_ops, d), record=True))
             for d in range(2)
         ]
-        found = measure_module._run_together(runners, graph.program.random_inputs(), 3, 0.3)
+        found = measure_module._run_together(runners, graph.program.timing_inputs(), 3, 0.3)
     assert sorted(delays) == [0.0, 0.15] and (found > 0).all()
 
 

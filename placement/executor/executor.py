@@ -43,7 +43,7 @@ class Executor:
     def storages(self) -> Storages:
         """The memory behind every tensor, from one run of the program."""
         program = self.problem.graph.program
-        return Storages.of(program, program.random_inputs())
+        return Storages.of(program, program.timing_inputs())
 
     def run(
         self,
@@ -57,7 +57,7 @@ class Executor:
 
         ``max_in_flight`` defaults to the problem's. With 1, every micro-batch runs alone, and
         the median of ``timeline.span_s`` is the latency. The items of a ``loader`` take the
-        place of random inputs, all of them (see ``Runner.stream``).
+        place of the example, all of them (see ``Runner.stream``).
 
         Raises:
             ProblemError: the placement is not one of this problem.
@@ -71,7 +71,7 @@ class Executor:
             num_microbatches = schedule.num_microbatches
         m = num_microbatches or problem.num_microbatches
         window = m if schedule is not None else max_in_flight or problem.max_in_flight
-        inputs = problem.graph.program.random_inputs()
+        inputs = problem.graph.program.timing_inputs()
         if schedule is not None:
             # The schedule is for exactly m micro-batches, so the warm-up runs without it.
             with self._runner(p, None, m) as runner:
