@@ -265,6 +265,24 @@ def test_a_log_has_a_sign_of_life_though_nothing_is_reported(
     assert threading.active_count() == threads
 
 
+def test_a_bar_keeps_answers_and_names_as_they_are() -> None:
+    """On a terminal: standard output is a pipe, and a name has what rich takes for markup."""
+    code = (
+        "import time; from placement import cli\n"
+        "with cli.progress() as report:\n"
+        "    report('loading x[/y] [red]\\r', 0.5); time.sleep(0.5)\n"
+        "    cli.print_json({'what': 'w' * 200})"
+    )
+    terminal, side = os.openpty()
+    answer = subprocess.check_output(
+        [sys.executable, "-c", code], stderr=side, cwd=ROOT, timeout=60
+    )
+    os.close(side)
+    assert json.loads(answer) == {"what": "w" * 200}
+    with os.fdopen(terminal, "rb") as drawn:
+        assert b"loading x[/y] [red]?" in drawn.read1()
+
+
 # -- show, diff, schema ----------------------------------------------------------------------
 
 
