@@ -531,6 +531,25 @@ def test_run_follows_the_order_of_the_plan(home: Path, tmp_path: Path, capsys: A
     assert "the plan's order is for 3 micro-batches" in error(capsys, "run", path, "--batches", "4")
 
 
+def test_plans_on_described_devices_find_what_was_measured(tmp_path: Path, capsys: Any) -> None:
+    """The profile of devices ``like`` this machine's is the machine's: planned, then exported."""
+    from placement.measure import cached_path
+
+    graph = cli.capture_workload("tiny_mlp", lambda what, share: None)
+    here = Cluster.detect()
+    seconds = np.full((graph.num_ops, here.num_devices), 1e-3)
+    fingerprint = graph.fingerprint
+    profile = Profile(here.device_names, seconds, seconds * 0, graph_fingerprint=fingerprint)
+    profile.save(cached_path(graph, here))
+    like, cluster = here.device_names[0], tmp_path / "twice.yaml"
+    cluster.write_text(f"devices: [{{name: a, like: '{like}'}}, {{name: b, like: '{like}'}}]")
+    plan, out = str(tmp_path / "plan.json"), str(tmp_path / "trace.json")
+    words = ["tiny_mlp", "--cluster", str(cluster), "--planner", "heft", "--out", plan]
+    assert main(["plan", *words]) == OK
+    assert main(["export", plan, "--to", "chrome_trace", "--model", "tiny_mlp", "--out", out]) == OK
+    assert main(["replan", plan, "--without", "b", "--evaluations", "1"]) == OK
+
+
 def test_run_refuses_wrong_results(plan_path: Path, capsys: Any, monkeypatch: Any) -> None:
     import torch
 
