@@ -131,10 +131,10 @@ def with_lists(argv: Sequence[str]) -> list[str]:
     ``sweep=NAME`` needs no ``-m``, and ``--json`` is ``json=true``.
 
     Raises:
-        AppError: a glob that nothing matches.
+        AppError: a glob that nothing matches, or two workloads of one name.
     """
     argv = ["json=true" if arg == "--json" else arg for arg in argv]
-    argv = [word for arg in argv for word in _only_names(arg)]
+    argv = _one_list_of_files([word for arg in argv for word in _only_names(arg)])
     if any(arg in _MANY for arg in argv):
         return argv
     if any(re.match(r"sweep=(?!null$)", arg) for arg in argv):
@@ -153,13 +153,34 @@ def _only_names(arg: str) -> list[str]:
     files = [x for x in words if x not in specs and (Path(x).suffix or Path(x).is_file())]
     if not specs and not files:
         return [arg]
-    others = ",".join(str(x) for x in items if x not in (*specs, *files))
-    found = [f"workload=[{others}]"]
+    others = [str(x) for x in items if x not in (*specs, *files)]
+    found = [f"workload=[{','.join(others)}]"]
     found += [f"files={json.dumps(files, ensure_ascii=False)}"] if files else []
-    for spec in specs:
-        name = spec.partition(":")[2]
-        found.append(f'+workload.{name}={{_target_: placement.workloads.load, spec: "{spec}"}}')
+    names = [*others, *(spec.partition(":")[2] for spec in specs)]
+    for name, spec in zip(names[len(others) :], specs, strict=True):
+        node = f'={{_target_: placement.workloads.load, spec: "{spec}"}}'
+        if names.count(name) > 1:
+            raise AppError(
+                f"{arg}: two workloads are called {name!r}; instead of {spec} in the list add "
+                f"'+workload.NAME{node}'"
+            )
+        found.append(f"+workload.{name}{node}")
     return found
+
+
+def _one_list_of_files(argv: list[str]) -> list[str]:
+    """``files=[a]`` and ``files=[b]`` as ``files=[a,b]``: of two, Hydra takes the later alone."""
+    given = [arg for arg in argv if arg.startswith("files=")]
+    if len(given) < 2:
+        return argv
+    lists = []
+    for arg in given:
+        override = OverridesParser.create().parse_override(arg)
+        if not isinstance(override.value(), list):
+            raise AppError(f"{arg}: must be one list where problem files are workloads too")
+        lists.append(override.get_value_element_as_str()[1:-1])
+    joined = f"files=[{','.join(filter(None, lists))}]"
+    return [*(arg for arg in argv if arg not in given), joined]
 
 
 def _listed(arg: str) -> str:

@@ -57,6 +57,12 @@ KINDS = {  # of the shipped workloads, by file
 }
 
 
+_SAME_NAME = (
+    "{0.told!r} and {1.told!r} in {where} are both called {0.name!r}, which is the name of their "
+    "file: give one's function another name, or build it in another folder"
+)
+
+
 class DatasetError(ValueError):
     """The list of models or the folder of a data set is wrong; the message says where."""
 
@@ -83,6 +89,11 @@ class Entry:
         ]
         function = self.spec.partition(":")[2] or self.spec
         return re.sub(r"[^\w.+-]+", "_", "-".join([function, *given]))
+
+    @property
+    def told(self) -> str:
+        """``resnet50 batch=2``: as it is written in a list."""
+        return " ".join([self.spec, *(f"{k}={json.dumps(v)}" for k, v in self.options.items())])
 
 
 def default_entries() -> tuple[Entry, ...]:
@@ -197,7 +208,8 @@ def build(
         seconds: no further graph is begun when they are over.
 
     Raises:
-        DatasetError: no models, or no time.
+        DatasetError: no models, or no time; two models of one name, or a name that the folder has
+            for another one.
         ProfileError: a device of the cluster is not on this machine.
         FileError: the folder cannot be written.
     """
@@ -210,7 +222,10 @@ def build(
     cluster = cluster or this_machine()
     home = Path(folder) / cluster.name
     check_writable(home / "machine.json")
-    wanted = {entry.name: entry for entry in entries}
+    wanted: dict[str, Entry] = {}
+    for entry in entries:
+        if wanted.setdefault(entry.name, entry).told != entry.told:
+            raise DatasetError(_SAME_NAME.format(entry, wanted[entry.name], where="the list"))
     known, kept = _known(home, wanted)
     links = _links(home, cluster, say)
     made: list[str] = []
@@ -239,12 +254,17 @@ def _known(home: Path, wanted: Mapping[str, Entry]) -> tuple[set[str], tuple[str
     kept = []
     for path in sorted(home.glob(f"*{SUFFIX}")):
         try:
-            graph = importers.load(path).graph
+            problem = importers.load(path)
         except importers.FormatError:  # damaged: measured again
             continue
-        signatures.update(graph.op_signature)
-        if (name := path.name.removesuffix(SUFFIX)) in wanted:
-            kept.append(name)
+        signatures.update(problem.graph.op_signature)
+        entry = wanted.get(path.name.removesuffix(SUFFIX))
+        if entry is not None:
+            facts = problem.profile.provenance
+            found = Entry(facts.get("spec", entry.spec), facts.get("options", entry.options))
+            if found.told != entry.told:
+                raise DatasetError(_SAME_NAME.format(entry, found, where=path))
+            kept.append(entry.name)
     return signatures, tuple(kept)
 
 

@@ -265,6 +265,24 @@ def test_a_log_has_a_sign_of_life_though_nothing_is_reported(
     assert threading.active_count() == threads
 
 
+def test_a_bar_keeps_answers_and_names_as_they_are() -> None:
+    """On a terminal: standard output is a pipe, and a name has what rich takes for markup."""
+    code = (
+        "import time; from placement import cli\n"
+        "with cli.progress() as report:\n"
+        "    report('loading x[/y] [red]\\r', 0.5); time.sleep(0.5)\n"
+        "    cli.print_json({'what': 'w' * 200})"
+    )
+    terminal, side = os.openpty()
+    answer = subprocess.check_output(
+        [sys.executable, "-c", code], stderr=side, cwd=ROOT, timeout=60
+    )
+    os.close(side)
+    assert json.loads(answer) == {"what": "w" * 200}
+    with os.fdopen(terminal, "rb") as drawn:
+        assert b"loading x[/y] [red]?" in drawn.read1()
+
+
 # -- show, diff, schema ----------------------------------------------------------------------
 
 
@@ -511,6 +529,25 @@ def test_run_follows_the_order_of_the_plan(home: Path, tmp_path: Path, capsys: A
     assert got["numerics_equal"] is True and got["measured"]["period_s"]["median_s"] > 0
     assert ran(trace) == order
     assert "the plan's order is for 3 micro-batches" in error(capsys, "run", path, "--batches", "4")
+
+
+def test_plans_on_described_devices_find_what_was_measured(tmp_path: Path, capsys: Any) -> None:
+    """The profile of devices ``like`` this machine's is the machine's: planned, then exported."""
+    from placement.measure import cached_path
+
+    graph = cli.capture_workload("tiny_mlp", lambda what, share: None)
+    here = Cluster.detect()
+    seconds = np.full((graph.num_ops, here.num_devices), 1e-3)
+    fingerprint = graph.fingerprint
+    profile = Profile(here.device_names, seconds, seconds * 0, graph_fingerprint=fingerprint)
+    profile.save(cached_path(graph, here))
+    like, cluster = here.device_names[0], tmp_path / "twice.yaml"
+    cluster.write_text(f"devices: [{{name: a, like: '{like}'}}, {{name: b, like: '{like}'}}]")
+    plan, out = str(tmp_path / "plan.json"), str(tmp_path / "trace.json")
+    words = ["tiny_mlp", "--cluster", str(cluster), "--planner", "heft", "--out", plan]
+    assert main(["plan", *words]) == OK
+    assert main(["export", plan, "--to", "chrome_trace", "--model", "tiny_mlp", "--out", out]) == OK
+    assert main(["replan", plan, "--without", "b", "--evaluations", "1"]) == OK
 
 
 def test_run_refuses_wrong_results(plan_path: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -346,6 +346,14 @@ def test_files_among_workloads_move_to_files() -> None:
     assert with_lists(["workload=graph.txt"]) == ["workload=[]", 'files=["graph.txt"]']
     for word in ("workload=[tiny_mlp,tiny_cnn]", "workload=tiny_mlp,tiny_cnn", "planner=x.json"):
         assert with_lists([word]) == [word]
+    both = ["workload=[a.json]", "files=[{path: 'b c.txt', devices: 8}]", "seed=0"]
+    assert with_lists(both) == [
+        "workload=[]",
+        "seed=0",
+        "files=[\"a.json\",{path:'b c.txt',devices:8}]",
+    ]
+    with pytest.raises(AppError, match="must be one list"):
+        with_lists(["-m", "workload=[a.json]", "files=[b.json],[c.json]"])
 
 
 MINE = """
@@ -362,7 +370,10 @@ def test_functions_and_configurations_of_ones_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     moved = with_lists(["workload=[tiny_mlp,my_models.net:build,x.json]"])
-    assert moved[:2] == ["workload=[tiny_mlp]", 'files=["x.json"]']
+    assert moved[0] == "workload=[tiny_mlp]" and 'files=["x.json"]' in moved
+    for twice in ("old:build,new:build", "build,old:build"):
+        with pytest.raises(AppError, match=r"two workloads are called 'build'.*'\+workload.NAME="):
+            with_lists([f"workload=[{twice}]"])
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["planner=heft", "hydra.run.dir=out", *PREDICT[2:]]
@@ -406,7 +417,7 @@ def test_problem_files_are_workloads(
     capsys.readouterr()
     for given, message in (
         (["workload=[graph.txt,none.json]"], "none.json: cannot be read"),
-        (["workload=[graph.txt]", "files=[graph.txt,graph.txt]"], "two workloads are called"),
+        (["workload=[graph.txt]", "files=[{path: graph.txt}]"], "two workloads are called"),
         (["workload=[]", "files=[{path: graph.txt, device: 2}]"], "any of ['bandwidth'"),
         (["workload=[]", "files=[{path: graph.txt, devices: two}]"], "of the wrong type"),
         (["workload=[]", "files=[3]"], "files: 3 must be a path"),

@@ -229,6 +229,20 @@ def test_what_cannot_be_meant_is_refused(tmp_path, capsys) -> None:
     assert "--out FOLDER is missing" in capsys.readouterr().err
 
 
+def test_two_models_of_one_name_are_refused(built, links, tmp_path) -> None:
+    """One would be dropped, or taken for measured when it is another one that was."""
+    for one, other in (
+        (Entry("a.models:build"), Entry("b.models:build")),
+        (Entry("a:make", {"kind": "small"}), Entry("a:make", {"size": "small"})),
+    ):
+        with pytest.raises(DatasetError, match=r"in the list are both called '(build|make-small)'"):
+            dataset.build([one, other], tmp_path, cluster=HERE)
+    twice = [Entry("tiny_mlp", {"batch": 2})] * 2
+    assert dataset.build(twice, built[0], cluster=HERE, repeats=1).kept == ("tiny_mlp-batch2",)
+    with pytest.raises(DatasetError, match=r"'mine:tiny_mlp batch=2' and 'tiny_mlp batch=2' in /"):
+        dataset.build([Entry("mine:tiny_mlp", {"batch": 2})], built[0], cluster=HERE)
+
+
 def test_options_are_read_as_numbers_where_they_are_and_name_the_file(tmp_path) -> None:
     path = tmp_path / "models.txt"
     path.write_text("a.b:make width=64 rate=0.5 name=x/y on=true sizes=[1,2]\n")

@@ -235,6 +235,21 @@ def test_mistakes(more: list[str], said: str, capsys: Any) -> None:
     assert said in capsys.readouterr().err
 
 
+def test_no_cluster_file_is_replaced_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "cluster.yaml"
+    path.write_text("devices: [{name: a}, {name: b}]")
+    for more, said in (
+        ([], "cluster.yaml is there already"),
+        (["--cluster", str(path), "--cluster-out", "cluster.yaml"], "--cluster reads it"),
+    ):
+        assert main(["profile", "--distributed", "2", *more]) == BAD_INPUT
+        assert said in capsys.readouterr().err
+    assert path.read_text() == "devices: [{name: a}, {name: b}]"
+
+
 @pytest.fixture
 def two_hosts() -> Iterator[list[tuple[str, str]]]:
     """(namespace, interface) of two hosts, joined by a wire of 200 Mbit/s."""

@@ -194,14 +194,24 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress as Bar
+        from rich.progress import TextColumn
 
-        console = Console(stderr=True, markup=False, emoji=False)
-        # Seldom: the thread that draws takes time from the devices that are measured.
-        with Bar(console=console, transient=True, refresh_per_second=3) as bar:
+        # The first column is text, whatever brackets a name has. Seldom: the thread that draws
+        # takes time from the devices that are measured. Answers for a pipe are not drawn above.
+        bar = Bar(
+            TextColumn("{task.description}", markup=False),
+            *Bar.get_default_columns()[1:],
+            console=Console(stderr=True, markup=False, emoji=False),
+            transient=True,
+            refresh_per_second=3,
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        with bar:
             task = bar.add_task("", total=None)
 
             def show(what: str, share: float | None) -> None:
-                bar.update(task, description=what, total=share and 1.0, completed=share or 0.0)
+                total, done = share and 1.0, share or 0.0
+                bar.update(task, description=printable(what), total=total, completed=done)
 
             yield show
         return

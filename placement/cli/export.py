@@ -142,8 +142,7 @@ def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
         UsageError: a model was named, but its profile is not there.
     """
     from placement import workloads
-    from placement.cli.replan import decided, problem_in_file
-    from placement.measure import cached_path
+    from placement.cli.replan import cached_profile, decided, problem_in_file
     from placement.problem import Problem
     from placement.profile import Profile
 
@@ -159,7 +158,7 @@ def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
     with cli.progress() as report:
         graph = cli.capture_workload(model, report, plan.graph.mode, plan.graph.optimizer)
     cluster = plan.cluster.build()
-    path = Path(args.profile) if args.profile else cached_path(graph, cluster)
+    path = Path(args.profile) if args.profile else cached_profile(graph, cluster)
     if not path.exists():
         if args.model or args.profile:
             raise cli.UsageError(

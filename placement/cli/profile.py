@@ -54,8 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster-out",
         metavar="FILE",
-        default="cluster.yaml",
-        help="of --distributed: devices and links (default %(default)s)",
+        help="of --distributed: devices and links (default cluster.yaml, if there is none)",
     )
 
 

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from placement.cluster import Cluster
     from placement.links import Measured
 
+CLUSTER = "cluster.yaml"  # unless --cluster-out says otherwise
 _GRACE_S = 5.0
 _MEASURING_S = 3600.0  # ranks wait so long for the host that measures longest
 
 
 def run(args: argparse.Namespace) -> int:
     """As a rank of ``torchrun``; or start ``args.distributed`` such processes here."""
+    args.cluster_out = _cluster_out(args)
     cli.check_outputs(args.cluster_out)
     if "RANK" in os.environ:
         return _rank(args)
@@ -36,6 +38,20 @@ def run(args: argparse.Namespace) -> int:
             "more, or start all of them with torchrun (see --help)"
         )
     return spawn(args.distributed, _command(args))
+
+
+def _cluster_out(args: argparse.Namespace) -> str:
+    """Where the cluster goes; no file of the user's is replaced that was not named for it.
+
+    Raises:
+        UsageError: it would be.
+    """
+    out: str = args.cluster_out or CLUSTER
+    if args.cluster_out is None and os.path.exists(out):
+        raise cli.UsageError(f"{out} is there already: name what to write, --cluster-out FILE")
+    if args.cluster is not None and os.path.realpath(args.cluster) == os.path.realpath(out):
+        raise cli.UsageError(f"--cluster-out {out}: --cluster reads it; name another file")
+    return out
 
 
 def _command(args: argparse.Namespace) -> list[str]:

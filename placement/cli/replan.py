@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 from placement import cli
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from placement.cluster import Cluster
+    from placement.graph import OpGraph
     from placement.plan import Plan
     from placement.problem import Problem
 
@@ -156,18 +160,25 @@ def problem_of(plan: Plan, args: argparse.Namespace, report: cli.Progress) -> Pr
     profile = None if args.profile is None else Profile.load(args.profile)
     graph = cli.capture_workload(spec, report, plan.graph.mode, plan.graph.optimizer)
     if profile is None:
-        from placement.cluster import Cluster
-        from placement.measure import cached_path
-
-        paths = [cached_path(graph, c) for c in (cluster, Cluster.detect())]
-        path = next((p for p in paths if p.exists()), None)
-        if path is None:
+        path = cached_profile(graph, cluster)
+        if not path.exists():
             raise cli.UsageError(
-                f"no profile of {spec} with the plan's devices in the cache ({paths[0]}): name one "
+                f"no profile of {spec} with the plan's devices in the cache ({path}): name one "
                 "with --profile, or a problem file with --model (placement import)"
             )
         profile = Profile.load(path)
     return Problem(graph, cluster, profile.for_cluster(cluster), **decided(plan))
+
+
+def cached_profile(graph: OpGraph, cluster: Cluster) -> Path:
+    """Where the cache has what ``load_or_measure`` measured for these devices, if it has.
+
+    Devices that are described in terms of others were measured as those of this machine.
+    """
+    from placement.cli.profile import measurable
+    from placement.measure import cached_path
+
+    return cached_path(graph, measurable(cluster))
 
 
 def problem_in_file(plan: Plan, args: argparse.Namespace, path: str) -> Problem:
