@@ -33,6 +33,10 @@ class TrialError(ValueError):
     """Placements cannot be tried as asked for, or the budget is spent; see the message."""
 
 
+class BudgetSpent(TrialError):
+    """No placement can be tried any more; what has run stays known."""
+
+
 class Runtime(Protocol):
     """What tries placements: ``placement.executor.Executor`` is one."""
 
@@ -206,7 +210,7 @@ class Trials:
         rows = np.stack([self.problem.check_placement(p) for p in np.atleast_2d(placements)])
         allowed = self.num_left
         if allowed < 1:
-            raise TrialError(
+            raise BudgetSpent(
                 f"the budget is spent: {self.num_measurements} of {self.measurements} runs, "
                 f"{self.seconds_used:.1f} s of {self.seconds}; allow more, or use the simulator"
             )
@@ -256,7 +260,7 @@ class Trials:
         found = dict(zip((p.tobytes() for p in self.samples.placements), self.levels, strict=True))
         short = len(new) - sum(p.tobytes() in found for p in new)
         if short:
-            raise TrialError(
+            raise BudgetSpent(
                 f"the budget is spent before {short} placements have run: allow more than "
                 f"{self.measurements} measurements"
             )

@@ -23,14 +23,14 @@ from agents.expert import _batches, demonstrations, load_solutions, solve
 from agents.planner import PolicyPlanner
 from agents.trained import TrainedPolicy
 from agents.training import PerGraphBuffer, Row, TrainConfig, train
-from envs.problems import ProblemSet, canonical
+from envs.problems import Measured, ProblemSet, canonical
 from envs.sequential import SequentialRules
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.planners import load
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile
-from placement.simulator import score
+from placement.simulator import score, simulate
 
 FILES = ["best.npz", "checkpoint.pt", "metrics.csv", "policy.safetensors"]
 SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from list scheduling
@@ -172,6 +172,28 @@ def test_going_on_from_a_policy() -> None:
     # The policy that training began with is left as it was.
     train([problem], config=TrainConfig(total_steps=200), policy=first)
     assert all(torch.equal(before[k], v) for k, v in first.net.state_dict().items())
+
+
+def test_a_spent_budget_of_measurements_ends_the_training(tmp_path: Path) -> None:
+    class Runtime:
+        """Runs everything as it is predicted."""
+
+        def __init__(self, problem: Problem) -> None:
+            self.problem = problem
+
+        def run(self, placement: Any, *, num_microbatches: int, max_in_flight: int | None = None):
+            machine = replace(self.problem, max_in_flight=max_in_flight or 4)
+            return simulate(machine, placement, num_microbatches=num_microbatches)
+
+    problem = chain([[2, 1], [1, 3], [2, 2]], latency_s=0.1)
+    few = Measured(Runtime, measurements=6)
+    config = TrainConfig(total_steps=4000, network=SMALL)
+    policy = train([problem], config=config, evaluator=few, out_dir=tmp_path)
+    ran = few.trials(problem)
+    assert ran.num_measurements == 6 and policy.card["steps"] < 4000
+    best = policy.best[0]
+    assert best.value_s == pytest.approx(score(problem, best.placement)[0])
+    assert (tmp_path / "policy.safetensors").is_file() and (tmp_path / "best.npz").is_file()
 
 
 def test_what_users_get_wrong() -> None:
