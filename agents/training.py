@@ -107,6 +107,7 @@ class TrainConfig:
             (``placement.coarsen``), and those are placed; 0: as the graph has them.
         elite: of ``one_shot``: after each update, also imitate this share of each graph's
             placements in the rollout, the best ones: the cross-entropy method (Post). 0: not.
+            Graphs with fewer than ``1 / elite`` of them have one share together.
         workers: the episodes are played in so many shares, which ``train(parallel=...)`` plays side
             by side. Like the seed it decides the policy that results.
         best_so_far, random_start: of ``refine`` and ``sweep``: see ``envs.refine.RefineRules``.
@@ -374,6 +375,20 @@ def make_rules(
     return kind(problems, num_envs, given, moves, config.width, share)
 
 
+def elites(ids: NDArray[np.integer[Any]], returns: NDArray[Any], share: float) -> NDArray[np.intp]:
+    """Rows int64 of the ``share`` with the highest ``returns`` ``[B]``, of each graph of ``ids``.
+
+    Graphs with fewer than ``1 / share`` rows have one share together: the best of two may be bad.
+    """
+    parts = np.where(np.bincount(ids)[ids] * share >= 1, ids, -1)
+    best = []
+    for part in np.unique(parts):
+        mine = np.flatnonzero(parts == part)
+        ranked = mine[np.argsort(-returns[mine], kind="stable")]
+        best.append(ranked[: max(1, round(share * len(mine)))])
+    return np.concatenate(best)
+
+
 class CrossEntropyPPO(PPO):
     """PPO on placements made in one step, then one step per epoch towards the best of them.
 
@@ -386,12 +401,8 @@ class CrossEntropyPPO(PPO):
     def train(self) -> None:
         super().train()
         seen: Any = self.rollout_buffer
-        ids, returns = seen.observations["problem"].reshape(-1), seen.returns.reshape(-1)
-        rows: list[int] = []
-        for i in np.unique(ids):
-            mine = np.flatnonzero(ids == i)
-            best = mine[np.argsort(-returns[mine], kind="stable")]
-            rows += best[: max(1, round(self.elite * len(best)))].tolist()
+        ids = seen.observations["problem"].astype(int).ravel()
+        rows = elites(ids, seen.returns.ravel(), self.elite)
         obs = {k: torch.from_numpy(v[rows]) for k, v in seen.observations.items()}
         actions = torch.from_numpy(seen.actions[rows])
         self.policy.set_training_mode(True)

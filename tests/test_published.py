@@ -24,7 +24,7 @@ from agents.planner import PolicyPlanner
 from agents.policy import PlacementPolicy
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy
-from agents.training import PerGraphBuffer, Row, TrainConfig, train
+from agents.training import PerGraphBuffer, Row, TrainConfig, elites, train
 from envs.group_place import GroupPlaceRules, heaviest_producer
 from envs.problems import INFEASIBLE_REWARD, ProblemSet
 from envs.refine import RefineRules
@@ -299,6 +299,14 @@ def test_elites_pull_the_policy_towards_the_best_placements() -> None:
     config = TrainConfig(1000, "one_shot", elite=0.1, learning_rate=1e-2, **options)
     trained = train([identity()], config=config)
     assert trained.card["greedy_speedup"] > 3.0
+
+
+def test_a_bad_placement_is_no_elite_for_being_alone() -> None:
+    # Graph 0: ten placements, the best is row 4. Graphs 1 to 5 have two each: one share of ten.
+    ids = np.array([0] * 10 + [1, 2, 3, 4, 5] * 2)
+    returns = np.array([0, 1, 2, 3, 9, 5, 6, 7, 8, 4, -5, -4, -3, -2, -1, -9, 2, -8, -7, -6])
+    assert elites(ids, returns, 0.1).tolist() == [16, 4]
+    assert elites(ids[10:15], returns[10:15], 0.1).tolist() == [4]  # few of all
 
 
 # -- what the released code does wrong, and ours does not
