@@ -213,8 +213,11 @@ class ProblemSet:
         """int32 ``[B, N]`` device of each operator."""
         return np.asarray(choices)[:, self.problems[problem].graph.group].astype(np.int32)
 
-    def rewards(self, problem: int, seconds: Floats) -> Floats:
-        """float64 ``[B]``: ``log(reference / seconds)``, bounded below; see the constants."""
+    def rewards(self, problem: int | NDArray[np.integer[Any]], seconds: Floats) -> Floats:
+        """float64 ``[B]``: ``log(reference / seconds)``, bounded below; see the constants.
+
+        ``problem``: one, or ``[B]`` of them.
+        """
         good = np.isfinite(seconds)
         ratio = self.reference_s[problem] / np.maximum(np.where(good, seconds, 1.0), 1e-300)
         return np.where(good, np.maximum(np.log(ratio), WORST_REWARD), INFEASIBLE_REWARD)

@@ -204,7 +204,9 @@ class RefineRules(Rules):
         self.value_s[better] = self._now_s[better]
         self.choices[better] = np.where(self.choices[better] < 0, -1, self._now[better])
         before, after = (best_s, self.value_s) if self.best_so_far else (before_s, self._now_s)
-        return _log(before, after) / 10.0, self._step >= moves
+        # Of what each is worth, so that ways back to where an episode was earn nothing.
+        earned = self.problems.rewards(self.ids, after) - self.problems.rewards(self.ids, before)
+        return earned, self._step >= moves
 
     def _turn(self, b: int) -> int:
         """The group that may be moved now, in a sweep."""
@@ -248,8 +250,9 @@ class RefineDevicePlacementEnv(PlacementEnv):
     **Action** ``Discrete(G * D)``: ``g * D + d`` moves group ``g`` to device ``d``. An illegal
     action changes nothing.
 
-    **Reward** float, within -1..1: ``log(best before / best after)`` of the best value of the
-    episode, or, with ``best_so_far=False``, ``log(before / after)`` of the current value.
+    **Reward** float: ``log(best before / best after)`` of the best value of the episode, or, with
+    ``best_so_far=False``, ``log(before / after)`` of the current value. A value counts as at most
+    ``exp(4)`` times the problem's reference, one that cannot run as ``exp(5)`` times.
 
     **Termination**: after ``moves`` steps (twice the groups of the problem, in a ``sweep`` once).
     Never truncated.

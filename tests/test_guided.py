@@ -27,7 +27,7 @@ from envs.guided import (
     take,
 )
 from envs.problems import EnvError, ProblemSet
-from envs.refine import PAIR_FEATURES, RefineDevicePlacementEnv
+from envs.refine import PAIR_FEATURES, RefineDevicePlacementEnv, RefineRules
 from envs.vec import PlacementVecEnv
 from placement.objectives import device_loads
 from placement.planners._chooser import choose
@@ -285,6 +285,26 @@ def test_refine_by_hand() -> None:
         assert (reward, over) == (pytest.approx(np.log(rewards[1])), True)
         assert info["value_s"] == pytest.approx(3.5)
         assert info["placement"].tolist() == [1, 0]
+
+
+def test_refine_pays_for_no_way_round() -> None:
+    """Out of memory and back, or slow by steps and fast at once: the sum is of the two ends."""
+    seconds = [[1.0, 1e3], [1.0, 1e2], [1.0, 10.0]]
+    for memory_bytes, way in ((250, [1, 3, 5, 4, 2, 0]), (10**9, [1, 3, 5, 0, 2, 4])):
+        problem = chain(seconds, memory_bytes=memory_bytes)  # 100 bytes each
+        problems = ProblemSet.build([problem])
+        start = np.array([0, 0, 1], np.int32)
+        rules = RefineRules(problems, 1, [start], moves=20, best_so_far=False)
+        rules.start(np.array([0]), np.array([0]))
+        values, earned = [score(problem, start)[0]], []
+        now = start.copy()
+        for action in way:
+            group, now[group] = action // 2, action % 2
+            earned.append(float(rules.act(np.array([action]))[0][0]))
+            values.append(score(problem, now)[0])
+            ends = problems.rewards(0, np.array([values[0], values[-1]]))
+            assert sum(earned) == pytest.approx(ends[1] - ends[0], abs=1e-6)
+        assert np.isinf(values).any() == (memory_bytes == 250)
 
 
 def test_refine_with_another_evaluator() -> None:
