@@ -21,6 +21,7 @@ from placement.exported import (
     export,
     first_unsafe,
     functionalise,
+    is_random,
     leaves_of,
     module_path,
     node_line,
@@ -92,7 +93,7 @@ class Program:
         new_buffers: (buffer, graph tensor that is its new value), e.g. a running mean; written
             back before the next micro-batch reads the buffer.
         optimizer: class of the optimizer whose state the graph counts as memory.
-        is_random: of a training step, whether operators draw random numbers (dropout).
+        is_random: whether operators draw random numbers (e.g. dropout in training mode).
     """
 
     steps: tuple[Step, ...]
@@ -489,7 +490,8 @@ def _build(
     input_tensors = tuple(range(len(builder.tensor_src)))
     for node in placeholders[: len(placeholders) - len(example_leaves)]:
         builder.add_param(node)
-    for node in calls_of(exported):
+    calls = calls_of(exported)
+    for node in calls:
         builder.add_call(node)
     outputs = tuple(builder.template(x) for x in exported.graph.output_node().args[0])
 
@@ -508,6 +510,7 @@ def _build(
         output_leaves=outputs,
         in_tree=in_tree,
         out_tree=exported.call_spec.out_spec,
+        is_random=any(map(is_random, calls)),
         state_names=tuple(exported.state_dict),
     )
     return OpGraph.build(
