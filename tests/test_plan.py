@@ -444,7 +444,7 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
 # -- this machine ----------------------------------------------------------------------------
 
 
-def test_missing_devices() -> None:
+def test_missing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(device: Device) -> list[str]:
         base = problem()
         cluster = Cluster("c", (device, base.cluster.devices[1]))
@@ -458,6 +458,12 @@ def test_missing_devices() -> None:
     assert lacking(Device("fast", like="cpu:1", speed=2.0))[0].endswith("simulator only")
     (line,) = lacking(Device("gpuX:y", kind="cuda"))
     assert line.startswith("device 'gpuX:y' is not there")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert lacking(Device("cuda:0", kind="cuda")) == []
+    for name in ("cuda:1", "nvidia:0"):
+        assert lacking(Device(name, kind="cuda")) == [
+            f"device {name!r} is not there; 1 CUDA devices"
+        ]
 
 
 def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:
