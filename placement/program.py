@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -387,8 +388,8 @@ def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def input_spec(inputs: Any) -> dict[str, Any]:
     """``inputs`` as JSON: ``{"args": [...], "kwargs": {...}}``, shapes instead of values.
 
-    A tensor is ``{"shape": [...], "dtype": "float32"}``, a tuple ``{"tuple": [...]}``; lists,
-    dicts and constants are themselves.
+    A tensor is ``{"shape": [...], "dtype": "float32"}``, a tuple ``{"tuple": [...]}``, a number
+    that JSON has no word for ``{"float": "-inf"}``; lists, dicts and constants are themselves.
 
     Raises:
         CaptureError: an input is of a type that JSON cannot hold.
@@ -398,6 +399,8 @@ def input_spec(inputs: Any) -> dict[str, Any]:
     def encode(x: Any, where: str) -> Any:
         if isinstance(x, Tensor):
             return {"shape": list(x.shape), "dtype": dtype_name(x.dtype)}
+        if type(x) is float and not math.isfinite(x):
+            return {"float": str(x)}
         if x is None or type(x) in (bool, int, float, str):
             return x
         if type(x) in (list, tuple):
@@ -441,6 +444,8 @@ def inputs_from_spec(spec: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str
             return (torch.zeros if integral else torch.ones)(shape, dtype=dtype)
         if x.keys() == {"tuple"}:
             return tuple(decode(y) for y in x["tuple"])
+        if x.keys() == {"float"} and x["float"] in ("inf", "-inf", "nan"):
+            return float(x["float"])
         return {k: decode(y) for k, y in x.items()}
 
     args, kwargs = spec.get("args"), spec.get("kwargs")

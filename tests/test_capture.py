@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import weakref
@@ -646,6 +647,13 @@ def test_input_specification_is_json_and_captures_the_same_graph():
     graph = capture(module, inputs)
     again = capture(module, inputs_from_spec(graph.program.input_spec))
     assert again.fingerprint == graph.fingerprint
+
+
+def test_constants_that_json_has_no_word_for_come_back():
+    constants = {"low": -math.inf, "high": [math.inf], "none": math.nan, "float": 1.0}
+    spec = input_spec(((X,), {"a": constants}))
+    _, kwargs = inputs_from_spec(json.loads(json.dumps(spec, allow_nan=False)))
+    assert repr(kwargs["a"]) == repr(constants)
 
 
 @pytest.mark.parametrize(

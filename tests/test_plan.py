@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -464,6 +465,21 @@ def test_missing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert lacking(Device(name, kind="cuda")) == [
             f"device {name!r} is not there; 1 CUDA devices"
         ]
+
+
+def test_an_infinite_constant_among_the_inputs_survives_the_file(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from placement import capture
+
+    class Masked(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any, fill: float) -> Any:
+            return x.masked_fill(x > 0, fill).exp()
+
+    x = torch.randn(2, 4)
+    graph = capture(Masked(), (x, -math.inf))
+    plan_of(problem(graph, 2**30), [0] * graph.num_ops).save(tmp_path / "plan.json")
+    with load_plan(tmp_path / "plan.json").bind(Masked()) as runner:
+        torch.testing.assert_close(runner(x, -math.inf), Masked()(x, -math.inf))
 
 
 def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:
