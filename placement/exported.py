@@ -330,6 +330,22 @@ def _mutated(node: fx.Node) -> list[Any]:
     return found
 
 
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers: dropout and its like only where they drop."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for i, a in enumerate(target._schema.arguments):
+        if a.name in ("train", "training", "p", "dropout", "dropout_p"):
+            default = a.default_value if a.has_default_value() else None
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(a.name, default)
+            if given in (False, 0.0):
+                return False
+    return True
+
+
 def functionalise(exported: Any) -> Any:
     """The program without in-place operators and wrapper regions (autocast, grad mode)."""
     for node in filter(_is_idle_dropout, exported.graph.nodes):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from placement.cluster import Cluster, Link
 from placement.executor.awake import cores_stay_awake
+from placement.executor.backend import is_cuda_here
 from placement.executor.executor import Executor, batched
 from placement.executor.runner import Runner
 from placement.files import FileError, cache_folder
@@ -483,6 +484,12 @@ def _check_here(cluster: Cluster) -> None:
             raise ProfileError(
                 f"device {device.name!r}: torch {torch.__version__} sees no CUDA device here: "
                 "describe it with 'like: <measured device>' and 'speed: <factor>'"
+            )
+        if device.kind == "cuda" and not is_cuda_here(device.name):
+            raise ProfileError(
+                f"device {device.name!r} is not one of the {torch.cuda.device_count()} CUDA "
+                "devices here: name it cuda:0, cuda:1, ...; or describe it with 'like: <measured "
+                "device>' and 'speed: <factor>'"
             )
         if device.kind not in ("cpu", "cuda"):
             raise ProfileError(

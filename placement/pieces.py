@@ -33,20 +33,6 @@ def _is_view(node: fx.Node) -> bool:
     return any(r.alias_info is not None for r in node.target._schema.returns)
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether a kernel draws random numbers."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for i, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":  # attention is tagged whether it drops or not
-            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-            return bool(given)
-    return True
-
-
 def root_of(node: fx.Node) -> fx.Node:
     """The node whose memory ``node`` is a view of: itself, unless it is a view."""
     while node.op == "call_function" and _is_view(node):

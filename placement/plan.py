@@ -411,8 +411,9 @@ class Plan(_Strict):
             elif d.kind == "cuda":
                 import torch
 
-                number = d.name.rpartition(":")[2]
-                if not number.isdecimal() or int(number) >= torch.cuda.device_count():
+                from placement.executor.backend import is_cuda_here
+
+                if not is_cuda_here(d.name):
                     missing.append(
                         f"device {d.name!r} is not there; {torch.cuda.device_count()} CUDA devices"
                     )

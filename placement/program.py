@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from placement.exported import (
     export,
     first_unsafe,
     functionalise,
+    is_random,
     leaves_of,
     module_path,
     node_line,
@@ -92,7 +94,7 @@ class Program:
         new_buffers: (buffer, graph tensor that is its new value), e.g. a running mean; written
             back before the next micro-batch reads the buffer.
         optimizer: class of the optimizer whose state the graph counts as memory.
-        is_random: of a training step, whether operators draw random numbers (dropout).
+        is_random: whether operators draw random numbers (e.g. dropout in training mode).
     """
 
     steps: tuple[Step, ...]
@@ -386,8 +388,8 @@ def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def input_spec(inputs: Any) -> dict[str, Any]:
     """``inputs`` as JSON: ``{"args": [...], "kwargs": {...}}``, shapes instead of values.
 
-    A tensor is ``{"shape": [...], "dtype": "float32"}``, a tuple ``{"tuple": [...]}``; lists,
-    dicts and constants are themselves.
+    A tensor is ``{"shape": [...], "dtype": "float32"}``, a tuple ``{"tuple": [...]}``, a number
+    that JSON has no word for ``{"float": "-inf"}``; lists, dicts and constants are themselves.
 
     Raises:
         CaptureError: an input is of a type that JSON cannot hold.
@@ -397,6 +399,8 @@ def input_spec(inputs: Any) -> dict[str, Any]:
     def encode(x: Any, where: str) -> Any:
         if isinstance(x, Tensor):
             return {"shape": list(x.shape), "dtype": dtype_name(x.dtype)}
+        if type(x) is float and not math.isfinite(x):
+            return {"float": str(x)}
         if x is None or type(x) in (bool, int, float, str):
             return x
         if type(x) in (list, tuple):
@@ -440,6 +444,8 @@ def inputs_from_spec(spec: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str
             return (torch.zeros if integral else torch.ones)(shape, dtype=dtype)
         if x.keys() == {"tuple"}:
             return tuple(decode(y) for y in x["tuple"])
+        if x.keys() == {"float"} and x["float"] in ("inf", "-inf", "nan"):
+            return float(x["float"])
         return {k: decode(y) for k, y in x.items()}
 
     args, kwargs = spec.get("args"), spec.get("kwargs")
@@ -489,7 +495,8 @@ def _build(
     input_tensors = tuple(range(len(builder.tensor_src)))
     for node in placeholders[: len(placeholders) - len(example_leaves)]:
         builder.add_param(node)
-    for node in calls_of(exported):
+    calls = calls_of(exported)
+    for node in calls:
         builder.add_call(node)
     outputs = tuple(builder.template(x) for x in exported.graph.output_node().args[0])
 
@@ -508,6 +515,7 @@ def _build(
         output_leaves=outputs,
         in_tree=in_tree,
         out_tree=exported.call_spec.out_spec,
+        is_random=any(map(is_random, calls)),
         state_names=tuple(exported.state_dict),
     )
     return OpGraph.build(

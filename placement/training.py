@@ -15,10 +15,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from placement.exported import CaptureError, check_static, export, module_path, signature_of
+from placement.exported import (
+    CaptureError,
+    check_static,
+    export,
+    is_random,
+    module_path,
+    signature_of,
+)
 from placement.graph import OpGraph
 from placement.joint import Joint, loss_of, trace_step
-from placement.pieces import Part, compile_piece, cut, is_random, num_bytes, results_of, root_of
+from placement.pieces import Part, compile_piece, cut, num_bytes, results_of, root_of
 from placement.program import (
     InputError,
     Param,

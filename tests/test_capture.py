@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import weakref
@@ -468,6 +469,41 @@ def test_dropout_and_batch_norm_are_captured_in_evaluation_mode_and_the_mode_is_
     assert graph.group.tolist() == [0, 0]  # dropout hands its input on
 
 
+@pytest.mark.parametrize(
+    ("function", "is_random"),
+    [
+        (torch.rand_like, True),
+        (torch.bernoulli, True),
+        (lambda x: nn.functional.dropout(x, 0.5), True),
+        (lambda x: nn.functional.dropout(x, 0.0), False),
+        (lambda x: nn.functional.dropout(x, 0.5, training=False), False),
+        (lambda x: nn.functional.rrelu(x, training=True), True),
+        (nn.functional.rrelu, False),
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5), True),
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x), False),
+    ],
+)
+def test_what_draws_random_numbers_is_known(function, is_random):
+    x = torch.full((1, 2, 4), 0.5)
+    program = capture(Module(lambda m, x: function(m.linear(x).sigmoid())), x).program
+    assert program.is_random == is_random
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_recurrent_layer_draws_random_numbers_in_training_mode_with_dropout(dropout):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4, num_layers=2, dropout=dropout)
+
+        def forward(self, x):
+            return self.lstm(x)[0].sum()
+
+    x = torch.randn(3, 2, 4)
+    assert not capture(Last(), x).program.is_random
+    assert capture(Last(), x, mode="training").program.is_random == (dropout > 0)
+
+
 def test_attributes_set_during_the_trace_are_removed():
     def forward(m, x):
         m.left_over = m.linear(x)
@@ -611,6 +647,13 @@ def test_input_specification_is_json_and_captures_the_same_graph():
     graph = capture(module, inputs)
     again = capture(module, inputs_from_spec(graph.program.input_spec))
     assert again.fingerprint == graph.fingerprint
+
+
+def test_constants_that_json_has_no_word_for_come_back():
+    constants = {"low": -math.inf, "high": [math.inf], "none": math.nan, "float": 1.0}
+    spec = input_spec(((X,), {"a": constants}))
+    _, kwargs = inputs_from_spec(json.loads(json.dumps(spec, allow_nan=False)))
+    assert repr(kwargs["a"]) == repr(constants)
 
 
 @pytest.mark.parametrize(

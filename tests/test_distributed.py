@@ -18,11 +18,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 from torch import nn
 
 from placement import workloads
@@ -386,6 +388,40 @@ def test_training_equals_plain_pytorch_also_after_a_restart_with_another_placeme
     trained = torch.load(tmp_path / "trained.pt")
     for name, value in module.state_dict().items():
         torch.testing.assert_close(trained[name], value, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("marker", "shape", "message"),
+    [
+        ("{", (10, 4), r"checkpoint\.json: cannot be read as a checkpoint \(JSONDecodeError"),
+        ("[]", (10, 4), r"checkpoint\.json: cannot be read as a checkpoint \(TypeError"),
+        ('{"step": 3}', (10, 4), r"cannot be read as a checkpoint \(KeyError: 'files'\)"),
+        (None, (1, 4), r"'weight' has shape \(1, 4\), the model needs \(10, 4\)"),
+        (None, (9, 4), r"'weight' has shape \(9, 4\), the model needs \(10, 4\)"),
+        (None, None, r"step3\.safetensors: cannot be read as safetensors"),
+        (None, (10, 4), None),
+    ],
+)
+def test_a_checkpoint_that_is_damaged_or_of_another_model(tmp_path, marker, shape, message):
+    module = nn.Linear(4, 10, bias=False)
+    before = module.weight.detach().clone()
+    file = tmp_path / "step3.safetensors"
+    file.write_bytes(b"text" if shape is None else save({"value/weight": torch.ones(shape)}))
+    known = json.dumps({"step": 3, "files": [file.name]})
+    (tmp_path / "checkpoint.json").write_text(marker or known)
+    trainer = SimpleNamespace(
+        _program=SimpleNamespace(params=(module.weight,), param_names=("weight",)),
+        runner=SimpleNamespace(own_params=lambda: [0]),
+        world=SimpleNamespace(rank=0),
+        _has_any={0},
+    )
+    if message is None:
+        assert DistributedTrainer.load(trainer, tmp_path) == 3
+        assert torch.equal(module.weight, torch.ones(10, 4))
+        return
+    with pytest.raises(RunnerError, match=message):
+        DistributedTrainer.load(trainer, tmp_path)
+    assert torch.equal(module.weight, before)
 
 
 class Attend(nn.Module):

@@ -25,7 +25,7 @@ from placement.executor.backend import Courier, CpuBackend, backend_for
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
-from placement.program import InputError, capture, split_inputs
+from placement.program import InputError, capture, run_program, split_inputs
 from placement.schedule import Schedule, ScheduleError
 from placement.simulator import list_schedule, simulate
 from placement.workloads import tiny
@@ -247,6 +247,36 @@ def test_workers_whose_start_is_interrupted_end(monkeypatch):
         monkeypatch.undo()
         assert alive() == []
         assert runner(*inputs).shape == (2, 16)
+
+
+def test_a_second_interrupt_while_the_workers_end_leaves_the_runner_usable(monkeypatch):
+    end = runner_module._stop_workers
+
+    def interrupted(workers):
+        end(workers)
+        raise KeyboardInterrupt
+
+    graph = capture(*tiny.tiny_mlp(layers=2))
+    (x,) = graph.program.example_tensors
+    with Runner(graph, CLUSTER, random_placement(graph, 0)) as runner:
+        monkeypatch.setattr(runner_module, "_stop_workers", interrupted)
+        stream = runner.stream([x] * 10)
+        next(stream)
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+        monkeypatch.setattr(runner_module, "_stop_workers", end)
+        torch.testing.assert_close(runner(x), run_program(graph.program, [x])[0])
+
+
+def test_a_parameter_without_values_is_named():
+    with torch.device("meta"):
+        module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    graph = capture(module, x)
+    with (
+        Runner(graph, CLUSTER, np.zeros(graph.num_ops)) as runner,
+        pytest.raises(RunnerError, match=r"parameter '0\.weight' has no values .*--predict"),
+    ):
+        runner(x)
 
 
 def test_an_idle_worker_holds_no_tensor():

@@ -655,6 +655,16 @@ def test_onnx_file_says_where_its_nodes_run(tmp_path: Path) -> None:
     assert onnx.load_from_string(again) == model
 
 
+@pytest.mark.parametrize("name", ["model.json", "model.pbtxt", "model.onnxtxt", "model"])
+def test_an_onnx_file_may_have_any_name(tmp_path: Path, name: str) -> None:
+    path, plan = onnx_plan(tmp_path, GPUS, [0, 1, 1, 0])
+    Path(path).rename(tmp_path / name)
+    assert export("onnx", plan, model=str(tmp_path / name)).files
+    (tmp_path / name).write_bytes(b"\xff{")
+    with pytest.raises(ExportError, match="cannot be read as an ONNX file"):
+        export("onnx", plan, model=str(tmp_path / name))
+
+
 def test_onnx_errors(tmp_path: Path) -> None:
     path, plan = onnx_plan(tmp_path, GPUS, [0, 1, 1, 0])
     with pytest.raises(ExportError, match=r"name the ONNX file .* model=model\.onnx"):

@@ -223,6 +223,21 @@ def test_devices_that_are_not_here_are_refused(device, message):
         measure(branches(), Cluster("elsewhere", (device,)), repeats=1)
 
 
+@pytest.mark.parametrize("name", ["cuda:1", "gpu0", "host/cuda:2", "nvidia:0", "cuda"])
+def test_cuda_devices_of_another_name_or_number_are_refused(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ProfileError, match="is not one of the 1 CUDA devices here"):
+        measure(branches(), Cluster("elsewhere", (Device(name, "cuda"),)), repeats=1)
+
+
+@pytest.mark.parametrize("name", ["cuda:0", "host/cuda:0"])
+def test_cuda_devices_that_are_here_are_accepted(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    measure_module._check_here(Cluster("here", (Device(name, "cuda"),)))
+
+
 def test_a_profile_of_fewer_rounds_than_asked_for_is_measured_again(tmp_path, monkeypatch):
     graph, asked = branches(), []
     seconds = np.full((graph.num_ops, 2), 1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -444,7 +445,7 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
 # -- this machine ----------------------------------------------------------------------------
 
 
-def test_missing_devices() -> None:
+def test_missing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(device: Device) -> list[str]:
         base = problem()
         cluster = Cluster("c", (device, base.cluster.devices[1]))
@@ -458,6 +459,27 @@ def test_missing_devices() -> None:
     assert lacking(Device("fast", like="cpu:1", speed=2.0))[0].endswith("simulator only")
     (line,) = lacking(Device("gpuX:y", kind="cuda"))
     assert line.startswith("device 'gpuX:y' is not there")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert lacking(Device("cuda:0", kind="cuda")) == []
+    for name in ("cuda:1", "nvidia:0"):
+        assert lacking(Device(name, kind="cuda")) == [
+            f"device {name!r} is not there; 1 CUDA devices"
+        ]
+
+
+def test_an_infinite_constant_among_the_inputs_survives_the_file(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from placement import capture
+
+    class Masked(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any, fill: float) -> Any:
+            return x.masked_fill(x > 0, fill).exp()
+
+    x = torch.randn(2, 4)
+    graph = capture(Masked(), (x, -math.inf))
+    plan_of(problem(graph, 2**30), [0] * graph.num_ops).save(tmp_path / "plan.json")
+    with load_plan(tmp_path / "plan.json").bind(Masked()) as runner:
+        torch.testing.assert_close(runner(x, -math.inf), Masked()(x, -math.inf))
 
 
 def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ def _infer(
     single = plan.fallback.device if plan.fallback and not args.weights else None
     with ExitStack() as runners:
         runners.enter_context(runner)
-        if module is not None and (wrong := difference(runner, module, inputs)):
+        compared = module is not None and not graph.program.is_random
+        if compared and (wrong := difference(runner, module, inputs)):
             raise RankError(f"the results differ from those of the plain module: {wrong}")
         ways = {"plan": calls(runner, runner, inputs, batches)}
         if args.against_single_device and single:
@@ -166,7 +167,7 @@ def _infer(
             for _ in recorded.stream([inputs] * batches):
                 pass
             trace = _trace(recorded, first, batches)
-    show(plan, measured, single, as_json=args.json, compared=module is not None)
+    show(plan, measured, single, as_json=args.json, compared=compared)
     keep(args, plan, measured["plan"], trace)
     return cli.OK
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -98,7 +99,7 @@ class CudaBackend:
     """One CUDA device with a stream of its own; CUDA events are its clock."""
 
     def __init__(self, device: Device) -> None:
-        self.torch_device = torch.device(device.name)
+        self.torch_device = torch.device(device.name.rpartition("/")[2])  # without its host
 
     def enter(self, stack: ExitStack) -> None:
         torch.cuda.set_device(self.torch_device)
@@ -176,6 +177,12 @@ class Courier:
         """Deliver what was sent, then end the thread."""
         self._queue.put(None)
         self._thread.join()
+
+
+def is_cuda_here(name: str) -> bool:
+    """Whether this machine has a CUDA device of this name, e.g. ``cuda:0`` or ``host/cuda:0``."""
+    number = re.fullmatch(r"(?:.*/)?cuda:(\d+)", name)
+    return number is not None and int(number[1]) < torch.cuda.device_count()
 
 
 def backend_for(device: Device) -> Backend:

@@ -586,10 +586,9 @@ class DistributedTrainer(Trainer):
         The ranks may be others than those that saved it, with another placement.
 
         Raises:
-            RunnerError: the checkpoint lacks a parameter that this rank needs.
+            RunnerError: the checkpoint cannot be read, is of another model, or lacks a parameter
+                that this rank needs.
         """
-        from safetensors import safe_open
-
         about = _complete(folder)
         if not about:
             return 0
@@ -601,8 +600,8 @@ class DistributedTrainer(Trainer):
             path = Path(folder) / file
             if not path.exists():
                 continue  # of another host; what is missing in the end is said below
-            with safe_open(path, "pt") as data, torch.no_grad():
-                plain = json.loads(data.metadata()["plain"])
+            with _opened(path) as data, torch.no_grad():
+                plain = json.loads((data.metadata() or {}).get("plain", "{}"))
                 for key in [*data.keys(), *plain]:
                     kind, _, rest = key.partition("/")
                     what, _, name = rest.partition("/") if kind == "state" else ("", "", rest)
@@ -612,6 +611,12 @@ class DistributedTrainer(Trainer):
                     value = plain[key] if key in plain else data.get_tensor(key)
                     if kind == "state":
                         states.setdefault(q, {})[what] = value
+                    elif value.shape != params[q].shape:
+                        raise RunnerError(
+                            f"{path}: {name!r} has shape {tuple(value.shape)}, the model needs "
+                            f"{tuple(params[q].shape)}: the checkpoint is of another model; name "
+                            "another folder"
+                        )
                     else:
                         params[q].copy_(value)
                         missing.discard(q)
@@ -628,12 +633,36 @@ class DistributedTrainer(Trainer):
 
 
 def _complete(folder: str | Path) -> dict[str, Any]:
-    """What the marker of a checkpoint says; empty if there is none."""
+    """What the marker of a checkpoint says; empty if there is none.
+
+    Raises:
+        RunnerError: it is damaged.
+    """
+    path = Path(folder) / MARKER
     try:
-        found: dict[str, Any] = json.loads((Path(folder) / MARKER).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {"step": int(found["step"]), "files": [str(name) for name in found["files"]]}
     except FileNotFoundError:
         return {}
-    return found
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunnerError(
+            f"{path}: cannot be read as a checkpoint ({type(error).__name__}: {error}): put an "
+            "intact copy there, or remove it to begin from the first step"
+        ) from error
+
+
+def _opened(path: str | Path) -> Any:
+    """A safetensors file, to be used as a context manager.
+
+    Raises:
+        RunnerError: it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise RunnerError(f"{path}: cannot be read as safetensors: {error}") from error
 
 
 def with_weights(graph: OpGraph, path: str | Path, own: Iterable[int]) -> OpGraph:
@@ -645,15 +674,9 @@ def with_weights(graph: OpGraph, path: str | Path, own: Iterable[int]) -> OpGrap
     Raises:
         RunnerError: the file cannot be read, lacks one of them, or has it in another shape.
     """
-    from safetensors import SafetensorError, safe_open
-
     program = graph.program
     params = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in program.params]
-    try:
-        opened = safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        raise RunnerError(f"{path}: cannot be read as safetensors: {error}") from error
-    with opened as data:
+    with _opened(path) as data:
         there = set(data.keys())
         for q in own:
             name, expected = program.param_names[q], program.params[q]

@@ -53,7 +53,8 @@ class Runner:
     threads too. Workers start with the first call and stay for the next.
 
     Raises:
-        RunnerError: the graph has no program, or a placement or priority of another length.
+        RunnerError: the graph has no program, or a placement or priority of another length. At
+            the first call: a parameter has no values (device ``meta``).
         ScheduleError: the schedule does not fit, or deadlocks.
     """
 
@@ -212,9 +213,11 @@ class Runner:
                 yield from self._stream(source, items)
             clean = True
         finally:
-            if not clean:
-                self.stop()
-            self._busy.release()
+            try:
+                if not clean:
+                    self.stop()
+            finally:  # also where Ctrl-C comes again
+                self._busy.release()
 
     def _stream(
         self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
@@ -402,6 +405,13 @@ class Runner:
             key = (device, p)
             if key not in self.loaded:
                 value = program.params[p].detach()
+                if value.is_meta:
+                    raise RunnerError(
+                        f"parameter {program.param_names[p]!r} has no values (it is on the device "
+                        "'meta'): load them into the module first; or use what needs none: "
+                        "placement plan MODEL --planner heft --predict roofline, and "
+                        "placement run plan.json --distributed --weights FILE"
+                    )
                 self.loaded[key] = value.to(device, copy=p in changed)
             params[p] = self.loaded[key]
         mine = [p for p, t in program.gradients if self.graph.tensor_src[t] in share.ops]
@@ -430,9 +440,9 @@ class Runner:
 
     def stop(self) -> None:
         """End the workers, and what they have begun; the next call starts them again."""
+        self.workers = []  # first: an interrupt while they end must not leave them in use
         if self._finalizer is not None:
             self._finalizer()
-        self.workers = []
 
     def close(self) -> None:
         """End the workers; the runner cannot be used afterwards. Idempotent.

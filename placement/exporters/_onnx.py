@@ -21,16 +21,14 @@ def read_model(plan: Plan, path: str) -> Any:
     if not path:
         raise ExportError("name the ONNX file that the plan was made from: model=model.onnx")
     try:
-        import onnx
-        import onnx.inliner
-        from google.protobuf.message import DecodeError
+        from onnx import inliner, load_model_from_string
     except ImportError as error:
         raise ExportError(f"{path}: ONNX files need the package onnx: pip install onnx") from error
     try:
-        model = onnx.load(Path(path), load_external_data=False)
+        model: Any = load_model_from_string(Path(path).read_bytes())
         if model.functions:  # as the importer does: operators are those inside
-            model = onnx.inliner.inline_local_functions(model)
-    except (OSError, DecodeError) as error:
+            model = inliner.inline_local_functions(model)
+    except Exception as error:  # protobuf and the inliner raise their own kinds
         raise ExportError(f"{path}: cannot be read as an ONNX file: {error}") from error
     missing = set(plan.assignment) - {*node_names(model.graph.node)}
     if missing:
