@@ -373,3 +373,11 @@ def test_too_many_kinds_of_devices_are_refused_before_any_work(
     monkeypatch.setattr("placement.planners.ideal_dp.balance_prices", fail)
     with pytest.raises(PlannerError, match=r"24 kinds of devices make 16777216 sets .*max_states"):
         load("ideal_dp")(problem)
+
+
+def test_what_takes_a_little_time_is_not_joined() -> None:
+    """0 --> 1 beside 2: the 0.9 ns of 0 go to the device that has them left, before that of 1."""
+    problem = equal([(0, 1)], [0.9e-9, 1e-5, 1e-5 - 0.9e-9], 0.0, 2)
+    found = IdealDp()(problem)
+    assert found.value_s == pytest.approx(1e-5, rel=1e-6)
+    assert found.placement.tolist() in ([0, 1, 0], [1, 0, 1])

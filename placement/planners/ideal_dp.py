@@ -30,7 +30,7 @@ Ints = NDArray[np.int32]
 Stage = tuple[int, NDArray[np.intp]]  # kind of device, items
 Edges = set[tuple[int, int]]
 
-_TRIVIAL_S, _TRIVIAL = 1e-9, 1e-4  # an item without time; and not more of the mean than this
+_TRIVIAL_S, _TRIVIAL = 1e-9, 1e-6  # an item without time; and not more of the mean than this
 _FAR = 1e300  # a load that every split beats
 _ROUNDS = 1e-9  # of a load: what sums in another order may differ by
 _STEPS = 2_000_000  # between two looks at the clock
