@@ -202,9 +202,12 @@ def test_limits_are_never_silent() -> None:
     assert exact.stats["sets"] > counted.stats["sets"] > 0
     with pytest.warns(RuntimeWarning, match="max_steps = 1 are too few for the ideals"):
         IdealDp(seconds=None, max_steps=1)(problem)
+    with pytest.warns(RuntimeWarning, match="ideals = False: the best split found"):
+        line = IdealDp(ideals=False)(problem)
+    assert line.value_s == exact.stats["linearised_s"] and line.stats["ideals"] == 0
     with pytest.warns(RuntimeWarning, match="seconds = 1e-09 are too few for the ideals"):
         wide = IdealDp(seconds=1e-9)(equal([], [1.0] * 20, 0.1, 2))
-    for found in (small, quick, counted, wide):
+    for found in (small, quick, counted, line, wide):
         assert not found.stats["contiguous_optimum"]
         assert "not proved optimal" in found.stats["message"]
         assert np.isfinite(found.value_s)

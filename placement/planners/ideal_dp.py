@@ -71,12 +71,14 @@ class IdealDp:
             None is no limit. With it and without ``seconds`` the answer is the same on every
             machine: a hundred million take half a second. The linearised split of 50 runs is
             made in any case.
+        ideals: False: the answer is the best linearised split.
     """
 
     memory_bytes: int = 2**30
     seconds: float | None = 60.0
     max_states: int = 4096
     max_steps: int | None = None
+    ideals: bool = True
 
     def __post_init__(self) -> None:
         check_least(self, 1, "memory_bytes", "max_states", "max_steps")
@@ -144,15 +146,16 @@ class IdealDp:
             if linear.load_s == _FAR and not (lines and all(line.complete for line in lines)):
                 linear = _coarse(problem, item, b, kinds)
             ideals: _Ideals | int = 0
-            if left:
+            if left and self.ideals:
                 ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes, left.deadline)
             if isinstance(ideals, int):
                 proved = False
-                message = (
-                    f"the ideals need more than memory_bytes = {self.memory_bytes}"
-                    if ideals >= self.memory_bytes
-                    else f"{left.over(self)} are too few for the ideals"
-                )
+                if not self.ideals:
+                    message = "ideals = False"
+                elif ideals >= self.memory_bytes:
+                    message = f"the ideals need more than memory_bytes = {self.memory_bytes}"
+                else:
+                    message = f"{left.over(self)} are too few for the ideals"
             else:
                 num_ideals = ideals.count
                 exact = _solve(problem, b, ideals, kinds, min(linear.load_s, below_s), left)
