@@ -293,8 +293,8 @@ class Problem:
     @cached_property
     def memory_may_bind(self) -> bool:
         """False when even everything on the smallest device, in every flight, would fit."""
-        g = self.graph
-        everything = int(g.param_bytes.sum()) + self.max_in_flight * int(g.tensor_bytes.sum())
+        g, flights = self.graph, min(self.max_in_flight, self.num_microbatches)
+        everything = int(g.param_bytes.sum()) + flights * int(g.tensor_bytes.sum())
         if self.profile.workspace_bytes is not None:
             everything += int(self.profile.workspace_bytes.max())
         return everything > int(self.memory_bytes.min())

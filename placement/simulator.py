@@ -167,8 +167,8 @@ def evaluate(problem: Problem, placements: ArrayLike) -> Values:
     Raises:
         ProblemError: placements of another length, or an unknown device.
     """
-    alone = _batch(problem, placements, 1)
-    many = _batch(problem, placements, problem.num_microbatches)
+    alone, m = _batch(problem, placements, 1), problem.num_microbatches
+    many = alone if m == 1 else _batch(problem, placements, m)
     energy = None if problem.power is None else _energy_j(problem, many)
     priced = None if energy is None else _priced(problem, energy, many.run_s)
     ok = alone.feasible & many.feasible

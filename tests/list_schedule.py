@@ -144,7 +144,8 @@ def earliest_task_first(
 
     ``favourite`` is int32 ``[N]``: the consumer that each operator wants beside it, or -1. As
     long as that child is not placed, another operator gets the device only once it is
-    *urgent*: its inputs have arrived everywhere, so that no other device needs be waited for.
+    *urgent*: its inputs have arrived wherever it may run, so that no other device needs be waited
+    for.
     """
     g, num_devices = problem.graph, problem.num_devices
     schedule = ListSchedule(problem, activations)
@@ -164,8 +165,11 @@ def earliest_task_first(
     while ready:
         rows = np.array(ready)
         start = np.maximum(arrive_s[rows], schedule.free_s)
-        taken = (awaited >= 0) & (awaited != rows[:, None])
-        start = np.where(taken, np.maximum(start, arrive_s[rows].max(axis=1)[:, None]), start)
+        group = g.group[rows]
+        runs = np.isfinite(problem.group_compute_s[group])
+        everywhere_s = np.where(runs, arrive_s[rows], 0.0).max(axis=1)[:, None]
+        taken = (awaited >= 0) & (awaited != rows[:, None]) & (schedule.choice[group] < 0)[:, None]
+        start = np.where(taken, np.maximum(start, everywhere_s), start)
         # What has no room anywhere it could start first is looked at when it is chosen.
         order = np.lexsort((rows, -rank[rows], _least(problem, schedule, rows, start)))
         op = int(rows[order[0]])

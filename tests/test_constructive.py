@@ -331,6 +331,27 @@ def test_m_sct_waits_for_the_favourite_child() -> None:
     assert solution.stats["favourites"] == 1
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_an_operator_waits_for_no_device_that_cannot_run_it(together: bool) -> None:
+    # a and b feed c, which d0 waits for; a feeds e too, which may run on d0 and d1. Links between
+    # them take 1 s, those to d2, where z alone can run, 1000 s.
+    #   d0 | a 0-1 | . | e 2-3 |      e arrives on d1 at 2; if it has to be with a, d0 runs it at 1
+    #   d1 | b 0-2000          | c 2000-2001
+    no = np.inf
+    seconds = [[1, no, no], [no, 2000, no], [1, 1, no], [1, 1, no], [no, no, 1]]
+    group = [0, 1, 2, 0, 3] if together else None
+    problem = make(seconds, [(0, 2), (1, 2), (0, 3)], group=group)
+    links = tuple(
+        replace(x, latency_s=1000.0 if "d2" in (x.src, x.dst) else 1.0)
+        for x in problem.profile.links
+    )
+    problem = replace(problem, profile=replace(problem.profile, links=links))
+    schedule = ListSchedule(problem)
+    schedule.place_first_to_start(problem.upward_rank_s, np.array([2, -1, -1, -1, -1], np.int32))
+    assert schedule.finish_s.tolist() == [1, 2000, 2001, 2 if together else 3, 1]
+    assert schedule.choice[problem.graph.group].tolist() == [0, 1, 1, 0, 2]
+
+
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=25)
 def test_favourites_are_edges_and_unique(seed: int) -> None:

@@ -51,7 +51,10 @@ def equal(
 
 
 def draw(seed: int) -> Problem:
-    """Up to six groups on up to three unlike devices; half of them are training graphs."""
+    """Up to six groups on up to three unlike devices; half of them are training graphs.
+
+    In half of them some operators take no time.
+    """
     rng = np.random.default_rng(seed)
     n, d = int(rng.integers(1, 7)), int(rng.integers(1, 4))
     edges = [(u, v) for v in range(n) for u in range(v) if rng.random() < 0.35]
@@ -67,6 +70,8 @@ def draw(seed: int) -> Problem:
     seconds = rng.uniform(0.5, 2.0, (ops, 1 if alike else d)) * np.ones(d)
     if not alike:
         seconds[:, 1:][rng.random((ops, d - 1)) < 0.15] = np.inf
+    if rng.random() < 0.5:
+        seconds[(rng.random(ops) < 0.5)[:, None] & np.isfinite(seconds)] = 0.0
     io = rng.uniform(0.0, 1.0, (ops, 1 if alike else d)) * np.ones(d)
     params = rng.integers(1, 30, 3)
     reads = [(v, p) for v in range(ops) for p in range(3) if rng.random() < 0.3]
@@ -197,9 +202,12 @@ def test_limits_are_never_silent() -> None:
     assert exact.stats["sets"] > counted.stats["sets"] > 0
     with pytest.warns(RuntimeWarning, match="max_steps = 1 are too few for the ideals"):
         IdealDp(seconds=None, max_steps=1)(problem)
+    with pytest.warns(RuntimeWarning, match="ideals = False: the best split found"):
+        line = IdealDp(ideals=False)(problem)
+    assert line.value_s == exact.stats["linearised_s"] and line.stats["ideals"] == 0
     with pytest.warns(RuntimeWarning, match="seconds = 1e-09 are too few for the ideals"):
         wide = IdealDp(seconds=1e-9)(equal([], [1.0] * 20, 0.1, 2))
-    for found in (small, quick, counted, wide):
+    for found in (small, quick, counted, line, wide):
         assert not found.stats["contiguous_optimum"]
         assert "not proved optimal" in found.stats["message"]
         assert np.isfinite(found.value_s)
@@ -239,6 +247,27 @@ def test_operators_that_cost_nothing_are_joined_only_where_that_loses_nothing() 
     )
     found = IdealDp()(apart)
     assert found.value_s == 1 and found.stats["contiguous_optimum"]
+    # Two devices of 100 B. With 1 joined to 2 the best is {0 1 2 | 3}, 9 | 4 s; {1 2 3} has 110 B.
+    # Apart {0 1 | 2 3} takes 5 | 8 s.
+    #   0 (5 s, 10 B) --> 2 (4 s, 30 B) --> 3 (4 s, 30 B)
+    #   1 (0 s, 50 B) --> 2
+    table = np.repeat([[5.0], [0.0], [4.0], [4.0]], 2, axis=1)
+    holds = {"param_bytes": [10, 50, 30, 30], "param_uses": [(n, n) for n in range(4)]}
+    edges = [(0, 2), (1, 2), (2, 3)]
+    better = make(edges, table, np.zeros((4, 2)), [100, 100], **holds)
+    found = IdealDp()(better)
+    assert found.value_s == 8 and found.stats["contiguous_optimum"]
+    assert (found.stats["num_items"], len(contract(better)[1])) == (4, 3)
+    for name in ("mip", "cp_sat"):
+        exact = load(name, contiguous=True, start="single_device")(better)
+        assert exact.value_s == 8 == pytest.approx(exact.stats["contiguous_bound_s"], rel=1e-5)
+    # Twice the memory holds everything: 1 is joined as ever.
+    wide = make(edges, table, np.zeros((4, 2)), [200, 200], **holds)
+    assert IdealDp()(wide).stats["num_items"] == 3
+    # Together 1 and 2 fit on no fast device: only the slow one would hold them.
+    table = np.array([[0.0, 0.0], [1.0, 10.0]])
+    pair = {"param_bytes": [40, 40], "param_uses": [(0, 0), (1, 1)]}
+    assert IdealDp()(make([(0, 1)], table, np.zeros((2, 2)), [50, 1000], **pair)).value_s == 1
     # The first reads a model input of 10 s on device n; the second takes 1000 s on c, 10 on n.
     graph = OpGraph.build("fed", ["a", "b"], [-1, 0], [100, 1], [(0, 0), (1, 1)])
     cluster = Cluster("two", (Device("c"), Device("n", "npu")))
@@ -347,3 +376,11 @@ def test_too_many_kinds_of_devices_are_refused_before_any_work(
     monkeypatch.setattr("placement.planners.ideal_dp.balance_prices", fail)
     with pytest.raises(PlannerError, match=r"24 kinds of devices make 16777216 sets .*max_states"):
         load("ideal_dp")(problem)
+
+
+def test_what_takes_a_little_time_is_not_joined() -> None:
+    """0 --> 1 beside 2: the 0.9 ns of 0 go to the device that has them left, before that of 1."""
+    problem = equal([(0, 1)], [0.9e-9, 1e-5, 1e-5 - 0.9e-9], 0.0, 2)
+    found = IdealDp()(problem)
+    assert found.value_s == pytest.approx(1e-5, rel=1e-6)
+    assert found.placement.tolist() in ([0, 1, 0], [1, 0, 1])

@@ -338,6 +338,15 @@ def test_what_else_has_no_exact_timetable() -> None:
     assert "share" in why_not(replace(problem, profile=replace(profile, links=shared)))
     few = tuple(replace(d, memory_bytes=10) for d in problem.cluster.devices)
     assert "memory" in why_not(replace(problem, cluster=Cluster("few", few)))
+    # One micro-batch is all that is in flight, whatever a pipelined run may hold at a time.
+    g = problem.graph
+    once = int(g.param_bytes.sum() + g.tensor_bytes.sum())
+    for room, binds in ((once, False), (once - 1, True)):
+        tight = tuple(replace(d, memory_bytes=room) for d in problem.cluster.devices)
+        tighter = replace(problem, cluster=Cluster("tight", tight), max_in_flight=4)
+        assert tighter.memory_may_bind and ("memory" in why_not(tighter)) == binds
+        found = load("random_search", evaluations=2)(tighter)
+        assert found.value_s == score(tighter, found.placement)[0]
     sleepy = replace(
         problem.cluster.devices[0], idle_w=2.0, busy_w=3.0, sleep_w=1.0, sleep_exit_s=1.0
     )

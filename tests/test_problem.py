@@ -125,6 +125,7 @@ def test_memory_is_ignored_only_where_it_cannot_bind() -> None:
     problem = make(graph, [[1, 1]], max_in_flight=3)
     assert not problem.memory_may_bind  # 40 + 3 * 20 of 100
     assert replace(problem, max_in_flight=4).memory_may_bind
+    assert not replace(problem, max_in_flight=4, num_microbatches=3).memory_may_bind
     workspace = replace(problem.profile, workspace_bytes=np.array([1]))
     assert replace(problem, profile=workspace).memory_may_bind
 

@@ -338,6 +338,16 @@ def test_a_long_chain_is_joined_to_few_blocks() -> None:
     assert cut(problem, np.zeros_like(p)).num_blocks == 1
 
 
+def test_a_chain_that_changes_devices_thousands_of_times() -> None:
+    """Orders are made in a moment, without tables of all pairs; a search is refused at once."""
+    problem, p = pipeline(2, chunks=1500, training=False)
+    assert cut(problem, p).label.tolist() == list(range(3000))
+    order = load("gpipe")(problem, p, 2).order[0]
+    assert order[:3].tolist() == [[0, 0], [0, 1], [2, 0]] and len(order) == 3000
+    with pytest.raises(SchedulerError, match="3000 blocks remain, more than 512; use one_f_one_b"):
+        load("searched")(problem, p, 4)
+
+
 # --- what is refused ---------------------------------------------------------------------
 
 

@@ -17,7 +17,8 @@ from placement.graph import OpGraph
 from placement.importers import load as load_workload
 from placement.objectives import LoadMoves, device_loads
 from placement.planners import PlannerError, _macro, load
-from placement.planners.macro_search import _neighbours, _random
+from placement.planners._search import Search
+from placement.planners.macro_search import _neighbours, _random, _run_ideal_dp
 from placement.problem import Problem, Solution, lower_bounds
 from placement.profile import Profile
 from placement.simulator import score
@@ -151,6 +152,16 @@ def test_macro_search_leaves_a_start_whose_pieces_wait_in_a_circle() -> None:
 
     found = load("macro_search", start=circle, evaluations=2000)(problem)
     assert found.value_s == 2.0
+
+
+def test_without_a_limit_of_time_macro_search_begins_with_the_linearised_split() -> None:
+    # A chain has one topological order, so that the linearised split is the best; cut into 50 runs
+    # of 4 operators it has heavier stages.
+    seconds = np.repeat(np.random.default_rng(0).random(200)[:, None] + 0.01, 3, axis=1)
+    problem = make(seconds, chain(200), objective="max_load")
+    (choice,) = _run_ideal_dp(Search(problem, evaluations=10), None)
+    exact = load("ideal_dp")(problem)
+    assert device_loads(problem, choice).max() == exact.value_s == exact.stats["linearised_s"]
 
 
 def test_the_order_of_an_answer_from_elsewhere_is_kept() -> None:

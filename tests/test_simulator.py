@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import problems, random_placement, random_problem
 
+from placement import kernels
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError, lower_bounds
@@ -439,6 +440,18 @@ def test_values_of_a_batch() -> None:
     assert values.peak_bytes is None
     assert score(problem, [[0, 0], [0, 1], [1, 1]]).tolist() == [2, 1, np.inf]
     assert score(problem.with_objective("latency"), [0, 1]).tolist() == [3]
+
+
+def test_one_micro_batch_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make([[1, 2], [2, 1]], [(0, 4, [1])])
+    run_batch, runs = kernels.run_batch, []
+    monkeypatch.setattr(
+        kernels, "run_batch", lambda *given: runs.append(given[5]) or run_batch(*given)
+    )
+    values = evaluate(replace(problem, num_microbatches=1), [[0, 0], [0, 1]])
+    assert runs == [1] and values.latency_s.tolist() == values.period_s.tolist()
+    evaluate(replace(problem, num_microbatches=3), [0, 1])
+    assert runs == [1, 1, 3]
 
 
 def test_energy_is_work_at_busy_power_and_waiting_at_idle_power() -> None:

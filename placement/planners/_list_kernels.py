@@ -227,13 +227,24 @@ def place_in_order(t, s, order, extra_s, wanted):
         _place(t, s, op, best, begin)
 
 
+@kernel
+def _everywhere(t, op, ready):
+    """When the inputs of ``op`` are on every device that can run its group."""
+    last = 0.0
+    for d in range(len(ready)):
+        if np.isfinite(t.group_s[t.group[op], d]):
+            last = max(last, ready[d])
+    return last
+
+
 @allocating
 def place_first_to_start(t, s, rank_s, favourite):
     """Place all operators, each time the one that can start first, where it can (no gaps).
 
     Of equal starts the highest ``rank_s`` float64 ``[N]`` wins. A device waits for the
     ``favourite`` int32 ``[N]`` consumer of what it ran last, if it has one: until that is
-    placed, another operator gets the device only when its inputs have arrived everywhere.
+    placed, another operator gets the device only when its inputs have arrived wherever it may
+    run.
     """
     num_ops, num_devices = t.compute_s.shape
     missing = np.zeros(num_ops, np.int64)
@@ -247,7 +258,7 @@ def place_first_to_start(t, s, rank_s, favourite):
     for op in range(num_ops):
         if missing[op] == 0:
             _fill_ready(t, s, op, arrive_s[op])
-            everywhere_s[op] = arrive_s[op].max()
+            everywhere_s[op] = _everywhere(t, op, arrive_s[op])
             rows[count] = op
             count += 1
     while count:
@@ -258,7 +269,7 @@ def place_first_to_start(t, s, rank_s, favourite):
             for d in range(num_devices):
                 if fixed == d or (fixed < 0 and np.isfinite(t.group_s[t.group[op], d])):
                     here = max(arrive_s[op, d], s.free_s[d])
-                    if awaited[d] >= 0 and awaited[d] != op:
+                    if fixed < 0 and awaited[d] >= 0 and awaited[d] != op:
                         here = max(here, everywhere_s[op])
                     start_s = min(start_s, here)
             if at >= 0 and start_s == first_s:
@@ -269,13 +280,14 @@ def place_first_to_start(t, s, rank_s, favourite):
             if first:
                 at, first_s = i, start_s
         op = rows[at]
+        fixed = s.choice[t.group[op]]
         # What has no room where it could start first is looked at now that it is chosen.
         _fill_able(t, s, t.group[op], able)
         device, first_s, least = -1, np.inf, np.inf
         for d in range(num_devices):
             if able[d]:
                 here = max(arrive_s[op, d], s.free_s[d])
-                if awaited[d] >= 0 and awaited[d] != op:
+                if fixed < 0 and awaited[d] >= 0 and awaited[d] != op:
                     here = max(here, everywhere_s[op])
                 reach = _reach(t, s, op, d, here)
                 if here < first_s or (here == first_s and reach < least):
@@ -294,7 +306,7 @@ def place_first_to_start(t, s, rank_s, favourite):
             missing[user] -= 1
             if missing[user] == 0:
                 _fill_ready(t, s, user, arrive_s[user])
-                everywhere_s[user] = arrive_s[user].max()
+                everywhere_s[user] = _everywhere(t, user, arrive_s[user])
                 rows[count] = user
                 count += 1
 

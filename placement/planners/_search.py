@@ -243,7 +243,7 @@ class Search:
 
     def _cost(self, choices: Choice) -> Floats:
         placements = choices[:, self.problem.graph.group]
-        if not self.problem.memory_may_bind:
+        if not self._run.memory_may_bind:
             return score(self.problem, placements)
         if self.problem.objective in objectives.ANALYTIC:
             value_s, need = objectives.evaluate(self.problem, placements)

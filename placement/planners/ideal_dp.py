@@ -30,8 +30,9 @@ Ints = NDArray[np.int32]
 Stage = tuple[int, NDArray[np.intp]]  # kind of device, items
 Edges = set[tuple[int, int]]
 
-_TRIVIAL_S, _TRIVIAL = 1e-9, 1e-4  # an operator without time; and not more of the mean than this
+_TRIVIAL_S, _TRIVIAL = 1e-9, 1e-6  # an item without time; and not more of the mean than this
 _FAR = 1e300  # a load that every split beats
+_ROUNDS = 1e-9  # of a load: what sums in another order may differ by
 _STEPS = 2_000_000  # between two looks at the clock
 _RUNS = 50  # of items, where there is no time to look at each
 _STATE_BYTES = 13  # of the tables, for an ideal and a set of devices
@@ -46,7 +47,8 @@ class IdealDp:
     colocation groups become items, groups of backward operators alone are ordered by the
     mirror image of their edges, cycles are fused, forward items that cost nothing and have
     one neighbour join it (not one that other devices support, nor one that reads a model input
-    which some device waits for: deviations). Where nothing fits so, they stay apart.
+    which some device waits for: deviations). Where parameters that were joined so might fit
+    only apart, it is proved that no such split is better, or they stay apart.
 
     Then every stage is met once: see ``_ideals.extend``. Loads not below that of the best
     linearised split (one topological order: ideals are prefixes) are never followed. So the
@@ -69,12 +71,14 @@ class IdealDp:
             None is no limit. With it and without ``seconds`` the answer is the same on every
             machine: a hundred million take half a second. The linearised split of 50 runs is
             made in any case.
+        ideals: False: the answer is the best linearised split.
     """
 
     memory_bytes: int = 2**30
     seconds: float | None = 60.0
     max_states: int = 4096
     max_steps: int | None = None
+    ideals: bool = True
 
     def __post_init__(self) -> None:
         check_least(self, 1, "memory_bytes", "max_states", "max_steps")
@@ -83,24 +87,57 @@ class IdealDp:
     def __call__(self, problem: Problem) -> Solution:
         """Raises: PlannerError, more than ``max_states`` sets of devices."""
         load_kernels()
-        solution = self._plan(problem, True)
-        nothing = "max_load_s" not in solution.stats and "message" not in solution.stats
-        if nothing and problem.memory_may_bind:
-            # It is proved for joined operators, which have their parameters together.
-            return self._plan(problem, False)
-        return solution
-
-    def _plan(self, problem: Problem, join_trivial: bool) -> Solution:
         started = time.perf_counter()
         left = _Left(
             started + (np.inf if self.seconds is None else self.seconds),
             np.inf if self.max_steps is None else self.max_steps,
         )
-        item, edges = contract(problem, join_trivial)
-        b = blocks(problem, item)
-        kinds = _kinds(problem, b, self.max_states)
+        reduced = _reduced(problem, True)
         dp_started = time.perf_counter()
+        first = last = self._found(problem, reduced, _FAR, left)
+        if not first.proved and (first.load_s == _FAR or not first.message):
+            last = self._found(problem, _reduced(problem, False), first.load_s, left)
+        best = min(first, last, key=lambda found: found.load_s)
+        ended = time.perf_counter()
+        linear_s = min(first.linear_s, last.linear_s)
+        stats: dict[str, Any] = {
+            "seconds": ended - started,
+            "dp_seconds": ended - dp_started,
+            "evaluations": 1,
+            "num_items": last.num_items,
+            "ideals": last.num_ideals,
+            "sets": left.sets,
+            "linearised_s": linear_s if linear_s < _FAR else np.inf,
+            "contiguous_optimum": not last.message,
+        }
+        if last.message:
+            stats["message"] = f"{last.message}: the best split found, not proved optimal"
+            warnings.warn(f"ideal_dp: {stats['message']}", RuntimeWarning, stacklevel=2)
+        bound = lower_bound(problem)
+        if best.placement is None:
+            verb = "is known to fit" if last.message else "fits"
+            stats["infeasible"] = _nothing_fits(problem, verb)
+            allowed = np.isfinite(problem.group_compute_s)
+            anywhere = allowed.argmax(axis=1).astype(np.int32)[problem.graph.group]
+            return Solution(anywhere, np.inf, bound, stats)
+        stats["max_load_s"] = float(device_loads(problem, best.placement).max())
+        value = float(score(problem, best.placement)[0])
+        if not np.isfinite(value):  # the split counts parameters, a timeline activations too
+            run = (
+                replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
+            )
+            stats["infeasible"] = why_infinite(run, best.placement)
+        return Solution(best.placement, value, bound, stats)
+
+    def _found(self, problem: Problem, reduced: _Reduced, below_s: float, left: _Left) -> _Found:
+        """The best split of these items, if its load is below ``below_s``."""
+        item, edges = reduced.item, reduced.edges
+        b = blocks(problem, item)
+        # Items without the parameters of what joined them: what bounds these bounds every split.
+        loose = blocks(reduced.without_joined(problem), item) if reduced.holds else b
+        kinds = _kinds(problem, loose, self.max_states)
         linear, exact, message, num_ideals = _Split(), _Split(), "", 0
+        proved = True
         if np.isfinite(kinds.floor_s):
             has_room = (b.num_blocks + 1) * _STATE_BYTES * kinds.num_states <= self.memory_bytes
             orders = _orders(b.num_blocks, edges) if has_room else ()
@@ -109,57 +146,73 @@ class IdealDp:
             if linear.load_s == _FAR and not (lines and all(line.complete for line in lines)):
                 linear = _coarse(problem, item, b, kinds)
             ideals: _Ideals | int = 0
-            if left:
+            if left and self.ideals:
                 ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes, left.deadline)
             if isinstance(ideals, int):
-                message = (
-                    f"the ideals need more than memory_bytes = {self.memory_bytes}"
-                    if ideals >= self.memory_bytes
-                    else f"{left.over(self)} are too few for the ideals"
-                )
+                proved = False
+                if not self.ideals:
+                    message = "ideals = False"
+                elif ideals >= self.memory_bytes:
+                    message = f"the ideals need more than memory_bytes = {self.memory_bytes}"
+                else:
+                    message = f"{left.over(self)} are too few for the ideals"
             else:
                 num_ideals = ideals.count
-                exact = _solve(problem, b, ideals, kinds, linear.load_s, left)
-                if not exact.complete:
+                exact = _solve(problem, b, ideals, kinds, min(linear.load_s, below_s), left)
+                complete = exact.complete
+                left.sets += exact.sets
+                if complete and reduced.holds:
+                    least_s = min(linear.load_s, exact.load_s)
+                    better = _solve(problem, loose, ideals, kinds, (1 - _ROUNDS) * least_s, left)
+                    complete, proved = better.complete, better.load_s == _FAR
+                    left.sets += better.sets
+                if not complete:
+                    proved = False
                     message = f"{left.over(self)} were over before all stages were seen"
         best = min(linear, exact, key=_load)
-        ended = time.perf_counter()
-        stats: dict[str, Any] = {
-            "seconds": ended - started,
-            "dp_seconds": ended - dp_started,
-            "evaluations": 1,
-            "num_items": b.num_blocks,
-            "ideals": num_ideals,
-            "sets": exact.sets,
-            "linearised_s": linear.load_s if linear.load_s < _FAR else np.inf,
-            "contiguous_optimum": not message,
-        }
-        if message:
-            stats["message"] = f"{message}: the best split found, not proved optimal"
-            warnings.warn(f"ideal_dp: {stats['message']}", RuntimeWarning, stacklevel=2)
-        bound = lower_bound(problem)
-        if best.load_s == _FAR:
-            stats["infeasible"] = _nothing_fits(problem, "is known to fit" if message else "fits")
-            allowed = np.isfinite(problem.group_compute_s)
-            anywhere = allowed.argmax(axis=1).astype(np.int32)[problem.graph.group]
-            return Solution(anywhere, np.inf, bound, stats)
-        placement = _placement(item, kinds, best.stages)
-        stats["max_load_s"] = float(device_loads(problem, placement).max())
-        value = float(score(problem, placement)[0])
-        if not np.isfinite(value):  # the split counts parameters, a timeline activations too
-            run = (
-                replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
-            )
-            stats["infeasible"] = why_infinite(run, placement)
-        return Solution(placement, value, bound, stats)
+        return _Found(
+            load_s=best.load_s,
+            placement=_placement(item, kinds, best.stages) if best.load_s < _FAR else None,
+            linear_s=linear.load_s,
+            num_items=b.num_blocks,
+            num_ideals=num_ideals,
+            message=message,
+            proved=proved,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """The best split of one sort of items.
+
+    Attributes:
+        load_s: its largest load, ``_FAR`` without a split.
+        placement: int32 ``[N]``, None without a split.
+        linear_s: of the best linearised split.
+        num_items, num_ideals: of the program.
+        message: which limit was hit; empty: this is the best split of these items.
+        proved: no split of other items is better either.
+    """
+
+    load_s: float
+    placement: Ints | None
+    linear_s: float
+    num_items: int
+    num_ideals: int
+    message: str
+    proved: bool
 
 
 @dataclass
 class _Left:
-    """What is left of a budget: until when (of ``time.perf_counter``), and how many steps."""
+    """What is left of a budget: until when (of ``time.perf_counter``), and how many steps.
+
+    ``sets``: how many sets of items were met in the programs over ideals.
+    """
 
     deadline: float = np.inf
     steps: float = np.inf
+    sets: int = 0
 
     def __bool__(self) -> bool:
         return self.steps > 0 and time.perf_counter() < self.deadline
@@ -170,13 +223,46 @@ class _Left:
         return f"{what} = {getattr(planner, what)}"
 
 
-def contract(problem: Problem, join_trivial: bool = True) -> tuple[Ints, Edges]:
+@dataclass(frozen=True, eq=False)
+class _Reduced:
+    """Operators as items.
+
+    Attributes:
+        item: int32 ``[N]`` the item of each operator, numbered topologically.
+        edges: between items, that order them.
+        joined: bool ``[N]``: it costs nothing, and was added to the item of a neighbour.
+        holds: whether those read parameters that it may matter to have beside the neighbour's.
+    """
+
+    item: Ints
+    edges: Edges
+    joined: NDArray[np.bool_]
+    holds: bool
+
+    def without_joined(self, problem: Problem) -> Problem:
+        """The same problem where operators that were ``joined`` read no parameters."""
+        g = problem.graph
+        kept = ~self.joined[g.param_use_op]
+        return replace(
+            problem,
+            graph=replace(g, param_use_op=g.param_use_op[kept], param_use=g.param_use[kept]),
+        )
+
+
+def contract(problem: Problem) -> tuple[Ints, Edges]:
     """The item of each operator, int32 ``[N]``, and the edges between items that order them.
 
     Items are numbered topologically; edges are those of the forward operators, and the mirrored
-    ones of backward operators without a forward mate. ``join_trivial``: items that cost nothing,
-    and no device anything to feed, join their only neighbour.
+    ones of backward operators without a forward mate. Items that cost nothing, and no device
+    anything to feed or to hold, join their only neighbour: no split is lost that is better than
+    all others.
     """
+    reduced = _reduced(problem, False)
+    return reduced.item, reduced.edges
+
+
+def _reduced(problem: Problem, join_holders: bool) -> _Reduced:
+    """See ``contract``; ``join_holders``: whatever parameters an item holds, it joins."""
     g = problem.graph
     group, back, n = g.group, g.is_backward, g.num_groups
     u, v = g.edges[:, 0], g.edges[:, 1]
@@ -202,9 +288,12 @@ def contract(problem: Problem, join_trivial: bool = True) -> tuple[Ints, Edges]:
         np.bincount(item, weights=backward_s, minlength=num_items),
     )
     fed = (g.tensor_src[g.use_tensor] < 0) & (problem.io_s[g.use_tensor] > 0).any(axis=1)
-    dear = np.concatenate([item[meets_backward], item[group[g.use_dst[fed]]]])
+    holders = item[group[g.param_use_op[g.param_bytes[g.param_use] > 0]]]
+    if int(g.param_bytes.sum()) <= int(problem.memory_bytes.min()):
+        holders = holders[:0]  # everything fits everywhere
+    dear = [item[meets_backward], item[group[g.use_dst[fed]]]] + [holders] * (not join_holders)
     trivial_s = min(_TRIVIAL_S, _TRIVIAL * float(cost_s.mean()))
-    cheap = join_trivial & (cost_s <= trivial_s) & ~np.isin(np.arange(num_items), dear)
+    cheap = (cost_s <= trivial_s) & ~np.isin(np.arange(num_items), np.concatenate(dear))
     can_run = np.ones((num_items, problem.num_devices), bool)
     np.logical_and.at(can_run, item, np.isfinite(problem.group_compute_s))
     # A pair joined by an edge of each sort counts as two neighbours, as in the original.
@@ -212,11 +301,12 @@ def contract(problem: Problem, join_trivial: bool = True) -> tuple[Ints, Edges]:
     joined = np.concatenate([np.zeros((0, 2), np.int64), *edges])
     joined = joined[joined[:, 0] != joined[:, 1]]
     into = _merge_trivial(num_items, joined.tolist(), cheap, can_run)
-    item = into[item]
+    moved = into != np.arange(num_items)
     pairs = {(x, y) for x, y in into[joined].tolist() if x != y}
     first = np.full(num_items, g.num_ops)
-    np.minimum.at(first, item[group], np.arange(g.num_ops))
-    return _number(item[group], pairs, first)
+    np.minimum.at(first, into[item[group]], np.arange(g.num_ops))
+    number, order = _number(into[item[group]], pairs, first)
+    return _Reduced(number, order, moved[item[group]], bool(moved[holders].any()))
 
 
 def _components(n: int, edges: NDArray[Any]) -> NDArray[np.intp]:

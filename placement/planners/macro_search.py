@@ -109,7 +109,7 @@ def _run_ideal_dp(search: Search, seconds: float | None) -> list[Choice]:
     Where time is not limited it is the linearised one: it must not depend on the clock.
     """
     try:
-        counted = IdealDp(seconds=None, memory_bytes=1, max_steps=2**27)
+        counted = IdealDp(seconds=None, max_steps=2**27, ideals=False)
         planner = counted if seconds is None else IdealDp(seconds=0.2 * seconds)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)

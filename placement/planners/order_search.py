@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -92,7 +92,7 @@ def why_not(problem: Problem) -> str:
         return f"it is for objective latency, not {problem.objective}"
     if problem.ready_order != "priority":
         return "devices run operators in the order of their arrival"
-    if problem.memory_may_bind:
+    if replace(problem, num_microbatches=1).memory_may_bind:
         return "memory may not suffice for every placement, and its peaks are not tracked"
     if problem.profile.loaded_s is not None:
         return "operators take longer beside busy devices (loaded_s)"

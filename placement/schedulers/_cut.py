@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,8 @@ Ints = NDArray[np.int32]
 
 # Blocks that a search still orders in seconds.
 MAX_BLOCKS = 64
+# More than this are not joined: tables of all pairs take gigabytes, and each join looks at them.
+_MOST_JOINED = 2000
 # Integer units of time in the load of the busiest device, and of memory in a limit.
 _UNITS = 2000
 
@@ -89,8 +92,9 @@ def cut(
     The level of an operator counts the changes of device (or of ``kind`` int ``[N]``, by default
     forward or backward) on the way to it. Connected operators of one level, device and kind are
     a block: whatever leaves it goes to a higher level, so that there are no circles. While there
-    are more than ``max_blocks``, those of one level are joined, then the shortest blocks of a
-    device with no other block on a way between them.
+    are more than ``max_blocks``, those of one level are joined, then, of at most 2,000, the
+    shortest blocks of a device with no other block on a way between them. Where neither is
+    possible there are more.
     """
     g = problem.graph
     sort = np.asarray(g.is_backward if kind is None else kind, dtype=np.int64)
@@ -138,13 +142,19 @@ def _outer(label: NDArray[np.int64], edges: Ints) -> NDArray[np.int64]:
 
 def _topological(level: Ints, edges: NDArray[np.int64]) -> list[int]:
     """Blocks in topological order, of several the one of the lowest level first."""
-    left = set(range(len(level)))
-    waits = {b: set(edges[edges[:, 1] == b, 0].tolist()) for b in left}
+    after: list[list[int]] = [[] for _ in level]
+    for u, v in edges.tolist():
+        after[u].append(v)
+    missing = np.bincount(edges[:, 1], minlength=len(level)).tolist()
+    ready = [(int(level[b]), b) for b in range(len(level)) if missing[b] == 0]
+    heapq.heapify(ready)
     order: list[int] = []
-    while left:
-        ready = min((b for b in left if not waits[b] & left), key=lambda b: (level[b], b))
-        order.append(ready)
-        left.discard(ready)
+    while ready:
+        order.append(heapq.heappop(ready)[1])
+        for v in after[order[-1]]:
+            missing[v] -= 1
+            if missing[v] == 0:
+                heapq.heappush(ready, (int(level[v]), v))
     return order
 
 
@@ -170,7 +180,7 @@ def _joined(
     """
     label = np.unique(label, return_inverse=True)[1].reshape(-1)
     num = int(label.max()) + 1
-    if num <= max_blocks:
+    if num <= max_blocks or num > _MOST_JOINED:
         return label
     reach = np.zeros((num, num), bool)
     reach[tuple(_outer(label, edges).T)] = True

@@ -16,13 +16,17 @@ from placement.simulator import simulate
 
 # How often a search is repeated with less memory where the simulator finds too much.
 _RETRIES = 3
+# More blocks than this are refused: the model of all their pairs is written before any clock is
+# looked at, several seconds for 512 blocks.
+_MOST_BLOCKS = 512
 
 
 @dataclass(frozen=True)
 class Searched:
     """Modulo scheduling with CP-SAT (after Lin et al., "Tessel", TPDS 35(12) 2024).
 
-    The placed graph is cut into at most 64 blocks, the pattern of one micro-batch (or several)
+    The placed graph is cut into at most 64 blocks (more only where none may be joined, as in a
+    chain that changes devices at every step), the pattern of one micro-batch (or several)
     with the shortest period is searched and proved, and all micro-batches follow it as early as
     its order allows; see ``_repetend.py`` and ``_retime.py``. Other than in the published search,
     devices may be unlike, transfers take time (as delays), and patterns may hold several
@@ -39,7 +43,7 @@ class Searched:
     seconds: float | None = None
 
     def __call__(self, problem: Problem, placement: Placement, num_microbatches: int) -> Schedule:
-        """Raises: SchedulerError, nothing fits into the memory, or OR-Tools is missing."""
+        """Raises: SchedulerError, too many blocks, nothing fits into the memory, or no OR-Tools."""
         return self.solve(problem, placement, num_microbatches)[0]
 
     def solve(
@@ -48,6 +52,11 @@ class Searched:
         """The schedule, what is proved about its blocks, and the seconds of their unit of time."""
         p = problem.check_placement(placement)
         made = cut(problem, p)
+        if made.num_blocks > _MOST_BLOCKS:
+            raise SchedulerError(
+                f"searched: the placement changes devices so often that {made.num_blocks} blocks "
+                f"remain, more than {_MOST_BLOCKS}; use one_f_one_b, or another placement"
+            )
         free, unit_s = work_of(problem, p, made, num_microbatches)
         held = held_bytes(problem, p, made)
         room = problem.memory_bytes - problem.param_bytes_on(p)
