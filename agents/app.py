@@ -397,8 +397,9 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
     for name, node in cfg.workload.items():
         cli.search_here(str(node.get("spec")))
         job.report(f"{name}: loading and capturing", None)
-        module, inputs = instantiate(node, _convert_="all")
-        graph = capture(module, inputs, name=str(name))
+        with cli.says_nothing_in_answers():
+            module, inputs = instantiate(node, _convert_="all")
+            graph = capture(module, inputs, name=str(name))
 
         def measuring(what: str, share: float, name: Any = name) -> None:
             job.report(f"{name}: measuring, {what}", share)

@@ -531,6 +531,23 @@ def test_run_follows_the_order_of_the_plan(home: Path, tmp_path: Path, capsys: A
     assert "the plan's order is for 3 micro-batches" in error(capsys, "run", path, "--batches", "4")
 
 
+def test_what_a_model_prints_is_not_in_the_answer(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    (tmp_path / "talkative.py").write_text(
+        "from placement.workloads import load\n"
+        "from placement.planners.heft import Heft\n"
+        "def build():\n    print('loading')\n    return load('tiny_mlp')\n"
+        "def planner(problem):\n    print('planning')\n    return Heft()(problem)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = plan_args(home, "talkative:planner", "--json")
+    words[words.index("tiny_mlp")] = "talkative:build"
+    assert main(words) == OK
+    out, err = capsys.readouterr()
+    assert json.loads(out)["feasible"] is True and "loading\n" in err and "planning\n" in err
+
+
 def test_plans_on_described_devices_find_what_was_measured(tmp_path: Path, capsys: Any) -> None:
     """The profile of devices ``like`` this machine's is the machine's: planned, then exported."""
     from placement.measure import cached_path
