@@ -206,6 +206,19 @@ def test_plan_of_public_workloads(shared: Path, capsys: pytest.CaptureFixture[st
     assert got["feasible"] and 0 < got["lower_bound_s"] <= got["value_s"]
 
 
+def test_plan_says_that_a_network_is_untrained(home: Path, capsys: Any) -> None:
+    said = "no policy is released for period in this mode: the network is untrained"
+    words = plan_args(home, "policy", "mode=zero_shot", "--json")
+    assert main(words) == OK and said in capsys.readouterr().err
+    assert main([*words, "policy=untrained"]) == OK and said not in capsys.readouterr().err
+
+
+def test_commands_to_type_next_are_quoted(home: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "my plans" / "plan.json"
+    assert main(plan_args(home, "heft", "--out", str(out))) == OK
+    assert f"; next: placement run '{out}'\n" in capsys.readouterr().err
+
+
 def test_plan_says_when_a_gain_is_less_than_predictions_err(tmp_path: Path, capsys: Any) -> None:
     from problems import random_problem
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from dataclasses import fields, is_dataclass, replace
 from math import isfinite
@@ -140,6 +141,11 @@ def run(args: argparse.Namespace) -> int:
         _say_measured(solution)
     elif found.stats.get("best_value_s", found.value_s) < found.value_s:
         _say_kept(found)
+    if found.stats.get("policy") == "untrained" and "policy=untrained" not in args.options:
+        cli.say(
+            f"no policy is released for {problem.objective} in this mode: the network is "
+            "untrained; policy=FILE takes one that you have trained (placement-train)"
+        )
     if args.out or not args.json:
         _show_and_save(args, planner, problem, solution, measured)
     if args.trace:
@@ -276,9 +282,9 @@ def _show_and_save(
     if args.out:
         plan.save(args.out)
         # Code of yours is not called on a plan's word: it is named again.
-        model = f" --model {args.workload}" if ":" in args.workload else ""
+        model = ["--model", args.workload] if ":" in args.workload else []
         here = problem.graph.program is not None and not plan.missing_devices()
-        runs = f"; next: placement run {args.out}{model}" if here else ""
+        runs = f"; next: {shlex.join(['placement', 'run', args.out, *model])}" if here else ""
         cli.say(f"plan written to {args.out}{runs}")
 
 
