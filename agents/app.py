@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 import traceback
 import warnings
@@ -40,7 +41,7 @@ _LISTS = ("workload", "planner")
 _MANY = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 _PLUGINS = (
     f"joblib, submitit and optuna: pip install '{DISTRIBUTION}[sweep]'; "
-    f"ray: pip install '{DISTRIBUTION}[ray]'"
+    f"ray: pip install '{DISTRIBUTION}[ray]' in an environment of its own (docs/sweeps.md)"
 )
 _VERSIONS_OF = ("torch", "numpy", "numba", "stable-baselines3", "torch-geometric", "hydra-core")
 
@@ -117,6 +118,8 @@ def explain(error: Exception) -> str | None:
             f"cannot use {error.filename}: {error.strerror}; "
             "another run folder: hydra.run.dir=FOLDER (or hydra.sweep.dir=FOLDER)"
         )
+    if isinstance(error, OSError | MemoryError):
+        return str(error) or cli.NO_MEMORY
     return str(error) if type(error).__module__.partition(".")[0] in _OURS else None
 
 
@@ -282,6 +285,7 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             yield Job(cfg, folder, mirror, report)
     except KeyboardInterrupt:
         again = f"hydra.sweep.dir={hydra.sweep.dir}" if is_sweep else f"hydra.run.dir={folder}"
+        again = shlex.quote(again)
         if job_type == "train":
             again += " resume=true"
         cli.say(f"what is finished is in {folder}; to continue, the same command with {again}")
@@ -397,8 +401,9 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
     for name, node in cfg.workload.items():
         cli.search_here(str(node.get("spec")))
         job.report(f"{name}: loading and capturing", None)
-        module, inputs = instantiate(node, _convert_="all")
-        graph = capture(module, inputs, name=str(name))
+        with cli.says_nothing_in_answers():
+            module, inputs = instantiate(node, _convert_="all")
+            graph = capture(module, inputs, name=str(name))
 
         def measuring(what: str, share: float, name: Any = name) -> None:
             job.report(f"{name}: measuring, {what}", share)

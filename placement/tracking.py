@@ -117,6 +117,9 @@ class _LocalMirror(Mirror):
             self._events.add_image(name, pixels, dataformats="HWC")
 
 
+_NOT_MIRRORED = "not mirrored to W&B: {}; or use tracker=none"
+
+
 @dataclass(frozen=True)
 class WandbTracker(Tracker):
     """Weights & Biases: online if the user is logged in, else offline.
@@ -134,8 +137,12 @@ class WandbTracker(Tracker):
         self, folder: Path, config: Mapping[str, Any], job_type: str, group: str | None = None
     ) -> Iterator[Mirror]:
         """See ``Tracker.run``; without network it is offline, without W&B there is a warning."""
-        import wandb
-
+        try:
+            import wandb
+        except ImportError as error:  # not there, or not with the other packages that are
+            warnings.warn(_NOT_MIRRORED.format(error), stacklevel=2)
+            yield Mirror()
+            return
         # W&B takes a package called agents for an LLM library, and would recommend another product.
         os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         asked = self.mode or os.environ.get("WANDB_MODE")
@@ -155,7 +162,7 @@ class WandbTracker(Tracker):
         try:
             run = _begin(asked or ("online" if is_logged_in() else "offline"), options)
         except (wandb.Error, OSError) as error:
-            warnings.warn(f"not mirrored to W&B: {error}; or use tracker=none", stacklevel=2)
+            warnings.warn(_NOT_MIRRORED.format(error), stacklevel=2)
             yield Mirror()
             return
         failed = True

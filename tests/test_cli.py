@@ -206,6 +206,19 @@ def test_plan_of_public_workloads(shared: Path, capsys: pytest.CaptureFixture[st
     assert got["feasible"] and 0 < got["lower_bound_s"] <= got["value_s"]
 
 
+def test_plan_says_that_a_network_is_untrained(home: Path, capsys: Any) -> None:
+    said = "no policy is released for period in this mode: the network is untrained"
+    words = plan_args(home, "policy", "mode=zero_shot", "--json")
+    assert main(words) == OK and said in capsys.readouterr().err
+    assert main([*words, "policy=untrained"]) == OK and said not in capsys.readouterr().err
+
+
+def test_commands_to_type_next_are_quoted(home: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "my plans" / "plan.json"
+    assert main(plan_args(home, "heft", "--out", str(out))) == OK
+    assert f"; next: placement run '{out}'\n" in capsys.readouterr().err
+
+
 def test_plan_says_when_a_gain_is_less_than_predictions_err(tmp_path: Path, capsys: Any) -> None:
     from problems import random_problem
 
@@ -529,6 +542,23 @@ def test_run_follows_the_order_of_the_plan(home: Path, tmp_path: Path, capsys: A
     assert got["numerics_equal"] is True and got["measured"]["period_s"]["median_s"] > 0
     assert ran(trace) == order
     assert "the plan's order is for 3 micro-batches" in error(capsys, "run", path, "--batches", "4")
+
+
+def test_what_a_model_prints_is_not_in_the_answer(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    (tmp_path / "talkative.py").write_text(
+        "from placement.workloads import load\n"
+        "from placement.planners.heft import Heft\n"
+        "def build():\n    print('loading')\n    return load('tiny_mlp')\n"
+        "def planner(problem):\n    print('planning')\n    return Heft()(problem)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = plan_args(home, "talkative:planner", "--json")
+    words[words.index("tiny_mlp")] = "talkative:build"
+    assert main(words) == OK
+    out, err = capsys.readouterr()
+    assert json.loads(out)["feasible"] is True and "loading\n" in err and "planning\n" in err
 
 
 def test_plans_on_described_devices_find_what_was_measured(tmp_path: Path, capsys: Any) -> None:

@@ -24,7 +24,7 @@ from hydra.utils import get_object, instantiate
 
 import agents.compare
 import agents.train
-from agents.app import AppError, make_planner, with_lists
+from agents.app import AppError, explain, make_planner, with_lists
 from agents.expert import load_solutions
 from agents.trained import TrainedPolicy
 from placement import planners, workloads
@@ -336,6 +336,13 @@ n1 -- Conv -- forward_compute_time=2, backward_compute_time=0, activation_size=9
 n2 -- Conv -- forward_compute_time=2, backward_compute_time=0, activation_size=9, parameter_size=0
 \tn1 -- n2
 """
+
+
+def test_full_memory_and_files_without_a_name_are_no_defects_of_ours() -> None:
+    """As in ``placement``: one line and exit code 2."""
+    assert explain(MemoryError()) == "not enough memory for a problem of this size"
+    assert explain(OSError("no route to host")) == "no route to host"
+    assert explain(ZeroDivisionError()) is None
 
 
 def test_files_among_workloads_move_to_files() -> None:

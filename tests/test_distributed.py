@@ -679,6 +679,12 @@ def test_the_command_starts_torchrun_compares_and_writes_one_trace(what, tmp_pat
             mine.sort(key=lambda e: e["ts"])
             rows = [(e["args"]["operator"], e["args"]["micro_batch"]) for e in mine]
             assert rows == list(map(tuple, order.order[d].tolist()))
+    if "training" in what:
+        refused = [*command[:5], "--distributed", "--against-single-device"]
+        done = subprocess.run(
+            refused, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2 and "not with --distributed and training" in done.stderr
     refused = [*command[:5], "--distributed", "--processes", "3"]
     done = subprocess.run(
         refused, cwd=tmp_path, env=env, capture_output=True, text=True, check=False

@@ -79,6 +79,8 @@ def test_problems(found: dict[str, Any], problem: str) -> None:
         (changed(cpu={"load": 3.0}), "keep 3.0 of 4 cores busy"),
         (changed(noise={"slow_over_fast": 2.0}), "up to 2.0 times as long"),
         (changed(cpu={"governor": "powersave"}), "governor powersave"),
+        (changed(extras={"ray": {"ray": None}}), "[ray]' into an environment of its own, if"),
+        (changed(platform="macOS-15.1-arm64"), "macOS-15.1-arm64 is not supported, Linux is"),
         (changed(extras={"cp": {"ortools": None}}), "pip install 'device-placement-rl[cp]'"),
     ],
 )

@@ -876,7 +876,7 @@ def test_nearest_that_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> No
     assert not out.exists()
 
 
-def test_usage_errors(saved: tuple[Path, Path], capsys: Any) -> None:
+def test_usage_errors(saved: tuple[Path, Path], capsys: Any, monkeypatch: Any) -> None:
     plan, _ = saved
 
     def error(*words: str) -> str:
@@ -900,6 +900,12 @@ def test_usage_errors(saved: tuple[Path, Path], capsys: Any) -> None:
     )
     assert "is in use; name another file" in error(str(plan), "--to", "csv", "--out", str(plan))
     assert not Path(out).exists()
+    read = plan.with_name("net.onnx")
+    read.write_bytes(b"a model")
+    monkeypatch.setattr("placement.exporters.onnx.Onnx.__call__", lambda *_: Exported({"": ""}, ""))
+    words = [f"model={read}", "--to", "onnx", "--out", str(read)]
+    assert "net.onnx is in use; name another file" in error(str(plan), *words)
+    assert read.read_bytes() == b"a model"
 
 
 def test_export_needs_no_torch(saved: tuple[Path, Path]) -> None:

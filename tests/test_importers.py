@@ -291,12 +291,14 @@ def test_published_dnn_partitioning(
 def test_published_pipedream_and_moirai() -> None:
     if not DATA.is_dir():
         pytest.skip(f"no reference data: {DATA} does not exist")
-    for path in sorted((DATA / "pipedream").glob("*.txt")):
+    pipedream, moirai = (sorted(DATA.glob(x)) for x in ("pipedream/*.txt", "moirai/*.json"))
+    assert pipedream and moirai
+    for path in pipedream:
         text = path.read_text()
         num_nodes = sum(" -- forward_compute_time" in line for line in text.splitlines())
         assert load(path, mode="inference").num_ops == num_nodes
         assert load(path, devices=8).num_ops == 2 * num_nodes
-    for path in sorted((DATA / "moirai").glob("*.json")):
+    for path in moirai:
         problem = load(path)
         data = json.loads(path.read_text())
         assert problem.num_ops == len(data["nodes"])

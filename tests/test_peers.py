@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from problems import problems, random_placement, random_problem
 
@@ -114,12 +114,11 @@ def test_kernel_equals_reference_on_500_random_problems() -> None:
         check(replace(problem, contention=False, ready_order="arrival"), seed)
 
 
-@given(problems(), st.integers(0, 100))
+@given(problems(max_ops=4), st.integers(0, 100))
 def test_more_bandwidth_for_all_is_never_slower_in_a_given_order(problem: Problem, s: int) -> None:
     # Transfers that need not wait arrive no later; an operator alone on its device begins then.
     alone = replace(problem, num_microbatches=1)
-    if alone.num_ops > alone.num_devices or not np.isfinite(alone.compute_s).all():
-        return
+    assume(alone.num_ops <= alone.num_devices)
     p = np.arange(alone.num_ops, dtype=np.int32)
     shared, free = simulate(alone, p), simulate(replace(alone, contention=False), p)
     blocked = alone.link_blocking.any()

@@ -410,6 +410,12 @@ def test_a_plan_with_an_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["validate", out]) == 0
     assert main([*verb, "--scheduler", "gpip"]) == 2
     assert "schedulers are gpipe, " in capsys.readouterr().err
+    # What machines read is of that order too, which takes 5 s per micro-batch; the list rule 4 s.
+    verb[verb.index("contiguous_dp")] = "round_robin"
+    assert main([*verb, "--scheduler", "one_f_one_b", "--json"]) == 0
+    answer, plan = json.loads(capsys.readouterr().out), json.loads(Path(out).read_text())
+    assert answer["order"] == plan["order"]
+    assert answer["value_s"] == plan["predicted"]["value_s"] == pytest.approx(5.0)
 
 
 # --- the studies -------------------------------------------------------------------------

@@ -182,6 +182,17 @@ def test_without_network_a_run_is_offline(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert asked == ["online", "offline"]
 
 
+def test_without_wandb_there_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with (
+        pytest.warns(
+            UserWarning, match=r"not mirrored to W&B: import of wandb halted.*tracker=none"
+        ),
+        WandbTracker().run(tmp_path, {}, "compare") as mirror,
+    ):
+        mirror.comparison(comparison(1.0))
+
+
 def test_a_tracker_that_cannot_start_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

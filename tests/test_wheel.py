@@ -64,6 +64,8 @@ def test_the_wheel_contains_the_packages_and_nothing_else(wheel: Path) -> None:
     assert "placement/py.typed" in files
     pages = ROOT / "placement" / "report" / "page"
     assert {p.relative_to(ROOT).as_posix() for p in pages.iterdir()} <= set(files)
+    weights = list((ROOT / "agents" / "released").glob("*.safetensors"))
+    assert weights and {p.relative_to(ROOT).as_posix() for p in weights} <= set(files)
     configs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")}
     assert configs, "conf/ holds no YAML files"
     assert configs <= set(files)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ AFTER_INTERRUPT = (
     "no file is half written, and profiles that were finished are kept for the same command"
 )
 A_DEFECT = "a defect, unless it is in code of yours: please report what is above"
+NO_MEMORY = "not enough memory for a problem of this size"
 LIFE_SIGN_S = 60.0  # in a log
 MAX_BATCHES = 1_000_000  # more would only fill the memory
 
@@ -236,6 +237,11 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
         teller.join()
 
 
+def says_nothing_in_answers() -> AbstractContextManager[object]:
+    """What anybody's code prints inside goes to standard error: answers are for machines."""
+    return redirect_stdout(sys.stderr)
+
+
 def search_here(spec: str | None) -> None:
     """Modules of the working directory are found where ``spec`` is ``package.module:name``."""
     if ":" in (spec or "") and os.getcwd() not in sys.path:
@@ -247,7 +253,8 @@ def load_workload(spec: str) -> tuple[Any, Any]:
     from placement import workloads
 
     search_here(spec)
-    loaded: tuple[Any, Any] = workloads.load(spec)
+    with says_nothing_in_answers():
+        loaded: tuple[Any, Any] = workloads.load(spec)
     return loaded
 
 
@@ -264,9 +271,10 @@ def capture_workload(
     from placement.program import capture
 
     report(f"capturing {spec}", None)
-    if mode != "training":
-        return capture(module, inputs, name=spec)
-    return capture(module, inputs, name=spec, mode="training", loss=loss, optimizer=chosen)
+    with says_nothing_in_answers():
+        if mode != "training":
+            return capture(module, inputs, name=spec)
+        return capture(module, inputs, name=spec, mode="training", loss=loss, optimizer=chosen)
 
 
 def _say_if_training(spec: str, module: Any) -> None:
@@ -290,7 +298,8 @@ def load_training(spec: str, optimizer: str | None) -> tuple[Any, Any, Any, Any]
     from placement import workloads
 
     search_here(spec)
-    module, example, loss = workloads.load_training(spec)
+    with says_nothing_in_answers():
+        module, example, loss = workloads.load_training(spec)
     from torch import optim
 
     name = optimizer or OPTIMIZER

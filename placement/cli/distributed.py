@@ -33,6 +33,12 @@ def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
     """
     if args.weights and plan.graph.mode == "training":
         raise cli.UsageError("--weights is for inference: training starts from the model's values")
+    if args.against_single_device and (args.weights or plan.graph.mode == "training"):
+        what = "--weights" if args.weights else "training"
+        raise cli.UsageError(
+            f"--against-single-device: not with --distributed and {what}; a run without "
+            "--distributed measures it"
+        )
     return _rank(args, plan, batches) if "RANK" in os.environ else _spawn(args, plan)
 
 
@@ -117,7 +123,6 @@ def _infer(
     args: argparse.Namespace, plan: Plan, batches: int, world: World, report: cli.Progress
 ) -> int:
     from placement.executor.distributed import DistributedRunner
-    from placement.executor.distributed_world import RankError
 
     report("loading and capturing the model", None)
     graph, module, inputs = _model(args, plan)
@@ -140,12 +145,12 @@ def _infer(
         if args.trace:
             make(in_order=True, record=True).serve()
         return cli.OK
-    single = plan.fallback.device if plan.fallback and not args.weights else None
+    single = plan.fallback.device if plan.fallback else None
     with ExitStack() as runners:
         runners.enter_context(runner)
         compared = module is not None and not graph.program.is_random
         if compared and (wrong := difference(runner, module, inputs)):
-            raise RankError(f"the results differ from those of the plain module: {wrong}")
+            raise _differ(args, "the plain module", wrong)
         ways = {"plan": calls(runner, runner, inputs, batches)}
         if args.against_single_device and single:
             other = runners.enter_context(alone(plan, runner, single))
@@ -172,6 +177,15 @@ def _infer(
     return cli.OK
 
 
+def _differ(args: argparse.Namespace, whose: str, wrong: str) -> Exception:
+    """The error that ends all ranks; that results are not equal is an answer for machines too."""
+    from placement.executor.distributed_world import RankError
+
+    if args.json:
+        cli.print_json({"numerics_equal": False, "difference": wrong})
+    return RankError(f"the results differ from those of {whose}: {wrong}")
+
+
 def _model(args: argparse.Namespace, plan: Plan) -> tuple[Any, Any, Any]:
     """Graph, module and inputs; with ``--weights`` no module, and if possible never its values."""
     import torch
@@ -196,7 +210,6 @@ def _train(
 ) -> int:
     from placement.cli import train
     from placement.executor.distributed import DistributedTrainer
-    from placement.executor.distributed_world import RankError
     from placement.program import capture
 
     report("loading and capturing the model", None)
@@ -222,7 +235,7 @@ def _train(
     with trainer:
         compared = not graph.program.is_random
         if compared and (wrong := train.difference(trainer, module, example, loss, batches)):
-            raise RankError(f"the results differ from those of plain PyTorch: {wrong}")
+            raise _differ(args, "plain PyTorch", wrong)
         once, often = train.steps(trainer, trainer, example, batches)
         way = (once if plan.order is None else lambda: None, often)
         measured = measure({"plan": way}, report)

@@ -105,6 +105,8 @@ def advice(found: dict[str, Any]) -> tuple[list[str], list[str]]:
             "compiled kernels cannot be kept, every command compiles them anew (a minute): "
             "export NUMBA_CACHE_DIR=/a/folder/of/yours"
         )
+    if not found["platform"].startswith("Linux"):
+        hints.append(f"{found['platform']} is not supported, Linux is: some commands fail here")
     cpu, noisy = found["cpu"], found["noise"]
     quota = cpu["quota_cores"]
     if quota is not None and quota < cpu["usable"]:
@@ -129,8 +131,10 @@ def advice(found: dict[str, Any]) -> tuple[list[str], list[str]]:
     for name, parts in found["extras"].items():
         lacking = [part for part, installed in parts.items() if installed is None]
         if lacking and name != "dev":
+            where = " into an environment of its own," if name == "ray" else ""
             hints.append(
-                f"without {', '.join(lacking)}: pip install '{DISTRIBUTION}[{name}]' if you need it"
+                f"without {', '.join(lacking)}: pip install '{DISTRIBUTION}[{name}]'{where} if you "
+                "need it"
             )
     return problems, hints
 

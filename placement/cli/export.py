@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             cli.say(why)
             return cli.NO
         exported = exporter(nearest, problem)
-    paths = _write(exported, args)
+    paths = _write(exported, args.out, read=[args.plan, getattr(exporter, "model", None)])
     if args.json:
         _answer(args, paths, moved, predicted, exported.note)
     elif predicted is not None:
@@ -169,17 +170,17 @@ def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
     return Problem(graph, cluster, profile, **decided(plan))
 
 
-def _write(exported: Exported, args: argparse.Namespace) -> list[str]:
+def _write(exported: Exported, given: str, *, read: Sequence[str | None]) -> list[str]:
     """Write the files and return their paths.
 
     Raises:
-        UsageError: two of them, or one of them and the plan, are the same file.
+        UsageError: two of them, or one of them and one that was ``read``, are the same file.
     """
     from placement.files import write_atomic
 
-    out = Path(args.out)
+    out = Path(given)
     paths = {suffix: out.with_suffix(suffix) if suffix else out for suffix in exported.files}
-    taken = [Path(args.plan).resolve()]
+    taken = [Path(path).resolve() for path in read if path]
     for suffix, path in paths.items():
         if path.resolve() in taken:
             beside = f"a {suffix} is written beside it, and " if suffix else ""

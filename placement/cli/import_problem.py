@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from placement import cli
 from placement.cli.plan import configure_problem, load_problem
@@ -56,5 +57,6 @@ def run(args: argparse.Namespace) -> int:
                 ]
             ],
         )
-    cli.say(f"problem written to {args.out}; next: placement plan {args.out} --planner best_of")
+    out = shlex.quote(args.out)
+    cli.say(f"problem written to {args.out}; next: placement plan {out} --planner best_of")
     return cli.OK

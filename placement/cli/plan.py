@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from dataclasses import fields, is_dataclass, replace
 from math import isfinite
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from placement.plan import Measured
     from placement.problem import Planner, Problem, Solution
     from placement.schedule import Schedule
+    from placement.schedulers import Scheduler
 
 EXAMPLE = """examples:
   placement plan resnet50 --planner local_search --seconds 10 --out plan.json
@@ -24,10 +26,11 @@ EXAMPLE = """examples:
   placement plan resnet50 --planner heft --predict polynomial
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
-lower_bound_s, seconds, evaluations, feasible, assignment; with --measurements planner is
-measured_search, and there also are measured_s, measured_single_s (of the best single device) and
-measurements; with the planner replicated also
-replicated_period_s and stages, each with its devices.
+lower_bound_s, seconds, evaluations, feasible, assignment. Where the planner or --scheduler decides
+an order, value_s is of that order, and order has, for every device, its operators in turn, each
+with the number of its micro-batch. With --measurements planner is measured_search, and there also
+are measured_s, measured_single_s (of the best single device) and measurements; with the planner
+replicated also replicated_period_s and stages, each with its devices.
 """
 
 
@@ -115,17 +118,18 @@ def run(args: argparse.Namespace) -> int:
         problem = load_problem(args, report)
         report(f"planning with {args.planner}", None)
         began = time.perf_counter()
-        solution = planner(problem)
+        with cli.says_nothing_in_answers():
+            solution = planner(problem)
         took = time.perf_counter() - began
         if isfinite(solution.value_s):
             solution = _checked(args, problem, solution)
         measured = None
         if args.measurements is not None and isfinite(solution.value_s):
             solution, measured = _measured(args, problem, solution, report)
-        schedule = solution.schedule
+        found = solution
         if scheduler is not None and isfinite(solution.value_s):
             report(f"ordering with {args.scheduler}", None)
-            schedule = scheduler(problem, solution.placement, problem.num_microbatches)
+            solution = _ordered(args, scheduler, problem, solution)
             measured = None  # what ran was not in this order
     if args.json:
         cli.print_json(_answer(args, problem, solution, took))
@@ -135,14 +139,19 @@ def run(args: argparse.Namespace) -> int:
         return cli.NO
     if args.measurements is not None:
         _say_measured(solution)
-    elif solution.stats.get("best_value_s", solution.value_s) < solution.value_s:
-        _say_kept(solution)
+    elif found.stats.get("best_value_s", found.value_s) < found.value_s:
+        _say_kept(found)
+    if found.stats.get("policy") == "untrained" and "policy=untrained" not in args.options:
+        cli.say(
+            f"no policy is released for {problem.objective} in this mode: the network is "
+            "untrained; policy=FILE takes one that you have trained (placement-train)"
+        )
     if args.out or not args.json:
-        _show_and_save(args, planner, problem, solution, schedule, measured)
+        _show_and_save(args, planner, problem, solution, measured)
     if args.trace:
         from placement.simulator import simulate
 
-        timeline = simulate(problem, solution.placement, schedule)
+        timeline = simulate(problem, solution.placement, solution.schedule)
         cli.write_trace(args.trace, timeline.to_trace(problem.graph.op_name))
     return cli.OK
 
@@ -189,6 +198,19 @@ def _checked(args: argparse.Namespace, problem: Problem, solution: Solution) -> 
             "word counts. placement.testing.check_planner checks a planner of yours"
         )
     return true
+
+
+def _ordered(
+    args: argparse.Namespace, scheduler: Scheduler, problem: Problem, solution: Solution
+) -> Solution:
+    """The answer in the order of the scheduler, with the value that it has in that order."""
+    from placement.simulator import as_simulated
+
+    with cli.says_nothing_in_answers():
+        schedule = scheduler(problem, solution.placement, problem.num_microbatches)
+    why = f"the placement does not fit in the order of {args.scheduler}"
+    stats = {**solution.stats, "infeasible": why}  # is said only if it is so
+    return as_simulated(problem, replace(solution, schedule=schedule, stats=stats))
 
 
 def _measured(
@@ -238,7 +260,6 @@ def _show_and_save(
     planner: Planner,
     problem: Problem,
     solution: Solution,
-    schedule: Schedule | None,
     measured: Measured | None,
 ) -> None:
     from placement.cli.show import show_plan
@@ -253,7 +274,6 @@ def _show_and_save(
         solution,
         planner=_decided(args),
         parameters=parameters,
-        schedule=schedule,
         workload=None if problem.graph.program is None else args.workload,
         measured=measured,
     )
@@ -262,9 +282,9 @@ def _show_and_save(
     if args.out:
         plan.save(args.out)
         # Code of yours is not called on a plan's word: it is named again.
-        model = f" --model {args.workload}" if ":" in args.workload else ""
+        model = ["--model", args.workload] if ":" in args.workload else []
         here = problem.graph.program is not None and not plan.missing_devices()
-        runs = f"; next: placement run {args.out}{model}" if here else ""
+        runs = f"; next: {shlex.join(['placement', 'run', args.out, *model])}" if here else ""
         cli.say(f"plan written to {args.out}{runs}")
 
 
@@ -430,10 +450,10 @@ def _answer(
     }
 
 
-def _order(problem: Problem, schedule: Schedule) -> dict[str, list[str]]:
-    """The operators of each device in their order, by name."""
+def _order(problem: Problem, schedule: Schedule) -> dict[str, list[tuple[str, int]]]:
+    """``(operator, micro-batch)`` of each device in their order, as a plan's ``order`` has them."""
     names = problem.graph.op_name
     return {
-        device: [names[op] for op in rows[:, 0].tolist()]
+        device: [(names[op], batch) for op, batch in rows.tolist()]
         for device, rows in zip(problem.cluster.device_names, schedule.order, strict=True)
     }

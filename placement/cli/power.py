@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from placement import cli
 
@@ -39,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     cli.print_table(cluster.name, ["device", "busy W", "idle W", "source"], rows)
     if args.out is not None:
-        cli.say(f"devices written to {args.out}; next: placement plan ... --cluster {args.out}")
+        out = shlex.quote(args.out)
+        cli.say(f"devices written to {args.out}; next: placement plan ... --cluster {out}")
     return cli.OK
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,11 @@ def run(args: argparse.Namespace) -> int:
         profile.save(path)
     except (OSError, ValueError) as error:
         raise cli.UsageError(f"the profile above was not saved: {error}{_or(args.out)}") from error
-    how = "" if args.seconds is None else f"; use it with: placement plan --profile {path}"
+    how = (
+        ""
+        if args.seconds is None
+        else f"; use it with: placement plan --profile {shlex.quote(str(path))}"
+    )
     cli.say(f"profile saved to {path}{how}")
     return cli.OK
 

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         path = Path(args.out or name.lstrip(".") + suffix)
         if args.out is None and path.exists():
             raise cli.UsageError(f"{path} exists; name the file to write: --out FILE")
+        cli.check_outputs(str(path))
         report(f"fetching {args.name}", None)
         data = _fetch(artifact, Path(folder), suffix)
         check = _check_plan if artifact.type == "plan" else _check_policy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -164,10 +165,10 @@ def _measure(args: argparse.Namespace, rank: int, size: int) -> int:
         cli.print_json(told)
     else:
         _show(measured)
-    named = args.workload or "MODEL"
+    named, out = args.workload or "MODEL", shlex.quote(args.cluster_out)
     cli.say(
-        f"cluster written to {args.cluster_out}; next: placement plan {named} --cluster "
-        f"{args.cluster_out} --planner best_of"
+        f"cluster written to {args.cluster_out}; next: placement plan {named} --cluster {out} "
+        "--planner best_of"
     )
     return cli.OK
 

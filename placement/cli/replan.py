@@ -171,14 +171,18 @@ def problem_of(plan: Plan, args: argparse.Namespace, report: cli.Progress) -> Pr
 
 
 def cached_profile(graph: OpGraph, cluster: Cluster) -> Path:
-    """Where the cache has what ``load_or_measure`` measured for these devices, if it has.
+    """Where the cache has these devices' times, or would have them.
 
-    Devices that are described in terms of others were measured as those of this machine.
+    Devices that are described in terms of others, and those that are left of this machine's, were
+    measured with all of this machine's.
     """
-    from placement.cli.profile import measurable
+    from placement.cluster import Cluster
     from placement.measure import cached_path
 
-    return cached_path(graph, measurable(cluster))
+    here = Cluster.detect()
+    of_here = {d.like or d.name for d in cluster.devices} <= set(here.device_names)
+    paths = [cached_path(graph, c) for c in ([cluster, here] if of_here else [cluster])]
+    return next((p for p in paths if p.exists()), paths[0])
 
 
 def problem_in_file(plan: Plan, args: argparse.Namespace, path: str) -> Problem:

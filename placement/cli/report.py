@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 
 from placement import cli
 
@@ -26,7 +27,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from placement.report.html import write_report
 
-    cli.check_outputs(args.out)
+    given = Path(args.folder)
+    home = given if given.is_dir() else given.parent
+    cli.check_outputs(args.out or str(home / "report.html"))
     with cli.progress() as report:
         report(f"reading {args.folder}", None)
         written = write_report(args.folder, args.out, report)
