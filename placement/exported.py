@@ -66,9 +66,11 @@ def export(
     whole = training and not module.training
     lost: list[tuple[nn.Module, str]] = []
 
-    def note(owner: nn.Module, name: str, _: Any) -> None:
-        # Torch follows assignments to buffers of the root itself, but of no other module.
-        if owner is not module and isinstance(owner._buffers.get(name), Tensor):
+    def note(owner: nn.Module, name: str, value: Tensor | None) -> None:
+        # Torch follows assignments to buffers of the root itself, but of no other module. What
+        # was written in place may be assigned too: self.s = torch.add(..., out=self.s).
+        old = owner._buffers.get(name)
+        if owner is not module and old is not None and old is not value:
             lost.append((owner, name))
 
     with _left_as_it_was(module):
