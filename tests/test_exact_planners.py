@@ -142,6 +142,17 @@ def test_memory_and_tied_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXACT)
+def test_a_start_that_does_not_fit_is_not_called_not_contiguous(name: str) -> None:
+    """Everything on one device is one stage; nothing fits on any device."""
+    problem = make([[1, 1], [1, 1]], [(0, 1)], param_bytes=60, memory_bytes=50).with_objective(
+        "max_load"
+    )
+    found = exact(name, contiguous=True)(problem)
+    assert found.value_s == np.inf
+    assert found.stats["message"] == "no contiguous split that fits was found: this is the start"
+
+
+@pytest.mark.parametrize("name", EXACT)
 def test_the_same_seed_gives_the_same(name: str) -> None:
     problem = small(3)
     a, b = (exact(name)(problem) for _ in range(2))

@@ -84,6 +84,12 @@ def test_moves_are_of_five_sorts() -> None:
     assert all(set(body) <= set(range(4)) or set(body) <= set(range(4, 8)) for body in seen[3])
     assert max(map(len, seen[3])) == 4 and any(b[0] == 3 and len(b) == 4 for b in seen[3])
     assert seen[4] - seen[0] == {(g, 8) for g in range(8)}  # alone where no partner was met
+    # A body of one group has no partner, of whatever kind the move is.
+    for _ in range(100):
+        count = _macro.propose(
+            random, device, problem.group_compute_s, graph, 0, SHARE, 0.0, 1, group, where, mark
+        )
+        assert count == 1
 
 
 def test_a_cut_moves_all_before_a_group_or_all_behind_it() -> None:

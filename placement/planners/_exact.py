@@ -206,7 +206,7 @@ def finish(
     if search.best_cost == np.inf:
         assert search.best is not None
         search.consider(search.best, 0)
-        stats["message"] = "no contiguous split was found; this one is not contiguous"
+        stats["message"] = "no contiguous split that fits was found: this is the start"
     bound = lower_bound(problem)
     if problem.objective == "max_load":
         if bound_s > search.best_cost * (1 + 1e-6):

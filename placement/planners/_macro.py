@@ -85,7 +85,7 @@ def propose_from(random, device, compute_s, graph, g, share, group, where, mark)
         return 0
     group[0], where[0] = g, new
     kind = _uniform(random)
-    if kind < share[SINGLE]:
+    if kind < share[SINGLE] or len(group) < 2:
         return 1
     if kind >= share[GROWTH]:
         for _ in range(_TRIES):
