@@ -99,28 +99,23 @@ def export(
                 "self.training"
             )
         )
-    # A new attribute is a left-over nobody reads; one that existed is read by later calls.
+    # What is new, or replaced before it is read, is a left-over: no later call depends on it.
     for message in messages:
         for path in re.findall(r"self\.([\w.]+)(?=[, ])", message):
             parent, _, name = path.rpartition(".")
-            if isinstance(vars(module.get_submodule(parent)).get(name), Tensor):
-                raise _keeps_state(path)
-    read = {id(x) for x in exported.constants.values()}
-    for path, tensor in replaced:
-        if id(tensor) in read:
-            raise _keeps_state(path)
+            replaced.append((path, vars(module.get_submodule(parent)).get(name)))
+    read = {id(x) for x in (*exported.constants.values(), *exported.state_dict.values())}
+    for path, value in replaced:
+        if id(value) in read:
+            raise CaptureError(
+                f"the module keeps state between calls in its attribute {path!r}, so that "
+                "its calls are not independent: make the state an input and an output"
+            )
     return exported
 
 
-def _keeps_state(path: str) -> CaptureError:
-    return CaptureError(
-        f"the module keeps state between calls in its attribute {path!r}, so that "
-        "its calls are not independent: make the state an input and an output"
-    )
-
-
 @contextmanager
-def _left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+def _left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
     """Put back attributes of all submodules, and what their dicts, lists and sets hold.
 
     Given are, in the end, the tensors that were taken from these, with the attribute's path.
@@ -135,7 +130,7 @@ def _left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
         elif not isinstance(x, tuple):
             continue
         waiting.extend((path, y) for y in _held(x).values())
-    replaced: list[tuple[str, Tensor]] = []
+    replaced: list[tuple[str, Any]] = []
     try:
         yield replaced
     finally:

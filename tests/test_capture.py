@@ -886,6 +886,16 @@ def test_state_in_a_list_or_dict_is_named(kept, nested):
     assert inner.kept is kept and kept[0] is before
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_an_attribute_that_every_call_sets_anew_is_no_state():
+    module = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.ReLU())
+    before = module[0].weight
+    graph = check(module, X)
+    assert {"0.weight_g", "0.weight_v"} < set(graph.program.param_names)
+    capture(module, X)
+    assert module[0].weight is not before and type(module[0].weight) is torch.Tensor
+
+
 def test_a_kept_tensor_that_is_replaced_before_it_is_read_is_no_state():
     def forward(m, x):
         m.kept["last"] = m.linear(x)
