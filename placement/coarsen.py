@@ -213,14 +213,17 @@ def _levels(edges: Ints, count: int) -> Ints:
     """int32 ``[count]`` longest path to each vertex of an acyclic graph, in any numbering."""
     first = np.searchsorted(edges[:, 0], np.arange(count + 1)).tolist()
     users, level = edges[:, 1].tolist(), [0] * count
-    for u in _order(edges, count):
+    for u in topological_order(edges, count):
         for v in users[first[u] : first[u + 1]]:
             level[v] = max(level[v], level[u] + 1)
     return np.array(level, np.int32)
 
 
-def _order(edges: Ints, count: int) -> list[int]:
-    """The vertices in topological order, of several ready ones the smallest number first."""
+def topological_order(edges: NDArray[np.integer[Any]], count: int) -> list[int]:
+    """Vertices ``0..count-1`` in topological order, of several ready ones the smallest first.
+
+    ``edges`` int ``[E, 2]`` are sorted by their first column, and free of circles.
+    """
     missing = np.bincount(edges[:, 1], minlength=count).tolist()
     first = np.searchsorted(edges[:, 0], np.arange(count + 1)).tolist()
     users = edges[:, 1].tolist()  # lists: a loop over arrays takes long
@@ -241,7 +244,7 @@ def _topological(label: Ints, edges: Ints) -> Ints:
     """The same labels, numbered so that every edge leads to a larger one."""
     pairs = label[edges].reshape(-1, 2)
     outer = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
-    order = _order(outer, int(label.max()) + 1)
+    order = topological_order(outer, int(label.max()) + 1)
     number = np.empty(len(order), np.int32)
     number[order] = np.arange(len(order))
     return number[label]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.coarsen import topological_order
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
 from placement.schedulers._blocks import Block, Work
@@ -142,20 +142,10 @@ def _outer(label: NDArray[np.int64], edges: Ints) -> NDArray[np.int64]:
 
 def _topological(level: Ints, edges: NDArray[np.int64]) -> list[int]:
     """Blocks in topological order, of several the one of the lowest level first."""
-    after: list[list[int]] = [[] for _ in level]
-    for u, v in edges.tolist():
-        after[u].append(v)
-    missing = np.bincount(edges[:, 1], minlength=len(level)).tolist()
-    ready = [(int(level[b]), b) for b in range(len(level)) if missing[b] == 0]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        order.append(heapq.heappop(ready)[1])
-        for v in after[order[-1]]:
-            missing[v] -= 1
-            if missing[v] == 0:
-                heapq.heappush(ready, (int(level[v]), v))
-    return order
+    block = np.argsort(level, kind="stable")  # numbered so that lower levels come first
+    mine = np.argsort(block)[edges]
+    mine = mine[np.argsort(mine[:, 0], kind="stable")]
+    return [int(block[n]) for n in topological_order(mine, len(level))]
 
 
 def _levels(edges: Ints, num: int) -> Ints:
