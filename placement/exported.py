@@ -88,7 +88,8 @@ def export(
                 exported = torch.export.export(module, *inputs, strict=False)
         except Exception as error:
             raise _export_error(module, args, kwargs, error) from error
-    for owner, name in lost:
+    if lost:
+        owner, name = lost[0]
         path = next(path for path, m in module.named_modules() if m is owner)
         raise CaptureError(
             f"the module changes its buffer '{path}.{name}' by assigning to it, "
