@@ -219,14 +219,7 @@ def _levels(problem: Problem) -> tuple[NDArray[np.float64], ...]:
     To the first operator of a group; from any of them to the end; through any of them.
     """
     g = problem.graph
-    bottom = problem.upward_rank_s
-    finite = np.isfinite(problem.compute_s)
-    mean = np.where(finite, problem.compute_s, 0.0).sum(axis=1) / finite.sum(axis=1)
-    top = np.zeros(g.num_ops)
-    for n in range(g.num_ops):
-        for t in g.out_tensor[g.out_ptr[n] : g.out_ptr[n + 1]]:
-            users = g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]
-            top[users] = np.maximum(top[users], top[n] + mean[n] + problem.mean_transfer_s[t])
+    top, bottom = problem.downward_rank_s, problem.upward_rank_s
     first = np.full(g.num_groups, np.inf)
     np.minimum.at(first, g.group, top)
     longest = np.zeros((2, g.num_groups))

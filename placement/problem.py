@@ -251,12 +251,16 @@ class Problem:
         return self.link_latency_s[off].mean() + size * self.link_s_per_byte[off].mean()
 
     @cached_property
+    def mean_compute_s(self) -> Floats:
+        """float64 ``[N]`` seconds averaged over the devices that can run the operator."""
+        finite = np.isfinite(self.compute_s)
+        return np.where(finite, self.compute_s, 0.0).sum(axis=1) / finite.sum(axis=1)
+
+    @cached_property
     def upward_rank_s(self) -> Floats:
         """float64 ``[N]`` longest remaining path of mean compute plus mean transfer (HEFT)."""
         g = self.graph
-        finite = np.isfinite(self.compute_s)
-        mean = np.where(finite, self.compute_s, 0.0).sum(axis=1) / finite.sum(axis=1)
-        rank = mean.copy()
+        rank = self.mean_compute_s.copy()
         for n in range(g.num_ops - 1, -1, -1):
             tail = 0.0
             for t in g.out_tensor[g.out_ptr[n] : g.out_ptr[n + 1]]:
@@ -264,6 +268,19 @@ class Problem:
                 if len(users):
                     tail = max(tail, self.mean_transfer_s[t] + rank[users].max())
             rank[n] += tail
+        return rank
+
+    @cached_property
+    def downward_rank_s(self) -> Floats:
+        """float64 ``[N]`` longest path before each operator, mean compute plus mean transfer."""
+        g = self.graph
+        rank = np.zeros(self.num_ops)
+        for n in range(self.num_ops):
+            for t in g.in_tensor[g.in_ptr[n] : g.in_ptr[n + 1]]:
+                src = g.tensor_src[t]
+                if src >= 0:
+                    way = rank[src] + self.mean_compute_s[src] + self.mean_transfer_s[t]
+                    rank[n] = max(rank[n], way)
         return rank
 
     @cached_property

@@ -65,7 +65,7 @@ def test_a_link_to_itself_is_nothing() -> None:
     assert problem.link_latency_s.tolist() == [[0, 0], [0, 0]]
 
 
-def test_upward_rank_is_the_longest_remaining_path() -> None:
+def test_ranks_are_longest_paths() -> None:
     # A ─▶ B ─▶ D     mean compute 1, 2, 4, 1; transfers 3 for a tensor of 4 bytes,
     # └──▶ C ──▶ D    1.5 for one without bytes
     graph = OpGraph.build(
@@ -73,6 +73,8 @@ def test_upward_rank_is_the_longest_remaining_path() -> None:
     )
     problem = make(graph, [[1, 1], [1, 3], [4, np.inf], [1, 1]], LINKS)
     assert problem.upward_rank_s.tolist() == [1 + 3 + 8, 2 + 1.5 + 1, 4 + 3 + 1, 1]
+    assert problem.downward_rank_s.tolist() == [0, 1 + 3, 1 + 3, 1 + 3 + 4 + 3]
+    assert problem.mean_compute_s.tolist() == [1, 2, 4, 1]
     assert problem.priority.tolist() == [0, 2, 1, 3]
 
 

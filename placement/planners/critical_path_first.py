@@ -6,12 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners._list_schedule import (
-    Floats,
-    ListSchedule,
-    first_that_fits,
-    ready_order,
-)
+from placement.planners._list_schedule import Floats, ListSchedule, first_that_fits, ready_order
 from placement.planners._search import Choice, Search
 from placement.problem import Problem, Solution
 
@@ -32,7 +27,7 @@ class CriticalPathFirst:
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
-        priority = problem.upward_rank_s + downward_rank_s(problem)
+        priority = problem.upward_rank_s + problem.downward_rank_s
         path = critical_path(problem, priority)
         able = np.isfinite(problem.compute_s[path])
         seconds = np.where(able, problem.compute_s[path], 0.0)
@@ -52,20 +47,6 @@ class CriticalPathFirst:
 
         first_that_fits(search, plan)
         return search.solution(makespan_s=makespan_s, critical_ops=len(path))
-
-
-def downward_rank_s(problem: Problem) -> Floats:
-    """float64 ``[N]``: longest path before each operator, mean compute plus mean transfers."""
-    g = problem.graph
-    finite = np.isfinite(problem.compute_s)
-    mean = np.where(finite, problem.compute_s, 0.0).sum(axis=1) / finite.sum(axis=1)
-    rank = np.zeros(problem.num_ops)
-    for n in range(problem.num_ops):
-        for t in g.in_tensor[g.in_ptr[n] : g.in_ptr[n + 1]]:
-            src = g.tensor_src[t]
-            if src >= 0:
-                rank[n] = max(rank[n], rank[src] + mean[src] + problem.mean_transfer_s[t])
-    return rank
 
 
 def critical_path(problem: Problem, priority: Floats) -> list[int]:

@@ -78,11 +78,9 @@ def favourite_children(
     favourite = np.full(n, -1, np.int32)
     if count == 0:
         return favourite
-    finite = np.isfinite(problem.compute_s)
-    seconds_of = np.where(finite, problem.compute_s, 0.0).sum(axis=1) / finite.sum(axis=1)
     transfer_s = edge_seconds(problem)
-    unit = max(float(seconds_of.max()), float(transfer_s.max()), 1e-300)
-    work, send = seconds_of / unit, transfer_s / unit
+    unit = max(float(problem.mean_compute_s.max()), float(transfer_s.max()), 1e-300)
+    work, send = problem.mean_compute_s / unit, transfer_s / unit
 
     # Variables: s [N], x [E], w. Rows: precedence [E], ends [N], children [N], parents [N].
     rows, columns, values, limit = [], [], [], []
