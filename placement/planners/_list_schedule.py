@@ -211,6 +211,19 @@ def first_that_fits(search: Search, plan: Callable[[int], Choice]) -> None:
             return
 
 
+def schedule_that_fits(search: Search, fill: Callable[[ListSchedule], None]) -> ListSchedule:
+    """What ``fill`` makes of an empty schedule; made and scored again until it fits."""
+    made: list[ListSchedule] = []
+
+    def plan(activations: int) -> Choice:
+        made.append(ListSchedule(search.problem, activations))
+        fill(made[-1])
+        return made[-1].choice
+
+    first_that_fits(search, plan)
+    return made[-1]
+
+
 def ready_order(problem: Problem, priority: Floats) -> Iterator[int]:
     """Every operator, each time the ready one of highest ``priority`` float64 ``[N]``."""
     g = problem.graph

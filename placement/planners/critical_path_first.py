@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners._list_schedule import Floats, ListSchedule, first_that_fits, ready_order
-from placement.planners._search import Choice, Search
+from placement.planners._list_schedule import Floats, ready_order, schedule_that_fits
+from placement.planners._search import Search
 from placement.problem import Problem, Solution
 
 
@@ -36,17 +36,8 @@ class CriticalPathFirst:
         wanted = np.full(problem.num_ops, -1, np.int32)
         wanted[path] = device
         order = list(ready_order(problem, priority))
-        makespan_s = 0.0
-
-        def plan(activations: int) -> Choice:
-            nonlocal makespan_s
-            schedule = ListSchedule(problem, activations)
-            schedule.place(order, wanted=wanted)
-            makespan_s = schedule.makespan_s
-            return schedule.choice
-
-        first_that_fits(search, plan)
-        return search.solution(makespan_s=makespan_s, critical_ops=len(path))
+        made = schedule_that_fits(search, lambda schedule: schedule.place(order, wanted=wanted))
+        return search.solution(makespan_s=made.makespan_s, critical_ops=len(path))
 
 
 def critical_path(problem: Problem, priority: Floats) -> list[int]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners._list_schedule import ListSchedule, first_that_fits
-from placement.planners._search import Choice, Search
+from placement.planners._list_schedule import schedule_that_fits
+from placement.planners._search import Search
 from placement.problem import Problem, Solution
 
 
@@ -28,14 +28,7 @@ class MEtf:
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
         nobody = np.full(problem.num_ops, -1, np.int32)
-        makespan_s = 0.0
-
-        def plan(activations: int) -> Choice:
-            nonlocal makespan_s
-            schedule = ListSchedule(problem, activations)
-            schedule.place_first_to_start(problem.upward_rank_s, nobody)
-            makespan_s = schedule.makespan_s
-            return schedule.choice
-
-        first_that_fits(search, plan)
-        return search.solution(makespan_s=makespan_s)
+        made = schedule_that_fits(
+            search, lambda schedule: schedule.place_first_to_start(problem.upward_rank_s, nobody)
+        )
+        return search.solution(makespan_s=made.makespan_s)

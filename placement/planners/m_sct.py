@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from placement.coarsen import edge_seconds
 from placement.planners import check_least, check_shares
-from placement.planners._list_schedule import ListSchedule, first_that_fits
-from placement.planners._search import Choice, Search
+from placement.planners._list_schedule import schedule_that_fits
+from placement.planners._search import Search
 from placement.problem import Problem, Solution
 
 
@@ -47,18 +47,11 @@ class MSct:
         favourite = favourite_children(problem, self.threshold, self.lp_seconds)
         solved = favourite is not None
         child = np.full(problem.num_ops, -1, np.int32) if favourite is None else favourite
-        makespan_s = 0.0
-
-        def plan(activations: int) -> Choice:
-            nonlocal makespan_s
-            schedule = ListSchedule(problem, activations)
-            schedule.place_first_to_start(problem.upward_rank_s, child)
-            makespan_s = schedule.makespan_s
-            return schedule.choice
-
-        first_that_fits(search, plan)
+        made = schedule_that_fits(
+            search, lambda schedule: schedule.place_first_to_start(problem.upward_rank_s, child)
+        )
         count = int((child >= 0).sum())
-        return search.solution(makespan_s=makespan_s, favourites=count, lp_solved=solved)
+        return search.solution(makespan_s=made.makespan_s, favourites=count, lp_solved=solved)
 
 
 def favourite_children(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners._list_schedule import Choice, ListSchedule, first_that_fits, ready_order
+from placement.planners._list_schedule import ready_order, schedule_that_fits
 from placement.planners._search import Search
 from placement.problem import Problem, Solution
 
@@ -30,17 +30,8 @@ class Peft:
         table = optimistic_cost(problem)
         mean = np.where(problem.supported, table, 0.0).sum(axis=1) / problem.supported.sum(axis=1)
         order = list(ready_order(problem, mean))
-        makespan_s = 0.0
-
-        def plan(activations: int) -> Choice:
-            nonlocal makespan_s
-            schedule = ListSchedule(problem, activations)
-            schedule.place(order, table)
-            makespan_s = schedule.makespan_s
-            return schedule.choice
-
-        first_that_fits(search, plan)
-        return search.solution(makespan_s=makespan_s)
+        made = schedule_that_fits(search, lambda schedule: schedule.place(order, table))
+        return search.solution(makespan_s=made.makespan_s)
 
 
 def optimistic_cost(problem: Problem) -> NDArray[np.float64]:
