@@ -18,8 +18,7 @@ from placement import kernels
 from placement.objective_kernels import move_state, move_tables, piecewise_tables
 from placement.objectives import ANALYTIC, blocks
 from placement.planners import load
-from placement.planners._search import can_move
-from placement.planners.macro_search import _neighbours
+from placement.planners._search import can_move, neighbours
 from placement.problem import Placement, Problem
 from placement.simulator import score
 
@@ -56,7 +55,7 @@ def tables_of(problem: Problem) -> Tables:
     return Tables(
         kind=kind,
         moves=move_tables(problem, blocks(problem, g.group)),
-        graph=_neighbours(problem),
+        graph=neighbours(problem),
         simulator=simulator,
         piecewise=piecewise_tables(problem),
         group=g.group.astype(np.int32),

@@ -212,7 +212,8 @@ def planners() -> Iterator[Row]:
     from placement.objective_kernels import trial_move
     from placement.objectives import LoadMoves
     from placement.planners import _macro, load
-    from placement.planners.macro_search import _SHARE, _neighbours
+    from placement.planners._search import neighbours
+    from placement.planners.macro_search import _SHARE
     from placement.workloads.synthetic import families
 
     @numba.njit
@@ -226,7 +227,7 @@ def planners() -> Iterator[Row]:
     for name in ("layered_wide", "transformer", "inception"):
         problem = families()[name](0).with_objective("max_load")
         moves = LoadMoves(problem, load("contiguous_dp")(problem).placement)
-        graph, best = _neighbours(problem), moves.state[0].copy()
+        graph, best = neighbours(problem), moves.state[0].copy()
         random, rng = np.array([1], np.uint64), np.random.default_rng(0)
         group = rng.integers(0, problem.graph.num_groups, count)
         where = rng.integers(0, problem.num_devices, count)

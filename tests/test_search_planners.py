@@ -17,8 +17,8 @@ from placement.graph import OpGraph
 from placement.importers import load as load_workload
 from placement.objectives import LoadMoves, device_loads
 from placement.planners import PlannerError, _macro, load
-from placement.planners._search import Search
-from placement.planners.macro_search import _neighbours, _random, _run_ideal_dp
+from placement.planners._search import Search, neighbours
+from placement.planners.macro_search import _random, _run_ideal_dp
 from placement.problem import Problem, Solution, lower_bounds
 from placement.profile import Profile
 from placement.simulator import score
@@ -39,7 +39,7 @@ def test_deltas_of_macro_moves_are_exact(seed: int) -> None:
     moves = LoadMoves(problem, p)
     device, load_s = moves.state[0], moves.state[1]
     group, where = np.zeros(8, np.int32), np.zeros(8, np.int32)
-    mark, random, graph = np.zeros(8, np.int32), _random(seed), _neighbours(problem)
+    mark, random, graph = np.zeros(8, np.int32), _random(seed), neighbours(problem)
     for _ in range(30):
         count = _macro.propose(
             random, device, moves.tables[0], graph, -1, SHARE, 0.2, 8, group, where, mark
@@ -69,7 +69,7 @@ def test_moves_are_of_five_sorts() -> None:
     device = np.array([0] * 8 + [1], np.int32)
     group, where = np.zeros(9, np.int32), np.zeros(9, np.int32)
     mark, random, seen = np.zeros(9, np.int32), _random(0), {}
-    graph = _neighbours(problem)
+    graph = neighbours(problem)
     for kind in range(5):
         share = (np.arange(5) >= kind).astype(float)
         for _ in range(300):
@@ -98,7 +98,7 @@ def test_a_cut_moves_all_before_a_group_or_all_behind_it() -> None:
     problem = make(np.ones((6, 3)), edges, objective="max_load")
     device = np.array([0, 0, 0, 0, 0, 1], np.int32)
     group, where, mark = np.zeros((3, 6), np.int32)
-    random, graph, seen = _random(0), _neighbours(problem), {}
+    random, graph, seen = _random(0), neighbours(problem), {}
     for _ in range(500):
         count = _macro.propose(
             random, device, problem.group_compute_s, graph, 0, SHARE, 1.0, 6, group, where, mark

@@ -195,6 +195,17 @@ def produced_bytes(problem: Problem) -> NDArray[np.int64]:
     return total
 
 
+def held_bytes(problem: Problem, activations: int) -> NDArray[np.int64]:
+    """int64 ``[G]``: parameters (a tied one at its first group) and what is produced, so often."""
+    g = problem.graph
+    need = activations * produced_bytes(problem)
+    first = np.full(len(g.param_bytes), g.num_groups)
+    np.minimum.at(first, g.param_use, g.group[g.param_use_op])
+    used = first < g.num_groups
+    np.add.at(need, first[used], g.param_bytes[used])
+    return need
+
+
 def first_that_fits(search: Search, plan: Callable[[int], Choice]) -> None:
     """Score ``plan(activations)`` until one fits: activations are not counted, then once, ...
 

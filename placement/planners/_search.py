@@ -504,6 +504,13 @@ def single_devices(problem: Problem) -> Choice:
     return np.array(rows, np.int32)
 
 
+def supported_choice(problem: Problem, choice: Choice) -> Choice:
+    """``choice``, with what has no device, or cannot run on it, on the first that can run it."""
+    able = np.isfinite(problem.group_compute_s)
+    bad = (choice < 0) | ~able[np.arange(len(choice)), choice]
+    return np.where(bad, able.argmax(axis=1), choice).astype(np.int32)
+
+
 def random_choice(rng: np.random.Generator, allowed: NDArray[np.bool_]) -> Choice:
     """int32 ``[G]``: every group on a device drawn uniformly from those that can run it."""
     return np.where(allowed, rng.random(allowed.shape), -1.0).argmax(axis=1).astype(np.int32)
@@ -521,14 +528,10 @@ def moves(problem: Problem) -> Moves:
     new device is one that a producer or consumer of the group is on (every second time), or
     any other that can run it. Groups that cannot run there stay.
     """
-    g = problem.graph
     allowed = np.isfinite(problem.group_compute_s)
-    num_groups = g.num_groups
+    num_groups = len(allowed)
     movable = np.flatnonzero(allowed.sum(axis=1) > 1)
-    pairs = g.group[g.edges] if len(g.edges) else np.zeros((0, 2), np.int32)
-    both = distinct_pairs(np.concatenate([pairs, pairs[:, ::-1]]), num_groups)
-    start = np.searchsorted(both[:, 0], np.arange(num_groups + 1))
-    near = both[:, 1]
+    start, near, _, _ = neighbours(problem)
     log_groups = np.log(num_groups + 1)
 
     def propose(rng: np.random.Generator, choice: Choice) -> Move:
@@ -550,6 +553,23 @@ def moves(problem: Problem) -> Moves:
         return body[allowed[body, target]], int(target)
 
     return propose
+
+
+def neighbours(problem: Problem) -> tuple[Ints, ...]:
+    """Groups that an edge joins: (near_ptr, near, after_ptr, after), each int32.
+
+    ``near[near_ptr[g]:near_ptr[g + 1]]`` are those before and after ``g``, ``after`` alike.
+    """
+    g = problem.graph
+    pairs = g.group[g.edges] if len(g.edges) else np.zeros((0, 2), np.int32)
+    after = distinct_pairs(pairs, g.num_groups)
+    both = distinct_pairs(np.concatenate([pairs, pairs[:, ::-1]]), g.num_groups)
+    numbers = np.arange(g.num_groups + 1)
+    return tuple(
+        np.ascontiguousarray(x, dtype=np.int32)
+        for edges in (both, after)
+        for x in (np.searchsorted(edges[:, 0], numbers), edges[:, 1])
+    )
 
 
 def distinct_pairs(pairs: NDArray[np.int32], count: int) -> NDArray[np.int64]:

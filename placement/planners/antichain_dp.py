@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from placement.coarsen import coarsen
 from placement.planners import check_least
-from placement.planners._list_schedule import first_that_fits, produced_bytes
+from placement.planners._list_schedule import first_that_fits, held_bytes
 from placement.planners._search import Choice, Search, device_classes
 from placement.planners.contiguous_dp import merge_blocks
 from placement.problem import Problem, Solution
@@ -78,7 +78,10 @@ class AntichainDp:
         def plan(activations: int | None) -> NDArray[np.int32]:
             nonlocal bottleneck_s
             bottleneck_s = np.inf  # of these limits
-            held = None if activations is None else _held_bytes(problem, ideals, activations)
+            held = None  # float64 [S]
+            if activations is not None:
+                need = held_bytes(problem, activations).astype(np.float64)
+                held = np.asarray(ideals @ need, dtype=np.float64)
             rows = []
             for order in orders:
                 value, choice = _solve(problem, ideals, inside, compute, crossing, held, order)
@@ -188,17 +191,6 @@ def _crossing_s(problem: Problem, ideals: Bools) -> Floats:
         crosses: Bools = np.asarray(at.any(axis=1) & ~at.all(axis=1))
         total += crosses[:, None] * problem.io_s[t]
     return total
-
-
-def _held_bytes(problem: Problem, ideals: Bools, activations: int) -> Floats:
-    """float64 ``[S]``: parameters, and ``activations`` times what is produced."""
-    g = problem.graph
-    need = activations * produced_bytes(problem)
-    first = np.full(len(g.param_bytes), g.num_groups)
-    np.minimum.at(first, g.param_use, g.group[g.param_use_op])
-    used = first < g.num_groups
-    np.add.at(need, first[used], g.param_bytes[used])
-    return np.asarray(ideals @ need.astype(np.float64), dtype=np.float64)
 
 
 def _solve(

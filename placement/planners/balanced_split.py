@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_least
-from placement.planners._list_schedule import first_that_fits, produced_bytes
-from placement.planners._search import Choice, Search, device_classes
+from placement.planners._list_schedule import first_that_fits, held_bytes
+from placement.planners._search import Choice, Search, device_classes, supported_choice
 from placement.problem import Problem, Solution
 
 Floats = NDArray[np.float64]
@@ -49,7 +49,7 @@ class BalancedSplit:
 
         def plan(activations: int) -> Choice:
             nonlocal split_s
-            need = _bytes(problem, activations)
+            need = held_bytes(problem, activations)
             found = [(*_split(problem, order, need), order) for order in orders]
             split_s, choice, _ = min(found, key=lambda f: (f[0], f[2]))
             return choice
@@ -69,17 +69,6 @@ def _orders(classes: NDArray[np.int32], limit: int) -> list[tuple[int, ...]]:
         if len(found) > limit:
             return [own]
     return list(found.values())
-
-
-def _bytes(problem: Problem, activations: int) -> NDArray[np.int64]:
-    """int64 ``[G]``: parameters (a tied one at its first group) and what is produced."""
-    g = problem.graph
-    need = activations * produced_bytes(problem)
-    first = np.full(len(g.param_bytes), g.num_groups)
-    np.minimum.at(first, g.param_use, g.group[g.param_use_op])
-    used = first < g.num_groups
-    np.add.at(need, first[used], g.param_bytes[used])
-    return need
 
 
 def _split(
@@ -122,6 +111,4 @@ def _split(
     choice = np.full(count, -1, np.int32)
     for d, begin, end in zip(order, [0, *ends], ends, strict=False):
         choice[begin:end] = d
-    left = choice < 0
-    choice[left] = finite[left].argmax(axis=1)
-    return (high if feasible else np.inf), choice
+    return (high if feasible else np.inf), supported_choice(problem, choice)

@@ -19,7 +19,7 @@ from placement.planners._search import (
     Search,
     begin,
     can_move,
-    distinct_pairs,
+    neighbours,
     two_operators,
 )
 from placement.planners.ideal_dp import IdealDp
@@ -121,20 +121,6 @@ def _run_ideal_dp(search: Search, seconds: float | None) -> list[Choice]:
     return [choice]
 
 
-def _neighbours(problem: Problem) -> tuple[NDArray[np.int32], ...]:
-    """``graph`` of ``_macro.propose``: (near_ptr, near, after_ptr, after), all int32."""
-    g = problem.graph
-    pairs = g.group[g.edges] if len(g.edges) else np.zeros((0, 2), np.int32)
-    after = distinct_pairs(pairs, g.num_groups)
-    both = distinct_pairs(np.concatenate([pairs, pairs[:, ::-1]]), g.num_groups)
-    numbers = np.arange(g.num_groups + 1)
-    return tuple(
-        np.ascontiguousarray(x, dtype=np.int32)
-        for edges in (both, after)
-        for x in (np.searchsorted(edges[:, 0], numbers), edges[:, 1])
-    )
-
-
 def _cooling(search: Search, rounds: int) -> Iterator[tuple[int, float]]:
     """The round, 0..rounds - 1, and the part of it that is over, until the budget ends."""
     begun = search.used
@@ -148,7 +134,7 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
     assert search.best is not None
     problem = search.problem
     moves = LoadMoves(problem, search.best[problem.graph.group])
-    graph = _neighbours(problem)
+    graph = neighbours(problem)
     random = _random(planner.seed)
     best = search.best.copy()
     best_s = search.best_cost if search.best_cost < INFEASIBLE else np.inf
@@ -195,7 +181,7 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
     scratch = piecewise_scratch(g.num_ops, problem.num_devices)
     op = np.argsort(g.group, kind="stable").astype(np.int32)
     ptr = np.searchsorted(g.group[op], np.arange(g.num_groups + 1)).astype(np.int32)
-    graph = _neighbours(problem)
+    graph = neighbours(problem)
     random = _random(planner.seed)
     best = search.best.copy()
     best_s = search.best_cost if search.best_cost < INFEASIBLE else np.inf
@@ -246,7 +232,7 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
     """Anneal any objective until the budget ends, scoring whole placements."""
     assert search.best is not None
     problem = search.problem
-    graph = _neighbours(problem)
+    graph = neighbours(problem)
     random = _random(planner.seed)
     choose = np.random.default_rng(planner.seed)
     compute_s = problem.group_compute_s

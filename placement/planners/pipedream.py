@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from placement.planners import check_least
 from placement.planners._list_schedule import first_that_fits
-from placement.planners._search import Choice, Search
-from placement.planners.contiguous_dp import StageCosts, merge_blocks, stage_costs
+from placement.planners._search import Choice, Search, supported_choice
+from placement.planners.contiguous_dp import StageCosts, made_and_used, merge_blocks, stage_costs
 from placement.problem import Problem, Solution
 
 Floats = NDArray[np.float64]
@@ -52,7 +52,7 @@ class Pipedream:
             bottleneck_s, device = _stages(costs, transfer, activations)
             if np.isinf(bottleneck_s):  # no split has room: the least bad one, without limits
                 device = _stages(costs, transfer, None)[1]
-            return _supported(problem, device[block])
+            return supported_choice(problem, device[block])
 
         first_that_fits(search, plan)
         return search.solution(bottleneck_s=bottleneck_s, num_blocks=int(block.max()) + 1)
@@ -60,17 +60,8 @@ class Pipedream:
 
 def crossing_s(problem: Problem, block: Ints) -> Floats:
     """float64 ``[D, C + 1]``: to send ``D`` whatever crosses the cut before each block."""
-    g = problem.graph
-    size = int(block.max()) + 2
-    at = block[g.group]
-    made = np.flatnonzero(g.tensor_src >= 0)
-    first = np.full(g.num_tensors, size)
-    last = np.full(g.num_tensors, -1)
-    first[made] = last[made] = at[g.tensor_src[made]]
-    inner = g.tensor_src[g.use_tensor] >= 0
-    np.minimum.at(first, g.use_tensor[inner], at[g.use_dst[inner]])
-    np.maximum.at(last, g.use_tensor[inner], at[g.use_dst[inner]])
-    total = np.zeros((problem.num_devices, size))
+    made, _, _, first, last = made_and_used(problem.graph, block[problem.graph.group])
+    total = np.zeros((problem.num_devices, int(block.max()) + 2))
     for d in range(problem.num_devices):
         np.add.at(total[d], first[made] + 1, problem.io_s[made, d])
         np.add.at(total[d], last[made] + 1, -problem.io_s[made, d])
@@ -104,10 +95,3 @@ def _stages(costs: StageCosts, transfer: Floats, activations: int | None) -> tup
             device[cut[d, end] : end] = d
             end = int(cut[d, end])
     return float(slowest[-1, -1]), device
-
-
-def _supported(problem: Problem, choice: Choice) -> Choice:
-    """``choice``, with what has no device, or cannot run on it, on the first that can run it."""
-    able = np.isfinite(problem.group_compute_s)
-    bad = (choice < 0) | ~able[np.arange(len(choice)), choice]
-    return np.where(bad, able.argmax(axis=1), choice).astype(np.int32)

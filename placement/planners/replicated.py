@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_least
-from placement.planners._search import Search
+from placement.planners._search import Search, supported_choice
 from placement.planners.contiguous_dp import made_and_used, merge_blocks, points, touched, within
 from placement.problem import Problem, Solution
 
@@ -76,9 +76,7 @@ class Replicated:
                 }
             )
             free += replicas
-        able = search.allowed
-        fits = able[np.arange(len(choice)), choice]
-        search.cost(np.where(fits, choice, able.argmax(axis=1)).astype(np.int32))
+        search.cost(supported_choice(problem, choice))
         found: dict[str, Any] = {}
         if stages:
             found = {"stages": told, "replicated_period_s": period_s}
