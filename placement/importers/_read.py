@@ -7,6 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from placement.cluster import Cluster
+from placement.graph import OpGraph
+from placement.problem import Problem, ProblemError
+from placement.profile import Profile
+
 
 class FormatError(ValueError):
     """The file is not what its format allows; the message names file, field and node."""
@@ -54,6 +59,20 @@ def whole(value: Any, what: str, low: int = 0) -> int:
     if given != int(given):
         raise FormatError(f"{what} = {value} must be a whole number")
     return int(given)
+
+
+def problem_of(
+    path: str, graph: OpGraph, cluster: Cluster, profile: Profile, objective: str, **settings: Any
+) -> Problem:
+    """``Problem(graph, cluster, profile, objective, **settings)`` of the file ``path``.
+
+    Raises:
+        FormatError: it is none; the message names the file.
+    """
+    try:
+        return Problem(graph, cluster, profile, objective, **settings)  # type: ignore[arg-type]
+    except ProblemError as error:
+        raise FormatError(f"{path}: {error}") from error
 
 
 def topological(

@@ -10,8 +10,8 @@ import numpy as np
 
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
-from placement.importers._read import FormatError, field, number, topological, whole
-from placement.problem import Problem, ProblemError
+from placement.importers._read import FormatError, field, number, problem_of, topological, whole
+from placement.problem import Problem
 from placement.profile import Profile
 
 _COST_TOLERANCE = 1e-6  # their programs stop above it
@@ -138,11 +138,8 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         io_s=io_s,
         provenance={"format": "dnn-partitioning", "file": Path(path).name},
     )
-    meant = {None: "max_load", "latency": "piecewise_latency"}.get(objective, objective)
-    try:
-        return Problem(graph, cluster, profile, objective=meant)  # type: ignore[arg-type]
-    except ProblemError as error:
-        raise FormatError(f"{path}: {error}") from error
+    meant: Any = {None: "max_load", "latency": "piecewise_latency"}.get(objective, objective)
+    return problem_of(path, graph, cluster, profile, meant)
 
 
 def _flag(node: dict[str, Any], name: str, where: str) -> bool:

@@ -13,8 +13,8 @@ import numpy as np
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.importers._read import FormatError, topological
-from placement.problem import Problem, ProblemError
+from placement.importers._read import FormatError, problem_of, topological
+from placement.problem import Problem
 from placement.profile import Profile
 
 COST_PER_S = 1e10  # its simulator divides costs by this, and so do its tables
@@ -103,14 +103,6 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
         links=links,
         provenance={"format": "doppler", "file": Path(path).name},
     )
-    try:
-        return Problem(
-            graph,
-            Cluster("doppler", parts, links),
-            profile,
-            objective=objective or "latency",  # type: ignore[arg-type]
-            contention=False,
-            ready_order="arrival",
-        )
-    except ProblemError as error:
-        raise FormatError(f"{path}: {error}") from error
+    cluster = Cluster("doppler", parts, links)
+    goal = objective or "latency"
+    return problem_of(path, graph, cluster, profile, goal, contention=False, ready_order="arrival")

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
-from placement.importers._read import FormatError, field, number, topological, whole
-from placement.problem import Problem, ProblemError
+from placement.importers._read import FormatError, field, number, problem_of, topological, whole
+from placement.problem import Problem
 from placement.profile import Profile
 
 
@@ -88,10 +88,7 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         transfer_s=transfer_s,
         provenance={"format": "moirai", "file": Path(path).name},
     )
-    try:
-        return Problem(graph, cluster, profile, objective=objective or "period")  # type: ignore[arg-type]
-    except ProblemError as error:
-        raise FormatError(f"{path}: {error}") from error
+    return problem_of(path, graph, cluster, profile, objective or "period")
 
 
 def _matrix(rows: Any, num_devices: int, where: str) -> NDArray[np.float64]:

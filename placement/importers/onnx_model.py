@@ -14,8 +14,8 @@ import numpy as np
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.importers._read import FormatError, topological
-from placement.problem import Problem, ProblemError
+from placement.importers._read import FormatError, problem_of, topological
+from placement.problem import Problem
 from placement.profile import Profile
 
 DEVICES, BANDWIDTH, MEMORY = 4, 12e9, 16 * 2**30
@@ -105,10 +105,7 @@ def read(
             "memory_bandwidth": float(memory_bandwidth),
         },
     )
-    try:
-        return Problem(graph, parts, profile, objective=objective or "period")  # type: ignore[arg-type]
-    except ProblemError as error:
-        raise FormatError(f"{path}: {error}") from error
+    return problem_of(path, graph, parts, profile, objective or "period")
 
 
 def _cluster(

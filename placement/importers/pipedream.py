@@ -9,8 +9,8 @@ import numpy as np
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.importers._read import FormatError, number, topological
-from placement.problem import Problem, ProblemError
+from placement.importers._read import FormatError, number, problem_of, topological
+from placement.problem import Problem
 from placement.profile import Profile
 
 # "node7 -- Conv2d(3, 64) -- forward_compute_time=1.0, ... -- stage_id=2"; descriptions may
@@ -141,10 +141,7 @@ def read(
         links=joins,
         provenance={"format": "pipedream", "file": Path(path).name, "mode": mode},
     )
-    try:
-        return Problem(graph, cluster, profile, objective=objective or "period")  # type: ignore[arg-type]
-    except ProblemError as error:
-        raise FormatError(f"{path}: {error}") from error
+    return problem_of(path, graph, cluster, profile, objective or "period")
 
 
 def _fields(text: str, where: str) -> list[float]:
