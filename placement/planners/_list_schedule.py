@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement.planners import _list_kernels
-from placement.planners._search import INFEASIBLE, Choice, Search
+from placement.planners._search import Choice, Search
 from placement.problem import Problem
 from placement.simulator import host_of
 
@@ -218,7 +218,7 @@ def first_that_fits(search: Search, plan: Callable[[int], Choice]) -> None:
     counts = [0, 1, flights] if problem.memory_may_bind else [0]
     for activations in dict.fromkeys(counts):
         search.costs(plan(activations))
-        if search.best_cost < INFEASIBLE:
+        if search.best_s < np.inf:
             return
 
 

@@ -75,6 +75,11 @@ class Search:
         self._started = time.perf_counter()
 
     @property
+    def best_s(self) -> float:
+        """The best objective in seconds; inf where nothing fits so far."""
+        return self.best_cost if self.best_cost < INFEASIBLE else np.inf
+
+    @property
     def seconds(self) -> float:
         """Seconds since the search began."""
         return time.perf_counter() - self._started
@@ -209,10 +214,8 @@ class Search:
         """
         assert self.best is not None, "the first evaluation is always made"
         placement = self.best[self.problem.graph.group]
-        fits = self.best_cost < INFEASIBLE
-        value = self.best_cost if fits else np.inf
-        curve = [*self.curve, (self.seconds, self.num_evaluations, value)]
-        if not fits:
+        curve = [*self.curve, (self.seconds, self.num_evaluations, self.best_s)]
+        if self.best_s == np.inf:
             stats["infeasible"] = why_infinite(self._run, placement)
         told: dict[str, Any] = {
             "seconds": self.seconds,
@@ -221,15 +224,14 @@ class Search:
         }
         if self.schedule is not None:
             told["list_order_value_s"] = float(score(self.problem, placement)[0])
-        return Solution(placement, value, lower_bound_s, told | stats, self.schedule)
+        return Solution(placement, self.best_s, lower_bound_s, told | stats, self.schedule)
 
     def _keep(
         self, choice: Choice, cost: float, evaluation: int, schedule: Schedule | None = None
     ) -> None:
         if self.best is None or cost < self.best_cost:
             self.best, self.best_cost, self.schedule = choice.copy(), cost, schedule
-            value = cost if cost < INFEASIBLE else np.inf
-            self.curve.append((self.seconds, evaluation, value))
+            self.curve.append((self.seconds, evaluation, self.best_s))
 
     def _chunk(self) -> int:
         """How many evaluations to make before looking at the clock again."""

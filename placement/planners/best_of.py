@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from placement.planners import PlannerError, check_least, load
-from placement.planners._search import INFEASIBLE, Search
+from placement.planners._search import Search
 from placement.planners.critical_path_greedy import CriticalPathGreedy
 from placement.planners.ideal_dp import IdealDp
 from placement.problem import Problem, Solution, lower_bound
@@ -107,7 +107,7 @@ class BestOf:
         tries = 3 if problem.memory_may_bind else 1  # see _list_schedule.first_that_fits
         for i, (name, planner) in enumerate(chosen):
             own: set[str] = {f.name for f in fields(planner)} if is_dataclass(planner) else set()
-            nothing_fits = search.best_cost >= INFEASIBLE
+            nothing_fits = search.best_s == np.inf
             anyway = name in _WALKS or (nothing_fits and name not in _LATE)
             needed_s = max(_PRUDENCE * slowest_s, _AT_LEAST.get(name, 0.0) * quick_s)
             in_time = anyway or search.seconds_left > needed_s

@@ -11,7 +11,7 @@ import numpy as np
 from placement import cpsat
 from placement.objectives import Blocks, blocks
 from placement.planners import PlannerError, _exact, check_least
-from placement.planners._search import INFEASIBLE, Search
+from placement.planners._search import Search
 from placement.problem import Planner, Problem, Solution, lower_bound
 
 # The start's value in integer units. Not more: OR-Tools 9.15 has been seen to call programs with
@@ -212,7 +212,7 @@ def _latency(planner: CpSat, cp_model: Any, search: Search, check: Callable[[], 
         )
     g = problem.graph
     assert search.best is not None
-    fits = search.best_cost < INFEASIBLE
+    fits = search.best_s < np.inf
     possible = problem.group_compute_s[np.isfinite(problem.group_compute_s)]
     scale_s = max(search.best_cost if fits else float(possible.max()), 1e-9)
     unit_s = scale_s / _UNITS

@@ -14,7 +14,6 @@ from placement.objective_kernels import piecewise_scratch, piecewise_tables
 from placement.objectives import ANALYTIC, LoadMoves
 from placement.planners import PlannerError, _macro, check_least
 from placement.planners._search import (
-    INFEASIBLE,
     Choice,
     Search,
     begin,
@@ -137,7 +136,7 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
     graph = neighbours(problem)
     random = _random(planner.seed)
     best = search.best.copy()
-    best_s = search.best_cost if search.best_cost < INFEASIBLE else np.inf
+    best_s = search.best_s
     body = min(planner.body or 64, problem.graph.num_groups)
     rounds = planner.rounds or 6
     slowly = max(1, int(min(_STEPS, search.num_left / (16 * rounds))))
@@ -184,7 +183,7 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
     graph = neighbours(problem)
     random = _random(planner.seed)
     best = search.best.copy()
-    best_s = search.best_cost if search.best_cost < INFEASIBLE else np.inf
+    best_s = search.best_s
     rounds = planner.rounds or 8
     body = min(planner.body or g.num_groups, g.num_groups)
     slowly = max(1, int(min(16, search.num_left / (16 * rounds))))
@@ -195,7 +194,7 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
             moves.state[0][:] = best if this == rounds - 1 else starts[this % len(starts)]
         warm, cold = _PIECES[0 if this == rounds - 1 else this % len(_PIECES)]
         steps = int(min(slowly, search.num_left))
-        level_s = search.best_cost if search.best_cost < INFEASIBLE else 1e3
+        level_s = search.best_s if search.best_s < np.inf else 1e3
         found_s = _macro.anneal_pieces(
             tables,
             moves.state,
