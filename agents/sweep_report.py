@@ -41,7 +41,7 @@ def _report(folder: Path, as_json: bool) -> int:
     report = sweeps.aggregate(sweeps.read_sweep(folder))
     shown = sweeps.to_table(report)
     write_atomic(folder / "sweep.csv", sweeps.to_csv(report))
-    write_atomic(folder / "sweep.md", table._markdown(shown))
+    write_atomic(folder / "sweep.md", table.as_markdown(shown))
     if as_json:
         cli.print_json(sweeps.to_json(report))
     else:

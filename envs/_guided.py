@@ -16,7 +16,7 @@ from placement import kernels
 from placement.jit import allocating, average, copy, inlined, kernel, largest
 from placement.objective_kernels import apply_moves, fill_state, piecewise_batch, undo_moves
 from placement.planners._chooser import choose, network
-from placement.planners._macro import _below, _term, _uniform, propose_from
+from placement.planners._macro import below, energy_term, propose_from, uniform
 
 Array = Any
 
@@ -344,21 +344,21 @@ def _first_group(s):
     """The group that a move starts from, and whether it is of the chain (1), the busiest (2)."""
     device = s.moves[0]
     num_groups = len(device)
-    kind = _uniform(s.random)
+    kind = uniform(s.random)
     num_chain = int(s.x[NUM_CHAIN])
     if num_chain > 0:
         if kind < _FROM_CHAIN:
-            return s.chain[_below(s.random, num_chain)], 1
+            return s.chain[below(s.random, num_chain)], 1
         hot = kind < _FROM_HOT
     else:
         hot = kind < _HOT
-    g = _below(s.random, num_groups)
+    g = below(s.random, num_groups)
     if hot:
         hottest = int(s.x[HOTTEST])
         for _ in range(_TRIES):
             if device[g] == hottest:
                 return g, 2
-            g = _below(s.random, num_groups)
+            g = below(s.random, num_groups)
     return g, 0
 
 
@@ -420,10 +420,10 @@ def _offer(t, s, width, described):
         then_old, then_new, then_held = load[old], load[new], held[new]
         energy = 0.0
         if t.kind == LOAD:
-            energy = _term(then_old, held[old], memory[old], scale, power)
-            energy += _term(then_new, then_held, memory[new], scale, power)
-            energy -= _term(load_old, held_old, memory[old], scale, power)
-            energy -= _term(load_new, held_new, memory[new], scale, power)
+            energy = energy_term(then_old, held[old], memory[old], scale, power)
+            energy += energy_term(then_new, then_held, memory[new], scale, power)
+            energy -= energy_term(load_old, held_old, memory[old], scale, power)
+            energy -= energy_term(load_new, held_new, memory[new], scale, power)
         most = load[largest(load, num_devices)] if described else 0.0
         undo_moves(t.moves, s.moves, body, where, count, np.int64(old), np.int64(new))
         load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
@@ -509,7 +509,7 @@ def _take(t, s, k):
     cost = _evaluate(t, s)
     if t.kind != LOAD and cost > x[COST]:
         worse = np.log(cost / max(x[COST], 1e-300))
-        if worse > -x[TEMPERATURE] * np.log(1.0 - _uniform(s.random)):
+        if worse > -x[TEMPERATURE] * np.log(1.0 - uniform(s.random)):
             undo_moves(t.moves, s.moves, body, where, count, np.int64(old), np.int64(new))
             load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
             s.refused[body[0], new] += 1.0
@@ -574,7 +574,7 @@ def play(t, s, job, number, net, used, then):
         if job == TAKE:
             k = number
         elif chooser == UNIFORM:
-            if t.kind == LOAD and np.log(1.0 - _uniform(s.random)) > s.offered[1, 0]:
+            if t.kind == LOAD and np.log(1.0 - uniform(s.random)) > s.offered[1, 0]:
                 k = 0
         else:
             if chooser == POLICY:

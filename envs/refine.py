@@ -17,7 +17,7 @@ from envs.base import Observation, PlacementEnv, Rules, id_space
 from envs.guided import begin, resume, start_choices, state_of, tables_of
 from envs.problems import MAX_ID, Floats, ProblemSet, group_order
 from placement.jit import allocating
-from placement.objective_kernels import _change
+from placement.objective_kernels import load_change
 from placement.planners._search import random_choice
 from placement.problem import Placement
 from placement.simulator import score
@@ -64,7 +64,7 @@ def _describe(t, s, pairs):
                 continue
             at_old = at_new = 0.0
             if d != old:
-                at_old, at_new = _change(compute_s, touch_ptr, touch, io_s, device, users, g, d)
+                at_old, at_new = load_change(compute_s, touch_ptr, touch, io_s, device, users, g, d)
             floor = 1e-3 * mean / groups
             f[0] = d == old
             f[1] = min((load[d] + at_new) / largest, BOUND)

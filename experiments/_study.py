@@ -137,7 +137,7 @@ def _child(send: Any, call: Callable[[], Any], memory_bytes: int | None) -> None
     # A fork begins with its parent's peak, but holds less: mapped files are not copied.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    before = _resident_bytes()
+    before = resident_bytes()
     value, status, note = None, "ok", ""
     began = time.perf_counter()
     try:
@@ -149,10 +149,10 @@ def _child(send: Any, call: Callable[[], Any], memory_bytes: int | None) -> None
     except Exception as error:  # a study reports mistakes, ours included, and goes on
         status, note = "failed", f"{type(error).__name__}: {error}"
     took = time.perf_counter() - began
-    send.send((status, value, took, _resident_bytes(), before, note))
+    send.send((status, value, took, resident_bytes(), before, note))
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
     """Largest resident memory of this process so far."""
     import resource
 

@@ -213,7 +213,7 @@ def planners() -> Iterator[Row]:
     from placement.objectives import LoadMoves
     from placement.planners import _macro, load
     from placement.planners._search import neighbours
-    from placement.planners.macro_search import _SHARE
+    from placement.planners.macro_search import SHARE
     from placement.workloads.synthetic import families
 
     @numba.njit
@@ -239,7 +239,7 @@ def planners() -> Iterator[Row]:
         trials, single, macro = medians_s(
             lambda m=moves, g=group, d=where: try_all(m.tables, m.state, g, d),  # type: ignore[misc]
             lambda run=anneal: run(np.ones(5)),  # type: ignore[misc]
-            lambda run=anneal: run(_SHARE),  # type: ignore[misc]
+            lambda run=anneal: run(SHARE),  # type: ignore[misc]
         )
         note = f"{name}, {problem.num_ops} operators, {problem.num_devices} devices"
         yield Row("incremental delta, moves/s", count / trials, "1/s", 2e6, True, note)

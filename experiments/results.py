@@ -270,7 +270,7 @@ def plot_curves(curves: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
     """Best so far over the best known, one panel per group of ``learned_guided.json``."""
     from placement.report import gantt
 
-    figure = gantt._figure_class()(figsize=(10, 3.2 * -(-len(curves) // 2)), dpi=100)
+    figure = gantt.figure_class()(figsize=(10, 3.2 * -(-len(curves) // 2)), dpi=100)
     axes = figure.subplots(-(-len(curves) // 2), 2, squeeze=False).ravel()
     planners = list(dict.fromkeys(p for lines in curves.values() for p in lines if p != "at"))
     for axis, (group, lines) in zip(axes, curves.items(), strict=False):
@@ -284,16 +284,16 @@ def plot_curves(curves: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
         axis.set_yscale("log")
         axis.set_title(group, fontsize=9, color=gantt.INK, loc="left")
         axis.set_ylabel("above the best known, %", fontsize=8, color=gantt.INK)
-        gantt._plain_axis(axis)
+        gantt.plain_axis(axis)
     axes[0].legend(frameon=False, fontsize=7)
     figure.tight_layout()
-    gantt._save(figure, path)
+    gantt.save_figure(figure, path)
 
 
 def _axes() -> tuple[Any, Any]:
     from placement.report import gantt
 
-    figure = gantt._figure_class()(figsize=(8, 4.5), dpi=100)
+    figure = gantt.figure_class()(figsize=(8, 4.5), dpi=100)
     return figure, figure.subplots()
 
 
@@ -301,11 +301,11 @@ def _finish(figure: Any, axis: Any, path: Path) -> None:
     from placement.report import gantt
 
     axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    gantt._plain_axis(axis)
+    gantt.plain_axis(axis)
     axis.tick_params(axis="y", colors=gantt.FAINT, labelsize=9)
     axis.grid(color=gantt.FAINT, alpha=0.25, lw=0.6)
     figure.tight_layout()
-    gantt._save(figure, path)
+    gantt.save_figure(figure, path)
 
 
 def _colour(k: int) -> str:

@@ -166,7 +166,7 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
     """
     devices = sorted({r.devices for r in rows})
     names = sorted({r.planner for r in rows})
-    figure = gantt._figure_class()(figsize=(3 + 3.6 * len(devices), 8), dpi=150)
+    figure = gantt.figure_class()(figsize=(3 + 3.6 * len(devices), 8), dpi=150)
     axes = figure.subplots(2, len(devices), sharex=True, sharey="row", squeeze=False)
     for column, count in enumerate(devices):
         for k, name in enumerate(names):
@@ -198,7 +198,7 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.minorticks_off()
-        gantt._plain_axis(axis)
+        gantt.plain_axis(axis)
         axis.grid(axis="y", color=gantt.FAINT, alpha=0.25, lw=0.6)
         axis.tick_params(axis="y", colors=gantt.FAINT, labelsize=9)
     axes[0, 0].set_ylabel("seconds", fontsize=9, color=gantt.INK)
@@ -206,7 +206,7 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
     lines, labels = axes[0, 0].get_legend_handles_labels()
     figure.tight_layout(rect=(0, 0, 1 - 1.9 / figure.get_figwidth(), 1))
     figure.legend(lines, labels, loc="center right", frameon=False, fontsize=8)
-    return gantt._save(figure, path)
+    return gantt.save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -209,7 +209,7 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
     """PNG: seconds over devices, a column per number of operators; a cross: ended by a limit."""
     sizes = sorted({r.operators for r in rows})
     names = list(dict.fromkeys(r.subject for r in rows))
-    figure = gantt._figure_class()(figsize=(3 + 3.4 * len(sizes), 4.2), dpi=120)
+    figure = gantt.figure_class()(figsize=(3 + 3.4 * len(sizes), 4.2), dpi=120)
     axes = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     for axis, operators in zip(axes, sizes, strict=True):
         for k, name in enumerate(names):
@@ -225,13 +225,13 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
         axis.set_yscale("log")
         axis.set_title(f"{operators:,} operators", loc="left", fontsize=10, color=gantt.INK)
         axis.set_xlabel("devices", fontsize=9, color=gantt.INK)
-        gantt._plain_axis(axis)
+        gantt.plain_axis(axis)
         axis.tick_params(axis="y", colors=gantt.FAINT, labelsize=9)
     axes[0].set_ylabel("seconds", fontsize=9, color=gantt.INK)
     lines, labels = axes[0].get_legend_handles_labels()
     figure.tight_layout(rect=(0, 0, 1 - 1.9 / figure.get_figwidth(), 1))
     figure.legend(lines, labels, loc="center right", frameon=False, fontsize=8)
-    return gantt._save(figure, path)
+    return gantt.save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> int:

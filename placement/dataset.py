@@ -108,7 +108,7 @@ def default_entries() -> tuple[Entry, ...]:
             batch, size = m.sizes[i]
             options = {"model": m.name, "batch": batch, "size": size}
             found.append(Entry("placement.zoo:small", options, m.kind, m.name.lower()))
-        for name, home in workloads._family_of().items():
+        for name, home in workloads.family_of().items():
             found.append(Entry(name, {"batch": i + 1}, KINDS.get(home, "other"), home))
     return tuple(found)
 
@@ -371,11 +371,11 @@ def _measured(
 
 def _alone(graph: OpGraph, cluster: Cluster, rounds: int) -> tuple[str, Floats]:
     """The order of the operators, and float64 ``[R, N, D]`` seconds; one device at a time."""
-    from placement.measure import _check_here, _order, _run, _single
+    from placement.measure import better_order, check_here, on_one_device, run_seconds
 
-    _check_here(cluster)
+    check_here(cluster)
     inputs = graph.program.timing_inputs()
-    order, priority = _order(graph, cluster, inputs)
+    order, priority = better_order(graph, cluster, inputs)
     samples = np.empty((rounds, graph.num_ops, cluster.num_devices))
     runners: list[Runner] = []
     try:
@@ -389,11 +389,11 @@ def _alone(graph: OpGraph, cluster: Cluster, rounds: int) -> tuple[str, Floats]:
                 while runners:
                     runners.pop().close()
                 for d in range(cluster.num_devices):
-                    runners.append(_single(graph, cluster, d, priority))
-                    _run(runners[d], inputs, 2)
+                    runners.append(on_one_device(graph, cluster, d, priority))
+                    run_seconds(runners[d], inputs, 2)
             for d, runner in enumerate(runners):
                 # The first of the two finds the caches as another device left them.
-                samples[r, :, d] = _run(runner, inputs, 2)
+                samples[r, :, d] = run_seconds(runner, inputs, 2)
     finally:
         while runners:
             runners.pop().close()

@@ -81,18 +81,18 @@ def measure(
         ProfileError: a device of the cluster is not on this machine.
     """
     say = progress or (lambda what, share: None)
-    _check_here(cluster)
+    check_here(cluster)
     inputs = graph.program.timing_inputs()
     devices = range(cluster.num_devices)
     began = time.time()
     say("first look", 0.0)
-    order, priority = _order(graph, cluster, inputs)
-    runners = [_single(graph, cluster, d, priority) for d in devices]
+    order, priority = better_order(graph, cluster, inputs)
+    runners = [on_one_device(graph, cluster, d, priority) for d in devices]
     alone, loaded = list[Floats](), list[Floats]()
     try:
         for d in devices:
             say(f"warming up {cluster.device_names[d]}", 0.0)
-            _run(runners[d], inputs, 2)
+            run_seconds(runners[d], inputs, 2)
         while len(alone) < repeats or (
             len(alone) < _PATIENCE * repeats and not (_steady(alone) and _steady(loaded))
         ):
@@ -100,7 +100,7 @@ def measure(
             again = f", as they differ by more than {_SPREAD:.0%}" if done >= repeats else ""
             say(f"round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
             # The first of the two finds the caches as another device left them.
-            alone.append(np.stack([_run(runners[d], inputs, 2) for d in devices], axis=1))
+            alone.append(np.stack([run_seconds(runners[d], inputs, 2) for d in devices], axis=1))
             if cluster.num_devices > 1:
                 whole_s = float(alone[-1].sum(axis=0).mean())
                 loaded.append(_run_together(runners, inputs, 3, whole_s))
@@ -382,12 +382,12 @@ def _wake_seconds(
             waking[a, b] = _placed(watched, cluster, placement)
         plain = capture(_Watched(False), x, name="chain")
         for a in {a for a, _ in pairs}:
-            silent[a] = _single(plain, cluster, a, range(plain.num_ops))
+            silent[a] = on_one_device(plain, cluster, a, range(plain.num_ops))
         for _ in range(repeats + 1):
             for key, runner in (*waking.items(), *silent.items()):
                 ops = chain if key in waking else range(plain.num_ops)
                 # Nothing is sent before the first; the others each begin with sending.
-                seconds = _run(runner, [x], 1)[list(ops)[1:]]
+                seconds = run_seconds(runner, [x], 1)[list(ops)[1:]]
                 found.setdefault(key, []).append(float(np.median(seconds)))
     finally:
         for runner in (*waking.values(), *silent.values()):
@@ -470,7 +470,8 @@ class _Chain(nn.Module):
         return (x + 1.0).sum()
 
 
-def _check_here(cluster: Cluster) -> None:
+def check_here(cluster: Cluster) -> None:
+    """Raises: ProfileError, this machine does not have one of the devices."""
     can_tell = hasattr(os, "sched_getaffinity")
     cores = os.sched_getaffinity(0) if can_tell else set(range(os.cpu_count() or 1))
     for device in cluster.devices:
@@ -498,7 +499,7 @@ def _check_here(cluster: Cluster) -> None:
             )
 
 
-def _order(
+def better_order(
     graph: OpGraph, cluster: Cluster, inputs: Sequence[Tensor]
 ) -> tuple[str, NDArray[np.int32]]:
     """The order in which a pipeline will run the operators, and int32 ``[N]`` their positions.
@@ -508,21 +509,25 @@ def _order(
     reads the weights of all layers. So upward rank, the better order across devices, is left
     where reading parameters again while they are cached is clearly faster on the first device.
     """
-    with _single(graph, cluster, 0, range(graph.num_ops)) as runner:
-        seconds = _run(runner, inputs, 2)[:, None]
+    with on_one_device(graph, cluster, 0, range(graph.num_ops)) as runner:
+        seconds = run_seconds(runner, inputs, 2)[:, None]
     one = Cluster("one", cluster.devices[:1])
     rank = Problem(graph, one, Profile(one.device_names, seconds, seconds * 0)).rank_position
     if np.bincount(graph.param_use).max(initial=0) < 2:
         return "rank", rank  # nothing is read twice
     reuse = reuse_position(graph)
-    with _single(graph, cluster, 0, rank) as a, _single(graph, cluster, 0, reuse) as b:
-        ratios = [_run(b, inputs, 2).sum() / _run(a, inputs, 2).sum() for _ in range(_ORDER_ROUNDS)]
+    with on_one_device(graph, cluster, 0, rank) as a, on_one_device(graph, cluster, 0, reuse) as b:
+        ratios = [
+            run_seconds(b, inputs, 2).sum() / run_seconds(a, inputs, 2).sum()
+            for _ in range(_ORDER_ROUNDS)
+        ]
     return ("reuse", reuse) if np.median(ratios) < _CLEARLY else ("rank", rank)
 
 
-def _single(
+def on_one_device(
     graph: OpGraph, cluster: Cluster, device: int, priority: Sequence[int] | NDArray[np.int32]
 ) -> Runner:
+    """A runner of everything on one device, in the order of ``priority`` ``[N]``."""
     return _placed(graph, cluster, [device] * graph.num_ops, priority)
 
 
@@ -535,7 +540,7 @@ def _placed(
     return Runner(graph, cluster, placement, max_in_flight=1, priority=priority, record=True)
 
 
-def _run(runner: Runner, inputs: Sequence[Tensor], times: int) -> Floats:
+def run_seconds(runner: Runner, inputs: Sequence[Tensor], times: int) -> Floats:
     """float64 ``[N]`` seconds of each operator in the last of ``times`` runs."""
     for _ in runner.stream_tensors(inputs for _ in range(times)):
         pass

@@ -22,7 +22,14 @@ from placement.latency import Floats, LatencyError, Method, Predictor, Sample, p
 from placement.latency.corpus import Corpus, this_machine
 from placement.latency.polynomial import Polynomial
 from placement.latency.roofline import Roofline
-from placement.measure import Progress, _run, _single, measure_links, provenance, typical
+from placement.measure import (
+    Progress,
+    measure_links,
+    on_one_device,
+    provenance,
+    run_seconds,
+    typical,
+)
 from placement.profile import Profile
 from placement.program import Param, Program, Ref, Step, fill
 
@@ -228,16 +235,16 @@ def _measure(graph: OpGraph, cluster: Cluster, seconds: float) -> Floats:
     """float64 ``[R, N, D]`` seconds of every operator; devices take turns."""
     inputs = graph.program.timing_inputs()
     order = range(graph.num_ops)
-    runners = [_single(graph, cluster, d, order) for d in range(cluster.num_devices)]
+    runners = [on_one_device(graph, cluster, d, order) for d in range(cluster.num_devices)]
     rounds: list[Floats] = []
     try:
         for runner in runners:
-            _run(runner, inputs, 1)
+            run_seconds(runner, inputs, 1)
         began = time.monotonic()
         while len(rounds) < _FEWEST_ROUNDS or (
             len(rounds) < _MOST_ROUNDS and time.monotonic() - began < seconds
         ):
-            rounds.append(np.stack([_run(runner, inputs, 1) for runner in runners], axis=1))
+            rounds.append(np.stack([run_seconds(runner, inputs, 1) for runner in runners], axis=1))
     finally:
         for runner in runners:
             runner.close()

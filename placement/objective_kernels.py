@@ -314,7 +314,7 @@ def fill_state(tables, state):
 
 
 @kernel
-def _change(compute_s, touch_ptr, touch, io_s, device, users, g, new):
+def load_change(compute_s, touch_ptr, touch, io_s, device, users, g, new):
     """What moving block ``g`` to ``new`` adds to the load of its old and of its new device."""
     old = device[g]
     at_old = -compute_s[g, old]
@@ -359,7 +359,7 @@ def trial_move(tables, state, g, new):
             need += tables[7][tables[6][i]]
     if need > tables[8][new]:
         return np.inf
-    at_old, at_new = _change(tables[0], tables[1], tables[2], tables[3], device, users, g, new)
+    at_old, at_new = load_change(tables[0], tables[1], tables[2], tables[3], device, users, g, new)
     largest = max(load[old] + at_old, load[new] + at_new)
     for d in range(len(load)):
         if d != old and d != new:
@@ -391,7 +391,7 @@ def apply_moves(tables, state, group, where, count):
         old = device[g]
         if new == old:
             continue
-        at_old, at_new = _change(compute_s, touch_ptr, touch, io_s, device, users, g, new)
+        at_old, at_new = load_change(compute_s, touch_ptr, touch, io_s, device, users, g, new)
         load[old] += at_old
         load[new] += at_new
         held[old] -= own_bytes[g]

@@ -58,7 +58,7 @@ def planner_yaml(name: str) -> str:
 
 def workload_yaml(name: str) -> str:
     """What ``conf/workload/<name>.yaml`` must hold: the default of every argument."""
-    home = importlib.import_module(f"placement.workloads.{workloads._family_of()[name]}")
+    home = importlib.import_module(f"placement.workloads.{workloads.family_of()[name]}")
     lines = [f"# @package workload.{name}", "_target_: placement.workloads.load", f"spec: {name}"]
     given = inspect.signature(getattr(home, name)).parameters.items()
     lines += [f"{argument}: {_text(p.default)}" for argument, p in given]

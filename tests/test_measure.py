@@ -235,7 +235,7 @@ def test_cuda_devices_of_another_name_or_number_are_refused(name, monkeypatch):
 def test_cuda_devices_that_are_here_are_accepted(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    measure_module._check_here(Cluster("here", (Device(name, "cuda"),)))
+    measure_module.check_here(Cluster("here", (Device(name, "cuda"),)))
 
 
 def test_a_profile_of_fewer_rounds_than_asked_for_is_measured_again(tmp_path, monkeypatch):

@@ -136,8 +136,8 @@ def test_the_faster_order_is_measured(
         slow = reuse_takes if runner._priority == by_reuse else 1.0
         return np.full(graph.num_ops, slow)
 
-    monkeypatch.setattr(measure_module, "_run", run)
-    found, position = measure_module._order(graph, ONE, graph.program.timing_inputs())
+    monkeypatch.setattr(measure_module, "run_seconds", run)
+    found, position = measure_module.better_order(graph, ONE, graph.program.timing_inputs())
     assert found == order
     assert (position.tolist() == by_reuse) == (order == "reuse")
 
@@ -153,8 +153,8 @@ def test_parameters_that_are_read_once_leave_nothing_to_measure(
         runs.append(runner)
         return np.ones(graph.num_ops)
 
-    monkeypatch.setattr(measure_module, "_run", run)
-    assert measure_module._order(graph, ONE, graph.program.timing_inputs())[0] == "rank"
+    monkeypatch.setattr(measure_module, "run_seconds", run)
+    assert measure_module.better_order(graph, ONE, graph.program.timing_inputs())[0] == "rank"
     assert len(runs) == 1  # the first look, for the ranks
 
 

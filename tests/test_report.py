@@ -131,7 +131,7 @@ def test_a_loader_has_a_lane_of_its_own(tmp_path: Path) -> None:
     ]
     without = png_size(plot_gantt(pipeline(), None, tmp_path / "one.png"))
     assert png_size(plot_gantt(loaded, None, tmp_path / "two.png"))[1] > without[1]
-    axis = gantt._figure_class()().subplots()
+    axis = gantt.figure_class()().subplots()
     gantt._draw_loader(axis, loaded.load_s, 2, 1.0)
     boxes = [path.get_extents() for c in axis.collections for path in c.get_paths()]
     # Two rows of half a lane: 0 and 1 in the first, 2 in the second.
@@ -156,7 +156,7 @@ def test_a_lane_is_a_few_bars_however_many_operators(monkeypatch: pytest.MonkeyP
     # 600 operators x 8 micro-batches back to back: one bar per micro-batch, not 4,800.
     start = np.arange(4800.0).reshape(8, 600)
     timeline = Timeline(("d",), np.zeros(600, np.int32), start, start + 1)
-    figure = gantt._figure_class()()
+    figure = gantt.figure_class()()
     axis = figure.subplots()
     gantt._draw(axis, timeline, 1.0, resolution_s=4800 / 1500)
     bars = [path for c in axis.collections for path in c.get_paths()]

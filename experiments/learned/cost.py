@@ -130,7 +130,7 @@ def _train(problem: Problem, formulation: str, steps: int, core: int, seed: int,
     train([problem], config=_config(formulation, total_steps=1))  # kernels
     began = time.process_time()
     card = train([problem], config=config).card
-    out.put((card["steps"] / (time.process_time() - began), _study._resident_bytes()))
+    out.put((card["steps"] / (time.process_time() - began), _study.resident_bytes()))
 
 
 def _time(name: str, problem: Problem, formulation: str, seed: int, limit_s: float) -> Row:

@@ -116,11 +116,11 @@ def large(graphs: int) -> Problems:
     unlike = (1.0, 2.0, 4.0)
     shapes = {
         "layered": synthetic.Family(synthetic.layered(40, 40, 0.05), heterogeneity=1.0),
-        "series_parallel": synthetic.Family(synthetic._series_parallel(1600), 8, speeds=unlike),
-        "lstm_grid": synthetic.Family(synthetic._grid(8, 200), 8, ccr=0.1, heterogeneity=0.5),
-        "random": synthetic.Family(synthetic._random(1600, 60, 3), heterogeneity=0.5),
-        "transformer": synthetic.Family(synthetic._transformer(46, 5), 4, ccr=0.3),
-        "fork_join": synthetic.Family(synthetic._fork_join(32, 10, 5), 8, ccr=1.0),
+        "series_parallel": synthetic.Family(synthetic.series_parallel(1600), 8, speeds=unlike),
+        "lstm_grid": synthetic.Family(synthetic.grid(8, 200), 8, ccr=0.1, heterogeneity=0.5),
+        "random": synthetic.Family(synthetic.random_graph(1600, 60, 3), heterogeneity=0.5),
+        "transformer": synthetic.Family(synthetic.transformer(46, 5), 4, ccr=0.3),
+        "fork_join": synthetic.Family(synthetic.fork_join(32, 10, 5), 8, ccr=1.0),
     }
     return {
         f"large/{name}-{seed}": made(seed).with_objective("latency")

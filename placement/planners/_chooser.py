@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from placement.jit import allocating, kernel, largest
-from placement.planners._macro import _uniform
+from placement.planners._macro import uniform
 
 
 @allocating
@@ -60,7 +60,7 @@ def choose(random, logits, width):
     total = 0.0
     for k in range(width + 1):
         total += np.exp(logits[k] - logits[best])
-    left = _uniform(random) * total
+    left = uniform(random) * total
     for k in range(width + 1):
         left -= np.exp(logits[k] - logits[best])
         if left < 0.0:

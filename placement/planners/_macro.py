@@ -6,10 +6,10 @@ import numpy as np
 
 from placement.jit import allocating, inlined, kernel
 from placement.objective_kernels import (
-    _change,
     apply_move,
     apply_moves,
     fill_state,
+    load_change,
     piecewise_one,
     undo_moves,
 )
@@ -21,7 +21,7 @@ _NEAR = 0.6  # of the moves go to a neighbour's device
 
 
 @inlined
-def _uniform(random):
+def uniform(random):
     """A float in [0, 1) from ``random`` uint64 ``[1]`` (xorshift64*, Vigna 2016)."""
     x = random[0]
     x ^= x >> np.uint64(12)
@@ -32,9 +32,9 @@ def _uniform(random):
 
 
 @inlined
-def _below(random, n):
+def below(random, n):
     """An integer in [0, n)."""
-    return np.int64(_uniform(random) * n)
+    return np.int64(uniform(random) * n)
 
 
 @kernel
@@ -46,13 +46,13 @@ def propose(random, device, compute_s, graph, source, share, cut, body, group, w
     most. ``group`` and ``where`` are int32 ``[G]``.
     """
     num_groups = len(compute_s)
-    g = _below(random, num_groups)
+    g = below(random, num_groups)
     if source >= 0:
         for _ in range(_TRIES):
             if device[g] == source:
                 break
-            g = _below(random, num_groups)
-    if cut > 0.0 and _uniform(random) < cut:
+            g = below(random, num_groups)
+    if cut > 0.0 and uniform(random) < cut:
         return _cut(random, device, compute_s, graph[0], graph[1], g, group, where, mark)
     group, where = group[:body], where[:body]
     return propose_from(random, device, compute_s, graph, g, share, group, where, mark)
@@ -76,20 +76,20 @@ def propose_from(random, device, compute_s, graph, g, share, group, where, mark)
     old = device[g]
     new = old
     degree = near_ptr[g + 1] - near_ptr[g]
-    if degree > 0 and _uniform(random) < _NEAR:
-        new = device[near[near_ptr[g] + _below(random, degree)]]
+    if degree > 0 and uniform(random) < _NEAR:
+        new = device[near[near_ptr[g] + below(random, degree)]]
     if new == old:
-        new = _below(random, num_devices - 1)
+        new = below(random, num_devices - 1)
         new += new >= old
     if compute_s[g, new] == np.inf:
         return 0
     group[0], where[0] = g, new
-    kind = _uniform(random)
+    kind = uniform(random)
     if kind < share[SINGLE] or len(group) < 2:
         return 1
     if kind >= share[GROWTH]:
         for _ in range(_TRIES):
-            h = _below(random, num_groups)
+            h = below(random, num_groups)
             if device[h] == new:
                 if compute_s[h, old] == np.inf:
                     return 1
@@ -97,11 +97,11 @@ def propose_from(random, device, compute_s, graph, g, share, group, where, mark)
                 return 2
         return 1
     most = min(len(group), num_groups)
-    length = max(2, int(np.exp(_uniform(random) * np.log(most + 1.0))))
+    length = max(2, int(np.exp(uniform(random) * np.log(most + 1.0))))
     length = min(length, most)
     count = 1
     if kind < share[RUN]:
-        step = 1 if _uniform(random) < 0.5 else -1
+        step = 1 if uniform(random) < 0.5 else -1
         h = g + step
         while count < length and 0 <= h < num_groups and device[h] == old:
             if compute_s[h, new] < np.inf:
@@ -117,7 +117,7 @@ def propose_from(random, device, compute_s, graph, g, share, group, where, mark)
     while at < count and count < length:
         h = group[at]
         degree = ptr[h + 1] - ptr[h]
-        first = _below(random, degree) if degree > 0 else 0
+        first = below(random, degree) if degree > 0 else 0
         for i in range(degree):
             j = edge[ptr[h] + (first + i) % degree]
             if device[j] == old and mark[j] == 0 and compute_s[j, new] < np.inf:
@@ -153,7 +153,7 @@ def _cut(random, device, compute_s, ptr, near, g, group, where, mark):
                 count += 1
         at += 1
     marked = count
-    if _uniform(random) < 0.5:
+    if uniform(random) < 0.5:
         for h in range(num_groups):  # behind the marked ones, and then over them
             if device[h] == old and mark[h] == 0:
                 group[count] = h
@@ -168,12 +168,12 @@ def _cut(random, device, compute_s, ptr, near, g, group, where, mark):
             mark[group[i]] = 0
     if count == 0:
         return 0
-    new = _below(random, num_devices - 1)
+    new = below(random, num_devices - 1)
     new += new >= old
     for _ in range(_TRIES):
-        h = group[_below(random, count)]
+        h = group[below(random, count)]
         if ptr[h + 1] > ptr[h]:
-            e = device[near[ptr[h] + _below(random, ptr[h + 1] - ptr[h])]]
+            e = device[near[ptr[h] + below(random, ptr[h + 1] - ptr[h])]]
             if e != old:
                 new = e
                 break
@@ -186,7 +186,7 @@ def _cut(random, device, compute_s, ptr, near, g, group, where, mark):
 
 
 @inlined
-def _term(load, held, memory, scale, squarings):
+def energy_term(load, held, memory, scale, squarings):
     """What a device adds to the energy: (load * scale) ** 2 ** squarings, more if too full."""
     x = load * scale
     for _ in range(squarings):
@@ -228,31 +228,31 @@ def anneal(
     hottest = int(np.argmax(load))
     scale = 1.0 / max(load[hottest] if best_s == np.inf else best_s, 1e-300)
     for d in range(num_devices):
-        term[d] = _term(load[d], held[d], memory[d], scale, power)
+        term[d] = energy_term(load[d], held[d], memory[d], scale, power)
     for _ in range(steps):
-        source = hottest if _uniform(random) < hot else -1
+        source = hottest if uniform(random) < hot else -1
         count = propose(
             random, device, compute_s, graph, source, share, cut, body, group, where, mark
         )
         if count == 0:
             continue
-        limit = -temperature * np.log(1.0 - _uniform(random))
+        limit = -temperature * np.log(1.0 - uniform(random))
         g, new = group[0], where[0]
         old = device[g]
         limit += term[old] + term[new]
         if count == 1 and len(tied_bytes) == 0:  # most often: nothing to undo
-            at_old, at_new = _change(compute_s, touch_ptr, touch, io_s, device, users, g, new)
+            at_old, at_new = load_change(compute_s, touch_ptr, touch, io_s, device, users, g, new)
             own = own_bytes[g]
-            term_old = _term(load[old] + at_old, held[old] - own, memory[old], scale, power)
-            term_new = _term(load[new] + at_new, held[new] + own, memory[new], scale, power)
+            term_old = energy_term(load[old] + at_old, held[old] - own, memory[old], scale, power)
+            term_new = energy_term(load[new] + at_new, held[new] + own, memory[new], scale, power)
             if term_old + term_new > limit:
                 continue
             apply_move(tables, state, g, new)
         else:
             load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
             apply_moves(tables, state, group, where, count)
-            term_old = _term(load[old], held[old], memory[old], scale, power)
-            term_new = _term(load[new], held[new], memory[new], scale, power)
+            term_old = energy_term(load[old], held[old], memory[old], scale, power)
+            term_new = energy_term(load[new], held[new], memory[new], scale, power)
             if term_old + term_new > limit:
                 undo_moves(tables, state, group, where, count, np.int64(old), np.int64(new))
                 load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
@@ -327,7 +327,7 @@ def anneal_pieces(
             for i in range(ptr[group[k]], ptr[group[k] + 1]):
                 p[op[i]] = where[k]
         over_then = _overflow(held, memory)
-        limit = value - temperature * np.log(1.0 - _uniform(random)) + far * (over - over_then)
+        limit = value - temperature * np.log(1.0 - uniform(random)) + far * (over - over_then)
         then = piecewise_one(pieces, p, scratch, limit)
         if then <= limit:
             value, over = then, over_then

@@ -23,7 +23,7 @@ import numpy as np
 
 from placement.jit import average, copy, inlined, kernel, largest
 from placement.planners._chooser import choose, network
-from placement.planners._macro import _below, _uniform
+from placement.planners._macro import below, uniform
 
 Array = Any
 
@@ -552,7 +552,7 @@ def _neighbour(t, s, i, way, device):
         src = in_src[m]
         if src < n and way != 1 and not s.mark[src] and (device < 0 or s.place[src] == device):
             count += 1
-            if _below(s.random, count) == 0:
+            if below(s.random, count) == 0:
                 found = src
     if way == 0:
         return found
@@ -560,7 +560,7 @@ def _neighbour(t, s, i, way, device):
         user = edge_dst[e]
         if not s.mark[user] and (device < 0 or s.place[user] == device):
             count += 1
-            if _below(s.random, count) == 0:
+            if below(s.random, count) == 0:
                 found = user
     return found
 
@@ -573,9 +573,9 @@ def _gather(t, s, k, i, new):
     """
     body, old = s.body[k], np.int64(s.place[i])
     most = 1
-    if _uniform(s.random) >= _ALONE:
-        most = 1 + int(np.exp(_uniform(s.random) * np.log(float(len(body) - 1))))
-    way = _below(s.random, 3)
+    if uniform(s.random) >= _ALONE:
+        most = 1 + int(np.exp(uniform(s.random) * np.log(float(len(body) - 1))))
+    way = below(s.random, 3)
     count = num = 0
     fits = True
     while i >= 0 and count < most:
@@ -642,25 +642,25 @@ def _propose(t, s, k):
     """
     n, num_devices = t.compute_s.shape
     for _ in range(_TRIES):
-        i = _below(s.random, n)
-        if _uniform(s.random) < _FROM_CHAIN:
-            i = s.chain[_below(s.random, int(s.x[NUM_CHAIN]))]
+        i = below(s.random, n)
+        if uniform(s.random) < _FROM_CHAIN:
+            i = s.chain[below(s.random, int(s.x[NUM_CHAIN]))]
         old = s.place[i]
         new = old
-        kind = _uniform(s.random)
+        kind = uniform(s.random)
         if kind < _NEAR:
             # Casts, here and elsewhere: a kernel is compiled for every integer type it is given.
             other = _neighbour(t, s, i, np.int64(2), np.int64(-1))
             if other >= 0:
                 new = s.place[other]
         elif kind < _ANY:
-            new = _below(s.random, num_devices)
+            new = below(s.random, num_devices)
         first, beyond = s.lane_ptr[new], s.lane_ptr[new + 1]
         if new == old:
             low, high = _window(t, s, i)
             here = s.in_lane[i]
-            far = 1 + int(np.exp(_uniform(s.random) * _FAR))
-            if _uniform(s.random) < 0.5:
+            far = 1 + int(np.exp(uniform(s.random) * _FAR))
+            if uniform(s.random) < 0.5:
                 place = max(first, here - far)
                 while place < here and s.position[s.lane[place]] <= low:
                     place += 1
@@ -684,9 +684,9 @@ def _propose(t, s, k):
         low, high = _window(t, s, i)
         ready = _inputs_s(t, s, i, new)
         a = _first_in_lane(s, new, s.start_s, ready)  # when the inputs are there
-        shift = _uniform(s.random)
+        shift = uniform(s.random)
         if shift < _LATER:
-            a = min(a + _below(s.random, 3), beyond)
+            a = min(a + below(s.random, 3), beyond)
         elif shift < _EARLIER:
             a = max(a - 1, first)
         while a > first and s.position[s.lane[a - 1]] >= high:
@@ -904,7 +904,7 @@ def _take(t, s, k):
     old, new, at = np.int64(s.place[i]), np.int64(s.to[k]), np.int64(s.at[k])
     limit = np.inf
     if x[COST] < _NEVER:
-        limit = x[COST] * (1.0 - _uniform(s.random)) ** -x[TEMPERATURE]
+        limit = x[COST] * (1.0 - uniform(s.random)) ** -x[TEMPERATURE]
     num = _members(t, s, k)
     first, moved = _concerned(t, s, k, num)
     _put(s, num, new)

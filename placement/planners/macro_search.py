@@ -25,7 +25,7 @@ from placement.planners.ideal_dp import IdealDp
 from placement.problem import Planner, Problem, Solution
 
 _HOT = 0.2  # of the moves start on the busiest device; more of them, and it digs in there
-_SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # single, run, chain, growth, swap; cumulated
+SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # single, run, chain, growth, swap; cumulated
 # Rounds of max_load: temperature at first and at last, log2 of p at first and at last.
 _FIND, _POLISH = (0.05, 2e-3, 4, 4), (0.03, 1e-5, 2, 8)
 _ROUNDS = (_FIND, _POLISH, (1.0, 1e-4, 2, 7), _POLISH, _FIND, _POLISH)
@@ -151,7 +151,7 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
             moves.tables,
             moves.state,
             graph,
-            _SHARE,
+            SHARE,
             0.0,
             random,
             best,
@@ -202,7 +202,7 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
             scratch,
             (ptr, op),
             graph,
-            _SHARE,
+            SHARE,
             _CUT,
             random,
             best,
@@ -246,7 +246,7 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
         rows = np.tile(here, (width, 1))
         for row in rows:
             count = _macro.propose(
-                random, here, compute_s, graph, -1, _SHARE, 0.0, body, group, where, mark
+                random, here, compute_s, graph, -1, SHARE, 0.0, body, group, where, mark
             )
             row[group[:count]] = where[:count]
         found = search.costs(rows)

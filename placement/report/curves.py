@@ -34,14 +34,14 @@ def best_so_far(comparison: Comparison, at_s: Floats) -> dict[str, Floats]:
     for row in comparison.rows:
         best, otherwise = comparison.reference(row.workload)
         if not row.planner.startswith("single:") and 0 < best < np.inf:
-            when, value = _steps(row, comparison.solutions)
+            when, value = steps(row, comparison.solutions)
             value = np.append(max(otherwise, value.max(initial=0.0)), value)
             so_far = np.minimum.accumulate(value)[np.searchsorted(when, at_s, side="right")]
             logs.setdefault(row.planner, []).append(np.log(so_far / best))
     return {planner: np.exp(np.mean(rows, axis=0)) for planner, rows in logs.items()}
 
 
-def _steps(
+def steps(
     row: Row, solutions: Mapping[tuple[str, str, int | None], Solution]
 ) -> tuple[Floats, Floats]:
     """Seconds and finite values: of the solution's curve, or of its end where there is none."""
@@ -65,7 +65,7 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
         PlotError: matplotlib is not installed.
         FileError: the file cannot be written.
     """
-    figure = gantt._figure_class()(figsize=(10, 6), dpi=150)
+    figure = gantt.figure_class()(figsize=(10, 6), dpi=150)
     axis = figure.subplots()
     plan_s: dict[str, list[float]] = {}
     for row in comparison.rows:
@@ -112,7 +112,7 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
     )
     if drawn & above.keys():
         axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    gantt._plain_axis(axis)
+    gantt.plain_axis(axis)
     axis.tick_params(axis="y", colors=FAINT, labelsize=9)
     axis.grid(axis="y", color=FAINT, alpha=0.25, lw=0.6)
     if title:
@@ -121,7 +121,7 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
         )
     figure.tight_layout()
     _label(axis, dots)
-    return gantt._save(figure, path)
+    return gantt.save_figure(figure, path)
 
 
 def _label(axis: Any, dots: Mapping[str, tuple[float, float]]) -> None:

@@ -89,14 +89,14 @@ def plot_gantt(
         PlotError: matplotlib is not installed.
         FileError: the file cannot be written.
     """
-    figure_class = _figure_class()
+    figure_type = figure_class()
     panels = [("predicted", predicted)]
     if measured is not None:
         panels.append(("measured", measured))
     span = max(t.makespan_s for _, t in panels)
     unit, scale = _unit(span)
     lanes = [len(_lanes(t)) for _, t in panels]
-    figure = figure_class(figsize=(11, 1.0 + 0.5 * sum(lanes) + 0.35 * len(panels)), dpi=150)
+    figure = figure_type(figsize=(11, 1.0 + 0.5 * sum(lanes) + 0.35 * len(panels)), dpi=150)
     axes = figure.subplots(
         len(panels),
         1,
@@ -118,7 +118,7 @@ def plot_gantt(
             as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK
         )
     figure.tight_layout(h_pad=0.8)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _lanes(timeline: Timeline) -> tuple[str, ...]:
@@ -241,11 +241,12 @@ def _label(axis: Any, name: str, timeline: Timeline) -> None:
             fontsize=9,
             color=FAINT,
         )
-    _plain_axis(axis)
+    plain_axis(axis)
     axis.tick_params(axis="y", length=0)
 
 
-def _plain_axis(axis: Any) -> None:
+def plain_axis(axis: Any) -> None:
+    """Only a faint line and a grid along the bottom."""
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
     axis.spines["bottom"].set_color(FAINT)
@@ -254,7 +255,12 @@ def _plain_axis(axis: Any) -> None:
     axis.set_axisbelow(True)
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
+    """matplotlib's ``Figure``.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -264,7 +270,8 @@ def _figure_class() -> Any:
     return Figure  # not pyplot: no window, no state
 
 
-def _save(figure: Any, path: str | Path) -> Path:
+def save_figure(figure: Any, path: str | Path) -> Path:
+    """Write ``figure`` as PNG, whole or not at all."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", facecolor="white")
     return write_atomic(path, buffer.getvalue())

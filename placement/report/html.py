@@ -290,7 +290,7 @@ def _planner(name: str, rows: Sequence[Row], index: dict[str, int]) -> dict[str,
         "note": next((row.note for row in rows if row.note), ""),
         "pareto": any(row.pareto for row in rows),
         "decision": index.get(name),
-        **{column: table._median(rows, column) for column in _MEDIANS},
+        **{column: table.median(rows, column) for column in _MEDIANS},
     }
 
 
@@ -482,7 +482,7 @@ def _curves(rows: Sequence[Row], comparison: Comparison) -> list[dict[str, Any]]
     for row in rows:
         if row.planner.startswith(SINGLE):
             continue
-        when, value = curves._steps(row, comparison.solutions)
+        when, value = curves.steps(row, comparison.solutions)
         if len(when):
             best = np.minimum.accumulate(value)
             kept = np.flatnonzero(np.append(True, best[1:] < best[:-1]))

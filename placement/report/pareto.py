@@ -42,7 +42,7 @@ def plot_pareto(comparison: Comparison, path: str | Path, title: str = "") -> Pa
     pairs = [("latency_s", "period_s")]
     if with_energy:
         pairs += [("latency_s", "energy_j"), ("period_s", "energy_j")]
-    figure = gantt._figure_class()(figsize=(5.2 * len(pairs), 3.8 * len(shown)), dpi=130)
+    figure = gantt.figure_class()(figsize=(5.2 * len(pairs), 3.8 * len(shown)), dpi=130)
     axes = figure.subplots(len(shown), len(pairs), squeeze=False)
     for line, (workload, rows) in zip(axes, shown.items(), strict=True):
         for axis, (x, y) in zip(line, pairs, strict=True):
@@ -56,7 +56,7 @@ def plot_pareto(comparison: Comparison, path: str | Path, title: str = "") -> Pa
             gantt.as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK
         )
     figure.tight_layout()
-    return gantt._save(figure, path)
+    return gantt.save_figure(figure, path)
 
 
 def _panel(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
@@ -82,7 +82,7 @@ def _panel(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
         declared = " (declared watts)" if rows[0].energy_source == "declared" else ""
         label = f"{name}, {unit}" + (declared if column == "energy_j" else "")
         getattr(axis, f"set_{which}label")(label, fontsize=9, color=INK)
-    gantt._plain_axis(axis)
+    gantt.plain_axis(axis)
     axis.tick_params(axis="both", colors=FAINT, labelsize=8)
     axis.grid(color=FAINT, alpha=0.25, lw=0.6)
     axis.margins(0.12)

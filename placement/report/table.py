@@ -51,13 +51,13 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     lines = [
         (
             name,
-            *([_ms(_median(rows, "value_s"))] if shown else []),
-            _ms(_median(rows, "period_s")),
-            _ms(_median(rows, "latency_s")),
-            _times(_median(rows, "speedup")),
-            _percent(_median(rows, "gap")),
-            _seconds(_median(rows, "plan_s")),
-            _count(_median(rows, "evaluations")),
+            *([_ms(median(rows, "value_s"))] if shown else []),
+            _ms(median(rows, "period_s")),
+            _ms(median(rows, "latency_s")),
+            _times(median(rows, "speedup")),
+            _percent(median(rows, "gap")),
+            _seconds(median(rows, "plan_s")),
+            _count(median(rows, "evaluations")),
         )
         for name, rows in by_planner.items()
     ]
@@ -85,12 +85,12 @@ def _measured(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     lines = [
         (
             name,
-            _ms(_median(rows, "measured_period_s")),
-            _ms(_median(rows, "measured_period_iqr_s")),
-            _percent(_median(rows, "period_error"), sign=True),
-            _ms(_median(rows, "measured_latency_s")),
-            _percent(_median(rows, "latency_error"), sign=True),
-            _times(_median(rows, "measured_speedup")),
+            _ms(median(rows, "measured_period_s")),
+            _ms(median(rows, "measured_period_iqr_s")),
+            _percent(median(rows, "period_error"), sign=True),
+            _ms(median(rows, "measured_latency_s")),
+            _percent(median(rows, "latency_error"), sign=True),
+            _times(median(rows, "measured_speedup")),
         )
         for name, rows in by_planner.items()
     ]
@@ -164,10 +164,12 @@ def print_tables(made: Sequence[Table]) -> None:
 
 def to_markdown(comparison: Comparison) -> str:
     """The same tables as GitHub-flavoured Markdown."""
-    return "\n".join(_markdown(t) for t in tables(comparison))
+    return "\n".join(as_markdown(t) for t in tables(comparison))
 
 
-def _markdown(table: Table) -> str:
+def as_markdown(table: Table) -> str:
+    """``table`` as GitHub-flavoured Markdown."""
+
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
 
@@ -215,7 +217,7 @@ def _parsed(kind: str, text: str) -> Any:
     return {"int": int, "float": float, "str": str}[kind.split(" ")[0]](text)
 
 
-def _median(rows: Sequence[Row], column: str) -> float | None:
+def median(rows: Sequence[Row], column: str) -> float | None:
     """Over the seeds; None where a seed has no answer, so that failures are not averaged away."""
     values: list[Any] = [getattr(r, column) for r in rows]
     return None if any(v is None for v in values) else float(np.median(values))

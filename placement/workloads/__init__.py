@@ -25,7 +25,7 @@ class WorkloadError(ValueError):
 
 def names() -> tuple[str, ...]:
     """The shipped workloads, sorted; reads the files without importing them."""
-    return tuple(sorted(_family_of()))
+    return tuple(sorted(family_of()))
 
 
 def load(spec: str, **options: Any) -> tuple[Any, Any]:
@@ -111,7 +111,7 @@ def _function(spec: str) -> Any:
     if ":" in spec:
         home, _, function_name = spec.partition(":")
     else:
-        families = _family_of()
+        families = family_of()
         if spec not in families:
             near = meant(spec, families) or ";"
             raise WorkloadError(
@@ -145,7 +145,7 @@ def _check_options(spec: str, function: Any, options: dict[str, Any]) -> None:
         ) from error
 
 
-def _family_of() -> dict[str, str]:
+def family_of() -> dict[str, str]:
     """Workload name -> file (without ``.py``) that defines it."""
     return {
         node.name: file.stem

@@ -101,20 +101,20 @@ def families() -> dict[str, Family]:
     return {
         "layered": Family(layered(10, 10, 0.3)),
         "layered_wide": Family(layered(20, 50, 0.05), 8, ccr=0.1, heterogeneity=1.0),
-        "series_parallel": Family(_series_parallel(200), ccr=1.0),
-        "series_parallel_large": Family(_series_parallel(1500), 8, speeds=unlike),
-        "lstm_grid": Family(_grid(4, 50), ccr=0.2),
-        "lstm_grid_large": Family(_grid(8, 250), 8, ccr=0.1, heterogeneity=0.5),
+        "series_parallel": Family(series_parallel(200), ccr=1.0),
+        "series_parallel_large": Family(series_parallel(1500), 8, speeds=unlike),
+        "lstm_grid": Family(grid(4, 50), ccr=0.2),
+        "lstm_grid_large": Family(grid(8, 250), 8, ccr=0.1, heterogeneity=0.5),
         "inception": Family(_inception(12), ccr=0.5),
         "inception_unlike": Family(_inception(30), 3, ccr=1.0, speeds=unlike),
-        "random": Family(_random(300, 30, 2), heterogeneity=0.5),
-        "random_dense": Family(_random(600, 60, 8), 8, ccr=2.0),
+        "random": Family(random_graph(300, 30, 2), heterogeneity=0.5),
+        "random_dense": Family(random_graph(600, 60, 8), 8, ccr=2.0),
         "chain_with_skips": Family(_chain(200, 0.2), ccr=0.3),
         "deep_chain": Family(_chain(2000, 0.02), 8, ccr=0.1, speeds=unlike),
-        "fork_join": Family(_fork_join(10, 8, 4), ccr=0.5),
+        "fork_join": Family(fork_join(10, 8, 4), ccr=0.5),
         "reduction_tree": Family(_reduction(256), ccr=0.5, heterogeneity=1.0),
-        "transformer": Family(_transformer(24, 4), memory=0.6),
-        "transformer_training": Family(_transformer(6, 2), training=True, memory=0.6),
+        "transformer": Family(transformer(24, 4), memory=0.6),
+        "transformer_training": Family(transformer(6, 2), training=True, memory=0.6),
         "u_net": Family(_u_net(5, 12), ccr=0.8),
         "towers": Family(_towers(26, 5), 8, ccr=1.0, speeds=unlike),
         "mixture_of_experts": Family(_experts(12, 8), 8, ccr=0.4),
@@ -213,7 +213,7 @@ def layered(depth: int, width: int, density: float) -> Shape:
     return shape
 
 
-def _series_parallel(num_ops: int) -> Shape:
+def series_parallel(num_ops: int) -> Shape:
     """A random edge is replaced by two in a row, or by two side by side, again and again."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:
@@ -231,7 +231,7 @@ def _series_parallel(num_ops: int) -> Shape:
     return shape
 
 
-def _grid(layers: int, steps: int) -> Shape:
+def grid(layers: int, steps: int) -> Shape:
     """An unrolled recurrent network: a cell needs the layer below and the step before."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:
@@ -263,7 +263,7 @@ def _inception(blocks: int) -> Shape:
     return shape
 
 
-def _random(num_ops: int, window: int, mean_inputs: int) -> Shape:
+def random_graph(num_ops: int, window: int, mean_inputs: int) -> Shape:
     """Each operator uses a few of the last ``window`` ones."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:
@@ -290,7 +290,7 @@ def _chain(num_ops: int, skips: float) -> Shape:
     return shape
 
 
-def _fork_join(times: int, width: int, length: int) -> Shape:
+def fork_join(times: int, width: int, length: int) -> Shape:
     """``times`` in a row: a fork, ``width`` chains of ``length``, a join that is the next fork."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:
@@ -319,7 +319,7 @@ def _reduction(leaves: int) -> Shape:
     return shape
 
 
-def _transformer(layers: int, heads: int) -> Shape:
+def transformer(layers: int, heads: int) -> Shape:
     """Blocks of normalisation, per head q k v scores and mix, projection, sum, feed-forward."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:
