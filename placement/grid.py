@@ -25,7 +25,6 @@ from placement.graph import OpGraph
 from placement.profile import Profile
 
 Ints = NDArray[np.int32]
-Floats = NDArray[np.float64]
 
 LEAST_STEPS = 3  # two uses of the same parameters are tied weights rather than time
 
@@ -58,12 +57,6 @@ class Grid:
     def num_steps(self) -> int:
         """``T``."""
         return int(self.step.max()) + 1
-
-    def cell_s(self, compute_s: Floats) -> Floats:
-        """float64 ``[L, T, D]`` seconds of every cell, of seconds ``[N, D]`` of the operators."""
-        total = np.zeros((self.num_layers, self.num_steps, compute_s.shape[1]))
-        np.add.at(total, (self.layer, self.step), compute_s)
-        return total
 
 
 def extrapolate(profile: Profile, graph: OpGraph, longer: OpGraph) -> Profile:

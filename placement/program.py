@@ -120,15 +120,6 @@ class Program:
         """The tensors of the example inputs, by reference, in the order of ``input_tensors``."""
         return tuple(x for x in self.example_leaves if isinstance(x, Tensor))
 
-    @property
-    def input_specs(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        """(name, shape, dtype) of every input tensor, in the order of ``input_tensors``."""
-        return tuple(
-            (name, tuple(x.shape), dtype_name(x.dtype))
-            for name, x in zip(self.leaf_names, self.example_leaves, strict=True)
-            if isinstance(x, Tensor)
-        )
-
     def flatten_inputs(
         self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Tensor]:
