@@ -286,12 +286,8 @@ def train(
         ]
         env = PlacementVecEnv(shares if len(shares) > 1 else shares[0], config.seed, parallel)
         with closing(env):
-            for i, start in enumerate(starts):
-                if start is not None:
-                    choice = _choice(chosen, i, start)
-                    env.rules.keep(np.array([i]), choice, warm_s[i : i + 1])
-                    env.rules.num_evaluations += 1
-            env.rules.num_evaluations += len(split)
+            env.rules.keep(np.arange(len(starts)), chosen.choices(starts), warm_s)
+            env.rules.num_evaluations += len(split) + sum(s is not None for s in starts)
             model = (CrossEntropyPPO if config.elite else PPO)(
                 PlacementPolicy,  # type: ignore[arg-type]  # it has what PPO needs of a policy
                 env,
@@ -839,21 +835,13 @@ def _problem_set(
     warm_s = np.full(len(problems), np.inf)
     for i, placement in enumerate(starts):
         if placement is not None:
-            warm_s[i] = chosen.values(i, _choice(chosen, i, placement))[0]
+            warm_s[i] = chosen.values(i, choice_of(problems[i], placement)[None])[0]
     if reference_s is None:
         reference_s = [
             max(seconds, 1e-12) if np.isfinite(seconds) else single_device_s(p, chosen.evaluator)
             for p, seconds in zip(problems, warm_s.tolist(), strict=True)
         ]
     return ProblemSet.build(problems, reference_s, evaluator=chosen.evaluator), warm_s
-
-
-def _choice(problems: ProblemSet, problem: int, placement: Placement) -> NDArray[np.int32]:
-    """int32 ``[1, G]`` the device of each group of a placement."""
-    choice = np.zeros((1, problems.max_groups), np.int32)
-    found = choice_of(problems.problems[problem], placement)
-    choice[0, : len(found)] = found
-    return choice
 
 
 def _part(rollout: int, minibatches: int) -> int:
