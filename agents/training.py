@@ -282,7 +282,7 @@ def train(
                 try:
                     model.learn(left, watch, log_interval=None, reset_num_timesteps=not went_on)  # type: ignore[arg-type]
                 except BudgetSpent:  # of measurements: a limit like the others
-                    watch.cut_short()
+                    watch.write()
                 finally:
                     if watch.bar is not None:  # it has a thread
                         watch.bar.stop()
@@ -549,12 +549,6 @@ class _Watch(BaseCallback):
     def _on_training_end(self) -> None:
         self._record(last=True)
 
-    def cut_short(self) -> None:
-        """Write what there is, where nothing more can be evaluated."""
-        if self.out_dir is not None:
-            self.trained().save(self.out_dir / "policy.safetensors")
-            self._write_best(self.out_dir / "best.npz")
-
     def _save(self) -> dict[str, Any]:
         """All that the rest of the training depends on (tensors, numbers and text), written."""
         generator: Any = np.random.get_state()
@@ -682,13 +676,10 @@ class _Watch(BaseCallback):
         if better:
             self.best_greedy = greedy
             self.best_weights = deepcopy(self.net.state_dict())
-            if self.out_dir is not None:
-                self.trained().save(self.out_dir / "policy.safetensors")
         seen = self._speedup(self.env.rules.best_s)
         self.idle_checks = 0 if better or seen > self.best_seen else self.idle_checks + 1
         self.best_seen = max(self.best_seen, seen)
-        if self.out_dir is not None:
-            self._write_best(self.out_dir / "best.npz")
+        self.write(policy=better)
 
     def _speedup(self, seconds: Any) -> float:
         """Geometric mean over the problems of reference over ``seconds``."""
@@ -702,11 +693,16 @@ class _Watch(BaseCallback):
             writer.writerows(self.rows)
             write_atomic(self.out_dir / "metrics.csv", text.getvalue())
 
-    def _write_best(self, path: Path) -> None:
-        file = io.BytesIO()
-        arrays: dict[str, Any] = {f"placement_{i}": s.placement for i, s in enumerate(self._best())}
-        np.savez_compressed(file, value_s=[s.value_s for s in self._best()], **arrays)
-        write_atomic(path, file.getvalue())
+    def write(self, policy: bool = True) -> None:
+        """The best placements, and the policy of the best check, where there is a folder."""
+        if self.out_dir is None:
+            return
+        if policy:
+            self.trained().save(self.out_dir / "policy.safetensors")
+        best, file = self._best(), io.BytesIO()
+        arrays: dict[str, Any] = {f"placement_{i}": s.placement for i, s in enumerate(best)}
+        np.savez_compressed(file, value_s=[s.value_s for s in best], **arrays)
+        write_atomic(self.out_dir / "best.npz", file.getvalue())
 
     def _best(self) -> tuple[Solution, ...]:
         stats = {"evaluations": self.env.rules.num_evaluations}
