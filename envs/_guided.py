@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from placement import kernels
-from placement.jit import allocating, average, copy, inlined, kernel, largest
+from placement.jit import allocating, average, copy, kernel, largest
 from placement.objective_kernels import apply_moves, fill_state, piecewise_batch, undo_moves
 from placement.planners._chooser import choose, network
 from placement.planners._macro import _below, _term, _uniform, propose_from
+from placement.planners._order import BOUND, HAND, POLICY, UNIFORM, _bounded
+from placement.planners._search import INFEASIBLE
 
 Array = Any
 
 LOAD, TIMELINE, ENERGY, PIECEWISE = range(4)  # how a placement is evaluated
-POLICY, HAND, UNIFORM = range(3)  # who chooses
 BEGIN, RESUME, TAKE, SEARCH = range(4)  # jobs of play; SEARCH + who chooses
-INFEASIBLE = 1e30  # as in placement.planners._search
 
 MOVE_FEATURES = (
     "hand: the hand-written score; for max_load, minus the change of energy over the temperature",
@@ -68,7 +68,6 @@ SEARCH_FEATURES = (
     "1 if it is of a pipelined timeline",
 )
 NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES = len(MOVE_FEATURES), len(SEARCH_FEATURES)
-BOUND = 10.0
 
 # Of each kind of move, cumulated: single, run, chain, growth; the rest are swaps.
 _SHARE = np.array([0.4, 0.55, 0.7, 0.9, 1.0])
@@ -473,17 +472,12 @@ def _offer(t, s, width, described):
             f[0] = _hand_score(f)
 
 
-@inlined
-def _bounded(value):
-    return max(-BOUND, min(BOUND, value))
-
-
 @kernel
 def _hand_score(f):
     """Written by hand: to its neighbours, off the chain, not where it was refused or too much."""
     score = 1.0 * f[14] + 2.0 * (f[12] - f[13]) + 2.0 * min(max(f[10], -1.0), 1.0)
     score -= 1.0 * max(f[2], 0.0) + 1.0 * f[9] + 1.5 * f[17]
-    return max(-BOUND, min(BOUND, score))
+    return _bounded(score)
 
 
 @kernel
