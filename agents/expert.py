@@ -127,8 +127,6 @@ def demonstrations(
         )
     if len(solutions) != len(problems.problems):
         raise PolicyError(f"{len(solutions)} solutions for {len(problems.problems)} problems")
-    count, width = len(solutions), problems.max_devices
-    target = np.zeros((count, problems.max_groups), np.int64)
     for i, (problem, placement) in enumerate(zip(problems.problems, solutions, strict=True)):
         split = np.flatnonzero(choice_of(problem, placement)[problem.graph.group] != placement)
         if len(split):
@@ -137,8 +135,9 @@ def demonstrations(
                 f"({problem.graph.op_name[split[0]]!r}); solve the problem as it is trained on "
                 f"(with TrainConfig.groups: placement.coarsen.grouped(problem, groups))"
             )
-        choice = choice_of(problem, canonical(problem, placement))
-        target[i, : len(choice)] = choice
+    count, width = len(solutions), problems.max_devices
+    renamed = [canonical(p, s) for p, s in zip(problems.problems, solutions, strict=True)]
+    target = problems.choices(renamed).astype(np.int64)
     rules = BUILDING[formulation](problems, count)
     rules.start(np.arange(count), np.arange(count))
     seen: list[dict[str, NDArray[Any]]] = []
@@ -182,10 +181,7 @@ def imitate(
         PolicyError: see ``demonstrations``.
     """
     obs, actions = demonstrations(problems, solutions, policy.net.formulation)
-    choices = np.zeros((len(solutions), problems.max_groups), np.int32)
-    for i, (problem, placement) in enumerate(zip(problems.problems, solutions, strict=True)):
-        choices[i, : problem.graph.num_groups] = choice_of(problem, placement)
-    worth = problems.outcomes(np.arange(len(solutions)), choices)[1]
+    worth = problems.outcomes(np.arange(len(solutions)), problems.choices(solutions))[1]
     returns = torch.from_numpy(worth[obs["problem"][:, 0]].astype(np.float32))
     tensors = {k: torch.from_numpy(rows) for k, rows in obs.items()}
     wanted = torch.from_numpy(actions)

@@ -22,7 +22,7 @@ from agents.guided import (
 )
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
-from envs.problems import Evaluator, ProblemSet, canonical
+from envs.problems import Evaluator, ProblemSet, canonical, choice_of
 from envs.refine import RefineRules
 from placement.planners._search import INFEASIBLE, Search, can_move, two_operators
 from placement.planners.order_search import NO_NETWORK, WIDTH, why_not
@@ -176,7 +176,7 @@ class PolicyPlanner:
             number = min(SAMPLES_AT_ONCE, wanted - sampled)
             rows = policy.place(search.problem, warm, number, self.seed + sampled)
             # The greedy placement comes first in every batch; it counts once.
-            costs = search.costs(choices_of(search.problem, rows if sampled == 0 else rows[1:]))
+            costs = search.costs(choice_of(search.problem, rows if sampled == 0 else rows[1:]))
             seconds += np.where(costs < INFEASIBLE, costs, np.inf).tolist()
         if not seconds:
             return {}
@@ -330,15 +330,8 @@ def _evaluator(search: Search) -> Evaluator:
     """Seconds float64 ``[B]`` of placements, counted by ``search``; inf where its budget ended."""
 
     def evaluate(_: Problem, placements: Placement) -> NDArray[np.float64]:
-        costs = search.costs(choices_of(search.problem, placements))
+        costs = search.costs(choice_of(search.problem, placements))
         costs = np.where(costs < INFEASIBLE, costs, np.inf)
         return np.pad(costs, (0, len(placements) - len(costs)), constant_values=np.inf)
 
     return evaluate
-
-
-def choices_of(problem: Problem, placements: Placement) -> NDArray[np.int32]:
-    """int32 ``[B, G]`` the device of each group of placements ``[B, N]``."""
-    choices = np.zeros((len(placements), problem.graph.num_groups), np.int32)
-    choices[:, problem.graph.group] = placements
-    return choices

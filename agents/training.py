@@ -243,88 +243,33 @@ def train(
         )
     if policy is not None:  # options of another formulation are an error
         config = replace(config, formulation=policy.formulation, network=policy.net.config)
-    formulation = config.formulation
     if held_out and hasattr(evaluator, "run"):
         raise PolicyError(ONE_RUNTIME.format("problems are held out"))
-    whole = problems
-    if config.groups:
-        problems = [grouped(p, config.groups) for p in problems]
-    if config.cold:
-        warm = [None] * len(problems)
-    if warm is None:
-        warm = [None if baseline is None else baseline(p).placement for p in problems]
-    if len(warm) != len(problems):
-        raise PolicyError(f"{len(warm)} warm starts for {len(problems)} problems")
-    given = [None if w is None else p.check_placement(w) for p, w in zip(whole, warm, strict=True)]
-    # Whole groups: only of what ``config.groups`` merged a placement may split any.
-    warm = [
-        None if w is None else choice_of(p, w)[p.graph.group]
-        for p, w in zip(problems, given, strict=True)
-    ]
-    starts = [None if w is None else canonical(p, w) for p, w in zip(problems, warm, strict=True)]
-    chosen, warm_s = _problem_set(problems, starts, reference_s, evaluator)
-    store = GraphStore(problems, starts)
+    whole, problems = problems, _merged(problems, config)
+    given = _given(whole, problems, config, baseline, warm)
+    tasks = _tasks(problems, given, reference_s, evaluator)
     kept = _held_out(held_out, config, baseline, evaluator)
     origin = _origin(config, problems, given, reference_s, kept)
-    split = {
-        i: Solution(w, float(chosen.evaluator(whole[i], w[None])[0]))
-        for i, (w, start) in enumerate(zip(given, warm, strict=True))
-        if w is not None and start is not None and not np.array_equal(w, start)
-    }
+    known, evaluations = _known(whole, given, tasks)
     with one_thread():
         _seed(config.seed)
+        formulation = config.formulation
         net = make_net(config.network, formulation) if policy is None else deepcopy(policy.net)
-        num_envs, steps = config.rollout(formulation, float(chosen.num_groups.mean()))
-        if config.workers > num_envs:
-            raise PolicyError(
-                f"workers = {config.workers}, but {num_envs} episodes are played side by side: "
-                f"use fewer workers, or a larger num_envs"
-            )
-        shares = [
-            make_rules(config, formulation, chosen, len(part), starts)
-            for part in np.array_split(np.arange(num_envs), config.workers)
-        ]
-        env = PlacementVecEnv(shares if len(shares) > 1 else shares[0], config.seed, parallel)
+        num_envs, steps = config.rollout(formulation, float(tasks.problems.num_groups.mean()))
+        env = _make_env(config, tasks, num_envs, parallel)
         with closing(env):
-            for i, start in enumerate(starts):
-                if start is not None:
-                    choice = _choice(chosen, i, start)
-                    env.rules.keep(np.array([i]), choice, warm_s[i : i + 1])
-                    env.rules.num_evaluations += 1
-            env.rules.num_evaluations += len(split)
-            model = (CrossEntropyPPO if config.elite else PPO)(
-                PlacementPolicy,  # type: ignore[arg-type]  # it has what PPO needs of a policy
-                env,
-                learning_rate=lambda left: _between(
-                    config.last_learning_rate, config.learning_rate, left
-                ),
-                n_steps=steps,
-                batch_size=_part(steps * num_envs, config.minibatches),
-                n_epochs=config.epochs,
-                gamma=config.gamma,
-                gae_lambda=config.gae_lambda,
-                ent_coef=config.entropy,
-                normalize_advantage=not config.per_graph,
-                rollout_buffer_class=PerGraphBuffer if config.per_graph else None,
-                policy_kwargs={"net": net, "store": store},
-                seed=config.seed,
-                device="cpu",
-            )
-            if isinstance(model, CrossEntropyPPO):
-                model.elite = config.elite
+            choices = tasks.problems.choices(tasks.starts)
+            env.rules.keep(np.arange(len(choices)), choices, tasks.start_s)
+            env.rules.num_evaluations += evaluations
+            model = _make_ppo(config, env, steps, net, tasks.store)
             watch = _Watch(
-                config, starts, chosen, store, kept, origin, env, net, out_dir, callback, progress
+                config, tasks, kept, origin, known, env, net, out_dir, callback, progress
             )
-            watch.warm = split | {
-                i: Solution(start, float(warm_s[i]))
-                for i, start in enumerate(starts)
-                if start is not None and i not in split
-            }
             went_on = resume and watch.load(model)
             if solutions is not None and not went_on:
                 imitate(
                     model.policy,  # type: ignore[arg-type]
-                    chosen,
+                    tasks.problems,
                     solutions,
                     epochs=config.imitation_epochs,
                     learning_rate=config.imitation_rate,
@@ -337,11 +282,90 @@ def train(
                 try:
                     model.learn(left, watch, log_interval=None, reset_num_timesteps=not went_on)  # type: ignore[arg-type]
                 except BudgetSpent:  # of measurements: a limit like the others
-                    watch.cut_short()
+                    watch.write()
                 finally:
                     if watch.bar is not None:  # it has a thread
                         watch.bar.stop()
     return watch.trained()
+
+
+def _merged(problems: Sequence[Problem], config: TrainConfig) -> Sequence[Problem]:
+    """What is placed: the problems, with operators merged into ``config.groups``."""
+    return [grouped(p, config.groups) for p in problems] if config.groups else problems
+
+
+def _given(
+    whole: Sequence[Problem],
+    problems: Sequence[Problem],
+    config: TrainConfig,
+    baseline: Planner | None,
+    warm: Sequence[Placement | None] | None,
+) -> list[Placement | None]:
+    """The warm starts of all problems, int32 ``[N]`` each, as they are given."""
+    if config.cold:
+        warm = [None] * len(problems)
+    if warm is None:
+        warm = [None if baseline is None else baseline(p).placement for p in problems]
+    if len(warm) != len(problems):
+        raise PolicyError(f"{len(warm)} warm starts for {len(problems)} problems")
+    return [None if w is None else p.check_placement(w) for p, w in zip(whole, warm, strict=True)]
+
+
+def _known(
+    whole: Sequence[Problem], given: Sequence[Placement | None], tasks: _Tasks
+) -> tuple[dict[int, Solution], int]:
+    """The warm starts with their values, by problem, and the evaluations that these took."""
+    known: dict[int, Solution] = {}
+    num_split = 0
+    for i, (placement, start) in enumerate(zip(given, tasks.starts, strict=True)):
+        if placement is None or start is None:
+            continue
+        if np.array_equal(placement, _unsplit(tasks.problems.problems[i], placement)):
+            known[i] = Solution(start, float(tasks.start_s[i]))
+        else:
+            value_s = float(tasks.problems.evaluator(whole[i], placement[None])[0])
+            known[i] = Solution(placement, value_s)
+            num_split += 1
+    return known, len(known) + num_split
+
+
+def _make_env(config: TrainConfig, tasks: _Tasks, num_envs: int, parallel: str) -> PlacementVecEnv:
+    """``num_envs`` episodes side by side, in ``config.workers`` shares."""
+    if config.workers > num_envs:
+        raise PolicyError(
+            f"workers = {config.workers}, but {num_envs} episodes are played side by side: "
+            f"use fewer workers, or a larger num_envs"
+        )
+    shares = [
+        make_rules(config, config.formulation, tasks.problems, len(part), tasks.starts)
+        for part in np.array_split(np.arange(num_envs), config.workers)
+    ]
+    return PlacementVecEnv(shares if len(shares) > 1 else shares[0], config.seed, parallel)
+
+
+def _make_ppo(
+    config: TrainConfig, env: PlacementVecEnv, steps: int, net: Net, store: GraphStore
+) -> PPO:
+    """PPO that updates ``net`` after every ``steps`` of each episode."""
+    model = (CrossEntropyPPO if config.elite else PPO)(
+        PlacementPolicy,  # type: ignore[arg-type]  # it has what PPO needs of a policy
+        env,
+        learning_rate=lambda left: _between(config.last_learning_rate, config.learning_rate, left),
+        n_steps=steps,
+        batch_size=_part(steps * env.num_envs, config.minibatches),
+        n_epochs=config.epochs,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+        ent_coef=config.entropy,
+        normalize_advantage=not config.per_graph,
+        rollout_buffer_class=PerGraphBuffer if config.per_graph else None,
+        policy_kwargs={"net": net, "store": store},
+        seed=config.seed,
+        device="cpu",
+    )
+    if isinstance(model, CrossEntropyPPO):
+        model.elite = config.elite
+    return model
 
 
 def make_rules(
@@ -446,11 +470,10 @@ class _Watch(BaseCallback):
     def __init__(
         self,
         config: TrainConfig,
-        starts: Sequence[Placement | None],
-        problems: ProblemSet,
-        store: GraphStore,
-        kept: _HeldOut | None,
+        tasks: _Tasks,
+        kept: _Tasks | None,
         origin: dict[str, str],
+        known: dict[int, Solution],
         env: PlacementVecEnv,
         net: Net,
         out_dir: str | Path | None,
@@ -458,9 +481,10 @@ class _Watch(BaseCallback):
         progress: bool,
     ) -> None:
         super().__init__()
-        self.config, self.starts = config, starts
-        self.problems, self.store, self.env, self.net = problems, store, env, net
-        self.kept, self.origin = kept, origin
+        self.config, self.env, self.net = config, env, net
+        self.tasks, self.problems, self.kept = tasks, tasks.problems, kept
+        self.origin = origin
+        self.known = known  # what no answer may be worse than
         self.out_dir = None if out_dir is None else Path(out_dir)
         self.report = report
         self.progress = progress
@@ -468,7 +492,7 @@ class _Watch(BaseCallback):
         self.stop = False
         self.best_greedy = -np.inf
         self.best_weights = deepcopy(net.state_dict())
-        self.greedy_s = np.full(len(problems.problems), np.inf)
+        self.greedy_s = np.full(len(self.problems.problems), np.inf)
         self.held_out = np.nan  # mean reward on the problems held out
         self.checks = 0
         self.idle_checks = 0
@@ -476,11 +500,10 @@ class _Watch(BaseCallback):
         self.rewards: list[float] = []
         self.started = time.perf_counter()
         self.resumed: dict[str, Any] | None = None
-        self.sizes = np.argsort(problems.num_groups, kind="stable")
+        self.sizes = np.argsort(self.problems.num_groups, kind="stable")
         self.update_began = self.started
         self.update_s = 0.0
         self.bar: Any = None
-        self.warm: dict[int, Solution] = {}  # what no answer may be worse than
 
     def _on_training_start(self) -> None:
         if self.progress:
@@ -525,12 +548,6 @@ class _Watch(BaseCallback):
 
     def _on_training_end(self) -> None:
         self._record(last=True)
-
-    def cut_short(self) -> None:
-        """Write what there is, where nothing more can be evaluated."""
-        if self.out_dir is not None:
-            self.trained().save(self.out_dir / "policy.safetensors")
-            self._write_best(self.out_dir / "best.npz")
 
     def _save(self) -> dict[str, Any]:
         """All that the rest of the training depends on (tensors, numbers and text), written."""
@@ -648,26 +665,21 @@ class _Watch(BaseCallback):
     def _check(self) -> None:
         """Decode greedily, or search a little; keep the weights if they are the best so far."""
         self.checks += 1
-        choices, self.greedy_s, used = _answers(
-            self.config, self.net, self.problems, self.store, self.starts
-        )
+        choices, self.greedy_s, used = _answers(self.config, self.net, self.tasks)
         self.env.rules.num_evaluations += used
         self.env.rules.keep(np.arange(len(choices)), choices, self.greedy_s)
         greedy = _mean_reward(self.problems, self.greedy_s)
         if self.kept is not None:
-            held_s = _answers(self.config, self.net, *self.kept)[1]
+            held_s = _answers(self.config, self.net, self.kept)[1]
             greedy = self.held_out = _mean_reward(self.kept.problems, held_s)
         better = greedy > self.best_greedy
         if better:
             self.best_greedy = greedy
             self.best_weights = deepcopy(self.net.state_dict())
-            if self.out_dir is not None:
-                self.trained().save(self.out_dir / "policy.safetensors")
         seen = self._speedup(self.env.rules.best_s)
         self.idle_checks = 0 if better or seen > self.best_seen else self.idle_checks + 1
         self.best_seen = max(self.best_seen, seen)
-        if self.out_dir is not None:
-            self._write_best(self.out_dir / "best.npz")
+        self.write(policy=better)
 
     def _speedup(self, seconds: Any) -> float:
         """Geometric mean over the problems of reference over ``seconds``."""
@@ -681,11 +693,16 @@ class _Watch(BaseCallback):
             writer.writerows(self.rows)
             write_atomic(self.out_dir / "metrics.csv", text.getvalue())
 
-    def _write_best(self, path: Path) -> None:
-        file = io.BytesIO()
-        arrays: dict[str, Any] = {f"placement_{i}": s.placement for i, s in enumerate(self._best())}
-        np.savez_compressed(file, value_s=[s.value_s for s in self._best()], **arrays)
-        write_atomic(path, file.getvalue())
+    def write(self, policy: bool = True) -> None:
+        """The best placements, and the policy of the best check, where there is a folder."""
+        if self.out_dir is None:
+            return
+        if policy:
+            self.trained().save(self.out_dir / "policy.safetensors")
+        best, file = self._best(), io.BytesIO()
+        arrays: dict[str, Any] = {f"placement_{i}": s.placement for i, s in enumerate(best)}
+        np.savez_compressed(file, value_s=[s.value_s for s in best], **arrays)
+        write_atomic(self.out_dir / "best.npz", file.getvalue())
 
     def _best(self) -> tuple[Solution, ...]:
         stats = {"evaluations": self.env.rules.num_evaluations}
@@ -704,7 +721,7 @@ class _Watch(BaseCallback):
                 for s, p in zip(found, self.problems.problems, strict=True)
             ]
         # The environment may not know one: it splits groups, or an order was better meanwhile.
-        for i, start in self.warm.items():
+        for i, start in self.known.items():
             if start.value_s < found[i].value_s:
                 found[i] = replace(start, stats=stats)
         return tuple(found)
@@ -737,7 +754,7 @@ def _origin(
     problems: Sequence[Problem],
     starts: Sequence[Placement | None],
     reference_s: Sequence[float] | None,
-    kept: _HeldOut | None,
+    kept: _Tasks | None,
 ) -> dict[str, str]:
     """What a training's values depend on, as text: a checkpoint goes on only with the same."""
 
@@ -770,12 +787,13 @@ def _differences(begun: dict[str, str], now: dict[str, str]) -> str:
     return f": {'; '.join(other)}" if was and other else ""
 
 
-class _HeldOut(NamedTuple):
-    """Problems that are only checked, their graphs, and where they start."""
+class _Tasks(NamedTuple):
+    """Problems, their graphs, where policies start, and float64 ``[P]`` what that is worth."""
 
     problems: ProblemSet
     store: GraphStore
     starts: Sequence[Placement | None]
+    start_s: NDArray[np.float64]  # inf: no start
 
 
 def _held_out(
@@ -783,32 +801,26 @@ def _held_out(
     config: TrainConfig,
     baseline: Planner | None,
     evaluator: Evaluator | Runtime,
-) -> _HeldOut | None:
+) -> _Tasks | None:
+    """The problems that are only checked."""
     if not problems:
         return None
-    if config.groups:
-        problems = [grouped(p, config.groups) for p in problems]
-    cold = config.cold or baseline is None
-    starts = [None if cold else canonical(p, baseline(p).placement) for p in problems]  # type: ignore[misc]
-    chosen, _ = _problem_set(problems, starts, None, evaluator)
-    return _HeldOut(chosen, GraphStore(problems, starts), starts)
+    problems = _merged(problems, config)
+    return _tasks(problems, _given(problems, problems, config, baseline, None), None, evaluator)
 
 
 def _answers(
-    config: TrainConfig,
-    net: Net,
-    problems: ProblemSet,
-    store: GraphStore,
-    starts: Sequence[Placement | None],
+    config: TrainConfig, net: Net, tasks: _Tasks
 ) -> tuple[NDArray[np.int32], NDArray[np.float64], int]:
     """One answer per problem: choices int32 ``[P, G]``, seconds ``[P]``, evaluations used."""
+    problems = tasks.problems
     ids = np.arange(len(problems.problems))
     if net.formulation in BUILDING:
-        choices = decode(net, problems, store, ids)
+        choices = decode(net, problems, tasks.store, ids)
         return choices, problems.outcomes(ids, choices)[0], len(ids)
-    rules = make_rules(config, net.formulation, problems, len(ids), starts, again=0.0)
+    rules = make_rules(config, net.formulation, problems, len(ids), tasks.starts, again=0.0)
     generator = torch.Generator().manual_seed(config.seed)
-    choices, seconds = walk(net, store, rules, generator)
+    choices, seconds = walk(net, tasks.store, rules, generator)
     return choices, seconds, rules.num_evaluations
 
 
@@ -828,32 +840,34 @@ def _described(problems: Sequence[Problem]) -> list[dict[str, Any]]:
     ]
 
 
-def _problem_set(
+def _unsplit(problem: Problem, placement: Placement) -> Placement:
+    """int32 ``[N]`` with whole groups: those of ``config.groups`` a warm start may split."""
+    return choice_of(problem, placement)[problem.graph.group]
+
+
+def _tasks(
     problems: Sequence[Problem],
-    starts: Sequence[Placement | None],
+    given: Sequence[Placement | None],
     reference_s: Sequence[float] | None,
     evaluator: Evaluator | Runtime,
-) -> tuple[ProblemSet, NDArray[np.float64]]:
-    """The problems with their references, and what the warm starts are worth (inf: none)."""
+) -> _Tasks:
+    """The problems with their references, started where warm starts are ``given``."""
+    starts = [
+        None if w is None else canonical(p, _unsplit(p, w))
+        for p, w in zip(problems, given, strict=True)
+    ]
     chosen = ProblemSet.build(problems, [1.0] * len(problems), evaluator=evaluator)
-    warm_s = np.full(len(problems), np.inf)
-    for i, placement in enumerate(starts):
-        if placement is not None:
-            warm_s[i] = chosen.values(i, _choice(chosen, i, placement))[0]
+    start_s = np.full(len(problems), np.inf)
+    for i, start in enumerate(starts):
+        if start is not None:
+            start_s[i] = chosen.values(i, choice_of(problems[i], start)[None])[0]
     if reference_s is None:
         reference_s = [
             max(seconds, 1e-12) if np.isfinite(seconds) else single_device_s(p, chosen.evaluator)
-            for p, seconds in zip(problems, warm_s.tolist(), strict=True)
+            for p, seconds in zip(problems, start_s.tolist(), strict=True)
         ]
-    return ProblemSet.build(problems, reference_s, evaluator=chosen.evaluator), warm_s
-
-
-def _choice(problems: ProblemSet, problem: int, placement: Placement) -> NDArray[np.int32]:
-    """int32 ``[1, G]`` the device of each group of a placement."""
-    choice = np.zeros((1, problems.max_groups), np.int32)
-    found = choice_of(problems.problems[problem], placement)
-    choice[0, : len(found)] = found
-    return choice
+    chosen = ProblemSet.build(problems, reference_s, evaluator=chosen.evaluator)
+    return _Tasks(chosen, GraphStore(problems, starts), starts, start_s)
 
 
 def _part(rollout: int, minibatches: int) -> int:

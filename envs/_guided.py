@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from placement import kernels
-from placement.jit import allocating, average, copy, inlined, kernel, largest
+from placement.jit import allocating, average, copy, kernel, largest
 from placement.objective_kernels import apply_moves, fill_state, piecewise_batch, undo_moves
 from placement.planners._chooser import choose, network
 from placement.planners._macro import below, energy_term, propose_from, uniform
+from placement.planners._order import BOUND, HAND, POLICY, UNIFORM, bounded
+from placement.planners._search import INFEASIBLE
 
 Array = Any
 
 LOAD, TIMELINE, ENERGY, PIECEWISE = range(4)  # how a placement is evaluated
-POLICY, HAND, UNIFORM = range(3)  # who chooses
 BEGIN, RESUME, TAKE, SEARCH = range(4)  # jobs of play; SEARCH + who chooses
-INFEASIBLE = 1e30  # as in placement.planners._search
 
 MOVE_FEATURES = (
     "hand: the hand-written score; for max_load, minus the change of energy over the temperature",
@@ -68,7 +68,6 @@ SEARCH_FEATURES = (
     "1 if it is of a pipelined timeline",
 )
 NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES = len(MOVE_FEATURES), len(SEARCH_FEATURES)
-BOUND = 10.0
 
 # Of each kind of move, cumulated: single, run, chain, growth; the rest are swaps.
 _SHARE = np.array([0.4, 0.55, 0.7, 0.9, 1.0])
@@ -386,11 +385,11 @@ def _offer(t, s, width, described):
         u[0] = x[USED]
         u[1] = np.log10(max(x[TEMPERATURE], 1e-9)) / 5.0
         u[2] = power / 8.0 if t.kind == LOAD else 0.0
-        u[3] = _bounded(10.0 * np.log(max(x[COST], 1e-300) / max(x[BEST], 1e-300)))
-        u[4] = _bounded(10.0 * np.log(max(x[BEST], 1e-300) / max(x[FIRST], 1e-300)))
+        u[3] = bounded(10.0 * np.log(max(x[COST], 1e-300) / max(x[BEST], 1e-300)))
+        u[4] = bounded(10.0 * np.log(max(x[BEST], 1e-300) / max(x[FIRST], 1e-300)))
         u[5] = np.log(x[STEP] - x[FOUND] + 1.0) / 10.0
         u[6] = mean / highest
-        u[7] = _bounded(max(0.0, 1.0 - x[COMPUTE] / (mean * num_devices)))
+        u[7] = bounded(max(0.0, 1.0 - x[COMPUTE] / (mean * num_devices)))
         u[8] = log_groups / 10.0
         u[9] = np.log(num_devices) / 3.0
         u[10] = t.kind == LOAD
@@ -438,18 +437,18 @@ def _offer(t, s, width, described):
         for i in range(near_ptr[g], near_ptr[g + 1]):
             there += device[near[i]] == new
             here += device[near[i]] == old
-        f[2] = _bounded(10.0 * np.log(most / highest))
-        f[3] = _bounded(load_old / highest)
-        f[4] = _bounded(then_old / highest)
-        f[5] = _bounded(load_new / highest)
-        f[6] = _bounded(then_new / highest)
+        f[2] = bounded(10.0 * np.log(most / highest))
+        f[3] = bounded(load_old / highest)
+        f[4] = bounded(then_old / highest)
+        f[5] = bounded(load_new / highest)
+        f[6] = bounded(then_new / highest)
         f[7] = np.log(count) / log_groups
-        f[8] = _bounded(before / max(load_old, 1e-300)) if not swap else 0.0
+        f[8] = bounded(before / max(load_old, 1e-300)) if not swap else 0.0
         least = 1e-3 * mean / num_groups
-        f[9] = _bounded(np.log(max(after, least) / max(before, least)))
+        f[9] = bounded(np.log(max(after, least) / max(before, least)))
         saved = (load_old + load_new - before) - (then_old + then_new - after)
-        f[10] = _bounded(saved / mean)
-        f[11] = _bounded(then_held / max(memory[new], 1))
+        f[10] = bounded(saved / mean)
+        f[11] = bounded(then_held / max(memory[new], 1))
         f[12] = there / max(degree, 1)
         f[13] = here / max(degree, 1)
         f[14] = chained / count
@@ -473,17 +472,12 @@ def _offer(t, s, width, described):
             f[0] = _hand_score(f)
 
 
-@inlined
-def _bounded(value):
-    return max(-BOUND, min(BOUND, value))
-
-
 @kernel
 def _hand_score(f):
     """Written by hand: to its neighbours, off the chain, not where it was refused or too much."""
     score = 1.0 * f[14] + 2.0 * (f[12] - f[13]) + 2.0 * min(max(f[10], -1.0), 1.0)
     score -= 1.0 * max(f[2], 0.0) + 1.0 * f[9] + 1.5 * f[17]
-    return max(-BOUND, min(BOUND, score))
+    return bounded(score)
 
 
 @kernel

@@ -18,7 +18,7 @@ from placement import kernels
 from placement.objective_kernels import move_state, move_tables, piecewise_tables
 from placement.objectives import ANALYTIC, blocks
 from placement.planners import load
-from placement.planners._search import can_move, neighbours
+from placement.planners._search import INFEASIBLE, can_move, neighbours
 from placement.problem import Placement, Problem
 from placement.simulator import score
 
@@ -324,7 +324,7 @@ class GuidedSearchRules(OfferingRules):
 
     def _finish(self, b: int, p: int, state: State) -> None:
         cost = float(state.x[_guided.BEST])
-        self.value_s[b] = cost if cost < _guided.INFEASIBLE else np.inf
+        self.value_s[b] = cost if cost < INFEASIBLE else np.inf
         self.choices[b] = -1
         self.choices[b, : len(state.best)] = state.best
         self.keep(self.ids[b : b + 1], self.choices[b : b + 1], self.value_s[b : b + 1])

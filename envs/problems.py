@@ -213,6 +213,14 @@ class ProblemSet:
         """int32 ``[B, N]`` device of each operator."""
         return np.asarray(choices)[:, self.problems[problem].graph.group].astype(np.int32)
 
+    def choices(self, placements: Sequence[Placement | None]) -> NDArray[np.int32]:
+        """int32 ``[P, G]`` the device of each group of a placement per problem; None: 0."""
+        choices = np.zeros((len(self.problems), self.max_groups), np.int32)
+        for row, problem, placement in zip(choices, self.problems, placements, strict=True):
+            if placement is not None:
+                row[: problem.graph.num_groups] = choice_of(problem, placement)
+        return choices
+
     def rewards(self, problem: int | NDArray[np.integer[Any]], seconds: Floats) -> Floats:
         """float64 ``[B]``: ``log(reference / seconds)``, bounded below; see the constants.
 
@@ -236,9 +244,9 @@ def _baseline_s(problem: Problem, baseline: Planner, evaluator: Evaluator) -> fl
 
 
 def choice_of(problem: Problem, placement: Placement) -> NDArray[np.int32]:
-    """int32 ``[G]`` the device of each group of a placement that obeys colocation."""
-    choice = np.zeros(problem.graph.num_groups, np.int32)
-    choice[problem.graph.group] = placement
+    """int32 ``[..., G]`` device of each group of placements ``[..., N]`` that obey colocation."""
+    choice = np.zeros((*np.shape(placement)[:-1], problem.graph.num_groups), np.int32)
+    choice[..., problem.graph.group] = placement
     return choice
 
 

@@ -12,13 +12,13 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs import _guided
-from envs._guided import State
+from envs._guided import BOUND, State
 from envs.base import Observation, PlacementEnv, Rules, id_space
 from envs.guided import begin, resume, start_choices, state_of, tables_of
 from envs.problems import MAX_ID, Floats, ProblemSet, group_order
 from placement.jit import allocating
 from placement.objective_kernels import load_change
-from placement.planners._search import random_choice
+from placement.planners._search import INFEASIBLE, random_choice
 from placement.problem import Placement
 from placement.simulator import score
 
@@ -39,7 +39,6 @@ SEARCH_FEATURES = (
     "log value over the best, times 10",
     "log best value over the first, times 10",
 )
-BOUND = 10.0
 
 
 @allocating
@@ -220,7 +219,7 @@ class RefineRules(Rules):
         if self.problems.evaluator is score:
             found = [self._states[b][int(self.ids[b])].x[_guided.COST] for b in rows.tolist()]
             cost = np.array(found, np.float64)
-            return np.where(cost < _guided.INFEASIBLE, cost, np.inf)
+            return np.where(cost < INFEASIBLE, cost, np.inf)
         return self.problems.outcomes(self.ids[rows], self._now[rows])[0]
 
 

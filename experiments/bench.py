@@ -15,10 +15,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
+from experiments._study import RESULTS
 from placement import kernels
 from placement.cluster import Cluster, Device, Link
 from placement.files import write_atomic
@@ -28,7 +28,7 @@ from placement.problem import Placement, Problem, lower_bounds
 from placement.profile import Profile
 from placement.simulator import evaluate, score, simulate, simulate_reference
 
-RESULT = Path(__file__).parent / "results" / "bench.json"
+RESULT = RESULTS / "bench.json"
 ROUNDS = 7
 
 

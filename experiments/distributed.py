@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from experiments._study import launch, say, to_table
+from experiments._study import RESULTS, launch, say, to_table
 from experiments.fidelity import merged
-from experiments.peers import RESULTS, STACKS, TINY, Peer, Stack, same_cut
+from experiments.peers import STACKS, TINY, Peer, Stack, same_cut
 from placement.cluster import Cluster
 from placement.executor.distributed import DistributedRunner, DistributedTrainer, pin
 from placement.executor.distributed_world import World

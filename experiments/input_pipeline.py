@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from experiments._study import RESULTS, say
 from placement.cluster import Cluster
 from placement.executor import Runner
 from placement.files import write_atomic
@@ -45,7 +45,6 @@ IN_A_PROCESS = "Python, in a process"
 KINDS = ("waiting", "NumPy", "Python", IN_A_PROCESS)
 SHARES = (0.3, 0.6, 1.0, 2.0)
 WAYS = ("in turn", "in the caller", "automatic")
-RESULTS = Path(__file__).parent / "results"
 
 
 class Data:
@@ -209,7 +208,7 @@ def study(num_devices: int, rounds: int, count: int, width: int) -> list[Row]:
                         item_bytes=item.nbytes,
                     )
                 )
-                print(line(rows[-1]), file=sys.stderr, flush=True)
+                say(line(rows[-1]))
     return rows
 
 

@@ -52,6 +52,7 @@ from experiments._study import (
     to_csv,
     to_table,
 )
+from placement.compare import SINGLE
 from placement.files import write_atomic
 from placement.measured_search import search_measured
 from placement.planners._search import single_devices
@@ -69,7 +70,6 @@ WORKLOADS = ("bert_tiny_hidden128", "inception:latency", "inception")
 OURS, RANKED, RANDOM, NONE = "measured_search", "simulator alone", "random", "no measurement"
 EQUAL = "random, equal budget"
 CHOSEN = "random, by its own runs"
-SINGLE = "single:"
 _TOP = 5  # of the random placements are finalists
 
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments._study import RESULTS, say
 from placement import planners
 from placement.cluster import Cluster
 from placement.executor import Runner
@@ -41,7 +42,6 @@ from placement.measure import measure, provenance
 from placement.problem import Problem
 from placement.program import capture
 
-RESULTS = Path(__file__).parent / "results"
 PEER, SAME, OWN, PLAIN = "torch.distributed.pipelining", "same cut", "own cut", "plain, all cores"
 PATIENCE_S = 300.0  # a peer that does not answer has failed
 
@@ -307,7 +307,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for stack in TINY if options.tiny else STACKS:
         rows.append(study(stack, options.rounds, options.micro_batches, options.repeats))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        say(json.dumps(rows[-1]))
     made_on = provenance(rounds=options.rounds, micro_batches=options.micro_batches)
     text = report(rows, made_on)
     write_atomic(options.out / "peers.md", text)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from experiments._study import RESULTS
 from placement import planners
 from placement.cluster import Cluster
 from placement.executor import Runner
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     table = "\n".join(lines) + "\n"
     facts = "\n".join(f"- {k}: {v}" for k, v in provenance(rounds=options.rounds).items())
     write_atomic(
-        Path(__file__).parent / "results/pipelining.md",
+        RESULTS / "pipelining.md",
         "# Seconds per item at batch 1, two one-core devices\n\n"
         f"`python -m experiments.pipelining`\n\n{table}\n{facts}\n",
     )

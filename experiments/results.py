@@ -24,6 +24,7 @@ from experiments import _study
 from experiments._study import RESULTS, ROOT, number, to_table
 from experiments.learned import goals
 from experiments.learned.cells import geometric
+from placement.compare import SINGLE
 from placement.files import write_atomic
 
 DOCS = ROOT / "docs"
@@ -219,7 +220,7 @@ def _by_planner(rows: Rows) -> dict[str, dict[str, list[float]]]:
         for name in dict.fromkeys(r["problem"] for r in rows)
     }
     for row in rows:
-        if not row["planner"].startswith("single:"):
+        if not row["planner"].startswith(SINGLE):
             ratio = float(row["ratio"] or worst[row["problem"]])
             found.setdefault(row["planner"], {}).setdefault(row["problem"], []).append(ratio)
     return dict(sorted(found.items(), key=lambda item: geometric(item[1], 1).value))

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from experiments._study import RESULTS
 from experiments.pipelining import seconds_per_item
 from placement import planners
 from placement.cluster import Cluster
@@ -168,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=16, help="batches of sequences per round")
     parser.add_argument("--repeats", type=int, default=10, help="of every measurement of a profile")
     parser.add_argument("--search-seconds", type=float, default=20.0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     o = parser.parse_args(argv)
     size = {"layers": o.layers, "steps": o.steps, "hidden": o.hidden}
     rows = [study(b, size, o.rounds, o.count, o.repeats, o.search_seconds) for b in o.batches]

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from experiments._study import RESULTS
 from placement import planners, schedulers
 from placement.cluster import Cluster
 from placement.executor import Trainer
@@ -37,7 +38,6 @@ from placement.simulator import list_schedule, simulate
 from placement.training import plain_step
 from placement.workloads import import_transformers
 
-RESULTS = Path(__file__).parent / "results"
 SCHEDULES = ("one_f_one_b", "gpipe", "zero_bubble", "searched")
 
 

@@ -80,11 +80,6 @@ class Samples:
         same = (self.placements == placement).all(axis=1)
         return self.seconds[same[self.index]]
 
-    @property
-    def num_runs(self) -> Ints:
-        """int64 ``[K]`` runs of each placement."""
-        return np.bincount(self.index, minlength=len(self.placements))
-
 
 class Trials:
     """The latency or period of placements, measured; a callable ``[B, N] -> [B]`` seconds.

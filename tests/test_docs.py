@@ -21,10 +21,13 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
+from gymnasium.envs.registration import registry
 
+import envs  # noqa: F401 (registers them)
+from agents.encoder import Formulation
 from placement.__main__ import VERBS, build_parser, main
 
 ROOT = Path(__file__).parents[1]
@@ -122,6 +125,25 @@ def test_mentioned_commands_exist(page: Path) -> None:
 def test_every_command_is_in_the_table() -> None:
     rows = [line for line in (ROOT / "docs" / "cli.md").read_text().splitlines() if "| `" in line]
     assert set(re.findall(r"`placement ([a-z]+)`", "\n".join(rows))) == set(VERBS)
+
+
+def test_every_environment_is_in_the_table() -> None:
+    """Once, with the formulations that act in it and the configurations that train them."""
+    head, *rows = table_after((ROOT / "docs" / "environments.md").read_text(), "# Environments")
+    cells = [{k: re.findall(r"`([^`]+)`", v) for k, v in zip(head, r, strict=True)} for r in rows]
+    ids, formulations, experiments = (
+        [name for row in cells for name in row[column]]
+        for column in ("id", "`training.formulation`", "`+experiment=`")
+    )
+    registered = [k for k, v in registry.items() if str(v.entry_point).startswith("envs.")]
+    assert sorted(ids) == sorted(registered)
+    assert sorted(formulations) == sorted(get_args(Formulation))
+    configurations = {p.stem: p.read_text() for p in (ROOT / "conf" / "experiment").iterdir()}
+    assert sorted(experiments) == sorted(configurations)
+    for row in cells:
+        for name in row["`+experiment=`"]:
+            said = re.findall(r"^  formulation: (\w+)", configurations[name], re.MULTILINE)
+            assert set(said) <= set(row["`training.formulation`"]), name
 
 
 @pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md"], ids=name_of)

@@ -62,7 +62,6 @@ def started(problem: Problem, seed: int, number: int = 0) -> tuple[Tables, State
 
 
 def test_names() -> None:
-    assert INFEASIBLE == _guided.INFEASIBLE
     assert MOVE_FEATURES[0].startswith("hand") and MOVE_FEATURES[1].startswith("none")
 
 

@@ -39,7 +39,7 @@ def test_what_has_run_is_not_run_again_and_the_incumbent_is_with_every_batch() -
     assert runtime.runs[2:] == [tuple(C), best]
     trials([A, B, C])
     assert len(runtime.runs) == 4 == trials.num_measurements
-    assert trials.samples.num_runs.sum() == 4 and len(trials.samples.placements) == 3
+    assert len(trials.samples.index) == 4 and len(trials.samples.placements) == 3
 
 
 def test_rounds_are_interleaved_and_their_median_counts() -> None:
@@ -257,4 +257,4 @@ def test_what_is_no_placement_is_refused_before_anything_runs() -> None:
 def test_samples_of_nothing() -> None:
     trials = Trials(layered(6), Biased(layered(6)))
     assert trials.incumbent is None and len(trials.levels) == 0
-    assert len(trials.samples.num_runs) == 0 and trials.used == 0.0
+    assert len(trials.samples.index) == 0 and trials.used == 0.0

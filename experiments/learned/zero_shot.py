@@ -71,14 +71,14 @@ class Decode:
 
     def __call__(self, problem: Problem) -> Solution:
         """The best of what was decoded."""
-        from agents.planner import choices_of
         from agents.trained import TrainedPolicy
+        from envs.problems import choice_of
 
         policy = TrainedPolicy.load(self.policy)
         search = Search(problem)
         start = load("best_of")(problem).placement if self.warm else None
         rows = policy.place(problem, start, self.k, self.seed)
-        search.costs(choices_of(problem, rows))
+        search.costs(choice_of(problem, rows))
         return search.solution()
 
 

@@ -715,7 +715,7 @@ def _first_in_lane(s, d, when, least):
 
 
 @inlined
-def _bounded(value):
+def bounded(value):
     return max(-BOUND, min(BOUND, value))
 
 
@@ -765,11 +765,11 @@ def _describe(t, s, width):
     log_steps = np.log(x[STEP] + 2.0)
     u[0] = x[USED]
     u[1] = np.log10(max(x[TEMPERATURE], 1e-9)) / 5.0
-    u[2] = _bounded(100.0 * np.log(cost / max(x[BEST], 1e-300)))
-    u[3] = _bounded(10.0 * np.log(max(x[BEST], 1e-300) / max(x[FIRST], 1e-300)))
+    u[2] = bounded(100.0 * np.log(cost / max(x[BEST], 1e-300)))
+    u[3] = bounded(10.0 * np.log(max(x[BEST], 1e-300) / max(x[FIRST], 1e-300)))
     u[4] = np.log(x[STEP] - x[FOUND] + 1.0) / 10.0
     u[5] = mean / most
-    u[6] = _bounded(mean / cost)
+    u[6] = bounded(mean / cost)
     u[7] = x[NUM_CHAIN] / n
     u[8] = np.log(n + 1.0) / 10.0
     u[9] = np.log(num_devices) / 3.0
@@ -782,23 +782,23 @@ def _describe(t, s, width):
         old = s.place[i]
         latency, begin, ready, places, num = s.drawn[k]
         change = min(latency, _NEVER) / cost - 1.0
-        f[2] = _bounded(100.0 * change)
-        f[3] = _bounded(1000.0 * change)
+        f[2] = bounded(100.0 * change)
+        f[3] = bounded(1000.0 * change)
         f[4] = new == old
         f[5] = np.sign(places) * np.log(1.0 + abs(places))
         f[6] = s.on_chain[i]
-        f[7] = _bounded(1.0 - (s.end_s[i] + s.after_s[i]) / cost)
-        f[8] = _bounded(s.start_s[i] / cost)
+        f[7] = bounded(1.0 - (s.end_s[i] + s.after_s[i]) / cost)
+        f[8] = bounded(s.start_s[i] / cost)
         now_s = t.compute_s[i, old]
-        f[9] = _bounded(
+        f[9] = bounded(
             np.log(max(t.compute_s[i, new], 1e-3 * typical) / max(now_s, 1e-3 * typical))
         )
-        f[10] = _bounded(now_s / typical)
+        f[10] = bounded(now_s / typical)
         f[11] = s.load[old] / most
         f[12] = s.load[new] / most
         f[13], f[14] = _near(t, s, i, old, new)
-        f[15] = _bounded(100.0 * (ready - s.start_s[i]) / cost)
-        f[16] = _bounded(100.0 * (begin - ready) / cost)
+        f[15] = bounded(100.0 * (ready - s.start_s[i]) / cost)
+        f[16] = bounded(100.0 * (begin - ready) / cost)
         f[17] = np.log(1.0 + s.refused[i, new])
         f[18] = np.log(x[STEP] - s.moved[i] + 1.0) / log_steps
         f[19] = np.log(num)
