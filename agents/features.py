@@ -16,6 +16,11 @@ from envs.problems import group_order
 from placement.planners._search import device_classes
 from placement.problem import Placement, Problem
 
+OBJECTIVE_FEATURES = (
+    "1 if the objective is a throughput",
+    "1 if it is of loads alone, without a timeline",
+    "log micro-batches in flight, of a pipeline",
+)
 GROUP_FEATURES = (
     "log seconds over the mean group",
     "share of the seconds",
@@ -37,6 +42,7 @@ GROUP_FEATURES = (
     "share of the seconds up to it",
     "share of the bytes up to it",
     "log bytes of parameters and outputs over the mean device's memory per group",
+    *OBJECTIVE_FEATURES,
 )
 DEVICE_FEATURES = (
     "log seconds of everything here over the fastest device",
@@ -46,6 +52,7 @@ DEVICE_FEATURES = (
     "log mean seconds to receive it",
     "share of the warm start's work",
     "interchangeable devices before this one, over the devices",
+    *OBJECTIVE_FEATURES,
 )
 PAIR_FEATURES = (
     "log seconds here over the fastest device",
@@ -63,8 +70,8 @@ class Features:
     """Features of one problem: ``G`` groups, ``D`` devices, ``E`` edges between groups.
 
     Attributes:
-        group: float32 ``[G, 20]``.
-        device: float32 ``[D, 7]``.
+        group: float32 ``[G, 23]``.
+        device: float32 ``[D, 10]``.
         pair: float32 ``[G, D, 7]``.
         edges: int64 ``[2, E]`` producer and consumer, distinct; may have cycles.
         edge: float32 ``[E, 2]`` log transfer seconds over the mean group, share of the bytes.
@@ -93,6 +100,14 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
     mean = finite.sum(axis=1) / legal.sum(axis=1)
     fastest, slowest = seconds.min(axis=1), finite.max(axis=1)
     unit = max(float(mean.mean()), 1e-15)
+    in_flight = min(problem.max_in_flight, problem.num_microbatches)
+    wanted = np.array(
+        [
+            problem.is_throughput,
+            problem.objective in ("max_load", "piecewise_latency"),
+            np.log(in_flight) if problem.is_pipelined else 0.0,
+        ]
+    )
 
     src, dst = g.tensor_src[g.use_tensor], g.use_dst
     made = src >= 0
@@ -136,6 +151,7 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
             _log(_cut_s(problem), unit),
             *_so_far(problem, mean, params + out_bytes),
             _log((params + out_bytes) * groups, float(problem.memory_bytes.mean())),
+            *np.broadcast_to(wanted[:, None], (len(wanted), groups)),
         ],
         axis=1,
     )
@@ -144,7 +160,6 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
     classes = device_classes(problem)
     capacity = problem.memory_bytes.astype(np.float64)
     send_s, receive_s = _link_s(problem)
-    in_flight = min(problem.max_in_flight, problem.num_microbatches)
     choice = np.full(groups, -1, np.int64)
     load = np.zeros(devices)
     held = np.zeros((groups, devices))
@@ -169,6 +184,7 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
             _log(receive_s, unit),
             load / max(load.sum(), 1e-15),
             np.tril(classes[:, None] == classes, -1).sum(axis=1) / devices,
+            *np.broadcast_to(wanted[:, None], (len(wanted), devices)),
         ],
         axis=1,
     )

@@ -22,7 +22,7 @@ from placement.simulator import host_of
 Array = NDArray[Any]
 
 DEVICE_FEATURES = (
-    "log finish: earliest finish above the best device's, in mean group seconds, log1p",
+    "log cost: what the objective loses here above the best device, in mean group seconds, log1p",
     "finish: earliest finish over the lower bound of the critical path",
     "load: seconds of work with this group, over the total work per device",
     "load growth: how far the group raises the largest load, in mean group seconds, log1p",
@@ -72,6 +72,7 @@ class Tables(NamedTuple):
     unit_s: Array  # float64 [P] mean seconds of a group at its fastest
     path_s: Array  # float64 [P] lower bound of the critical path
     work_s: Array  # float64 [P] all groups at their fastest
+    even_s: Array  # float64 [P] load of every device if all are equally busy; -1 = a latency
 
 
 class State(NamedTuple):
@@ -164,7 +165,16 @@ def tables_of(chosen: ProblemSet) -> Tables:
         unit_s=np.array([max(f.mean(), 1e-15) for f in fastest]),
         path_s=np.array([max(f.max(), 1e-15) for f in finish]),
         work_s=np.array([max(f.sum(), 1e-15) for f in fastest]),
+        even_s=np.array([_even_load_s(p) if p.is_throughput else -1.0 for p in problems]),
     )
+
+
+def _even_load_s(problem: Problem) -> float:
+    """Seconds that every device works if each gets a share of all groups by its speed."""
+    seconds = problem.group_compute_s
+    fastest = seconds.min(axis=1)[:, None]
+    everything = np.where(np.isfinite(seconds), seconds, 10.0 * fastest).sum(axis=0)
+    return float(1.0 / (1.0 / np.maximum(everything, 1e-15)).sum())
 
 
 def _optimistic_finish_s(problem: Problem) -> Array:
@@ -266,10 +276,12 @@ def begin(t, s, rows, ids):
 
 
 @allocating
-def describe(t, s, b, g, mask, features, bound, end, scratch):
+def describe(t, s, b, g, mask, features, bound, cost, scratch):
     """Fill mask ``[D]`` and features ``[D, F]`` of placing group ``g`` now (zeroed before).
 
-    ``end`` float64 ``[D]`` and ``scratch`` float64 ``[N]`` are room to work in.
+    The cost of a device is when the group would end there, of a latency; otherwise what it moves,
+    and by how much the device's load exceeds an even one: devices are filled one after another.
+    ``cost`` float64 ``[D]`` and ``scratch`` float64 ``[N]`` are room to work in.
     """
     p = s.ids[b]
     devices = t.num_devices[p]
@@ -279,7 +291,7 @@ def describe(t, s, b, g, mask, features, bound, end, scratch):
     fits = 0
     for d in range(devices):
         seconds = t.group_s[t.group_at[p] + g, d]
-        end[d] = np.inf
+        cost[d] = np.inf
         if not np.isfinite(seconds):
             continue
         held = s.param_bytes[b, d] + _new_param_bytes(t, s, b, g, d)
@@ -292,11 +304,13 @@ def describe(t, s, b, g, mask, features, bound, end, scratch):
         if first:
             mask[d] = 2 if held <= t.capacity[p, d] else 1
             fits += mask[d] == 2
-        end[d], moved_s, local, total = _finish_on(t, s, b, g, d, scratch)
-        best = min(best, end[d])
+        cost[d], moved_s, local, total = _finish_on(t, s, b, g, d, scratch)
         load = s.load_s[b, d] + seconds
         f = features[d]
-        f[1] = end[d] / t.path_s[p]
+        f[1] = cost[d] / t.path_s[p]
+        if t.even_s[p] > 0.0:
+            cost[d] = max(0.0, load - t.even_s[p]) + moved_s
+        best = min(best, cost[d])
         f[2] = load * devices / t.work_s[p]
         f[3] = np.log1p(max(0.0, load - largest) / unit)
         f[4] = np.log1p(moved_s / unit)
@@ -307,8 +321,8 @@ def describe(t, s, b, g, mask, features, bound, end, scratch):
     for d in range(devices):
         # Where a parameter fits nowhere, every device that can run the group is legal.
         mask[d] = 1 if mask[d] == 2 or (fits == 0 and mask[d] == 1) else 0
-        if np.isfinite(end[d]):
-            features[d, 0] = np.log1p((end[d] - best) / unit)
+        if np.isfinite(cost[d]):
+            features[d, 0] = np.log1p((cost[d] - best) / unit)
         for i in range(features.shape[1]):
             features[d, i] = min(features[d, i], bound)
 

@@ -99,6 +99,11 @@ class Problem:
         return self.objective in ("period", "energy")
 
     @property
+    def is_throughput(self) -> bool:
+        """Whether the objective is how often something ends, not how soon one thing does."""
+        return self.objective in ("period", "energy", "max_load")
+
+    @property
     def num_ops(self) -> int:
         """``N``."""
         return self.graph.num_ops
