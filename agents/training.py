@@ -94,6 +94,8 @@ class TrainConfig:
             of ``envs.Measured`` end a training, too: its answer is what ran until then.)
         per_graph: normalise advantages over the steps of each graph in a rollout, not over all:
             graphs whose rewards spread more do not drown out the others.
+        repeats: episodes of a problem that follow one another, so that each rollout has several of
+            few problems, not one of many: 8 where there are more problems than ``num_envs``.
         curriculum: share of the training in which larger graphs join: at first the smallest
             quarter is played, at the end of this share all; 0: all from the beginning.
         imitation_epochs: passes over the solutions that ``train`` is given, before PPO.
@@ -132,6 +134,7 @@ class TrainConfig:
     max_seconds: float = 0.0
     max_evaluations: int = 0
     per_graph: bool = True
+    repeats: int = 1
     curriculum: float = 0.0
     imitation_epochs: int = 20
     imitation_rate: float = 1e-3
@@ -147,7 +150,8 @@ class TrainConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
 
     def __post_init__(self) -> None:
-        positive = ("total_steps", "epochs", "minibatches", "num_checks", "width", "workers")
+        positive = ("total_steps", "epochs", "minibatches", "num_checks", "width")
+        positive += ("workers", "repeats")
         limits = ("patience", "max_seconds", "max_evaluations")
         for what in (*positive, *limits, "num_envs", "steps_per_env", "imitation_epochs", "moves"):
             least = int(what in positive)
@@ -340,7 +344,8 @@ def _make_env(config: TrainConfig, tasks: _Tasks, num_envs: int, parallel: str) 
         make_rules(config, config.formulation, tasks.problems, len(part), tasks.starts)
         for part in np.array_split(np.arange(num_envs), config.workers)
     ]
-    return PlacementVecEnv(shares if len(shares) > 1 else shares[0], config.seed, parallel)
+    rules = shares if len(shares) > 1 else shares[0]
+    return PlacementVecEnv(rules, config.seed, parallel, repeats=config.repeats)
 
 
 def _make_ppo(

@@ -279,8 +279,9 @@ def begin(t, s, rows, ids):
 def describe(t, s, b, g, mask, features, bound, cost, scratch):
     """Fill mask ``[D]`` and features ``[D, F]`` of placing group ``g`` now (zeroed before).
 
-    The cost of a device is when the group would end there, of a latency; otherwise what it moves,
-    and by how much the device's load exceeds an even one: devices are filled one after another.
+    The cost of a device is when the group would end there, of a latency. Of a throughput it is what
+    moves, how much longer the group takes than where it is fastest, and by how much the load exceeds
+    an even one: devices are filled one after another.
     ``cost`` float64 ``[D]`` and ``scratch`` float64 ``[N]`` are room to work in.
     """
     p = s.ids[b]
@@ -288,6 +289,7 @@ def describe(t, s, b, g, mask, features, bound, cost, scratch):
     unit = t.unit_s[p]
     largest = s.load_s[b, :devices].max()
     best = np.inf
+    fastest = t.group_s[t.group_at[p] + g, :devices].min()
     fits = 0
     for d in range(devices):
         seconds = t.group_s[t.group_at[p] + g, d]
@@ -309,7 +311,7 @@ def describe(t, s, b, g, mask, features, bound, cost, scratch):
         f = features[d]
         f[1] = cost[d] / t.path_s[p]
         if t.even_s[p] > 0.0:
-            cost[d] = max(0.0, load - t.even_s[p]) + moved_s
+            cost[d] = max(0.0, load - t.even_s[p]) + moved_s + seconds - fastest
         best = min(best, cost[d])
         f[2] = load * devices / t.work_s[p]
         f[3] = np.log1p(max(0.0, load - largest) / unit)

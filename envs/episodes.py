@@ -18,7 +18,9 @@ Step = tuple[Observation, NDArray[np.float32], NDArray[np.bool_], list[dict[str,
 class Episodes:
     """``B`` episodes of ``rules``. Finished ones start again at once.
 
-    Problems are dealt like cards: a shuffled deck of all of them, then the next deck. Needs no
+    Problems are dealt like cards: a shuffled deck of all of them, then the next deck. With
+    ``repeats`` every card is in the deck so many times, one behind the other: episodes of one
+    problem are played side by side, and say of each other which went well. Needs no
     stable-baselines3, so that a worker (``envs.workers``) starts in a second and stays small.
 
     Attributes:
@@ -27,8 +29,11 @@ class Episodes:
         num_envs: ``B``.
     """
 
-    def __init__(self, rules: Rules, seed: int | Sequence[int] | None = 0) -> None:
+    def __init__(
+        self, rules: Rules, seed: int | Sequence[int] | None = 0, repeats: int = 1
+    ) -> None:
         self.rules = rules
+        self.repeats = repeats
         self.allowed = np.arange(len(rules.problems.problems))
         self.num_envs = len(rules.ids)
         self._rng = np.random.default_rng(seed)
@@ -68,7 +73,8 @@ class Episodes:
 
     def _begin(self, rows: NDArray[np.integer[Any]]) -> None:
         while len(self._deck) < len(rows):
-            self._deck += self._rng.permutation(self.allowed).tolist()
+            cards = self._rng.permutation(self.allowed)
+            self._deck += np.repeat(cards, self.repeats).tolist()
         self.rules.start(rows, np.array(self._deck[: len(rows)], np.int64), self._rng)
         self._deck = self._deck[len(rows) :]
         self._length[rows] = 0

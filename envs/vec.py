@@ -24,6 +24,7 @@ class PlacementVecEnv(VecEnv):
         rules: what is played, in this process; or a sequence, the share of each worker.
         seed: of the deals.
         parallel, retries: where workers are, and how often each may die (``envs.workers``).
+        repeats: every problem is dealt so many times in a row (``envs.episodes``).
 
     Attributes:
         rules: what is played; its ``best_s`` and ``best_choices`` are kept up to date. Of several
@@ -39,11 +40,12 @@ class PlacementVecEnv(VecEnv):
         seed: int = 0,
         parallel: str = "serial",
         retries: int = RETRIES,
+        repeats: int = 1,
     ) -> None:
         self._episodes: Episodes | Workers = (
-            Episodes(rules, seed)
+            Episodes(rules, seed, repeats)
             if isinstance(rules, Rules)
-            else Workers(rules, seed, parallel, retries)
+            else Workers(rules, seed, parallel, retries, repeats)
         )
         self.rules = self._episodes.rules
         self.render_mode = None

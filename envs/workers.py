@@ -45,6 +45,7 @@ class Workers:
         seed: of the deals; one worker alone deals as ``Episodes(rules, seed)``.
         parallel: ``serial``: one share after another in this process; ``processes``; ``ray``.
         retries: how often each worker is started again.
+        repeats: of ``Episodes``.
 
     Attributes:
         rules: the first worker's, as it was sent; keeps the best and the evaluations of all.
@@ -63,6 +64,7 @@ class Workers:
         seed: int | None = 0,
         parallel: str = "serial",
         retries: int = RETRIES,
+        repeats: int = 1,
     ) -> None:
         check(parallel)
         if any(isinstance(r.problems.evaluator, Measured) for r in rules):
@@ -76,7 +78,7 @@ class Workers:
         self.num_envs = at[-1]
         self._rows = [slice(a, b) for a, b in pairwise(at)]
         self._packed = [_pack(r) for r in rules]
-        self._seed, self._retries = seed, retries
+        self._seed, self._retries, self._repeats = seed, retries, repeats
         self._deaths = [0] * len(rules)
         kinds: dict[str, type[_Worker]] = {"serial": _Here, "processes": _Process, "ray": _Actor}
         self._kind = kinds[parallel]
@@ -188,8 +190,8 @@ class Workers:
             except _DiedError as error:
                 why = str(error)
 
-    def _beginning(self, w: int) -> tuple[bytes, list[int] | None]:
-        return self._packed[w], self._seed_of(w)
+    def _beginning(self, w: int) -> tuple[bytes, list[int] | None, int]:
+        return self._packed[w], self._seed_of(w), self._repeats
 
     def _seed_of(self, w: int) -> list[int] | None:
         # Other problems than those that a worker dealt before it died. Zeros at the end do not
@@ -221,10 +223,10 @@ class Workers:
 class _Share:
     """What a worker has: its episodes. Every method takes and answers what can be sent."""
 
-    def begin(self, packed: bytes, seed: list[int] | None) -> None:
+    def begin(self, packed: bytes, seed: list[int] | None, repeats: int) -> None:
         # Packed here and not by Ray, whose arrays could not be written to.
         self._rules: Rules = pickle.loads(packed)
-        self._episodes = Episodes(self._rules, seed)
+        self._episodes = Episodes(self._rules, seed, repeats)
 
     def reset(
         self, allowed: NDArray[np.int64], best_s: Floats, best_choices: NDArray[np.int32]
