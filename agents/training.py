@@ -150,8 +150,8 @@ class TrainConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
 
     def __post_init__(self) -> None:
-        positive = ("total_steps", "epochs", "minibatches", "num_checks", "width")
-        positive += ("workers", "repeats")
+        sizes = ("total_steps", "epochs", "minibatches", "width")
+        positive = (*sizes, "num_checks", "workers", "repeats")
         limits = ("patience", "max_seconds", "max_evaluations")
         for what in (*positive, *limits, "num_envs", "steps_per_env", "imitation_epochs", "moves"):
             least = int(what in positive)

@@ -279,9 +279,9 @@ def begin(t, s, rows, ids):
 def describe(t, s, b, g, mask, features, bound, cost, scratch):
     """Fill mask ``[D]`` and features ``[D, F]`` of placing group ``g`` now (zeroed before).
 
-    The cost of a device is when the group would end there, of a latency. Of a throughput it is what
-    moves, how much longer the group takes than where it is fastest, and by how much the load exceeds
-    an even one: devices are filled one after another.
+    The cost of a device is when the group would end there, of a latency. Of a throughput it is
+    the seconds that are moved, how much longer the group takes than where it is fastest, and by how
+    much the load exceeds an even one: devices are filled one after another.
     ``cost`` float64 ``[D]`` and ``scratch`` float64 ``[N]`` are room to work in.
     """
     p = s.ids[b]

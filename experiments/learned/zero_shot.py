@@ -286,8 +286,9 @@ def report(cells: Sequence[Cell]) -> str:
     return f"""# Zero-shot: one family left out
 
 For every family a policy is trained on the other five, then decodes each graph of that family
-greedily, once; nothing is searched. `best of k` evaluates sampled placements too; `untrained` is the
-greedy decode of the network as the trainings begin with it, a list scheduler. Best known is the least value of all runs, `{KNOWN}` among them. The heuristic named in a table is the one that is
+greedily, once; nothing is searched. `best of k` evaluates sampled placements too; `untrained` is
+the greedy decode of the network as each training begins with it: a list scheduler. Best known is
+the least value of all runs, `{KNOWN}` among them. The heuristic named in a table is the one that is
 best over all its graphs. An answer that does not fit in memory counts as ten times the best known.
 Median processor time of one plan, features included (quartiles): {"; ".join(times) or "–"}.
 
