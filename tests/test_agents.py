@@ -119,6 +119,21 @@ def test_features_by_hand() -> None:
     assert slack == pytest.approx([0, 0], abs=1e-6)
 
 
+def test_a_policy_sees_the_objective() -> None:
+    """The same graph is placed otherwise for a latency than for a pipeline of four in flight."""
+    expected = {
+        "latency": [0, 0, 0],
+        "piecewise_latency": [0, 1, 0],
+        "max_load": [1, 1, 0],
+        "period": [1, 0, np.log(4)],
+    }
+    problem = chain([[1, 2], [4, 2]])
+    for objective, row in expected.items():
+        f = features(replace(problem, objective=objective, max_in_flight=4))
+        assert f.group[:, -3:] == pytest.approx(np.array([row, row]))
+        assert f.device[:, -3:] == pytest.approx(np.array([row, row]))
+
+
 def test_graphs_do_not_see_their_neighbours_or_their_padding() -> None:
     small, large = random_problem(1, 4, 2), random_problem(2, 12, 4)
     net = untrained().net

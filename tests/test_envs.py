@@ -288,7 +288,7 @@ def test_sequential_features_by_hand() -> None:
     obs = env.step(0)[0]
     unit, path, work = 1.5, 3.0, 3.0  # fastest: 1 and 2 seconds
     expected = {
-        "log finish": [0.0, np.log1p((6.5 - 4.0) / unit)],
+        "log cost": [0.0, np.log1p((6.5 - 4.0) / unit)],
         "finish": [4.0 / path, 6.5 / path],
         "load": [4.0 * 2 / work, 4.0 * 2 / work],
         "load growth": [np.log1p(2.0 / unit), np.log1p(2.0 / unit)],
@@ -302,6 +302,22 @@ def test_sequential_features_by_hand() -> None:
     assert names == list(expected)
     rows = np.array([expected[name] for name in names])
     assert pytest.approx(rows, rel=1e-5) == obs["devices"].T
+
+
+def test_what_a_device_costs_a_throughput_by_hand() -> None:
+    # Three operators, 2 s on device 0 and 4 s on device 1; moving one's output takes 0.5 s.
+    # All on 0 would be 6 s, all on 1 12 s: equally busy at 1 / (1/6 + 1/12) = 4 s.
+    problem = chain([[2, 4], [2, 4], [2, 4]], objective="max_load")
+    env = SequentialDevicePlacementEnv([problem])
+    expected = [
+        [0.0, 2.0],  # nothing moves and nothing is full, but device 1 is 2 s slower
+        [0.0, 2.5],  # 4 s on device 0 are even; to device 1 the tensor has to move
+        [0.0, 0.5],  # 6 s on device 0 are 2 s too many: 2 against 2.5
+    ]
+    obs = env.reset(seed=0)[0]
+    for cost in expected:
+        assert obs["devices"][:, 0] == pytest.approx(np.log1p(np.array(cost) / 2.0), rel=1e-5)
+        obs = env.step(0)[0]
 
 
 @settings(max_examples=40)
@@ -385,6 +401,18 @@ def test_many_episodes_at_once_equal_single_ones(rules: Any) -> None:
     # Dealt like cards: after every deck each problem has had its turn.
     if rules is OneShotRules:
         assert set(finished[: len(problems)]) == set(range(len(problems)))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_problem_is_dealt_several_times_in_a_row(workers: int) -> None:
+    problems = ProblemSet.build(mixed())
+    count = len(problems.problems)
+    shares = [SequentialRules(problems, 2 * count) for _ in range(workers)]
+    vec = PlacementVecEnv(shares if workers > 1 else shares[0], repeats=2)
+    dealt = vec.reset()["problem"].reshape(workers * count, 2)
+    assert (dealt[:, 0] == dealt[:, 1]).all()
+    for deck in dealt[:, 0].reshape(workers, count):
+        assert sorted(deck) == list(range(count))
 
 
 def test_observations_are_never_shared() -> None:
