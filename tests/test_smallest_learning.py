@@ -43,7 +43,7 @@ def moving(formulation: str, moves: int) -> dict[str, Any]:
 def test_two_operator_bandit(formulation: Any) -> None:
     # [1, 0] takes 1 + 0.1 + 1 = 2.1 s; [0, 0] 3 (where searches start), [1, 1] 4, [0, 1] 5.1.
     problem = chain([[2, 1], [1, 3]], latency_s=0.1)
-    # Of six seeds five sample it in 92 % of the placements by then, or more; group_place's 0 is late.
+    # By then five of six seeds sample it 92 % of the time or more; seed 0 of group_place is late.
     seed = 1 if formulation == "group_place" else 0
     options = moving(formulation, 2)
     policy, rows = rows_of(problem, formulation, total_steps=512, seed=seed, **options)
