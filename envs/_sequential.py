@@ -170,7 +170,10 @@ def tables_of(chosen: ProblemSet) -> Tables:
 
 
 def _even_load_s(problem: Problem) -> float:
-    """Seconds that every device works if each gets a share of all groups by its speed."""
+    """Seconds that every device works if each gets a share of all groups by its speed.
+
+    What a device cannot run counts as ten times as long there: it gets less of the rest.
+    """
     seconds = problem.group_compute_s
     fastest = seconds.min(axis=1)[:, None]
     everything = np.where(np.isfinite(seconds), seconds, 10.0 * fastest).sum(axis=0)
@@ -280,8 +283,8 @@ def describe(t, s, b, g, mask, features, bound, cost, scratch):
     """Fill mask ``[D]`` and features ``[D, F]`` of placing group ``g`` now (zeroed before).
 
     The cost of a device is when the group would end there, of a latency. Of a throughput it is
-    the seconds that are moved, how much longer the group takes than where it is fastest, and by how
-    much the load exceeds an even one: devices are filled one after another.
+    the group's seconds, those that are moved, and by how much the load exceeds an even one:
+    devices are filled one after another.
     ``cost`` float64 ``[D]`` and ``scratch`` float64 ``[N]`` are room to work in.
     """
     p = s.ids[b]
@@ -289,7 +292,6 @@ def describe(t, s, b, g, mask, features, bound, cost, scratch):
     unit = t.unit_s[p]
     largest = s.load_s[b, :devices].max()
     best = np.inf
-    fastest = t.group_s[t.group_at[p] + g, :devices].min()
     fits = 0
     for d in range(devices):
         seconds = t.group_s[t.group_at[p] + g, d]
@@ -306,13 +308,14 @@ def describe(t, s, b, g, mask, features, bound, cost, scratch):
         if first:
             mask[d] = 2 if held <= t.capacity[p, d] else 1
             fits += mask[d] == 2
-        cost[d], moved_s, local, total = _finish_on(t, s, b, g, d, scratch)
+        end, moved_s, local, total = _finish_on(t, s, b, g, d, scratch)
         load = s.load_s[b, d] + seconds
-        f = features[d]
-        f[1] = cost[d] / t.path_s[p]
+        cost[d] = end
         if t.even_s[p] > 0.0:
-            cost[d] = max(0.0, load - t.even_s[p]) + moved_s + seconds - fastest
+            cost[d] = max(0.0, load - t.even_s[p]) + moved_s + seconds
         best = min(best, cost[d])
+        f = features[d]
+        f[1] = end / t.path_s[p]
         f[2] = load * devices / t.work_s[p]
         f[3] = np.log1p(max(0.0, load - largest) / unit)
         f[4] = np.log1p(moved_s / unit)
@@ -351,7 +354,7 @@ def place(t, s, b, g, d, scratch):
 def observe(t, s, group, mask, features, bound):
     """Fill group ``[B, 1]``, mask ``[B, D]`` and features ``[B, D, F]`` (zeroed by the caller)."""
     scratch = np.empty(s.finish_s.shape[1])
-    end = np.empty(mask.shape[1])
+    cost = np.empty(mask.shape[1])
     for b in range(len(s.ids)):
         p = s.ids[b]
         if s.step[b] >= t.num_groups[p]:  # over, and not started again: anything legal will do
@@ -359,7 +362,7 @@ def observe(t, s, group, mask, features, bound):
             continue
         g = np.int64(t.order[t.group_at[p] + s.step[b]])
         group[b, 0] = g
-        describe(t, s, b, g, mask[b], features[b], bound, end, scratch)
+        describe(t, s, b, g, mask[b], features[b], bound, cost, scratch)
 
 
 @allocating
@@ -405,7 +408,7 @@ def construct(t, s, net, pair, warm, greedy, rng, bound):
     """
     groups, devices, by_pair, by_state, hidden, hidden_bias, out, constants, moving = net
     size, width = len(hidden_bias), s.free_s.shape[1]
-    scratch, end = np.empty(s.finish_s.shape[1]), np.empty(width)
+    scratch, cost = np.empty(s.finish_s.shape[1]), np.empty(width)
     mask = np.zeros(width, np.int8)
     features = np.zeros((width, by_state.shape[0]), np.float32)
     first, second = np.empty(size, np.float32), np.empty(size, np.float32)
@@ -415,7 +418,7 @@ def construct(t, s, net, pair, warm, greedy, rng, bound):
             g = np.int64(t.order[t.group_at[p] + s.step[b]])
             mask[:] = 0
             features[:] = 0.0
-            describe(t, s, b, g, mask, features, bound, end, scratch)
+            describe(t, s, b, g, mask, features, bound, cost, scratch)
             others = max(mask.sum() - 1, 1)
             cold = not warm[p, g].any()
             chosen, highest = np.int64(0), -np.inf

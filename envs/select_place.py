@@ -50,13 +50,13 @@ def _ready(t, s, b, num_before, group):  # type: ignore[no-untyped-def]
 def _observe(t, s, num_before, group, mask, features, bound):  # type: ignore[no-untyped-def]
     """Fill group ``[B, K]``, mask ``[B, K, D]``, features ``[B, K, D, F]`` (zeroed before)."""
     scratch = np.empty(s.finish_s.shape[1])
-    end = np.empty(mask.shape[2])
+    cost = np.empty(mask.shape[2])
     for b in range(len(s.ids)):
         count = _ready(t, s, b, num_before, group[b])
         if count == 0:  # over, and not started again: anything legal will do
             mask[b, 0, 0] = 1
         for k in range(count):
-            describe(t, s, b, group[b, k], mask[b, k], features[b, k], bound, end, scratch)
+            describe(t, s, b, group[b, k], mask[b, k], features[b, k], bound, cost, scratch)
 
 
 @allocating
