@@ -57,7 +57,8 @@ class NetworkConfig:
             on average, above 0; at most ``max_change`` of them.
         max_change: a share, above 0 and below 1.
         finish_weight: without a warm start, a policy that places one group at a time starts
-            close to list scheduling: logits fall with this times the log finish time.
+            close to list scheduling: logits fall with this times the log cost of a device
+            (``envs._sequential``: of a latency the finish time).
         scorer: width of the network that scores the moves of a guided search.
         embed: it sees the encoder's view of groups and devices too, not their features alone.
         attention: layers of attention of all groups to each other, behind the message passing;

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.problems import group_order
+from placement.objectives import ANALYTIC
 from placement.planners._search import device_classes
 from placement.problem import Placement, Problem
 
@@ -101,12 +102,10 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
     fastest, slowest = seconds.min(axis=1), finite.max(axis=1)
     unit = max(float(mean.mean()), 1e-15)
     in_flight = min(problem.max_in_flight, problem.num_microbatches)
-    wanted = np.array(
-        [
-            problem.is_throughput,
-            problem.objective in ("max_load", "piecewise_latency"),
-            np.log(in_flight) if problem.is_pipelined else 0.0,
-        ]
+    objective = (
+        problem.is_throughput,
+        problem.objective in ANALYTIC,
+        np.log(in_flight) if problem.is_pipelined else 0.0,
     )
 
     src, dst = g.tensor_src[g.use_tensor], g.use_dst
@@ -151,7 +150,7 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
             _log(_cut_s(problem), unit),
             *_so_far(problem, mean, params + out_bytes),
             _log((params + out_bytes) * groups, float(problem.memory_bytes.mean())),
-            *np.broadcast_to(wanted[:, None], (len(wanted), groups)),
+            *(np.full(groups, x) for x in objective),
         ],
         axis=1,
     )
@@ -184,7 +183,7 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
             _log(receive_s, unit),
             load / max(load.sum(), 1e-15),
             np.tril(classes[:, None] == classes, -1).sum(axis=1) / devices,
-            *np.broadcast_to(wanted[:, None], (len(wanted), devices)),
+            *(np.full(devices, x) for x in objective),
         ],
         axis=1,
     )

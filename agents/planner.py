@@ -28,7 +28,7 @@ from placement.planners._search import INFEASIBLE, Search, can_move, two_operato
 from placement.planners.order_search import NO_NETWORK, WIDTH, why_not
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
-from placement.problem import Objective, Placement, Planner, Problem, Solution
+from placement.problem import THROUGHPUTS, Objective, Placement, Planner, Problem, Solution
 
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
 Mode = Literal["zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
@@ -321,8 +321,7 @@ def released(mode: Mode | Kind, objective: Objective) -> Path:
     if mode in ("guided_search", "order_search", "refine"):
         name = f"{mode}-{objective}"
     else:
-        load = objective in ("max_load", "period", "energy")
-        name = f"sequential-{'max_load' if load else 'latency'}"
+        name = f"sequential-{'max_load' if objective in THROUGHPUTS else 'latency'}"
     return Path(__file__).with_name("released") / f"{name}.safetensors"
 
 

@@ -21,6 +21,7 @@ Floats = NDArray[np.float64]
 Placement = NDArray[np.int32]  # [N] device of each operator
 Objective = Literal["period", "latency", "energy", "max_load", "piecewise_latency"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+THROUGHPUTS = ("period", "energy", "max_load")  # how often something ends, not how soon
 ROUNDING = 1e-6  # by which sums in another order, and what solvers prove, may differ
 ReadyOrder = Literal["priority", "arrival"]
 
@@ -100,8 +101,8 @@ class Problem:
 
     @property
     def is_throughput(self) -> bool:
-        """Whether the objective is how often something ends, not how soon one thing does."""
-        return self.objective in ("period", "energy", "max_load")
+        """Whether the objective is one of ``THROUGHPUTS``."""
+        return self.objective in THROUGHPUTS
 
     @property
     def num_ops(self) -> int:
