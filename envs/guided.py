@@ -18,6 +18,7 @@ from placement import kernels
 from placement.objective_kernels import move_state, move_tables, piecewise_tables
 from placement.objectives import ANALYTIC, blocks
 from placement.planners import load
+from placement.planners._chooser import no_network
 from placement.planners._search import INFEASIBLE, can_move, neighbours
 from placement.problem import Placement, Problem
 from placement.simulator import score
@@ -29,10 +30,7 @@ ROUNDS = {
     False: ((0.02, 1e-5, 0, 0), (0.005, 1e-5, 0, 0)),
 }
 
-NO_NETWORK = tuple(
-    np.zeros(shape, np.float32)
-    for shape in ((NUM_SEARCH_FEATURES, 1), (NUM_MOVE_FEATURES, 1), (0, 1), (0, 1))
-) + tuple(np.zeros(shape, np.float32) for shape in ((1,), (1, 1), (1,), (1,)))
+NO_NETWORK = no_network(NUM_SEARCH_FEATURES, NUM_MOVE_FEATURES)
 
 
 def tables_of(problem: Problem) -> Tables:

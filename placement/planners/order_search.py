@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from placement import kernels
 from placement.planners import PlannerError, _order, check_least
+from placement.planners._chooser import no_network
 from placement.planners._order import State, Tables
 from placement.planners._search import Search, two_operators
 from placement.problem import Placement, Planner, Problem, Solution
@@ -24,19 +25,7 @@ WIDTH = 16  # moves offered at each step
 _LONGEST = 16  # groups that move together
 _BETWEEN_ROWS = 32  # positions in the sequence at which a pass can begin
 _SLICE_S = 0.01  # between two looks at the clock
-NO_NETWORK = tuple(
-    np.zeros(shape, np.float32)
-    for shape in (
-        (_order.NUM_SEARCH_FEATURES, 1),
-        (_order.NUM_MOVE_FEATURES, 1),
-        (0, 1),
-        (0, 1),
-        (1,),
-        (1, 1),
-        (1,),
-        (1,),
-    )
-)
+NO_NETWORK = no_network(_order.NUM_SEARCH_FEATURES, _order.NUM_MOVE_FEATURES)
 
 
 @dataclass(frozen=True)
