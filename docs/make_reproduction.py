@@ -48,7 +48,7 @@ STUDIES = {
     "learned_giph": Study("Few evaluations, on GiPH's own distribution", 12),
     "learned_doppler": Study("DOPPLER's own graphs, equal budgets", 20, True),
     "learned_cost": Study("What does training cost?", 25),
-    "learned_zero_shot": Study("One forward pass on families never seen", 120, True),
+    "learned_zero_shot": Study("One forward pass on families never seen", 100, True),
     "measured": Study("How good is a plan after 100 measurements?", 38),
     "prediction": Study("How well are times of unseen models predicted?", 22),
     "scale": Study("Planners up to 100,000 operators", 22),

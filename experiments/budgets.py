@@ -124,7 +124,6 @@ class ZeroShot:
         solve_seconds: of ``macro_search`` for each solution to imitate.
         imitation_epochs: passes over these, before PPO; 0: none.
         total_steps, max_seconds: of the training, whichever ends first.
-        finish_weight: how sure an untrained policy is (``agents.encoder.NetworkConfig``).
         seeds: trainings per family.
         graphs: seeds ``HELD_OUT``.. of each synthetic family.
         known_seconds: of the search for the best known value.
@@ -140,7 +139,6 @@ class ZeroShot:
     imitation_epochs: int = 0
     total_steps: int = 200_000
     max_seconds: float = 900.0
-    finish_weight: float = 8.0
     seeds: int = 5
     graphs: int = 1
     known_seconds: float = 1.0

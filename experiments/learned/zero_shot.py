@@ -122,7 +122,7 @@ def train_without(family: str, seed: int, options: Namespace) -> Path:
         machines,
         config=config,
         baseline=baseline,
-        solutions=solutions if budget.imitation_epochs else None,
+        solutions=solutions or None,
         out_dir=folder,
         resume=True,
         callback=lambda row: say(
@@ -165,7 +165,7 @@ def recipe(options: Namespace, seed: int) -> Any:
             entropy=0.004,
             last_entropy=0.0005,
             num_checks=30,
-            network=NetworkConfig(finish_weight=budget.finish_weight),
+            network=NetworkConfig(finish_weight=8.0),
             **limits,
         )
     from omegaconf import OmegaConf
@@ -182,10 +182,10 @@ def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
     """Every machine of every problem: the policy, the heuristics and the best known."""
     budget: ZeroShot = options.budget
     cells, done = Cells(options.work / "cells"), []
+    begun = Decode(str(untrained(options)), warm=bool(budget.warm))
     for family in dict.fromkeys(map(unit, chosen)):
         mine = {n: p for n, p in chosen.items() if unit(n) == family}
         policies = [str(train_without(family, seed, options)) for seed in range(budget.seeds)]
-        begun = Decode(str(untrained(options)), warm=bool(budget.warm))
         for name, problem in mine.items():
             for machine, changed in made.MACHINES.items():
                 there = changed(problem)
