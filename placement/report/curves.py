@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.compare import SINGLE
 from placement.problem import Solution
 from placement.report import gantt
 from placement.report.gantt import COLOURS, FAINT, INK
@@ -33,7 +34,7 @@ def best_so_far(comparison: Comparison, at_s: Floats) -> dict[str, Floats]:
     logs: dict[str, list[Floats]] = {}
     for row in comparison.rows:
         best, otherwise = comparison.reference(row.workload)
-        if not row.planner.startswith("single:") and 0 < best < np.inf:
+        if not row.planner.startswith(SINGLE) and 0 < best < np.inf:
             when, value = steps(row, comparison.solutions)
             value = np.append(max(otherwise, value.max(initial=0.0)), value)
             so_far = np.minimum.accumulate(value)[np.searchsorted(when, at_s, side="right")]
