@@ -298,8 +298,8 @@ def test_the_table_of_goals_is_printed_and_leaves_no_file(
 
 def test_loads_are_searched_by_what_ships_which_is_the_hand_written_score() -> None:
     """No policy is released for them, and the study needs none."""
-    field = guided.planners({guided.POLICY: None}, "max_load")
     problem = giph(0).with_objective("max_load")
+    field = guided.planners({guided.POLICY: None}, problem)
     some = {
         label: replace(field[label], evaluations=200, baseline="single_device")(problem)
         for label in (guided.POLICY, guided.HAND, guided.FROZEN)
@@ -347,6 +347,15 @@ def test_graphs_of_doppler_at_equal_budgets(tmp_path: Path) -> None:
     assert not next(iter(found.values())).contention
     with pytest.raises(_study.StudyError, match="xinyuyao/Doppler"):
         doppler.problems(Namespace(data=tmp_path / "doppler"))
+
+    # Devices that take what arrives leave no order to search: every chooser moves placements.
+    problem = next(iter(found.values()))
+    field = guided.planners({guided.POLICY: None}, problem)
+    listed = replace(problem, ready_order="priority")
+    assert guided.ALONE not in field and guided.ALONE in guided.planners({"policy": None}, listed)
+    for label in (guided.POLICY, guided.FROZEN, guided.HAND, guided.UNIFORM):
+        answer = replace(field[label], evaluations=50, baseline="single_device")(problem)
+        assert answer.stats["search"] == "guided_search" and answer.value_s < np.inf
 
     # 1200 and 1100 of our own searches, 1000 of the policy, 900 known; a rule that does not fit.
     name = doppler.GRAPHS[0]

@@ -62,7 +62,7 @@ def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
         # Without a clock the start costs no more than this: the same for everyone.
         field = {
             label: with_options(planner, start=START, baseline=START)
-            for label, planner in planners(options.policies, problem.objective).items()
+            for label, planner in planners(options.policies, problem).items()
         } | {
             CLIMBING: load("local_search", start="random"),
             ANNEALED: load("simulated_annealing", start="random"),

@@ -27,7 +27,8 @@ from experiments.learned.cells import (
 )
 from placement.planners import load
 from placement.planners.best_of import BestOf
-from placement.problem import Objective, Planner
+from placement.planners.order_search import why_not
+from placement.problem import Planner, Problem
 
 POLICY, FROZEN, HAND, UNIFORM = "policy", "frozen", "hand", "uniform"
 ALONE = "policy, placements only"  # in the list scheduler's order
@@ -55,15 +56,15 @@ def problems(options: Namespace) -> made.Problems:
     return found
 
 
-def planners(policies: Mapping[str, str | None], objective: Objective) -> dict[str, Planner]:
+def planners(policies: Mapping[str, str | None], problem: Problem) -> dict[str, Planner]:
     """All that draw, by label; the first of ``policies`` is the one that is ablated."""
     from agents.planner import PolicyPlanner, released
     from agents.trained import TrainedPolicy, untrained_net
 
     mode: Any = "guided_search"
-    kind: Any = "order_search" if objective == "latency" else mode
-    files = [policy_file(path, kind, objective) for path in policies.values()]
-    ships = files[0] or released(kind, objective)
+    kind: Any = mode if why_not(problem) else "order_search"
+    files = [policy_file(path, kind, problem.objective) for path in policies.values()]
+    ships = files[0] or released(kind, problem.objective)
     new = TrainedPolicy(untrained_net(None, kind))
     first = TrainedPolicy.load(ships) if Path(ships).is_file() else new
     chosen: dict[str, Planner] = {
@@ -73,7 +74,7 @@ def planners(policies: Mapping[str, str | None], objective: Objective) -> dict[s
     # Rules see as many moves at a step as the policy does.
     chosen[HAND] = PolicyPlanner(mode=mode, chooser="hand", width=first.width)
     chosen[UNIFORM] = PolicyPlanner(mode=mode, chooser="uniform", width=first.width)
-    if objective == "latency":
+    if kind != mode:
         chosen[ALONE] = PolicyPlanner(mode=mode, order=False)
     for name in ("macro_search", "local_search"):
         chosen[name] = load(name)
@@ -87,7 +88,7 @@ def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
     budget: Guided = options.budget
     cells, done = Cells(options.work), []
     for name, problem in chosen.items():
-        field = planners(options.policies, problem.objective)
+        field = planners(options.policies, problem)
         kind = LOAD if problem.objective == "max_load" else LATENCY
         seconds = budget.load_seconds if kind == LOAD else budget.seconds
         evaluations = budget.load_evaluations if kind == LOAD else budget.evaluations
