@@ -35,6 +35,7 @@ from typing import Any
 from experiments import _study, budgets
 from experiments._study import StudyError, say
 from experiments.learned import cells as kept
+from placement import cli
 from placement.files import write_atomic
 
 STUDIES: dict[str, Any] = {
@@ -77,7 +78,7 @@ def _run(options: argparse.Namespace, argv: list[str] | None) -> None:
     if options.study == "goals":
         from experiments.learned import goals
 
-        print(goals.page(options.out))
+        cli.put(goals.page(options.out))
         return
     kind = STUDIES[options.study]
     options.budget = kind(**{f.name: getattr(options, f.name) for f in fields(kind)})
