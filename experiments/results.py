@@ -286,6 +286,8 @@ def plot_curves(curves: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
         axis.set_title(group, fontsize=9, color=gantt.INK, loc="left")
         axis.set_ylabel("above the best known, %", fontsize=8, color=gantt.INK)
         gantt.plain_axis(axis)
+    for axis in axes[len(curves) :]:
+        axis.set_axis_off()
     axes[0].legend(frameon=False, fontsize=7)
     figure.tight_layout()
     gantt.save_figure(figure, path)
