@@ -37,7 +37,7 @@ STUDIES = {
     "input_pipeline": Study("What does loading ahead gain, and cost in memory?", 4),
     "schedules_executed": Study("Are searched schedules faster on real devices?", 3),
     "schedules": Study("Are searched schedules as short as published ones?", 26, True),
-    "baselines": Study("Every planner on 48 problems, equal budgets", 40, True),
+    "baselines": Study("Every planner on 48 problems, equal budgets", 21, True),
     "public_exact": Study("The contiguous optimum, exactly: how fast?", 11, True),
     "public_search": Study("Any split: how far from the best known and from bounds?", 38, True),
     "public_pipedream": Study("Pipelines over equal devices", 7, True),
