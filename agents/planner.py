@@ -189,7 +189,7 @@ class PolicyPlanner:
     def _guided_search(self, problem: Problem) -> Solution:
         net: GuidedNet | None = None
         chooser, width, name = self.chooser, self.width, "none"
-        kind: Kind = "order_search" if self.order and not why_not(problem) else "guided_search"
+        kind: Kind = kind_of(problem) if self.order else "guided_search"
         ships = released(kind, problem.objective).is_file()
         if chooser == "policy" and self.policy is None and not ships:
             chooser = "hand"  # a new network makes the same choices more slowly
@@ -310,6 +310,11 @@ def _load_mode(mode: Mode, formulation: Formulation) -> None:
     policy = TrainedPolicy(untrained_net(None, formulation))
     planner = PolicyPlanner(policy, mode, k=1, steps=1, baseline="single_device")
     planner._plan(two_operators(), policy, "given")
+
+
+def kind_of(problem: Problem) -> Kind:
+    """The moves of a guided search: of orders too wherever those can be searched."""
+    return "guided_search" if why_not(problem) else "order_search"
 
 
 def released(mode: Mode | Kind, objective: Objective) -> Path:

@@ -52,7 +52,7 @@ def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
         for label in BASELINES:
             planner = load(label)
             done.append(cells.run(group, name, problem, label, planner, seconds=budget.seconds))
-        file = policy_file(options.policy, "guided_search", problem.objective)
+        file = policy_file(options.policy, problem)
         # Values are compared as predicted here, whatever a measured profile's error is.
         policy = PolicyPlanner(file, mode="guided_search", margin=0.0)
         for seed in range(budget.seeds):

@@ -227,16 +227,16 @@ class Given:
         return Solution(self.placement, value_s, None, {"evaluations": 1})
 
 
-def policy_file(given: str | None, mode: Any, objective: Any) -> str | None:
-    """The policy for an objective: a file for all, of a folder the one named as released ones are.
+def policy_file(given: str | None, problem: Problem) -> str | None:
+    """The policy that searches a problem; of a folder the file that is named as the released one.
 
     None is the released policy, which the planner itself finds.
     """
-    from agents.planner import released
+    from agents.planner import kind_of, released
 
     if given is None or not Path(given).is_dir():
         return given
-    return str(Path(given) / released(mode, objective).name)
+    return str(Path(given) / released(kind_of(problem), problem.objective).name)
 
 
 def released_folder() -> Path:

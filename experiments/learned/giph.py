@@ -129,7 +129,7 @@ def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
     cells, done = Cells(options.work), []
     for name, problem in chosen.items():
         count = budget.per_operator * problem.num_ops
-        file = policy_file(options.policy, "guided_search", problem.objective)
+        file = policy_file(options.policy, problem)
         field: dict[str, Planner] = {
             FROZEN: PolicyPlanner(chooser="hand", seed_policy=untrained),
             UNSAMPLED: PolicyPlanner(file, k=0),

@@ -27,7 +27,6 @@ from experiments.learned.cells import (
 )
 from placement.planners import load
 from placement.planners.best_of import BestOf
-from placement.planners.order_search import why_not
 from placement.problem import Planner, Problem
 
 POLICY, FROZEN, HAND, UNIFORM = "policy", "frozen", "hand", "uniform"
@@ -58,12 +57,12 @@ def problems(options: Namespace) -> made.Problems:
 
 def planners(policies: Mapping[str, str | None], problem: Problem) -> dict[str, Planner]:
     """All that draw, by label; the first of ``policies`` is the one that is ablated."""
-    from agents.planner import PolicyPlanner, released
+    from agents.planner import PolicyPlanner, kind_of, released
     from agents.trained import TrainedPolicy, untrained_net
 
     mode: Any = "guided_search"
-    kind: Any = mode if why_not(problem) else "order_search"
-    files = [policy_file(path, kind, problem.objective) for path in policies.values()]
+    kind = kind_of(problem)
+    files = [policy_file(path, problem) for path in policies.values()]
     ships = files[0] or released(kind, problem.objective)
     new = TrainedPolicy(untrained_net(None, kind))
     first = TrainedPolicy.load(ships) if Path(ships).is_file() else new
