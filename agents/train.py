@@ -83,6 +83,7 @@ def _train(cfg: DictConfig) -> float:
                 lambda name, part: run.report(f"{name}: expert", part),
                 parallel=cfg.parallel,
             )
+        for_expert_alone = cfg.warm_start == "imitation" and config.workers == 1
         trained = train(
             list(machines.values()),
             config=config,
@@ -93,7 +94,7 @@ def _train(cfg: DictConfig) -> float:
             resume=cfg.resume,
             out_dir=run.folder,
             callback=progress,
-            parallel=cfg.parallel,
+            parallel="serial" if for_expert_alone else cfg.parallel,
         )
         trained.save(run.folder / "policy.safetensors")
         planners = {

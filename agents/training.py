@@ -55,7 +55,6 @@ from envs.vec import PlacementVecEnv
 from placement.coarsen import grouped
 from placement.compare import placement_id, problem_fingerprint
 from placement.files import write_atomic
-from placement.parallel import check
 from placement.planners import load
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.simulator import score
@@ -229,17 +228,15 @@ def train(
         callback: called with every row of the metrics; return False to stop.
         progress: show a progress bar.
         parallel: where the episodes of ``config.workers`` workers are played: ``serial`` (in this
-            process), ``processes`` or ``ray``. The policy that results is the same, unless a
-            worker dies: its episodes begin anew (``envs.workers``). Not for measured values.
+            process) or ``processes``. The policy that results is the same. Not for measured values.
 
     Raises:
         EnvError, PolicyError: wrong problems, references, solutions or configuration.
         ProblemError: a warm start that is no placement of its problem.
-        ParallelError: ``parallel`` is unknown or Ray is missing, or a worker died too often.
+        ParallelError: ``parallel`` is unknown, or a worker died.
         FileError: ``out_dir`` cannot be written.
     """
     config = config or TrainConfig()
-    check(parallel)
     if parallel != "serial" and config.workers == 1:
         raise PolicyError(
             f"parallel = {parallel!r} with one worker is slower than serial: give TrainConfig "

@@ -55,7 +55,6 @@ STUDIES = {
     "scale_out": Study("From 8 to 4,096 devices", 20),
     "distributed": Study("Plans over processes: equal, as predicted, as fast as a peer?", 3),
     "side_by_side": Study("The same searches in turn, in processes, on Ray", 4.5),
-    "rollouts": Study("The same training with rollouts in one process, in two, on Ray", 3),
     "bench": Study("Speeds of simulator, planners and training", 1),
 }
 

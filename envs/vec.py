@@ -12,7 +12,6 @@ from stable_baselines3.common.vec_env import VecEnv
 from envs.base import Observation, Rules
 from envs.episodes import Episodes, Step
 from envs.workers import Workers
-from placement.parallel import RETRIES
 
 
 class PlacementVecEnv(VecEnv):
@@ -23,7 +22,7 @@ class PlacementVecEnv(VecEnv):
     Args:
         rules: what is played, in this process; or a sequence, the share of each worker.
         seed: of the deals.
-        parallel, retries: where workers are, and how often each may die (``envs.workers``).
+        parallel: where several workers are (``envs.workers``).
         repeats: every problem is dealt so many times in a row (``envs.episodes``).
 
     Attributes:
@@ -39,13 +38,12 @@ class PlacementVecEnv(VecEnv):
         rules: Rules | Sequence[Rules],
         seed: int = 0,
         parallel: str = "serial",
-        retries: int = RETRIES,
         repeats: int = 1,
     ) -> None:
         self._episodes: Episodes | Workers = (
             Episodes(rules, seed, repeats)
             if isinstance(rules, Rules)
-            else Workers(rules, seed, parallel, retries, repeats)
+            else Workers(rules, seed, parallel, repeats)
         )
         self.rules = self._episodes.rules
         self.render_mode = None
@@ -75,8 +73,7 @@ class PlacementVecEnv(VecEnv):
         """Observations, rewards float32 ``[B]``, dones bool ``[B]``, and infos.
 
         The info of a finished episode has ``problem``, ``value_s``, ``terminal_observation``
-        and ``episode`` (what stable-baselines3's ``Monitor`` reports). That of an episode whose
-        worker died: ``terminal_observation`` and ``TimeLimit.truncated``.
+        and ``episode`` (what stable-baselines3's ``Monitor`` reports).
         """
         return self._episodes.step(self._actions)
 

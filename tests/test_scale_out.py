@@ -1,4 +1,4 @@
-"""The study of many devices, small; and those of searches and rollouts side by side."""
+"""The study of many devices, small; and that of searches side by side."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import rollouts, scale_out, side_by_side
+from experiments import scale_out, side_by_side
 
 
 def test_nodes_share_an_interface() -> None:
@@ -46,9 +46,3 @@ def test_searches_side_by_side(tmp_path: Path) -> None:
     small = ["--ways", "serial", "--evaluations", "2", "--layers", "2", "--width", "4"]
     assert side_by_side.main([*small, "--out", str(tmp_path), "--work", str(tmp_path)]) == 0
     assert "| serial |" in (tmp_path / "side_by_side.md").read_text()
-
-
-def test_rollouts_side_by_side(tmp_path: Path) -> None:
-    small = ["--ways", "serial", "--operators", "100", "--steps", "64"]
-    assert rollouts.main([*small, "--out", str(tmp_path), "--work", str(tmp_path)]) == 0
-    assert "| one_shot | serial |" in (tmp_path / "rollouts.md").read_text()
