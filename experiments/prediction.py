@@ -54,9 +54,8 @@ from placement.residual import random_placements
 from placement.simulator import evaluate
 
 Floats = NDArray[np.float64]
-METHODS = ("roofline", "polynomial", "trees", "gnn")
+METHODS = ("roofline", "polynomial", "trees")
 PLANNED = ("roofline", "polynomial", "trees")  # those that learn in seconds
-OPTIONS = {"gnn": {"epochs": 80, "members": 1}}  # ten networks instead of twenty
 PLACED = ("Bert", "GPT2", "ViT", "ResNet", "T5", "ConvNext")
 NUM_PARTS = 10
 NUM_RANDOM = 10  # random placements that run
@@ -266,7 +265,7 @@ def answers(known: Sequence[Case], methods: Sequence[str]) -> list[Answer]:
         inside = [c.sample for c in known if c.family not in out]
         for method in methods:
             say(f"part {number_ + 1}: {method} without {len(out)} families")
-            predictor = latency.load(method, **OPTIONS.get(method, {})).fit(inside)
+            predictor = latency.load(method).fit(inside)
             for case in known:
                 if case.family in out:
                     seconds, spread = predictor.predict(case.sample.graph, case.sample.device)

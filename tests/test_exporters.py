@@ -10,7 +10,6 @@ import operator
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,7 @@ TURNS = [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]  # embedding | layer 0 | layer 1 | the
 
 
 def test_found_by_file_name() -> None:
-    assert {"huggingface", "vllm", "csv", "chrome_trace"} <= set(exporters.names())
+    assert {"huggingface", "vllm", "csv"} <= set(exporters.names())
     for name in exporters.names():
         assert exporters.find(name).__doc__.splitlines()[0]
         assert "Format: " in exporters.find(name).__doc__  # where the grammar is from
@@ -213,26 +212,6 @@ def test_csv_holds_no_formulas() -> None:
         )
     )
     assert [r[1] for r in rows[1:]] == ["'=1+1", '\'@x,"y"', "'-z"]
-
-
-def test_trace_of_a_plan_alone_shows_how_busy_devices_are() -> None:
-    plan = plan_of(CUT)  # 5 and 6 operators of 1 s: a period of 6 s
-    trace = json.loads(export("chrome_trace", plan).files[""])
-    work = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert [(e["tid"], e["ts"], e["dur"]) for e in work] == [
-        *[(0, m * 6e6, 5e6) for m in range(4)],
-        *[(1, m * 6e6, 6e6) for m in range(4)],
-    ]
-    tracks = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
-    assert tracks == list(GPUS)
-
-
-def test_trace_with_the_problem_is_the_predicted_timeline() -> None:
-    p = problem()
-    plan = plan_of(CUT, p)
-    trace = json.loads(export("chrome_trace", plan, p).files[""])
-    assert trace == json.loads(json.dumps(plan.timeline(p).to_trace(p.graph.op_name)))
-    assert sum(e["name"] == "op3" for e in trace["traceEvents"]) == 4
 
 
 # Hugging Face
@@ -831,27 +810,15 @@ def test_command(saved: tuple[Path, Path], capsys: Any) -> None:
     assert predicted == {"latency_s": [11.0, 11.0], "period_s": [7.0, 6.0]}
 
 
-def test_a_problem_file_has_what_the_plan_decided(tmp_path: Path, capsys: Any) -> None:
-    """Its own micro-batches (4) and objective are those of another question."""
+def test_a_profile_is_for_models(tmp_path: Path, capsys: Any) -> None:
     from placement import importers
 
-    p = replace(problem(), num_microbatches=2)
-    plan, model, out = (tmp_path / x for x in ("plan.json", "problem.json", "trace.json"))
-    plan_of(CUT, p).save(plan)
+    plan, model = tmp_path / "plan.json", tmp_path / "problem.json"
+    plan_of(CUT, problem()).save(plan)
     importers.save(problem(), model)
-    command = ["export", str(plan), "--to", "chrome_trace", "--model", str(model)]
-    assert main([*command, "--out", str(out), "--profile", "x.npz"]) == 2
+    command = ["export", str(plan), "--to", "csv", "--model", str(model)]
+    assert main([*command, "--out", str(tmp_path / "x.csv"), "--profile", "x.npz"]) == 2
     assert "--profile is for models" in capsys.readouterr().err
-    assert main([*command, "--out", str(out)]) == 0
-    events = json.loads(out.read_text())["traceEvents"]
-    assert {e["args"]["micro_batch"] for e in events if "micro_batch" in e["args"]} == {0, 1}
-
-
-def test_a_trace_too_large_to_look_at() -> None:
-    many = plan_of(CUT).model_copy(update={"num_microbatches": 2**31 - 1})
-    for p in (None, problem()):
-        with pytest.raises(ExportError, match="a trace has at most 2,000,000"):
-            export("chrome_trace", many, p)
 
 
 def test_an_option_may_have_any_name() -> None:

@@ -70,7 +70,7 @@ def profile_of(graph: OpGraph, seconds: np.ndarray, **facts: object) -> Profile:
 
 
 def test_methods_are_found_by_name() -> None:
-    assert latency.names() == ["gnn", "polynomial", "roofline", "trees"]
+    assert latency.names() == ["polynomial", "roofline", "trees"]
     with pytest.raises(LatencyError, match="did you mean 'polynomial'"):
         latency.load("polynom")
     with pytest.raises(LatencyError, match="ridge: float"):
@@ -82,7 +82,6 @@ def test_methods_are_found_by_name() -> None:
     [
         ("polynomial", {}, 0.05),
         ("trees", {"iterations": 60}, 0.15),
-        ("gnn", {"epochs": 60, "width": 24, "members": 1}, 0.2),
     ],
 )
 def test_a_law_is_found_again_in_unseen_models(

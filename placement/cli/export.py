@@ -20,7 +20,6 @@ EXAMPLE = """examples:
   placement export --list
   placement export plan.json --to huggingface --out device_map.json
   placement export plan.json --to vllm --out vllm.env --nearest layers=transformer.h
-  placement export plan.json --to chrome_trace --model resnet50 --out trace.json
 
 Exit code 1: the program cannot express the plan; the message says which operator is in the way.
 """

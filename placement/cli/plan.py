@@ -85,7 +85,7 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--predict",
         metavar="KIND",
-        help="predict times instead of measuring: roofline, polynomial, trees or gnn",
+        help="predict times instead of measuring: roofline, polynomial or trees",
     )
     parser.add_argument("--microbatches", type=int, metavar="M", help="of a pipelined run (32)")
     parser.add_argument("--in-flight", type=int, metavar="W", help="micro-batches at a time (4)")
