@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import conf
 from agents.sweeps import is_best_of_sweep
 from placement import cli
 from placement.ownership import DISTRIBUTION, check_packages
@@ -191,11 +192,7 @@ def _listed(arg: str) -> str:
     group, value = override.key_or_group, override.value()
     if group not in _LISTS or not isinstance(value, Glob):
         return arg
-    options = sorted(
-        path.name.removesuffix(".yaml")
-        for path in (resources.files("conf") / group).iterdir()
-        if path.name.endswith(".yaml")
-    )
+    options = conf.names(group)
     chosen = value.filter(options)
     if not chosen:
         raise AppError(f"{arg}: nothing matches; there are {', '.join(options)}")
