@@ -42,6 +42,7 @@ class Verb(NamedTuple):
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     example: str
+    first_page: bool = True  # of `placement --help`
 
 
 VERBS = {
@@ -109,6 +110,7 @@ VERBS = {
         show.configure_schema,
         show.run_schema,
         show.SCHEMA_EXAMPLE,
+        first_page=False,
     ),
     "doctor": Verb(
         "what this machine offers, and what is missing",
@@ -121,6 +123,7 @@ VERBS = {
         completion.configure,
         completion.run,
         completion.EXAMPLE,
+        first_page=False,
     ),
 }
 
@@ -135,9 +138,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {version()}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, verb in VERBS.items():
+        shown: Any = {"help": verb.help} if verb.first_page else {}
         sub = verbs.add_parser(
             name,
-            help=verb.help,
+            **shown,
             description=verb.help,
             epilog=f"{verb.example}\n{cli.EXIT_CODES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
