@@ -51,6 +51,87 @@ class _Flight:
         self.left = len(share.ops)
 
 
+class _Ready:
+    """What can run on a device: by micro-batch and priority, or as a schedule says.
+
+    Operator ``op`` of a micro-batch has the *key* ``batch * num_ops + priority[op]``.
+    """
+
+    def __init__(self, priority: list[int], order: Iterable[tuple[int, int]] | None) -> None:
+        self._priority, self._num_ops = priority, len(priority)
+        self._by_priority = sorted(range(len(priority)), key=priority.__getitem__)
+        self._heap: list[int] = []
+        self._order = None if order is None else iter(order)
+        self._expected: int | None = None  # the key that the schedule has next
+
+    def push(self, batch: int, op: int) -> int:
+        """Operator ``op`` of micro-batch ``batch`` can run; its key."""
+        key = batch * self._num_ops + self._priority[op]
+        heapq.heappush(self._heap, key)
+        return key
+
+    def pop(self) -> int | None:
+        """The key of what runs next; None: nothing can."""
+        if self._order is None:
+            return heapq.heappop(self._heap) if self._heap else None
+        if self._expected is None and (entry := next(self._order, None)) is not None:
+            self._expected = entry[1] * self._num_ops + self._priority[entry[0]]
+        key = self._expected
+        if key is None or key not in self._heap:
+            return None
+        self._expected = None
+        self._heap.remove(key)
+        heapq.heapify(self._heap)
+        return key
+
+    def at(self, key: int) -> tuple[int, int]:
+        """The micro-batch and the operator of a key."""
+        batch, position = divmod(key, self._num_ops)
+        return batch, self._by_priority[position]
+
+
+class _Flights(dict[int, _Flight]):
+    """The micro-batches on one device, by number, and what of them is ready."""
+
+    def __init__(self, share: Share, ready: _Ready, first_batch: int) -> None:
+        super().__init__()
+        self._share, self._ready = share, ready
+        # Up to which micro-batch an operator that writes what the next one reads has run.
+        self._carried_to = dict.fromkeys(share.carried, first_batch)
+
+    def __missing__(self, batch: int) -> _Flight:
+        flight = self[batch] = _Flight(self._share)
+        for writer, reached in self._carried_to.items():
+            if reached < batch:
+                for op in self._share.carried[writer]:
+                    flight.missing[op] += 1
+        return flight
+
+    def count_down(self, batch: int, ops: Iterable[int]) -> None:
+        """One thing less is missing of each of ``ops`` of micro-batch ``batch``."""
+        missing = self[batch].missing
+        for op in ops:
+            missing[op] -= 1
+            if missing[op] == 0:
+                self._ready.push(batch, op)
+
+    def ran(self, batch: int, op: int) -> bool:
+        """Operator ``op`` has run: drop what nobody reads any more; True: it was the last."""
+        flight, share = self[batch], self._share
+        for t in share.inputs[op]:
+            flight.uses[t] -= 1
+            if flight.uses[t] == 0:
+                flight.env[t] = None
+        if op in share.carried:
+            self._carried_to[op] = batch + 1
+            if batch + 1 in self:
+                self.count_down(batch + 1, share.carried[op])
+        flight.left -= 1
+        if flight.left == 0:
+            del self[batch]
+        return flight.left == 0
+
+
 class Worker(threading.Thread):
     """Runs the operators of one device.
 
@@ -119,138 +200,83 @@ class Worker(threading.Thread):
             self._results.put(Failure(error, self.share.device, op))
 
     def _loop(self) -> None:
-        share, backend, inbox, record = self.share, self.backend, self.inbox, self._record
-        calls, priority = self._compiled.calls, self._priority
-        inputs, outputs = share.inputs, share.outputs
-        users, results = share.users, share.results
-        num_ops = len(priority)
-        by_priority = sorted(range(num_ops), key=priority.__getitem__)
-        flights: dict[int, _Flight] = {}
-        ready: list[int] = []  # heap of batch * num_ops + priority
-        expected: int | None = None  # with a schedule: the key that comes next
-        order = self._order
-        carried, carried_to = share.carried, dict.fromkeys(share.carried, self._first_batch)
+        backend, inbox, calls = self.backend, self.inbox, self._compiled.calls
+        self._ready = ready = _Ready(self._priority, self._order)
+        self._flights = flights = _Flights(self.share, ready, self._first_batch)
         suspended: dict[int, tuple[int, Iterator[int]]] = {}  # by key: a run, and the rest of it
-        mark = backend.mark()
-
-        def became_ready(batch: int, op: int) -> None:
-            heapq.heappush(ready, batch * num_ops + priority[op])
-
-        def receive(message: Any) -> None:
-            if callable(message):
-                message()
-                self._return(-1, -1, share.device)
-                return
-            batch, tensor, value, source, sent = message
-            flight = flights.get(batch)
-            if flight is None:
-                flight = flights[batch] = _Flight(share)
-                for writer, reached in carried_to.items():
-                    if reached < batch:
-                        for op in carried[writer]:
-                            flight.missing[op] += 1
-            if tensor >= 0:
-                if isinstance(value, Exception):
-                    raise value
-                arrived = ((tensor, value),)
-            else:
-                arrived = tuple(value.items())
-                for op in share.sources:
-                    flight.missing[op] -= 1
-                    if flight.missing[op] == 0:
-                        became_ready(batch, op)
-            missing = flight.missing
-            for t, v in arrived:
-                flight.env[t] = backend.receive(v)
-                for op in users[t]:
-                    missing[op] -= 1
-                    if missing[op] == 0:
-                        became_ready(batch, op)
-            if record:
-                nonlocal mark  # what runs next starts after what arrived
-                mark = backend.mark()
-                if tensor >= 0:
-                    self.arrivals += (batch, tensor, source, sent, mark)
-
+        self._mark = backend.mark()
         while True:
             while not inbox.empty():
-                message = inbox.get()
-                if self._stopped:
+                if not self._receive(inbox.get()):
                     return
-                receive(message)
-                message = None  # or an idle worker would hold what came last
-            if order is not None:
-                if expected is None and (entry := next(order, None)) is not None:
-                    expected = entry[1] * num_ops + priority[entry[0]]
-                runnable = expected is not None and expected in ready
-            else:
-                runnable = bool(ready)
-            if not runnable:
+            key = ready.pop()
+            if key is None:
                 self.idle_since_ns = time.perf_counter_ns()
                 message = inbox.get()
                 self.idle_ns += time.perf_counter_ns() - self.idle_since_ns
                 self.idle_since_ns = 0
-                if self._stopped:
+                if not self._receive(message):
                     return
-                receive(message)
-                message = None
+                message = None  # or an idle worker would hold what came last
                 continue
-            if order is None:
-                key = heapq.heappop(ready)
-            else:
-                assert expected is not None
-                key, expected = expected, None
-                ready.remove(key)
-                heapq.heapify(ready)
-            batch, position = divmod(key, num_ops)
-            flight = flights[batch]
-            env, missing, uses = flight.env, flight.missing, flight.uses
+            batch, op = ready.at(key)
+            env = flights[batch].env
             rest: Iterator[int] | None
             if key in suspended:
                 op, rest = suspended.pop(key)
                 self._running = op
             else:
-                op = self._running = by_priority[position]
+                self._running = op
                 rest = calls[op](env, inbox.empty)
             if rest is not None and (following := next(rest, None)) is not None:
                 # Something has arrived, and what it makes ready may come before the rest.
-                key = batch * num_ops + priority[following]
-                suspended[key] = op, rest
-                heapq.heappush(ready, key)
+                suspended[ready.push(batch, following)] = op, rest
                 self._running = None
                 continue
-            if record:
-                begin, mark = mark, backend.mark()
+            if self._record:
+                begin, self._mark = self._mark, backend.mark()
                 # Flat, because a list of tuples would keep the garbage collector busy.
-                self.slices += (batch, op, begin, mark)
-            for t in outputs[op]:
-                for user in users[t]:
-                    missing[user] -= 1
-                    if missing[user] == 0:
-                        became_ready(batch, user)
-                for peer in share.peers[t]:
-                    self._send(peer, batch, t, env[t], mark)
-                if results[t]:
-                    self._return(batch, t, env[t])
-                if not users[t]:
-                    env[t] = None
-            for t in inputs[op]:
-                uses[t] -= 1
-                if uses[t] == 0:
-                    env[t] = None
-            if op in carried:
-                carried_to[op] = batch + 1
-                after = flights.get(batch + 1)
-                if after is not None:
-                    for reader in carried[op]:
-                        after.missing[reader] -= 1
-                        if after.missing[reader] == 0:
-                            became_ready(batch + 1, reader)
-            flight.left -= 1
-            if flight.left == 0:
-                del flights[batch]
-                self._return(batch, -1, share.device)
+                self.slices += (batch, op, begin, self._mark)
+            self._hand_on(batch, op, env)
+            if flights.ran(batch, op):
+                self._return(batch, -1, self.share.device)
             self._running = None
+
+    def _receive(self, message: Any) -> bool:
+        """Take a message from the inbox; False: the thread is to end."""
+        if self._stopped:
+            return False
+        if callable(message):
+            message()
+            self._return(-1, -1, self.share.device)
+            return True
+        batch, tensor, value, source, sent = message
+        if isinstance(value, Exception):
+            raise value
+        flights, users = self._flights, self.share.users
+        env = flights[batch].env
+        if tensor < 0:
+            flights.count_down(batch, self.share.sources)
+        for t, v in ((tensor, value),) if tensor >= 0 else tuple(value.items()):
+            env[t] = self.backend.receive(v)
+            flights.count_down(batch, users[t])
+        if self._record:
+            self._mark = self.backend.mark()  # what runs next starts after what arrived
+            if tensor >= 0:
+                self.arrivals += (batch, tensor, source, sent, self._mark)
+        return True
+
+    def _hand_on(self, batch: int, op: int, env: list[Any]) -> None:
+        """Give the outputs of ``op`` to who reads them: here, on other devices, in the results."""
+        share = self.share
+        for t in share.outputs[op]:
+            self._flights.count_down(batch, share.users[t])
+            for peer in share.peers[t]:
+                self._send(peer, batch, t, env[t], self._mark)
+            if share.results[t]:
+                self._return(batch, t, env[t])
+            if not share.users[t]:
+                env[t] = None
 
     def _send(self, peer: int, batch: int, tensor: int, value: Tensor, sent: Any) -> None:
         to, source = self.workers[peer], self.share.device
