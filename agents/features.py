@@ -7,7 +7,7 @@ same graph on a machine of half the speed, or twice as long a model, looks the s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,127 +94,169 @@ class Features:
 
 def features(problem: Problem, warm: Placement | None = None) -> Features:
     """Features of ``problem``; the policy starts at the placement ``warm`` int32 ``[N]``."""
-    g, groups, devices = problem.graph, problem.graph.num_groups, problem.num_devices
+    costs, traffic = _costs(problem), _traffic(problem)
+    choice = np.full(problem.graph.num_groups, -1, np.int64)
+    if warm is not None:
+        choice[problem.graph.group] = warm
+    edge = [
+        _log(np.bincount(traffic.which, traffic.move_s, len(traffic.edges)), costs.unit),
+        _share(np.bincount(traffic.which, traffic.size, len(traffic.edges))),
+    ]
+    return Features(
+        group=_group_features(problem, costs, traffic).astype(np.float32),
+        device=_device_features(problem, costs, choice).astype(np.float32),
+        pair=_pair_features(problem, costs, traffic, choice).astype(np.float32),
+        edges=np.ascontiguousarray(traffic.edges.T, dtype=np.int64),
+        edge=np.stack(edge, axis=1).astype(np.float32),
+        level=_group_level(problem.graph.num_groups, traffic.edges),
+        legal=costs.legal,
+        warm=choice,
+    )
+
+
+class _Costs(NamedTuple):
+    """Seconds of groups, and what they are measured by."""
+
+    finite: NDArray[np.float64]  # [G, D] seconds, 0 where a group cannot run
+    legal: NDArray[np.bool_]  # [G, D]
+    mean: NDArray[np.float64]  # [G] over the devices where it can run
+    fastest: NDArray[np.float64]  # [G]
+    unit: float  # seconds of the mean group
+    objective: tuple[float, ...]  # OBJECTIVE_FEATURES
+
+
+def _costs(problem: Problem) -> _Costs:
     seconds = problem.group_compute_s
     legal = np.isfinite(seconds)
     finite = np.where(legal, seconds, 0.0)
     mean = finite.sum(axis=1) / legal.sum(axis=1)
-    fastest, slowest = seconds.min(axis=1), finite.max(axis=1)
-    unit = max(float(mean.mean()), 1e-15)
     in_flight = min(problem.max_in_flight, problem.num_microbatches)
     objective = (
         problem.is_throughput,
         problem.objective in ANALYTIC,
         np.log(in_flight) if problem.is_pipelined else 0.0,
     )
+    unit = max(float(mean.mean()), 1e-15)
+    return _Costs(finite, legal, mean, seconds.min(axis=1), unit, objective)
 
+
+class _Traffic(NamedTuple):
+    """Tensors between different groups; one counts once per pair, however many operators use it."""
+
+    src: NDArray[Any]  # [K] producing group
+    dst: NDArray[Any]  # [K] using group
+    move_s: NDArray[np.float64]  # [K] mean transfer seconds
+    size: NDArray[np.float64]  # [K] bytes
+    edges: NDArray[Any]  # [E, 2] distinct pairs
+    which: NDArray[Any]  # [K] the edge of each
+
+
+def _traffic(problem: Problem) -> _Traffic:
+    g = problem.graph
     src, dst = g.tensor_src[g.use_tensor], g.use_dst
     made = src >= 0
     tensor = g.use_tensor[made]
     a, b = g.group[src[made]], g.group[dst[made]]
     apart = a != b
-    # A tensor counts once per pair of groups, however many operators use it there.
     rows = np.unique(np.stack([tensor[apart], a[apart], b[apart]], axis=1), axis=0)
     tensor, a, b = rows[:, 0], rows[:, 1], rows[:, 2]
     edges, which = np.unique(rows[:, 1:], axis=0, return_inverse=True)
-    which = which.reshape(-1)
-    move_s, size = problem.mean_transfer_s[tensor], g.tensor_bytes[tensor].astype(np.float64)
-    sent_s = np.bincount(a, move_s, groups)
-    received_s = np.bincount(b, move_s, groups)
-    out_bytes = np.bincount(a, size, groups)
+    size = g.tensor_bytes[tensor].astype(np.float64)
+    return _Traffic(a, b, problem.mean_transfer_s[tensor], size, edges, which.reshape(-1))
 
+
+def _group_features(problem: Problem, costs: _Costs, traffic: _Traffic) -> NDArray[np.float64]:
+    """float64 ``[G, len(GROUP_FEATURES)]``."""
+    g, groups = problem.graph, problem.graph.num_groups
+    mean, fastest, unit = costs.mean, costs.fastest, costs.unit
+    sent_s = np.bincount(traffic.src, traffic.move_s, groups)
+    received_s = np.bincount(traffic.dst, traffic.move_s, groups)
+    out_bytes = np.bincount(traffic.src, traffic.size, groups)
     top, bottom, through = _levels(problem)
     path = max(float(through.max()), 1e-15)
     position = np.empty(groups)
     position[group_order(problem)] = np.arange(groups)
     params = np.bincount(g.group, g.op_param_bytes, groups)
     count = np.bincount(g.group, minlength=groups)
-    group = np.stack(
-        [
-            _log(mean, unit),
-            mean / max(mean.sum(), 1e-15) * groups / 4,
-            top / path,
-            bottom / path,
-            1 - through / path,
-            _log(sent_s, unit),
-            _log(received_s, unit),
-            _log(sent_s, np.maximum(mean, 1e-3 * unit)),
-            _share(params),
-            _share(out_bytes),
-            _log(slowest, np.maximum(fastest, 1e-3 * unit)),
-            np.log1p(np.bincount(edges[:, 1], minlength=groups)),
-            np.log1p(np.bincount(edges[:, 0], minlength=groups)),
-            np.log(count),
-            np.bincount(g.group, g.is_backward, groups) / count,
-            position / groups,
-            _log(_cut_s(problem), unit),
-            *_so_far(problem, mean, params + out_bytes),
-            _log((params + out_bytes) * groups, float(problem.memory_bytes.mean())),
-            *(np.full(groups, x) for x in objective),
-        ],
-        axis=1,
-    )
+    columns = [
+        _log(mean, unit),
+        mean / max(mean.sum(), 1e-15) * groups / 4,
+        top / path,
+        bottom / path,
+        1 - through / path,
+        _log(sent_s, unit),
+        _log(received_s, unit),
+        _log(sent_s, np.maximum(mean, 1e-3 * unit)),
+        _share(params),
+        _share(out_bytes),
+        _log(costs.finite.max(axis=1), np.maximum(fastest, 1e-3 * unit)),
+        np.log1p(np.bincount(traffic.edges[:, 1], minlength=groups)),
+        np.log1p(np.bincount(traffic.edges[:, 0], minlength=groups)),
+        np.log(count),
+        np.bincount(g.group, g.is_backward, groups) / count,
+        position / groups,
+        _log(_cut_s(problem), unit),
+        *_so_far(problem, mean, params + out_bytes),
+        _log((params + out_bytes) * groups, float(problem.memory_bytes.mean())),
+        *(np.full(groups, x) for x in costs.objective),
+    ]
+    return np.stack(columns, axis=1)
 
-    everything = np.where(legal, seconds, fastest[:, None]).sum(axis=0)
-    classes = device_classes(problem)
+
+def _device_features(
+    problem: Problem, costs: _Costs, choice: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """float64 ``[D, len(DEVICE_FEATURES)]``; ``choice`` int64 ``[G]`` is the warm start's, or -1."""
+    devices, g = problem.num_devices, problem.graph
+    in_flight = min(problem.max_in_flight, problem.num_microbatches)
+    everything = np.where(costs.legal, costs.finite, costs.fastest[:, None]).sum(axis=0)
     capacity = problem.memory_bytes.astype(np.float64)
+    parameters = float(g.param_bytes.sum())
     send_s, receive_s = _link_s(problem)
-    choice = np.full(groups, -1, np.int64)
     load = np.zeros(devices)
-    held = np.zeros((groups, devices))
-    near = np.zeros((groups, devices))
-    cut_s = np.zeros((groups, devices))
-    if warm is not None:
-        choice[g.group] = warm
-        np.add.at(load, choice, fastest)
+    if choice[0] >= 0:
+        np.add.at(load, choice, costs.fastest)
+    classes = device_classes(problem)
+    columns = [
+        _log(everything, everything.min()),
+        _log(capacity, parameters),
+        _log(capacity * devices, parameters + in_flight * g.tensor_bytes.sum()),
+        _log(send_s, costs.unit),
+        _log(receive_s, costs.unit),
+        load / max(load.sum(), 1e-15),
+        np.tril(classes[:, None] == classes, -1).sum(axis=1) / devices,
+        *(np.full(devices, x) for x in costs.objective),
+    ]
+    return np.stack(columns, axis=1)
+
+
+def _pair_features(
+    problem: Problem, costs: _Costs, traffic: _Traffic, choice: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """float64 ``[G, D, len(PAIR_FEATURES)]``; ``choice`` as in ``_device_features``."""
+    shape = groups, devices = costs.legal.shape
+    params = np.bincount(problem.graph.group, problem.graph.op_param_bytes, groups)
+    held, near, cut_s = np.zeros((3, *shape))
+    is_warm = choice[0] >= 0
+    if is_warm:
+        a, b = traffic.src, traffic.dst
         held[np.arange(groups), choice] = 1.0
-        np.add.at(near, (a, choice[b]), size)
-        np.add.at(near, (b, choice[a]), size)
+        np.add.at(near, (a, choice[b]), traffic.size)
+        np.add.at(near, (b, choice[a]), traffic.size)
         near /= np.maximum(near.sum(axis=1, keepdims=True), 1.0)
         for d in range(devices):
-            cut_s[:, d] = np.bincount(a, move_s * (choice[b] != d), groups)
-            cut_s[:, d] += np.bincount(b, move_s * (choice[a] != d), groups)
-    device = np.stack(
-        [
-            _log(everything, everything.min()),
-            _log(capacity, float(g.param_bytes.sum())),
-            _log(capacity * devices, float(g.param_bytes.sum()) + in_flight * g.tensor_bytes.sum()),
-            _log(send_s, unit),
-            _log(receive_s, unit),
-            load / max(load.sum(), 1e-15),
-            np.tril(classes[:, None] == classes, -1).sum(axis=1) / devices,
-            *(np.full(devices, x) for x in objective),
-        ],
-        axis=1,
-    )
-    pair = np.stack(
-        [
-            _log(finite, np.maximum(fastest, 1e-3 * unit)[:, None]),
-            _log(finite, unit),
-            np.minimum(params[:, None] / capacity, 2.0),
-            held,
-            near,
-            _log(cut_s, unit),
-            np.full((groups, devices), 0.0 if warm is None else 1.0),
-        ],
-        axis=2,
-    )
-    return Features(
-        group=group.astype(np.float32),
-        device=device.astype(np.float32),
-        pair=pair.astype(np.float32),
-        edges=np.ascontiguousarray(edges.T, dtype=np.int64),
-        edge=np.stack(
-            [
-                _log(np.bincount(which, move_s, len(edges)), unit),
-                _share(np.bincount(which, size, len(edges))),
-            ],
-            axis=1,
-        ).astype(np.float32),
-        level=_group_level(groups, edges),
-        legal=legal,
-        warm=choice,
-    )
+            cut_s[:, d] = np.bincount(a, traffic.move_s * (choice[b] != d), groups)
+            cut_s[:, d] += np.bincount(b, traffic.move_s * (choice[a] != d), groups)
+    columns = [
+        _log(costs.finite, np.maximum(costs.fastest, 1e-3 * costs.unit)[:, None]),
+        _log(costs.finite, costs.unit),
+        np.minimum(params[:, None] / problem.memory_bytes.astype(np.float64), 2.0),
+        held,
+        near,
+        _log(cut_s, costs.unit),
+        np.full(shape, float(is_warm)),
+    ]
+    return np.stack(columns, axis=2)
 
 
 def _log(value: Any, unit: Any) -> NDArray[np.float64]:
