@@ -206,7 +206,7 @@ def _group_features(problem: Problem, costs: _Costs, traffic: _Traffic) -> NDArr
 def _device_features(
     problem: Problem, costs: _Costs, choice: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """float64 ``[D, len(DEVICE_FEATURES)]``; ``choice`` int64 ``[G]`` is the warm start's, or -1."""
+    """float64 ``[D, len(DEVICE_FEATURES)]``; ``choice`` int64 ``[G]``: of the warm start, or -1."""
     devices, g = problem.num_devices, problem.graph
     in_flight = min(problem.max_in_flight, problem.num_microbatches)
     everything = np.where(costs.legal, costs.finite, costs.fastest[:, None]).sum(axis=0)
