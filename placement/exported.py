@@ -38,7 +38,7 @@ _SHORT_DTYPE = {
 
 
 # Regions that functionalisation dissolves into plain operators.
-_WRAPPERS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
+_WRAPPERS = ("wrap_with_autocast", "wrap_with_set_grad_enabled", "autograd_call")
 
 _DROPOUTS = (
     torch.ops.aten.dropout.default,
@@ -86,6 +86,8 @@ def export(
                 torch.set_grad_enabled(training),
             ):
                 exported = torch.export.export(module, *inputs, strict=False)
+        except CaptureError as error:
+            raise CaptureError(f"{type(module).__name__}{_user_line(error)}: {error}") from error
         except Exception as error:
             raise _export_error(module, args, kwargs, error) from error
     if lost:

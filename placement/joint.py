@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from placement.exported import CaptureError, first_line, quiet, storage_of
 from placement.program import Param, Ref
+from placement.replay import Calls, autograd_call
 
 _aten = torch.ops.aten
 _higher = torch.ops.higher_order
@@ -52,9 +53,17 @@ class _Recorder:
 class _Forward(fx.Interpreter):
     """Runs the exported graph; notes for every kernel, and every autograd node, whose it is."""
 
-    def __init__(self, module: Any, recorder: _Recorder, calls: list[fx.Node], known: set[Any]):
+    def __init__(
+        self,
+        module: Any,
+        recorder: _Recorder,
+        calls: list[fx.Node],
+        known: set[Any],
+        replays: Calls,
+    ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._recorder, self._calls, self._known = recorder, calls, known
+        self._replays = replays
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
@@ -88,10 +97,14 @@ class _Forward(fx.Interpreter):
             device_type, dtype, enabled, _, body, *operands = args
             with torch.autocast(device_type, dtype, enabled, cache_enabled=False):
                 return self._nested(body, operands)
+        if target is autograd_call:
+            name, *tensors = args
+            return self._replays[name](*tensors)
         return super().call_function(target, args, kwargs)
 
     def _nested(self, body: Any, operands: Sequence[Any]) -> Any:
-        return _Forward(body, self._recorder, self._calls, self._known).run(*operands)
+        inner = _Forward(body, self._recorder, self._calls, self._known, self._replays)
+        return inner.run(*operands)
 
 
 class _Functional(fx.Interpreter):
@@ -156,6 +169,7 @@ def trace_step(
     leaves: list[Any],
     optimizer: torch.optim.Optimizer | None,
     split_backward: bool,
+    replays: Calls,
 ) -> Joint:
     """Trace loss and gradients of an exported program whose inputs have these leaves."""
     signature = exported.graph_signature
@@ -188,7 +202,7 @@ def trace_step(
             for name in placeholders[: len(placeholders) - len(leaves)]
         ]
         operands += [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        values = _Forward(exported.graph_module, recorder, calls, set()).run(*operands)
+        values = _Forward(exported.graph_module, recorder, calls, set(), replays).run(*operands)
         loss = loss_of(pytree.tree_unflatten(values, exported.call_spec.out_spec))
         recorder.switch((len(calls) - 1, True))
         found = torch.autograd.grad(loss, [given[i] for i in trainable], allow_unused=True)

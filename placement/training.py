@@ -38,6 +38,7 @@ from placement.program import (
     split_inputs,
 )
 from placement.recompute import recompute
+from placement.replay import replayed
 
 TARGET = "target"  # the name of the loss function's second argument among the inputs
 
@@ -75,7 +76,7 @@ def capture_training(
     arg_names, input_names = argument_names(module, args, kwargs)
     values = [*args, *kwargs.values()]
     if loss is None:
-        exported = export(module, args, kwargs, training=True)
+        whole, given, named = module, args, kwargs
     else:
         if TARGET in (*arg_names, *input_names):
             raise CaptureError(
@@ -85,10 +86,13 @@ def capture_training(
         values.append(target)
         input_names = (*input_names, TARGET)
         spec["kwargs"] |= input_spec({TARGET: target})["kwargs"]
-        wrapped = WithLoss(module, loss, tuple(kwargs)).train(module.training)
-        exported = export(wrapped, tuple(values), {}, training=True)
+        whole, given, named = WithLoss(module, loss, tuple(kwargs)), tuple(values), {}
+        whole.training = module.training  # not train(): submodules keep their own
+    with replayed(module) as replays:
+        exported = export(whole, given, named, training=True)
+    leaves = pytree.tree_leaves(values)
     check_static([n for n in exported.graph.nodes if n.op == "call_function"])
-    joint = trace_step(exported, module, pytree.tree_leaves(values), optimizer, split_backward)
+    joint = trace_step(exported, module, leaves, optimizer, split_backward, replays)
     pieces = cut(joint, split_backward)
     prefix = "module." if loss else ""
     builder = _Builder(joint, pieces, prefix, colocate_backward)
