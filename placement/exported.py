@@ -15,6 +15,8 @@ import linecache
 import logging
 import operator
 import re
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,12 +58,18 @@ class CaptureError(ValueError):
 
 
 def export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = False
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    training: bool = False,
+    prefix: str = "",
 ) -> Any:
     """The exported program of ``module``; the module is left as it was.
 
     In evaluation mode without gradients, or for training: then submodules that are in
-    evaluation mode stay so, unless the whole module is.
+    evaluation mode stay so, unless the whole module is. ``prefix`` is what messages leave out of
+    paths in the module.
     """
     whole = training and not module.training
     lost: list[tuple[nn.Module, str]] = []
@@ -73,26 +81,28 @@ def export(
         if owner is not module and old is not None and old is not value:
             lost.append((owner, name))
 
-    with _left_as_it_was(module):
+    with left_as_it_was(module):
         for m in module.modules():
             m.training = training and (m.training or whole)
         # The trace tells inputs apart by identity, so one tensor given twice must become two.
         inputs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         try:
             with (
-                _left_as_it_was(module) as replaced,
+                left_as_it_was(module) as replaced,
                 register_module_buffer_registration_hook(note),
                 quiet() as messages,
                 torch.set_grad_enabled(training),
             ):
                 exported = torch.export.export(module, *inputs, strict=False)
         except CaptureError as error:
-            raise CaptureError(f"{type(module).__name__}{_user_line(error)}: {error}") from error
+            raise CaptureError(f"{error}{_where(error, module, prefix)}") from error
         except Exception as error:
-            raise _export_error(module, args, kwargs, error) from error
+            where = _where(error, module, prefix)
+            raise _export_error(module, args, kwargs, error, where, training) from error
     if lost:
         owner, name = lost[0]
         path = next(path for path, m in module.named_modules() if m is owner)
+        path = path.removeprefix(prefix)
         raise CaptureError(
             f"the module changes its buffer '{path}.{name}' by assigning to it, "
             + (
@@ -111,14 +121,15 @@ def export(
     for path, value in replaced:
         if id(value) in read:
             raise CaptureError(
-                f"the module keeps state between calls in its attribute {path!r}, so that "
+                f"the module keeps state between calls in its attribute "
+                f"{path.removeprefix(prefix)!r}, so that "
                 "its calls are not independent: make the state an input and an output"
             )
     return exported
 
 
 @contextmanager
-def _left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
+def left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
     """Put back attributes of all submodules, and what their dicts, lists and sets hold.
 
     Given are, in the end, the tensors that were taken from these, with the attribute's path.
@@ -179,23 +190,27 @@ def quiet() -> Iterator[list[str]]:
 
 
 def _export_error(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: Exception,
+    where: str,
+    training: bool,
 ) -> CaptureError:
     """Name the construct that does not export, the user's line, and the remedy."""
     text = first_line(error)
     kind = type(error).__name__
-    where = _user_line(error)
     kept = [
         (buffer, buffer.detach().clone())
         for buffer in module.buffers()
         if not (buffer.is_inference() or isinstance(buffer, UninitializedBuffer))
     ]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]):
             module(*args, **kwargs)
     except Exception as own:
         return CaptureError(
-            f"{type(module).__name__} itself fails on the example inputs{_user_line(own)}: "
+            f"{module._get_name()} itself fails on the example inputs{user_line(own)}: "
             f"{type(own).__name__}: {first_line(own)}"
         )
     finally:  # in training mode a call changes statistics
@@ -220,22 +235,42 @@ def _export_error(
     )
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: object) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 
-def _user_line(error: BaseException) -> str:
-    """`` at file:line: `source` `` of the deepest frame outside torch and this file, or nothing."""
-    torch_home = str(Path(torch.__file__).parent)
+def _where(error: BaseException, module: nn.Module, prefix: str) -> str:
+    """The user's line, and the module of torch's own that it calls, or nothing."""
+    paths = {id(m): path.removeprefix(prefix) for path, m in module.named_modules()}
+    inner: Any = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        this = frame.f_locals.get("self")
+        inner = this if id(this) in paths and frame.f_code.co_name == "forward" else inner
+    where = user_line(error)
+    if inner is not None and type(inner).__module__.startswith("torch.nn"):
+        where += f" in module {paths[id(inner)]!r}, {first_line(repr(inner))}"
+    return where
+
+
+def user_line(error: BaseException) -> str:
+    """`` at file:line: `source` `` of the deepest frame of the user's code, or nothing."""
     found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        if not file.startswith((torch_home, "<")) and file != __file__:
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not _is_foreign(file):
             source = linecache.getline(file, line).strip()
             found = f" at {file}:{line}" + (f" `{source}`" if source else "")
-        trace = trace.tb_next
     return found
+
+
+def _is_foreign(file: str) -> bool:
+    """Whether a file is torch's, sympy's, of the standard library or one beside this one."""
+    if file.startswith("<") or Path(file).parent == Path(__file__).parent:
+        return True
+    parts = Path(file).parts
+    if "site-packages" in parts:
+        return parts[parts.index("site-packages") + 1] in ("torch", "sympy")
+    return file.startswith((str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")))
 
 
 def node_line(node: fx.Node) -> str:

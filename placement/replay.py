@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -40,11 +40,15 @@ fx.node.has_side_effect(autograd_call)  # or a hook, whose result nobody reads, 
 Calls = dict[str, Callable[..., Any]]  # by the name in the node
 
 
+def refuse(what: str) -> NoReturn:
+    raise CaptureError(what)
+
+
 class _Handle:
     """Of a hook that the graph holds."""
 
     def remove(self) -> None:
-        raise CaptureError("a hook is removed while the module runs: leave it")
+        refuse("a hook is removed while the module runs: leave it in place")
 
 
 class _Watch(TorchFunctionMode):
@@ -58,27 +62,41 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.grad:
+        if func == torch.autograd.grad:
             return _keep(self._calls, "grad", func, args, kwargs)
-        if func is Tensor.requires_grad_ or func is Tensor.requires_grad.__set__:
-            if isinstance(args[0], nn.Parameter):
-                raise CaptureError(
-                    "requires_grad of a parameter is set while the module runs: set it before"
-                )
-            return _keep(self._calls, "requires_grad", _requires_grad, args, kwargs)
-        if func is Tensor.register_hook:
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        if func in _OF_LEAVES and isinstance(args[0], nn.Parameter):
+            refuse(f"{_OF_LEAVES[func]} of a parameter is set while the module runs: set it before")
+        if func == Tensor.register_hook:
             _keep(self._calls, "hook", _hooked, args, kwargs)
             return _Handle()
-        if func in (Tensor.backward, torch.autograd.backward):
-            raise CaptureError(
-                "backward() is called while the module runs: use torch.autograd.grad, or do that "
-                "in the training loop"
-            )
+        if func in _OF_LEAVES:
+            return _keep(self._calls, "requires_grad", Tensor.requires_grad_, args, kwargs)
+        if func in _REFUSED:
+            refuse(_REFUSED[func])
         return func(*args, **kwargs)
 
 
-def _requires_grad(x: Tensor, requires_grad: bool = True) -> Tensor:
-    return x.requires_grad_(requires_grad)
+_OF_LEAVES = {
+    Tensor.requires_grad_: "requires_grad",
+    Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
+    Tensor.register_hook: "a hook on the gradient",
+}
+_BACKWARD = (
+    "backward() is called while the module runs: use torch.autograd.grad there, or call it in the "
+    "training loop"
+)
+_REFUSED = {
+    Tensor.backward: _BACKWARD,
+    torch.autograd.backward: _BACKWARD,
+    Tensor.register_post_accumulate_grad_hook: "a hook on the accumulation of a gradient is "
+    "registered while the module runs: let an autograd.Function do that",
+    Tensor.grad_fn.__get__: "grad_fn is read while the module runs, e.g. for a hook: use "  # type: ignore[attr-defined]
+    "Tensor.register_hook, or an autograd.Function",
+    Tensor.data.__set__: "data is assigned to while the module runs: use "  # type: ignore[attr-defined]
+    "x = x + (value - x).detach()",
+}
 
 
 def _hooked(x: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
@@ -90,9 +108,12 @@ def _hooked(x: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
 def replayed(module: nn.Module) -> Iterator[Calls]:
     """Trace with the calls that speak with autograd as nodes; they are given by name.
 
+    The second forward of a checkpoint is left out, and what ``save_on_cpu`` moves stays: both
+    change where activations are kept, but no number.
+
     Raises:
-        CaptureError: a hook of the module or of a parameter changes gradients, or (while the
-            module runs) a call cannot be made again.
+        CaptureError: a hook of the module changes gradients, or (while the module runs) a call
+            cannot be made again.
     """
     _check_hooks(module)
     calls: Calls = {}
@@ -102,20 +123,47 @@ def replayed(module: nn.Module) -> Iterator[Calls]:
             return super(_apply_of, cls).apply(*args)
 
         if cls is checkpoint.CheckpointFunction:
-            return _not_again(*args)
+            return _once(*args)
         return _keep(calls, cls.__qualname__, run, args, {})
 
-    def plain(function: Any, preserve: Any, context_fn: Any, *_: Any, **__: Any) -> Iterator[None]:
+    def only_forward(
+        function: Any, preserve: Any, context_fn: Any, *_: Any, **__: Any
+    ) -> Iterator[None]:
         with context_fn()[0] if torch.is_grad_enabled() else nullcontext():
             yield
 
-    def refuse(*_: Any) -> None:
-        raise CaptureError("saved_tensors_hooks change what the backward reads: do without them")
+    def enter_saved(self: Any) -> None:
+        if not isinstance(self, torch.autograd.graph.save_on_cpu):
+            refuse("saved_tensors_hooks change what the backward reads: do without them")
+
+    def enter_inference(self: Any) -> None:
+        self.was_enabled = torch.is_grad_enabled()
+        torch.set_grad_enabled(not self.mode)
+
+    def refuse_transform(*_: Any, **__: Any) -> None:
+        refuse(
+            "a gradient of torch.func (grad, vjp, jacrev, hessian) is taken while the module runs: "
+            "use torch.autograd.grad(..., create_graph=True)"
+        )
 
     with (
         mock.patch.object(_apply_of, "apply", classmethod(apply), create=True),
-        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", plain),
-        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", refuse),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", only_forward),
+        mock.patch.multiple(
+            torch.autograd.graph.saved_tensors_hooks,
+            __enter__=enter_saved,
+            __exit__=lambda self, *_: None,
+        ),
+        mock.patch.multiple(
+            torch.inference_mode,
+            __enter__=enter_inference,
+            __exit__=lambda self, *_: torch.set_grad_enabled(self.was_enabled),
+        ),
+        mock.patch.multiple(
+            torch._functorch.eager_transforms,
+            grad_and_value_impl=refuse_transform,
+            _vjp_with_argnums=refuse_transform,
+        ),
         _Watch(calls),
     ):
         yield calls
@@ -148,7 +196,7 @@ def _keep(calls: Calls, name: str, function: Callable[..., Any], args: Any, kwar
     return track_tensor_tree(out, proxy, constant=None, tracer=mode.tracer)
 
 
-def _not_again(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+def _once(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
     """A reentrant checkpoint without its second forward: no gradient flows if no input has one."""
     wanted = any(isinstance(x, Tensor) and x.requires_grad for x in args)
     with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
@@ -156,15 +204,11 @@ def _not_again(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
 
 
 def _check_hooks(module: nn.Module) -> None:
+    everywhere = nn.modules.module
     for path, m in module.named_modules():
-        if m._backward_hooks or m._backward_pre_hooks:
-            raise CaptureError(
+        own = m._backward_hooks or m._backward_pre_hooks
+        if own or everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
+            refuse(
                 f"module {path!r} ({type(m).__name__}) has a backward hook, which would not run: "
                 "remove it, or write it as an autograd.Function in the forward"
-            )
-    for name, p in module.named_parameters():
-        if p._backward_hooks or p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-            raise CaptureError(
-                f"parameter {name!r} has a hook on its gradient, which would not run: remove it, "
-                "or write it as an autograd.Function in the forward"
             )

@@ -52,6 +52,9 @@ class WithLoss(nn.Module):
         self._loss = loss
         self._keywords = keywords
 
+    def _get_name(self) -> str:
+        return f"{self.module._get_name()} with its loss"
+
     def forward(self, *values: Any) -> Any:
         num_args = len(values) - 1 - len(self._keywords)
         named = dict(zip(self._keywords, values[num_args:-1], strict=True))
@@ -88,13 +91,13 @@ def capture_training(
         spec["kwargs"] |= input_spec({TARGET: target})["kwargs"]
         whole, given, named = WithLoss(module, loss, tuple(kwargs)), tuple(values), {}
         whole.training = module.training  # not train(): submodules keep their own
+    prefix = "module." if loss else ""
     with replayed(module) as replays:
-        exported = export(whole, given, named, training=True)
+        exported = export(whole, given, named, training=True, prefix=prefix)
     leaves = pytree.tree_leaves(values)
     check_static([n for n in exported.graph.nodes if n.op == "call_function"])
     joint = trace_step(exported, module, leaves, optimizer, split_backward, replays)
     pieces = cut(joint, split_backward)
-    prefix = "module." if loss else ""
     builder = _Builder(joint, pieces, prefix, colocate_backward)
     paths, in_tree = pytree.tree_flatten_with_path(values)
     program = Program(
@@ -201,8 +204,11 @@ def plain_step(
         args, kwargs = split_inputs(inputs)
         outputs = module(*args, **kwargs)
         value = loss_of(loss(outputs, target) if loss else outputs)
-        (value / len(microbatches)).backward()
+        value.backward()
         losses.append(value.detach())
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None:
+            p.grad /= len(microbatches)
     optimizer.step()
     optimizer.zero_grad()
     return torch.stack(losses)
