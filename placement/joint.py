@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from placement.exported import (
     user_line,
 )
 from placement.program import Param, Ref
-from placement.replay import Calls, autograd_call
+from placement.replay import IN_CHECKPOINT, Calls, autograd_call
 
 _aten = torch.ops.aten
 _higher = torch.ops.higher_order
@@ -261,6 +261,13 @@ def trace_step(
             raise CaptureError(
                 f"the module changes its {what} in place: let it work on a copy (x = x.clone())"
             )
+        owner = node.args[1].meta["owner"]
+        if IN_CHECKPOINT in calls[owner[0]].meta.get("custom", {}):
+            raise CaptureError(
+                f"the buffer {param_names[at]!r} changes in a checkpoint, where plain PyTorch "
+                "changes it once more in the backward: call that module without checkpoint(), and "
+                "name it in recompute=[...]"
+            )
         new_buffers.append((at, node.args[1]))
     _check_apart(params, param_names, {*trainable, *(i for i, _ in new_buffers)})
     return Joint(
@@ -343,16 +350,18 @@ def _check_apart(params: list[Tensor], names: list[str], changed: set[int]) -> N
         CaptureError: it does; tied parameters are one ``Parameter``.
     """
 
-    def place(i: int) -> tuple[int, int, int]:
-        x = params[i]
+    def bounds(x: Tensor) -> tuple[int, int]:
         reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
         first = x.storage_offset() * x.element_size()
-        return storage_of(x), first, first + reach * x.element_size()
+        return first, first + reach * x.element_size()
 
-    order = sorted((i for i, x in enumerate(params) if x.numel()), key=place)
-    for i, j in pairwise(order):
-        (one, _, end), (other, begin, _) = place(i), place(j)
-        if one == other and begin < end and changed & {i, j}:
+    sharing: dict[int, list[int]] = {}
+    for i, x in enumerate(params):
+        if x.numel():
+            sharing.setdefault(storage_of(x), []).append(i)
+    for i, j in (pair for group in sharing.values() for pair in combinations(group, 2)):
+        (a, b), (c, d) = bounds(params[i]), bounds(params[j])
+        if max(a, c) < min(b, d) and changed & {i, j}:
             raise CaptureError(
                 f"{names[i]!r} and {names[j]!r} are two tensors in the same memory, and training "
                 "changes it: make them one (as tied parameters are: b.weight = a.weight), or copies"
@@ -386,7 +395,9 @@ def _parameters(
         stored = exported.state_dict
         real = stored[full_name] if full_name in stored else exported.constants[full_name]
         key = _view_of(real)
-        if key not in seen or params[seen[key]] is not real and isinstance(real, nn.Parameter):
+        one = params[seen[key]] if key in seen else None
+        apart = one is not real and nn.Parameter in (type(one), type(real))
+        if one is None or apart:
             seen[key] = len(params)
             params.append(real)
             param_names.append(own_name.get(id(real), full_name))

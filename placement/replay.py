@@ -37,6 +37,7 @@ class _AutogradCall(torch._ops.HigherOrderOperator):  # type: ignore[misc]
 
 autograd_call = _AutogradCall()
 fx.node.has_side_effect(autograd_call)  # or a hook, whose result nobody reads, would be dropped
+IN_CHECKPOINT = "in_checkpoint"
 Calls = dict[str, Callable[..., Any]]  # by the name in the node
 
 
@@ -123,13 +124,14 @@ def replayed(module: nn.Module) -> Iterator[Calls]:
             return super(_apply_of, cls).apply(*args)
 
         if cls is checkpoint.CheckpointFunction:
-            return _once(*args)
+            with _marked():
+                return _once(*args)
         return _keep(calls, cls.__qualname__, run, args, {})
 
     def only_forward(
         function: Any, preserve: Any, context_fn: Any, *_: Any, **__: Any
     ) -> Iterator[None]:
-        with context_fn()[0] if torch.is_grad_enabled() else nullcontext():
+        with _marked(), context_fn()[0] if torch.is_grad_enabled() else nullcontext():
             yield
 
     def enter_saved(self: Any) -> None:
@@ -194,6 +196,20 @@ def _keep(calls: Calls, name: str, function: Callable[..., Any], args: Any, kwar
         "call_function", autograd_call, (key, *operands), {}, name=name.rpartition(".")[2].lower()
     )
     return track_tensor_tree(out, proxy, constant=None, tracer=mode.tracer)
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    """Write into the nodes that are traced meanwhile that they belong to a checkpoint."""
+    mode = torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is None or not torch.is_grad_enabled():
+        yield
+        return
+    known = set(mode.tracer.graph.nodes)
+    yield
+    for node in mode.tracer.graph.nodes:
+        if node not in known:
+            node.meta["custom"] = {**node.meta.get("custom", {}), IN_CHECKPOINT: True}
 
 
 def _once(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
