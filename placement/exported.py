@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
-from torch.nn.parameter import UninitializedBuffer
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.utils import _pytree as pytree
 
 _SHORT_DTYPE = {
@@ -92,13 +92,18 @@ def export(
                 register_module_buffer_registration_hook(note),
                 quiet() as messages,
                 torch.set_grad_enabled(training),
+                _encoders_as_called(),
+                _unchecked_distributions(),
             ):
                 exported = torch.export.export(module, *inputs, strict=False)
         except CaptureError as error:
             raise CaptureError(f"{error}{_where(error, module, prefix)}") from error
         except Exception as error:
             where = _where(error, module, prefix)
-            raise _export_error(module, args, kwargs, error, where, training) from error
+            raise _export_error(
+                module, args, kwargs, error, where=where, training=training, prefix=prefix
+            ) from error
+    check_tensors(exported, prefix)
     if lost:
         owner, name = lost[0]
         path = next(path for path, m in module.named_modules() if m is owner)
@@ -132,7 +137,7 @@ def export(
 def left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
     """Put back attributes of all submodules, and what their dicts, lists and sets hold.
 
-    Given are, in the end, the tensors that were taken from these, with the attribute's path.
+    Given is, in the end, what was replaced (None: added), with the attribute's path.
     """
     parts = list(module.named_modules())
     before = {id(vars(m)): (path, vars(m), dict(vars(m))) for path, m in parts}
@@ -149,17 +154,82 @@ def left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
         yield replaced
     finally:
         for path, x, was in before.values():
-            now = _held(x)
-            if now.keys() == was.keys() and all(now[k] is was[k] for k in was):
+            now, missing = _held(x), object()
+            other = [k for k in was | now if was.get(k, missing) is not now.get(k, missing)]
+            if not other:
                 continue
-            replaced += [
-                (path, y) for k, y in was.items() if isinstance(y, Tensor) and now.get(k) is not y
-            ]
+            replaced += [(path, was.get(k)) for k in other]
             x.clear()
             if isinstance(x, list):
                 x.extend(was.values())
             else:
                 x.update(was)
+
+
+@contextmanager
+def _encoders_as_called() -> Iterator[None]:
+    """Trace ``nn.TransformerEncoder`` as a call computes it: padded positions come out as zeros.
+
+    A call makes nested tensors of padded sequences, which a trace leaves out.
+    """
+    traced = nn.TransformerEncoder.forward
+
+    def forward(
+        self: nn.TransformerEncoder,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        first, padding = self.layers[0], src_key_padding_mask
+        is_nested = (
+            torch.backends.mha.get_fastpath_enabled()
+            and getattr(self, "use_nested_tensor", False)
+            and not first.training
+            and src.dim() == 3
+            and padding is not None
+            and mask is None
+            and not torch.is_autocast_enabled()
+            and not (
+                torch.is_grad_enabled()
+                and any(x.requires_grad for x in (src, *first.parameters()))
+            )
+        )
+        if not is_nested:
+            return traced(self, src, mask, padding, is_causal)
+        norm, self.norm, self.use_nested_tensor = self.norm, None, False
+        try:
+            output = traced(self, src, None, padding, is_causal)
+        finally:
+            self.norm, self.use_nested_tensor = norm, True
+        assert padding is not None
+        padded = padding if padding.dtype == torch.bool else padding != 0
+        if getattr(self, "mask_check", True):  # only if all are padded at their ends
+            padded = padded & (padded[:, 1:] >= padded[:, :-1]).all()
+        output = output.masked_fill(padded[..., None], 0.0)
+        return output if norm is None else norm(output)
+
+    nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.TransformerEncoder.forward = traced  # type: ignore[method-assign]
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Trace ``torch.distributions`` without their checks of values, which a graph cannot make."""
+    kind = torch.distributions.Distribution
+    init = kind.__init__
+
+    def unchecked(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args[:2], **kwargs | {"validate_args": False})
+
+    kind.__init__ = unchecked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__init__ = init  # type: ignore[method-assign]
 
 
 def _held(x: Any) -> dict[Any, Any]:
@@ -194,8 +264,10 @@ def _export_error(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     error: Exception,
+    *,
     where: str,
     training: bool,
+    prefix: str,
 ) -> CaptureError:
     """Name the construct that does not export, the user's line, and the remedy."""
     text = first_line(error)
@@ -217,6 +289,9 @@ def _export_error(
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)
+    special = _special_part(module, args, kwargs, prefix)
+    if special:
+        return CaptureError(special)
     if "DataDependent" in kind or "data-dependent" in text:
         return CaptureError(
             f"a Python branch, loop or index depends on the values of a tensor{where}: "
@@ -230,9 +305,85 @@ def _export_error(
             "lists and dicts of them (for a key/value cache: set config.use_cache = False)"
         )
     return CaptureError(
-        f"torch.export cannot trace the module{where}: {kind}: {text}. Rewrite that line, or "
-        "capture a submodule that leaves it out"
+        f"torch.export cannot trace the module{where}: {kind}: {text}. Rewrite "
+        + ("that line" if where else "it")
+        + ", or capture a submodule that leaves it out"
     )
+
+
+def _special_part(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str
+) -> str:
+    """What the module consists of, or is given, that has no plain tensors; empty if nothing."""
+    for path, m in module.named_modules():
+        kind = f"{type(m).__module__}.{type(m).__qualname__}"
+        path = path.removeprefix(prefix)
+        named = f"submodule {path!r} is a {kind}" if path else f"the module is a {kind}"
+        if isinstance(m, torch.jit.ScriptModule):
+            return f"{named}, made by TorchScript: capture the module that it was made from"
+        if any(isinstance(x, torch.ScriptObject) for x in vars(m).values()):
+            return (
+                f"{named}, whose weights are packed in an object of C++ (a quantised module): "
+                "capture the module as it was before it was quantised"
+            )
+    held = [
+        *((f"parameter {k.removeprefix(prefix)!r}", x) for k, x in module.named_parameters()),
+        *((f"buffer {k.removeprefix(prefix)!r}", x) for k, x in module.named_buffers()),
+        *(
+            (f"input {pytree.keystr(path[1:])}", x)
+            for path, x in pytree.tree_flatten_with_path((args, kwargs))[0]
+        ),
+    ]
+    return next(filter(None, (_special_tensor(name, x) for name, x in held)), "")
+
+
+def _special_tensor(name: str, x: Any) -> str:
+    """What is wrong with a tensor that is not one block of memory with strides; else empty."""
+    if not isinstance(x, Tensor):
+        return ""
+    if is_lazy(x):
+        return f"{name} has no shape yet: call the module once, and capture it then"
+    if x.is_nested:
+        return f"{name} is a nested tensor: use padded tensors and a mask"
+    if x.is_quantized:
+        return f"{name} is a quantised tensor: use its .dequantize(), or integers and a scale"
+    if x.layout != torch.strided:
+        kind = "sparse" if "sparse" in str(x.layout) else "opaque"
+        return (
+            f"{name} is a {kind} tensor ({x.layout}): make it a dense one (.to_dense()), or keep "
+            "its indices and values as tensors and use index_add or scatter_add"
+        )
+    return ""
+
+
+def check_tensors(exported: Any, prefix: str) -> None:
+    """Every tensor that is used must be one block of memory with strides."""
+    signature = exported.graph_signature
+    names = {
+        node: f"{what} {name.removeprefix(prefix)!r}"
+        for what, found in (
+            ("parameter", signature.inputs_to_parameters),
+            ("buffer", signature.inputs_to_buffers),
+            ("constant", signature.inputs_to_lifted_tensor_constants),
+        )
+        for node, name in found.items()
+    }
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and not node.users:
+            continue
+        name = names.get(node.name, f"input {node.name!r}")
+        if node.op == "call_function":
+            name = f"the result of {node.target}{node_line(node)}"
+        for x in leaves_of(node.meta.get("val")):
+            wrong = _special_tensor(name, x)
+            if wrong:
+                raise CaptureError(wrong)
+    for name in signature.inputs_to_lifted_custom_objs.values():
+        value = exported.constants[name]
+        raise CaptureError(
+            f"the module uses a {type(value).__module__}.{type(value).__qualname__}, which is no "
+            "tensor: draw random numbers without a generator of their own, or make them an input"
+        )
 
 
 def first_line(error: object) -> str:
@@ -247,7 +398,7 @@ def _where(error: BaseException, module: nn.Module, prefix: str) -> str:
         this = frame.f_locals.get("self")
         inner = this if id(this) in paths and frame.f_code.co_name == "forward" else inner
     where = user_line(error)
-    if inner is not None and type(inner).__module__.startswith("torch.nn"):
+    if inner is not None and type(inner).__module__.startswith(("torch.nn", "torch.ao")):
         where += f" in module {paths[id(inner)]!r}, {first_line(repr(inner))}"
     return where
 
@@ -264,22 +415,22 @@ def user_line(error: BaseException) -> str:
 
 
 def _is_foreign(file: str) -> bool:
-    """Whether a file is torch's, sympy's, of the standard library or one beside this one."""
+    """Whether a file is torch's, of what it stands on, of Python or one beside this one."""
     if file.startswith("<") or Path(file).parent == Path(__file__).parent:
         return True
     parts = Path(file).parts
     if "site-packages" in parts:
-        return parts[parts.index("site-packages") + 1] in ("torch", "sympy")
+        return parts[parts.index("site-packages") + 1] in ("torch", "sympy", "mpmath", "numpy")
     return file.startswith((str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")))
 
 
 def node_line(node: fx.Node) -> str:
-    """The user's line that made ``node``, as torch recorded it."""
-    found = re.findall(r'File "([^"<]+)", line (\d+), in .*\n\s*(.*)', node.stack_trace or "")
-    if found:
-        return f" at {found[-1][0]}:{found[-1][1]} `{found[-1][2]}`"
+    """The user's line that made ``node``, as torch recorded it, and the module."""
     path = module_path(node)
-    return f" in module {path!r}" if path else ""
+    inside = f" in module {path!r}" if path else ""
+    found = re.findall(r'File "([^"<]+)", line (\d+), in .*\n\s*(.*)', node.stack_trace or "")
+    lines = [f" at {file}:{line} `{text}`" for file, line, text in found if not _is_foreign(file)]
+    return inside + (lines[-1] if lines else "")
 
 
 def module_path(node: fx.Node) -> str:
@@ -381,11 +532,19 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
+def is_transformed(exported: Any) -> bool:
+    """Whether there are calls of ``torch.func`` (vmap, jvp), whose tensors have no memory."""
+    known = torch._ops.OpOverload | torch._ops.HigherOrderOperator
+    calls = [n.target for n in exported.graph.nodes if n.op == "call_function"]
+    return not all(isinstance(x, known) or x is operator.getitem for x in calls)
+
+
 def functionalise(exported: Any) -> Any:
     """The program without in-place operators and wrapper regions (autocast, grad mode)."""
     for node in filter(_is_idle_dropout, exported.graph.nodes):
         # Else torch would take a write to its output for one that its input does not see.
         node.target, node.args = torch.ops.aten.alias.default, node.args[:1]
+    _keep_names(exported.graph_module)
     try:
         with quiet():
             exported = exported.run_decompositions({})
@@ -411,6 +570,14 @@ def functionalise(exported: Any) -> Any:
             f"({name} = {name}.clone())"
         )
     return exported
+
+
+def _keep_names(program: fx.GraphModule) -> None:
+    """Let the bodies of regions run node by node: else torch forgets whose their operators are."""
+    for _, body in program.named_children():
+        if isinstance(body, fx.GraphModule):
+            _keep_names(body)
+            body.forward = fx.Interpreter(body).run
 
 
 def leaves_of(template: Any) -> Iterator[Any]:
