@@ -532,15 +532,19 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
-def is_transformed(exported: Any) -> bool:
-    """Whether there are calls of ``torch.func`` (vmap, jvp), whose tensors have no memory."""
+def first_transformed(exported: Any) -> fx.Node | None:
+    """The first call of ``torch.func`` (vmap, jvp), whose tensors have no memory, or None."""
     known = torch._ops.OpOverload | torch._ops.HigherOrderOperator
-    calls = [n.target for n in exported.graph.nodes if n.op == "call_function"]
-    return not all(isinstance(x, known) or x is operator.getitem for x in calls)
+    for node in exported.graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            if not isinstance(node.target, known):
+                return node  # type: ignore[no-any-return]
+    return None
 
 
 def functionalise(exported: Any) -> Any:
-    """The program without in-place operators and wrapper regions (autocast, grad mode)."""
+    """The program without in-place operators, wrapper regions (autocast, grad mode) and vmap."""
+    transformed = first_transformed(exported)
     for node in filter(_is_idle_dropout, exported.graph.nodes):
         # Else torch would take a write to its output for one that its input does not see.
         node.target, node.args = torch.ops.aten.alias.default, node.args[:1]
@@ -549,9 +553,16 @@ def functionalise(exported: Any) -> Any:
         with quiet():
             exported = exported.run_decompositions({})
     except Exception as error:
+        what = (
+            f"uses torch.func{node_line(transformed)} for what"
+            if transformed is not None
+            else "has an in-place operator or an autocast or gradient-mode region that"
+        )
         raise CaptureError(
-            "the module has an in-place operator or an autocast or gradient-mode region that torch "
-            f"cannot remove: {first_line(error)}"
+            f"the module {what} torch cannot make plain operators of: {first_line(error)}. Only "
+            "vmap and jvp can be captured: write derivatives out"
+            if transformed is not None
+            else f"the module {what} torch cannot remove: {first_line(error)}"
         ) from error
     signature = exported.graph_signature
     for buffer in signature.buffers_to_mutate.values():

@@ -20,10 +20,10 @@ from placement.exported import (
     describe,
     dtype_name,
     export,
+    first_transformed,
     first_unsafe,
     functionalise,
     is_random,
-    is_transformed,
     leaves_of,
     module_path,
     node_line,
@@ -344,7 +344,7 @@ def capture(
     args, kwargs = split_inputs(example_inputs)
     spec = input_spec(example_inputs)
     exported = export(module, args, kwargs)
-    if is_transformed(exported):
+    if first_transformed(exported) is not None:
         exported = functionalise(exported)
     calls = calls_of(exported)
     check_static(calls)
