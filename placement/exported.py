@@ -15,10 +15,11 @@ import linecache
 import logging
 import operator
 import re
+import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ def left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
     Given is, in the end, what was replaced (None: added), with the attribute's path.
     """
     parts = list(module.named_modules())
-    before = {id(vars(m)): (path, vars(m), dict(vars(m))) for path, m in parts}
+    before = {id(vars(m)): (f"{path}.".lstrip("."), vars(m), dict(vars(m))) for path, m in parts}
     waiting = [(f"{path}.{k}".lstrip("."), x) for path, m in parts for k, x in vars(m).items()]
     while waiting:
         path, x = waiting.pop()
@@ -158,7 +159,9 @@ def left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
             other = [k for k in was | now if was.get(k, missing) is not now.get(k, missing)]
             if not other:
                 continue
-            replaced += [(path, was.get(k)) for k in other]
+            replaced += [
+                (f"{path}{k}" if path[-1:] in (".", "") else path, was.get(k)) for k in other
+            ]
             x.clear()
             if isinstance(x, list):
                 x.extend(was.values())
@@ -191,8 +194,7 @@ def _encoders_as_called() -> Iterator[None]:
             and mask is None
             and not torch.is_autocast_enabled()
             and not (
-                torch.is_grad_enabled()
-                and any(x.requires_grad for x in (src, *first.parameters()))
+                torch.is_grad_enabled() and any(x.requires_grad for x in (src, *first.parameters()))
             )
         )
         if not is_nested:
@@ -277,8 +279,13 @@ def _export_error(
         for buffer in module.buffers()
         if not (buffer.is_inference() or isinstance(buffer, UninitializedBuffer))
     ]
+    functions = [f for found, _ in _UNTRACED.values() for f in found]
     try:
-        with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]):
+        with (
+            torch.set_grad_enabled(training),
+            torch.random.fork_rng(devices=[]),
+            calls_from_user(functions) as called,
+        ):
             module(*args, **kwargs)
     except Exception as own:
         return CaptureError(
@@ -292,6 +299,12 @@ def _export_error(
     special = _special_part(module, args, kwargs, prefix)
     if special:
         return CaptureError(special)
+    for what, (found, remedy) in _UNTRACED.items():
+        line = next((at for f, at in called if f in found), "")
+        if line:
+            return CaptureError(
+                f"torch.export cannot trace {what}{line}: {remedy} ({kind}: {text})"
+            )
     if "DataDependent" in kind or "data-dependent" in text:
         return CaptureError(
             f"a Python branch, loop or index depends on the values of a tensor{where}: "
@@ -309,6 +322,62 @@ def _export_error(
         + ("that line" if where else "it")
         + ", or capture a submodule that leaves it out"
     )
+
+
+# What a trace does not follow: the functions that users call for it, and what to do instead.
+_UNTRACED: dict[str, tuple[tuple[Callable[..., Any], ...], str]] = {
+    "derivatives": (
+        (
+            torch.autograd.grad,
+            torch.autograd.backward,
+            torch.func.grad,
+            torch.func.grad_and_value,
+            torch.func.vjp,
+            torch.func.jacrev,
+            torch.func.jacfwd,
+            torch.func.hessian,
+        ),
+        "write the derivative out, or return what is differentiated",
+    ),
+    "nested tensors": (
+        (torch.nested.nested_tensor, torch.nested.as_nested_tensor, torch.nested.narrow),
+        "use padded tensors and a mask",
+    ),
+    "packed sequences": (
+        (nn.utils.rnn.pack_padded_sequence, nn.utils.rnn.pack_sequence),
+        "give the recurrent layer padded sequences, and mask what it makes of the padding",
+    ),
+}
+
+
+@contextmanager
+def calls_from_user(
+    functions: Sequence[Callable[..., Any]],
+) -> Iterator[list[tuple[Callable[..., Any], str]]]:
+    """Which of these Python functions is called inside, and the user's line that does it."""
+    by_code = {f.__code__: f for f in functions}  # type: ignore[attr-defined]
+    found: list[tuple[Callable[..., Any], str]] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event != "call" or frame.f_code not in by_code:
+            return
+        function = by_code[frame.f_code]
+        while frame is not None and _is_foreign(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None:
+            found.append((function, _shown(frame.f_code.co_filename, frame.f_lineno)))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+def _shown(file: str, line: int) -> str:
+    source = linecache.getline(file, line).strip()
+    return f" at {file}:{line}" + (f" `{source}`" if source else "")
 
 
 def _special_part(
@@ -409,8 +478,7 @@ def user_line(error: BaseException) -> str:
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if not _is_foreign(file):
-            source = linecache.getline(file, line).strip()
-            found = f" at {file}:{line}" + (f" `{source}`" if source else "")
+            found = _shown(file, line)
     return found
 
 
@@ -490,6 +558,8 @@ def calls_of(exported: Any) -> list[fx.Node]:
     """
     handed_on: dict[int, int] = {}
     for node in exported.graph.nodes:
+        if node.op == "placeholder" and not node.users:  # may be of any kind
+            continue
         memory = [storage_of(x) for x in leaves_of(node.meta.get("val")) if isinstance(x, Tensor)]
         if _is_idle_dropout(node):
             handed_on[memory[0]] = node.args[0].meta["memory"][0]
@@ -535,11 +605,11 @@ def is_random(node: fx.Node) -> bool:
 def first_transformed(exported: Any) -> fx.Node | None:
     """The first call of ``torch.func`` (vmap, jvp), whose tensors have no memory, or None."""
     known = torch._ops.OpOverload | torch._ops.HigherOrderOperator
-    for node in exported.graph.nodes:
-        if node.op == "call_function" and node.target is not operator.getitem:
-            if not isinstance(node.target, known):
-                return node  # type: ignore[no-any-return]
-    return None
+    calls = (n for n in exported.graph.nodes if n.op == "call_function")
+    return next(
+        (n for n in calls if not isinstance(n.target, known) and n.target is not operator.getitem),
+        None,
+    )
 
 
 def functionalise(exported: Any) -> Any:

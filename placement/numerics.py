@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
 
-from placement.exported import CaptureError, left_as_it_was, quiet
+from placement.exported import CaptureError, calls_from_user, left_as_it_was, quiet
+
+_QUESTIONS = (
+    torch.compiler.is_exporting,
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+)
+_UNKNOWN = (
+    "It asks for what only a trace has (torch.jit.is_tracing(), the type of a tensor), or reads "
+    "what changes outside of it"
+)
 
 Watch = Callable[[int, Tensor], None]  # gets a tensor's number in the graph, and its values
 
@@ -34,27 +44,29 @@ def check_numbers(
         CaptureError: the numbers are others; the message names a cause and a remedy.
     """
     given = pytree.tree_leaves((args, kwargs))
-    if any(
-        x.is_meta for x in (*module.parameters(), *module.buffers(), *given) if _is_tensor(x)
-    ):
+    if any(x.is_meta for x in (*module.parameters(), *module.buffers(), *given) if _is_tensor(x)):
         return
 
-    def call(times: int = 1) -> tuple[list[Any], bool]:
+    def call(times: int = 1) -> tuple[list[Any], str]:
         return _call(module, args, kwargs, times)
 
     try:
-        own, changes = call()
+        own, kept = call()
     except Exception:
         return
     outputs = run(None)
     wrong = difference(outputs, own)
-    if not wrong and not (changes and difference(outputs, call(2)[0])):
+    if not wrong and not (kept and difference(outputs, call(2)[0])):
         return
     if difference(own, call(2)[0]):
         raise CaptureError(
-            "two calls of the module with the same inputs give other numbers, and a placed module "
-            "gives the same: it counts its calls, keeps something between them, or draws from "
-            "Python's or numpy's random numbers. Make that an input, or draw with torch"
+            "two calls of the module with the same inputs give other numbers: "
+            + (
+                f"it keeps {kept!r} between them. Make that an input and an output"
+                if kept
+                else "it counts them, or draws from Python's or numpy's random numbers. Make that "
+                "an input, or draw with torch"
+            )
         )
     where = _first_module(module, args, kwargs, run)
     what = f"the module gives other numbers when it is called than torch.export traces: {wrong}"
@@ -64,27 +76,29 @@ def check_numbers(
             f"{what}. Only the call takes torch's fast path of attention: switch it off, with "
             "torch.backends.mha.set_fastpath_enabled(False), and capture the module again"
         )
+    with calls_from_user(_QUESTIONS) as asked:
+        call()
     raise CaptureError(
-        f"{what}. The module asks whether it is traced (torch.compiler.is_exporting(), "
-        "is_compiling(), torch.jit.is_tracing(), the type of a tensor) or reads what changes "
-        "outside of it: make both ways compute the same"
+        f"{what}. "
+        + (f"It asks whether it is traced{asked[0][1]}" if asked else _UNKNOWN)
+        + ": make both ways compute the same"
     )
 
 
 def _call(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], times: int
-) -> tuple[list[Any], bool]:
-    """Outputs of the last of so many calls, flat, and whether the module kept something of them."""
+) -> tuple[list[Any], str]:
+    """Outputs of the last of so many calls, flat, and an attribute that the calls changed."""
     with left_as_it_was(module), torch.random.fork_rng(devices=[]), quiet():
         for m in module.modules():
             m.training = False
         with left_as_it_was(module) as replaced:
             for _ in range(times):
                 outputs = module(*args, **kwargs)
-    return pytree.tree_leaves(outputs), bool(replaced)
+    return pytree.tree_leaves(outputs), next((path for path, _ in replaced), "")
 
 
-def _without_fast_path(call: Callable[[], tuple[list[Any], bool]]) -> list[Any]:
+def _without_fast_path(call: Callable[[], tuple[list[Any], str]]) -> list[Any]:
     was = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
@@ -150,7 +164,9 @@ def _tensors_differ(a: Tensor, b: Tensor) -> str:
     if not far.any():
         return ""
     most = float((a - b)[far].abs().max())
-    return f"off by up to {most:.3g} in {int(far.sum())} of {far.numel()} numbers (up to {reach:.3g})"
+    return (
+        f"off by up to {most:.3g} in {int(far.sum())} of {far.numel()} numbers (up to {reach:.3g})"
+    )
 
 
 def _is_tensor(x: Any) -> bool:
