@@ -311,6 +311,11 @@ def _export_error(
             "use torch.where or masks instead, or make the value a constant of the module "
             f"({text})"
         )
+    if "found a fake tensor in the exported program" in text:
+        return CaptureError(
+            f"torch.export loses a value that no operator made{where}: use x.detach() instead of "
+            "x.data, and keep no tensors outside of the module"
+        )
     unknown = re.search(r"Found <class '(.+)'> in output", text)
     if unknown:
         return CaptureError(
