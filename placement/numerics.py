@@ -120,7 +120,7 @@ def _first_module(
     found: list[str] = []
 
     def compare(m: nn.Module, _: Any, result: Any) -> None:
-        values = [x for x in pytree.tree_leaves(result) if _is_tensor(x)]
+        values = [x for x in pytree.tree_leaves(result) if _is_tensor(x) and not x.is_nested]
         if not all(any(not difference([y], [x]) for y in made) for x in values):
             found.append(path.get(id(m), ""))
 
