@@ -472,8 +472,10 @@ def _where(error: BaseException, module: nn.Module, prefix: str) -> str:
         this = frame.f_locals.get("self")
         inner = this if id(this) in paths and frame.f_code.co_name == "forward" else inner
     where = user_line(error)
-    if inner is not None and type(inner).__module__.startswith(("torch.nn", "torch.ao")):
-        where += f" in module {paths[id(inner)]!r}, {first_line(repr(inner))}"
+    if inner is not None and type(inner).__module__.startswith("torch."):
+        shown = repr(inner)
+        shown = type(inner).__name__ if "\n" in shown else shown
+        where += f" in module {paths[id(inner)]!r}, {shown}"
     return where
 
 
