@@ -185,17 +185,7 @@ def trace_step(
     placeholders = [n.name for n in exported.graph.nodes if n.op == "placeholder"]
     params, param_names, param_at = _parameters(exported, module, bool(replays))
     own = {param_at[name] for name in signature.inputs_to_parameters if name in param_at}
-    trained = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else None
-    trainable = [
-        i
-        for i, p in enumerate(params)
-        if i in own and p.requires_grad and (trained is None or id(p) in trained)
-    ]
-    if not trainable:
-        raise CaptureError(
-            "there is nothing to train: no parameter that the module uses has requires_grad=True"
-            + (" and belongs to the optimizer" if optimizer else "")
-        )
+    trainable = _trainable(params, own, optimizer)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     flat = [x.detach() for x in (*params, *tensors)]
     calls: list[fx.Node] = []
@@ -215,9 +205,9 @@ def trace_step(
         values = _Forward(exported.graph_module, recorder, calls, set(), replays).run(*operands)
         loss = loss_of(pytree.tree_unflatten(values, exported.call_spec.out_spec))
         recorder.switch((len(calls) - 1, True))
-        found = torch.autograd.grad(loss, [given[i] for i in trainable], allow_unused=True)
+        own_of = torch.autograd.grad(loss, [given[i] for i in trainable], allow_unused=True)
         # A function's backward may add to gradients by itself, as reversible layers do.
-        found = [_sum(g, given[i].grad) for i, g in zip(trainable, found, strict=True)]
+        found = [_sum(g, given[i].grad) for i, g in zip(trainable, own_of, strict=True)]
         with_gradient.extend(i for i, g in zip(trainable, found, strict=True) if g is not None)
         memory = {storage_of(x) for x in given}
         gradients = [
@@ -253,22 +243,9 @@ def trace_step(
     given = [n for n in nodes if n.op == "placeholder"]
     written = [n for n in nodes if n.target is _aten.copy_.default]
     loss, *gradients = nodes[-1].args[0]
-    new_buffers = []
-    for node in written:
-        at = given.index(node.args[0])
-        if at >= len(params) or at in own:
-            what = f"parameter {param_names[at]!r}" if at < len(params) else "input"
-            raise CaptureError(
-                f"the module changes its {what} in place: let it work on a copy (x = x.clone())"
-            )
-        owner = node.args[1].meta["owner"]
-        if IN_CHECKPOINT in calls[owner[0]].meta.get("custom", {}):
-            raise CaptureError(
-                f"the buffer {param_names[at]!r} changes in a checkpoint, where plain PyTorch "
-                "changes it once more in the backward: call that module without checkpoint(), and "
-                "name it in recompute=[...]"
-            )
-        new_buffers.append((at, node.args[1]))
+    new_buffers = [(given.index(node.args[0]), node.args[1]) for node in written]
+    for at, node in new_buffers:
+        _check_change(param_names[at] if at < len(params) else None, at in own, node, calls)
     _check_apart(params, param_names, {*trainable, *(i for i, _ in new_buffers)})
     return Joint(
         kernels=[n for n in nodes if n.op == "call_function" and n not in written],
@@ -285,13 +262,52 @@ def trace_step(
     )
 
 
+def _trainable(
+    params: list[Tensor], own: set[int], optimizer: torch.optim.Optimizer | None
+) -> list[int]:
+    """Which of the parameters ``own`` get gradients."""
+    trained = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else None
+    found = [
+        i
+        for i, p in enumerate(params)
+        if i in own and p.requires_grad and (trained is None or id(p) in trained)
+    ]
+    if not found:
+        raise CaptureError(
+            "there is nothing to train: no parameter that the module uses has requires_grad=True"
+            + (" and belongs to the optimizer" if optimizer else "")
+        )
+    return found
+
+
+def _check_change(name: str | None, is_param: bool, value: fx.Node, calls: list[fx.Node]) -> None:
+    """A step may change buffers, once.
+
+    Raises:
+        CaptureError: it changes a parameter, an input (which has no name), or changes a buffer in
+            a checkpoint.
+    """
+    if name is None or is_param:
+        what = "input" if name is None else f"parameter {name!r}"
+        raise CaptureError(
+            f"the module changes its {what} in place: let it work on a copy (x = x.clone())"
+        )
+    call, _ = value.meta["owner"]
+    if IN_CHECKPOINT in calls[call].meta.get("custom", {}):
+        raise CaptureError(
+            f"the buffer {name!r} changes in a checkpoint, where plain PyTorch changes it once "
+            "more in the backward: call that module without checkpoint(), and name it in "
+            "recompute=[...]"
+        )
+
+
 def _put_into(module: nn.Module, given: dict[Any, Tensor]) -> None:
     """Let hooks and functions that hold the module find the tensors of the trace in it."""
     for m in module.modules():
         for held in (m._parameters, m._buffers):
             for name, x in held.items():
                 if x is not None and _view_of(x) in given:
-                    held[name] = given[_view_of(x)]
+                    held[name] = given[_view_of(x)]  # type: ignore[assignment]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -311,9 +327,7 @@ def _hooked(param: Tensor, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _lift_constants(
-    traced: fx.GraphModule, params: list[Tensor], param_names: list[str]
-) -> None:
+def _lift_constants(traced: fx.GraphModule, params: list[Tensor], param_names: list[str]) -> None:
     """Make tensors that hooks and functions hold by themselves parameters: placeholders too."""
     at = {_view_of(x): i for i, x in enumerate(params)}
     given = [n for n in traced.graph.nodes if n.op == "placeholder"]
@@ -352,8 +366,8 @@ def _check_apart(params: list[Tensor], names: list[str], changed: set[int]) -> N
 
     def bounds(x: Tensor) -> tuple[int, int]:
         reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
-        first = x.storage_offset() * x.element_size()
-        return first, first + reach * x.element_size()
+        first = int(x.storage_offset()) * x.element_size()
+        return first, first + int(reach) * x.element_size()
 
     sharing: dict[int, list[int]] = {}
     for i, x in enumerate(params):

@@ -1,9 +1,9 @@
-"""What a module says to autograd itself, kept in the exported graph and said again in the joint one.
+"""What a module says to autograd itself: kept in the exported graph, said again in the joint one.
 
-``torch.export`` records operators. What a module tells autograd beside them it leaves out without a
-word: the backward of an ``autograd.Function``, a hook on a tensor, ``torch.autograd.grad`` in the
-forward. While ``replayed`` is active each of these calls becomes a node that holds the call; whoever
-runs the graph makes the call again, under autograd. What cannot be said again is refused.
+``torch.export`` records operators. What a module tells autograd beside them it leaves out without
+a word: the backward of an ``autograd.Function``, a hook on a tensor, ``torch.autograd.grad`` in the
+forward. While ``replayed`` is active each of these calls becomes a node that holds the call;
+whoever runs the graph makes the call again, under autograd. What cannot be said again is refused.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _REFUSED = {
     torch.autograd.backward: _BACKWARD,
     Tensor.register_post_accumulate_grad_hook: "a hook on the accumulation of a gradient is "
     "registered while the module runs: let an autograd.Function do that",
-    Tensor.grad_fn.__get__: "grad_fn is read while the module runs, e.g. for a hook: use "  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__: "grad_fn is read while the module runs, e.g. for a hook: use "  # type: ignore[union-attr]
     "Tensor.register_hook, or an autograd.Function",
     Tensor.data.__set__: "data is assigned to while the module runs: use "  # type: ignore[attr-defined]
     "x = x + (value - x).detach()",
