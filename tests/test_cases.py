@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from placement import (
     Cluster,
@@ -22,6 +24,7 @@ from placement import (
     Profile,
     Runner,
     Solution,
+    Trainer,
     capture,
     exporters,
     importers,
@@ -29,9 +32,188 @@ from placement import (
 from placement.exporters import ExportError
 from placement.plan import make_plan
 from placement.program import CaptureError, run_program
-from tests.module_grammar import Part, batches, build, leaf, parts
+from placement.training import plain_step
+from tests.module_grammar import WIDTH, Part, batches, build, leaf, parts
+
+TWO = Cluster("two", (Device("cpu:0"), Device("cpu:1")))
 
 # --- training ------------------------------------------------------------------------------------
+
+
+def trained(module: nn.Module, plain: nn.Module) -> OpGraph:
+    """The captured step; two steps on a random placement end where plain PyTorch's do."""
+    batches_of = batches(4)
+    optimizer, expected = (
+        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (module, plain)
+    )
+    loss = nn.functional.mse_loss
+    graph = capture(module, batches_of[0], mode="training", loss=loss, optimizer=optimizer)
+    placement = np.random.default_rng(1).integers(0, 2, graph.num_groups)[graph.group]
+    with Trainer(graph, TWO, placement, optimizer) as trainer:
+        for mine in (batches_of[:2], batches_of[2:]):
+            got, wanted = trainer.step(mine), plain_step(plain, expected, mine, loss)
+            torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(module.state_dict(), plain.state_dict())
+    return graph
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(Part(kind) for kind in ("reverse", "round", "split", "double")),
+        *(Part(kind) for kind in ("hooked", "gradient_inside", "inferred", "round_data")),
+        Part("checkpoint", (Part("split"), Part("reverse"))),
+        Part("reentrant", (Part("hooked"), Part("round"))),
+        Part("twice", (Part("double"), Part("gradient_inside"))),
+    ],
+)
+def test_a_backward_is_the_users_own(part: Part) -> None:
+    trained(build((part,)), build((part,)))
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps no activation: computes the input again, and adds to gradients by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        y = torch.cat([a, b + layer(a)], -1)
+        ctx.layer = layer
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        a, _ = ctx.saved_tensors[0].chunk(2, -1)
+        of_a, of_b = grad.chunk(2, -1)
+        with torch.enable_grad():
+            a = a.detach().requires_grad_()
+            ctx.layer(a).backward(of_b)
+        return torch.cat([of_a + a.grad, of_b], -1), None
+
+
+def test_a_function_may_hold_a_module_and_add_to_gradients() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(WIDTH // 2, WIDTH // 2), nn.Tanh())
+        of = leaf(lambda m, x: Reversible.apply(m.linear(x), m.inner))()
+        of.inner = inner
+        return of
+
+    trained(make(), make())
+
+
+def test_hooks_of_a_parameter_see_each_gradient_of_a_micro_batch() -> None:
+    mask = torch.rand(WIDTH, WIDTH).round()
+    pair = [build(()) for _ in range(2)]
+    for module in pair:
+        module[0].weight.register_hook(lambda grad: (grad * mask).clamp(-0.01, 0.01))
+    trained(*pair)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_submodules_keep_their_own_mode(training: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        norm, drop = nn.BatchNorm1d(WIDTH).eval(), nn.Dropout(0.5).eval()
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, drop, nn.BatchNorm1d(WIDTH))
+
+    module = make()
+    module[3].train(training)
+    plain = copy.deepcopy(module)
+    before = [m.training for m in module.modules()]
+    graph = trained(module, plain)
+    assert [m.training for m in module.modules()] == before
+    assert graph.program is not None and not graph.program.is_random
+    changed = {graph.program.param_names[p] for p, _ in graph.program.new_buffers}
+    assert all(name.startswith("3.") for name in changed) and bool(changed) == training
+
+
+def kept(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.linear(x)
+    positive = (y > 0).float()
+    y.register_hook(lambda grad: grad * positive)
+    return y
+
+
+def of_graph(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.linear(x)
+    y.grad_fn.register_prehook(lambda grads: tuple(g * 2 for g in grads))
+    return y
+
+
+def rounded(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.round, lambda x: x):
+        return m.linear(x).tanh()
+
+
+def sent_back(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.linear(x)
+    y.sum().backward(retain_graph=True)
+    return y
+
+
+def frozen_late(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.weight.requires_grad_(False)
+    return m.linear(x) * m.weight
+
+
+def assigned(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.linear(x)
+    y.data = y.data.clamp(0, 1)
+    return y
+
+
+def transformed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda y: m.linear(y).tanh().sum())(x)
+
+
+def same_memory(m: Any) -> None:
+    m.other = nn.Parameter(m.linear.weight.data.t())
+
+
+@pytest.mark.parametrize(
+    ("function", "change", "message"),
+    [
+        (kept, None, "hook.* holds a tensor that the forward made"),
+        (of_graph, None, r"grad_fn is read.*test_cases\.py:\d+ `y\.grad_fn"),
+        (rounded, None, r"saved_tensors_hooks.*test_cases\.py:\d+ `with"),
+        (sent_back, None, r"backward\(\) is called.*test_cases\.py:\d+ `y\.sum"),
+        (frozen_late, None, r"requires_grad of a parameter.*test_cases\.py:\d+ `m\.weight"),
+        (assigned, None, r"data is assigned to.*test_cases\.py:\d+ `y\.data"),
+        (transformed, None, r"torch\.func.*test_cases\.py:\d+ `return"),
+        (
+            lambda m, x: m.linear(x),
+            lambda m: m.linear.register_full_backward_hook(lambda *_: None),
+            r"module 'linear' \(Linear\) has a backward hook",
+        ),
+        (
+            lambda m, x: m.linear(x) @ m.other,
+            same_memory,
+            "'other' and 'linear.weight' are two tensors in the same memory",
+        ),
+        (
+            lambda m, x: checkpoint(m.norm, m.linear(x), use_reentrant=False),
+            lambda m: setattr(m, "norm", nn.BatchNorm1d(WIDTH)),
+            "'norm.running_mean' changes in a checkpoint.*recompute=",
+        ),
+        (
+            lambda m, x: m.norm(m.linear(x)),
+            lambda m: setattr(m, "norm", nn.BatchNorm1d(WIDTH, momentum=None)),
+            r"`lambda m, x: m\.norm.* in module 'norm', BatchNorm1d\(.*momentum=None",
+        ),
+    ],
+)
+def test_what_a_trace_of_autograd_would_lose_is_named(
+    function: Any, change: Any, message: str
+) -> None:
+    module = leaf(function)()
+    if change is not None:
+        change(module)
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture(module, batches(1)[0], mode="training", loss=nn.functional.mse_loss)
+    assert "\n" not in str(caught.value) and "placement/" not in str(caught.value)
+
 
 # --- capture -------------------------------------------------------------------------------------
 
@@ -53,7 +235,6 @@ class Of(nn.Module):
 
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
-TWO = Cluster("two", (Device("cpu:0"), Device("cpu:1")))
 
 
 def assert_placed_as_called(module: nn.Module, *calls: tuple[Any, ...]) -> OpGraph:

@@ -21,7 +21,7 @@ from placement.training import plain_step
 from tests.module_grammar import Part, batches, build, draws, kinds_of, parts
 
 CORE = min(os.sched_getaffinity(0))
-EXAMPLES = int(os.environ.get("TRAINING_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("TRAINING_EXAMPLES", "20"))
 
 # The parts that may be refused, and how the message names them.
 REFUSED = {
