@@ -15,8 +15,11 @@ import linecache
 import logging
 import operator
 import re
+import sys
+import sysconfig
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
-from torch.nn.parameter import UninitializedBuffer
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.utils import _pytree as pytree
 
 _SHORT_DTYPE = {
@@ -38,7 +41,7 @@ _SHORT_DTYPE = {
 
 
 # Regions that functionalisation dissolves into plain operators.
-_WRAPPERS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
+_WRAPPERS = ("wrap_with_autocast", "wrap_with_set_grad_enabled", "autograd_call")
 
 _DROPOUTS = (
     torch.ops.aten.dropout.default,
@@ -56,12 +59,18 @@ class CaptureError(ValueError):
 
 
 def export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = False
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    training: bool = False,
+    prefix: str = "",
 ) -> Any:
     """The exported program of ``module``; the module is left as it was.
 
     In evaluation mode without gradients, or for training: then submodules that are in
-    evaluation mode stay so, unless the whole module is.
+    evaluation mode stay so, unless the whole module is. ``prefix`` is what messages leave out of
+    paths in the module.
     """
     whole = training and not module.training
     lost: list[tuple[nn.Module, str]] = []
@@ -73,24 +82,33 @@ def export(
         if owner is not module and old is not None and old is not value:
             lost.append((owner, name))
 
-    with _left_as_it_was(module):
+    with left_as_it_was(module):
         for m in module.modules():
             m.training = training and (m.training or whole)
         # The trace tells inputs apart by identity, so one tensor given twice must become two.
         inputs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         try:
             with (
-                _left_as_it_was(module) as replaced,
+                left_as_it_was(module) as replaced,
                 register_module_buffer_registration_hook(note),
                 quiet() as messages,
                 torch.set_grad_enabled(training),
+                _encoders_as_called(),
+                _unchecked_distributions(),
             ):
                 exported = torch.export.export(module, *inputs, strict=False)
+        except CaptureError as error:
+            raise CaptureError(f"{error}{_where(error, module, prefix)}") from error
         except Exception as error:
-            raise _export_error(module, args, kwargs, error) from error
+            where = _where(error, module, prefix)
+            raise _export_error(
+                module, args, kwargs, error, where=where, training=training, prefix=prefix
+            ) from error
+    check_tensors(exported, prefix)
     if lost:
         owner, name = lost[0]
         path = next(path for path, m in module.named_modules() if m is owner)
+        path = path.removeprefix(prefix)
         raise CaptureError(
             f"the module changes its buffer '{path}.{name}' by assigning to it, "
             + (
@@ -109,20 +127,21 @@ def export(
     for path, value in replaced:
         if id(value) in read:
             raise CaptureError(
-                f"the module keeps state between calls in its attribute {path!r}, so that "
+                f"the module keeps state between calls in its attribute "
+                f"{path.removeprefix(prefix)!r}, so that "
                 "its calls are not independent: make the state an input and an output"
             )
     return exported
 
 
 @contextmanager
-def _left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
+def left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
     """Put back attributes of all submodules, and what their dicts, lists and sets hold.
 
-    Given are, in the end, the tensors that were taken from these, with the attribute's path.
+    Given is, in the end, what was replaced (None: added), with the attribute's path.
     """
     parts = list(module.named_modules())
-    before = {id(vars(m)): (path, vars(m), dict(vars(m))) for path, m in parts}
+    before = {id(vars(m)): (f"{path}.".lstrip("."), vars(m), dict(vars(m))) for path, m in parts}
     waiting = [(f"{path}.{k}".lstrip("."), x) for path, m in parts for k, x in vars(m).items()]
     while waiting:
         path, x = waiting.pop()
@@ -136,17 +155,83 @@ def _left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
         yield replaced
     finally:
         for path, x, was in before.values():
-            now = _held(x)
-            if now.keys() == was.keys() and all(now[k] is was[k] for k in was):
+            now, missing = _held(x), object()
+            other = [k for k in was | now if was.get(k, missing) is not now.get(k, missing)]
+            if not other:
                 continue
             replaced += [
-                (path, y) for k, y in was.items() if isinstance(y, Tensor) and now.get(k) is not y
+                (f"{path}{k}" if path[-1:] in (".", "") else path, was.get(k)) for k in other
             ]
             x.clear()
             if isinstance(x, list):
                 x.extend(was.values())
             else:
                 x.update(was)
+
+
+@contextmanager
+def _encoders_as_called() -> Iterator[None]:
+    """Trace ``nn.TransformerEncoder`` as a call computes it: padded positions come out as zeros.
+
+    A call makes nested tensors of padded sequences, which a trace leaves out.
+    """
+    traced = nn.TransformerEncoder.forward
+
+    def forward(
+        self: nn.TransformerEncoder,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        first, padding = self.layers[0], src_key_padding_mask
+        is_nested = (
+            torch.backends.mha.get_fastpath_enabled()
+            and getattr(self, "use_nested_tensor", False)
+            and not first.training
+            and src.dim() == 3
+            and padding is not None
+            and mask is None
+            and not torch.is_autocast_enabled()
+            and not (
+                torch.is_grad_enabled() and any(x.requires_grad for x in (src, *first.parameters()))
+            )
+        )
+        if not is_nested:
+            return traced(self, src, mask, padding, is_causal)
+        norm, self.norm, self.use_nested_tensor = self.norm, None, False
+        try:
+            output = traced(self, src, None, padding, is_causal)
+        finally:
+            self.norm, self.use_nested_tensor = norm, True
+        assert padding is not None
+        padded = padding if padding.dtype == torch.bool else padding != 0
+        if getattr(self, "mask_check", True):  # only if all are padded at their ends
+            padded = padded & (padded[:, 1:] >= padded[:, :-1]).all()
+        output = output.masked_fill(padded[..., None], 0.0)
+        return output if norm is None else norm(output)
+
+    nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.TransformerEncoder.forward = traced  # type: ignore[method-assign]
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Trace ``torch.distributions`` without their checks of values, which a graph cannot make."""
+    kind = torch.distributions.Distribution
+    init = kind.__init__
+
+    def unchecked(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args[:2], **kwargs | {"validate_args": False})
+
+    kind.__init__ = unchecked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__init__ = init  # type: ignore[method-assign]
 
 
 def _held(x: Any) -> dict[Any, Any]:
@@ -177,34 +262,59 @@ def quiet() -> Iterator[list[str]]:
 
 
 def _export_error(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: Exception,
+    *,
+    where: str,
+    training: bool,
+    prefix: str,
 ) -> CaptureError:
     """Name the construct that does not export, the user's line, and the remedy."""
     text = first_line(error)
     kind = type(error).__name__
-    where = _user_line(error)
     kept = [
         (buffer, buffer.detach().clone())
         for buffer in module.buffers()
         if not (buffer.is_inference() or isinstance(buffer, UninitializedBuffer))
     ]
+    functions = [f for found, _ in _UNTRACED.values() for f in found]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with (
+            torch.set_grad_enabled(training),
+            torch.random.fork_rng(devices=[]),
+            calls_from_user(functions) as called,
+        ):
             module(*args, **kwargs)
     except Exception as own:
         return CaptureError(
-            f"{type(module).__name__} itself fails on the example inputs{_user_line(own)}: "
+            f"{module._get_name()} itself fails on the example inputs{user_line(own)}: "
             f"{type(own).__name__}: {first_line(own)}"
         )
     finally:  # in training mode a call changes statistics
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)
+    special = _special_part(module, args, kwargs, prefix)
+    if special:
+        return CaptureError(special)
+    for what, (found, remedy) in _UNTRACED.items():
+        line = next((at for f, at in called if f in found), "")
+        if line:
+            return CaptureError(
+                f"torch.export cannot trace {what}{line}: {remedy} ({kind}: {text})"
+            )
     if "DataDependent" in kind or "data-dependent" in text:
         return CaptureError(
             f"a Python branch, loop or index depends on the values of a tensor{where}: "
             "use torch.where or masks instead, or make the value a constant of the module "
             f"({text})"
+        )
+    if "found a fake tensor in the exported program" in text:
+        return CaptureError(
+            f"torch.export loses a value that no operator made{where}: use x.detach() instead of "
+            "x.data, and keep no tensors outside of the module"
         )
     unknown = re.search(r"Found <class '(.+)'> in output", text)
     if unknown:
@@ -213,36 +323,189 @@ def _export_error(
             "lists and dicts of them (for a key/value cache: set config.use_cache = False)"
         )
     return CaptureError(
-        f"torch.export cannot trace the module{where}: {kind}: {text}. Rewrite that line, or "
-        "capture a submodule that leaves it out"
+        f"torch.export cannot trace the module{where}: {kind}: {text}. Rewrite "
+        + ("that line" if where else "it")
+        + ", or capture a submodule that leaves it out"
     )
 
 
-def first_line(error: BaseException) -> str:
+# What a trace does not follow: the functions that users call for it, and what to do instead.
+_UNTRACED: dict[str, tuple[tuple[Callable[..., Any], ...], str]] = {
+    "derivatives": (
+        (
+            torch.autograd.grad,
+            torch.autograd.backward,
+            torch.func.grad,
+            torch.func.grad_and_value,
+            torch.func.vjp,
+            torch.func.jacrev,
+            torch.func.jacfwd,
+            torch.func.hessian,
+        ),
+        "write the derivative out, or return what is differentiated",
+    ),
+    "nested tensors": (
+        (torch.nested.nested_tensor, torch.nested.as_nested_tensor, torch.nested.narrow),
+        "use padded tensors and a mask",
+    ),
+    "packed sequences": (
+        (nn.utils.rnn.pack_padded_sequence, nn.utils.rnn.pack_sequence),
+        "give the recurrent layer padded sequences, and mask what it makes of the padding",
+    ),
+}
+
+
+@contextmanager
+def calls_from_user(
+    functions: Sequence[Callable[..., Any]],
+) -> Iterator[list[tuple[Callable[..., Any], str]]]:
+    """Which of these Python functions is called inside, and the user's line that does it."""
+    by_code = {f.__code__: f for f in functions}  # type: ignore[attr-defined]
+    found: list[tuple[Callable[..., Any], str]] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event != "call" or frame.f_code not in by_code:
+            return
+        function = by_code[frame.f_code]
+        while frame is not None and _is_foreign(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None:
+            found.append((function, _shown(frame.f_code.co_filename, frame.f_lineno)))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+def _shown(file: str, line: int) -> str:
+    source = linecache.getline(file, line).strip()
+    return f" at {file}:{line}" + (f" `{source}`" if source else "")
+
+
+def _special_part(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str
+) -> str:
+    """What the module consists of, or is given, that has no plain tensors; empty if nothing."""
+    for path, m in module.named_modules():
+        kind = f"{type(m).__module__}.{type(m).__qualname__}"
+        path = path.removeprefix(prefix)
+        named = f"submodule {path!r} is a {kind}" if path else f"the module is a {kind}"
+        if isinstance(m, torch.jit.ScriptModule):
+            return f"{named}, made by TorchScript: capture the module that it was made from"
+        if any(isinstance(x, torch.ScriptObject) for x in vars(m).values()):
+            return (
+                f"{named}, whose weights are packed in an object of C++ (a quantised module): "
+                "capture the module as it was before it was quantised"
+            )
+    held = [
+        *((f"parameter {k.removeprefix(prefix)!r}", x) for k, x in module.named_parameters()),
+        *((f"buffer {k.removeprefix(prefix)!r}", x) for k, x in module.named_buffers()),
+        *(
+            (f"input {pytree.keystr(path[1:])}", x)
+            for path, x in pytree.tree_flatten_with_path((args, kwargs))[0]
+        ),
+    ]
+    return next(filter(None, (_special_tensor(name, x) for name, x in held)), "")
+
+
+def _special_tensor(name: str, x: Any) -> str:
+    """What is wrong with a tensor that is not one block of memory with strides; else empty."""
+    if not isinstance(x, Tensor):
+        return ""
+    if is_lazy(x):
+        return f"{name} has no shape yet: call the module once, and capture it then"
+    if x.is_nested:
+        return f"{name} is a nested tensor: use padded tensors and a mask"
+    if x.is_quantized:
+        return f"{name} is a quantised tensor: use its .dequantize(), or integers and a scale"
+    if x.layout != torch.strided:
+        kind = "sparse" if "sparse" in str(x.layout) else "opaque"
+        return (
+            f"{name} is a {kind} tensor ({x.layout}): make it a dense one (.to_dense()), or keep "
+            "its indices and values as tensors and use index_add or scatter_add"
+        )
+    return ""
+
+
+def check_tensors(exported: Any, prefix: str) -> None:
+    """Every tensor that is used must be one block of memory with strides."""
+    signature = exported.graph_signature
+    names = {
+        node: f"{what} {name.removeprefix(prefix)!r}"
+        for what, found in (
+            ("parameter", signature.inputs_to_parameters),
+            ("buffer", signature.inputs_to_buffers),
+            ("constant", signature.inputs_to_lifted_tensor_constants),
+        )
+        for node, name in found.items()
+    }
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and not node.users:
+            continue
+        name = names.get(node.name, f"input {node.name!r}")
+        if node.op == "call_function":
+            name = f"the result of {node.target}{node_line(node)}"
+        for x in leaves_of(node.meta.get("val")):
+            wrong = _special_tensor(name, x)
+            if wrong:
+                raise CaptureError(wrong)
+    for name in signature.inputs_to_lifted_custom_objs.values():
+        value = exported.constants[name]
+        raise CaptureError(
+            f"the module uses a {type(value).__module__}.{type(value).__qualname__}, which is no "
+            "tensor: draw random numbers without a generator of their own, or make them an input"
+        )
+
+
+def first_line(error: object) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 
-def _user_line(error: BaseException) -> str:
-    """`` at file:line: `source` `` of the deepest frame outside torch and this file, or nothing."""
-    torch_home = str(Path(torch.__file__).parent)
+def _where(error: BaseException, module: nn.Module, prefix: str) -> str:
+    """The user's line, and the module of torch's own that it calls, or nothing."""
+    paths = {id(m): path.removeprefix(prefix) for path, m in module.named_modules()}
+    inner: Any = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        this = frame.f_locals.get("self")
+        inner = this if id(this) in paths and frame.f_code.co_name == "forward" else inner
+    where = user_line(error)
+    if inner is not None and type(inner).__module__.startswith("torch."):
+        shown = repr(inner)
+        shown = type(inner).__name__ if "\n" in shown else shown
+        where += f" in module {paths[id(inner)]!r}, {shown}"
+    return where
+
+
+def user_line(error: BaseException) -> str:
+    """`` at file:line: `source` `` of the deepest frame of the user's code, or nothing."""
     found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        if not file.startswith((torch_home, "<")) and file != __file__:
-            source = linecache.getline(file, line).strip()
-            found = f" at {file}:{line}" + (f" `{source}`" if source else "")
-        trace = trace.tb_next
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not _is_foreign(file):
+            found = _shown(file, line)
     return found
 
 
+def _is_foreign(file: str) -> bool:
+    """Whether a file is torch's, of what it stands on, of Python or one beside this one."""
+    if file.startswith("<") or Path(file).parent == Path(__file__).parent:
+        return True
+    parts = Path(file).parts
+    if "site-packages" in parts:
+        return parts[parts.index("site-packages") + 1] in ("torch", "sympy", "mpmath", "numpy")
+    return file.startswith((str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")))
+
+
 def node_line(node: fx.Node) -> str:
-    """The user's line that made ``node``, as torch recorded it."""
-    found = re.findall(r'File "([^"<]+)", line (\d+), in .*\n\s*(.*)', node.stack_trace or "")
-    if found:
-        return f" at {found[-1][0]}:{found[-1][1]} `{found[-1][2]}`"
+    """The user's line that made ``node``, as torch recorded it, and the module."""
     path = module_path(node)
-    return f" in module {path!r}" if path else ""
+    inside = f" in module {path!r}" if path else ""
+    found = re.findall(r'File "([^"<]+)", line (\d+), in .*\n\s*(.*)', node.stack_trace or "")
+    lines = [f" at {file}:{line} `{text}`" for file, line, text in found if not _is_foreign(file)]
+    return inside + (lines[-1] if lines else "")
 
 
 def module_path(node: fx.Node) -> str:
@@ -302,6 +565,8 @@ def calls_of(exported: Any) -> list[fx.Node]:
     """
     handed_on: dict[int, int] = {}
     for node in exported.graph.nodes:
+        if node.op == "placeholder" and not node.users:  # may be of any kind
+            continue
         memory = [storage_of(x) for x in leaves_of(node.meta.get("val")) if isinstance(x, Tensor)]
         if _is_idle_dropout(node):
             handed_on[memory[0]] = node.args[0].meta["memory"][0]
@@ -344,18 +609,37 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
+def first_transformed(exported: Any) -> fx.Node | None:
+    """The first call of ``torch.func`` (vmap, jvp), whose tensors have no memory, or None."""
+    known = torch._ops.OpOverload | torch._ops.HigherOrderOperator
+    calls = (n for n in exported.graph.nodes if n.op == "call_function")
+    return next(
+        (n for n in calls if not isinstance(n.target, known) and n.target is not operator.getitem),
+        None,
+    )
+
+
 def functionalise(exported: Any) -> Any:
-    """The program without in-place operators and wrapper regions (autocast, grad mode)."""
+    """The program without in-place operators, wrapper regions (autocast, grad mode) and vmap."""
+    transformed = first_transformed(exported)
     for node in filter(_is_idle_dropout, exported.graph.nodes):
         # Else torch would take a write to its output for one that its input does not see.
         node.target, node.args = torch.ops.aten.alias.default, node.args[:1]
+    _keep_names(exported.graph_module)
     try:
         with quiet():
             exported = exported.run_decompositions({})
     except Exception as error:
+        what = (
+            f"uses torch.func{node_line(transformed)} for what"
+            if transformed is not None
+            else "has an in-place operator or an autocast or gradient-mode region that"
+        )
         raise CaptureError(
-            "the module has an in-place operator or an autocast or gradient-mode region that torch "
-            f"cannot remove: {first_line(error)}"
+            f"the module {what} torch cannot make plain operators of: {first_line(error)}. Only "
+            "vmap and jvp can be captured: write derivatives out"
+            if transformed is not None
+            else f"the module {what} torch cannot remove: {first_line(error)}"
         ) from error
     signature = exported.graph_signature
     for buffer in signature.buffers_to_mutate.values():
@@ -374,6 +658,14 @@ def functionalise(exported: Any) -> Any:
             f"({name} = {name}.clone())"
         )
     return exported
+
+
+def _keep_names(program: fx.GraphModule) -> None:
+    """Let the bodies of regions run node by node: else torch forgets whose their operators are."""
+    for _, body in program.named_children():
+        if isinstance(body, fx.GraphModule):
+            _keep_names(body)
+            body.forward = fx.Interpreter(body).run
 
 
 def leaves_of(template: Any) -> Iterator[Any]:

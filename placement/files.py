@@ -57,6 +57,26 @@ def check_writable(path: str | Path) -> None:
         _discard(temporary)
 
 
+def model_file(path: str | Path, content: bytes) -> str:
+    """What the file of a model is, and what to give instead of it; empty for another file."""
+    path = Path(path)
+    module = path.stem if path.suffix == ".py" else "package.module"
+    if path.suffix == ".py":
+        what = "Python code"
+    elif content[:4] == b"PK\x03\x04":  # a ZIP archive
+        what = "weights, an exported program or another archive (.pt, .pt2, .zip)"
+    elif content[:1] == b"\x80":
+        what = "a pickle of Python, e.g. weights of PyTorch"
+    elif content[8:9] == b"{" and path.suffix == ".safetensors":
+        what = "weights alone (safetensors)"
+    else:
+        return ""
+    return (
+        f"{what}. A model is a function that returns the module and its inputs: "
+        f"placement plan {module}:function"
+    )
+
+
 def _followed(path: Path) -> Path:
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 

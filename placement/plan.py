@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
 
 from placement.cluster import Cluster, Device, Link
-from placement.files import write_atomic
+from placement.files import model_file, write_atomic
 from placement.graph import OpGraph
 from placement.named import meant
 from placement.objectives import ANALYTIC
@@ -801,7 +801,8 @@ def read_plan(path: str | Path) -> Plan:
             raise PlanError(f"{path}: {size} bytes, a plan has at most {MAX_FILE_BYTES}")
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise PlanError(f"{path}: not a plan: byte {error.start} is not UTF-8") from error
+        what = model_file(path, error.object) or f"byte {error.start} is not UTF-8"
+        raise PlanError(f"{path}: not a plan: {what}") from error
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
     try:

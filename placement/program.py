@@ -20,6 +20,7 @@ from placement.exported import (
     describe,
     dtype_name,
     export,
+    first_transformed,
     first_unsafe,
     functionalise,
     is_random,
@@ -30,6 +31,7 @@ from placement.exported import (
     storage_of,
 )
 from placement.graph import OpGraph
+from placement.numerics import check_numbers
 
 
 class InputError(ValueError):
@@ -232,11 +234,16 @@ def fill(
     return template
 
 
-def run_program(program: Program, inputs: Sequence[Tensor]) -> list[Any]:
+def run_program(
+    program: Program,
+    inputs: Sequence[Tensor],
+    watch: Callable[[int, Tensor], None] | None = None,
+) -> list[Any]:
     """Run every step in order on the devices where the tensors already are.
 
     Args:
         inputs: flattened input tensors, as ``flatten_inputs`` returns them.
+        watch: is given every graph tensor's number and values as they are made.
 
     Returns:
         One value per output leaf; ``unflatten_outputs`` gives them their structure. A tensor is
@@ -263,6 +270,8 @@ def run_program(program: Program, inputs: Sequence[Tensor]) -> list[Any]:
             for tensor, index in zip(step.outputs, step.output_index, strict=True):
                 if tensor in last_use:
                     live[tensor] = value[index] if step.multi else value
+                    if watch is not None:
+                        watch(tensor, live[tensor])
             del value
             for tensor in dying.get(n, ()):
                 del live[tensor]
@@ -335,6 +344,8 @@ def capture(
     args, kwargs = split_inputs(example_inputs)
     spec = input_spec(example_inputs)
     exported = export(module, args, kwargs)
+    if first_transformed(exported) is not None:
+        exported = functionalise(exported)
     calls = calls_of(exported)
     check_static(calls)
     if first_unsafe(calls) is not None:
@@ -346,7 +357,7 @@ def capture(
                 "that line without it"
             )
     arg_names, input_names = argument_names(module, args, kwargs)
-    return _build(
+    graph = _build(
         exported,
         name or type(module).__name__,
         arg_names=arg_names,
@@ -354,6 +365,12 @@ def capture(
         values=[*args, *kwargs.values()],
         spec=spec,
     )
+    program = graph.program
+    assert isinstance(program, Program)
+    if not program.is_random:
+        example = program.example_tensors
+        check_numbers(module, args, kwargs, lambda watch: run_program(program, example, watch))
+    return graph
 
 
 def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

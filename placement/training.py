@@ -38,6 +38,7 @@ from placement.program import (
     split_inputs,
 )
 from placement.recompute import recompute
+from placement.replay import replayed
 
 TARGET = "target"  # the name of the loss function's second argument among the inputs
 
@@ -50,6 +51,9 @@ class WithLoss(nn.Module):
         self.module = module
         self._loss = loss
         self._keywords = keywords
+
+    def _get_name(self) -> str:
+        return f"{self.module._get_name()} with its loss"
 
     def forward(self, *values: Any) -> Any:
         num_args = len(values) - 1 - len(self._keywords)
@@ -75,7 +79,7 @@ def capture_training(
     arg_names, input_names = argument_names(module, args, kwargs)
     values = [*args, *kwargs.values()]
     if loss is None:
-        exported = export(module, args, kwargs, training=True)
+        whole, given, named = module, args, kwargs
     else:
         if TARGET in (*arg_names, *input_names):
             raise CaptureError(
@@ -85,12 +89,15 @@ def capture_training(
         values.append(target)
         input_names = (*input_names, TARGET)
         spec["kwargs"] |= input_spec({TARGET: target})["kwargs"]
-        wrapped = WithLoss(module, loss, tuple(kwargs)).train(module.training)
-        exported = export(wrapped, tuple(values), {}, training=True)
-    check_static([n for n in exported.graph.nodes if n.op == "call_function"])
-    joint = trace_step(exported, module, pytree.tree_leaves(values), optimizer, split_backward)
-    pieces = cut(joint, split_backward)
+        whole, given, named = WithLoss(module, loss, tuple(kwargs)), tuple(values), {}
+        whole.training = module.training  # not train(): submodules keep their own
     prefix = "module." if loss else ""
+    with replayed(module) as replays:
+        exported = export(whole, given, named, training=True, prefix=prefix)
+    leaves = pytree.tree_leaves(values)
+    check_static([n for n in exported.graph.nodes if n.op == "call_function"])
+    joint = trace_step(exported, module, leaves, optimizer, split_backward, replays)
+    pieces = cut(joint, split_backward)
     builder = _Builder(joint, pieces, prefix, colocate_backward)
     paths, in_tree = pytree.tree_flatten_with_path(values)
     program = Program(
@@ -197,8 +204,11 @@ def plain_step(
         args, kwargs = split_inputs(inputs)
         outputs = module(*args, **kwargs)
         value = loss_of(loss(outputs, target) if loss else outputs)
-        (value / len(microbatches)).backward()
+        value.backward()
         losses.append(value.detach())
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None:
+            p.grad /= len(microbatches)
     optimizer.step()
     optimizer.zero_grad()
     return torch.stack(losses)

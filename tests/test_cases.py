@@ -2,9 +2,567 @@
 
 from __future__ import annotations
 
+import copy
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from placement import (
+    Cluster,
+    Device,
+    OpGraph,
+    Problem,
+    Profile,
+    Runner,
+    Solution,
+    Trainer,
+    capture,
+    exporters,
+    importers,
+)
+from placement.exporters import ExportError
+from placement.plan import make_plan
+from placement.program import CaptureError, run_program
+from placement.training import plain_step
+from tests.module_grammar import WIDTH, Part, batches, build, leaf, parts
+
+TWO = Cluster("two", (Device("cpu:0"), Device("cpu:1")))
+
 # --- training ------------------------------------------------------------------------------------
 
+
+def trained(module: nn.Module, plain: nn.Module) -> OpGraph:
+    """The captured step; two steps on a random placement end where plain PyTorch's do."""
+    batches_of = batches(4)
+    optimizer, expected = (
+        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (module, plain)
+    )
+    loss = nn.functional.mse_loss
+    graph = capture(module, batches_of[0], mode="training", loss=loss, optimizer=optimizer)
+    placement = np.random.default_rng(1).integers(0, 2, graph.num_groups)[graph.group]
+    with Trainer(graph, TWO, placement, optimizer) as trainer:
+        for mine in (batches_of[:2], batches_of[2:]):
+            got, wanted = trainer.step(mine), plain_step(plain, expected, mine, loss)
+            torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(module.state_dict(), plain.state_dict())
+    return graph
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(Part(kind) for kind in ("reverse", "round", "split", "double")),
+        *(Part(kind) for kind in ("hooked", "gradient_inside", "inferred", "round_data")),
+        Part("checkpoint", (Part("split"), Part("reverse"))),
+        Part("reentrant", (Part("hooked"), Part("round"))),
+        Part("twice", (Part("double"), Part("gradient_inside"))),
+    ],
+)
+def test_a_backward_is_the_users_own(part: Part) -> None:
+    trained(build((part,)), build((part,)))
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps no activation: computes the input again, and adds to gradients by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        y = torch.cat([a, b + layer(a)], -1)
+        ctx.layer = layer
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        a, _ = ctx.saved_tensors[0].chunk(2, -1)
+        of_a, of_b = grad.chunk(2, -1)
+        with torch.enable_grad():
+            a = a.detach().requires_grad_()
+            ctx.layer(a).backward(of_b)
+        return torch.cat([of_a + a.grad, of_b], -1), None
+
+
+def test_a_function_may_hold_a_module_and_add_to_gradients() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(WIDTH // 2, WIDTH // 2), nn.Tanh())
+        of = leaf(lambda m, x: Reversible.apply(m.linear(x), m.inner))()
+        of.inner = inner
+        return of
+
+    trained(make(), make())
+
+
+def test_hooks_of_a_parameter_see_each_gradient_of_a_micro_batch() -> None:
+    mask = torch.rand(WIDTH, WIDTH).round()
+    pair = [build(()) for _ in range(2)]
+    for module in pair:
+        module[0].weight.register_hook(lambda grad: (grad * mask).clamp(-0.01, 0.01))
+    trained(*pair)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_submodules_keep_their_own_mode(training: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        norm, drop = nn.BatchNorm1d(WIDTH).eval(), nn.Dropout(0.5).eval()
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, drop, nn.BatchNorm1d(WIDTH))
+
+    module = make()
+    module[3].train(training)
+    plain = copy.deepcopy(module)
+    before = [m.training for m in module.modules()]
+    graph = trained(module, plain)
+    assert [m.training for m in module.modules()] == before
+    assert graph.program is not None and not graph.program.is_random
+    changed = {graph.program.param_names[p] for p, _ in graph.program.new_buffers}
+    assert all(name.startswith("3.") for name in changed) and bool(changed) == training
+
+
+def kept(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.linear(x)
+    positive = (y > 0).float()
+    y.register_hook(lambda grad: grad * positive)
+    return y
+
+
+def of_graph(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.linear(x)
+    y.grad_fn.register_prehook(lambda grads: tuple(g * 2 for g in grads))
+    return y
+
+
+def rounded(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.round, lambda x: x):
+        return m.linear(x).tanh()
+
+
+def sent_back(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.linear(x)
+    y.sum().backward(retain_graph=True)
+    return y
+
+
+def frozen_late(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.weight.requires_grad_(False)
+    return m.linear(x) * m.weight
+
+
+def assigned(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.linear(x)
+    y.data = y.data.clamp(0, 1)
+    return y
+
+
+def transformed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda y: m.linear(y).tanh().sum())(x)
+
+
+def same_memory(m: Any) -> None:
+    m.other = nn.Parameter(m.linear.weight.data.t())
+
+
+@pytest.mark.parametrize(
+    ("function", "change", "message"),
+    [
+        (kept, None, "hook.* holds a tensor that the forward made"),
+        (of_graph, None, r"grad_fn is read.*test_cases\.py:\d+ `y\.grad_fn"),
+        (rounded, None, r"saved_tensors_hooks.*test_cases\.py:\d+ `with"),
+        (sent_back, None, r"backward\(\) is called.*test_cases\.py:\d+ `y\.sum"),
+        (frozen_late, None, r"requires_grad of a parameter.*test_cases\.py:\d+ `m\.weight"),
+        (assigned, None, r"data is assigned to.*test_cases\.py:\d+ `y\.data"),
+        (transformed, None, r"torch\.func.*test_cases\.py:\d+ `return"),
+        (
+            lambda m, x: m.linear(x),
+            lambda m: m.linear.register_full_backward_hook(lambda *_: None),
+            r"module 'linear' \(Linear\) has a backward hook",
+        ),
+        (
+            lambda m, x: m.linear(x) @ m.other,
+            same_memory,
+            "'other' and 'linear.weight' are two tensors in the same memory",
+        ),
+        (
+            lambda m, x: checkpoint(m.norm, m.linear(x), use_reentrant=False),
+            lambda m: setattr(m, "norm", nn.BatchNorm1d(WIDTH)),
+            "'norm.running_mean' changes in a checkpoint.*recompute=",
+        ),
+        (
+            lambda m, x: m.norm(m.linear(x)),
+            lambda m: setattr(m, "norm", nn.BatchNorm1d(WIDTH, momentum=None)),
+            r"`lambda m, x: m\.norm.* in module 'norm', BatchNorm1d\(.*momentum=None",
+        ),
+    ],
+)
+def test_what_a_trace_of_autograd_would_lose_is_named(
+    function: Any, change: Any, message: str
+) -> None:
+    module = leaf(function)()
+    if change is not None:
+        change(module)
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture(module, batches(1)[0], mode="training", loss=nn.functional.mse_loss)
+    assert "\n" not in str(caught.value) and "placement/" not in str(caught.value)
+
+
 # --- capture -------------------------------------------------------------------------------------
+
+
+class Of(nn.Module):
+    """A function of (itself, inputs...), with a linear layer and whatever else it is given."""
+
+    def __init__(self, function: Any, **parts: Any) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def assert_placed_as_called(module: nn.Module, *calls: tuple[Any, ...]) -> OpGraph:
+    """A random placement of the module, captured with the first call, gives what each call does."""
+    graph = capture(module, calls[0])
+    placement = np.random.default_rng(0).integers(0, 2, graph.num_groups)[graph.group]
+    with Runner(graph, TWO, placement) as runner, torch.no_grad():
+        for inputs in calls:
+            torch.testing.assert_close(runner(*inputs), module(*inputs), equal_nan=True)
+    return graph
+
+
+def padding(*lengths: int) -> torch.Tensor:
+    return torch.arange(5) >= torch.tensor(lengths)[:, None]
+
+
+PADDINGS = [padding(5, 5, 5), padding(5, 3, 1), padding(5, 3, 1).flip(1), padding(0, 5, 2)]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested")
+@pytest.mark.parametrize(
+    ("layer", "encoder"),
+    [
+        ({}, {}),
+        ({"activation": "gelu"}, {"norm": nn.LayerNorm(8)}),
+        ({"nhead": 1}, {}),
+        ({}, {"enable_nested_tensor": False}),
+    ],
+)
+def test_padded_positions_are_those_of_the_call(layer: Any, encoder: Any) -> None:
+    """A call makes zeros of them in torch's fast path, if they are at the ends: a trace does not.
+
+    Which path a call takes depends on the mask, also on another one than the example's.
+    """
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kind = {"d_model": 8, "nhead": 2, "dim_feedforward": 8, "batch_first": True, **layer}
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**kind), 2, **encoder)
+
+        def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+            return self.encoder(x, src_key_padding_mask=padding)
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 8)
+    masks = PADDINGS[:3] if encoder.get("enable_nested_tensor") is False else PADDINGS
+    assert_placed_as_called(Tagger().eval(), *((x, mask) for mask in masks))
+
+
+def test_a_frozen_encoder_trains_as_it_is_called() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1).requires_grad_(False)
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.encoder(x, src_key_padding_mask=PADDINGS[1])).mean(1)
+
+    module = Tagger()
+    module.encoder.eval()
+    x, target = torch.randn(3, 5, 4), torch.randn(3, 2)
+    loss = nn.functional.mse_loss
+    program = capture(module, (x, target), mode="training", loss=loss).program
+    assert program is not None
+    torch.testing.assert_close(run_program(program, [x, target])[0], loss(module(x), target))
+
+
+def vmapped(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(lambda row, scale: m.linear(row) * scale)(x, x.cos())
+
+
+def in_regions(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+        y = m.inner(m.linear(x).relu())
+        y.mul_(2)
+    return y.float()
+
+
+@pytest.mark.parametrize(
+    ("function", "modules"),
+    [
+        (vmapped, {"", "linear"}),
+        (in_regions, {"", "linear", "inner"}),
+        (lambda m, x: torch.func.jvp(m.linear, (x,), (x.sin(),))[1], {"", "linear"}),
+        (lambda m, x: torch.func.functional_call(m.inner, {"bias": x[0]}, x), {"", "inner"}),
+        (
+            lambda m, x: torch.distributions.Normal(m.linear(x), x.exp()).log_prob(x),
+            {"", "linear"},
+        ),
+    ],
+)
+def test_regions_and_transforms_are_plain_operators_of_their_modules(
+    function: Any, modules: set[str]
+) -> None:
+    graph = assert_placed_as_called(Of(function, inner=nn.Linear(4, 4)).eval(), (X,), (X * 2,))
+    assert set(graph.op_module) == modules
+
+
+SPARSE = torch.eye(4).to_sparse()
+GLOBAL = [0]
+
+
+def counted(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.calls = getattr(m, "calls", 0) + 1
+    return m.linear(x) * m.calls
+
+
+def counted_elsewhere(m: Any, x: torch.Tensor) -> torch.Tensor:
+    GLOBAL[0] += 1
+    return m.linear(x) * GLOBAL[0]
+
+
+def asks(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x) if torch.compiler.is_exporting() else m.linear(x) * 2
+
+
+def asks_for_the_type(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x) if type(x) is torch.Tensor else m.linear(x) * 2
+
+
+def packed(m: Any, x: torch.Tensor) -> Any:
+    return m.inner(nn.utils.rnn.pack_sequence([x, x[:2]]))[1]
+
+
+def own_generator(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x) + torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+def flexible(m: Any, x: torch.Tensor) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(x[None, None], x[None, None], m.linear(x)[None, None])
+
+
+def with_quantised_weights() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(4, 4)).eval()
+    packed = torch.ao.quantization.quantize_dynamic(inner, {nn.Linear}, dtype=torch.qint8)
+    return Of(lambda m, x: m.inner(x), inner=packed)
+
+
+def with_a_quantised_buffer() -> nn.Module:
+    return Of(
+        lambda m, x: x + m.a.dequantize(), a=torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
+    )
+
+
+def with_a_script() -> nn.Module:
+    return Of(lambda m, x: m.a(x), a=torch.jit.script(nn.ReLU()))
+
+
+HERE = r"test_cases\.py:\d+ `"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("module", "inputs", "message"),
+    [
+        (Of(lambda m, x: m.a @ x.t(), a=SPARSE), (X,), "buffer 'a' is a sparse tensor.*to_dense"),
+        (Of(lambda m, x: m.a @ x.t(), a=SPARSE.to_sparse_csr()), (X,), "buffer 'a' is a sparse"),
+        (Of(lambda m, x: SPARSE @ x.t()), (X,), "constant .* is a sparse tensor"),
+        (Of(lambda m, x: m.linear(x).to_sparse()), (X,), rf"aten\.to_sparse.*{HERE}.* sparse"),
+        (Of(lambda m, a, x: a @ x.t()), (SPARSE, X), "input 'inputs_0' is a sparse tensor"),
+        (with_quantised_weights, (X,), "'inner.0._packed.*quantised"),
+        (with_a_quantised_buffer, (X,), "buffer 'a' is a quantised tensor"),
+        (with_a_script, (X,), "'a' .* by TorchScript"),
+        (Of(flexible), (X,), "construct 'flex_attention'.*plain implementation"),
+        (Of(own_generator), (X,), "uses a torch._C.Generator"),
+        (Of(packed, inner=nn.GRU(4, 4)), (X,), rf"packed sequences at .*{HERE}return m\.inner"),
+        (
+            Of(lambda m, x: torch.nested.nested_tensor([m.linear(x), x[:1]]).to_padded_tensor(0.0)),
+            (X,),
+            rf"cannot trace nested tensors at .*{HERE}",
+        ),
+        (
+            Of(lambda m, x: torch.func.grad(lambda y: m.linear(y).tanh().sum())(x)),
+            (X,),
+            rf"derivatives at .*{HERE}.*write the derivative out|uses torch\.func",
+        ),
+        (Of(counted), (X,), "two calls .* other numbers: it keeps 'calls' between them"),
+        (Of(counted_elsewhere), (X,), "two calls .* other numbers: it counts them"),
+        (Of(lambda m, x: m.linear(x) * random.random()), (X,), "two calls .* other numbers"),
+        (nn.Sequential(Of(asks)), (X,), rf"first in module '0'.*whether it is traced at .*{HERE}"),
+        (Of(asks_for_the_type), (X,), "other numbers when it is called.*type of a tensor"),
+        (Of(lambda m, x: m.linear(x) if m.a.sum() > 0 else x, a=X), (X,), f"branch.*{HERE}"),
+    ],
+)
+def test_what_no_graph_can_hold_is_named(module: Any, inputs: Any, message: str) -> None:
+    module = module if isinstance(module, nn.Module) else module()
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture(module, inputs)
+    text = str(caught.value)
+    assert "\n" not in text
+    for foreign in ("site-packages/torch", "contextlib.py", "sympy", "placement/exported.py"):
+        assert foreign not in text
+
+
+def test_what_is_not_used_may_be_of_any_kind() -> None:
+    assert_placed_as_called(Of(lambda m, x: m.linear(x), a=SPARSE).eval(), (X,))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_fast_path_is_named_where_only_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some number that only the fast path gives."""
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    fast = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a: fast(*a) + 1)
+    with pytest.raises(CaptureError, match=r"set_fastpath_enabled\(False\)"):
+        capture(layer, torch.randn(3, 5, 8))
+
+
+def test_a_run_whose_results_differ_names_the_operator() -> None:
+    from placement.cli.run import first_difference
+
+    @torch.library.custom_op("test_cases::by_thread", mutates_args=())
+    def by_thread(x: torch.Tensor) -> torch.Tensor:
+        return x + (threading.current_thread() is not threading.main_thread())
+
+    by_thread.register_fake(torch.empty_like)
+    graph = capture(Of(lambda m, x: by_thread(m.linear(x).relu_()) * 2).eval(), X)
+    with Runner(graph, TWO, np.ones(graph.num_ops, int)) as runner:
+        found = first_difference(runner, X)
+    assert "first in operator 'by_thread' (module '') on 'cpu:1'" in found
+
+
+def test_a_model_without_submodules_is_not_called_old() -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    graph = capture(Alone(), X)
+    ones = np.ones((graph.num_ops, 2))
+    problem = Problem(graph, TWO, Profile(TWO.device_names, ones, ones))
+    plan = make_plan(
+        problem, Solution(np.zeros(graph.num_ops, np.int32), 1.0), planner="none", input_spec=None
+    )
+    with pytest.raises(ExportError, match="no operator of 'Alone' is in a submodule"):
+        exporters.load("huggingface")(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("m.pt2", b"PK\x03\x04\xff", "weights, an exported program"),
+        ("m.pt", b"\x80\x02}q\x00.", "a pickle"),
+        ("mine.py", b"import torch", "Python code.*placement plan mine:function"),
+        ("m.json", b'{"hello": 1}', "unknown JSON format"),
+    ],
+)
+def test_files_of_models_are_named_for_what_they_are(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(importers.FormatError, match=message):
+        importers.load(file, devices=2)
+
+
+class Asks(nn.Module):
+    """Whether it is traced, now and then, as some models do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if torch.compiler.is_compiling() else x + 1
+
+
+class Padded(nn.Module):
+    """An encoder over three positions, of which some are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(2, 2, 4, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, norm=nn.LayerNorm(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = 1 + (x[:, :1] > 0) + (x[:, :1] > 1)
+        y = self.encoder(x.view(-1, 3, 2), src_key_padding_mask=torch.arange(3) >= length)
+        return y.flatten(1)
+
+
+def aliased(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.linear(x)
+    y.view(-1)[::2] += 1
+    rows = y.t()
+    y.relu_()
+    return rows.t() + y
+
+
+def half(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (m.linear(x) * m.weight).float()
+
+
+ALSO = {
+    "nothing": nn.Identity,
+    "asks": Asks,
+    "padded": Padded,
+    "aliased": leaf(aliased),
+    "half": leaf(half),
+    "vmapped": leaf(vmapped),
+    "changes its input": leaf(lambda m, x: x.mul_(2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=12, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@given(parts(), st.sampled_from(sorted(ALSO)), st.sampled_from(sorted(ALSO)))
+def test_random_modules_run_as_they_are_called(
+    sentence: tuple[Part, ...], first: str, last: str
+) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(ALSO[first](), build(sentence), ALSO[last]()).eval()
+    (x, _), (y, _) = batches(2)
+    try:
+        graph = capture(module, x.clone())
+    except CaptureError as error:
+        assert "torch.export cannot trace the module:" not in str(error)  # by name, or with a line
+        return
+    placement = np.random.default_rng(0).integers(0, 2, graph.num_groups)[graph.group]
+    with Runner(graph, TWO, placement) as runner, torch.no_grad():
+        for z in (x, y):
+            torch.testing.assert_close(runner(z.clone()), module(z.clone()), equal_nan=True)
+
 
 # --- exports -------------------------------------------------------------------------------------
 

@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
             compared = not runner.graph.program.is_random
             wrong = difference(runner, module, inputs) if compared else ""
             if wrong:
+                wrong += first_difference(runner, inputs)
                 if args.json:
                     cli.print_json({"numerics_equal": False, "difference": wrong})
                 cli.say(f"the results differ from those of the plain module: {wrong}")
@@ -202,6 +203,42 @@ def difference(runner: Runner, module: Any, inputs: Any) -> str:
     except AssertionError as error:
         return " ".join(str(error).split())
     return ""
+
+
+def first_difference(runner: Runner, inputs: Any) -> str:
+    """The first operator whose results on its device are not those of a plain call of it."""
+    from dataclasses import replace
+
+    import numpy as np
+    from torch.utils import _pytree as pytree
+
+    from placement.executor import Runner
+    from placement.numerics import difference
+    from placement.program import Ref, run_program, split_inputs
+
+    graph, program = runner.graph, runner.graph.program
+    assert program is not None
+    made = [t for step in program.steps for t in step.outputs]
+    every = replace(
+        program,
+        output_leaves=tuple(map(Ref, made)),
+        out_tree=pytree.tree_structure(made),
+    )
+    flat = program.flatten_inputs(*split_inputs(inputs))
+    expected = run_program(every, flat)
+    shown = replace(graph, program=every, output_tensor=np.array(sorted(made), np.int32))
+    with Runner(shown, runner.cluster, runner.placement) as watched:
+        (got,) = watched.stream_tensors([flat])
+    for t, a, b in zip(made, got, expected, strict=True):
+        wrong = difference([a.cpu()], [b.cpu()])
+        if wrong:
+            n = int(graph.tensor_src[t])
+            device = runner.cluster.device_names[runner.placement[n]]
+            return (
+                f"; first in operator {graph.op_name[n]!r} (module {graph.op_module[n]!r}) on "
+                f"{device!r}, whose {wrong}"
+            )
+    return "; no operator by itself differs by more than rounding, which its successors enlarge"
 
 
 def alone(plan: Plan, runner: Runner, device: str) -> Runner:

@@ -45,6 +45,12 @@ class Forward:
             ExportError: the plan does not know the modules of its operators.
         """
         if not any(plan.graph.modules):
+            if plan.graph.modules and plan.graph.input_spec is not None:  # of a captured model
+                raise ExportError(
+                    f"no operator of {plan.graph.name!r} is in a submodule, and whole modules are "
+                    "all that can be placed there: make parts of its forward modules of their own "
+                    "(torch.nn.Module) and plan again, or export with --to csv"
+                )
             raise ExportError(
                 f"the plan of {plan.graph.name!r} does not know to which modules its operators "
                 "belong (it was made from a problem file, or by an older version): make it again "

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.cluster import Cluster
+from placement.files import model_file
 from placement.importers import dnn_partitioning, doppler, moirai, onnx_model, pipedream
 from placement.importers._read import FormatError
 from placement.problem import Problem
@@ -82,7 +83,8 @@ def load(
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: not UTF-8 text ({error}); {KNOWN}") from error
+        what = model_file(path, content) or f"not UTF-8 text ({error}); {KNOWN}"
+        raise FormatError(f"{path}: {what}") from error
     if not text.strip():
         raise FormatError(f"{path}: the file is empty; {KNOWN}")
     if text.lstrip()[0] not in "{[":
@@ -92,16 +94,17 @@ def load(
         if doppler.looks_like(text):
             _check_options(given, doppler.read, path, "DOPPLER graphs")
             return doppler.read(text, str(path), objective=objective, **given)
-        raise FormatError(f"{path}: unknown format; {KNOWN}")
-    if given:
-        raise FormatError(
-            f"{path}: {', '.join(given)} cannot be set: the file itself describes its devices"
-        )
+        raise FormatError(f"{path}: {model_file(path, content) or f'unknown format; {KNOWN}'}")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: not valid JSON: {error}") from error
-    if isinstance(data, dict) and "problem_version" in data:
+    ours = isinstance(data, dict) and "problem_version" in data
+    if given and (ours or dnn_partitioning.looks_like(data) or moirai.looks_like(data)):
+        raise FormatError(
+            f"{path}: {', '.join(given)} cannot be set: the file itself describes its devices"
+        )
+    if ours:
         from placement.importers import problem_file  # pydantic is slow to import
 
         return problem_file.read(text, str(path), objective=objective)
