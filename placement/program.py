@@ -320,7 +320,8 @@ def capture(
     Raises:
         CaptureError: the module fails on these inputs, does not export (data-dependent control
             flow or shapes, unsupported types), or changes its inputs; for inference, if it
-            changes its buffers; for training, if it changes its parameters or there is no loss.
+            changes its buffers, or computes other numbers when it is called (which is done once);
+            for training, if it changes its parameters or there is no loss.
     """
     if mode == "training":
         from placement.training import capture_training

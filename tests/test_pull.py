@@ -124,7 +124,7 @@ def test_a_policy_is_fetched(serve: Any, tmp_path: Path, capsys: Any) -> None:
     ("entry", "why"),
     [
         (Entry("plan.json", b'{"schema_version": 1, "__import__": "os"}'), "plan-net:best"),
-        (Entry("plan.json", b"\x80\x04cos\nsystem\n"), "not UTF-8"),
+        (Entry("plan.json", b"\x80\x04cos\nsystem\n"), "a pickle of Python"),
         (Entry("../../plan.json", b"{}"), "no plain name"),
         (Entry("/etc/plan.json", b"{}"), "no plain name"),
         (Entry("..\\plan.json", b"{}"), "no plain name"),

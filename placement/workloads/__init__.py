@@ -129,7 +129,11 @@ def _function(spec: str) -> Any:
     except Exception as error:
         raise WorkloadError(
             f"workload {spec!r}: importing {home!r} failed: {type(error).__name__}: {error}. "
-            "Is its folder on PYTHONPATH?"
+            + (
+                f"Name it without .py: {home[:-3].replace('/', '.')}:{function_name}"
+                if home.endswith(".py")
+                else "Is its folder on PYTHONPATH?"
+            )
         ) from error
 
 
