@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             }
         )
     if not feasible:
-        cli.say(f"nothing fits on {list(devices)}: {solution.stats['infeasible']}")
+        cli.say(f"on {list(devices)}: {solution.stats['infeasible']}")
         return cli.NO
     unit = "J" if left.objective == "energy" else "s"
     now, before = (cli.seconds(x, unit) for x in (solution.value_s, plan.predicted.value_s))

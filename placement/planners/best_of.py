@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from placement.planners import PlannerError, check_least, load
-from placement.planners._search import Search
+from placement.planners._search import DEFAULT_EVALUATIONS, Search, can_move, cannot_fit
 from placement.planners.critical_path_greedy import CriticalPathGreedy
 from placement.planners.ideal_dp import IdealDp
+from placement.planners.local_search import LocalSearch
 from placement.problem import Problem, Solution, lower_bound
 
 # A planner is begun only if this many times what the slowest without a clock took is left.
@@ -48,6 +49,10 @@ class BestOf:
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
     of devices than a program takes, no time), and ``lower_bound_s`` is
     ``placement.problem.lower_bound``.
+
+    Where none of them finds a placement that fits in memory, and arithmetic does not prove that
+    there is none, ``local_search`` goes on from the closest one until the budget ends (2,000
+    evaluations without one).
 
     Attributes:
         planners: names, as ``placement.planners.load`` takes them.
@@ -115,7 +120,8 @@ class BestOf:
             if not (search.left and in_time and in_number):
                 skipped[name] = "nothing is left of the budget"
                 continue
-            share = 1.0 if i + 1 == len(chosen) else 0.5
+            # The last one gets all, unless a search for something that fits may have to follow.
+            share = 1.0 if i + 1 == len(chosen) and not nothing_fits else 0.5
             if name in _WALKS and problem.objective == "latency":
                 share = max(share, _LATENCY_SHARE)
             if isinstance(planner, CriticalPathGreedy) and np.isfinite(search.seconds_left):
@@ -138,6 +144,9 @@ class BestOf:
             if name in _QUICK:
                 quick_s = max(quick_s, took_s)
             winner = name if search.best_cost < before else winner
+        if search.best_s == np.inf and search.best is not None and search.left:
+            values |= _search_on(search)
+            winner = "local_search" if search.best_s < np.inf else winner
         if not values:
             raise PlannerError("; ".join(skipped.values()) or "best_of: no planners were named")
         bound = lower_bound(problem)
@@ -153,3 +162,18 @@ class BestOf:
         if self.evaluations is not None:
             order.sort(key=_SEVERAL.__contains__)
         return order
+
+
+def _search_on(search: Search) -> dict[str, float]:
+    """Look for a placement that fits from the closest one; the value found, by planner."""
+    problem = search.problem
+    if cannot_fit(problem) or not can_move(problem):
+        return {}
+    assert search.best is not None
+    closest = search.best[problem.graph.group]
+
+    def start(problem: Problem) -> Solution:
+        return Solution(closest, np.inf)
+
+    search.limit(DEFAULT_EVALUATIONS)
+    return {"local_search": search.run(LocalSearch(start=start)).value_s}
