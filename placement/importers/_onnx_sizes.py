@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -25,23 +26,26 @@ _FEW = 512  # elements: no rule for sizes reads the value of a larger one
 _BITS = {"FLOAT": 32, "DOUBLE": 64, "BOOL": 8}  # other types have a number in their names
 _NAMELESS = {"", "?", "-1", "None"}  # what tools write for "any size"
 # What is computed where all inputs are known: its cost is that of reading and writing them.
-_ARITHMETIC = set(
-    "Abs Add And ArgMax ArgMin Cast CastLike Ceil Clip Compress Concat ConstantOfShape CumSum Div "
-    "Equal Exp Expand EyeLike Flatten Floor Gather GatherElements GatherND Greater GreaterOrEqual "
-    "Identity IsInf IsNaN Less LessOrEqual Log Max Min Mod Mul Neg NonZero Not OneHot Or Pad Pow "
-    "Range Reciprocal ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Reshape Round Scatter "
-    "ScatterElements ScatterND Sign Slice Split Sqrt Squeeze Sub Sum Tile TopK Transpose Trilu "
-    "Unique Unsqueeze Where Xor".split()
-)
+_ARITHMETIC = {
+    "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Compress",
+    "Concat", "ConstantOfShape", "CumSum", "Div", "Equal", "Exp", "Expand", "EyeLike",
+    "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Greater", "GreaterOrEqual",
+    "Identity", "IsInf", "IsNaN", "Less", "LessOrEqual", "Log", "Max", "Min", "Mod", "Mul",
+    "Neg", "NonZero", "Not", "OneHot", "Or", "Pad", "Pow", "Range", "Reciprocal", "ReduceMax",
+    "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Round", "Scatter",
+    "ScatterElements", "ScatterND", "Sign", "Slice", "Split", "Sqrt", "Squeeze", "Sub", "Sum",
+    "Tile", "TopK", "Transpose", "Trilu", "Unique", "Unsqueeze", "Where", "Xor",
+}  # fmt: skip
 _AT_MOST_ITS_INPUTS = {"Compress", "NonZero", "Unique"}  # elements, times the rank
 # Without a rule in onnx (old versions, functions), or older than onnx knows them:
 # the first output is like the first input.
-_LIKE_FIRST = set(
-    "Abs Add BatchNormalization Ceil Clip Div Dropout Elu Exp Floor GroupNormalization HardSigmoid "
-    "InstanceNormalization LayerNormalization LeakyRelu Log Max Mean MeanVarianceNormalization Min "
-    "Mul Neg PRelu Reciprocal Relu Selu Sigmoid SimplifiedLayerNormalization Sqrt Sub Sum "
-    "Tanh".split()
-)
+_LIKE_FIRST = {
+    "Abs", "Add", "BatchNormalization", "Ceil", "Clip", "Div", "Dropout", "Elu", "Exp", "Floor",
+    "GroupNormalization", "HardSigmoid", "InstanceNormalization", "LayerNormalization",
+    "LeakyRelu", "Log", "Max", "Mean", "MeanVarianceNormalization", "Min", "Mul", "Neg",
+    "PRelu", "Reciprocal", "Relu", "Selu", "Sigmoid", "SimplifiedLayerNormalization", "Sqrt",
+    "Sub", "Sum", "Tanh",
+}  # fmt: skip
 _RENAMED = {"GreaterOrEqual": "Greater", "LessOrEqual": "Less"}
 # onnxruntime's own operators: the standard one that computes the same, its inputs, and the
 # input whose type the output has.
@@ -53,6 +57,7 @@ _MICROSOFT: dict[str, tuple[str, tuple[int, ...], int | None]] = {
     "FastGelu": ("Relu", (0,), 0),
     "FusedConv": ("Conv", (0, 1, 2), 0),
     "FusedGemm": ("Gemm", (0, 1, 2), 0),
+    "FusedMatMul": ("MatMul", (0, 1), 0),
     "Gelu": ("Relu", (0,), 0),
     "MatMulIntegerToFloat": ("MatMul", (0, 1), 2),
     "QLinearAdd": ("Add", (0, 3), 0),
@@ -72,7 +77,8 @@ def standard(node: Any) -> tuple[str, Sequence[int], int | None] | None:
     Third: the input whose type the output has, if it is not onnx that says it. None: unknown.
     """
     if node.domain == "com.microsoft":
-        return _MICROSOFT.get(node.op_type)
+        batched = attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0)
+        return None if batched else _MICROSOFT.get(node.op_type)
     return node.op_type, range(len(node.input)), None
 
 
@@ -183,7 +189,10 @@ class Scope:
             FormatError: unknown, or no dense tensor.
         """
         if not self.known(name):
-            raise FormatError(f"{where}: the shape of {name!r} cannot be inferred")
+            raise FormatError(
+                f"{where}: the shape of {name!r} cannot be inferred; set the size of every axis: "
+                f"--dim {name}.0=1 --dim {name}.1=1 ... (dims={{{name + '.0'!r}: 1, ...}})"
+            )
         kind = self.type_of(name)
         if not kind.HasField("tensor_type"):
             word = kind.WhichOneof("value")
@@ -314,6 +323,9 @@ class Sizes:
         said = told.tensor_type.shape.dim if told is not None else ()
         if _sizes(kind) is None and told is not None and _sizes(told) is not None:
             kind = _type(told.tensor_type.elem_type, [None] * len(said))
+        elif _sizes(kind) is None and kind is not None and f"{name}.0" in self.dims:
+            rank = len(list(takewhile(lambda i: f"{name}.{i}" in self.dims, count())))
+            kind = _type(kind.tensor_type.elem_type, [None] * rank)
         if kind is None:
             kind = told
         if kind is None:
@@ -373,18 +385,44 @@ class Sizes:
             if node.op_type in _LIKE_FIRST and node.input:
                 return [scope.type_of(node.input[0])]
             return self._outputs_as_later(scope, node, where)
+        if like[2] is not None:
+            return self._outputs_alike(scope, node, like, schema, where)
         found = self._ask(scope, _written(node, like), schema, where)
-        if like[2] is not None and found and scope.type_of(node.input[like[2]]) is not None:
-            code = scope.type_of(node.input[like[2]]).tensor_type.elem_type
-            found[0].tensor_type.elem_type = code
         if node.op_type == "Dropout" and len(found) > 1 and _sizes(found[1]) is None:
             found[1] = found[0]  # the mask
+        if node.op_type == "STFT" and _sizes(found[0]) is not None:
+            found[0] = _type(found[0].tensor_type.elem_type, _stft(scope, node, _sizes(found[0])))
+        return found
+
+    def _outputs_alike(
+        self, scope: Scope, node: Any, like: Any, schema: Any, where: str
+    ) -> list[Any]:
+        """By the rule of the standard operator; for which all inputs are floats."""
+        from onnx import TensorProto
+
+        written = _written(node, like)
+        kinds: dict[str, Any] = {}
+        for name, i in zip(written.input, like[1], strict=False):
+            sizes = _sizes(scope.type_of(node.input[i])) if node.input[i] else None
+            if not name or sizes is None:
+                kinds[name] = None
+                continue
+            if node.op_type == "FusedMatMul" and attribute(node, ("transA", "transB")[i], 0):
+                sizes[-2:] = sizes[:-3:-1]
+            kinds[name] = _type(TensorProto.FLOAT, sizes)
+        kinds.pop("", None)
+        found = self._ask(scope, written, schema, where, kinds)
+        like_type = scope.type_of(node.input[like[2]])
+        if found[0] is not None and like_type is not None:
+            found[0].tensor_type.elem_type = like_type.tensor_type.elem_type
         return found
 
     def _outputs_as_later(self, scope: Scope, node: Any, where: str) -> list[Any]:
         """By the rule of the next version that has one, its attributes written as there."""
         from onnx import defs, helper
 
+        if node.domain not in ("", "ai.onnx"):
+            return [None] * len(node.output)
         node, extra = _copy(node), {}
         if node.op_type == "Reshape":
             shape = np.array(attribute(node, "shape", []), np.int64)
@@ -402,7 +440,7 @@ class Sizes:
             if schema.has_type_and_shape_inference_function:
                 for own in [a for a in node.attribute if a.name not in schema.attributes]:
                     node.attribute.remove(own)
-                return self._ask(scope, node, schema, where, extra)
+                return self._ask(scope, node, schema, where, extra=extra)
         return [None] * len(node.output)
 
     def _ask(
@@ -411,23 +449,30 @@ class Sizes:
         node: Any,
         schema: Any,
         where: str,
+        kinds: dict[str, Any] | None = None,
         extra: Mapping[str, NDArray[Any]] | None = None,
     ) -> list[Any]:
-        """onnx's rule for the outputs of a node; ``extra``: values of inputs of its own."""
+        """onnx's rule for the outputs of a node.
+
+        ``kinds``: types of the inputs, if not those of the scope; ``extra``: values of inputs
+        that are not in the scope.
+        """
         from onnx import numpy_helper
         from onnx.shape_inference import infer_node_outputs
 
-        extra = extra or {}
-        kinds = {x: scope.type_of(x) for x in node.input if x and x not in extra}
+        values = dict(extra or {})
+        if kinds is None:
+            names = [x for x in node.input if x and x not in values]
+            kinds = {x: scope.type_of(x) for x in names}
+            values |= {x: a for x in names if (a := scope.value(x)) is not None}
         if any(kind is None for kind in kinds.values()):
             return [None] * len(node.output)
-        values = {x: scope.value(x) for x in kinds} | dict(extra)
-        data = {
-            x: numpy_helper.from_array(a, x)
-            for x, a in values.items()
-            if a is not None and a.size <= _FEW
-        }
-        kinds |= {x: _type(data[x].data_type, data[x].dims) for x in extra}
+        if node.op_type == "Range":  # runtimes take one element for a scalar
+            one = [x for x, kind in kinds.items() if _sizes(kind) == [1]]
+            kinds |= {x: _type(kinds[x].tensor_type.elem_type, []) for x in one}
+            values |= {x: values[x].reshape(()) for x in one if x in values}
+        data = {x: numpy_helper.from_array(a, x) for x, a in values.items() if a.size <= _FEW}
+        kinds |= {x: _type(data[x].data_type, data[x].dims) for x in extra or {}}
         imports = [o for o in self.model.opset_import if o.domain != "ai.onnx"]
         try:
             found = infer_node_outputs(schema, node, kinds, data, opset_imports=imports)
@@ -493,7 +538,7 @@ class Sizes:
     def _if(self, scope: Scope, v: int, node: Any, where: str) -> list[Any]:
         """Of both branches, or of the one that a constant, or what sizes allow, chooses."""
         chosen = scope.value(node.input[0])
-        names = ("then_branch", "else_branch")
+        names: tuple[str, ...] = ("then_branch", "else_branch")
         if chosen is not None and chosen.size == 1:
             names = (names[0],) if chosen.item() else (names[1],)
         ends, errors = [], []
@@ -534,17 +579,17 @@ class Sizes:
             carried = together
         always = body.value(body.graph.output[0].name)
         known = trips is not None and trips.size == 1 and always is not None and bool(always)
-        count = max(0, int(trips.item())) if known and trips is not None else None
-        return together + [_stacked(x, 0, count) for x in ends[1 + len(together) :]]
+        rows = max(0, int(trips.item())) if known and trips is not None else None
+        return together + [_stacked(x, 0, rows) for x in ends[1 + len(together) :]]
 
     def _scan(self, scope: Scope, v: int, node: Any, where: str) -> list[Any]:
         if self.opsets[""] < 9:
             raise FormatError(f"{where}: Scan of opset 8 is not supported; convert to opset 9")
-        count = attribute(node, "num_scan_inputs", 1)
         kinds = [scope.type_of(x) for x in node.input]
-        axes = attribute(node, "scan_input_axes", None) or [0] * count
-        parts, length = kinds[: len(kinds) - count], None
-        for kind, axis in zip(kinds[len(kinds) - count :], axes, strict=False):
+        states = len(kinds) - attribute(node, "num_scan_inputs", 1)
+        axes = attribute(node, "scan_input_axes", None) or [0] * (len(kinds) - states)
+        parts, length = kinds[:states], None
+        for kind, axis in zip(kinds[states:], axes, strict=False):
             sizes = _sizes(kind)
             if sizes is None:
                 parts.append(None)
@@ -554,7 +599,6 @@ class Sizes:
         body = self._body(scope, v, node, "body", parts)
         self._fill(body, None, where)
         ends = [body.type_of(x.name) for x in body.graph.output]
-        states = len(kinds) - count
         axes = attribute(node, "scan_output_axes", None) or [0] * (len(ends) - states)
         stacked = zip(ends[states:], axes, strict=False)
         return ends[:states] + [_stacked(kind, axis, length) for kind, axis in stacked]
@@ -577,12 +621,24 @@ def _written(node: Any, like: tuple[str, Sequence[int], int | None]) -> Any:
 
         schema = defs.get_schema(name)
         inputs = [node.input[i] for i in like[1] if i < len(node.input)]
+        if like[2] is not None:  # by position: one tensor may be two inputs, of which one turned
+            inputs = [str(i) if x else "" for i, x in enumerate(inputs)]
         written.ClearField("input")
         written.input.extend(inputs)
         del written.output[schema.max_output :]
         for own in [a for a in written.attribute if a.name not in schema.attributes]:
             written.attribute.remove(own)
     return written
+
+
+def _stft(scope: Scope, node: Any, sizes: Any) -> list[int | None]:
+    """[batch, frames, bins, 2]: onnx's rule forgets that one side is the default."""
+    length = scope.value(node.input[3]) if len(node.input) > 3 and node.input[3] else None
+    window = _sizes(scope.type_of(node.input[2])) if len(node.input) > 2 and node.input[2] else None
+    size = int(length.item()) if length is not None else (window or [None])[0]
+    if size is not None and attribute(node, "onesided", 1):
+        size = size // 2 + 1
+    return [*sizes[:2], size, *sizes[3:]]
 
 
 def _both(a: Any, b: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,9 @@ def _readable(content: bytes, path: str, dims: Mapping[str, int]) -> Any:
         model: Any = load_model_from_string(content)
     except Exception as error:  # protobuf raises its own kinds
         raise FormatError(f"{path}: not a readable ONNX model (truncated?): {error}") from error
+    broken = next(_not_text(model), None)
+    if broken is not None:
+        raise FormatError(f"{path}: not a valid ONNX model: the name {broken!r:.60} is not UTF-8")
     if not model.graph.node:
         raise FormatError(f"{path}: the ONNX model has no nodes")
     for name, size in dims.items():
@@ -168,6 +171,19 @@ def _readable(content: bytes, path: str, dims: Mapping[str, int]) -> Any:
         return inliner.inline_local_functions(model) if model.functions else model
     except Exception as error:
         raise FormatError(f"{path}: its functions cannot be inlined: {error}") from error
+
+
+def _not_text(message: Any) -> Iterator[bytes]:
+    """Names that are not UTF-8: protobuf gives them as bytes."""
+    for field, value in message.ListFields():
+        if field.type not in (field.TYPE_STRING, field.TYPE_MESSAGE):
+            continue
+        several = not isinstance(value, str | bytes) and hasattr(value, "__len__")
+        for part in value if several else [value]:
+            if field.type == field.TYPE_MESSAGE:
+                yield from _not_text(part)
+            elif isinstance(part, bytes):
+                yield part
 
 
 class _Model:
@@ -346,7 +362,9 @@ def _work(scope: Scope, v: int, where: str) -> tuple[float, float]:
         times = _trips(node, scope, where)
         return times * max(w[0] for w in each), times * max(w[1] for w in each)
     inputs = [scope.tensor(x, where) if x else None for x in node.input]
-    outputs = [scope.tensor(x, where) for i, x in enumerate(node.output) if x and _told(scope, x, i)]
+    # The first output counts always, others where they are known: graph() asks for what is read.
+    known = [x for i, x in enumerate(node.output) if x and (i == 0 or scope.known(x))]
+    outputs = [scope.tensor(x, where) for x in known]
     if node.op_type in _SHAPE_ONLY:
         return 0.0, 0.0
     given = [t for t in inputs if t is not None]
@@ -365,11 +383,6 @@ def _work(scope: Scope, v: int, where: str) -> tuple[float, float]:
         shapes = ", ".join(map(str, given))
         raise FormatError(f"{where}: inputs {shapes} are not what it takes") from error
     return float(operations), float(moved)
-
-
-def _told(scope: Scope, name: str, number: int) -> bool:
-    """Whether an output counts: the first always, others where they are known or read."""
-    return number == 0 or scope.known(name)
 
 
 def _graph_work(scope: Scope, where: str) -> tuple[float, float]:
@@ -402,11 +415,16 @@ def _conv(weight: int) -> Count:
 
 
 def _matmul(first: int) -> Count:
-    return lambda node, x, y: 2 * y[0].size * x[first].shape[-1]
+    # Only com.microsoft.FusedMatMul has transA.
+    return lambda node, x, y: 2 * y[0].size * x[first].shape[-2 if _turned(node) else -1]
+
+
+def _turned(node: Any) -> bool:
+    return bool(attribute(node, "transA", 0))
 
 
 def _gemm(node: Any, x: Sequence[Tensor], y: Sequence[Tensor]) -> int:
-    return 2 * y[0].size * x[0].shape[0 if attribute(node, "transA", 0) else 1]
+    return 2 * y[0].size * x[0].shape[0 if _turned(node) else 1]
 
 
 def _recurrent(node: Any, x: Sequence[Tensor], y: Sequence[Tensor]) -> int:
@@ -447,4 +465,3 @@ _OPERATIONS: dict[str, Count] = {
     "RNN": _recurrent,
     "Attention": _attention,
 }
-
