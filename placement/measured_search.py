@@ -151,7 +151,7 @@ class _State:
         fit = np.isfinite(self.simulate(distinct))
         if not fit.any():
             raise TrialError(
-                f"nothing to measure: {answer.stats.get('infeasible', 'no placement fits')}"
+                f"nothing to measure: {answer.stats.get('infeasible', 'no placement that fits was found')}"
             )
         return np.array(distinct)[fit]
 

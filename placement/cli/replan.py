@@ -26,7 +26,7 @@ captured and nothing is looked up. The machine-readable result (--json) is one o
 planner, objective, value_s, was_value_s, lower_bound_s, seconds, evaluations, feasible, without,
 moved and assignment.
 
-Exit code 1: nothing fits on the devices that are left.
+Exit code 1: nothing that fits on the devices that are left was found.
 """
 
 

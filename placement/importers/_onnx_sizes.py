@@ -387,6 +387,9 @@ class Sizes:
             return self._outputs_as_later(scope, node, where)
         if like[2] is not None:
             return self._outputs_alike(scope, node, like, schema, where)
+        if node.op_type == "Einsum" and not _is_equation(attribute(node, "equation", b"")):
+            # onnx's rule would look for the end of such a one for ever.
+            raise FormatError(f"{where}: {attribute(node, 'equation', b'')!r:.60} is no equation")
         found = self._ask(scope, _written(node, like), schema, where)
         if node.op_type == "Dropout" and len(found) > 1 and _sizes(found[1]) is None:
             found[1] = found[0]  # the mask
@@ -629,6 +632,12 @@ def _written(node: Any, like: tuple[str, Sequence[int], int | None]) -> Any:
         for own in [a for a in written.attribute if a.name not in schema.attributes]:
             written.attribute.remove(own)
     return written
+
+
+def _is_equation(text: Any) -> bool:
+    term = rb"[A-Za-z]*(\.\.\.)?[A-Za-z]*"
+    pattern = rb"%b(,%b)*(->%b)?" % (term, term, term)
+    return isinstance(text, bytes) and bool(re.fullmatch(pattern, text.replace(b" ", b"")))
 
 
 def _stft(scope: Scope, node: Any, sizes: Any) -> list[int | None]:
