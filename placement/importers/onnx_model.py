@@ -64,15 +64,20 @@ def read(
     Initializers and Constant nodes are parameters, tied ones once, and so is Identity of one;
     nothing is read of weights, nor of external data files, but their sizes. Reshape and its
     like cost nothing and share memory. If, Loop and Scan are one operator each, that reads
-    what their subgraphs use; the longer branch of an If counts, and a Loop whose number of
-    trips is not constant counts once. Functions of the model are inlined.
+    what their subgraphs use; the longer branch of an If counts, unless a constant or the sizes
+    choose one, and a Loop whose number of trips is not constant counts once. Functions of the
+    model are inlined.
+
+    Sizes follow from those of the inputs, see ``_onnx_sizes``; those that the file declares of
+    other tensors count only where nothing else says them and the file gives those of all inputs.
+    An output that nothing reads needs none.
 
     Args:
         devices, bandwidth, memory: number of accelerators (4), bytes per second of every pair
             both ways (12e9, PCIe 3.0 x16), bytes of each (16 GiB).
         cluster: instead of those three; links that it does not declare cost nothing.
         dims: sizes of the dimensions that the file does not fix: by name, as ``batch``, or by
-            tensor and axis, as ``input.0``.
+            tensor and axis, as ``input.0``. In the file 0, -1, ``?`` and no name are such too.
 
     Raises:
         FormatError: the package onnx is missing; or naming the file, the node and the tensor.
