@@ -38,7 +38,7 @@ _LISTS = ("single_device", "heft", "peft", "critical_path_first", "level_balance
           "level_pipeline", "m_etf", "m_sct", "critical_path_greedy")  # fmt: skip
 # It walks on as long as it may: of evaluations that are limited it gets this share.
 _WALKS = {"critical_path_greedy": 0.25}
-_SEARCH_SHARE = 0.5  # of a budget, for a search where nothing fits
+_SEARCH_SHARE = 0.75  # of a budget, for a search where nothing fits
 _LATENCY_SHARE = 0.8  # of seconds that are limited: for latency it wins most often
 # These evaluate one placement per device, or several: of few evaluations the others come first.
 _SEVERAL = ("single_device", "level_pipeline")
@@ -58,7 +58,7 @@ class BestOf:
 
     Where none of them finds a placement that fits in memory, and arithmetic does not prove that
     there is none, ``macro_search`` and ``local_search`` go on from the closest one until the
-    budget ends (2,000 evaluations without one). Half of the budget is kept for them, but for what
+    budget ends (2,000 evaluations without one). Three quarters are kept for them, but for what
     the quickest planners take.
 
     Attributes:
@@ -178,7 +178,7 @@ def _search_on(search: Search, values: dict[str, float]) -> str:
     """Search from the closest placement; the name of who found the best that fits, if any."""
     search.limit(DEFAULT_EVALUATIONS)
     winner = ""
-    for name, share in (("macro_search", 0.5), ("local_search", 1.0)):
+    for name, share in (("macro_search", 0.7), ("local_search", 1.0)):
         if search.left and search.best is not None:
             placement, before = search.best[search.problem.graph.group], search.best_cost
             searcher = load(name, start=lambda _, p=placement: Solution(p, np.inf))
