@@ -169,7 +169,9 @@ class Comparison:
         """
         rows = [r for r in self.rows if r.workload == workload and r.feasible]
         if not rows:
-            raise CompareError(f"{workload}: no placement fits on this cluster")
+            raise CompareError(
+                f"{workload}: no planner found a placement that fits on this cluster"
+            )
         measured = [r for r in rows if r.measured_s is not None]
         return min(measured or rows, key=lambda r: r.reached_s)
 

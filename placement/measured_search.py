@@ -150,9 +150,8 @@ class _State:
         distinct = list({p.tobytes(): p for p in rows}.values())
         fit = np.isfinite(self.simulate(distinct))
         if not fit.any():
-            raise TrialError(
-                f"nothing to measure: {answer.stats.get('infeasible', 'no placement fits')}"
-            )
+            why = answer.stats.get("infeasible", "no placement that fits was found")
+            raise TrialError(f"nothing to measure: {why}")
         return np.array(distinct)[fit]
 
     def others(self) -> list[Placement]:

@@ -57,7 +57,8 @@ def remaining(problem: Problem, without: Sequence[str]) -> Problem:
             f"operator {op} ({problem.graph.op_name[op]!r}) runs only on "
             f"{[names[d] for d in able]}, of which none is left; the others are {left}"
         )
-    need, have = int(problem.graph.param_bytes.sum()), sum(map(int, problem.memory_bytes[keep]))
+    g, have = problem.graph, sum(map(int, problem.memory_bytes[keep]))
+    need = int(g.param_bytes[np.unique(g.param_use)].sum())
     if need > have:
         raise NothingFits(
             f"parameters alone need {need:,} bytes; the devices that are left, {left}, have "

@@ -149,7 +149,7 @@ def test_plan_nothing_fits(home: Path, tmp_path: Path, capsys: pytest.CaptureFix
     out, err = capsys.readouterr()
     got = json.loads(out)
     assert list(got) == KEYS and got["feasible"] is False and got["value_s"] is None
-    assert "no placement that fits and can run was found" in err and "10" in err
+    assert "nothing can fit in memory: the parameters take" in err and "have 20" in err
     assert not (tmp_path / "plan.json").exists()
 
 

@@ -50,6 +50,9 @@ def work_of(path: Path, **options: Any) -> tuple[list[float], list[float]]:
     return np.round(operations).tolist(), np.round(moved).tolist()
 
 
+X, Y = [value("x", [3])], [value("y", [3])]
+
+
 def convnet(tmp_path: Path) -> Path:
     """x [2,3,8,8] -> conv 4 of 3x3 (no padding) -> relu -> flatten -> gemm with 5 outputs."""
     return saved(
@@ -248,6 +251,154 @@ def test_dimensions_that_depend_on_data(tmp_path: Path) -> None:
     assert load(path, dims={"at.1": 7}).graph.tensor_bytes.tolist() == [48, 112, 56]
 
 
+def sizes_of(path: Path, **options: Any) -> dict[str, int]:
+    """Bytes of the first output of each operator, by the operator's name."""
+    g = load(path, **options).graph
+    return {
+        g.op_name[v]: int(b) for v, b in zip(g.tensor_src, g.tensor_bytes, strict=True) if v >= 0
+    }
+
+
+def test_what_follows_from_sizes_and_constants_is_computed(tmp_path: Path) -> None:
+    """Of x [batch, 3, height]: a computed Pad, Range, Slice, Expand, and a mask's NonZero."""
+    nodes = [
+        node("Shape", ["x"], ["s"]),
+        node("Gather", ["s", "last"], ["n"]),  # height
+        node("Mod", ["n", "eight"], ["over"]),
+        node("Sub", ["eight", "over"], ["more"]),  # to the next multiple of 8
+        node("Concat", ["zeros", "more"], ["pads"], axis=0),
+        node("Pad", ["x", "pads"], ["padded"]),
+        node("Squeeze", ["n"], ["end"]),
+        node("Range", ["zero", "end", "step"], ["grid"]),
+        node("Div", ["n", "two"], ["half"]),
+        node("Slice", ["x", "zero1", "half", "two"], ["cut"]),
+        node("ConstantOfShape", ["n"], ["full"]),
+        node("NonZero", ["mask"], ["at"]),
+        node("Gather", ["x", "at"], ["picked"], axis=2),
+    ]
+    weights = [numbers("last", 2), numbers("eight", 8), numbers("zeros", 0, 0, 0, 0, 0)]
+    weights += [numbers("two", 2), numbers("zero1", 0), numbers("mask", 1, 0, 1, 1)]
+    weights += [helper.make_tensor(x, INT64, [], [v]) for x, v in (("zero", 0), ("step", 2))]
+    outputs = [value(x, None) for x in ("padded", "grid", "cut", "picked")]
+    path = saved(tmp_path, nodes, [value("x", ["batch", 3, "height"])], outputs, weights)
+    found = sizes_of(path, dims={"batch": 2, "height": 13})
+    assert found["padded"] == 2 * 3 * 16 * 4
+    assert found["grid"] == 7 * 8  # 0, 2, ..., 12
+    assert found["cut"] == 2 * 3 * 6 * 4
+    assert found["full"] == 13 * 4
+    assert found["at"] == 3 * 8 and found["picked"] == 2 * 3 * 3 * 4
+
+
+def test_nothing_large_is_computed(tmp_path: Path) -> None:
+    huge = numbers("huge", 2**40)
+    nodes = [node("ConstantOfShape", ["huge"], ["z"]), node("Add", ["z", "x"], ["y"])]
+    path = saved(tmp_path, nodes, [value("x", [1])], [value("y", None)], [huge])
+    assert sizes_of(path) == {"z": 2**42, "y": 2**42}
+
+
+def old(tmp_path: Path, opset: int, nodes: Any, inputs: Any, weights: Any = ()) -> dict[str, int]:
+    outputs = [value(nodes[-1].output[0], None)]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, list(weights))
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=3)
+    path = tmp_path / "old.onnx"
+    path.write_bytes(model.SerializeToString())
+    return sizes_of(path)
+
+
+def test_operators_of_old_versions(tmp_path: Path) -> None:
+    nodes = [
+        node("Relu", ["x"], ["r"], consumed_inputs=[0]),
+        node("Add", ["r", "b"], ["a"], broadcast=1, axis=1),
+        node("BatchNormalization", ["a", *"bbbb"], ["n", *"ijkl"], consumed_inputs=[0, 0, 0, 1, 1]),
+        node("Pad", ["n"], ["p"], paddings=[0, 0, 1, 1, 0, 0, 1, 1]),
+        node("Upsample", ["p"], ["u"], height_scale=2.0, width_scale=3.0),
+        node("Concat", ["u", "u"], ["c"]),  # axis 1, where none is said
+        node("Dropout", ["c"], ["d", "mask"]),
+        node("Reshape", ["d"], ["f"], shape=[0, -1]),
+    ]
+    found = old(tmp_path, 1, nodes, [value("x", [2, 3, 4, 4]), value("b", [3])], [weight("b", 3)])
+    padded = 2 * 3 * 6 * 6 * 4
+    assert found["a"] == found["n"] == 2 * 3 * 4 * 4 * 4 and found["p"] == padded
+    assert found["u"] == 6 * padded and found["c"] == found["d"] == found["f"] == 12 * padded
+    scales = helper.make_tensor("s", FLOAT, [4], [1, 1, 2, 2])
+    up = [node("Upsample", ["x", "s"], ["u"])]
+    assert old(tmp_path, 9, up, [value("x", [1, 2, 4, 4])], [scales]) == {"u": 2 * 64 * 4}
+
+
+def test_operators_of_onnxruntime(tmp_path: Path) -> None:
+    nodes = [
+        node("FusedConv", ["x", "w"], ["c"], domain="com.microsoft", activation="Relu"),
+        node("QuickGelu", ["c"], ["q"], domain="com.microsoft"),
+        node("FusedMatMul", ["q", "q"], ["y"], domain="com.microsoft", transA=1, alpha=0.5),
+    ]
+    graph = helper.make_graph(
+        nodes, "g", [value("x", [1, 3, 6, 8])], [value("y", None)], [weight("w", 4, 3, 3, 3)]
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    path = tmp_path / "model.onnx"
+    path.write_bytes(helper.make_model(graph, opset_imports=opsets).SerializeToString())
+    # [1, 4, 4, 6]; of its 6 columns each with each: sums of 4.
+    assert load(path).graph.tensor_bytes.tolist() == [576, 384, 384, 4 * 6 * 6 * 4]
+    assert work_of(path)[0] == [2 * 96 * 27, 96, 2 * 144 * 4]
+
+
+def test_half_a_spectrum_is_the_default(tmp_path: Path) -> None:
+    nodes = [node("STFT", ["x", "step", "", "size"], ["y"])]
+    weights = [helper.make_tensor(x, INT64, [], [v]) for x, v in (("step", 8), ("size", 16))]
+    path = saved(tmp_path, nodes, [value("x", [1, 128, 1])], [value("y", None)], weights)
+    assert sizes_of(path) == {"y": 15 * 9 * 2 * 4}
+
+
+def test_a_branch_that_a_constant_chooses(tmp_path: Path) -> None:
+    """And one that the sizes do not allow."""
+    wide = body([node("MatMul", ["x", "w"], ["a"])], [], [value("a", None)])
+    narrow = body([node("MatMul", ["x", "v"], ["b"])], [], [value("b", None)])
+    weights = [weight("w", 4, 5), weight("v", 3, 6), helper.make_tensor("no", BOOL, [], [False])]
+    for cond, rows, size in (("no", 3, 6), ("any", 4, 5), ("any", 3, 6)):
+        nodes = [node("If", [cond], ["y"], then_branch=wide, else_branch=narrow)]
+        inputs = [value("x", [2, rows]), value("any", [], BOOL)]
+        path = saved(tmp_path, nodes, inputs, [value("y", None)], weights)
+        assert sizes_of(path) == {"y": 2 * size * 4}
+        assert work_of(path)[0] == [2 * 2 * size * rows]
+
+
+def test_a_loop_stacks_what_it_scans(tmp_path: Path) -> None:
+    loop = body(
+        [node("Add", ["h", "h"], ["h2"]), node("Identity", ["go"], ["go2"])],
+        [value("i", [], INT64), value("go", [], BOOL), value("h", None)],
+        [value("go2", [], BOOL), value("h2", None), value("h2", None)],
+    )
+    nodes = [node("Loop", ["trips", "", "x"], ["last", "all"], body=loop)]
+    trips = helper.make_tensor("trips", INT64, [], [7])
+    path = saved(tmp_path, nodes, [value("x", [3])], [value("all", None)], [trips])
+    assert load(path).graph.tensor_bytes.tolist() == [12, 12, 7 * 12]
+
+
+def test_sizes_that_the_file_declares_count_only_where_all_inputs_have_theirs(
+    tmp_path: Path,
+) -> None:
+    nodes = [node("NonZero", ["x"], ["at"]), node("Cast", ["at"], ["y"], to=FLOAT)]
+    path = saved(tmp_path, nodes, [value("x", [3, 4])], [value("y", [2, 5])])
+    with pytest.raises(FormatError, match=r"set it: --dim at\.1=1"):
+        load(path)
+    path = saved(tmp_path, nodes[:1], [value("x", [3, 4])], [value("at", [2, 5], INT64)])
+    assert sizes_of(path) == {"at": 80}
+    path = saved(tmp_path, nodes[:1], [value("x", ["n", 4])], [value("at", [2, 5], INT64)])
+    with pytest.raises(FormatError, match=r"set it: --dim at\.1=1"):
+        load(path, dims={"n": 3})
+    with pytest.raises(
+        FormatError, match=r"x\.1 = 5 contradicts the size of 'x', axis 1, which is 4"
+    ):
+        load(path, dims={"n": 3, "x.1": 5})
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    path = saved(tmp_path, [node("Relu", ["x"], ["y"], name="name")], X, Y)
+    path.write_bytes(path.read_bytes().replace(b"name", b"n\xffme"))
+    with pytest.raises(FormatError, match="is not UTF-8"):
+        load(path)
+
+
 def body(nodes: Any, inputs: Any, outputs: Any, weights: Any = ()) -> Any:
     return helper.make_graph(nodes, "body", inputs, outputs, list(weights))
 
@@ -318,9 +469,6 @@ def test_nodes_in_any_order_and_with_one_name(tmp_path: Path) -> None:
     assert g.op_name == ("n#2", "n") and g.edges.tolist() == [[0, 1]]
 
 
-X, Y = [value("x", [3])], [value("y", [3])]
-
-
 @pytest.mark.parametrize(
     ("nodes", "said"),
     [
@@ -329,14 +477,22 @@ X, Y = [value("x", [3])], [value("y", [3])]
         ([node("Relu", ["x"], ["y"]), node("Tanh", ["x"], ["y"])], "output 'y' is made twice"),
         (
             [node("Identity", [], ["y"])],
-            "shape inference failed: [ShapeInferenceError] (op_type:Id",
+            "node 'y' (Identity): shape inference failed: Node with schema(::Identity:",
         ),
         ([node("Relu", ["y"], ["b"]), node("Relu", ["b"], ["y"])], "cycle: "),
         ([node("SequenceConstruct", ["x"], ["s"])], "node 's' (SequenceConstruct): 's' is no"),
-        ([node("Fancy", ["x"], ["y"], domain="mine")], "shape inference failed"),
+        (
+            [node("Fancy", ["x"], ["y"], domain="mine")],
+            "node 'y' (mine.Fancy): what this operator computes is not known; write the model",
+        ),
+        (
+            [node("Attention", ["x", "x", "x"], ["y"], name="a", domain="com.microsoft")],
+            "node 'a' (com.microsoft.Attention): what this operator computes is not known",
+        ),
+        ([node("Einsum", ["x"], ["y"], equation="\0i")], "(Einsum): b'\\x00i' is no equation"),
         ([node("Constant", [], ["y"], value_floats=[1.0, 2, 3])], "nothing to place"),
         (
-            [node("MatMul", ["x", "t"], ["y"]), node("Constant", [], ["t"], value_string="a")],
+            [node("Cast", ["t"], ["y"], to=FLOAT), node("Constant", [], ["t"], value_string="a")],
             "node 't' (Constant): 't' has elements of type STRING",
         ),
     ],

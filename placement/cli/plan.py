@@ -134,8 +134,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         cli.print_json(_answer(args, problem, solution, took))
     if not isfinite(solution.value_s):
-        why = solution.stats.get("infeasible", "")
-        cli.say(f"no placement that fits and can run was found: {why}")
+        cli.say(solution.stats.get("infeasible", "no placement that fits and can run was found"))
         return cli.NO
     if args.measurements is not None:
         _say_measured(solution)

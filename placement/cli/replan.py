@@ -26,7 +26,7 @@ captured and nothing is looked up. The machine-readable result (--json) is one o
 planner, objective, value_s, was_value_s, lower_bound_s, seconds, evaluations, feasible, without,
 moved and assignment.
 
-Exit code 1: nothing fits on the devices that are left.
+Exit code 1: nothing that fits on the devices that are left was found.
 """
 
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             }
         )
     if not feasible:
-        cli.say(f"nothing fits on {list(devices)}: {solution.stats['infeasible']}")
+        cli.say(f"on {list(devices)}: {solution.stats['infeasible']}")
         return cli.NO
     unit = "J" if left.objective == "energy" else "s"
     now, before = (cli.seconds(x, unit) for x in (solution.value_s, plan.predicted.value_s))

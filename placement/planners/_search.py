@@ -26,6 +26,10 @@ Choice = NDArray[np.int32]  # [G] device of each colocation group
 
 DEFAULT_EVALUATIONS = 2000
 START_SHARE = 0.25  # of a budget, for the planner that a search starts from
+NO_PROOF = (
+    "that does not prove that no placement fits: a search, or a longer one, may find one, "
+    "e.g. --planner local_search --seconds 60"
+)
 INFEASIBLE = 1e30  # costs above this do not fit: INFEASIBLE * (1 + overflow)
 
 
@@ -406,7 +410,10 @@ def why_infinite(problem: Problem, placement: Placement) -> str:
         if need > device.memory_bytes
     ]
     if over:
-        return "no placement found that fits in memory; the closest: " + ", ".join(over)
+        proof, closest = cannot_fit(problem), ", ".join(over)
+        if proof:
+            return f"{proof}; the closest placement: {closest}"
+        return f"no placement found that fits in memory; the closest: {closest}; {NO_PROOF}"
     names, devices = problem.graph.op_name, problem.cluster.device_names
     waiting = objectives.circle(problem, placement)
     assert waiting, "what fits and can run has a value"
@@ -418,6 +425,40 @@ def why_infinite(problem: Problem, placement: Placement) -> str:
         f"no placement found that can run: {len(waiting)} pieces wait for each other in a circle, "
         f"each for the next: {', '.join(told)}{', ...' if len(waiting) > 3 else ''}; "
         "use ideal_dp, whose stages do not, or macro_search, which begins with them"
+    )
+
+
+def cannot_fit(problem: Problem) -> str:
+    """Why no placement whatever fits in memory; empty where arithmetic alone does not prove it.
+
+    All parameters against all memory, and each colocation group against every device that can
+    run it: its parameters and, where activations count, the largest tensor that it produces.
+    """
+    g, memory = problem.graph, problem.memory_bytes
+    need = int(g.param_bytes[np.unique(g.param_use)].sum())
+    have = sum(map(int, memory))
+    if need > have:
+        return (
+            f"nothing can fit in memory: the parameters take {need} bytes, "
+            f"all devices together have {have}"
+        )
+    pairs = np.unique(np.stack([g.group[g.param_use_op], g.param_use], axis=1), axis=0)
+    needs = np.zeros(g.num_groups, np.int64)
+    np.add.at(needs, pairs[:, 0], g.param_bytes[pairs[:, 1]])
+    if problem.objective not in objectives.ANALYTIC:
+        largest = np.zeros(g.num_groups, np.int64)
+        own = np.flatnonzero((g.tensor_src >= 0) & (g.tensor_root == np.arange(g.num_tensors)))
+        np.maximum.at(largest, g.group[g.tensor_src[own]], g.tensor_bytes[own])
+        needs += largest
+    most = np.where(np.isfinite(problem.group_compute_s), memory, -1).max(axis=1)
+    if (needs <= most).all():
+        return ""
+    group = int((needs - most).argmax())
+    first, *others = np.flatnonzero(g.group == group).tolist()
+    with_it = f" with the {len(others)} that must share its device" if others else ""
+    return (
+        f"nothing can fit in memory: operator {first} ({g.op_name[first]!r}){with_it} needs "
+        f"{int(needs[group])} bytes, the largest device that can run it has {int(most[group])}"
     )
 
 

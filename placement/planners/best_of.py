@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 
 from placement.planners import PlannerError, check_least, load
-from placement.planners._search import Search
+from placement.planners._search import (
+    DEFAULT_EVALUATIONS,
+    INFEASIBLE,
+    Search,
+    can_move,
+    cannot_fit,
+)
 from placement.planners.critical_path_greedy import CriticalPathGreedy
 from placement.planners.ideal_dp import IdealDp
 from placement.problem import Problem, Solution, lower_bound
@@ -32,6 +38,7 @@ _LISTS = ("single_device", "heft", "peft", "critical_path_first", "level_balance
           "level_pipeline", "m_etf", "m_sct", "critical_path_greedy")  # fmt: skip
 # It walks on as long as it may: of evaluations that are limited it gets this share.
 _WALKS = {"critical_path_greedy": 0.25}
+_SEARCH_SHARE = 0.75  # of a budget, for a search where nothing fits
 _LATENCY_SHARE = 0.8  # of seconds that are limited: for latency it wins most often
 # These evaluate one placement per device, or several: of few evaluations the others come first.
 _SEVERAL = ("single_device", "level_pipeline")
@@ -48,6 +55,11 @@ class BestOf:
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
     of devices than a program takes, no time), and ``lower_bound_s`` is
     ``placement.problem.lower_bound``.
+
+    Where none of them finds a placement that fits in memory, and arithmetic does not prove that
+    there is none, ``macro_search`` and ``local_search`` go on from the closest one until the
+    budget ends (2,000 evaluations without one). Three quarters are kept for them, but for what
+    the quickest planners take.
 
     Attributes:
         planners: names, as ``placement.planners.load`` takes them.
@@ -104,6 +116,7 @@ class BestOf:
         values: dict[str, float] = {}
         skipped: dict[str, str] = {}
         winner, slowest_s, quick_s = "", 0.0, 0.0
+        may_search = can_move(problem) and not cannot_fit(problem)
         tries = 3 if problem.memory_may_bind else 1  # see _list_schedule.first_that_fits
         for i, (name, planner) in enumerate(chosen):
             own: set[str] = {f.name for f in fields(planner)} if is_dataclass(planner) else set()
@@ -112,10 +125,14 @@ class BestOf:
             needed_s = max(_PRUDENCE * slowest_s, _AT_LEAST.get(name, 0.0) * quick_s)
             in_time = anyway or search.seconds_left > needed_s
             in_number = "evaluations" in own or search.num_left >= tries or not values
-            if not (search.left and in_time and in_number):
+            for_search = nothing_fits and may_search and name not in _QUICK
+            if (for_search and search.used >= 1.0 - _SEARCH_SHARE) or not (
+                search.left and in_time and in_number
+            ):
                 skipped[name] = "nothing is left of the budget"
                 continue
-            share = 1.0 if i + 1 == len(chosen) else 0.5
+            # The last one gets all, unless a search for something that fits may have to follow.
+            share = 1.0 if i + 1 == len(chosen) and not nothing_fits else 0.5
             if name in _WALKS and problem.objective == "latency":
                 share = max(share, _LATENCY_SHARE)
             if isinstance(planner, CriticalPathGreedy) and np.isfinite(search.seconds_left):
@@ -138,6 +155,8 @@ class BestOf:
             if name in _QUICK:
                 quick_s = max(quick_s, took_s)
             winner = name if search.best_cost < before else winner
+        if search.best_s == np.inf and may_search:
+            winner = _search_on(search, values) or winner
         if not values:
             raise PlannerError("; ".join(skipped.values()) or "best_of: no planners were named")
         bound = lower_bound(problem)
@@ -153,3 +172,16 @@ class BestOf:
         if self.evaluations is not None:
             order.sort(key=_SEVERAL.__contains__)
         return order
+
+
+def _search_on(search: Search, values: dict[str, float]) -> str:
+    """Search from the closest placement; the name of who found the best that fits, if any."""
+    search.limit(DEFAULT_EVALUATIONS)
+    winner = ""
+    for name, share in (("macro_search", 0.7), ("local_search", 1.0)):
+        if search.left and search.best is not None:
+            placement, before = search.best[search.problem.graph.group], search.best_cost
+            searcher = load(name, start=lambda _, p=placement: Solution(p, np.inf))
+            values[name] = search.run(searcher, share, share).value_s
+            winner = name if search.best_cost < min(before, INFEASIBLE) else winner
+    return winner

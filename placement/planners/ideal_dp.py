@@ -20,7 +20,7 @@ from placement.graph import OpGraph
 from placement.objective_kernels import move_tables
 from placement.objectives import Blocks, blocks, device_loads
 from placement.planners import PlannerError, _ideals, check_least
-from placement.planners._search import why_infinite
+from placement.planners._search import NO_PROOF, cannot_fit, why_infinite
 from placement.problem import Problem, Solution, balance_prices, lower_bound, priced
 from placement.profile import Profile
 from placement.simulator import score
@@ -672,7 +672,8 @@ def _placement(item: Ints, kinds: _Kinds, stages: list[Stage]) -> Ints:
 def _nothing_fits(problem: Problem, verb: str) -> str:
     devices = ", ".join(f"{d.name} {d.memory_bytes}" for d in problem.cluster.devices)
     need = int(problem.graph.param_bytes.sum())
-    return f"no contiguous split of {need} bytes of parameters {verb} in memory (bytes: {devices})"
+    why = f"no contiguous split of {need} bytes of parameters {verb} in memory (bytes: {devices})"
+    return f"{why}; {cannot_fit(problem) or NO_PROOF}"
 
 
 @cache

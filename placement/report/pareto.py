@@ -36,7 +36,7 @@ def plot_pareto(comparison: Comparison, path: str | Path, title: str = "") -> Pa
         if row.feasible:
             workloads.setdefault(row.workload, []).append(row)
     if not workloads:
-        raise gantt.PlotError("no placement of any workload fits")
+        raise gantt.PlotError("no placement that fits was found for any workload")
     shown = dict(list(workloads.items())[:_MAX_WORKLOADS])
     with_energy = any(rows[0].energy_j is not None for rows in shown.values())
     pairs = [("latency_s", "period_s")]
