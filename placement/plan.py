@@ -54,6 +54,7 @@ _PRINTABLE = r"^[^\u0000-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]*$"
 Name = Annotated[str, Field(max_length=1024, pattern=_PRINTABLE)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{12,64}$")]
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Source = Annotated[int, Field(ge=-1, le=2**63 - 1)]
 Seconds = Annotated[FiniteFloat, Field(ge=0)]
 
 _PARTS = {
@@ -90,8 +91,9 @@ class GraphInfo(_Strict):
     """The model: ``fingerprint`` of the whole, ``parts`` of what it consists of.
 
     ``optimizer`` is the class of ``torch.optim`` whose state counts as memory in training.
-    ``modules`` is the path of each operator's module; ``parameters`` says which operators (by
-    number) read each parameter or buffer; ``backward`` numbers the backward operators.
+    ``modules`` is the path of each operator's module; ``sources`` says whose tensors each operator
+    reads (by number; -1 is an input of the model); ``parameters`` says which operators (by number)
+    read each parameter or buffer; ``backward`` numbers the backward operators.
     """
 
     name: Name
@@ -103,6 +105,7 @@ class GraphInfo(_Strict):
     mode: Literal["inference", "training"] = "inference"
     optimizer: Name | None = None
     modules: tuple[Name, ...] = ()
+    sources: tuple[tuple[Source, ...], ...] = ()
     parameters: dict[Name, tuple[Count, ...]] = {}
     backward: tuple[Count, ...] = ()
 
@@ -583,6 +586,12 @@ class Plan(_Strict):
             found.append(f"priority must hold each of 0..{n - 1} once")
         if self.graph.modules and len(self.graph.modules) != n:
             found.append(f"graph.modules has {len(self.graph.modules)} paths, num_ops = {n}")
+        sources = self.graph.sources
+        if sources and len(sources) != n:
+            found.append(f"graph.sources is about {len(sources)} operators, num_ops = {n}")
+        for i, read in enumerate(sources):
+            if max(read, default=-1) >= i:
+                found.append(f"graph.sources: operator {i} reads from operator {max(read)}")
         for key, numbers in (*self.graph.parameters.items(), ("backward", self.graph.backward)):
             if max(numbers, default=0) >= n:
                 found.append(f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}")
@@ -721,6 +730,7 @@ def make_plan(
                 mode="training" if graph.is_backward.any() else "inference",
                 optimizer=None if graph.program is None else graph.program.optimizer,
                 modules=graph.op_module,
+                sources=_sources(graph),
                 parameters=_readers(graph),
                 backward=tuple(np.flatnonzero(graph.is_backward).tolist()),
             ),
@@ -918,6 +928,13 @@ def _stages(names: Sequence[str], on: Sequence[str]) -> tuple[Stage, ...]:
         for a, b in pairwise(cuts)
         if b > a
     )
+
+
+def _sources(graph: OpGraph) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the operators that each operator reads from; -1 stands for the model's inputs."""
+    read, src = graph.in_tensor, graph.tensor_src
+    ptr = graph.in_ptr.tolist()
+    return tuple(tuple(sorted({*src[read[a:b]].tolist()})) for a, b in pairwise(ptr))
 
 
 def _readers(graph: OpGraph) -> dict[str, tuple[int, ...]]:
