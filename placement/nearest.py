@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement.planners.contiguous_dp import ContiguousDp
-from placement.problem import ROUNDING, Placement, Problem
+from placement.problem import ROUNDING, Placement, Problem, ProblemError
 from placement.simulator import score, simulate
 from placement.timeline import Timeline
 
 
-def best_whole(problem: Problem, unit: ArrayLike, candidates: ArrayLike) -> Placement:
-    """The placement int32 ``[N]`` with the least objective that keeps units on one device each.
+def best_whole(
+    problem: Problem, unit: ArrayLike, known: Placement, devices: Collection[int]
+) -> Placement:
+    """The placement int32 ``[N]`` of least objective that keeps units on one device each.
 
-    Of ``candidates`` and of all splits into consecutive units, one for each device
-    (``ContiguousDp``). The first one stays unless another is better. Where nothing fits into
-    memory, it is one that lacks few bytes.
+    It is ``known``, int32 ``[N]``, or if that is better the best split into consecutive units,
+    one for each of ``devices`` (``ContiguousDp``). Where neither fits into memory, it is the
+    split, which lacks few bytes.
 
     Args:
         unit: int ``[N]`` the unit of each operator, numbered in the order they run; colocation
             groups of the graph do not count: a view may be elsewhere than its base, as a copy.
-        candidates: int ``[B, N]`` placements that keep units on one device each.
     """
-    free = _grouped(problem, unit)
+    seconds = np.where(
+        np.isin(np.arange(problem.num_devices), [*devices]), problem.compute_s, np.inf
+    )
+    profile = replace(problem.profile, compute_s=seconds)
+    try:
+        free = _grouped(replace(problem, profile=profile), unit)
+    except ProblemError:  # a unit that runs nowhere as a whole
+        return known
     cut = ContiguousDp()(free).placement
-    rows = np.concatenate([np.atleast_2d(np.asarray(candidates, np.int32)), cut[None]])
-    values = score(free, rows)
-    best = int(values.argmin())
-    if not np.isfinite(values[best]):
-        return cut
-    return rows[0] if values[0] <= values[best] * (1 + ROUNDING) else rows[best]
+    before, after = score(free, [known, cut])
+    return known if before <= after * (1 + ROUNDING) and np.isfinite(before) else cut
 
 
 def simulate_split(
@@ -50,5 +55,5 @@ def simulate_split(
 def _grouped(problem: Problem, unit: ArrayLike) -> Problem:
     """The problem with units in the place of colocation groups."""
     group: NDArray[np.int32] = np.unique(unit, return_inverse=True)[1].astype(np.int32)
-    profile = replace(problem.profile, graph_fingerprint="")
+    profile = replace(problem.profile, graph_fingerprint="")  # it knows the graph's own groups
     return replace(problem, graph=replace(problem.graph, group=group), profile=profile)

@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -92,8 +92,9 @@ class GraphInfo(_Strict):
 
     ``optimizer`` is the class of ``torch.optim`` whose state counts as memory in training.
     ``modules`` is the path of each operator's module; ``sources`` says whose tensors each operator
-    reads (by number; -1 is an input of the model); ``parameters`` says which operators (by number)
-    read each parameter or buffer; ``backward`` numbers the backward operators.
+    reads (by number; -1 is an input of the model; where one hands on its whole input, also whose
+    that is); ``parameters`` says which operators (by number) read each parameter or buffer;
+    ``backward`` numbers the backward operators.
     """
 
     name: Name
@@ -931,10 +932,27 @@ def _stages(names: Sequence[str], on: Sequence[str]) -> tuple[Stage, ...]:
 
 
 def _sources(graph: OpGraph) -> tuple[tuple[int, ...], ...]:
-    """Numbers of the operators that each operator reads from; -1 stands for the model's inputs."""
-    read, src = graph.in_tensor, graph.tensor_src
-    ptr = graph.in_ptr.tolist()
-    return tuple(tuple(sorted({*src[read[a:b]].tolist()})) for a, b in pairwise(ptr))
+    """Numbers of the operators that each operator reads from; -1 stands for the model's inputs.
+
+    What hands on its whole input (``x.to(x.dtype)``) is read along with where that is from: it may
+    return ``x`` itself, and the trace then names it in the place of ``x`` from there on.
+    """
+    src, root, size = graph.tensor_src, graph.tensor_root, graph.tensor_bytes
+
+    def origins(t: int) -> Iterator[int]:
+        while True:
+            op = int(src[t])
+            yield op
+            inputs = graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]] if op >= 0 else ()
+            same = [u for u in inputs if root[u] == root[t] and size[u] == size[t]]
+            if not same:
+                return
+            t = same[0]
+
+    return tuple(
+        tuple(sorted({op for t in graph.in_tensor[a:b] for op in origins(t)}))
+        for a, b in pairwise(graph.in_ptr.tolist())
+    )
 
 
 def _readers(graph: OpGraph) -> dict[str, tuple[int, ...]]:

@@ -104,12 +104,15 @@ class Forward:
         pairs = zip(planned, self.twin, strict=True)
         return {name: device[i] if i >= 0 else here for (name, here), i in pairs}
 
-    def nearest(self, unit: Sequence[int], on: Mapping[int, str]) -> list[str]:
+    def nearest(
+        self, unit: Sequence[int], on: Mapping[int, str], devices: Iterable[str]
+    ) -> list[str]:
         """``[F]`` devices that keep units whole: ``on``, or what costs less if costs are known.
 
         Args:
             unit: ``[F]`` unit of each operator, numbered in the order they run.
             on: unit -> device, so that few operators move.
+            devices: those that may be used.
 
         Raises:
             PlanMismatch: the problem is not that of the plan.
@@ -119,11 +122,12 @@ class Forward:
             return few
         from placement.nearest import best_whole
 
-        self.plan.placement(self.problem.graph, self.problem.cluster)
-        devices = self.problem.cluster.device_names
-        rows = [[devices.index(few[i]) for i in self.twin]]
-        best = best_whole(self.problem, [unit[i] for i in self.twin], rows)
-        return [devices[best[n]] for n in self.number]
+        known = self.plan.placement(self.problem.graph, self.problem.cluster)
+        index = self.problem.cluster.index
+        known[:] = [index(few[i]) for i in self.twin]
+        allowed = {index(name) for name in devices}
+        best = best_whole(self.problem, [unit[i] for i in self.twin], known, allowed)
+        return [self.problem.cluster.device_names[best[n]] for n in self.number]
 
     def require(self, device: Sequence[str], consumer: str, why: str = "") -> None:
         """Check that the plan is what the consumer will do with forward operators on ``device``.
@@ -182,7 +186,7 @@ class Forward:
                 else f"its devices come in the order {_some(turns)}"
             )
             few = _nearest(count, self._by_position(unit))
-            self.require(self.nearest(unit, dict(enumerate(few))), consumer, why)
+            self.require(self.nearest(unit, dict(enumerate(few)), self.device), consumer, why)
         self.require([on[u] for u in unit], consumer)
         return _parts(on)
 

@@ -45,7 +45,8 @@ class LlamaCpp:
         on = [found.most_common(1)[0][0] if found else None for found in count]
         whole = [on[u] or "" for u in unit]
         if whole != list(forward.device):
-            whole = forward.nearest(unit, {u: d for u, d in enumerate(on) if d})
+            found = {u: d for u, d in enumerate(on) if d}
+            whole = forward.nearest(unit, found, used - set(host[1:]))
         forward.require(whole, "-ot", "a layer is whole, and llama.cpp has one CPU device")
         rules: dict[str, list[int]] = {}
         for u, device in enumerate(on):
