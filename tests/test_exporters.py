@@ -299,7 +299,7 @@ def captured(name: str, cut: str | None) -> tuple[Any, Any, Problem, Plan]:
     at = [m == cut or m.startswith(f"{cut}.") for m in graph.op_module]
     first = at.index(True) if cut else graph.num_ops
     on = np.array([int(i >= first) for i in range(graph.num_ops)], np.int32)
-    on = on[graph.group]  # numbered as operators: a group is where its first operator is
+    on = on[np.unique(graph.group, return_index=True)[1]][graph.group]  # as a group's first
     return module, inputs, p, make_plan(p, Solution(on, 1.0), planner="by hand", workload=name)
 
 
