@@ -17,7 +17,8 @@ class TorchPipelining:
     """A script for ``torchrun``, and beside it the split points and the schedule as JSON.
 
     Format: ``torch.distributed.pipelining.pipeline(module, args, split_spec={path:
-    SplitPoint.BEGINNING})`` of torch 2.13: a stage begins where a module begins that runs once.
+    SplitPoint.BEGINNING})`` of torch 2.13: a stage begins where a module begins that runs once,
+    and only the first stage reads the model's inputs.
     Stage ``i`` is on rank ``i`` modulo the number of ranks. The script takes the module as
     ``package.module:function``, checks that the pipeline computes what the plain module does, and
     prints seconds per micro-batch. It reads the plan's names from the JSON; none is code.
@@ -33,12 +34,18 @@ class TorchPipelining:
     once: bool = False
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
-        forward = Forward.of(plan)
+        forward = Forward.of(plan, problem)
         require_torch_devices(plan, forward.device)
-        begins = _beginnings(forward.module)
+        # Torch gives the model's inputs to the first stage, and to no other.
+        given = max((i for i, read in enumerate(forward.sources) if -1 in read), default=0)
+        begins = {i: path for i, path in _beginnings(forward.module).items() if i > given}
         starts = [0, *sorted(begins)]
         unit = [sum(s <= i for s in starts) - 1 for i in range(len(forward.module))]
-        labels = [f"what runs from {begins.get(s, '')!r} to the next module" for s in starts]
+        labels = [
+            f"what runs {f'from {begins[s]!r}' if s else 'until all inputs are read'} to the next "
+            "module"
+            for s in starts
+        ]
         parts = forward.chain(
             unit, labels, "torch.distributed.pipelining", 1 if self.once else None
         )
