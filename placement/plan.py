@@ -93,8 +93,8 @@ class GraphInfo(_Strict):
     ``optimizer`` is the class of ``torch.optim`` whose state counts as memory in training.
     ``modules`` is the path of each operator's module; ``sources`` says whose tensors each operator
     reads (by number; -1 is an input of the model; where one hands on its whole input, also whose
-    that is); ``parameters`` says which operators (by number) read each parameter or buffer;
-    ``backward`` numbers the backward operators.
+    that is), and ``outputs`` whose tensors leave the model; ``parameters`` says which operators (by
+    number) read each parameter or buffer; ``backward`` numbers the backward operators.
     """
 
     name: Name
@@ -107,6 +107,7 @@ class GraphInfo(_Strict):
     optimizer: Name | None = None
     modules: tuple[Name, ...] = ()
     sources: tuple[tuple[Source, ...], ...] = ()
+    outputs: tuple[Source, ...] = ()
     parameters: dict[Name, tuple[Count, ...]] = {}
     backward: tuple[Count, ...] = ()
 
@@ -593,7 +594,8 @@ class Plan(_Strict):
         for i, read in enumerate(sources):
             if max(read, default=-1) >= i:
                 found.append(f"graph.sources: operator {i} reads from operator {max(read)}")
-        for key, numbers in (*self.graph.parameters.items(), ("backward", self.graph.backward)):
+        numbered = {"backward": self.graph.backward, "outputs": self.graph.outputs}
+        for key, numbers in (self.graph.parameters | numbered).items():
             if max(numbers, default=0) >= n:
                 found.append(f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}")
         on = list(self.assignment.values())
@@ -732,6 +734,7 @@ def make_plan(
                 optimizer=None if graph.program is None else graph.program.optimizer,
                 modules=graph.op_module,
                 sources=_sources(graph),
+                outputs=tuple(sorted({*graph.tensor_src[graph.output_tensor].tolist()})),
                 parameters=_readers(graph),
                 backward=tuple(np.flatnonzero(graph.is_backward).tolist()),
             ),

@@ -53,7 +53,10 @@ class Huggingface:
                 count.setdefault(u, Counter())[name] += 1
             few = {u: found.most_common(1)[0][0] for u, found in count.items()}
             device = forward.nearest(unit, few, set(merged))
-            forward.require(device, "a device_map", why or "what a split module runs itself")
+            forward.require(
+                device, "a device_map", why or "a split module runs it where its inputs are"
+            )
+            assert not why, f"units can be anywhere, but {why}"
         kinds = {d.name: d.kind for d in plan.cluster.devices}
         entries = model.covering(device)
         first = _main(device, entries.values())
@@ -143,6 +146,7 @@ class Hooked:
         group, spans = self._groups(everything, split)
         first = {g: min(i for i in span if i >= 0) for g, span in spans.items()}
         number = {g: u for u, g in enumerate(sorted(first, key=first.__getitem__))}
+        number[group.get(INPUT, "")] = 0  # see ``_main``
         return [
             max(number.get(group[place], 0) for place in places)
             for _, places, _ in self._places(everything, split)
