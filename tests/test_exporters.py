@@ -532,7 +532,7 @@ def test_split_points() -> None:
 
 @pytest.mark.parametrize("name", consumers.FAMILIES)
 def test_torch_pipelining_splits_any_cut(name: str) -> None:
-    """A sample of all contiguous cuts: torch finds the stages, which compute what the model does."""
+    """A sample of all contiguous cuts: torch finds the stages; they compute what the model does."""
     pytest.importorskip("transformers")
     import torch
     from torch.distributed.pipelining import SplitPoint, pipeline
