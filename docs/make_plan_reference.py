@@ -74,6 +74,9 @@ MEANINGS = {
     "GraphInfo.optimizer": "In training: the class of `torch.optim` whose state counts as memory.",
     "GraphInfo.modules": 'Path of each operator\'s module, by operator number; `""` is the model '
     "itself. Empty: not known.",
+    "GraphInfo.sources": "Numbers of the operators whose tensors each operator reads, by operator "
+    "number; -1 is an input of the model. Written for exporters; without it, some refuse.",
+    "GraphInfo.outputs": "Numbers of the operators whose tensors leave the model; -1 is an input.",
     "GraphInfo.parameters": "Name of a parameter or buffer → numbers of the operators that "
     "read it.",
     "GraphInfo.backward": "Numbers of the backward operators.",

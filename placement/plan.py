@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -54,6 +54,7 @@ _PRINTABLE = r"^[^\u0000-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]*$"
 Name = Annotated[str, Field(max_length=1024, pattern=_PRINTABLE)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{12,64}$")]
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Source = Annotated[int, Field(ge=-1, le=2**63 - 1)]
 Seconds = Annotated[FiniteFloat, Field(ge=0)]
 
 _PARTS = {
@@ -90,7 +91,9 @@ class GraphInfo(_Strict):
     """The model: ``fingerprint`` of the whole, ``parts`` of what it consists of.
 
     ``optimizer`` is the class of ``torch.optim`` whose state counts as memory in training.
-    ``modules`` is the path of each operator's module; ``parameters`` says which operators (by
+    ``modules`` is the path of each operator's module; ``sources`` says whose tensors each operator
+    reads (by number; -1 is an input of the model; where one hands on its whole input, also whose
+    that is), and ``outputs`` whose tensors leave the model; ``parameters`` says which operators (by
     number) read each parameter or buffer; ``backward`` numbers the backward operators.
     """
 
@@ -103,6 +106,8 @@ class GraphInfo(_Strict):
     mode: Literal["inference", "training"] = "inference"
     optimizer: Name | None = None
     modules: tuple[Name, ...] = ()
+    sources: tuple[tuple[Source, ...], ...] = ()
+    outputs: tuple[Source, ...] = ()
     parameters: dict[Name, tuple[Count, ...]] = {}
     backward: tuple[Count, ...] = ()
 
@@ -583,7 +588,14 @@ class Plan(_Strict):
             found.append(f"priority must hold each of 0..{n - 1} once")
         if self.graph.modules and len(self.graph.modules) != n:
             found.append(f"graph.modules has {len(self.graph.modules)} paths, num_ops = {n}")
-        for key, numbers in (*self.graph.parameters.items(), ("backward", self.graph.backward)):
+        sources = self.graph.sources
+        if sources and len(sources) != n:
+            found.append(f"graph.sources is about {len(sources)} operators, num_ops = {n}")
+        for i, read in enumerate(sources):
+            if max(read, default=-1) >= i:
+                found.append(f"graph.sources: operator {i} reads from operator {max(read)}")
+        numbered = {"backward": self.graph.backward, "outputs": self.graph.outputs}
+        for key, numbers in (self.graph.parameters | numbered).items():
             if max(numbers, default=0) >= n:
                 found.append(f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}")
         on = list(self.assignment.values())
@@ -721,6 +733,8 @@ def make_plan(
                 mode="training" if graph.is_backward.any() else "inference",
                 optimizer=None if graph.program is None else graph.program.optimizer,
                 modules=graph.op_module,
+                sources=_sources(graph),
+                outputs=tuple(sorted({*graph.tensor_src[graph.output_tensor].tolist()})),
                 parameters=_readers(graph),
                 backward=tuple(np.flatnonzero(graph.is_backward).tolist()),
             ),
@@ -918,6 +932,30 @@ def _stages(names: Sequence[str], on: Sequence[str]) -> tuple[Stage, ...]:
         Stage(device=on[a], first=names[a], last=names[b - 1], num_ops=b - a)
         for a, b in pairwise(cuts)
         if b > a
+    )
+
+
+def _sources(graph: OpGraph) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the operators that each operator reads from; -1 stands for the model's inputs.
+
+    What hands on its whole input (``x.to(x.dtype)``) is read along with where that is from: it may
+    return ``x`` itself, and the trace then names it in the place of ``x`` from there on.
+    """
+    src, root, size = graph.tensor_src, graph.tensor_root, graph.tensor_bytes
+
+    def origins(t: int) -> Iterator[int]:
+        while True:
+            op = int(src[t])
+            yield op
+            inputs = graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]] if op >= 0 else ()
+            same = [u for u in inputs if root[u] == root[t] and size[u] == size[t]]
+            if not same:
+                return
+            t = same[0]
+
+    return tuple(
+        tuple(sorted({op for t in graph.in_tensor[a:b] for op in origins(t)}))
+        for a, b in pairwise(graph.in_ptr.tolist())
     )
 
 

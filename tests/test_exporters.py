@@ -29,6 +29,7 @@ from placement.problem import Problem, Solution
 from placement.profile import Profile
 from placement.schedulers import load as load_scheduler
 from placement.testing import ContractError, check_exporter
+from tests import consumers
 
 ROOT = Path(__file__).parents[1]
 GPUS = ("cuda:0", "cuda:1")
@@ -229,15 +230,16 @@ def test_device_map_covers_every_parameter() -> None:
         **dict.fromkeys(["layers.1", "norm", "head"], "cuda:1"),
     }
     more = {
-        "layers.0.scale": (3,),  # of a module that is split itself
+        "layers.0.spare": (),  # nobody reads it, in a module that is split itself
         "layers.1.attn.bias": (),  # nobody reads it, in a module that is mapped
         "pooler.dense.weight": (),  # of a module that never runs: with the last operator
         "spare": (),
     }
     found = entries(INSIDE, **more)
-    assert found["layers.0.attn"] == found["layers.0.scale"] == "cuda:0"
+    assert found["layers.0.attn"] == "cuda:0"
     assert found["layers.0.mlp"] == found["pooler"] == found["spare"] == "cuda:1"
-    assert "layers.0" not in found and "layers.1.attn.bias" not in found
+    assert found["layers.0.spare"] == "cuda:1" and "layers.1.attn.bias" not in found
+    assert "layers.0" not in found
 
 
 def test_device_map_keeps_modules_with_parameters_whole() -> None:
@@ -277,12 +279,12 @@ def captured(name: str, cut: str | None) -> tuple[Any, Any, Problem, Plan]:
     at = [m == cut or m.startswith(f"{cut}.") for m in graph.op_module]
     first = at.index(True) if cut else graph.num_ops
     on = np.array([int(i >= first) for i in range(graph.num_ops)], np.int32)
-    on = on[graph.group]  # numbered as operators: a group is where its first operator is
+    on = on[np.unique(graph.group, return_index=True)[1]][graph.group]  # as a group's first
     return module, inputs, p, make_plan(p, Solution(on, 1.0), planner="by hand", workload=name)
 
 
 @pytest.mark.parametrize(
-    ("name", "cut"), [("tiny_mlp", "2"), ("tiny_cnn", "body"), ("tiny_views", None)]
+    ("name", "cut"), [("tiny_mlp", "2"), ("tiny_cnn", "head"), ("tiny_views", None)]
 )
 def test_accelerate_takes_the_device_map(name: str, cut: str | None) -> None:
     accelerate = pytest.importorskip("accelerate")
@@ -301,6 +303,41 @@ def test_accelerate_takes_the_device_map(name: str, cut: str | None) -> None:
     torch.testing.assert_close(actual, expected)
     modules = dict(module.named_modules())
     assert all(hasattr(modules[path], "_hf_hook") for path in where)
+
+
+@pytest.mark.parametrize("name", consumers.FAMILIES)
+def test_accelerate_runs_any_cut(name: str, monkeypatch: Any) -> None:
+    """A sample of all contiguous cuts, on pretended GPUs; and both in turns."""
+    accelerate = pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    import torch
+
+    from placement.program import capture
+
+    module, inputs = consumers.family(name)
+    p = consumers.problem_of(capture(module, inputs))
+    with torch.no_grad():
+        expected = consumers.tensors(module(**inputs))
+    random = np.random.default_rng(0)
+    plans = [*consumers.cuts(p, random.integers(1, p.num_ops, 12))]
+    turns = np.cumsum(random.random(p.num_ops) < 0.05) % 2
+    plans.append(consumers.placed(p, turns))
+    maps = {str(export("huggingface", nearest_of("huggingface", plan)).files[""]) for plan in plans}
+    assert len(maps) > 2
+    for text in maps:
+        where, again = json.loads(text), consumers.family(name)[0]
+        accelerate.utils.check_device_map(again, where)
+        found = consumers.run_in_accelerate(again, where, (), inputs, monkeypatch)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def nearest_of(name: str, plan: Plan, problem: Problem | None = None) -> Plan:
+    """The plan itself where it can be expressed, else the nearest."""
+    try:
+        export(name, plan, problem)
+    except Inexpressible as error:
+        return moved(plan, error.nearest)
+    return plan
 
 
 # Layers: vLLM, Megatron-LM, llama.cpp
@@ -470,6 +507,37 @@ def test_split_points() -> None:
     assert points(TURNS) == (["layers.0.attn", "layers.1.attn", "norm"], "LoopedBFS")
     with pytest.raises(Inexpressible, match=r"it keeps what runs from 'layers\.0\.attn' to the"):
         points([0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1])  # no module begins at the addition
+
+
+@pytest.mark.parametrize("name", consumers.FAMILIES)
+def test_torch_pipelining_splits_any_cut(name: str) -> None:
+    """A sample of all contiguous cuts: torch finds the stages; they compute what the model does."""
+    pytest.importorskip("transformers")
+    import torch
+    from torch.distributed.pipelining import SplitPoint, pipeline
+
+    from placement.exporters._torchrun import past_a_stage, send_contiguous
+    from placement.program import capture
+
+    module, inputs = consumers.family(name)
+    p = consumers.problem_of(capture(module, inputs), ("cpu:0", "cpu:1"))
+    with torch.no_grad():
+        expected = consumers.tensors(module(**inputs))
+    random, seen = np.random.default_rng(1), set()
+    for plan in consumers.cuts(p, random.integers(1, p.num_ops, 3)):
+        exported = export("torch_pipelining", nearest_of("torch_pipelining", plan))
+        seen.add(tuple(json.loads(exported.files[".json"])["split_points"]))
+    for points in seen:
+        with torch.no_grad():
+            split = dict.fromkeys(points, SplitPoint.BEGINNING)
+            pipe = pipeline(consumers.family(name)[0], (), inputs, split_spec=split)
+            for i in range(pipe.num_stages):
+                send_contiguous(pipe.get_stage_module(i))
+            found = consumers.tensors(pipe(**inputs))
+        assert pipe.num_stages == len(points) + 1 and past_a_stage(pipe.split_gm.graph) is None
+        torch.testing.assert_close(found, expected)
+        stages = [n for n in pipe.split_gm.graph.nodes if n.op == "call_module"]
+        assert all(x.op != "placeholder" for n in stages[1:] for x in n.all_input_nodes)
 
 
 HOSTILE = "x'); __import__('os').system('touch pwned'); ('"

@@ -12,7 +12,7 @@ from placement import cli
 from placement.cli.plan import option
 
 if TYPE_CHECKING:
-    from placement.exporters import Exported
+    from placement.exporters import Exported, Exporter, Inexpressible
     from placement.plan import Plan
     from placement.problem import Problem
 
@@ -49,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from placement import exporters
     from placement.plan import load_plan
+    from placement.problem import ProblemError
 
     if args.list:
         return _list(args)
@@ -72,29 +73,34 @@ def run(args: argparse.Namespace) -> int:
                 _answer(args, [], {}, None, str(error))
             cli.say(str(error))
             return cli.NO
+        if problem is None:
+            problem = _problem(plan, args)
+        error = _priced(exporter, plan, problem, error)
         nearest = exporters.moved(plan, error.nearest)
-        moved = {op: d for op, d in error.nearest.items() if d != plan.assignment[op]}
-        problem = problem or _problem(plan, args)
-        predicted, obstacle = _loss(plan, nearest, problem)
+        moved = {op: d for op, d in nearest.assignment.items() if d != plan.assignment[op]}
         cli.say(str(error).partition(". --nearest")[0])
-        if predicted is None:
-            cli.say(f"{len(moved)} of {plan.graph.num_ops} operators move; {obstacle}")
-        elif obstacle:
-            why = f"the nearest plan that {args.to} can express does not fit: {obstacle}"
-            if args.json:
-                _answer(args, [], moved, predicted, why)
-            cli.say(why)
-            return cli.NO
+        title = f"{len(moved)} of {plan.graph.num_ops} operators move"
+        if problem is None:
+            cli.say(
+                f"{title}; what that costs is not known, nor whether it fits into memory, as the "
+                "profile is not at hand: --model, --profile"
+            )
+        else:
+            try:
+                predicted, rows, excess = _loss(plan, nearest, problem)
+            except ProblemError as unsupported:
+                excess = str(unsupported)
+            if excess:
+                why = f"the nearest plan that {args.to} can express does not fit: {excess}"
+                if args.json:
+                    _answer(args, [], moved, predicted, why)
+                cli.say(why)
+                return cli.NO
         exported = exporter(nearest, problem)
     paths = _write(exported, args.out, read=[args.plan, getattr(exporter, "model", None)])
     if args.json:
         _answer(args, paths, moved, predicted, exported.note)
     elif predicted is not None:
-        rows = [
-            [what, cli.seconds(was), cli.seconds(now), f"{now / was - 1:+.1%}" if was else "-"]
-            for what, (was, now) in predicted.items()
-        ]
-        title = f"{len(moved)} of {plan.graph.num_ops} operators move"
         cli.print_table(title, ["predicted", "the plan", "the nearest", "change"], rows)
     cli.say(f"written: {', '.join(paths)}; {exported.note}")
     return cli.OK
@@ -112,27 +118,59 @@ def _answer(
     cli.print_json(answer | {"note": note})
 
 
-def _loss(
-    plan: Plan, nearest: Plan, problem: Problem | None
-) -> tuple[dict[str, list[float]] | None, str]:
-    """``({"latency_s": [of the plan, of the nearest], ...}, what is wrong with the nearest)``.
+def _priced(
+    exporter: Exporter, plan: Plan, problem: Problem | None, error: Inexpressible
+) -> Inexpressible:
+    """``error``, raised without a problem, as it is with one: costs may decide what is nearest."""
+    from placement import exporters
 
-    Both are simulated with the same profile; None, and why, where that is not possible.
+    if problem is not None:
+        try:
+            exporter(plan, problem)
+        except exporters.Inexpressible as known:
+            return known
+    return error
+
+
+def _loss(
+    plan: Plan, nearest: Plan, problem: Problem
+) -> tuple[dict[str, list[float]], list[list[str]], str]:
+    """What the nearest plan costs, both simulated with the same profile.
+
+    Returns:
+        ``{"latency_s": [of the plan, of the nearest], ...}``; rows of a table that say it, and
+        what each device has; what does not fit into memory.
+
+    Raises:
+        PlanMismatch: the problem is not that of the plan.
+        ProblemError: a device cannot run an operator that the nearest plan has on it.
     """
     import numpy as np
 
+    from placement.nearest import simulate_split
+    from placement.objectives import ANALYTIC
     from placement.plan import memory_excess
 
-    if problem is None:
-        return None, "what that costs is not known, the profile is not at hand: --model, --profile"
-    try:
-        one, many = [[p.timeline(problem, m) for p in (plan, nearest)] for m in (1, None)]
-    except ValueError as error:
-        return None, f"what that costs is not known, as it cannot be simulated: {error}"
+    devices = problem.cluster.device_names
+    on = np.array([devices.index(name) for name in nearest.assignment.values()])
+    one = plan.timeline(problem, 1), simulate_split(problem, on, 1)
+    many = plan.timeline(problem), simulate_split(problem, on)
     values = {"latency_s": [t.latency_s for t in one], "period_s": [t.period_s for t in many]}
-    peaks = [t.peak_bytes for t in (one[1], many[1]) if t.peak_bytes is not None]
-    excess = memory_excess(problem, np.max(peaks, axis=0)) if peaks else []
-    return values, "; ".join(excess)
+    rows = [
+        [what, cli.seconds(was), cli.seconds(now), f"{now / was - 1:+.1%}" if was else "-"]
+        for what, (was, now) in values.items()
+    ]
+    peak = [np.max([t.peak_bytes for t in pair], axis=0) for pair in zip(one, many, strict=True)]  # type: ignore[arg-type]
+    if problem.objective in ANALYTIC:  # these count parameters only
+        was_on = plan.placement(problem.graph, problem.cluster)
+        peak = [problem.param_bytes_on(p) for p in (was_on, on)]
+    for d, name in enumerate(devices):
+        ops = [list(p.assignment.values()).count(name) for p in (plan, nearest)]
+        if any(ops):
+            has, *need = (cli.mebibytes(float(x[d])) for x in (problem.memory_bytes, *peak))
+            rows.append([f"operators on {name}", *map(str, ops), f"{ops[1] - ops[0]:+d}"])
+            rows.append([f"memory of {name}", *need, f"of {has}"])
+    return values, rows, "; ".join(memory_excess(problem, peak[1]))
 
 
 def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:

@@ -27,7 +27,7 @@ class Inexpressible(ExportError):
     """The format cannot say what the plan says.
 
     Attributes:
-        nearest: operator -> device: what can be said, with few operators moved.
+        nearest: operator -> device: what can be said, of least cost, or with few operators moved.
     """
 
     def __init__(self, message: str, nearest: Mapping[str, str]) -> None:

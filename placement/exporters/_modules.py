@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from placement.exporters import ExportError, Inexpressible
 from placement.plan import Plan
+from placement.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -27,19 +29,21 @@ class Forward:
 
     Attributes:
         plan: where they come from.
+        problem: what its costs are, if that is known.
         number: ``[F]`` operator numbers in the plan.
         name, module, device: ``[F]`` names, module paths, and devices of the plan.
     """
 
     plan: Plan
+    problem: Problem | None
     number: tuple[int, ...]
     name: tuple[str, ...]
     module: tuple[str, ...]
     device: tuple[str, ...]
 
     @classmethod
-    def of(cls, plan: Plan) -> Forward:
-        """From a plan.
+    def of(cls, plan: Plan, problem: Problem | None = None) -> Forward:
+        """From a plan, and the problem that it is for.
 
         Raises:
             ExportError: the plan does not know the modules of its operators.
@@ -61,22 +65,75 @@ class Forward:
         names, devices = list(plan.assignment), list(plan.assignment.values())
         return cls(
             plan,
+            problem,
             number,
             tuple(names[i] for i in number),
             tuple(plan.graph.modules[i] for i in number),
             tuple(devices[i] for i in number),
         )
 
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """``[F]`` which of the forward operators each one reads from; -1: the model's inputs.
+
+        Raises:
+            ExportError: the plan does not know.
+        """
+        if not self.plan.graph.sources:
+            raise ExportError(
+                f"the plan of {self.plan.graph.name!r} does not know which operators read from "
+                "which (it was made by an older version): make it again from the model, "
+                "placement plan package.module:function --out plan.json"
+            )
+        at = {-1: -1} | {n: i for i, n in enumerate(self.number)}
+        read = self.plan.graph.sources
+        return tuple(tuple(at[s] for s in read[n] if s in at) for n in self.number)
+
+    @cached_property
+    def twin(self) -> tuple[int, ...]:
+        """``[N]`` the forward operator that each operator of the plan goes with.
+
+        A backward operator goes with its forward, or else with the last of its module; -1: with
+        none (an index of the last of all).
+        """
+        names, modules = list(self.plan.assignment), self.plan.graph.modules
+        at = {name: i for i, name in enumerate(self.name)}
+        last = {path: i for i, path in enumerate(self.module)}
+        for n in self.plan.graph.backward:
+            forward = names[n].removesuffix("_backward").removesuffix("_weight")
+            at[names[n]] = at.get(forward, last.get(modules[n], -1))
+        return tuple(at[name] for name in names)
+
     def whole(self, device: Sequence[str]) -> dict[str, str]:
         """Operator -> device, backward operators where the forward of their module is."""
-        found = dict(zip(self.name, device, strict=True))
-        of_module = dict(zip(self.module, device, strict=True))
-        names, modules = list(self.plan.assignment), self.plan.graph.modules
-        for i in self.plan.graph.backward:
-            forward = names[i].removesuffix("_backward").removesuffix("_weight")
-            here = self.plan.assignment[names[i]]
-            found[names[i]] = found.get(forward) or of_module.get(modules[i], here)
-        return {name: found[name] for name in names}
+        planned = self.plan.assignment.items()
+        pairs = zip(planned, self.twin, strict=True)
+        return {name: device[i] if i >= 0 else here for (name, here), i in pairs}
+
+    def nearest(
+        self, unit: Sequence[int], on: Mapping[int, str], devices: Iterable[str]
+    ) -> list[str]:
+        """``[F]`` devices that keep units whole: ``on``, or what costs less if costs are known.
+
+        Args:
+            unit: ``[F]`` unit of each operator, numbered in the order they run.
+            on: unit -> device, so that few operators move.
+            devices: those that may be used.
+
+        Raises:
+            PlanMismatch: the problem is not that of the plan.
+        """
+        few = [on[u] for u in unit]
+        if self.problem is None:
+            return few
+        from placement.nearest import best_whole
+
+        known = self.plan.placement(self.problem.graph, self.problem.cluster)
+        index = self.problem.cluster.index
+        known[:] = [index(few[i]) for i in self.twin]
+        allowed = {index(name) for name in devices}
+        best = best_whole(self.problem, [unit[i] for i in self.twin], known, allowed)
+        return [self.problem.cluster.device_names[best[n]] for n in self.number]
 
     def require(self, device: Sequence[str], consumer: str, why: str = "") -> None:
         """Check that the plan is what the consumer will do with forward operators on ``device``.
@@ -114,7 +171,8 @@ class Forward:
 
         Raises:
             Inexpressible: a unit is on several devices, or devices do not take equal turns.
-                ``nearest`` then has every device once, in the order of the plan.
+                ``nearest`` then has a run of units for each device: of least cost where costs
+                are known, else in the order of the plan with few operators moved.
         """
         unit = self.joined(unit)
         count: list[Counter[str]] = [Counter() for _ in labels]
@@ -133,8 +191,8 @@ class Forward:
                 if split
                 else f"its devices come in the order {_some(turns)}"
             )
-            on = _nearest(count, self._by_position(unit))
-            self.require([on[u] for u in unit], consumer, why)
+            few = _nearest(count, self._by_position(unit))
+            self.require(self.nearest(unit, dict(enumerate(few)), self.device), consumer, why)
         self.require([on[u] for u in unit], consumer)
         return _parts(on)
 
@@ -174,13 +232,11 @@ def actions(forward: Forward, unit: Sequence[int], parts: Sequence[Part]) -> lis
     """
     plan, names = forward.plan, list(forward.plan.assignment)
     stage_of = [i for i, part in enumerate(parts) for _ in range(part.first, part.last + 1)]
-    stage = dict(zip(forward.name, (stage_of[u] for u in forward.joined(unit)), strict=True))
-    last_of = dict(zip(forward.module, stage.values(), strict=True))
+    joined = forward.joined(unit)
+    stage = {name: stage_of[joined[i]] for name, i in zip(names, forward.twin, strict=True)}
     split = any(names[i].endswith("_weight_backward") for i in plan.graph.backward)
     kind = dict.fromkeys(forward.name, "F")
     for i in plan.graph.backward:
-        base = names[i].removesuffix("_backward").removesuffix("_weight")
-        stage[names[i]] = stage.get(base, last_of.get(plan.graph.modules[i], len(parts) - 1))
         kind[names[i]] = "B" if not split else "W" if "_weight_" in names[i] else "I"
     rows = []
     for device in dict.fromkeys(part.device for part in parts):

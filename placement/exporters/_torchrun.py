@@ -3,13 +3,14 @@
     torchrun --nproc-per-node RANKS THIS_FILE package.module:function
 
 The function returns ``(module, inputs)``, for training ``(module, (inputs, target), loss)``; its
-inputs are one micro-batch, batch first. Exit code 1: the pipeline computes something else than
-the plain module.
+inputs are one micro-batch, batch first. Exit code 1: torch cannot run it, as one line says, or the
+pipeline computes something else than the plain module.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -34,6 +35,10 @@ def main() -> int:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         return run(data, rank, world, device)
+    except Exception as error:  # of torch's own kinds, and of the module's
+        said = (str(error).strip() or "it gives no reason").splitlines()[0]
+        print(f"rank {rank}: torch.distributed.pipelining fails: {type(error).__name__}: {said}")
+        return 1
     finally:
         dist.destroy_process_group()
 
@@ -64,6 +69,8 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
     module = module.train(training).to(device)
     example, target = to(example, device), to(target, device)
     args, kwargs = ((), example) if isinstance(example, dict) else (_tuple(example), {})
+    names = [*inspect.signature(module.forward).parameters]  # stages take them in this order
+    kwargs = {name: kwargs[name] for name in sorted(kwargs, key=lambda x: (*names, x).index(x))}
     loss_fn = (loss[0] if loss else lambda out, _: mean(out)) if training else None
 
     with torch.no_grad():
@@ -73,7 +80,8 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
     split = {path: SplitPoint.BEGINNING for path in data["split_points"]}
     for path in split:
         module.get_submodule(path)  # raises where the model is not that of the plan
-    pipe = pipeline(module, args, kwargs, split_spec=split)
+    with torch.set_grad_enabled(training):  # a region without gradients cannot be split
+        pipe = pipeline(module, args, kwargs, split_spec=split)
     if pipe.num_stages != len(split) + 1:
         print(f"{pipe.num_stages} stages, {len(split) + 1} planned: a module runs more than once")
         return 1
@@ -83,6 +91,8 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
     if reads < given:
         print(f"the first stage reads {reads} of {given} inputs, and torch gives it all of them")
         return 1
+    for i in range(pipe.num_stages):
+        send_contiguous(pipe.get_stage_module(i))
     stages = [pipe.build_stage(s, device) for s in range(rank, pipe.num_stages, world)]
     schedule_class = get_schedule_class(data["schedule"])
     many = issubclass(schedule_class, PipelineScheduleMulti)
@@ -123,6 +133,26 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
     answer = {"stages": pipe.num_stages, "schedule": data["schedule"], "equal": not wrong}
     print(json.dumps(answer | {"seconds_per_microbatch": took_s / count, "wrong": wrong}))
     return 1 if wrong else 0
+
+
+def send_contiguous(stage: Any) -> None:
+    """Tensors between stages have a layout that can be sent: an expanded one has not."""
+    for node in stage.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["val"] = contiguous(node.meta["val"])
+    output = stage.graph.output_node()
+    with stage.graph.inserting_before(output):
+        for node in output.all_input_nodes:
+            value = node.meta["val"]
+            if isinstance(value, torch.Tensor) and not value.is_contiguous():
+                copy = stage.graph.call_function(torch.ops.aten.contiguous.default, (node,))
+                copy.meta["val"] = contiguous(value)
+                output.replace_input_with(node, copy)
+    stage.recompile()
+
+
+def contiguous(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
 def past_a_stage(graph: torch.fx.Graph) -> tuple[int, int] | None:

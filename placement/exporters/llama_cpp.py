@@ -35,7 +35,7 @@ class LlamaCpp:
                     f"no buffer type of llama.cpp is known for {name[:60]!r}: devices are CPU "
                     "cores (kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
                 )
-        forward = Forward.of(plan)
+        forward = Forward.of(plan, problem)
         _, unit, num_layers = layer_units(forward, self.layers)
         unit = forward.joined(unit)
         host = sorted(name for name in used if kinds[name] == "cpu")
@@ -43,11 +43,11 @@ class LlamaCpp:
         for u, name in zip(unit, forward.device, strict=True):
             count[u][host[0] if name in host else name] += 1
         on = [found.most_common(1)[0][0] if found else None for found in count]
-        forward.require(
-            [on[u] or "" for u in unit],
-            "-ot",
-            "a layer is whole, and llama.cpp has one CPU device",
-        )
+        whole = [on[u] or "" for u in unit]
+        if whole != list(forward.device):
+            found = {u: d for u, d in enumerate(on) if d}
+            whole = forward.nearest(unit, found, used - set(host[1:]))
+        forward.require(whole, "-ot", "a layer is whole, and llama.cpp has one CPU device")
         rules: dict[str, list[int]] = {}
         for u, device in enumerate(on):
             if device is not None:

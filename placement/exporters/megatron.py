@@ -27,7 +27,7 @@ class Megatron:
     layers: str | None = None
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
-        forward = Forward.of(plan)
+        forward = Forward.of(plan, problem)
         path, unit, num_layers = layer_units(forward, self.layers)
         used = [min(unit, key=lambda u: (u < 0, u)), max(unit)]
         labels = [

@@ -17,7 +17,8 @@ class TorchPipelining:
     """A script for ``torchrun``, and beside it the split points and the schedule as JSON.
 
     Format: ``torch.distributed.pipelining.pipeline(module, args, split_spec={path:
-    SplitPoint.BEGINNING})`` of torch 2.13: a stage begins where a module begins that runs once.
+    SplitPoint.BEGINNING})`` of torch 2.13: a stage begins where a module begins that runs once,
+    only the first stage reads the model's inputs, and only the last one gives its outputs.
     Stage ``i`` is on rank ``i`` modulo the number of ranks. The script takes the module as
     ``package.module:function``, checks that the pipeline computes what the plain module does, and
     prints seconds per micro-batch. It reads the plan's names from the JSON; none is code.
@@ -33,12 +34,15 @@ class TorchPipelining:
     once: bool = False
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
-        forward = Forward.of(plan)
+        forward = Forward.of(plan, problem)
         require_torch_devices(plan, forward.device)
-        begins = _beginnings(forward.module)
+        given, leaves = _ends(forward)
+        begins = {i: x for i, x in _beginnings(forward.module).items() if given < i <= leaves}
         starts = [0, *sorted(begins)]
         unit = [sum(s <= i for s in starts) - 1 for i in range(len(forward.module))]
         labels = [f"what runs from {begins.get(s, '')!r} to the next module" for s in starts]
+        labels[0] += f" behind {forward.name[given]!r}, which reads an input,"
+        labels[-1] += f" ({forward.name[leaves]!r} makes an output)"
         parts = forward.chain(
             unit, labels, "torch.distributed.pipelining", 1 if self.once else None
         )
@@ -62,6 +66,18 @@ class TorchPipelining:
             {"": script, ".json": json.dumps(data, indent=1) + "\n"},
             f"run: torchrun --nproc-per-node {len(ranks)} FILE package.module:function",
         )
+
+
+def _ends(forward: Forward) -> tuple[int, int]:
+    """The last operator that reads an input of the model, the first that makes an output.
+
+    Torch gives the inputs to the first stage, and takes the outputs of the last.
+    """
+    given = max((i for i, read in enumerate(forward.sources) if -1 in read), default=0)
+    graph, last = forward.plan.graph, len(forward.number) - 1
+    if graph.mode == "training":  # there the loss is the output
+        return given, last
+    return given, min((i for i, n in enumerate(forward.number) if n in graph.outputs), default=last)
 
 
 def _beginnings(modules: tuple[str, ...]) -> dict[int, str]:

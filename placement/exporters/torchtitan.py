@@ -24,7 +24,7 @@ class Torchtitan:
     """
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
-        forward = Forward.of(plan)
+        forward = Forward.of(plan, problem)
         names = [_kept_whole(path, forward.module) for path in forward.module]
         labels = [x for x in dict.fromkeys(names) if x]
         unit = [labels.index(x) if x else -1 for x in names]

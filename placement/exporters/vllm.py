@@ -26,7 +26,7 @@ class Vllm:
     layers: str | None = None
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
-        forward = Forward.of(plan)
+        forward = Forward.of(plan, problem)
         path, unit, num_layers = layer_units(forward, self.layers)
         unit = [u if u < 0 else min(max(u, 1), num_layers) - 1 for u in unit]
         labels = [f"layer {i} of {path!r}" for i in range(num_layers)]
