@@ -225,7 +225,7 @@ def between(links: Iterable[Link], names: Sequence[str]) -> tuple[Link, ...]:
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[int]:
-    """Those that ``pattern`` stands for; ``*`` takes as little as it can: nothing is tried twice."""
+    """Those that ``pattern`` means; ``*`` takes as little as it can: no part is tried twice."""
     begin, *parts = pattern.split("*")
     if not parts:
         return [d for d, name in enumerate(names) if name == pattern]

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.files import write_atomic
+from placement.files import short, write_atomic
 from placement.parallel import parallel_map
 from placement.problem import Placement, Planner, Problem, Solution, lower_bound
 from placement.schedule import Schedule
@@ -700,12 +700,37 @@ def prepared(
 
 
 def solution_of(saved: Mapping[str, Any]) -> Solution:
-    """A solution that was written as JSON with its arrays as lists."""
+    """A solution that was written as JSON with its arrays as lists.
+
+    Raises:
+        ValueError, LookupError, TypeError: it is none.
+    """
     order, given = saved.get("schedule"), dict(saved)
     if order is not None:
-        rows = tuple(np.array(r, np.int32).reshape(-1, 2) for r in order["order"])
-        given["schedule"] = Schedule(rows, order["num_microbatches"])
-    return Solution(**given | {"placement": np.array(saved["placement"], np.int32)})
+        rows = tuple(_whole(r).reshape(-1, 2) for r in order["order"])
+        given["schedule"] = Schedule(rows, int(_whole(order["num_microbatches"])))
+    for what in ("value_s", "lower_bound_s"):
+        value = given.get(what)
+        if not (type(value) in (int, float) and value >= 0) and (what, value) != (
+            "lower_bound_s",
+            None,
+        ):
+            raise ValueError(f"{what} = {short(value)} is no number of seconds")
+    stats = given.get("stats", {})
+    if not isinstance(stats, dict):
+        raise ValueError(f"stats = {short(stats)} is no object")
+    curve = np.array(stats.get("curve") or [], np.float64)
+    if curve.size and (curve.ndim != 2 or curve.shape[1] != 3):
+        raise ValueError("stats: curve must have rows of seconds, evaluations and value")
+    return Solution(**given | {"placement": _whole(saved["placement"]).reshape(-1)})
+
+
+def _whole(values: Any) -> NDArray[np.int32]:
+    """Nested lists of numbers from 0 to 2**31 - 1; of no numbers too."""
+    found = np.array(values)
+    if found.size and (found.dtype.kind != "i" or found.min() < 0 or found.max() >= 2**31):
+        raise ValueError(f"{short(values)} are not all numbers of operators, devices or batches")
+    return found.astype(np.int32)
 
 
 def _digest(*parts: Any) -> str:

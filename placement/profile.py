@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import LONGEST_S, Cluster, Link
-from placement.files import write_atomic
+from placement.files import parse_json, read_arrays, write_atomic
 from placement.graph import MOST_BYTES, OpGraph
 
 Floats = NDArray[np.float64]
@@ -240,12 +239,8 @@ class Profile:
             ProfileError: missing, truncated or not a profile.
         """
         try:
-            with open(path, "rb") as file:
-                if not zipfile.is_zipfile(file):  # of which numpy would say: unpickle it
-                    raise ValueError("it is no .npz file")
-                with np.load(file, allow_pickle=False) as data:
-                    head = json.loads(str(data["head"]))
-                    arrays = {k: data[k] for k in data.files if k != "head"}
+            arrays = read_arrays(path)
+            head = parse_json(str(arrays.pop("head")), infinite=True)
             lacking = [k for k in ("compute_s", "spread_s") if k not in arrays]
             strange = sorted(set(arrays) - set(_ARRAYS))
             if lacking or strange:

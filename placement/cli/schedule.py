@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.files import parse_json, short
+from placement.files import parse_json
 
 if TYPE_CHECKING:
     from placement.schedulers._blocks import Work
