@@ -405,8 +405,8 @@ class Cluster:
                 "links"
             )
         try:
-            devices = tuple(_from_dict(Device, d) for d in data["devices"])
-            links = tuple(_from_dict(Link, d) for d in data.get("links") or [])
+            devices = tuple(from_record(Device, d) for d in data["devices"])
+            links = tuple(from_record(Link, d) for d in data.get("links") or [])
             return cls(str(data.get("name", Path(path).stem)), devices, links)
         except ClusterError as error:
             raise ClusterError(f"{path}: {error}") from error
@@ -421,7 +421,12 @@ _TYPES: dict[str, type] = {
 _WORDS = {str: "a text: write it in quotes", int: "a whole number", bool: "true or false"}
 
 
-def _from_dict(kind: type, data: Any) -> Any:
+def from_record(kind: type, data: Any) -> Any:
+    """A ``Device`` or a ``Link`` of the fields that a file gives.
+
+    Raises:
+        ClusterError: a field that is unknown, missing, or of another kind.
+    """
     known = {f.name: f for f in fields(kind)}
     if not isinstance(data, dict):
         raise ClusterError(f"a {kind.__name__.lower()} must be a mapping, not {short(data)}")
@@ -454,6 +459,8 @@ def _from_dict(kind: type, data: Any) -> Any:
         if values.get(key) is not None:
             # YAML reads 1e9 as a string: accept it, and name the field if it is no number.
             try:
+                if isinstance(values[key], bool):
+                    raise TypeError("a word")
                 if key == "memory_bytes" and type(values[key]) is int:
                     continue  # a float would round it
                 values[key] = float(values[key])

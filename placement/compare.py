@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.files import short, write_atomic
+from placement.files import parse_json, short, write_atomic
 from placement.parallel import parallel_map
 from placement.problem import Placement, Planner, Problem, Solution, lower_bound
 from placement.schedule import Schedule
@@ -375,14 +375,9 @@ def _plan_all(
             ready = prepared(planner, seed, seconds, evaluations)
             key = _digest(fingerprint, workload, name, describe(ready), seed)
             path = folder / "cells" / f"{_slug(workload)}-{_slug(name)}-{key[:12]}.json"
-            saved = _read(path, key)
-            if saved is None:
-                todo.append((len(found), path, key, (name, seed, ready, problem)))
-                found.append(None)
-            else:
-                answer = saved["solution"]
-                solution = None if answer is None else solution_of(answer)
-                found.append(_Cell(name, seed, solution, saved["plan_s"], saved["note"]))
+            found.append(_saved_cell(_read(path, key), name, seed, problem))
+            if found[-1] is None:
+                todo.append((len(found) - 1, path, key, (name, seed, ready, problem)))
 
     def keep(number: int, cell: _Cell) -> None:
         at, path, key, (_, _, ready, _) = todo[number]
@@ -401,6 +396,21 @@ def _plan_all(
 
     parallel_map(_plan_task, told(), parallel, done=keep)
     return cells + [cell for cell in found if cell is not None]
+
+
+def _saved_cell(
+    saved: dict[str, Any] | None, name: str, seed: int | None, problem: Problem
+) -> _Cell | None:
+    """What ``_read`` found as a cell; None if there is nothing, or it is damaged."""
+    if saved is None:
+        return None
+    try:
+        solution = None if saved["solution"] is None else solution_of(saved["solution"])
+        if solution is not None:
+            problem.check_placement(solution.placement)
+        return _Cell(name, seed, solution, float(saved["plan_s"]), str(saved["note"]))
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 _Task = tuple[str, int | None, Planner, Problem]
@@ -454,9 +464,7 @@ def _measure(
     key = _digest(problem_fingerprint(problem), sorted(todo))
     path = folder / "measured" / f"{_slug(workload)}-{key[:12]}.json"
     saved = _read(path, key)
-    samples: dict[str, dict[str, list[float]]] = (
-        {k: {"latency_s": [], "period_s": []} for k in todo} if saved is None else saved["samples"]
-    )
+    samples = _saved_samples(saved, todo) or {k: {"latency_s": [], "period_s": []} for k in todo}
     runtime: Runtime | None = None
     for r in range(rounds):
         for number, (name, placement) in enumerate(todo.items(), 1):
@@ -473,6 +481,22 @@ def _measure(
             pipelined.save(path.with_name(f"{path.stem}-{name}.npz"))
             write_atomic(path, _json({"key": key, "workload": workload, "samples": samples}))
     return samples
+
+
+def _saved_samples(
+    saved: dict[str, Any] | None, ids: Iterable[str]
+) -> dict[str, dict[str, list[float]]] | None:
+    """What ``_read`` found as samples of these placements; None if there is none, or it is damaged."""
+    try:
+        return {
+            k: {what: [float(x) for x in saved["samples"][k][what]] for what in _SAMPLED}  # type: ignore[index]
+            for k in ids
+        }
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+_SAMPLED = ("latency_s", "period_s")
 
 
 def _rows(
@@ -759,7 +783,7 @@ def _plain(value: Any) -> Any:
 def _read(path: Path, key: str) -> dict[str, Any] | None:
     """What was saved under ``key``; None if nothing was, or if the file is damaged."""
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = parse_json(path.read_text(encoding="utf-8"), infinite=True)
     except (OSError, ValueError):
         return None
     return saved if isinstance(saved, dict) and saved.get("key") == key else None

@@ -124,8 +124,8 @@ def parse_yaml(text: str) -> Any:
     """
     import yaml
 
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -137,8 +137,6 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
     except (TypeError, AttributeError) as error:  # PyYAML's own, of a key or a tag that is none
         raise ValueError(f"not YAML: {error}") from error
-    finally:
-        loader.dispose()
 
 
 def read_arrays(path: str | Path) -> dict[str, Any]:

@@ -701,7 +701,7 @@ def run(
                 kind, said = "defect", why
             found.append((number, kind, said))
             left.remove(number)
-            if said == "ended" or process.exitcode is not None and kind == "defect":
+            if said == "ended" or (process.exitcode is not None and kind == "defect"):
                 break
         process.join()
     return found
@@ -718,7 +718,7 @@ def main() -> int:
     bad = 0
     print(f"{'':18}{'accepted':>9}{'refused':>9}{'defects':>9}")
     for name in args.only or targets:
-        for file, data in targets[name].files.items() if "report" != name else ():
+        for file, data in targets[name].files.items() if name != "report" else ():
             with tempfile.TemporaryDirectory() as home:  # good files, which also compiles kernels
                 (Path(home) / file).write_bytes(data)
                 assert outcome(targets[name], Path(home) / file)[0] == "accepted", outcome(
