@@ -84,9 +84,9 @@ class NetworkConfig:
             raise PolicyError(f"layers = {self.layers} must be 0..64")
         if self.hidden < 4 or self.hidden % 4:
             raise PolicyError(f"hidden = {self.hidden} must be a positive multiple of 4")
-        for what, most in (("attention", 64), ("clusters", 4096)):
-            if not 0 <= getattr(self, what) <= most:
-                raise PolicyError(f"{what} = {getattr(self, what)} must be 0..{most}")
+        for what, limit in (("attention", 64), ("clusters", 4096)):
+            if not 0 <= getattr(self, what) <= limit:
+                raise PolicyError(f"{what} = {getattr(self, what)} must be 0..{limit}")
         # Shares of a float32 that are 0 or 1 have no logarithm.
         for what, least, most, meaning in (
             ("finish_weight", -1e6, 1e6, "a weight"),

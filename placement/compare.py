@@ -486,7 +486,7 @@ def _measure(
 def _saved_samples(
     saved: dict[str, Any] | None, ids: Iterable[str]
 ) -> dict[str, dict[str, list[float]]] | None:
-    """What ``_read`` found as samples of these placements; None if there is none, or it is damaged."""
+    """What ``_read`` found as samples of these placements; None if it is not that, or nothing."""
     try:
         return {
             k: {what: [float(x) for x in saved["samples"][k][what]] for what in _SAMPLED}  # type: ignore[index]
@@ -734,11 +734,10 @@ def solution_of(saved: Mapping[str, Any]) -> Solution:
         rows = tuple(_whole(r).reshape(-1, 2) for r in order["order"])
         given["schedule"] = Schedule(rows, int(_whole(order["num_microbatches"])))
     for what in ("value_s", "lower_bound_s"):
-        value = given.get(what)
-        if not (type(value) in (int, float) and value >= 0) and (what, value) != (
-            "lower_bound_s",
-            None,
-        ):
+        value: Any = given.get(what)
+        if value is None and what == "lower_bound_s":
+            continue
+        if type(value) not in (int, float) or not value >= 0:  # comparisons with NaN are false
             raise ValueError(f"{what} = {short(value)} is no number of seconds")
     stats = given.get("stats", {})
     if not isinstance(stats, dict):

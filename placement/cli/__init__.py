@@ -70,7 +70,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """What an error says, whatever a file made of it: a line, cut in the middle where it is long."""
+    """What an error says, whatever a file made of it: one line, of a limited length."""
     text = " ".join(text.split())
     if len(text) <= MAX_MESSAGE:
         return text

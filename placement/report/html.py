@@ -626,7 +626,7 @@ def _hydra_command(run: RunFolder) -> str | None:
         job = parse_yaml(run.texts[".hydra/hydra.yaml"])["hydra"]["job"]["name"]
     except (KeyError, TypeError, ValueError):
         return None
-    words = [job, *overrides] if isinstance(overrides, list) else [None]
+    words: list[Any] = [job, *overrides] if isinstance(overrides, list) else [None]
     return shlex.join(words) if all(isinstance(word, str) for word in words) else None
 
 

@@ -201,7 +201,7 @@ def from_csv(text: str) -> tuple[Row, ...]:
     from placement.problem import OBJECTIVES
 
     kinds = {f.name: str(f.type) for f in fields(Row)}
-    rows = []
+    rows: list[Row] = []
     for record in csv.DictReader(io.StringIO(text)):
         values = {k: _parsed(kinds[k], v) for k, v in record.items() if k in kinds and v != ""}
         empty = {k: None for k, v in record.items() if v == "" and "None" in kinds.get(k, "")}
