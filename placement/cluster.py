@@ -442,6 +442,11 @@ def from_record(kind: type, data: Any) -> Any:
             raise ClusterError(f"cores = {short(values['cores'])} is not a list of core numbers")
         values["cores"] = tuple(values["cores"])
     for key, value in values.items():
+        if value is None and known[key].default is not None:
+            raise ClusterError(
+                f"{kind.__name__.lower()} {short(data.get('name', ''))}: {key} must not be empty; "
+                "leave it out"
+            )
         needed = _TYPES.get(key)
         if value is not None and needed is not None and type(value) is not needed:
             raise ClusterError(

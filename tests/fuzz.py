@@ -343,21 +343,10 @@ def _solved(problem: Any) -> None:
     assert again.graph.fingerprint == problem.graph.fingerprint
 
 
-def _targets() -> dict[str, Target]:
+def made_targets(names: Sequence[str] = ()) -> dict[str, Target]:
+    """Those of ``NAMES`` that are asked for, or all."""
     problem = random_problem(5, num_ops=8, num_devices=2, grouped=True)
-    return {
-        **_of_problems(problem),
-        "onnx": _imported("model.onnx", _onnx()),
-        "cluster": _of_clusters(),
-        "plan": _of_plans(problem),
-        "schedule": _of_schedules(),
-        "profile": _of_profiles(problem),
-        "trials": _of_trials(),
-        "policy": _of_policies(problem),
-        "report": _of_reports(),
-        "expert": _of_experts(problem),
-        "pull": _of_pulls(problem),
-    }
+    return {name: _MAKERS[name](problem) for name in names or NAMES}
 
 
 def _saved(save: Callable[[Path], Any], name: str = "file") -> bytes:
@@ -366,46 +355,48 @@ def _saved(save: Callable[[Path], Any], name: str = "file") -> bytes:
         return (Path(folder) / name).read_bytes()
 
 
-def _imported(name: str, data: bytes) -> Target:
+def _imported(files: Mapping[str, bytes]) -> Target:
     from placement import importers
 
-    return Target({name: data}, lambda path: _solved(importers.load(path)))
+    return Target(files, lambda path: _solved(importers.load(path)))
 
 
-def _of_problems(problem: Any) -> dict[str, Target]:
+def _problem_files(problem: Any) -> Target:
     from placement import importers
 
+    names = ("p.json", "p.json.gz")
+    return _imported({n: _saved(lambda path: importers.save(problem, path), n) for n in names})
+
+
+def _dnn_partitioning(_: Any) -> Target:
     node = {"supportedOnFpga": 1, "fpgaLatency": 1.5, "cpuLatency": 10.0, "size": 100.0}
     node |= {"isBackwardNode": 0, "colorClass": 1}
-    dnn = {"maxFPGAs": 2, "maxCPUs": 1, "maxSizePerFPGA": 1e3}
-    dnn |= {"nodes": [{"id": i, "name": f"n{i}", **node} for i in (1, 2, 3)]}
-    dnn |= {"edges": [{"sourceId": 1, "destId": k, "cost": 0.5} for k in (2, 3)]}
-    moirai = {"model": "m", "num_devices": 2, "nodes": [{"id": i, "time": [1.0, 2]} for i in "abc"]}
-    moirai |= {"edges": [{"src": "a", "dst": k, "transfer": [[0, 1.0], [2.0, 0]]} for k in "bc"]}
-    node_line = (
+    said = {"maxFPGAs": 2, "maxCPUs": 1, "maxSizePerFPGA": 1e3}
+    said |= {"nodes": [{"id": i, "name": f"n{i}", **node} for i in (1, 2, 3)]}
+    said |= {"edges": [{"sourceId": 1, "destId": k, "cost": 0.5} for k in (2, 3)]}
+    return _imported({"d.json": json.dumps(said).encode()})
+
+
+def _moirai(_: Any) -> Target:
+    said = {"model": "m", "num_devices": 2, "nodes": [{"id": i, "time": [1.0, 2]} for i in "abc"]}
+    said |= {"edges": [{"src": "a", "dst": k, "transfer": [[0, 1.0], [2.0, 0]]} for k in "bc"]}
+    return _imported({"m.json": json.dumps(said).encode()})
+
+
+def _pipedream(_: Any) -> Target:
+    line = (
         "node{} -- Conv2d(3, 64) -- forward_compute_time=1.5, backward_compute_time=2.5, "
         "activation_size=4096.0, parameter_size=100.0"
     )
-    pipedream = "\n".join(
-        [*(node_line.format(i) for i in range(3)), "node0 -- node1", "node1 -- node2"]
-    )
-    doppler = "5\n0,\n0,1,1,\n1,2,3,\n10,20\n30,40,matmul\n50,60\n70,80\n"
-    return {
-        "problem": Target(
-            {
-                "p.json": _saved(lambda p: importers.save(problem, p)),
-                "p.json.gz": _saved(lambda p: importers.save(problem, p), "p.json.gz"),
-            },
-            lambda path: _solved(importers.load(path)),
-        ),
-        "dnn_partitioning": _imported("d.json", json.dumps(dnn).encode()),
-        "moirai": _imported("m.json", json.dumps(moirai).encode()),
-        "pipedream": _imported("graph.txt", pipedream.encode()),
-        "doppler": _imported("doppler.txt", doppler.encode()),
-    }
+    lines = [*(line.format(i) for i in range(3)), "node0 -- node1", "node1 -- node2"]
+    return _imported({"graph.txt": "\n".join(lines).encode()})
 
 
-def _onnx() -> bytes:
+def _doppler(_: Any) -> Target:
+    return _imported({"doppler.txt": b"5\n0,\n0,1,1,\n1,2,3,\n10,20\n30,40,matmul\n50,60\n70,80\n"})
+
+
+def _onnx(_: Any) -> Target:
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
@@ -423,10 +414,11 @@ def _onnx() -> bytes:
     given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3, 8, 8])]
     made = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 20])]
     graph = helper.make_graph(nodes, "g", given, made, [weight, dense, shape])
-    return bytes(onnx.shape_inference.infer_shapes(helper.make_model(graph)).SerializeToString())
+    model = onnx.shape_inference.infer_shapes(helper.make_model(graph))
+    return _imported({"model.onnx": model.SerializeToString()})
 
 
-def _of_clusters() -> Target:
+def _clusters(_: Any) -> Target:
     from placement.cluster import Cluster
     from placement.problem import Problem
     from placement.profile import Profile
@@ -458,7 +450,7 @@ def _of_clusters() -> Target:
     return Target({"c.yaml": json.dumps(said).encode(), "block.yaml": block.encode()}, use)
 
 
-def _of_plans(problem: Any) -> Target:
+def _plans(problem: Any) -> Target:
     from placement.cli.show import show_plan
     from placement.plan import load_plan, make_plan
     from placement.planners.heft import Heft
@@ -485,7 +477,7 @@ def _of_plans(problem: Any) -> Target:
     return Target(files, use)
 
 
-def _of_schedules() -> Target:
+def _schedules(_: Any) -> Target:
     from placement.cli.schedule import _case, gantt
     from placement.schedulers._blocks import read_work
     from placement.schedulers._search import search_schedule
@@ -506,7 +498,7 @@ def _of_schedules() -> Target:
     return Target({"cases.json": json.dumps({"cases": {"a": case}}).encode()}, use)
 
 
-def _of_profiles(problem: Any) -> Target:
+def _profiles(problem: Any) -> Target:
     from placement.profile import Profile
 
     def use(path: Path) -> None:
@@ -519,7 +511,7 @@ def _of_profiles(problem: Any) -> Target:
     return Target({"profile.npz": _saved(problem.profile.save, "profile.npz")}, use)
 
 
-def _of_trials() -> Target:
+def _trials(_: Any) -> Target:
     from placement.trials import Trials
     from tests.runtimes import Biased
 
@@ -544,7 +536,7 @@ def _of_trials() -> Target:
     return Target({"trials.jsonl": _saved(save)}, use)
 
 
-def _of_policies(problem: Any) -> Target:
+def _policies(problem: Any) -> Target:
     from agents.encoder import NetworkConfig
     from agents.planner import PolicyPlanner
     from agents.trained import TrainedPolicy, untrained_net
@@ -572,7 +564,7 @@ def _of_policies(problem: Any) -> Target:
     )
 
 
-def _of_reports() -> Target:
+def _reports(_: Any) -> Target:
     from placement import importers
     from placement.plan import make_plan
     from placement.planners.heft import Heft
@@ -610,7 +602,7 @@ def _check_page(path: Path) -> None:
     assert "<title>" in path.read_text()
 
 
-def _of_experts(problem: Any) -> Target:
+def _experts(problem: Any) -> Target:
     from placement.planners.expert import Expert
     from placement.planners.heft import Heft
 
@@ -626,16 +618,36 @@ def _answered(value_s: float) -> None:
     assert not np.isnan(value_s)
 
 
-def _of_pulls(problem: Any) -> Target:
+def _pulls(problem: Any) -> Target:
     from placement.cli.pull import _check_plan, _check_policy
 
-    plan, policy = _of_plans(problem).files["plan.json"], _of_policies(problem).files
+    plan, policy = _plans(problem).files["plan.json"], _policies(problem).files
 
     def use(path: Path) -> None:
         check = _check_plan if path.suffix == ".json" else _check_policy
         check(path.read_bytes(), "a/b/c:d", path.parent)
 
     return Target({"plan.json": plan, "p.safetensors": policy["refine.safetensors"]}, use)
+
+
+_MAKERS: dict[str, Callable[[Any], Target]] = {
+    "problem": _problem_files,
+    "dnn_partitioning": _dnn_partitioning,
+    "moirai": _moirai,
+    "pipedream": _pipedream,
+    "doppler": _doppler,
+    "onnx": _onnx,
+    "cluster": _clusters,
+    "plan": _plans,
+    "schedule": _schedules,
+    "profile": _profiles,
+    "trials": _trials,
+    "policy": _policies,
+    "report": _reports,
+    "expert": _experts,
+    "pull": _pulls,
+}
+NAMES = tuple(_MAKERS)
 
 
 # --- running -------------------------------------------------------------------------------------
@@ -711,13 +723,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1000, help="cases of each (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of those who read")
+    parser.add_argument("--only", nargs="+", choices=NAMES, help="of those who read")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write defective cases there")
     args = parser.parse_args()
-    targets = _targets()
+    targets = made_targets(args.only or ())
     bad = 0
     print(f"{'':18}{'accepted':>9}{'refused':>9}{'defects':>9}")
-    for name in args.only or targets:
+    for name in targets:
         for file, data in targets[name].files.items() if name != "report" else ():
             with tempfile.TemporaryDirectory() as home:  # good files, which also compiles kernels
                 (Path(home) / file).write_bytes(data)

@@ -73,7 +73,7 @@ def check_table(path: str, num_tensors: int, num_devices: int) -> None:
         )
 
 
-_MOST_ENTRIES = 2**25
+_MOST_ENTRIES = 2**23
 _MOST_JOINED = 512  # devices whose every pair is a link of its own
 
 
