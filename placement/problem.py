@@ -23,6 +23,7 @@ Objective = Literal["period", "latency", "energy", "max_load", "piecewise_latenc
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 THROUGHPUTS = ("period", "energy", "max_load")  # how often something ends, not how soon
 MOST_RUNS = 2**24  # operators x micro-batches: a timetable of them has half a GiB
+MOST_WAITING = 2**36  # micro-batches x those in flight: the simulator looks at all that wait
 ROUNDING = 1e-6  # by which sums in another order, and what solvers prove, may differ
 ReadyOrder = Literal["priority", "arrival"]
 
@@ -81,11 +82,16 @@ class Problem:
                 f"num_microbatches = {self.num_microbatches} and max_in_flight = "
                 f"{self.max_in_flight} must be at least 1"
             )
-        if self.num_microbatches * self.num_ops > MOST_RUNS or self.max_in_flight >= 2**31:
+        waiting = self.num_microbatches * min(self.num_microbatches, self.max_in_flight)
+        if (
+            self.num_microbatches * self.num_ops > MOST_RUNS
+            or waiting > MOST_WAITING
+            or self.max_in_flight >= 2**31
+        ):
             raise ProblemError(
-                f"num_microbatches = {self.num_microbatches} of {self.num_ops} operators are more "
-                f"than {MOST_RUNS} runs of one, or max_in_flight = {self.max_in_flight} is above "
-                f"{2**31 - 1}: use fewer"
+                f"num_microbatches = {self.num_microbatches} of {self.num_ops} operators, "
+                f"max_in_flight = {self.max_in_flight}, are too many to simulate: at most {MOST_RUNS} "
+                f"runs of an operator, and {MOST_WAITING} micro-batches x in flight"
             )
         if not 0 <= self.second_j < np.inf:
             raise ProblemError(f"second_j = {self.second_j} must be a number of at least 0")

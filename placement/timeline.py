@@ -17,6 +17,7 @@ from placement.files import parse_json, read_arrays, write_atomic
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
+MOST_PATTERN = 256  # micro-batches of a pattern that is looked for: all of them would take M * M
 
 
 class TimelineError(ValueError):
@@ -304,8 +305,8 @@ def steady_period(finish_s: Floats, busiest_s: ArrayLike = 0.0) -> Floats:
     unknown). It bounds every steady state from below, but not the slope of a short run, which
     may end in a burst of micro-batches that were started long before.
 
-    Exact where the gaps of the last half repeat with some pattern of ``k <= M // 4``
-    micro-batches (to 1e-9); otherwise the slope over the last half.
+    Exact where the gaps of the last half repeat with some pattern of ``k <= M // 4`` and at most
+    ``MOST_PATTERN`` micro-batches (to 1e-9); otherwise the slope over the last half.
     """
     finish = np.sort(np.asarray(finish_s, dtype=np.float64), axis=-1)
     m = finish.shape[-1]
@@ -315,7 +316,9 @@ def steady_period(finish_s: Floats, busiest_s: ArrayLike = 0.0) -> Floats:
     tail = np.diff(finish[..., first:], axis=-1)
     period = (finish[..., -1] - finish[..., first]) / (m - 1 - first)
     tolerance = 1e-9 * np.maximum(finish[..., -1] / m, 1e-300)
-    for k in range(min(m // 4, tail.shape[-1] // 2), 0, -1):  # the shortest pattern wins
+    for k in range(
+        min(m // 4, tail.shape[-1] // 2, MOST_PATTERN), 0, -1
+    ):  # the shortest pattern wins
         repeats = np.abs(tail[..., k:] - tail[..., :-k]).max(axis=-1) <= tolerance
         period = np.where(repeats, tail[..., -k:].mean(axis=-1), period)
     return np.maximum(period, busiest_s)

@@ -26,7 +26,7 @@ from placement.files import parse_json, parse_yaml, short
 from placement.planners.heft import Heft
 from placement.problem import ProblemError
 from placement.simulator import simulate
-from placement.timeline import Timeline, TimelineError
+from placement.timeline import Timeline, TimelineError, steady_period
 from placement.trials import TrialError, Trials, fingerprint
 from tests import fuzz
 from tests.problems import random_problem
@@ -171,8 +171,15 @@ def test_counts_of_an_option_are_not_believed(kind: str, tmp_path: Path, capsys:
 
 def test_micro_batches_of_a_file_are_not_believed() -> None:
     problem = random_problem(1, num_ops=6)
-    with pytest.raises(ProblemError, match="num_microbatches = 1000000000 of 6 operators"):
-        replace(problem, num_microbatches=10**9)
+    for many in ({"num_microbatches": 10**9}, {"num_microbatches": 10**6, "max_in_flight": 10**6}):
+        with pytest.raises(ProblemError, match=r"num_microbatches = 10+ of 6 operators"):
+            replace(problem, **many)
+
+
+def test_a_period_of_many_micro_batches_does_not_take_their_square() -> None:
+    done = np.cumsum(np.tile([1.0, 2.0, 3.0], 100_000)) + 0.0
+    done[-1] += 0.5  # so that no pattern repeats, and every length is tried
+    assert steady_period(done) == pytest.approx(2.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("factor", [1e6, 1e38, np.nan, np.inf])
