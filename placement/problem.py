@@ -90,7 +90,7 @@ class Problem:
         ):
             raise ProblemError(
                 f"num_microbatches = {self.num_microbatches} of {self.num_ops} operators, "
-                f"max_in_flight = {self.max_in_flight}, are too many to simulate: at most {MOST_RUNS} "
+                f"max_in_flight = {self.max_in_flight}: too many to simulate, at most {MOST_RUNS} "
                 f"runs of an operator, and {MOST_WAITING} micro-batches x in flight"
             )
         if not 0 <= self.second_j < np.inf:
