@@ -274,7 +274,7 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
         devices = {i: tuple(sorted({_whole(d) for d in b["devices"]})) for i, b in rows.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BlocksError(
-            f"not a case: {type(error).__name__} {error}; it has ndevs and blocks, each with id, "
+            f"not a case: {'no ' * isinstance(error, KeyError)}{error}; it has ndevs and blocks, each with id, "
             "devices, time, memory, deps"
         ) from error
     if len(rows) != len(case["blocks"]):
