@@ -273,9 +273,10 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
         numbers = {i: (_whole(b["time"]), _whole(b["memory"])) for i, b in rows.items()}
         devices = {i: tuple(sorted({_whole(d) for d in b["devices"]})) for i, b in rows.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
+        lacks = "no " if isinstance(error, KeyError) else ""
         raise BlocksError(
-            f"not a case: {'no ' * isinstance(error, KeyError)}{error}; it has ndevs and blocks, each with id, "
-            "devices, time, memory, deps"
+            f"not a case: {lacks}{error}; it has ndevs and blocks, each with id, devices, time, "
+            "memory, deps"
         ) from error
     if len(rows) != len(case["blocks"]):
         raise BlocksError("two blocks have the same id")
