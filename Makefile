@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup demo test lint types bench docs clean
+.PHONY: help setup demo test fuzz lint types bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the verbs
@@ -18,6 +18,9 @@ demo: $(INSTALLED)  ## capture, measure, place, train, execute, compare and expo
 
 test: $(INSTALLED)  ## the whole test suite, on two processes
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+fuzz: $(INSTALLED)  ## thousands of mutated files for everything that reads one
+	$(BIN)/python -m tests.fuzz
 
 lint: $(INSTALLED)  ## style, formatting, and which package may import which
 	$(BIN)/ruff check .

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from agents.store import GraphStore
 from envs._sequential import NUM_DEVICE_FEATURES
 from envs.refine import PAIR_FEATURES as REFINE_PAIRS
 from envs.refine import SEARCH_FEATURES as REFINE_SEARCH
+from placement.files import short
 
 ILLEGAL = -1e9
 Formulation = Literal[
@@ -84,16 +84,20 @@ class NetworkConfig:
             raise PolicyError(f"layers = {self.layers} must be 0..64")
         if self.hidden < 4 or self.hidden % 4:
             raise PolicyError(f"hidden = {self.hidden} must be a positive multiple of 4")
-        for what in ("attention", "clusters"):
-            if not 0 <= getattr(self, what) <= 4096:
-                raise PolicyError(f"{what} = {getattr(self, what)} must be 0..4096")
-        if not (isinstance(self.finish_weight, int | float) and isfinite(self.finish_weight)):
-            raise PolicyError(f"finish_weight = {self.finish_weight!r} must be a finite number")
-        # A share of 0 or 1 has no logarithm.
-        if not 0 < self.changes < float("inf"):
-            raise PolicyError(f"changes = {self.changes} must be a positive number of groups")
-        if not 0 < self.max_change < 1:
-            raise PolicyError(f"max_change = {self.max_change} must be a share above 0 and below 1")
+        for what, limit in (("attention", 64), ("clusters", 4096)):
+            if not 0 <= getattr(self, what) <= limit:
+                raise PolicyError(f"{what} = {getattr(self, what)} must be 0..{limit}")
+        # Shares of a float32 that are 0 or 1 have no logarithm.
+        for what, least, most, meaning in (
+            ("finish_weight", -1e6, 1e6, "a weight"),
+            ("changes", 1e-6, 1e9, "a number of groups"),
+            ("max_change", 1e-6, 1 - 1e-6, "a share"),
+        ):
+            value = getattr(self, what)
+            if not (isinstance(value, int | float) and least <= value <= most):
+                raise PolicyError(
+                    f"{what} = {short(value)} must be {meaning} from {least:g} to {most:g}"
+                )
 
 
 MOVING = ("refine", "sweep")  # formulations that move groups of a placement, one at a time

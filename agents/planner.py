@@ -108,6 +108,12 @@ class PolicyPlanner:
                 raise PolicyError(f"{what} = {getattr(self, what)} must be at least {least}")
         if self.margin is not None and not 0 <= self.margin < 1:
             raise PolicyError(f"margin = {self.margin} must be a share, 0 <= margin < 1")
+        for given in (
+            self.policy,
+            self.seed_policy,
+        ):  # a bad file is told before a model is measured
+            if isinstance(given, str | Path) and given != UNTRAINED:
+                TrainedPolicy.load(given)
 
     def __call__(self, problem: Problem) -> Solution:
         """Plan ``problem``.

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from placement import cli
 from placement.compare import SINGLE, Row, describe, on_one_device
-from placement.files import write_atomic
+from placement.files import parse_json, parse_yaml, short, write_atomic
 from placement.report import table
 
 RESULT = "result.json"
@@ -149,7 +149,7 @@ def _read_job(folder: Path) -> SweepJob:
     saved = _read_json(folder / RESULT)
     overrides = saved.get("overrides")
     if overrides is None:
-        loaded: Any = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
+        loaded = _read_yaml(folder / ".hydra" / "overrides.yaml")
         overrides = [str(text) for text in loaded]
     job = SweepJob(
         folder.name,
@@ -174,7 +174,7 @@ def _expected(folder: Path) -> dict[str, dict[str, str]]:
         return {str(i): {} for i in range(trials[0])}
     choices: dict[str, list[str]] = {}
     try:
-        loaded: Any = OmegaConf.load(folder / "multirun.yaml")
+        loaded = _read_yaml(folder / "multirun.yaml")
         hydra = loaded["hydra"]
         words = [f"{k}={v}" for k, v in (hydra.sweeper.params or {}).items()]
         for override in OverridesParser.create().parse_overrides([*words, *hydra.overrides.task]):
@@ -195,8 +195,19 @@ def _num_trials(path: Path) -> int:
     """Of a sweeper that suggests (Optuna's); 0 for one that takes all combinations."""
     if not path.exists():
         return 0
-    loaded: Any = OmegaConf.load(path)
+    loaded = _read_yaml(path)
     return int(loaded["hydra"].sweeper.get("n_trials", 0))
+
+
+def _read_yaml(path: Path) -> Any:
+    """Raises: OSError; SweepError, it is no YAML of lists or mappings."""
+    try:
+        found = parse_yaml(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict | list):
+            raise ValueError(f"{short(found)} is no list or mapping")
+    except ValueError as error:
+        raise SweepError(f"{path}: cannot be read: {error}") from error
+    return OmegaConf.create(found)
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -206,7 +217,7 @@ def _split(text: str) -> tuple[str, str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"), infinite=True)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

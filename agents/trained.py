@@ -33,11 +33,12 @@ from envs.problems import Floats, ProblemSet, canonical
 from envs.select_place import SelectPlaceRules
 from envs.sequential import SequentialRules
 from placement.coarsen import grouped
-from placement.files import write_atomic
+from placement.files import parse_json, write_atomic
 from placement.planners._search import two_operators
 from placement.problem import Placement, Problem, Solution
 
 FORMAT = 3
+MOST_WEIGHT = 1e4
 Net = PlacementNet | GuidedNet
 CHOOSING = ("guided_search", "order_search")  # among offered moves
 
@@ -154,7 +155,7 @@ class TrainedPolicy:
 
         try:
             with safe_open(path, "pt") as file:
-                head = json.loads((file.metadata() or {})["policy"])
+                head = parse_json((file.metadata() or {})["policy"], infinite=True)
                 weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             version, formulation = head["format"], head["formulation"]
         except Exception as error:  # safetensors, json and the file system each raise their own
@@ -206,8 +207,9 @@ def _check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]
                 f"{name} is {tensor.dtype} {list(tensor.shape)}, not {like.dtype} "
                 f"{list(like.shape)}"
             )
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{name} is not finite")
+        # Trained ones are of the size of 1; far larger ones overflow in the network.
+        if not (tensor.abs() <= MOST_WEIGHT).all():
+            raise ValueError(f"{name} has a weight that is no number, or above {MOST_WEIGHT:g}")
 
 
 def make_net(config: NetworkConfig | None, formulation: Formulation) -> Net:

@@ -19,6 +19,7 @@ from placement.planners._chooser import choose, network
 from placement.planners._macro import below, energy_term, propose_from, uniform
 from placement.planners._order import BOUND, HAND, POLICY, UNIFORM, bounded
 from placement.planners._search import INFEASIBLE
+from placement.timeline import MOST_PATTERN
 
 Array = Any
 
@@ -237,7 +238,7 @@ def _steady(finish_s, busiest_s):
     gaps = m - 1 - first
     period = (finish[m - 1] - finish[first]) / gaps
     tolerance = 1e-9 * max(finish[m - 1] / m, 1e-300)
-    for k in range(1, min(m // 4, gaps // 2) + 1):  # the shortest pattern wins
+    for k in range(1, min(m // 4, gaps // 2, MOST_PATTERN) + 1):  # the shortest pattern wins
         repeats = True
         for i in range(first + k, m - 1):
             gap = (finish[i + 1] - finish[i]) - (finish[i + 1 - k] - finish[i - k])

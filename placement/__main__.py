@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cli.say(cli.A_DEFECT)
             return cli.DEFECT
         full = cli.full_output(error)
-        cli.say(f"error: {full or str(error) or cli.NO_MEMORY}")
+        cli.say(f"error: {full or cli.one_line(str(error)) or cli.NO_MEMORY}")
         return cli.BAD_INPUT
 
 

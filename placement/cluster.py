@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.files import write_atomic
+from placement.files import parse_yaml, short, write_atomic
 
 Floats = NDArray[np.float64]
 
@@ -25,6 +24,8 @@ Floats = NDArray[np.float64]
 # That anything may take (30,000 years), or a byte: sums over operators, or over all the bytes that
 # a graph may have, stay below what planners take for infeasible (1e30).
 LONGEST_S = 1e12
+MOST_DEVICES = 4096  # of a cluster: tables of every pair of them are a GiB then
+MOST_THREADS = 2**16  # and core numbers
 
 
 class ClusterError(ValueError):
@@ -68,8 +69,16 @@ class Device:
     sleep_exit_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ClusterError(f"device {self.name!r}: threads = {self.threads}, must be >= 1")
+        if not 1 <= self.threads <= MOST_THREADS:
+            raise ClusterError(
+                f"device {short(self.name)}: threads = {short(self.threads)}, must be from 1 to "
+                f"{MOST_THREADS}"
+            )
+        if not all(0 <= core < MOST_THREADS for core in self.cores):
+            raise ClusterError(
+                f"device {short(self.name)}: cores = {short(self.cores)}, must be from 0 to "
+                f"{MOST_THREADS - 1}"
+            )
         if not 0 < self.memory_bytes < 2**63:
             raise ClusterError(
                 f"device {self.name!r}: memory_bytes = {self.memory_bytes}, must be from 1 to "
@@ -198,7 +207,8 @@ def pairs_of(links: Iterable[Link], names: Sequence[str]) -> Iterator[Ends]:
         for text, found in ((link.src, a), (link.dst, b)):
             if not (isinstance(found, int) or len(found)):
                 raise ClusterError(
-                    f"link {link.src} -> {link.dst}: no device {text!r}; devices are {list(names)}"
+                    f"link {link.src} -> {link.dst}: no device {text!r}; devices are "
+                    f"{short(list(names), 200)}"
                 )
         yield a if isinstance(a, int) else a[:, None], b, link
 
@@ -215,9 +225,23 @@ def between(links: Iterable[Link], names: Sequence[str]) -> tuple[Link, ...]:
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[int]:
-    begin, *_ = parts = pattern.split("*")
-    matches = re.compile(".*".join(map(re.escape, parts))).fullmatch
-    return [d for d, name in enumerate(names) if name.startswith(begin) and matches(name)]
+    """Those that ``pattern`` means; ``*`` takes as little as it can: no part is tried twice."""
+    begin, *parts = pattern.split("*")
+    if not parts:
+        return [d for d, name in enumerate(names) if name == pattern]
+    *middle, end = parts
+    middle = [part for part in middle if part]
+
+    def matches(name: str) -> bool:
+        at = len(begin)
+        for part in middle:
+            found = name.find(part, at)
+            if found < 0:
+                return False
+            at = found + len(part)
+        return len(name) - len(end) >= at and name.startswith(begin) and name.endswith(end)
+
+    return [d for d, name in enumerate(names) if matches(name)]
 
 
 @dataclass(frozen=True)
@@ -232,8 +256,15 @@ class Cluster:
         names = [d.name for d in self.devices]
         if not names:
             raise ClusterError(f"cluster {self.name!r} has no devices")
+        if len(names) > MOST_DEVICES:
+            raise ClusterError(
+                f"cluster {short(self.name)} has {len(names)} devices, at most {MOST_DEVICES} are "
+                "possible"
+            )
         if len(set(names)) != len(names):
-            raise ClusterError(f"cluster {self.name!r}: device names repeat: {sorted(names)}")
+            raise ClusterError(
+                f"cluster {short(self.name)}: device names repeat: {short(sorted(names))}"
+            )
         for _ in pairs_of(self.links, self.device_names):
             pass  # says which end is no device
 
@@ -357,27 +388,25 @@ class Cluster:
         Raises:
             ClusterError: not readable, not YAML, or a field that is unknown or wrong.
         """
-        import yaml
-
         try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            data = parse_yaml(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ClusterError(f"{path}: cannot be read as a cluster: {error.strerror}") from error
-        except (ValueError, RecursionError, yaml.YAMLError) as error:
-            reason = " ".join(str(error).split())  # YAML points into the text over several lines
-            raise ClusterError(f"{path}: cannot be read as a cluster: {reason}") from error
+        except ValueError as error:
+            raise ClusterError(f"{path}: cannot be read as a cluster: {error}") from error
         if not isinstance(data, dict) or not isinstance(data.get("devices"), list):
             raise ClusterError(f"{path}: a cluster file needs a list 'devices:'")
         if not isinstance(data.get("links") or [], list):
-            raise ClusterError(f"{path}: 'links:' must be a list, not {data['links']!r}")
+            raise ClusterError(f"{path}: 'links:' must be a list, not {short(data['links'])}")
         unknown = set(data) - {"name", "devices", "links"}
         if unknown:
             raise ClusterError(
-                f"{path}: unknown keys {sorted(map(str, unknown))}; keys are name, devices, links"
+                f"{path}: unknown keys {short(sorted(map(str, unknown)))}; keys are name, devices, "
+                "links"
             )
         try:
-            devices = tuple(_from_dict(Device, d) for d in data["devices"])
-            links = tuple(_from_dict(Link, d) for d in data.get("links") or [])
+            devices = tuple(from_record(Device, d) for d in data["devices"])
+            links = tuple(from_record(Link, d) for d in data.get("links") or [])
             return cls(str(data.get("name", Path(path).stem)), devices, links)
         except ClusterError as error:
             raise ClusterError(f"{path}: {error}") from error
@@ -392,31 +421,41 @@ _TYPES: dict[str, type] = {
 _WORDS = {str: "a text: write it in quotes", int: "a whole number", bool: "true or false"}
 
 
-def _from_dict(kind: type, data: Any) -> Any:
+def from_record(kind: type, data: Any) -> Any:
+    """A ``Device`` or a ``Link`` of the fields that a file gives.
+
+    Raises:
+        ClusterError: a field that is unknown, missing, or of another kind.
+    """
     known = {f.name: f for f in fields(kind)}
     if not isinstance(data, dict):
-        raise ClusterError(f"a {kind.__name__.lower()} must be a mapping, not {data!r}")
+        raise ClusterError(f"a {kind.__name__.lower()} must be a mapping, not {short(data)}")
     unknown = set(data) - set(known)
     if unknown:
         raise ClusterError(
-            f"{kind.__name__.lower()} {data.get('name', '')!r}: unknown field "
-            f"{sorted(unknown)}; fields are {sorted(known)}"
+            f"{kind.__name__.lower()} {short(data.get('name', ''))}: unknown field "
+            f"{short(sorted(map(str, unknown)))}; fields are {sorted(known)}"
         )
     values = dict(data)
     if "cores" in values:
         if not isinstance(values["cores"], list):
-            raise ClusterError(f"cores = {values['cores']!r} is not a list of core numbers")
+            raise ClusterError(f"cores = {short(values['cores'])} is not a list of core numbers")
         values["cores"] = tuple(values["cores"])
     for key, value in values.items():
+        if value is None and known[key].default is not None:
+            raise ClusterError(
+                f"{kind.__name__.lower()} {short(data.get('name', ''))}: {key} must not be empty; "
+                "leave it out"
+            )
         needed = _TYPES.get(key)
         if value is not None and needed is not None and type(value) is not needed:
             raise ClusterError(
-                f"{kind.__name__.lower()} {data.get('name', '')!r}: {key} = {value!r} must be "
-                f"{_WORDS[needed]}"
+                f"{kind.__name__.lower()} {short(data.get('name', ''))}: {key} = {short(value)} "
+                f"must be {_WORDS[needed]}"
             )
     for core in values.get("cores", ()):
         if type(core) is not int:
-            raise ClusterError(f"cores: {core!r} is not a core number")
+            raise ClusterError(f"cores: {short(core)} is not a core number")
     numbers = (
         "latency_s", "bandwidth_bytes_per_s", "wake_s", "send_s", "send_s_per_byte", "speed",
         "busy_w", "idle_w", "sleep_w", "sleep_after_s", "sleep_exit_s", "memory_bytes",
@@ -425,17 +464,19 @@ def _from_dict(kind: type, data: Any) -> Any:
         if values.get(key) is not None:
             # YAML reads 1e9 as a string: accept it, and name the field if it is no number.
             try:
+                if isinstance(values[key], bool):
+                    raise TypeError("a word")
                 if key == "memory_bytes" and type(values[key]) is int:
                     continue  # a float would round it
                 values[key] = float(values[key])
                 if key == "memory_bytes":
                     values[key] = int(values[key])
             except (TypeError, ValueError, OverflowError):
-                raise ClusterError(f"{key} = {values[key]!r} is not a number") from None
+                raise ClusterError(f"{key} = {short(values[key])} is not a number") from None
     try:
         return kind(**values)
     except TypeError as error:
-        raise ClusterError(f"{kind.__name__.lower()} {data}: {error}") from error
+        raise ClusterError(f"{kind.__name__.lower()} {short(data)}: {error}") from error
 
 
 def _host_memory_bytes() -> int:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.files import write_atomic
+from placement.files import parse_json, short, write_atomic
 from placement.parallel import parallel_map
 from placement.problem import Placement, Planner, Problem, Solution, lower_bound
 from placement.schedule import Schedule
@@ -377,14 +377,9 @@ def _plan_all(
             ready = prepared(planner, seed, seconds, evaluations)
             key = _digest(fingerprint, workload, name, describe(ready), seed)
             path = folder / "cells" / f"{_slug(workload)}-{_slug(name)}-{key[:12]}.json"
-            saved = _read(path, key)
-            if saved is None:
-                todo.append((len(found), path, key, (name, seed, ready, problem)))
-                found.append(None)
-            else:
-                answer = saved["solution"]
-                solution = None if answer is None else solution_of(answer)
-                found.append(_Cell(name, seed, solution, saved["plan_s"], saved["note"]))
+            found.append(_saved_cell(_read(path, key), name, seed, problem))
+            if found[-1] is None:
+                todo.append((len(found) - 1, path, key, (name, seed, ready, problem)))
 
     def keep(number: int, cell: _Cell) -> None:
         at, path, key, (_, _, ready, _) = todo[number]
@@ -403,6 +398,21 @@ def _plan_all(
 
     parallel_map(_plan_task, told(), parallel, done=keep)
     return cells + [cell for cell in found if cell is not None]
+
+
+def _saved_cell(
+    saved: dict[str, Any] | None, name: str, seed: int | None, problem: Problem
+) -> _Cell | None:
+    """What ``_read`` found as a cell; None if there is nothing, or it is damaged."""
+    if saved is None:
+        return None
+    try:
+        solution = None if saved["solution"] is None else solution_of(saved["solution"])
+        if solution is not None:
+            problem.check_placement(solution.placement)
+        return _Cell(name, seed, solution, float(saved["plan_s"]), str(saved["note"]))
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 _Task = tuple[str, int | None, Planner, Problem]
@@ -456,9 +466,7 @@ def _measure(
     key = _digest(problem_fingerprint(problem), sorted(todo))
     path = folder / "measured" / f"{_slug(workload)}-{key[:12]}.json"
     saved = _read(path, key)
-    samples: dict[str, dict[str, list[float]]] = (
-        {k: {"latency_s": [], "period_s": []} for k in todo} if saved is None else saved["samples"]
-    )
+    samples = _saved_samples(saved, todo) or {k: {"latency_s": [], "period_s": []} for k in todo}
     runtime: Runtime | None = None
     for r in range(rounds):
         for number, (name, placement) in enumerate(todo.items(), 1):
@@ -475,6 +483,22 @@ def _measure(
             pipelined.save(path.with_name(f"{path.stem}-{name}.npz"))
             write_atomic(path, _json({"key": key, "workload": workload, "samples": samples}))
     return samples
+
+
+def _saved_samples(
+    saved: dict[str, Any] | None, ids: Iterable[str]
+) -> dict[str, dict[str, list[float]]] | None:
+    """What ``_read`` found as samples of these placements; None if it is not that, or nothing."""
+    try:
+        return {
+            k: {what: [float(x) for x in saved["samples"][k][what]] for what in _SAMPLED}  # type: ignore[index]
+            for k in ids
+        }
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+_SAMPLED = ("latency_s", "period_s")
 
 
 def _rows(
@@ -702,12 +726,36 @@ def prepared(
 
 
 def solution_of(saved: Mapping[str, Any]) -> Solution:
-    """A solution that was written as JSON with its arrays as lists."""
+    """A solution that was written as JSON with its arrays as lists.
+
+    Raises:
+        ValueError, LookupError, TypeError: it is none.
+    """
     order, given = saved.get("schedule"), dict(saved)
     if order is not None:
-        rows = tuple(np.array(r, np.int32).reshape(-1, 2) for r in order["order"])
-        given["schedule"] = Schedule(rows, order["num_microbatches"])
-    return Solution(**given | {"placement": np.array(saved["placement"], np.int32)})
+        rows = tuple(_whole(r).reshape(-1, 2) for r in order["order"])
+        given["schedule"] = Schedule(rows, int(_whole(order["num_microbatches"])))
+    for what in ("value_s", "lower_bound_s"):
+        value: Any = given.get(what)
+        if value is None and what == "lower_bound_s":
+            continue
+        if type(value) not in (int, float) or not value >= 0:  # comparisons with NaN are false
+            raise ValueError(f"{what} = {short(value)} is no number of seconds")
+    stats = given.get("stats", {})
+    if not isinstance(stats, dict):
+        raise ValueError(f"stats = {short(stats)} is no object")
+    curve = np.array(stats.get("curve") or [], np.float64)
+    if curve.size and (curve.ndim != 2 or curve.shape[1] != 3):
+        raise ValueError("stats: curve must have rows of seconds, evaluations and value")
+    return Solution(**given | {"placement": _whole(saved["placement"]).reshape(-1)})
+
+
+def _whole(values: Any) -> NDArray[np.int32]:
+    """Nested lists of numbers from 0 to 2**31 - 1; of no numbers too."""
+    found = np.array(values)
+    if found.size and (found.dtype.kind != "i" or found.min() < 0 or found.max() >= 2**31):
+        raise ValueError(f"{short(values)} are not all numbers of operators, devices or batches")
+    return found.astype(np.int32)
 
 
 def _digest(*parts: Any) -> str:
@@ -736,7 +784,7 @@ def _plain(value: Any) -> Any:
 def _read(path: Path, key: str) -> dict[str, Any] | None:
     """What was saved under ``key``; None if nothing was, or if the file is damaged."""
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = parse_json(path.read_text(encoding="utf-8"), infinite=True)
     except (OSError, ValueError):
         return None
     return saved if isinstance(saved, dict) and saved.get("key") == key else None

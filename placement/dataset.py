@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement import importers, workloads, zoo
-from placement.cluster import Cluster, Device, Link
-from placement.files import check_writable, write_atomic
+from placement.cluster import Cluster, Device, Link, from_record
+from placement.files import check_writable, parse_json, write_atomic
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
@@ -275,7 +275,10 @@ def _links(home: Path, cluster: Cluster, say: Progress) -> tuple[Link, ...]:
     """
     path = home / "machine.json"
     try:
-        return tuple(Link(**x) for x in json.loads(path.read_text(encoding="utf-8"))["links"])
+        return tuple(
+            from_record(Link, x)
+            for x in parse_json(path.read_text(encoding="utf-8"), infinite=True)["links"]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         say("links", None)
     from placement.measure import measure_links

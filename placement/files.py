@@ -1,12 +1,28 @@
-"""Write files so that a reader sees the old content or the new, never half of it."""
+"""Files: written so that a reader sees the old content or the new, read so that none does harm.
+
+What is read came from anybody. ``parse_json`` and ``parse_yaml`` give values that are as deep and
+as many as they look, and whose numbers float64 holds; ``short`` shows any of them in a line.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import reprlib
 import shutil
 import threading
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from math import isfinite
 from pathlib import Path
+from typing import Any
+
+MAX_DEPTH = 100  # of lists and objects in each other: far below what Python's own recursion allows
+_MAX_DIGITS = 308  # of a number that float64 holds
+_MOST_PACKED = 200  # times as many bytes as the file of them has
+_FEW_ALIASES = 100_000  # values that a short text of YAML may repeat by its aliases
 
 
 class FileError(ValueError):
@@ -92,6 +108,165 @@ def _beside(path: Path) -> Path:
 def cache_folder() -> Path:
     """Where measurements are kept: ``$PLACEMENT_HOME``, or ``~/.cache/placement``."""
     return Path(os.environ.get("PLACEMENT_HOME") or Path.home() / ".cache" / "placement")
+
+
+def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
+    """The value that a text of JSON says.
+
+    Args:
+        infinite: ``NaN`` and ``Infinity`` are taken too: Python writes them, JSON has none.
+
+    Raises:
+        ValueError: not JSON, a key twice in one object, a number that float64 does not hold, or
+            nested deeper than ``MAX_DEPTH``; the message is one line.
+    """
+    try:
+        found = json.loads(
+            text,
+            object_pairs_hook=_no_repeats,
+            parse_constant=None if infinite else _no_constant,
+            parse_float=_finite,
+            parse_int=_whole,
+        )
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    _check_depth([found], _inside)
+    return found
+
+
+def parse_yaml(text: str) -> Any:
+    """The value that a text of YAML says; nothing but data is made.
+
+    Raises:
+        ValueError: not YAML, a key twice in one mapping, a number that float64 does not hold,
+            nested deeper than ``MAX_DEPTH``, or aliases of aliases that together repeat more than
+            the text says; the message is one line.
+    """
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_depth([node], _inside_yaml, len(text) + _FEW_ALIASES)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except yaml.YAMLError as error:  # which points into the text over several lines
+        raise ValueError(" ".join(str(error).split())) from error
+    except (TypeError, AttributeError) as error:  # PyYAML's own, of a key or a tag that is none
+        raise ValueError(f"not YAML: {error}") from error
+
+
+def read_arrays(path: str | Path) -> dict[str, Any]:
+    """The arrays of an ``.npz`` file by name; nothing in it is executed.
+
+    Raises:
+        ValueError: it is none, it is damaged, it holds Python objects, or far more than its size.
+        OSError: it cannot be opened.
+    """
+    import numpy as np
+
+    with open(path, "rb") as file:
+        if not zipfile.is_zipfile(file):  # of which numpy would say: unpickle it
+            raise ValueError("it is no .npz file")
+        try:
+            with zipfile.ZipFile(file) as parts:
+                held = sum(part.file_size for part in parts.infolist())
+            most = 2**26 + _MOST_PACKED * os.fstat(file.fileno()).st_size
+            if held > most:
+                raise ValueError(f"it holds {held} bytes, more than {most}")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as data:
+                return {name: data[name] for name in data.files}
+        except (ValueError, MemoryError):
+            raise
+        except Exception as error:  # zip, zlib and numpy's own parser each raise their own kinds
+            raise ValueError(f"damaged: {error}") from error
+
+
+def short(value: Any, limit: int = 60) -> str:
+    """``repr`` of anything at all, in ``limit`` characters at most."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlong = 3, 40
+_SHORT.maxstring = _SHORT.maxother = 60
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
+
+
+def _check_depth(
+    level: list[Any], inside: Callable[[Any], Iterable[Any]], most: int | None = None
+) -> None:
+    """Raise ``ValueError`` unless values in each other end, and are ``most`` together."""
+    count = 0
+    for _ in range(MAX_DEPTH + 1):
+        level = [value for outer in level for value in inside(outer)]
+        if not level:
+            return
+        count += len(level)
+        if most is not None and count > most:
+            raise ValueError("its aliases (*name) repeat each other: write out what is meant")
+    raise ValueError(_TOO_DEEP)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """The lists and objects in a value of JSON."""
+    if type(value) is dict:
+        value = value.values()
+    elif type(value) is not list:
+        return ()
+    return [x for x in value if type(x) is dict or type(x) is list]
+
+
+def _inside_yaml(node: Any) -> Iterable[Any]:
+    """The nodes in a node of YAML, which is checked."""
+    if node.id == "scalar":
+        if node.tag.endswith((":int", ":float")) and len(node.value) > _MAX_DIGITS:
+            raise ValueError(_too_large(node.value))
+        return ()
+    if node.id == "sequence":
+        return node.value
+    keys = [key.value for key, _ in node.value if key.id == "scalar" and key.value != "<<"]
+    _check_keys(keys)
+    return [part for pair in node.value for part in pair]
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        _check_keys([key for key, _ in pairs])
+    return found
+
+
+def _check_keys(keys: list[str]) -> None:
+    if len(set(keys)) != len(keys):
+        twice = next(key for key, times in Counter(keys).items() if times > 1)
+        raise ValueError(f"the key {short(twice)} appears twice in one object")
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f'{word} is not a number that JSON knows; infinity is written "inf"')
+
+
+def _finite(word: str) -> float:
+    if not isfinite(float(word)):
+        raise ValueError(_too_large(word))
+    return float(word)
+
+
+def _whole(word: str) -> int:
+    if len(word) > _MAX_DIGITS:
+        raise ValueError(_too_large(word))
+    return int(word)
+
+
+def _too_large(word: str) -> str:
+    shown = word if len(word) <= 40 else f"{word[:20]}... ({len(word)} characters)"
+    return f"{shown} is too large a number"
 
 
 def _discard(temporary: Path) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
-from math import isclose, isfinite
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
 
 from placement.cluster import Cluster, Device, Link
-from placement.files import model_file, write_atomic
+from placement.files import model_file, parse_json, short, write_atomic
 from placement.graph import OpGraph
 from placement.named import meant
 from placement.objectives import ANALYTIC
@@ -820,25 +820,22 @@ def read_plan(path: str | Path) -> Plan:
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        data = json.loads(
-            text,
-            object_pairs_hook=_no_repeats,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-        )
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from error
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text)
+    except ValueError as error:
         raise PlanError(
             f"{path}: not valid JSON ({error}): truncated, or edited by hand? "
             f"Make it again: placement plan MODEL --planner best_of --out {path}"
         ) from error
+    if _holds_target(data):
+        raise PlanError(
+            f"{path}: the key '_target_' is not part of a plan: plans hold data, never code"
+        )
     if not isinstance(data, dict) or "schema_version" not in data:
         raise PlanError(f"{path}: not a plan: there is no key 'schema_version'")
     version = data["schema_version"]
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise PlanError(
-            f"{path}: schema_version = {_short(version)}, this version reads {SCHEMA_VERSION}: "
+            f"{path}: schema_version = {short(version)}, this version reads {SCHEMA_VERSION}: "
             "install the version that wrote the plan, or make it again: placement plan"
         )
     try:
@@ -1040,24 +1037,10 @@ def _git_commit() -> str | None:
     return answer.stdout.strip()
 
 
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = [k for k, times in Counter(k for k, _ in pairs).items() if times > 1]
-        raise PlanError(f"the key {_short(twice[0])} appears twice in one object")
-    if "_target_" in found:
-        raise PlanError("the key '_target_' is not part of a plan: plans hold data, never code")
-    return found
-
-
-def _no_constant(word: str) -> None:
-    raise PlanError(f"{word} is not a number that JSON knows")
-
-
-def _finite(word: str) -> float:
-    if not isfinite(float(word)):
-        raise PlanError(f"{word[:60]} is too large a number")
-    return float(word)
+def _holds_target(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "_target_" in value or any(map(_holds_target, value.values()))
+    return isinstance(value, list) and any(map(_holds_target, value))
 
 
 def _explain(error: ValidationError) -> str:
@@ -1066,21 +1049,16 @@ def _explain(error: ValidationError) -> str:
 
 
 def _explain_one(e: dict[str, Any]) -> str:
-    where = ".".join(_short(x, 80, plain=True) for x in e["loc"])
+    where = ".".join(str(x)[:80] for x in e["loc"])
     if e["type"] == "missing":
         return f"the key {where!r} is missing"
     if e["type"] == "extra_forbidden":
         keys = [key for key in _ALL_KEYS if key != e["loc"][-1]]  # known, but not there
         return f"unknown key {where!r}{meant(str(e['loc'][-1]), keys)}"
-    return f"{where} = {_short(e['input'])}: {e['msg'][:1].lower()}{e['msg'][1:]}"
+    return f"{where} = {short(e['input'])}: {e['msg'][:1].lower()}{e['msg'][1:]}"
 
 
 _ALL_KEYS = sorted({key for kind in [*_Strict.__subclasses__()] for key in kind.model_fields})
-
-
-def _short(value: Any, limit: int = 60, plain: bool = False) -> str:
-    text = str(value) if plain else repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _some(items: Sequence[str], sep: str = ", ", limit: int = 5) -> str:

@@ -22,6 +22,8 @@ Placement = NDArray[np.int32]  # [N] device of each operator
 Objective = Literal["period", "latency", "energy", "max_load", "piecewise_latency"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 THROUGHPUTS = ("period", "energy", "max_load")  # how often something ends, not how soon
+MOST_RUNS = 2**24  # operators x micro-batches: a timetable of them has half a GiB
+MOST_WAITING = 2**36  # micro-batches x those in flight: the simulator looks at all that wait
 ROUNDING = 1e-6  # by which sums in another order, and what solvers prove, may differ
 ReadyOrder = Literal["priority", "arrival"]
 
@@ -79,6 +81,17 @@ class Problem:
             raise ProblemError(
                 f"num_microbatches = {self.num_microbatches} and max_in_flight = "
                 f"{self.max_in_flight} must be at least 1"
+            )
+        waiting = self.num_microbatches * min(self.num_microbatches, self.max_in_flight)
+        if (
+            self.num_microbatches * self.num_ops > MOST_RUNS
+            or waiting > MOST_WAITING
+            or self.max_in_flight >= 2**31
+        ):
+            raise ProblemError(
+                f"num_microbatches = {self.num_microbatches} of {self.num_ops} operators, "
+                f"max_in_flight = {self.max_in_flight}: too many to simulate, at most {MOST_RUNS} "
+                f"runs of an operator, and {MOST_WAITING} micro-batches x in flight"
             )
         if not 0 <= self.second_j < np.inf:
             raise ProblemError(f"second_j = {self.second_j} must be a number of at least 0")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import LONGEST_S, Cluster, Link
-from placement.files import write_atomic
+from placement.cluster import LONGEST_S, Cluster, Link, from_record
+from placement.files import parse_json, read_arrays, short, write_atomic
 from placement.graph import MOST_BYTES, OpGraph
 
 Floats = NDArray[np.float64]
@@ -240,19 +239,22 @@ class Profile:
             ProfileError: missing, truncated or not a profile.
         """
         try:
-            with open(path, "rb") as file:
-                if not zipfile.is_zipfile(file):  # of which numpy would say: unpickle it
-                    raise ValueError("it is no .npz file")
-                with np.load(file, allow_pickle=False) as data:
-                    head = json.loads(str(data["head"]))
-                    arrays = {k: data[k] for k in data.files if k != "head"}
+            arrays = read_arrays(path)
+            head = parse_json(str(arrays.pop("head")), infinite=True)
+            for what, kind in (("device_names", list), ("links", list), ("provenance", dict)):
+                if not isinstance(head[what], kind):
+                    raise ValueError(f"{what} = {short(head[what])} is of another kind")
+            if not all(
+                isinstance(x, str) for x in (head["graph_fingerprint"], *head["device_names"])
+            ):
+                raise ValueError("graph_fingerprint and device_names must be texts")
             lacking = [k for k in ("compute_s", "spread_s") if k not in arrays]
             strange = sorted(set(arrays) - set(_ARRAYS))
             if lacking or strange:
                 raise ValueError(f"it lacks {lacking}" if lacking else f"unknown arrays {strange}")
             return cls(
                 device_names=tuple(head["device_names"]),
-                links=tuple(Link(**x) for x in head["links"]),
+                links=tuple(from_record(Link, x) for x in head["links"]),
                 batch_s=head.get("batch_s", 0.0),  # profiles of before have none
                 graph_fingerprint=head["graph_fingerprint"],
                 provenance=head["provenance"],

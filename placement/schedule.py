@@ -37,6 +37,11 @@ class Schedule:
             raise ScheduleError(
                 f"schedule is for {len(self.order)} devices, problem has {num_devices}"
             )
+        if sum(map(len, self.order)) != m * n:  # before anything as large as that is made
+            raise ScheduleError(
+                f"schedule has {sum(map(len, self.order))} entries, expected {n} operators x "
+                f"{m} micro-batches"
+            )
         seen = np.zeros((m, n), np.int64)
         for d, rows in enumerate(self.order):
             if len(rows) == 0:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.cluster import Power
-from placement.files import write_atomic
+from placement.cluster import LONGEST_S, Power
+from placement.files import parse_json, read_arrays, write_atomic
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
+MOST_PATTERN = 256  # micro-batches of a pattern that is looked for: all of them would take M * M
 
 
 class TimelineError(ValueError):
@@ -75,6 +76,38 @@ class Timeline:
         return lanes(title, tracks, self.makespan_s) + table(
             "devices", ["device", "operators", "busy", "share", "peak memory"], rows
         )
+
+    def check(self) -> None:
+        """Raise ``TimelineError`` where a part is not what the others make it; for what is read."""
+        names, shape = self.device_names, np.shape(self.start_s)
+        if not (names and all(type(x) is str for x in names) and isinstance(self.measured, bool)):
+            raise TimelineError("device_names must be texts, and measured true or false")
+        if len(shape) != 2 or 0 in shape:
+            raise TimelineError(f"start_s has shape {shape}, expected [M, N]")
+        (m, n), d, x = shape, len(names), len(np.atleast_1d(self.transfers))
+        times, watts = (-LONGEST_S, LONGEST_S), (0.0, np.inf)
+        power = {} if self.power is None else vars(self.power)
+        for what, array, kind, expected, (low, high) in (
+            ("placement", self.placement, "i", (n,), (0, d - 1)),
+            ("start_s", self.start_s, "f", (m, n), times),
+            ("end_s", self.end_s, "f", (m, n), times),
+            ("transfers", self.transfers, "i", (x, 4), (0, 2**31 - 1)),
+            ("transfers of a micro-batch", self.transfers[..., 1:2], "i", (x, 1), (0, m - 1)),
+            ("transfers of a device", self.transfers[..., 2:], "i", (x, 2), (0, d - 1)),
+            ("transfer_start_s", self.transfer_start_s, "f", (x,), times),
+            ("transfer_end_s", self.transfer_end_s, "f", (x,), times),
+            ("peak_bytes", self.peak_bytes, "i", (d,), (0, 2**63 - 1)),
+            ("load_s", self.load_s, "f", (m, 2), times),
+            *((key, array, "f", (d,), watts) for key, array in power.items()),
+        ):
+            if array is None:
+                continue
+            if array.dtype.kind != kind or array.shape != expected:
+                raise TimelineError(f"{what} is {array.dtype} {array.shape}, expected {expected}")
+            if not ((array >= low) & (array <= high)).all():  # comparisons with NaN are false
+                raise TimelineError(f"{what} must be from {low:g} to {high:g}")
+        if (self.end_s < self.start_s).any() or (self.transfer_end_s < self.transfer_start_s).any():
+            raise TimelineError("something ends before it starts")
 
     @property
     def num_microbatches(self) -> int:
@@ -224,14 +257,15 @@ class Timeline:
             TimelineError: missing, truncated or not a timeline.
         """
         try:
-            with np.load(path, allow_pickle=False) as data:
-                head = json.loads(str(data["head"]))
-                arrays = {k: data[k] for k in data.files if k != "head"}
+            arrays = read_arrays(path)
+            head = parse_json(str(arrays.pop("head")))
             names = tuple(head["device_names"])
             watts = {f.name: arrays.pop(f.name) for f in fields(Power) if f.name in arrays}
             power = Power(**watts) if watts else None
-            return cls(device_names=names, measured=head["measured"], power=power, **arrays)
-        except Exception as error:  # zip, json and numpy each raise their own kinds
+            line = cls(device_names=names, measured=head["measured"], power=power, **arrays)
+            line.check()
+            return line
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise TimelineError(f"{path}: not a readable timeline ({error})") from error
 
 
@@ -271,8 +305,8 @@ def steady_period(finish_s: Floats, busiest_s: ArrayLike = 0.0) -> Floats:
     unknown). It bounds every steady state from below, but not the slope of a short run, which
     may end in a burst of micro-batches that were started long before.
 
-    Exact where the gaps of the last half repeat with some pattern of ``k <= M // 4``
-    micro-batches (to 1e-9); otherwise the slope over the last half.
+    Exact where the gaps of the last half repeat with some pattern of ``k <= M // 4`` and at most
+    ``MOST_PATTERN`` micro-batches (to 1e-9); otherwise the slope over the last half.
     """
     finish = np.sort(np.asarray(finish_s, dtype=np.float64), axis=-1)
     m = finish.shape[-1]
@@ -282,7 +316,9 @@ def steady_period(finish_s: Floats, busiest_s: ArrayLike = 0.0) -> Floats:
     tail = np.diff(finish[..., first:], axis=-1)
     period = (finish[..., -1] - finish[..., first]) / (m - 1 - first)
     tolerance = 1e-9 * np.maximum(finish[..., -1] / m, 1e-300)
-    for k in range(min(m // 4, tail.shape[-1] // 2), 0, -1):  # the shortest pattern wins
+    for k in range(
+        min(m // 4, tail.shape[-1] // 2, MOST_PATTERN), 0, -1
+    ):  # the shortest pattern wins
         repeats = np.abs(tail[..., k:] - tail[..., :-k]).max(axis=-1) <= tolerance
         period = np.where(repeats, tail[..., -k:].mean(axis=-1), period)
     return np.maximum(period, busiest_s)

@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.files import write_atomic
+from placement.cluster import LONGEST_S
+from placement.files import parse_json, short, write_atomic
 from placement.problem import Placement, Problem
 from placement.simulator import score
 from placement.timeline import Timeline
@@ -410,8 +411,8 @@ def _load(path: Path, problem: Problem) -> Iterator[Round]:
     if not path.exists():
         return
     try:
-        head, *lines = path.read_text(encoding="utf-8").splitlines()
-        if json.loads(head)["problem"] != fingerprint(problem):
+        head, *lines = path.read_text(encoding="utf-8").split("\n")
+        if parse_json(head)["problem"] != fingerprint(problem):
             raise TrialError(
                 f"{path} holds trials of another problem (model, devices, objective, "
                 f"micro-batches); name another file, or delete it"
@@ -420,11 +421,44 @@ def _load(path: Path, problem: Problem) -> Iterator[Round]:
         if isinstance(error, TrialError):
             raise
         raise TrialError(f"{path} holds no trials: {error}; name another file") from error
-    for line in lines:
+    if lines and not _is_json(lines[-1]):
+        del lines[-1]  # an interruption cut it off, or it is the end of the line before
+    for i, line in enumerate(lines, start=2):
         try:
-            row = json.loads(line)
-            placements = np.array(row["placements"], np.int32).reshape(-1, problem.num_ops)
-            seconds = np.array(row["seconds"], np.float64)
-        except (ValueError, TypeError, KeyError):
-            return  # cut off
-        yield Round(placements, seconds, float(row["took_s"]))
+            yield _round(parse_json(line, infinite=True), problem)
+        except ValueError as error:
+            raise TrialError(
+                f"{path}, line {i}: {error}; delete the line, or name another file"
+            ) from error
+
+
+def _is_json(text: str) -> bool:
+    try:
+        parse_json(text, infinite=True)
+    except ValueError:
+        return False
+    return True
+
+
+def _round(row: Any, problem: Problem) -> Round:
+    """Raises: ValueError, it is no round of this problem."""
+    if not isinstance(row, dict) or row.keys() != {"took_s", "seconds", "placements"}:
+        raise ValueError(f"{short(row)} is no object of took_s, seconds and placements")
+    took_s, seconds, placements = row["took_s"], row["seconds"], row["placements"]
+    if not _is_time(took_s) or not isinstance(seconds, list) or not all(map(_is_time, seconds)):
+        raise ValueError(f"took_s = {short(took_s)} and seconds = {short(seconds)} must be times")
+    if not isinstance(placements, list) or not 0 < len(placements) == len(seconds):
+        raise ValueError(f"there must be a placement for each of {len(seconds)} seconds")
+    checked = [_placement(p, problem) for p in placements]
+    return Round(np.stack(checked), np.array(seconds, np.float64), float(took_s))
+
+
+def _placement(given: Any, problem: Problem) -> Placement:
+    if not isinstance(given, list) or not all(type(d) is int and abs(d) < 2**31 for d in given):
+        raise ValueError(f"placement {short(given)} is no list of device numbers")
+    return problem.check_placement(given)
+
+
+def _is_time(value: Any) -> bool:
+    """Seconds above 0; infinite ones are of what did not fit."""
+    return type(value) in (int, float) and (0 < value <= LONGEST_S or value == np.inf)

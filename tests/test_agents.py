@@ -355,7 +355,7 @@ HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "lay
         ({}, {"more": np.zeros(3)}, r"weights do not fit .*other layers: \['more'\]"),
         ({"network": {"hidden": 4000000000}}, {}, "weights do not fit"),  # nothing is allocated
         ({"network": {"layers": 10**9}}, {}, "layers = 1000000000 must be 0..64"),
-        ({"network": {"changes": 0.0}}, {}, "changes = 0.0 must be a positive number"),
+        ({"network": {"changes": 0.0}}, {}, "changes = 0.0 must be a number of groups"),
         ({"network": {"hidden": "16"}}, {}, "weights do not fit"),
         ({"network": {"width": 1}}, {}, "unexpected keyword argument 'width'"),
         ({"network": []}, {}, "weights do not fit"),
@@ -365,10 +365,14 @@ HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "lay
         ({"card": {"config": {"width": 10**9}}}, {}, "the card's width = 1000000000"),
         ({"card": {"config": {"width": "16"}}}, {}, "the card's width = '16'"),
         ({"card": {"config": {"groups": True}}}, {}, "the card's groups = True"),
-        ({"network": {"finish_weight": "4"}}, {}, "finish_weight = '4' must be a finite"),
+        ({"network": {"finish_weight": "4"}}, {}, "finish_weight = '4' must be a weight"),
         ({}, {"value.2.bias": np.zeros(2, np.float32)}, r"value.2.bias is .*\[2\], not .*\[1\]"),
         ({}, {"value.2.bias": np.zeros(1)}, "value.2.bias is torch.float64"),
-        ({}, {"value.2.bias": np.full(1, np.nan, np.float32)}, "value.2.bias is not finite"),
+        (
+            {},
+            {"value.2.bias": np.full(1, np.nan, np.float32)},
+            "value.2.bias has a weight that is no number",
+        ),
     ],
 )
 def test_heads_and_weights_that_do_not_fit(

@@ -848,6 +848,3 @@ def test_what_cannot_fit_fits_nowhere(seed: int) -> None:
     every = list(itertools.product(range(2), repeat=problem.graph.num_groups))
     placements = np.array(every)[:, problem.graph.group]
     assert np.isinf(score(problem, placements)).all()
-
-
-# --- hostile files -------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_a_container_has_the_memory_that_it_may_use(monkeypatch: pytest.MonkeyPa
         (GOOD.replace("8e9", ".inf"), r"memory_bytes = .* is not a number"),
         (GOOD.replace("8e9", "0"), r"memory_bytes = 0, must be from 1"),
         (GOOD.replace("cores: [0, 1]", "cores: 2"), r"cores = 2 is not a list"),
-        (GOOD.replace("threads: 2", "threads: 0"), r"threads = 0, must be >= 1"),
+        (GOOD.replace("threads: 2", "threads: 0"), r"threads = 0, must be from 1"),
         (GOOD.replace("threads: 2", "threads: two"), r"device .*two"),
         (GOOD.replace("speed: 1.5", "speed: 0"), r"speed = 0.0, must be > 0"),
         (GOOD.replace("latency_s: 2e-5", "latency_s: -1"), r"latency_s = -1.0, wake_s"),

@@ -211,8 +211,8 @@ def add(key: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (add("problem_version", 2), "problem_version = '2', this version reads 1"),
-        (add("problem_version", True), "problem_version = 'True'"),
+        (add("problem_version", 2), "problem_version = 2, this version reads 1"),
+        (add("problem_version", True), "problem_version = True"),
         (add("_target_", "os.system"), "unknown key _target_"),
         (change(SMALL, "model"), "model is missing"),
         (change(SMALL, "operators", value=[]), "operators = []"),

@@ -312,7 +312,7 @@ def test_cases_are_read_in_any_order_and_circles_refused() -> None:
     for wrong in (1.5, float("inf"), "1", None):  # never rounded
         with pytest.raises(BlocksError, match=r"not a case: .*(integer|number)"):
             read_work({"ndevs": 1, "blocks": [block(0, []) | {"time": wrong}]}, None)
-    with pytest.raises(BlocksError, match="not a case: KeyError"):
+    with pytest.raises(BlocksError, match="not a case: no 'ndevs'"):
         read_work({"blocks": []}, None)
 
 

@@ -42,6 +42,7 @@ A_DEFECT = "a defect, unless it is in code of yours: please report what is above
 NO_MEMORY = "not enough memory for a problem of this size"
 LIFE_SIGN_S = 60.0  # in a log
 MAX_BATCHES = 1_000_000  # more would only fill the memory
+MAX_MESSAGE = 1000  # characters of an error
 
 _UNPRINTABLE = dict.fromkeys(
     [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)],
@@ -66,6 +67,15 @@ def printable(text: str) -> str:
     Names come from files of anybody.
     """
     return text.translate(_UNPRINTABLE)
+
+
+def one_line(text: str) -> str:
+    """What an error says, whatever a file made of it: one line, of a limited length."""
+    text = " ".join(text.split())
+    if len(text) <= MAX_MESSAGE:
+        return text
+    half = MAX_MESSAGE // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
+from placement.files import parse_json
 
 if TYPE_CHECKING:
     from placement.schedulers._blocks import Work
@@ -48,12 +49,14 @@ def run(args: argparse.Namespace) -> int:
     from placement.schedulers._blocks import read_work
     from placement.schedulers._search import search_schedule
 
-    for name in ("micro_batches", "unroll", "seconds"):
+    for name, most in (("micro_batches", 10_000), ("unroll", 64), ("seconds", 1e6)):
         value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise cli.UsageError(f"--{name.replace('_', '-')} {value} must be positive")
-    if args.memory is not None and args.memory < 0:
-        raise cli.UsageError(f"--memory {args.memory} must not be negative")
+        if value is not None and not 0 < value <= most:
+            raise cli.UsageError(
+                f"--{name.replace('_', '-')} {value} must be positive, and at most {most:g}"
+            )
+    if args.memory is not None and not 0 <= args.memory < 2**60:
+        raise cli.UsageError(f"--memory {args.memory} must not be negative, and below 2**60")
     case = _case(args.file, args.case)
     work, ids = read_work(case, args.memory)
     try:
@@ -72,19 +75,19 @@ def run(args: argparse.Namespace) -> int:
 def _case(path: str, key: str) -> dict[str, Any]:
     """Raises: UsageError, no such file, not this format, or no such case."""
     try:
-        with open(path, encoding="utf-8") as file:
-            cases = json.load(file)["cases"]
+        cases = parse_json(Path(path).read_text(encoding="utf-8"))["cases"]
         if not isinstance(cases, dict):
             raise TypeError(f"cases is a {type(cases).__name__}")
         keys = sorted(cases)
     except OSError as error:
         raise cli.UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise cli.UsageError(
             f'{path}: no cases in it ({type(error).__name__}: {error}); expected {{"cases": ...}}'
         ) from error
     if key not in cases:
-        raise cli.UsageError(f"{path} has no case {key!r}; it has {', '.join(keys)}")
+        shown = ", ".join(text[:60] for text in keys[:20])
+        raise cli.UsageError(f"{path} has no case {key!r}; it has {shown}")
     case: dict[str, Any] = cases[key]
     return case
 

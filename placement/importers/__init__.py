@@ -11,21 +11,21 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from placement.cluster import Cluster
-from placement.files import model_file
+from placement.files import model_file, parse_json, short
 from placement.importers import dnn_partitioning, doppler, moirai, onnx_model, pipedream
 from placement.importers._read import FormatError
 from placement.problem import Problem
 
 __all__ = ["FormatError", "load", "save"]
 
-MAX_BYTES = 2**30  # of a compressed file's content
+MAX_BYTES = 2**30  # of a compressed file's content, and no more than text compresses to
+_MAX_RATIO = 50
 
 KNOWN = (
     "formats are problem files (problem_version), dnn-partitioning JSON (nodes with fpgaLatency, "
@@ -96,8 +96,8 @@ def load(
             return doppler.read(text, str(path), objective=objective, **given)
         raise FormatError(f"{path}: {model_file(path, content) or f'unknown format; {KNOWN}'}")
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text, infinite=True)  # which each format refuses by name
+    except ValueError as error:
         raise FormatError(f"{path}: not valid JSON: {error}") from error
     ours = isinstance(data, dict) and "problem_version" in data
     if given and (ours or dnn_partitioning.looks_like(data) or moirai.looks_like(data)):
@@ -116,7 +116,7 @@ def load(
         raise FormatError(
             f"{path} is a plan, not a problem: placement show, run, replan and export take plans"
         )
-    found = sorted(data)[:8] if isinstance(data, dict) else type(data).__name__
+    found = short(sorted(data)) if isinstance(data, dict) else type(data).__name__
     raise FormatError(f"{path}: unknown JSON format (top level: {found}); {KNOWN}")
 
 
@@ -138,12 +138,13 @@ def save(problem: Problem, path: str | Path) -> None:
 def _unpacked(content: bytes, path: str | Path) -> bytes:
     """What is in a gzip file."""
     unpack = zlib.decompressobj(wbits=31)
+    most = min(MAX_BYTES, 2**24 + _MAX_RATIO * len(content))
     try:
-        data = unpack.decompress(content, MAX_BYTES)
+        data = unpack.decompress(content, most)
     except zlib.error as error:
         raise FormatError(f"{path}: damaged: {error}") from error
     if not unpack.eof:
-        why = "is cut off" if len(data) < MAX_BYTES else f"holds more than {MAX_BYTES} bytes"
+        why = "is cut off" if len(data) < most else f"holds more than {most} bytes"
         raise FormatError(f"{path}: the compressed file {why}")
     return data
 

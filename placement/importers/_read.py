@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from placement.cluster import Cluster
+from placement.cluster import MOST_DEVICES, Cluster, Device, Link
+from placement.files import short
 from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile
@@ -24,9 +25,9 @@ def field(record: Any, name: str, where: str) -> Any:
         FormatError: ``record`` is not an object, or has no such field.
     """
     if not isinstance(record, dict):
-        raise FormatError(f"{where}: expected an object, found {str(record)[:40]!r}")
+        raise FormatError(f"{where}: expected an object, found {short(record)}")
     if name not in record:
-        raise FormatError(f"{where}: field {name!r} is missing; it has {sorted(record)}")
+        raise FormatError(f"{where}: field {name!r} is missing; it has {short(sorted(record))}")
     return record[name]
 
 
@@ -37,28 +38,64 @@ def number(value: Any, what: str, low: float = 0.0) -> float:
         FormatError: it is none.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise FormatError(f"{what} = {str(value)[:40]!r} is not a number")
-    try:
-        given = float(value)
-    except OverflowError:  # an integer of more than 300 digits
-        given = math.inf
+        raise FormatError(f"{what} = {short(value)} is not a number")
+    given = float(value)
     if not (math.isfinite(given) and given >= low):
-        raise FormatError(f"{what} = {str(value)[:40]} must be finite and at least {low:g}")
+        raise FormatError(f"{what} = {short(value)} must be finite and at least {low:g}")
     return given
 
 
-def whole(value: Any, what: str, low: int = 0) -> int:
-    """``value`` as an int of at least ``low``.
+def whole(value: Any, what: str, low: int = 0, most: int = 2**63 - 1) -> int:
+    """``value`` as an int from ``low`` to ``most``.
 
     Raises:
         FormatError: it is none.
     """
     given = number(value, what, low)
-    if given >= 2**63:
-        raise FormatError(f"{what} = {value:g} is too large")
     if given != int(given):
         raise FormatError(f"{what} = {value} must be a whole number")
-    return int(given)
+    if int(value) > most:  # as a float, a large one would be another
+        raise FormatError(f"{what} = {short(value)} is too large: at most {most} is possible")
+    return int(value)
+
+
+def check_table(path: str, num_tensors: int, num_devices: int) -> None:
+    """Raise ``FormatError`` where a time for each tensor and pair of devices would fill memory.
+
+    To be asked before anything as large as the number of devices, which may be only a word of a
+    file, is made.
+    """
+    entries = num_tensors * num_devices**2
+    if num_devices > MOST_DEVICES or entries > _MOST_ENTRIES:
+        raise FormatError(
+            f"{path}: {num_devices} devices and {num_tensors} tensors: at most {MOST_DEVICES} "
+            f"devices are possible, and {_MOST_ENTRIES} times of a tensor between two of them"
+        )
+
+
+_MOST_ENTRIES = 2**23
+_MOST_JOINED = 512  # devices whose every pair is a link of its own
+
+
+def equal_devices(
+    path: str, name: str, kind: str, devices: int, bandwidth: float, memory: int = 2**63 - 1
+) -> Cluster:
+    """``devices`` alike, ``KIND:0..``, every pair joined both ways by ``bandwidth`` bytes per s.
+
+    Raises:
+        FormatError: so many or so little cannot be; the message has the numbers.
+    """
+    if not 1 <= devices <= _MOST_JOINED or not bandwidth > 0 or memory < 1:
+        raise FormatError(
+            f"{path}: devices = {devices} must be from 1 to {_MOST_JOINED}, bandwidth = "
+            f"{bandwidth} bytes per second and memory = {memory} bytes must be positive"
+        )
+    parts = tuple(Device(f"{kind}:{i}", kind, memory_bytes=int(memory)) for i in range(devices))
+    ends = [x.name for x in parts]
+    joins = (
+        Link(a, b, bandwidth_bytes_per_s=float(bandwidth)) for a in ends for b in ends if a != b
+    )
+    return Cluster(name, parts, tuple(joins))
 
 
 def problem_of(

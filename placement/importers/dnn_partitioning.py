@@ -9,8 +9,17 @@ from typing import Any
 import numpy as np
 
 from placement.cluster import Cluster, Device
+from placement.files import short
 from placement.graph import OpGraph
-from placement.importers._read import FormatError, field, number, problem_of, topological, whole
+from placement.importers._read import (
+    FormatError,
+    check_table,
+    field,
+    number,
+    problem_of,
+    topological,
+    whole,
+)
 from placement.problem import Problem
 from placement.profile import Profile
 
@@ -51,15 +60,16 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     records, edges = field(data, "nodes", path), field(data, "edges", path)
     if not isinstance(records, list) or not isinstance(edges, list) or not records:
         raise FormatError(f"{path}: 'nodes' must be a non-empty list and 'edges' a list")
+    check_table(path, len(records), num_acc + num_cpus)
 
     at: dict[Any, int] = {}
     cpu_s, acc_s, size, backward, label, module = [], [], [], [], [], []
     classes: dict[Any, int] = {}
     for i, node in enumerate(records):
         key = field(node, "id", f"{path}: nodes[{i}]")
-        where = f"{path}: node {key}"
         if isinstance(key, bool) or not isinstance(key, int | str):
-            raise FormatError(f"{path}: nodes[{i}]: id = {key!r} must be an integer")
+            raise FormatError(f"{path}: nodes[{i}]: id = {short(key)} must be an integer")
+        where = f"{path}: node {key}"
         if key in at:
             raise FormatError(f"{where}: the id is used twice (nodes[{at[key]}] and nodes[{i}])")
         at[key] = i
@@ -74,7 +84,7 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         size.append(whole(needs, f"{where}: size"))
         colour = node.get("colorClass")
         if colour is not None and (isinstance(colour, bool) or not isinstance(colour, int | str)):
-            raise FormatError(f"{where}: colorClass = {colour!r} must be an integer")
+            raise FormatError(f"{where}: colorClass = {short(colour)} must be an integer")
         own = ("node", i) if colour is None else ("class", colour)
         label.append(classes.setdefault(own, len(classes)))
         module.append(str(node.get("name", "")))
@@ -89,7 +99,9 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         for end in ("sourceId", "destId"):
             key = field(edge, end, f"{path}: edges[{i}]")
             if not isinstance(key, int | str) or key not in at:
-                raise FormatError(f"{path}: edges[{i}]: {end} = {key!r} is not the id of a node")
+                raise FormatError(
+                    f"{path}: edges[{i}]: {end} = {short(key)} is not the id of a node"
+                )
             ends.append(at[key])
         where = f"{path}: edge {names[ends[0]]} -> {names[ends[1]]}"
         given = number(field(edge, "cost", where), f"{where}: cost")
@@ -145,5 +157,5 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
 def _flag(node: dict[str, Any], name: str, where: str) -> bool:
     value = field(node, name, where)
     if not isinstance(value, bool) and value not in (0, 1):
-        raise FormatError(f"{where}: {name} = {value!r} must be true or false")
+        raise FormatError(f"{where}: {name} = {short(value)} must be true or false")
     return bool(value)

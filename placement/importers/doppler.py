@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.importers._read import FormatError, problem_of, topological
+from placement.importers._read import FormatError, equal_devices, problem_of, topological
 from placement.problem import Problem
 from placement.profile import Profile
 
@@ -45,8 +44,7 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
     Raises:
         FormatError: naming the file, the line and what is wrong.
     """
-    if devices < 1:
-        raise FormatError(f"{path}: devices = {devices} must be at least 1")
+    cluster = equal_devices(path, "doppler", "gpu", devices, COST_PER_S)
     lines = [line.strip() for line in text.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
@@ -90,19 +88,13 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
         np.array([(position[a], position[b]) for a, b in pairs], np.int32).reshape(-1, 2),
         op_kind=[kinds[n] for n in order],
     )
-    parts = tuple(Device(f"gpu:{d}", "gpu") for d in range(devices))
-    ends = [x.name for x in parts]
-    links = tuple(
-        Link(a, b, bandwidth_bytes_per_s=COST_PER_S) for a in ends for b in ends if a != b
-    )
     compute_s = np.repeat(table[:, :1] / COST_PER_S, devices, axis=1)
     profile = Profile(
-        device_names=tuple(ends),
+        device_names=cluster.device_names,
         compute_s=compute_s,
         spread_s=np.zeros_like(compute_s),
-        links=links,
+        links=cluster.links,
         provenance={"format": "doppler", "file": Path(path).name},
     )
-    cluster = Cluster("doppler", parts, links)
     goal = objective or "latency"
     return problem_of(path, graph, cluster, profile, goal, contention=False, ready_order="arrival")

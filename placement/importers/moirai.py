@@ -9,8 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import Cluster, Device
+from placement.files import short
 from placement.graph import OpGraph
-from placement.importers._read import FormatError, field, number, problem_of, topological, whole
+from placement.importers._read import (
+    FormatError,
+    check_table,
+    field,
+    number,
+    problem_of,
+    topological,
+    whole,
+)
 from placement.problem import Problem
 from placement.profile import Profile
 
@@ -35,17 +44,20 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     records, edges = field(data, "nodes", path), field(data, "edges", path)
     if not isinstance(records, list) or not isinstance(edges, list) or not records:
         raise FormatError(f"{path}: 'nodes' must be a non-empty list and 'edges' a list")
+    check_table(path, len(edges), num_devices)
     at: dict[Any, int] = {}
     times: list[list[float]] = []
     for i, node in enumerate(records):
         key = field(node, "id", f"{path}: nodes[{i}]")
-        where = f"{path}: node {key}"
-        if not isinstance(key, int | str) or str(key) in at:
+        where = f"{path}: node {short(key)}"
+        if isinstance(key, bool) or not isinstance(key, int | str) or str(key) in at:
             raise FormatError(f"{where}: ids must be integers or texts, each used once")
         at[str(key)] = i
         row = field(node, "time", where)
         if not isinstance(row, list) or len(row) != num_devices:
-            raise FormatError(f"{where}: time = {row!r} must be a list of {num_devices} numbers")
+            raise FormatError(
+                f"{where}: time = {short(row)} must be a list of {num_devices} numbers"
+            )
         times.append([number(x, f"{where}: time[{d}]") / 1e3 for d, x in enumerate(row)])
 
     names = list(at)
@@ -56,7 +68,7 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         for end in ("src", "dst"):
             key = str(field(edge, end, f"{path}: edges[{i}]"))
             if key not in at:
-                raise FormatError(f"{path}: edges[{i}]: {end} = {key} is not the id of a node")
+                raise FormatError(f"{path}: edges[{i}]: {end} = {key[:60]} is not the id of a node")
             ends.append(at[key])
         where = f"{path}: edge {names[ends[0]]} -> {names[ends[1]]}"
         pairs.append((ends[0], ends[1]))

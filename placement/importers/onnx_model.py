@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster
 from placement.graph import OpGraph
 from placement.importers._onnx_sizes import (
     MANY,
@@ -23,7 +23,7 @@ from placement.importers._onnx_sizes import (
     stored,
     subgraphs,
 )
-from placement.importers._read import FormatError, problem_of, topological
+from placement.importers._read import FormatError, equal_devices, problem_of, topological
 from placement.problem import Problem
 from placement.profile import Profile
 
@@ -133,21 +133,13 @@ def _cluster(
         if extra:
             raise FormatError(f"{path}: give either a cluster or {', '.join(extra)}, not both")
         return cluster
-    number = DEVICES if devices is None else devices
-    per_s = BANDWIDTH if bandwidth is None else bandwidth
-    held = MEMORY if memory is None else memory
-    if number < 1 or not per_s > 0 or held < 1:
-        raise FormatError(
-            f"{path}: devices = {number} must be at least 1, bandwidth = {per_s} bytes per "
-            f"second and memory = {held} bytes must be positive"
-        )
-    names = [f"acc:{i}" for i in range(number)]
-    return Cluster(
+    return equal_devices(
+        path,
         "onnx",
-        tuple(Device(x, "acc", memory_bytes=int(held)) for x in names),
-        tuple(
-            Link(a, b, bandwidth_bytes_per_s=float(per_s)) for a in names for b in names if a != b
-        ),
+        "acc",
+        DEVICES if devices is None else devices,
+        BANDWIDTH if bandwidth is None else bandwidth,
+        MEMORY if memory is None else memory,
     )
 
 

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.importers._read import FormatError, number, problem_of, topological
+from placement.importers._read import (
+    FormatError,
+    equal_devices,
+    number,
+    problem_of,
+    topological,
+)
 from placement.problem import Problem
 from placement.profile import Profile
 
@@ -50,11 +55,7 @@ def read(
     """
     if mode not in ("inference", "training"):
         raise FormatError(f"{path}: mode = {mode!r} must be 'inference' or 'training'")
-    if devices < 1 or not bandwidth > 0 or memory < 1:
-        raise FormatError(
-            f"{path}: devices = {devices} must be at least 1, bandwidth = {bandwidth} bytes per "
-            f"second and memory = {memory} bytes must be positive"
-        )
+    cluster = equal_devices(path, "pipedream", "acc", devices, bandwidth, memory)
     at: dict[str, int] = {}
     described: list[str] = []
     values: list[list[float]] = []
@@ -127,18 +128,12 @@ def read(
         is_backward=backward,
         output_tensor=sinks,
     )
-    parts = tuple(Device(f"acc:{i}", "acc", memory_bytes=int(memory)) for i in range(devices))
-    ends = [x.name for x in parts]
-    joins = tuple(
-        Link(a, b, bandwidth_bytes_per_s=float(bandwidth)) for a in ends for b in ends if a != b
-    )
-    cluster = Cluster("pipedream", parts, joins)
     compute_s = np.repeat(seconds[:, None], devices, axis=1)
     profile = Profile(
         device_names=cluster.device_names,
         compute_s=compute_s,
         spread_s=np.zeros_like(compute_s),
-        links=joins,
+        links=cluster.links,
         provenance={"format": "pipedream", "file": Path(path).name, "mode": mode},
     )
     return problem_of(path, graph, cluster, profile, objective or "period")

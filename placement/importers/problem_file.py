@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -39,7 +37,7 @@ from pydantic import (
 )
 
 from placement.cluster import Cluster, ClusterError, Device, Link
-from placement.files import write_atomic
+from placement.files import parse_json, short, write_atomic
 from placement.graph import GraphError, OpGraph
 from placement.importers._read import FormatError
 from placement.problem import Objective, Problem, ProblemError, ReadyOrder
@@ -187,11 +185,14 @@ def read(text: str, path: str, *, objective: str | None = None) -> Problem:
         FormatError: another version, unknown or missing keys, wrong values, or parts that
             contradict each other; the message names the file, the field and the operator.
     """
-    data = _parsed(text, path)
+    try:
+        data = parse_json(text)
+    except ValueError as error:
+        raise FormatError(f"{path}: {error}") from error
     version = data["problem_version"]
     if version != VERSION or isinstance(version, bool):
         raise FormatError(
-            f"{path}: problem_version = {str(version)[:40]!r}, this version reads {VERSION}: "
+            f"{path}: problem_version = {short(version)}, this version reads {VERSION}: "
             "install the version that wrote the file, or import it again: placement import"
         )
     try:
@@ -436,37 +437,6 @@ def _per_tensor(record: ProblemRecord, name: str, shape: tuple[int, ...]) -> Any
     return table
 
 
-def _parsed(text: str, path: str) -> dict[str, Any]:
-    try:
-        data: dict[str, Any] = json.loads(
-            text,
-            object_pairs_hook=_no_repeats,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-        )
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from error
-    return data
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(key for key, times in Counter(k for k, _ in pairs).items() if times > 1)
-        raise FormatError(f"the key {twice[:60]!r} appears twice in one object")
-    return found
-
-
-def _no_constant(word: str) -> None:
-    raise FormatError(f'{word} is not a number that JSON knows; infinity is written "inf"')
-
-
-def _finite(word: str) -> float:
-    if not isfinite(float(word)):
-        raise FormatError(f'{word[:60]} is too large a number; infinity is written "inf"')
-    return float(word)
-
-
 def _explain(error: ValidationError, data: Mapping[str, Any]) -> str:
     """The first wrong keys with their values, and what is expected there."""
     errors = error.errors(include_url=False)
@@ -490,9 +460,7 @@ def _explain_one(e: dict[str, Any], data: Mapping[str, Any]) -> str:
         return f"{where} is missing"
     if e["type"] == "extra_forbidden":
         return f"unknown key {where}"
-    shown = repr(e["input"])
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return f"{where} = {shown}: {e['msg'][:1].lower()}{e['msg'][1:]}"
+    return f"{where} = {short(e['input'])}: {e['msg'][:1].lower()}{e['msg'][1:]}"
 
 
 _ABSENT = object()

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.compare import SINGLE, Comparison, Row, placement_id
-from placement.files import write_atomic
+from placement.files import parse_json, parse_yaml, write_atomic
 from placement.ownership import version
 from placement.problem import Placement, Problem, Solution
 from placement.report import curves, table, usage
@@ -527,7 +527,7 @@ def _provenance(run: RunFolder) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     if "versions.json" in run.texts:
         try:
-            versions = json.loads(run.texts["versions.json"])
+            versions = parse_json(run.texts["versions.json"], infinite=True)
         except ValueError:
             versions = {}
         if isinstance(versions, dict):
@@ -621,14 +621,13 @@ def _plan_command(plan: Plan, workload: str) -> str | None:
 
 def _hydra_command(run: RunFolder) -> str | None:
     """The command of a run that Hydra made: its job, with its overrides."""
-    import yaml
-
     try:
-        overrides = yaml.safe_load(run.texts[".hydra/overrides.yaml"])
-        job = yaml.safe_load(run.texts[".hydra/hydra.yaml"])["hydra"]["job"]["name"]
-        return shlex.join([str(job), *map(str, overrides or ())])
-    except (KeyError, TypeError, yaml.YAMLError):
+        overrides = parse_yaml(run.texts[".hydra/overrides.yaml"]) or []
+        job = parse_yaml(run.texts[".hydra/hydra.yaml"])["hydra"]["job"]["name"]
+    except (KeyError, TypeError, ValueError):
         return None
+    words: list[Any] = [job, *overrides] if isinstance(overrides, list) else [None]
+    return shlex.join(words) if all(isinstance(word, str) for word in words) else None
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from placement.compare import SINGLE, Comparison, Row, placement_id, solution_of
+from placement.files import parse_json
 from placement.problem import Problem, Solution
 from placement.report import table, trace
 from placement.timeline import Timeline
@@ -84,8 +85,9 @@ def read_run(folder: str | Path) -> RunFolder:
     def kept(read: Callable[[Path], T], file: Path) -> T | None:
         try:
             return read(file) if file.is_file() else None
-        except (ValueError, OSError, KeyError, TypeError) as error:
-            unread.append(f"{file.relative_to(path)}: {error}")
+        except Exception as error:  # csv, numpy and whoever else reads raise their own kinds
+            said = str(error) or type(error).__name__
+            unread.append(f"{file.relative_to(path)}: {said[:200]}")
             return None
 
     rows = (
@@ -144,13 +146,29 @@ def _answers(path: Path, rows: tuple[Row, ...], kept: Kept) -> tuple[Answers, di
 
 
 def _cell(file: Path) -> tuple[Any, tuple[Solution, str | None]] | None:
-    saved = json.loads(_text(file))
+    saved = parse_json(_text(file), infinite=True)
     answer = saved["solution"]
     if answer is None:
         return None
-    solution = solution_of(answer)
-    key = (saved["workload"], saved["planner"], saved["seed"], placement_id(solution.placement))
-    return key, (solution, saved.get("problem"))
+    solution, fingerprint = solution_of(answer), saved.get("problem")
+    name, planner, seed = saved["workload"], saved["planner"], saved["seed"]
+    if not (
+        isinstance(name, str)
+        and isinstance(planner, str)
+        and (seed is None or type(seed) is int)
+        and (fingerprint is None or re.fullmatch("[0-9a-f]{64}", fingerprint))
+    ):
+        raise ValueError("workload, planner, seed or problem is of another kind")
+    return (name, planner, seed, placement_id(solution.placement)), (solution, fingerprint)
+
+
+def _measured_ids(file: Path) -> tuple[str, list[str]]:
+    """The workload of a file of ``measured``, and the ids of the placements that ran."""
+    saved = parse_json(_text(file), infinite=True)
+    ids = list(saved["samples"])
+    if not all(re.fullmatch("[0-9a-f]+", x) for x in ids):  # parts of the names of files
+        raise ValueError("samples must be by the ids of placements")
+    return saved["workload"], ids
 
 
 def _compared(path: Path, name: str, fingerprint: str | None, kept: Kept) -> Workload:
@@ -160,9 +178,9 @@ def _compared(path: Path, name: str, fingerprint: str | None, kept: Kept) -> Wor
         problem = kept(_problem, path / "problems" / f"{fingerprint[:12]}.json")
     measured: dict[str, Timeline] = {}
     for file in sorted((path / "measured").glob("*.json"), key=lambda f: f.stat().st_mtime):
-        saved = kept(lambda f: json.loads(_text(f)), file)
-        if saved is not None and saved.get("workload") == name:
-            for placement in saved["samples"]:
+        about, ids = kept(_measured_ids, file) or (None, [])
+        if about == name:
+            for placement in ids:
                 timeline = kept(Timeline.load, file.with_name(f"{file.stem}-{placement}.npz"))
                 measured |= {} if timeline is None else {placement: timeline}
     own = path / name

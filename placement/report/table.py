@@ -198,16 +198,24 @@ def from_csv(text: str) -> tuple[Row, ...]:
         ValueError: a value of the wrong kind, or a column that is missing.
     """
     from placement.compare import Row
+    from placement.problem import OBJECTIVES
 
     kinds = {f.name: str(f.type) for f in fields(Row)}
-    rows = []
+    rows: list[Row] = []
     for record in csv.DictReader(io.StringIO(text)):
         values = {k: _parsed(kinds[k], v) for k, v in record.items() if k in kinds and v != ""}
         empty = {k: None for k, v in record.items() if v == "" and "None" in kinds.get(k, "")}
         try:
-            rows.append(Row(**values | empty))
+            row = Row(**values | empty)
         except TypeError as error:
             raise ValueError(f"line {len(rows) + 2}: {error}") from error
+        for name, value in vars(row).items():
+            least = -1 if name in ("latency_error", "period_error", "gap") else 0
+            if type(value) in (int, float) and not least <= value:  # comparisons with NaN are false
+                raise ValueError(f"line {len(rows) + 2}: {name} = {value} must be at least {least}")
+        if row.objective not in OBJECTIVES:
+            raise ValueError(f"line {len(rows) + 2}: objective {row.objective!r} is unknown")
+        rows.append(row)
     return tuple(rows)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from placement.files import write_atomic
+from placement.files import parse_json, write_atomic
 from placement.timeline import Timeline, TimelineError
 
 
@@ -46,7 +46,7 @@ def read_traces(path: str | Path) -> dict[str, Timeline]:
         TimelineError: it cannot be read, or is not such a trace.
     """
     try:
-        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        events = parse_json(Path(path).read_text(encoding="utf-8"))["traceEvents"]
         by_pid: dict[int, list[dict[str, Any]]] = {}
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)
@@ -68,6 +68,8 @@ def _timeline(events: list[dict[str, Any]]) -> tuple[str, Timeline]:
     pairs = {f"{a} -> {b}": (i, j) for i, a in enumerate(devices) for j, b in enumerate(devices)}
     batch = np.array([e["args"]["micro_batch"] for e in ran], np.int64)
     op = np.array([e["args"]["operator"] for e in ran], np.int64)
+    if (batch.max() + 1) * (op.max() + 1) > len(ran) or min(batch.min(), op.min()) < 0:
+        raise ValueError("an operator is missing in a micro-batch")
     start = np.full((batch.max() + 1, op.max() + 1), np.nan)
     end, placement = start.copy(), np.zeros(start.shape[1], np.int32)
     start[batch, op] = np.array([e["ts"] for e in ran]) * 1e-6
@@ -76,7 +78,7 @@ def _timeline(events: list[dict[str, Any]]) -> tuple[str, Timeline]:
     if np.isnan(end).any():
         raise ValueError("an operator is missing in a micro-batch")
     name = named.get("process_name", "")
-    return name, Timeline(
+    line = Timeline(
         tuple(devices),
         placement,
         start,
@@ -92,3 +94,5 @@ def _timeline(events: list[dict[str, Any]]) -> tuple[str, Timeline]:
         np.array([e["ts"] + e["dur"] for e in sent]) * 1e-6,
         measured=name == "measured",
     )
+    line.check()
+    return name, line

@@ -13,10 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.cluster import MOST_DEVICES
+from placement.files import short
+
 Ints = NDArray[np.int64]
 
 # "Cannot be reached" in tables of longest paths; sums of two still fit int64.
 NEVER = -(2**60)
+
+# Of one micro-batch, so that sums over many of them fit int64 too.
+MOST_BLOCKS = 4096
+MOST = 2**36  # time, or memory
 
 
 class BlocksError(ValueError):
@@ -62,13 +69,24 @@ class Work:
     limit: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not self.blocks:
-            raise BlocksError("there are no blocks")
+        if not 1 <= len(self.blocks) <= MOST_BLOCKS:
+            raise BlocksError(f"{len(self.blocks)} blocks; from 1 to {MOST_BLOCKS} are possible")
+        if not 1 <= self.num_devices <= MOST_DEVICES:
+            raise BlocksError(
+                f"ndevs = {self.num_devices}; from 1 to {MOST_DEVICES} devices are possible"
+            )
+        time, memory = (sum(b.time for b in self.blocks), sum(abs(b.memory) for b in self.blocks))
+        for what, total in (("take a time of", time), ("change memory by", memory)):
+            if total > MOST:
+                raise BlocksError(
+                    f"all blocks together {what} {short(total)}, at most {MOST} is possible: "
+                    "use a coarser unit"
+                )
         for i, b in enumerate(self.blocks):
             if b.time < 1:
                 raise BlocksError(f"block {i} takes {b.time}, must be at least 1")
             if not b.devices or not all(0 <= d < self.num_devices for d in b.devices):
-                raise BlocksError(f"block {i}: devices {b.devices} of {self.num_devices}")
+                raise BlocksError(f"block {i}: devices {short(b.devices)} of {self.num_devices}")
             for p, delay in b.preds:
                 if not 0 <= p < i or delay < 0:
                     raise BlocksError(
@@ -247,14 +265,18 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
     """
     try:
         num_devices, rows = _whole(case["ndevs"]), {_whole(b["id"]): b for b in case["blocks"]}
-        infer = case.get("mode") == "infer"
+        mode = case.get("mode", "train")
+        if mode not in ("train", "infer"):
+            raise ValueError(f"mode {short(mode)} is neither 'train' nor 'infer'")
+        infer = mode == "infer"
         preds = {i: [_whole(p) for p in b["deps"]] for i, b in rows.items()}
         numbers = {i: (_whole(b["time"]), _whole(b["memory"])) for i, b in rows.items()}
         devices = {i: tuple(sorted({_whole(d) for d in b["devices"]})) for i, b in rows.items()}
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        lacks = "no " if isinstance(error, KeyError) else ""
         raise BlocksError(
-            f"not a case: {type(error).__name__} {error}; it has ndevs and blocks, each with id, "
-            "devices, time, memory, deps"
+            f"not a case: {lacks}{error}; it has ndevs and blocks, each with id, devices, time, "
+            "memory, deps"
         ) from error
     if len(rows) != len(case["blocks"]):
         raise BlocksError("two blocks have the same id")
@@ -263,7 +285,9 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
     while left:
         ready = [i for i, p in left.items() if all(x in rows and x not in left for x in p)]
         if not ready:
-            raise BlocksError(f"blocks {sorted(left)[:8]} wait for each other, or for unknown ones")
+            raise BlocksError(
+                f"blocks {short(sorted(left))} wait for each other, or for unknown ones"
+            )
         order += ready
         for i in ready:
             del left[i]
@@ -282,7 +306,9 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
 
 
 def _whole(value: Any) -> int:
-    """Raises: ValueError, a number with a fraction or a text; others, no number at all."""
-    if value != int(value):
-        raise ValueError(f"{value!r} is not a whole number (a finer unit makes it one)")
+    """Raises: ValueError, no number, one with a fraction, or one that is too large."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
+        raise ValueError(f"{short(value)} is not a whole number (a finer unit makes it one)")
+    if not abs(value) < 2**63:
+        raise ValueError(f"{short(value)} is too large a number")
     return int(value)
