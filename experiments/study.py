@@ -1,0 +1,323 @@
+"""The harness of the studies: what a study is, and all that studies share.
+
+A study is a function that yields rows, and a description of the page that shows them:
+
+    STUDY = Study(
+        name="side_by_side",  # of results/NAME.md and runs/NAME
+        title="Searches side by side",
+        rows=rows,  # (options) -> rows, one after another
+        options={"evaluations": Option(300, "of every search")},
+        columns=(Column("way", "way"), Column("wall clock", "seconds", 1, unit=" s")),
+        note="Two searches of {evaluations} evaluations.",
+    )
+    main = partial(run, (STUDY,))
+
+The rest is done here:
+
+* **Command line**: a flag per option, whose type is that of its default (of a tuple: any number of
+  words), and ``--data``, ``--out``, ``--work`` and ``--fresh`` for all. Studies that share a module
+  are told apart by the first word. A user's mistake is one line and exit code 2, Ctrl-C is 130.
+* **Resume**: ``options.finished`` keeps rows, a JSON file each, under what decides them. A row that
+  is there is not made again, so the same command continues where it was interrupted, and any
+  number of processes may work side by side.
+* **Results**: rows that are dataclasses become ``NAME.csv``, dictionaries ``NAME.json``; a study
+  may draw ``NAME.png`` and write further files. The page ``NAME.md`` has the title, the command,
+  the study's text or its table, and the facts: when, where, with which versions and budgets.
+  Progress goes to standard error (``say``), the text to standard output.
+* **Verdict**: ``wrong`` names what contradicts something proved; then the exit code is 1.
+
+Columns, figures and statistics are in ``experiments.tables``; runs under a limit of time and
+memory, runs that take turns, and planners with their budgets in ``experiments.runs``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from experiments.tables import Column, read_csv, table, to_csv
+from placement import cli
+from placement.files import write_atomic
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT.parent / "shared" / "data"
+RESULTS = Path(__file__).parent / "results"
+R = TypeVar("R")
+Options = argparse.Namespace
+Rows = Sequence[Any]
+
+
+class StudyError(ValueError):
+    """A study cannot run as asked for, or a planner's run came to nothing; see the message."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag, or with ``word`` what stands without one: its default and its help.
+
+    ``kind`` reads a word; without it the type of the default does (of a tuple, of its first value).
+    """
+
+    default: Any
+    help: str | None = None
+    kind: Callable[[str], Any] | None = None
+    choices: Sequence[str] | None = None
+    word: bool = False
+    metavar: str | None = None
+
+    def add(self, parser: argparse.ArgumentParser, name: str) -> None:
+        """To a parser."""
+        flag = name if self.word else f"--{name.replace('_', '-')}"
+        if isinstance(self.default, bool):
+            parser.add_argument(flag, action="store_true", help=self.help)
+            return
+        several = isinstance(self.default, tuple)
+        example = next(iter(self.default), "") if several else self.default
+        more: dict[str, Any] = (
+            {"nargs": "*" if self.word or not example else "+"} if several else {}
+        )
+        parser.add_argument(
+            flag,
+            type=self.kind or (str if example is None else type(example)),
+            default=self.default,
+            choices=self.choices,
+            metavar=self.metavar,
+            help=self.help,
+            **more,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A study (see the top of this file).
+
+    Attributes:
+        name: of its results.
+        title: of its page; with ``{option}`` for the value of an option.
+        rows: makes or takes up the rows; None where they are only a part of them.
+        columns, note: of the page that is one table below one paragraph, or
+        page: the text of any other, from the rows and the options.
+        options: flags, by name: an ``Option``, or a default alone.
+        module: that runs it, if that is not called as the study.
+        word: that chooses it among the studies of its module.
+        row: class of its rows, where the file of results is read again.
+        facts: what the provenance says besides.
+        files: further results, content by name.
+        plot: draws ``NAME.png``.
+        wrong: what must not be.
+    """
+
+    name: str
+    title: str
+    rows: Callable[[Options], Iterable[Any] | None]
+    columns: Sequence[Column] = ()
+    note: str = ""
+    page: Callable[[Rows, Options], str] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    module: str = ""
+    word: str = ""
+    row: type | None = None
+    facts: Callable[[Options], Mapping[str, Any]] = lambda options: {}
+    files: Callable[[Rows], Mapping[str, str]] = lambda rows: {}
+    plot: Callable[[Rows, Path, Options], Any] | None = None
+    wrong: Callable[[Rows], Any] = lambda rows: ()
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Its own, and those that every study has."""
+        for name, option in self.options.items():
+            (option if isinstance(option, Option) else Option(option)).add(parser, name)
+        parser.add_argument("--data", type=Path, default=DATA, help="folder of public workloads")
+        parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+        work = ROOT / "runs" / self.name.replace("_", "/", 1)
+        parser.add_argument("--work", type=Path, default=work, help="what is finished, to continue")
+        parser.add_argument("--fresh", action="store_true", help="forget what is finished")
+        parser.set_defaults(study=self)
+
+    def text(self, rows: Rows, options: Options) -> str:
+        """Its page without title, command and facts."""
+        if self.page is not None:
+            return self.page(rows, options)
+        shown = table(rows, *self.columns)
+        return f"{self.note.format_map(vars(options))}\n\n{shown}" if self.note else shown
+
+    def heading(self, options: Options) -> str:
+        """The first line of its page."""
+        return f"# {self.title.format_map(vars(options))}"
+
+    def read(self, folder: Path = RESULTS) -> list[Any]:
+        """The rows of its committed results."""
+        if self.row is not None:
+            return read_csv(self.row, folder / f"{self.name}.csv")
+        return list(json.loads((folder / f"{self.name}.json").read_text("utf-8"))["rows"])
+
+    def write(self, rows: Rows, options: Options, words: Sequence[str]) -> None:
+        """All results, the page last."""
+        facts = provenance(**self.facts(options))
+        if is_dataclass(rows[0]):
+            files = {f"{self.name}.csv": to_csv(rows)}
+        else:
+            data = {"provenance": facts, "rows": rows}
+            files = {f"{self.name}.json": json.dumps(data, indent=1) + "\n"}
+        text = self.text(rows, options)
+        command = command_line(self.module or f"experiments.{self.name}", words)
+        noted = "".join(f"- {k}: {v}\n" for k, v in facts.items())
+        files |= self.files(rows)
+        files[f"{self.name}.md"] = f"{self.heading(options)}\n\n`{command}`\n\n{text}\n{noted}"
+        if self.plot is not None:
+            self.plot(rows, options.out / f"{self.name}.png", options)
+        for name, content in files.items():
+            write_atomic(options.out / name, content)
+        cli.put(text)
+        say(f"written to {options.out}: {', '.join(files)}")
+
+
+def parse(studies: Sequence[Study], words: Sequence[str]) -> Options:
+    """The options; ``options.study`` is the one that is asked for."""
+    program = f"python -m {studies[0].module or f'experiments.{studies[0].name}'}"
+    parser = argparse.ArgumentParser(prog=program, description=studies[0].title)
+    if len(studies) == 1 and not studies[0].word:
+        studies[0].add_options(parser)
+    else:
+        choice = parser.add_subparsers(dest="word", required=True)
+        for study in studies:
+            study.add_options(choice.add_parser(study.word, help=study.title))
+    options = parser.parse_args(words)
+    options.finished = Finished(options.work)
+    return options
+
+
+def run(studies: Sequence[Study], argv: Sequence[str] | None = None) -> int:
+    """A command: the study that it asks for, and its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = parse(studies, words)
+    study: Study = options.study
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers bring their own threads
+    warnings.simplefilter("ignore", RuntimeWarning)  # what planners say is in the rows
+    try:
+        with cli.interruptible():
+            if options.fresh:
+                shutil.rmtree(options.work, ignore_errors=True)
+            made = study.rows(options)
+            if made is None:
+                return 0
+            rows = list(made)
+            study.write(rows, options, words)
+            return 1 if study.wrong(rows) else 0
+    except KeyboardInterrupt:
+        say("interrupted; the same command continues")
+        return 130
+    except ValueError as error:
+        ours = ("placement", "envs", "agents", "experiments")
+        if type(error).__module__.partition(".")[0] not in ours:
+            raise
+        say(f"error: {error}")
+        return 2
+
+
+# --- what is finished ----------------------------------------------------------------------------
+
+
+class Finished:
+    """The finished rows of a study, a JSON file each: any number of processes may add to them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def row(
+        self,
+        kind: Callable[..., R],
+        what: Any,
+        make: Callable[[], R],
+        name: str = "",
+        keep: Callable[[R], bool] = lambda row: True,
+    ) -> R:
+        """The row that ``what`` (JSON values) decides: from its file, or made now.
+
+        ``name`` is for who looks into the folder. A row that is not to be kept is made again the
+        next time, and so is one of another version of ``kind``.
+        """
+        path = self.folder / f"{slug(name or kind.__name__)}-{digest(what)[:16]}.json"
+        if path.is_file():
+            try:
+                return kind(**json.loads(path.read_text(encoding="utf-8")))
+            except (TypeError, ValueError):
+                say(f"{path} is of another version: made again")
+        row = make()
+        if keep(row):
+            data = asdict(row) if is_dataclass(row) else row  # type: ignore[call-overload]
+            write_atomic(path, json.dumps(data))
+        return row
+
+
+def digest(*what: Any) -> str:
+    """SHA-256 (hex) of JSON values."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def slug(text: str) -> str:
+    """The end of a text as part of a file's name."""
+    return re.sub(r"[^\w.-]+", "_", text)[-60:]
+
+
+# --- data, and what is noted ---------------------------------------------------------------------
+
+
+def public(data: Path, *patterns: str) -> dict[str, Path]:
+    """Files of public workloads under ``data``, by path relative to it, sorted.
+
+    Raises:
+        StudyError: there are none; the message says where they are published.
+    """
+    files = {
+        path.relative_to(data).as_posix(): path
+        for pattern in patterns
+        for path in sorted(data.glob(pattern))
+    }
+    if not files:
+        raise StudyError(
+            f"no file {' or '.join(patterns)} in {data}: the workloads are public, but not part of "
+            "this project. Take them from github.com/msr-fiddle/dnn-partitioning "
+            "(throughput-inputs as dnn_partitioning/throughput, latency-inputs as "
+            "dnn_partitioning/latency), github.com/msr-fiddle/pipedream (profiles, each graph.txt "
+            "as pipedream/NAME.txt), github.com/xinyuyao/Doppler (compute_graph as doppler) and "
+            "github.com/moirai-placement/moirai (spreadsheets, converted to moirai/NAME.json), and "
+            "name the folder with --data"
+        )
+    return files
+
+
+def provenance(**facts: Any) -> dict[str, Any]:
+    """When, where and with which versions."""
+    from importlib import metadata
+
+    from placement.measure import provenance
+
+    versions = {}
+    for name in ("numpy", "numba", "scipy", "ortools"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return provenance(**versions, **facts)
+
+
+def command_line(module: str, words: Sequence[str]) -> str:
+    """The command that makes the results again; of folders elsewhere the last name alone."""
+    said = shlex.join(Path(w).name if w[:1] == "/" else w for w in words)
+    return f"python -m {module} {said}".rstrip()
+
+
+def say(text: str) -> None:
+    """Progress, to standard error."""
+    print(text, file=sys.stderr, flush=True)
