@@ -15,7 +15,7 @@ The bound is the slower of loader (in one thread, or its process) and devices, e
 both need the same cores it cannot be reached; the shared bound is then all their work spread over
 the cores.
 Rounds are interleaved: every round measures the bound and every way; medians of the rounds.
-Writes ``experiments/results/input_pipeline.csv`` and ``.md``.
+Writes ``experiments/results/input_pipeline.json`` and ``.md``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -84,34 +83,6 @@ class Data:
         return self.item.clone()
 
 
-@dataclass(frozen=True)
-class Row:
-    """One loader on one pipeline; medians over the rounds.
-
-    Attributes:
-        load_s, step_s: an item of the loader and a step of the devices, each alone.
-        shared_s: all the work per item spread over the cores, or the slower of the two.
-        period_s: seconds per item of each way.
-        share: of the bound ``max(load_s, step_s)`` that each way's throughput reaches.
-        shared_share: likewise of the bound ``shared_s``.
-        items: most items that were in memory between loading and result, of each way; empty where
-            another process has some of them.
-        item_bytes: what one weighs.
-    """
-
-    num_devices: int
-    kind: str
-    cost: float
-    load_s: float
-    step_s: float
-    shared_s: float
-    period_s: dict[str, float]
-    share: dict[str, float]
-    shared_share: dict[str, float]
-    items: dict[str, int]
-    item_bytes: int
-
-
 def seconds_each(outputs: Iterable[Any], data: Data | None = None) -> float:
     """From the begin, so that nothing that was loaded ahead before is for nothing."""
     count, began = 0, time.perf_counter()
@@ -155,7 +126,7 @@ def in_a_process(data: Data) -> DataLoader[Tensor]:
     )
 
 
-def rows(options: Options) -> Iterator[Row]:
+def rows(options: Options) -> Iterator[dict[str, Any]]:
     """Every kind and cost of loader on two pipelines."""
     torch.set_num_threads(1)
     for num_devices in (2, 1):
@@ -170,7 +141,7 @@ def rows(options: Options) -> Iterator[Row]:
                 for cost in SHARES:
                     data = Data(item, options.count, kind, cost * step_s)
                     row = row_of(runner, data, cost, options.rounds)
-                    say(f"{num_devices} devices, {kind}, {100 * cost:.0f} %: {row.share}")
+                    say(f"{num_devices} devices, {kind}, {100 * cost:.0f} %: {row['share']}")
                     yield row
 
 
@@ -179,8 +150,15 @@ def devices(runner: Runner, item: Tensor, count: int) -> float:
     return seconds_each(runner.stream_tensors([item] for _ in range(count)))
 
 
-def row_of(runner: Runner, data: Data, cost: float, rounds: int) -> Row:
-    """One loader: it alone, the devices alone, and the three ways."""
+def row_of(runner: Runner, data: Data, cost: float, rounds: int) -> dict[str, Any]:
+    """One loader: medians over the rounds of it alone, the devices alone, and the three ways.
+
+    ``load_s``, ``step_s``: an item of the loader and a step of the devices, each alone.
+    ``shared_s``: all the work per item spread over the cores, or the slower of the two.
+    ``period_s``: seconds per item of each way; ``share``, ``shared_share``: of the bounds
+    ``max(load_s, step_s)`` and ``shared_s`` that its throughput reaches. ``items``: most items that
+    were in memory between loading and result, empty where another process has some of them.
+    """
     loader = in_a_process(data) if data.kind == IN_A_PROCESS else data
     num_devices = runner.cluster.num_devices
 
@@ -202,29 +180,29 @@ def row_of(runner: Runner, data: Data, cost: float, rounds: int) -> Row:
     work = 0.0 if data.kind == "waiting" else load_s
     spread = (work + num_devices * step_s) / Cluster.detect().num_devices
     shared = np.maximum(bound, spread)
-    return Row(
-        num_devices=num_devices,
-        kind=data.kind,
-        cost=cost,
-        load_s=float(np.median(load_s)),
-        step_s=float(np.median(step_s)),
-        shared_s=float(np.median(shared)),
-        period_s={w: float(np.median(v)) for w, v in period.items()},
-        share={w: float(np.median(bound / v)) for w, v in period.items()},
-        shared_share={w: float(np.median(shared / v)) for w, v in period.items()},
-        items={} if loader is not data else {w: int(values[w][:, 1].max()) for w in WAYS},
-        item_bytes=data.item.nbytes,
-    )
+    return {
+        "num_devices": num_devices,
+        "kind": data.kind,
+        "cost": cost,
+        "load_s": float(np.median(load_s)),
+        "step_s": float(np.median(step_s)),
+        "shared_s": float(np.median(shared)),
+        "period_s": {w: float(np.median(v)) for w, v in period.items()},
+        "share": {w: float(np.median(bound / v)) for w, v in period.items()},
+        "shared_share": {w: float(np.median(shared / v)) for w, v in period.items()},
+        "items": {} if loader is not data else {w: int(values[w][:, 1].max()) for w in WAYS},
+        "item_bytes": data.item.nbytes,
+    }
 
 
 def page(rows: Rows, options: Options) -> str:
     """Shares of the bound, and memory of the three ways."""
 
-    def most(scale: float, row: Row) -> str:
-        return " / ".join(f"{row.items[w] * scale:.0f}" for w in WAYS if row.items) or "–"
+    def most(scale: float, row: dict[str, Any]) -> str:
+        return " / ".join(f"{row['items'][w] * scale:.0f}" for w in WAYS if row["items"]) or "–"
 
-    def share(way: str, row: Row) -> float:
-        return row.share[way]
+    def share(way: str, row: dict[str, Any]) -> float:
+        return row["share"][way]
 
     columns = (
         Column("devices", "num_devices"),
@@ -232,9 +210,9 @@ def page(rows: Rows, options: Options) -> str:
         Column("costs", "cost", 0, 100, " %"),
         Column("step", "step_s", 1, 1e3, " ms"),
         *(Column(way, partial(share, way), 0, 100, " %") for way in WAYS),
-        Column("of shared cores", lambda r: r.shared_share["automatic"], 0, 100, " %"),
+        Column("of shared cores", lambda r: r["shared_share"]["automatic"], 0, 100, " %"),
         Column("items in memory", partial(most, 1)),
-        Column("KiB", lambda r: most(r.item_bytes / 1024, r)),
+        Column("KiB", lambda r: most(r["item_bytes"] / 1024, r)),
     )
     return f"""{table(rows, *columns)}
 Shares are of the bound of one loading thread, so several can exceed 100 % where loading is
@@ -248,7 +226,6 @@ STUDY = Study(
     name="input_pipeline",
     title="Loading ahead: throughput as a share of the slower of loader and devices",
     rows=rows,
-    row=Row,
     page=page,
     options={
         "rounds": 3,

@@ -73,11 +73,12 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
 
 def page(rows: Rows, options: Options) -> str:
     columns = (Column("formulation", "formulation"), *COLUMNS, Column("equal policies", "equal"))
-    return f"""A training of {options.steps:,} steps, 16 episodes in {workers()} shares, on one problem of
-{options.operators // WIDTH * WIDTH:,} operators on four devices; updates, checks and the start of the workers are part
-of the time.
+    return f"""\
+A training of {options.steps:,} steps, 16 episodes in {workers()} shares, on one problem of
+{options.operators // WIDTH * WIDTH:,} operators on four devices; updates, checks and the start of the
+workers are part of the time.
 
-{table(rows, *columns)}"""  # noqa: E501
+{table(rows, *columns)}"""
 
 
 STUDY = Study(
