@@ -75,8 +75,8 @@ def page(rows: Rows, options: Options) -> str:
     columns = (Column("formulation", "formulation"), *COLUMNS, Column("equal policies", "equal"))
     return f"""\
 A training of {options.steps:,} steps, 16 episodes in {workers()} shares, on one problem of
-{options.operators // WIDTH * WIDTH:,} operators on four devices; updates, checks and the start of the
-workers are part of the time.
+{options.operators // WIDTH * WIDTH:,} operators on four devices; updates, checks and the start of
+the workers are part of the time.
 
 {table(rows, *columns)}"""
 
