@@ -15,8 +15,9 @@ A study is a function that yields rows, and a description of the page that shows
 The rest is done here:
 
 * **Command line**: a flag per option, whose type is that of its default (of a tuple: any number of
-  words), and ``--data``, ``--out``, ``--work`` and ``--fresh`` for all. Studies that share a module
-  are told apart by the first word. A user's mistake is one line and exit code 2, Ctrl-C is 130.
+  words; of a list: given again and again), and ``--data``, ``--out``, ``--work`` and ``--fresh``
+  for all. Studies that share a module are told apart by the first word. A user's mistake is one
+  line and exit code 2, Ctrl-C is 130.
 * **Resume**: ``options.finished`` keeps rows, a JSON file each, under what decides them. A row that
   is there is not made again, so the same command continues where it was interrupted, and any
   number of processes may work side by side.
@@ -82,6 +83,10 @@ class Option:
         if isinstance(self.default, bool):
             parser.add_argument(flag, action="store_true", help=self.help)
             return
+        if isinstance(self.default, list):  # again and again
+            more = {"action": "append", "metavar": self.metavar}
+            parser.add_argument(flag, default=self.default, help=self.help, **more)
+            return
         several = isinstance(self.default, tuple)
         example = next(iter(self.default), "") if several else self.default
         more: dict[str, Any] = (
@@ -133,13 +138,19 @@ class Study:
     plot: Callable[[Rows, Path, Options], Any] | None = None
     wrong: Callable[[Rows], Any] = lambda rows: ()
 
+    @property
+    def program(self) -> str:
+        """What ``python -m`` runs."""
+        return self.module or f"experiments.{self.name}"
+
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Its own, and those that every study has."""
         for name, option in self.options.items():
             (option if isinstance(option, Option) else Option(option)).add(parser, name)
         parser.add_argument("--data", type=Path, default=DATA, help="folder of public workloads")
         parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-        work = ROOT / "runs" / self.name.replace("_", "/", 1)
+        program = self.program.rpartition(".")[2]
+        work = ROOT / "runs" / program / self.word
         parser.add_argument("--work", type=Path, default=work, help="what is finished, to continue")
         parser.add_argument("--fresh", action="store_true", help="forget what is finished")
         parser.set_defaults(study=self)
@@ -170,7 +181,7 @@ class Study:
             data = {"provenance": facts, "rows": rows}
             files = {f"{self.name}.json": json.dumps(data, indent=1) + "\n"}
         text = self.text(rows, options)
-        command = command_line(self.module or f"experiments.{self.name}", words)
+        command = command_line(self.program, words)
         noted = "".join(f"- {k}: {v}\n" for k, v in facts.items())
         files |= self.files(rows)
         files[f"{self.name}.md"] = f"{self.heading(options)}\n\n`{command}`\n\n{text}\n{noted}"
@@ -184,8 +195,9 @@ class Study:
 
 def parse(studies: Sequence[Study], words: Sequence[str]) -> Options:
     """The options; ``options.study`` is the one that is asked for."""
-    program = f"python -m {studies[0].module or f'experiments.{studies[0].name}'}"
-    parser = argparse.ArgumentParser(prog=program, description=studies[0].title)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {studies[0].program}", description=studies[0].title
+    )
     if len(studies) == 1 and not studies[0].word:
         studies[0].add_options(parser)
     else:

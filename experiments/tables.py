@@ -75,10 +75,13 @@ def groups(rows: Iterable[R], *names: str) -> dict[Any, list[R]]:
 # --- CSV -----------------------------------------------------------------------------------------
 
 
-def to_csv(rows: Sequence[Any], without: Sequence[str] = ()) -> str:
-    """One line per row (a dataclass), one column per field; empty where None."""
+def to_csv(rows: Sequence[Any]) -> str:
+    """One line per row (a dataclass), one column per field; empty where None.
+
+    A field with ``metadata={"csv": False}`` is left out.
+    """
     text = io.StringIO()
-    names = [f.name for f in fields(rows[0]) if f.name not in without]
+    names = [f.name for f in fields(rows[0]) if f.metadata.get("csv", True)]
     writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(map(asdict, rows))
