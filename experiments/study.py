@@ -136,7 +136,7 @@ class Study:
     facts: Callable[[Options], Mapping[str, Any]] = lambda options: {}
     files: Callable[[Rows], Mapping[str, str]] = lambda rows: {}
     plot: Callable[[Rows, Path, Options], Any] | None = None
-    wrong: Callable[[Rows], Any] = lambda rows: ()
+    wrong: Callable[[Rows, Options], Any] = lambda rows, options: ()
 
     @property
     def program(self) -> str:
@@ -225,7 +225,7 @@ def run(studies: Sequence[Study], argv: Sequence[str] | None = None) -> int:
                 return 0
             rows = list(made)
             study.write(rows, options, words)
-            return 1 if study.wrong(rows) else 0
+            return 1 if study.wrong(rows, options) else 0
     except KeyboardInterrupt:
         say("interrupted; the same command continues")
         return 130
