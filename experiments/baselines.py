@@ -337,39 +337,21 @@ def notes(rows: Sequence[Row]) -> str:
     return "".join(lines)
 
 
-def page(rows: Sequence[Row], options: Options) -> str:
+def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
     """Planners, problems, and what was said."""
     by_planner = ratios(rows)
-    return f"""\
-A ratio is a planner's value over the best that any of them found, 1 is best: the geometric mean
-over {options.seeds} seeds and then over all problems, with a bootstrap 95 % interval over the
-problems. A run without an answer counts as the best single device (where none fits, as the worst
-answer). "Fell back": it answered, but said that it could not do what it is for; the texts are
-below. Planners without a random draw run once. Every run has one core and a process of its own.
-PipeDream files: training on four devices, 12e9 bytes/s between any two, memory that never binds,
-{IN_FLIGHT} micro-batches in flight.
-
-{summary(rows, by_planner)}
-![Best value so far over time](baselines.png)
-
-## Problems
-
-Values in milliseconds; the gap is that of the best value to the best bound that is proved.
-A dash: no answer. Single runs are in [baselines.csv](baselines.csv).
-
-{per_problem(rows, by_planner)}
-## What planners said
-
-{notes(rows)}
-"""
+    return {
+        "table": summary(rows, by_planner),
+        "problems": per_problem(rows, by_planner),
+        "notes": notes(rows),
+    }
 
 
 STUDY = Study(
     name="baselines",
-    title="Every planner, {seconds:g} s each",
     rows=rows,
     row=Row,
-    page=page,
+    parts=parts,
     plot=lambda rows, path, options: plot_curves(
         options.comparison, path, f"{options.seconds:g} s each, one core"
     ),

@@ -195,7 +195,7 @@ def row_of(runner: Runner, data: Data, cost: float, rounds: int) -> dict[str, An
     }
 
 
-def page(rows: Rows, options: Options) -> str:
+def parts(rows: Rows, options: Options) -> dict[str, str]:
     """Shares of the bound, and memory of the three ways."""
 
     def most(scale: float, row: dict[str, Any]) -> str:
@@ -214,19 +214,13 @@ def page(rows: Rows, options: Options) -> str:
         Column("items in memory", partial(most, 1)),
         Column("KiB", lambda r: most(r["item_bytes"] / 1024, r)),
     )
-    return f"""{table(rows, *columns)}
-Shares are of the bound of one loading thread, so several can exceed 100 % where loading is
-the slower. *Of shared cores*: the automatic way as a share of what the cores of this machine
-can do at all for loading and devices together. Memory: most items between loading and
-result, in the order in turn / in the caller / automatic.
-"""
+    return {"table": table(rows, *columns)}
 
 
 STUDY = Study(
     name="input_pipeline",
-    title="Loading ahead: throughput as a share of the slower of loader and devices",
     rows=rows,
-    page=page,
+    parts=parts,
     options={
         "rounds": 3,
         "count": 64,

@@ -248,7 +248,7 @@ def row(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[
     }
 
 
-def page(rows: Rows, options: Options) -> str:
+def parts(rows: Rows, options: Options) -> dict[str, str]:
     """The table of all stacks."""
 
     def against(name: str, row: dict[str, Any]) -> str:
@@ -261,18 +261,14 @@ def page(rows: Rows, options: Options) -> str:
         Column(PEER, lambda r: r["seconds"][PEER] / r["micro_batches"], 2, 1e3, " ms"),
         *(Column(name, partial(against, name)) for name in (SAME, OWN, PLAIN)),
     )
-    return f"""{table(rows, *columns)}
-Milliseconds per micro-batch of the peer; the others as throughput relative to it, median and
-quartiles of the paired rounds. Above 1 is faster than the peer. Filling and draining count.
-"""
+    return {"table": table(rows, *columns)}
 
 
 STUDY = Study(
     name="peers",
     word="pipelining",
-    title="Throughput against torch.distributed.pipelining",
     rows=rows,
-    page=page,
+    parts=parts,
     options={
         "rounds": 9,
         "micro_batches": 16,

@@ -81,7 +81,6 @@ def _dispatch_s() -> float:
 
 STUDY = Study(
     name="pipelining",
-    title="Seconds per item at batch 1, two one-core devices",
     rows=rows,
     options={
         "workloads": Option(("resnet50", "bert_base", "bert_tiny_hidden128"), word=True),

@@ -405,7 +405,7 @@ def not_optimal(rows: Sequence[Exact], options: Options) -> list[str]:
     ]
 
 
-def exact_page(rows: Sequence[Exact], options: Options) -> str:
+def exact_parts(rows: Sequence[Exact], options: Options) -> dict[str, Any]:
     """A line per file."""
 
     def ideals(row: Exact) -> str:
@@ -420,7 +420,7 @@ def exact_page(rows: Sequence[Exact], options: Options) -> str:
         ended = "time" not in (row.reference_status or row.truth_reference_status)
         return ("" if ended else "≥ ") + number(row.speedup, 1, 1, "x")
 
-    lines = table(
+    shown = table(
         rows,
         Column("file", lambda r: short(r.file)),
         Column("operators", "operators"),
@@ -436,17 +436,12 @@ def exact_page(rows: Sequence[Exact], options: Options) -> str:
         Column("C++ s recorded", partial(at_least, "truth_reference")),
         Column("speed-up", speedup),
     )
-    wrong = ", ".join(not_optimal(rows, options))
-    return f"""\
-The contiguous optimum of max-load by `ideal_dp`, without a limit of time. Error: against \
-the recorded optimum. Planner: from the problem to the answer; whole: reading the file \
-too, as the C++ program does. MiB: largest resident memory of the process, Python \
-included. C++: the published program, run in turns with ours on the same core, medians \
-of up to {options.rounds} rounds; like the whole, processor seconds. Recorded: seconds \
-of its program over ideals alone, in truth.json. Speed-up: of the whole over the C++ \
-program, where it ran here, else of the planner over what is recorded.
+    return {"table": shown, "wrong": mistake("Not the optimum", not_optimal(rows, options))}
 
-{lines}""" + (f"\n**Not the optimum: {wrong}**\n" if wrong else "")
+
+def mistake(text: str, files: Sequence[str]) -> str:
+    """Behind a table, if there are any."""
+    return f"\n\n**{text}: {', '.join(files)}**" if files else ""
 
 
 # --- search --------------------------------------------------------------------------------------
@@ -487,7 +482,7 @@ def below_a_bound(rows: Sequence[Row], options: Options) -> list[str]:
     ]
 
 
-def search_page(rows: Sequence[Row], options: Options) -> str:
+def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     """A table for loads and one for latencies."""
     truth = known(options.data)
 
@@ -519,35 +514,27 @@ def search_page(rows: Sequence[Row], options: Options) -> str:
         Column("median gap %", lambda c: median(c) / c.bound_s - 1, 2, 100),
         Column("best gap %", "gap", 2, 100),
     )
-    loads = (
+    of_loads = (
         Column("contiguous optimum", partial(of, "ideal_dp", "value_s"), 4, 1e3),
         Column("cp_sat", partial(of, "cp_sat", "value_s"), 4, 1e3),
         Column("its bound", partial(of, "cp_sat", "bound_s"), 4, 1e3),
         Column("mip", partial(of, "mip", "value_s"), 4, 1e3),
         Column("its bound", partial(of, "mip", "bound_s"), 4, 1e3),
     )
-    latencies = (
+    of_latencies = (
         Column("max-load split", partial(of, "ideal_dp", "value_s"), 4, 1e3),
         Column("bound, one piece", partial(of, "cp_sat", "restricted_bound_s"), 4, 1e3),
         Column("C++ greedy", partial(recorded, "greedy_cpp"), 4),
         Column("C++ max-load split", partial(recorded, "dp_cpp_split"), 4),
     )
-    text = f"""\
-`macro_search`, {options.seconds:g} s, {options.seeds} seeds: median and worst. Bound: \
-the best that is proved here for every split: by `cp_sat` and `mip` in \
-{options.exact_seconds:g} s each, the fractional load balance or the critical path. \
-Best ratio, best gap: of the best that any of these planners found. Best known and \
-recorded bound: truth.json.
-"""
-    is_load = [c for c in cases(rows) if c.rows[0].objective == "max_load"]
-    others = [c for c in cases(rows) if c.rows[0].objective != "max_load"]
-    if is_load:
-        text += f"\n## Max-load\n\n{table(is_load, *columns, *loads)}"
-    if others:
-        text += f"\n## Latency of one sample\n\n{table(others, *columns, *latencies)}"
-        text += "\nBound, one piece: of placements with one piece per accelerator only.\n"
-    wrong = ", ".join(below_a_bound(rows, options))
-    return text + (f"\n**Below a proved bound, which is a mistake: {wrong}**\n" if wrong else "")
+    tables = ""
+    if loads := [c for c in cases(rows) if c.rows[0].objective == "max_load"]:
+        tables = f"## Max-load\n\n{table(loads, *columns, *of_loads)}\n"
+    if others := [c for c in cases(rows) if c.rows[0].objective != "max_load"]:
+        tables += f"## Latency of one sample\n\n{table(others, *columns, *of_latencies)}"
+        tables += "\nBound, one piece: of placements with one piece per accelerator only."
+    wrong = mistake("Below a proved bound, which is a mistake", below_a_bound(rows, options))
+    return {"tables": tables, "wrong": wrong}
 
 
 # --- pipedream, moirai ---------------------------------------------------------------------------
@@ -581,14 +568,14 @@ def pipedream(options: Options) -> Iterator[Row]:
             yield answer(options, file, problem, name, options.seconds, 0, settings)
 
 
-def pipedream_page(rows: Sequence[Row], options: Options) -> str:
+def pipedream_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     """A line per file and machine."""
 
     def bandwidth(case: Case) -> str:
         settings = dict(pair.split("=") for pair in case.rows[0].settings.split())
         return f"{float(settings['bandwidth']) / 1e9:g}"
 
-    lines = table(
+    shown = table(
         cases(rows),
         Column("file", "file"),
         Column("operators", lambda c: c.rows[0].operators),
@@ -600,13 +587,7 @@ def pipedream_page(rows: Sequence[Row], options: Options) -> str:
         Column("at most", lambda c: c.value_s("single_device") / c.bound_s, 2, 1, "x"),
         Column("gap %", "gap", 1, 100),
     )
-    return f"""\
-Period of the pipelined timeline, as a speed-up over one device; {options.mode}, equal \
-devices, every pair joined at GB/s each way, \
-{options.memory / GIB:g} GiB each, up to {options.in_flight} micro-batches per device in \
-flight. Searches: {options.seconds:g} s. At most: what the best proved bound leaves.
-
-{lines}"""
+    return {"gib": options.memory / GIB, "table": shown}
 
 
 def moirai(options: Options) -> Iterator[Row]:
@@ -625,10 +606,10 @@ def moirai(options: Options) -> Iterator[Row]:
                 yield answer(options, file, problem, name, options.seconds, 0)
 
 
-def moirai_page(rows: Sequence[Row], options: Options) -> str:
+def moirai_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     """A line per file and objective."""
     searches = (*SEARCHES, "order_search")
-    lines = table(
+    shown = table(
         cases(rows),
         Column("file", "file"),
         Column("operators", lambda c: c.rows[0].operators),
@@ -639,74 +620,34 @@ def moirai_page(rows: Sequence[Row], options: Options) -> str:
         Column("at most", lambda c: c.value_s("single_device") / c.bound_s, 2, 1, "x"),
         Column("gap %", "gap", 1, 100),
     )
-    return f"""\
-Four unlike devices: speed-up over the best single one of them, of the latency of one \
-sample and of the period of the pipeline. Searches: {options.seconds:g} s. Less time: \
-of the best search. At most: what the best proved bound leaves.
-
-{lines}"""
+    return {"table": shown}
 
 
-def _study(word: str, title: str, row: type, options: Mapping[str, Any], **more: Any) -> Study:
+def _study(word: str, row: type, options: Mapping[str, Any], **more: Any) -> Study:
     words = Option((), "only files with it in the path", word=True, metavar="WORD")
-    return Study(
-        name=f"public_{word}",
-        word=word,
-        module="experiments.public",
-        title=title,
-        row=row,
-        options={"words": words, **options},
-        **more,
-    )
+    about = {"name": f"public_{word}", "word": word, "module": "experiments.public"}
+    return Study(**about, row=row, options={"words": words, **options}, **more)
 
 
 SECONDS = {"seconds": Option(10.0, "of a search")}
+EXACT = {
+    "rounds": 5,
+    "reference": Option(None, "folder of dp.exe", kind=Path),
+    "reference_seconds": 360.0,
+}
+SEARCH = SECONDS | {"seeds": 5, "exact_seconds": Option(60.0, "of cp_sat and mip")}
+PIPEDREAM = SECONDS | {
+    "devices": (4, 8),
+    "bandwidth": Option((12e9, 100e9), "bytes per second, of PCIe and of NVLink"),
+    "memory": Option(2**40, "bytes of a device"),
+    "mode": Option("training", choices=("training", "inference")),
+    "in_flight": Option(2, "micro-batches per device"),
+}
 STUDIES = (
-    _study(
-        "exact",
-        "The contiguous optimum, exactly, and how long it takes",
-        Exact,
-        {
-            "rounds": 5,
-            "reference": Option(None, "folder of dp.exe", kind=Path),
-            "reference_seconds": 360.0,
-        },
-        rows=exact,
-        page=exact_page,
-        wrong=not_optimal,
-    ),
-    _study(
-        "search",
-        "Any split, in seconds, against the best known value and against what is proved",
-        Row,
-        SECONDS | {"seeds": 5, "exact_seconds": Option(60.0, "of cp_sat and mip")},
-        rows=search,
-        page=search_page,
-        wrong=below_a_bound,
-    ),
-    _study(
-        "pipedream",
-        "Pipelines over equal devices against one of them",
-        Row,
-        {
-            **SECONDS,
-            "devices": (4, 8),
-            "bandwidth": Option((12e9, 100e9), "bytes per second, of PCIe and of NVLink"),
-            "memory": Option(2**40, "bytes of a device"),
-            "mode": Option("training", choices=("training", "inference")),
-            "in_flight": Option(2, "micro-batches per device"),
-        },
-        rows=pipedream,
-        page=pipedream_page,
-    ),
-    _study(
-        "moirai",
-        "Unlike devices against the best one of them",
-        Row,
-        SECONDS,
-        rows=moirai,
-        page=moirai_page,
-    ),
+    _study("exact", Exact, EXACT, rows=exact, parts=exact_parts, wrong=not_optimal),
+    _study("search", Row, SEARCH, rows=search, parts=search_parts, wrong=below_a_bound),
+    _study("pipedream", Row, PIPEDREAM, rows=pipedream, parts=pipedream_parts),
+    _study("moirai", Row, SECONDS, rows=moirai, parts=moirai_parts),
 )
 main = partial(run, STUDIES)
 

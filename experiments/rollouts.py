@@ -71,21 +71,16 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
             yield {"formulation": formulation, **row}
 
 
-def page(rows: Rows, options: Options) -> str:
+def parts(rows: Rows, options: Options) -> dict[str, Any]:
     columns = (Column("formulation", "formulation"), *COLUMNS, Column("equal policies", "equal"))
-    return f"""\
-A training of {options.steps:,} steps, 16 episodes in {workers()} shares, on one problem of
-{options.operators // WIDTH * WIDTH:,} operators on four devices; updates, checks and the start of
-the workers are part of the time.
-
-{table(rows, *columns)}"""
+    size = options.operators // WIDTH * WIDTH
+    return {"workers": workers(), "size": size, "table": table(rows, *columns)}
 
 
 STUDY = Study(
     name="rollouts",
-    title="Rollouts side by side",
     rows=rows,
-    page=page,
+    parts=parts,
     options={
         "operators": 2000,
         "steps": Option(1024, "of every training"),

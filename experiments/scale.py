@@ -134,7 +134,7 @@ def cell(row: Any) -> str:
     return f"{number(row.seconds, 2)} s, {size}" + (" *" if row.note else "")
 
 
-def page(rows: Rows, options: Options) -> str:
+def parts(rows: Rows, options: Options) -> dict[str, str]:
     """The matrix, and what was said."""
     sizes = list(dict.fromkeys((r.operators, r.devices) for r in rows))
     by = {(r.planner, r.operators, r.devices): r for r in rows}
@@ -148,17 +148,9 @@ def page(rows: Rows, options: Options) -> str:
             text = f"`{row.planner}`, {row.status}: " + re.sub(r"\d[\d.e+]*", "N", row.note)[:300]
             said.setdefault(text, []).append(f"{row.operators:,} x {row.devices}")
     notes = "".join(f"- {text} ({', '.join(where)})\n" for text, where in said.items())
-    return f"""\
-Operators x devices: seconds, and the most memory that the process held above what it held when
-it began (Python, compiled kernels and the problem itself). Planners that take a budget have
-{options.seconds:g} s. A star: it answered, but said something, see below. "Refused": it raised an
-error with a message. "Out of time": ended after {options.limit:g} s. "Out of memory", "killed":
-the limit of {options.memory:g} GiB of address space. "Not tried": stopped by a limit on a smaller
-problem.
-
-{matrix}{f"{chr(10)}## What they said{chr(10)}{chr(10)}{notes}" if notes else ""}
-![Seconds and memory over operators](scale.png)
-"""
+    if notes:
+        notes = f"## What they said\n\n{notes}\n"
+    return {"table": matrix, "said": notes}
 
 
 def plot_panels(
@@ -236,10 +228,9 @@ LIMITS = {
 }
 STUDY = Study(
     name="scale",
-    title="How planners scale",
     rows=rows,
     row=Row,
-    page=page,
+    parts=parts,
     plot=plot,
     options={
         "planners": Option((), "default: all", word=True, metavar="PLANNER"),

@@ -163,18 +163,18 @@ def _row(
     )
 
 
-def page(rows: Rows, options: Options) -> str:
+def parts(rows: Rows, options: Options) -> dict[str, str]:
     """A table per number of operators, and the periods."""
     devices = sorted({r.devices for r in rows})
     by = {(r.subject, r.operators, r.devices): r for r in rows}
-    parts = []
+    tables = []
     for operators, some in groups(rows, "operators").items():
         columns = (
             Column(f"{d:,} devices", lambda n, o=operators, d=d: cell(by[n, o, d]).rstrip(" *"))
             for d in devices
         )
         names = dict.fromkeys(r.subject for r in some)
-        parts.append(table(names, Column(f"{operators:,} operators", str), *columns))
+        tables.append(table(names, Column(f"{operators:,} operators", str), *columns))
 
     def period_s(row: Row) -> float | None:
         return row.value_s if row.replicated_s is None else row.replicated_s
@@ -186,20 +186,7 @@ def page(rows: Rows, options: Options) -> str:
         Column("devices", lambda r: f"{r.devices:,}"),
         Column("period", period_s, 3, 1e3),
     )
-    return f"""Nodes of {PER_NODE} equal devices, {WITHIN[1] / 1e9:g} GB/s within a node, \
-{BETWEEN[1] / 1e9:g} GB/s
-between nodes through one interface per node. Seconds, and the most memory that the process held
-above what it held when it began. "Out of time": ended after {options.limit:g} s. "Out of memory",
-"killed": the limit of {options.memory:g} GiB of address space. "Not tried": it, or building the
-problem, was stopped by a limit on something smaller. The policy has untrained weights.
-
-{chr(10).join(parts)}
-Predicted periods, in milliseconds, by the simulator; that of `replicated` is of its \
-replicas and by its own formula (no queues, no filling of the pipeline).
-
-{periods}
-![Seconds over devices](scale_out.png)
-"""
+    return {"table": "\n".join(tables), "periods": periods}
 
 
 def plot(rows: Rows, path: Path, options: Options) -> Path:
@@ -209,10 +196,9 @@ def plot(rows: Rows, path: Path, options: Options) -> Path:
 
 STUDY = Study(
     name="scale_out",
-    title="From 8 to 4,096 devices",
     rows=rows,
     row=Row,
-    page=page,
+    parts=parts,
     plot=plot,
     options={
         "operators": (1_000, 10_000, 100_000),

@@ -152,7 +152,7 @@ def rows(options: Options) -> Iterator[Row]:
         yield options.finished.row(Row, [name, memory, options.scale], make, name)
 
 
-def page(rows: Sequence[Row], options: Options) -> str:
+def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
     """How often what was to be shown holds, and all cases."""
 
     def general(value: float | None) -> str:
@@ -182,12 +182,7 @@ def page(rows: Sequence[Row], options: Options) -> str:
         Column("published period", partial(figure, "published_period")),
         Column("published s", partial(figure, "published_seconds")),
     )
-    return f"""M: memory of each device. Periods are times per micro-batch, K micro-batches in a \
-period; `bound` is proved for patterns of as many. `s`: search and proof for K = 1, one core. \
-`published`: the Tessel search, seconds on one core.
-
-{summary(rows)}
-{table(rows, *columns)}"""
+    return {"summary": summary(rows), "table": table(rows, *columns)}
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -264,7 +259,7 @@ def executed(options: Options) -> Iterator[Executed]:
             )
 
 
-def executed_page(rows: Rows, options: Options) -> str:
+def executed_parts(rows: Rows, options: Options) -> dict[str, str]:
     pieces = ", ".join(f"{share:.0%} on {d}" for d, share in PIECES)
     columns = (
         Column("workload, scheduler", lambda r: f"{r.workload}, {r.scheduler}"),
@@ -273,20 +268,16 @@ def executed_page(rows: Rows, options: Options) -> str:
         Column("iqr", "iqr_s", 2, 1e3),
         Column("of searched", "over_searched", 2, unit="x"),
     )
-    return f"""Milliseconds per micro-batch, first start to last end, two one-core devices; pieces \
-{pieces}. Medians of {options.rounds} interleaved rounds of {options.microbatches} micro-batches.
-
-{table(rows, *columns)}"""
+    return {"pieces": pieces, "table": table(rows, *columns)}
 
 
 STUDIES = (
     Study(
         name="schedules",
         word="cases",
-        title="Searched schedules of published cases",
         rows=rows,
         row=Row,
-        page=page,
+        parts=parts,
         options={
             "cases": Option((), "those with one of these in the name"),
             "scale": Option(1.0, "times the default seconds"),
@@ -296,10 +287,9 @@ STUDIES = (
         name="schedules_executed",
         module="experiments.schedules",
         word="executed",
-        title="Schedules for real",
         rows=executed,
         row=Executed,
-        page=executed_page,
+        parts=executed_parts,
         options={
             "workloads": Option((), "a model's name (resnet50)", word=True),
             "rounds": 7,

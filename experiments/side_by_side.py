@@ -68,19 +68,15 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
     yield from in_ways(options.ways, work, lambda a, b: a == b)
 
 
-def page(rows: Rows, options: Options) -> str:
-    return f"""Two searches of {options.evaluations} evaluations, seeds 0 and 1, on two problems of
-{options.layers * options.width:,} operators on four devices, with as many workers as cores; their
-start is part of the time.
-
-{table(rows, *COLUMNS, Column("equal answers", "equal"))}"""
+def parts(rows: Rows, options: Options) -> dict[str, Any]:
+    shown = table(rows, *COLUMNS, Column("equal answers", "equal"))
+    return {"operators": options.layers * options.width, "table": shown}
 
 
 STUDY = Study(
     name="side_by_side",
-    title="Searches side by side",
     rows=rows,
-    page=page,
+    parts=parts,
     options={
         "evaluations": Option(300, "of every search"),
         "layers": Option(20, "of the graphs"),

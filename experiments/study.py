@@ -4,11 +4,9 @@ A study is a function that yields rows, and a description of the page that shows
 
     STUDY = Study(
         name="side_by_side",  # of results/NAME.md and runs/NAME
-        title="Searches side by side",
         rows=rows,  # (options) -> rows, one after another
         options={"evaluations": Option(300, "of every search")},
         columns=(Column("way", "way"), Column("wall clock", "seconds", 1, unit=" s")),
-        note="Two searches of {evaluations} evaluations.",
     )
     main = partial(run, (STUDY,))
 
@@ -22,8 +20,9 @@ The rest is done here:
   is there is not made again, so the same command continues where it was interrupted, and any
   number of processes may work side by side.
 * **Results**: rows that are dataclasses become ``NAME.csv``, dictionaries ``NAME.json``; a study
-  may draw ``NAME.png`` and write further files. The page ``NAME.md`` has the title, the command,
-  the study's text or its table, and the facts: when, where, with which versions and budgets.
+  may draw ``NAME.png`` and write further files. The page ``NAME.md`` is the study's section of
+  ``experiments/pages.md``, its table, options and other ``parts`` filled in, with the command and
+  the facts: when, where, with which versions and budgets.
   Progress goes to standard error (``say``), the text to standard output.
 * **Verdict**: ``wrong`` names what contradicts something proved; then the exit code is 1.
 
@@ -54,6 +53,7 @@ from placement.files import write_atomic
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 RESULTS = Path(__file__).parent / "results"
+PAGES = Path(__file__).parent / "pages.md"
 R = TypeVar("R")
 Options = argparse.Namespace
 Rows = Sequence[Any]
@@ -109,10 +109,9 @@ class Study:
 
     Attributes:
         name: of its results.
-        title: of its page; with ``{option}`` for the value of an option.
         rows: makes or takes up the rows; None where they are only a part of them.
-        columns, note: of the page that is one table below one paragraph, or
-        page: the text of any other, from the rows and the options.
+        columns: of its page's ``{table}``, or
+        parts: all that its page names besides the options, from the rows and the options.
         options: flags, by name: an ``Option``, or a default alone.
         module: that runs it, if that is not called as the study.
         word: that chooses it among the studies of its module.
@@ -124,17 +123,15 @@ class Study:
     """
 
     name: str
-    title: str
     rows: Callable[[Options], Iterable[Any] | None]
     columns: Sequence[Column] = ()
-    note: str = ""
-    page: Callable[[Rows, Options], str] | None = None
+    parts: Callable[[Rows, Options], Mapping[str, Any]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     module: str = ""
     word: str = ""
     row: type | None = None
     facts: Callable[[Options], Mapping[str, Any]] = lambda options: {}
-    files: Callable[[Rows], Mapping[str, str]] = lambda rows: {}
+    files: Callable[[Rows, Options], Mapping[str, str]] = lambda rows, options: {}
     plot: Callable[[Rows, Path, Options], Any] | None = None
     wrong: Callable[[Rows, Options], Any] = lambda rows, options: ()
 
@@ -142,6 +139,12 @@ class Study:
     def program(self) -> str:
         """What ``python -m`` runs."""
         return self.module or f"experiments.{self.name}"
+
+    @property
+    def template(self) -> str:
+        """Its page, with names in braces."""
+        sections = re.split(r"^<!-- (\w+) -->\n", PAGES.read_text("utf-8"), flags=re.MULTILINE)
+        return dict(zip(sections[1::2], sections[2::2], strict=True)).get(self.name, "")
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Its own, and those that every study has."""
@@ -155,16 +158,13 @@ class Study:
         parser.add_argument("--fresh", action="store_true", help="forget what is finished")
         parser.set_defaults(study=self)
 
-    def text(self, rows: Rows, options: Options) -> str:
-        """Its page without title, command and facts."""
-        if self.page is not None:
-            return self.page(rows, options)
-        shown = table(rows, *self.columns)
-        return f"{self.note.format_map(vars(options))}\n\n{shown}" if self.note else shown
-
-    def heading(self, options: Options) -> str:
-        """The first line of its page."""
-        return f"# {self.title.format_map(vars(options))}"
+    def page(self, rows: Rows, options: Options) -> str:
+        """Title, command and text; without the facts."""
+        parts = self.parts(rows, options) if self.parts else {"table": table(rows, *self.columns)}
+        shown = {k: v.rstrip("\n") if isinstance(v, str) else v for k, v in parts.items()}
+        text = self.template.format_map(vars(options) | shown)
+        title, _, rest = text.strip().partition("\n")
+        return f"{title}\n\n`{command_line(self.program, options.typed)}`\n\n{rest.strip()}\n"
 
     def read(self, folder: Path = RESULTS) -> list[Any]:
         """The rows of its committed results."""
@@ -172,7 +172,7 @@ class Study:
             return read_csv(self.row, folder / f"{self.name}.csv")
         return list(json.loads((folder / f"{self.name}.json").read_text("utf-8"))["rows"])
 
-    def write(self, rows: Rows, options: Options, words: Sequence[str]) -> None:
+    def write(self, rows: Rows, options: Options) -> None:
         """All results, the page last."""
         facts = provenance(**self.facts(options))
         if is_dataclass(rows[0]):
@@ -180,32 +180,29 @@ class Study:
         else:
             data = {"provenance": facts, "rows": rows}
             files = {f"{self.name}.json": json.dumps(data, indent=1) + "\n"}
-        text = self.text(rows, options)
-        command = command_line(self.program, words)
+        page = self.page(rows, options)
         noted = "".join(f"- {k}: {v}\n" for k, v in facts.items())
-        files |= self.files(rows)
-        files[f"{self.name}.md"] = f"{self.heading(options)}\n\n`{command}`\n\n{text}\n{noted}"
+        files |= {**self.files(rows, options), f"{self.name}.md": f"{page}\n{noted}"}
         if self.plot is not None:
             self.plot(rows, options.out / f"{self.name}.png", options)
         for name, content in files.items():
             write_atomic(options.out / name, content)
-        cli.put(text)
+        cli.put(page)
         say(f"written to {options.out}: {', '.join(files)}")
 
 
 def parse(studies: Sequence[Study], words: Sequence[str]) -> Options:
     """The options; ``options.study`` is the one that is asked for."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {studies[0].program}", description=studies[0].title
-    )
+    parser = argparse.ArgumentParser(prog=f"python -m {studies[0].program}")
     if len(studies) == 1 and not studies[0].word:
         studies[0].add_options(parser)
     else:
         choice = parser.add_subparsers(dest="word", required=True)
         for study in studies:
-            study.add_options(choice.add_parser(study.word, help=study.title))
+            title = study.template.partition("\n")[0].lstrip("# ").replace("%", "%%")
+            study.add_options(choice.add_parser(study.word, help=title))
     options = parser.parse_args(words)
-    options.finished = Finished(options.work)
+    options.finished, options.typed = Finished(options.work), words
     return options
 
 
@@ -224,7 +221,7 @@ def run(studies: Sequence[Study], argv: Sequence[str] | None = None) -> int:
             if made is None:
                 return 0
             rows = list(made)
-            study.write(rows, options, words)
+            study.write(rows, options)
             return 1 if study.wrong(rows, options) else 0
     except KeyboardInterrupt:
         say("interrupted; the same command continues")

@@ -126,7 +126,7 @@ def extrapolation(
     }
 
 
-def page(rows: Rows, options: Options) -> str:
+def parts(rows: Rows, options: Options) -> dict[str, str]:
     """Seconds of all ways, then what was cut how and predicted."""
 
     def guess(row: dict[str, Any]) -> str:
@@ -146,17 +146,17 @@ def page(rows: Rows, options: Options) -> str:
         Column("predicted", lambda r: r["predicted_s"]["time_slices"], 1, 1e3, " ms"),
         Column("one slice predicts", guess),
     )
-    return f"""{table(rows, batch, *ways)}
-In brackets: over time_slices, medians of rounds. Published: {PUBLISHED}.
-
-{table(rows, batch, *details)}"""
+    return {
+        "table": table(rows, batch, *ways),
+        "published": PUBLISHED,
+        "details": table(rows, batch, *details),
+    }
 
 
 STUDY = Study(
     name="time_slices",
-    title="Milliseconds per batch of sequences, LSTM stack on two one-core devices",
     rows=rows,
-    page=page,
+    parts=parts,
     options={
         "batches": (1, 8, 32),
         "layers": 4,

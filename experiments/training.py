@@ -234,38 +234,36 @@ def times(
     }
 
 
-def page(rows: Rows, options: Options) -> str:
+def parts(rows: Rows, options: Options) -> dict[str, str]:
     """How equal they are, then the seconds of every model."""
-    parts = [
-        table(
-            rows,
-            Column("model", "model"),
-            Column("operators", "operators"),
-            Column("parameters", "parameters", 1, 1e-6, " M"),
-            Column("steps", lambda r: len(r["losses"])),
-            Column("largest difference of a loss", lambda r: f"{r['max_loss_difference']:.1e}"),
-            Column("of a parameter", lambda r: f"{r['max_parameter_difference']:.1e}"),
-        )
+    equality = table(
+        rows,
+        Column("model", "model"),
+        Column("operators", "operators"),
+        Column("parameters", "parameters", 1, 1e-6, " M"),
+        Column("steps", lambda r: len(r["losses"])),
+        Column("largest difference of a loss", lambda r: f"{r['max_loss_difference']:.1e}"),
+        Column("of a parameter", lambda r: f"{r['max_parameter_difference']:.1e}"),
+    )
+    columns = (
+        Column("way", "way"),
+        Column("measured", "seconds", unit=" s"),
+        Column("predicted, without update", "predicted", unit=" s"),
+        Column("over plain", "over plain", 2, unit="x"),
+        Column("over one device", "over one device", 2, unit="x"),
+    )
+    models = [
+        f"## {row['model']}: seconds per step of {options.microbatches} micro-batches\n\n"
+        + table([{"way": name, **way} for name, way in row["ways"].items()], *columns)
+        for row in rows
     ]
-    for row in rows:
-        head = f"## {row['model']}: seconds per step of {options.microbatches} micro-batches"
-        ways = table(
-            [{"way": name, **way} for name, way in row["ways"].items()],
-            Column("way", "way"),
-            Column("measured", "seconds", unit=" s"),
-            Column("predicted, without update", "predicted", unit=" s"),
-            Column("over plain", "over plain", 2, unit="x"),
-            Column("over one device", "over one device", 2, unit="x"),
-        )
-        parts.append(f"{head}\n\n{ways}")
-    return "\n".join(parts)
+    return {"table": equality, "models": "\n".join(models)}
 
 
 STUDY = Study(
     name="training",
-    title="Training steps on two one-core devices",
     rows=rows,
-    page=page,
+    parts=parts,
     options={
         "models": Option(("resnet18", "gpt2_small"), ", ".join(MODELS), word=True, metavar="MODEL"),
         "steps": Option(10, "compared with plain PyTorch"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -67,7 +68,7 @@ def worse(cells: Sequence[Cell], planner: str) -> list[str]:
     return [n for n, v in gains(cells, planner).items() if max(v) > TIES]
 
 
-def page(cells: Sequence[Cell], options: Options) -> str:
+def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     """Two tables: by objective, and by problem."""
     objectives = (*sorted({c.objective for c in cells}), "")
     both = [(p, o, gains(cells, p, o)) for p in (LEARNED, UNHURRIED) for o in objectives]
@@ -102,16 +103,13 @@ def page(cells: Sequence[Cell], options: Options) -> str:
         Column(UNHURRIED, partial(against, UNHURRIED)),
         Column("best ms", best_s.get, 4, 1e3),
     )
-    return f"""\
-Values over the least of {len(BASELINES)} baselines ({", ".join(BASELINES)}): negative is better,
-geometric mean, 95 % interval over problems and seeds. Each of them and `{LEARNED}`, its start
-included, had the same processor seconds; `{UNHURRIED}` is the planner as shipped, whose start may
-take as long as it needs. {enforced(cells)}
-
-{summary}
-## Problems
-
-{each}"""
+    return {
+        "count": len(BASELINES),
+        "baselines": ", ".join(BASELINES),
+        "enforced": enforced(cells),
+        "table": summary,
+        "problems": each,
+    }
 
 
 STUDY = learned_study(
@@ -119,7 +117,6 @@ STUDY = learned_study(
     Against,
     problems,
     partial(run_tasks, tasks),
-    title="The learned planner against all constructive methods and dynamic programs",
     row=Cell,
-    page=page,
+    parts=parts,
 )

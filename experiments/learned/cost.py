@@ -149,7 +149,7 @@ def _reach(problem: Problem, target_s: float, config: Any) -> tuple[float | None
     return (greedy_s or [None])[0], (best_s or [None])[0]  # type: ignore[list-item]
 
 
-def page(rows: Sequence[Row], options: Options) -> str:
+def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     """Two tables."""
     speeds = table(
         [r for r in rows if r.what == "speed"],
@@ -176,19 +176,7 @@ def page(rows: Sequence[Row], options: Options) -> str:
         Column("best met, median s (seeds)", partial(reached, "best_reached_s")),
         Column("MiB", lambda key: max(r.peak_bytes or 0 for r in runs[key]), 0, 2**-20),
     )
-    return f"""\
-Stock PPO, four devices, everything included (environment, encoder, updates), per second of
-processor time. Two cores are two trainings side by side, added up: a training uses one thread.
-MiB: largest resident memory, all processes together.
-
-{speeds}
-## Seconds to the best baseline
-
-Training from nothing on one graph, until its greedy decode (guided search: its search), or the best
-placement met so far, is as good as the best of all {len(BASELINES)} constructive methods and
-dynamic programs. A dash: the median seed does not get there in {number(rows[-1].limit_s, 0)} s.
-
-{times}"""
+    return {"count": len(BASELINES), "speeds": speeds, "table": times}
 
 
-STUDY = learned_study("cost", Cost, problems, rows, title="What training costs", row=Row, page=page)
+STUDY = learned_study("cost", Cost, problems, rows, row=Row, parts=parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -78,13 +79,13 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
         yield Task("known", f"{label}, long", field[label], 0, None, options.known)
 
 
-def page(cells: Sequence[Cell], options: Options) -> str:
+def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     """A table per budget."""
     best_s = best_known(cells)
     names = [n for n in GRAPHS if n in best_s]
     runs = groups(cells, "group")
     limits = [group for group in runs if group not in ("rules", "known")]
-    parts = [
+    tables = [
         f"## {group.capitalize()}\n\n{of_budget(group, runs[group] + runs['rules'], best_s)}"
         for group in limits
     ]
@@ -97,22 +98,11 @@ def page(cells: Sequence[Cell], options: Options) -> str:
         Column("best known", best_s.get, 2),
         Column("policy, all budgets", ours_s.get, 2),
     )
-    return f"""\
-The four 4-GPU graphs of the released system (Yao et al., ICLR 2026), in its cost units /
-1e10, under its simulator's rules: links carry any number of tensors at once, a device
-runs operators in the order in which they become ready. Medians over seeds. `policy` is the released
-chooser of moves, which saw none of these graphs in training, `frozen` the same network untrained,
-`hand` its score, `uniform` chance. *The others* are all other searches and rules, the best with the
-same seed.
-{" and ".join(f"*{label}*" for label in REACHED)} are figures known before these
-runs; ours of that kind are `{CLIMBING}` and `{ANNEALED}`; the others start
-at the best of {", ".join(START.planners)}.
-{enforced([c for c in cells if c.group in limits])}
-
-{chr(10).join(parts)}
-## Best known
-
-{best}"""
+    return {
+        "enforced": enforced([c for c in cells if c.group in limits]),
+        "groups": "\n".join(tables),
+        "table": best,
+    }
 
 
 def of_budget(group: str, cells: Sequence[Cell], best_s: dict[str, float]) -> str:
@@ -152,7 +142,6 @@ STUDY = learned_study(
     Doppler,
     problems,
     partial(run_tasks, tasks),
-    title="DOPPLER's own graphs",
     row=Cell,
-    page=page,
+    parts=parts,
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -178,7 +178,7 @@ def measured(rows: Sequence[Row], planner: str, against: Reference) -> dict[str,
     return medians
 
 
-def page(rows: Sequence[Row], options: Options) -> str:
+def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     """Both objectives, then problem by problem."""
     lines = [
         (planner, objective, some)
@@ -225,23 +225,8 @@ def page(rows: Sequence[Row], options: Options) -> str:
         Column("policy, measured, ms by seed", partial(by_seed, CHOSEN)),
         Column("against it", partial(against, CHOSEN)),
     )
-    return f"""\
-Every placement runs on two one-core devices in the pipelined runtime, in {len(rows[0].each_s)}
-interleaved rounds. Negative is better. The baselines that run are those with the least predicted
-values of {len(BASELINES)}, and every single device; the best of them is chosen by what was
-measured, in all rounds but the one in which it is compared; of the rounds the median counts.
-*policy* knows predictions only, as whoever takes the best predicted baseline; it answers with
-that one unless something is predicted to be better by more than the predictions of this machine's
-profile err (`Profile.error`).
-*policy, measured* (as `placement plan ... --planner policy --measurements K`, with these
-baselines as starts too) runs its own answer, theirs, and what a search of moves proposes, and
-answers with what it then believes to be the fastest; those runs are others than the rounds of
-this table. Milliseconds are medians.
-
-{summary}
-## Problems
-
-{each}"""
+    num_rounds = len(rows[0].each_s)
+    return {"num_rounds": num_rounds, "count": len(BASELINES), "table": summary, "problems": each}
 
 
 STUDY = learned_study(
@@ -249,7 +234,6 @@ STUDY = learned_study(
     Executed,
     problems,
     rows,
-    title="The learned planner's placements, executed",
     row=Row,
-    page=page,
+    parts=parts,
 )

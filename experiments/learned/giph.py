@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -139,7 +140,7 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
         yield Task("known", f"{label}, long", planner, 0, evaluations=many)
 
 
-def page(cells: Sequence[Cell], options: Options) -> str:
+def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     """One table."""
     means = {label: above_known(cells, label) for label in (HEFT, *LABELS)}
     means = {label: mean for label, mean in means.items() if mean.count}
@@ -149,21 +150,15 @@ def page(cells: Sequence[Cell], options: Options) -> str:
         Column("above best known (95 %)", lambda k: means[k].percent(2)),
         Column("graphs", lambda k: means[k].count),
     )
-    sizes = sorted({(c.operators, c.devices) for c in cells})
-    devices = [d for _, d in sizes]
-    return f"""\
-{sizes[0][0]} to {sizes[-1][0]} operators on {min(devices)} to
-{max(devices)} devices; twice as many evaluations as operators for everyone, the start
-included: by default the best of as many constructive planners as a quarter of them allows, or
-HEFT's placement alone. `{POLICY}` spends up to half of what is left on placements that the released
-constructor samples, then chooses moves; `{UNSAMPLED}` only chooses moves. `{HAND}`: moves by the
-hand-written score; `{FROZEN}`: that, and the constructor untrained, which is list scheduling with
-devices drawn by their finish times. `{SAMPLES}`: no moves. Best known: the least value of all
-runs, three with a hundred times that budget among them. The published system compares with
-`{RULE}`.
-{enforced([c for c in cells if c.group == "giph"])}
-
-{summary}"""
+    operators, devices = ([getattr(c, n) for c in cells] for n in ("operators", "devices"))
+    return {
+        "least": min(operators),
+        "most": max(operators),
+        "fewest": min(devices),
+        "devices": max(devices),
+        "enforced": enforced([c for c in cells if c.group == "giph"]),
+        "table": summary,
+    }
 
 
 STUDY = learned_study(
@@ -171,7 +166,6 @@ STUDY = learned_study(
     Giph,
     problems,
     partial(run_tasks, tasks),
-    title="GiPH's own distribution, few evaluations",
     row=Cell,
-    page=page,
+    parts=parts,
 )

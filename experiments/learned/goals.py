@@ -173,6 +173,4 @@ def _few_measurements(results: Path) -> list[Goal]:
     return rows
 
 
-GOALS = Study(
-    name="goals", word="goals", module="experiments.learned", title="The goals", rows=show
-)
+GOALS = Study(name="goals", word="goals", module="experiments.learned", rows=show)

@@ -135,29 +135,18 @@ def of_budget(cells: Sequence[Cell]) -> str:
     )
 
 
-def page(cells: Sequence[Cell], options: Options) -> str:
+def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     """A table per group."""
-    parts = []
+    tables = []
     for group, mine in groups(cells, "group").items():
         sizes = sorted({c.operators for c in mine})
         kind, _, limit = group.partition(" ")
-        parts.append(
+        tables.append(
             f"## {kind.capitalize()}: equal {limit}\n\n"
             f"{len({c.problem for c in mine})} graphs of {sizes[0]} to {sizes[-1]} operators, "
             f"{len({c.seed for c in mine} - {None})} seeds.\n\n{of_budget(mine)}"
         )
-    return f"""\
-`policy` is the planner as it ships: the trained chooser for latency, and for load, where none is
-released, the hand-written score. `frozen` is the network untrained (it begins near that score),
-`hand` the score alone (for `max_load` softmax of minus the exact delta over the temperature),
-`uniform` chance; the others are searches of their own. The field is
-{", ".join(FIELD[:-2])} (also {FIELD[-2].split()[-1]} and {FIELD[-1].split()[-1]}), the best of
-them with the same seed: an oracle that no single one of them is.
-With a clock everyone begins as shipped, on that clock; where evaluations are limited all begin at
-the best of {", ".join(START.planners)}.
-Negative is better; intervals over graphs and seeds. {enforced(cells)}
-
-{chr(10).join(parts)}"""
+    return {"enforced": enforced(cells), "groups": "\n".join(tables)}
 
 
 def curves(cells: Sequence[Cell], points: int = 40) -> dict[str, dict[str, list[float]]]:
@@ -190,8 +179,7 @@ STUDY = learned_study(
     Guided,
     problems,
     partial(run_tasks, tasks),
-    title="Who should choose the moves",
     row=Cell,
-    page=page,
-    files=lambda cells: {"learned_guided.json": json.dumps(curves(cells)) + "\n"},
+    parts=parts,
+    files=lambda cells, options: {"learned_guided.json": json.dumps(curves(cells)) + "\n"},
 )

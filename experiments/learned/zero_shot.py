@@ -272,9 +272,9 @@ def of_machine(cells: Sequence[Cell]) -> str:
     )  # fmt: skip
 
 
-def page(cells: Sequence[Cell], options: Options) -> str:
+def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     """A table per machine, and how long a plan takes."""
-    parts = [
+    tables = [
         f"## {machine.capitalize()}\n\n{of_machine(mine)}"
         for machine in families.MACHINES
         if (mine := [c for c in cells if c.group == machine])
@@ -285,15 +285,7 @@ def page(cells: Sequence[Cell], options: Options) -> str:
         for size in SIZES
         if (t := plan_seconds(cells, size)).count
     ]
-    return f"""\
-For every family a policy is trained on the other five, then decodes each graph of that family
-greedily, once; nothing is searched. `best of k` evaluates sampled placements too; `untrained` is
-the greedy decode of the network as each training begins with it: a list scheduler. Best known is
-the least value of all runs, `{KNOWN}` among them. The heuristic named in a table is the one that is
-best over all its graphs. An answer that does not fit in memory counts as ten times the best known.
-Median processor time of one plan, features included (quartiles): {"; ".join(times) or DASH}.
-
-{chr(10).join(parts)}"""
+    return {"times": "; ".join(times) or DASH, "machines": "\n".join(tables)}
 
 
 STUDY = learned_study(
@@ -302,7 +294,6 @@ STUDY = learned_study(
     problems,
     rows,
     unit,
-    title="Zero-shot: one family left out",
     row=Cell,
-    page=page,
+    parts=parts,
 )
