@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments import baselines, fidelity, public, scale, schedules
 from experiments.learned import goals
-from experiments.study import RESULTS, ROOT, say
+from experiments.study import RESULTS, ROOT, filled, say
 from experiments.tables import Column, geometric, groups, number, table
 from placement.compare import SINGLE
 from placement.files import write_atomic
@@ -87,27 +87,13 @@ def search(results: Path) -> str:
         problems = field[planner].values()
         return f"{sum(min(v) <= 1 + 1e-6 for v in problems)} of {len(problems)}"
 
-    shown = table(
+    return table(
         field,
         Column("planner", str),
         Column("over the best found (95 %)", lambda p: geometric(field[p]).ratio()),
         Column("best on", best_on),
         Column("median s", lambda p: float(np.median([r.seconds for r in runs[p]])), 2),
     )
-    command = command_of((results / "baselines.md").read_text(encoding="utf-8"))
-    return f"""The {BEST_SHOWN} best planners, `{command}`,
-[all of them](../experiments/results/baselines.md):
-
-{shown}
-Performance profile: on how many problems a planner is at most so far above the best that any
-planner found. Higher and further left is better.
-
-![Share of problems on which a planner is within a factor of the best](img/results_profile.png)
-
-The same runs over time:
-
-![Best value so far over the best found](../experiments/results/baselines.png)
-"""
 
 
 def known(results: Path) -> str:
@@ -293,52 +279,21 @@ def sources(results: Path) -> str:
 
 def page(results: Path = RESULTS) -> str:
     """``docs/results.md``."""
-    return f"""# Results
-
-<!-- made by: python -m experiments.results, from files with the digest {sources(results)} -->
-
-Every figure on this page comes from a committed file; [Reproduce](reproduce.md) has the commands,
-machines and times. What came out badly is in the [log](../experiments/LOG.md). Brackets are 95 %
-intervals; ratios are geometric means.
-
-## Goals
-
-What was aimed for before the runs ([budgets and splits](../experiments/budgets.py)), and what was
-reached. Rows that are not reached stay; beside them stands what they would say if every run had
-found the best value that any run of any planner found. For three of the four throughput graphs
-[that is proved to be the optimum](../experiments/results/public_search.md).
-
-{goals.page(results)}
-## The learned planner
-
-{learned(results)}
-## Search against the field
-
-{search(results)}
-## Public workloads
-
-{known(results)}
-## On real devices
-
-{measured(results)}
-### Prediction error
-
-Mean absolute error of predicted against measured,
-[placements](../experiments/results/fidelity.md):
-
-{errors(results)}
-## Schedules
-
-{periods(results)}
-## Sizes
-
-The largest graph that a planner finished within its limits,
-[table](../experiments/results/scale.md):
-
-{sizes(results)}
-## Speeds
-
-{speeds(results)}"""
+    parts = {
+        "digest": sources(results),
+        "goals": goals.page(results),
+        "learned": learned(results),
+        "count": BEST_SHOWN,
+        "command": command_of((results / "baselines.md").read_text(encoding="utf-8")),
+        "search": search(results),
+        "known": known(results),
+        "measured": measured(results),
+        "errors": errors(results),
+        "periods": periods(results),
+        "sizes": sizes(results),
+        "speeds": speeds(results),
+    }
+    return filled("results", parts)
 
 
 def pictures(results: Path, folder: Path) -> None:

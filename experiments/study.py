@@ -140,12 +140,6 @@ class Study:
         """What ``python -m`` runs."""
         return self.module or f"experiments.{self.name}"
 
-    @property
-    def template(self) -> str:
-        """Its page, with names in braces."""
-        sections = re.split(r"^<!-- (\w+) -->\n", PAGES.read_text("utf-8"), flags=re.MULTILINE)
-        return dict(zip(sections[1::2], sections[2::2], strict=True)).get(self.name, "")
-
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Its own, and those that every study has."""
         for name, option in self.options.items():
@@ -161,10 +155,8 @@ class Study:
     def page(self, rows: Rows, options: Options) -> str:
         """Title, command and text; without the facts."""
         parts = self.parts(rows, options) if self.parts else {"table": table(rows, *self.columns)}
-        shown = {k: v.rstrip("\n") if isinstance(v, str) else v for k, v in parts.items()}
-        text = self.template.format_map(vars(options) | shown)
-        title, _, rest = text.strip().partition("\n")
-        return f"{title}\n\n`{command_line(self.program, options.typed)}`\n\n{rest.strip()}\n"
+        title, _, rest = filled(self.name, vars(options) | dict(parts)).partition("\n")
+        return f"{title}\n\n`{command_line(self.program, options.typed)}`\n\n{rest.lstrip()}"
 
     def read(self, folder: Path = RESULTS) -> list[Any]:
         """The rows of its committed results."""
@@ -191,6 +183,18 @@ class Study:
         say(f"written to {options.out}: {', '.join(files)}")
 
 
+def template(name: str) -> str:
+    """A section of ``experiments/pages.md``, with names in braces; empty where there is none."""
+    sections = re.split(r"^<!-- (\w+) -->\n", PAGES.read_text("utf-8"), flags=re.MULTILINE)
+    return dict(zip(sections[1::2], sections[2::2], strict=True)).get(name, "")
+
+
+def filled(name: str, values: Mapping[str, Any]) -> str:
+    """A section with these values; a table's last line feed is the section's."""
+    shown = {k: v.rstrip("\n") if isinstance(v, str) else v for k, v in values.items()}
+    return template(name).format_map(shown).strip() + "\n"
+
+
 def parse(studies: Sequence[Study], words: Sequence[str]) -> Options:
     """The options; ``options.study`` is the one that is asked for."""
     parser = argparse.ArgumentParser(prog=f"python -m {studies[0].program}")
@@ -199,7 +203,7 @@ def parse(studies: Sequence[Study], words: Sequence[str]) -> Options:
     else:
         choice = parser.add_subparsers(dest="word", required=True)
         for study in studies:
-            title = study.template.partition("\n")[0].lstrip("# ").replace("%", "%%")
+            title = template(study.name).partition("\n")[0].lstrip("# ").replace("%", "%%")
             study.add_options(choice.add_parser(study.word, help=title))
     options = parser.parse_args(words)
     options.finished, options.typed = Finished(options.work), words

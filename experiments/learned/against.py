@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.budgets import BASELINES, CAPTURED, Against
+from experiments.budgets import AGAINST, BASELINES, CAPTURED
 from experiments.learned import problems as families
 from experiments.learned.cells import (
     Cell,
@@ -114,7 +114,7 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
 
 STUDY = learned_study(
     "against",
-    Against,
+    AGAINST,
     problems,
     partial(run_tasks, tasks),
     row=Cell,

@@ -15,8 +15,6 @@ from experiments.runs import GIB, limited, warm
 from experiments.study import Finished, Options, say
 from experiments.tables import groups
 from placement.compare import describe, problem_fingerprint
-from placement.planners import PlannerError
-from placement.planners._search import Search
 from placement.problem import Planner, Problem, Solution
 from placement.simulator import score, value_of
 
@@ -153,36 +151,7 @@ def with_options(planner: Planner, **options: Any) -> Planner:
     return replace(planner, **values)  # type: ignore[type-var]
 
 
-# --- planners of the studies ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AllOf:
-    """The best answer of several planners; one that cannot do a problem is left out.
-
-    Attributes:
-        planners: names.
-        seconds, evaluations: of all together; of the seconds that are left each has an equal
-            share.
-    """
-
-    planners: tuple[str, ...]
-    seconds: float | None = None
-    evaluations: int | None = None
-
-    def __call__(self, problem: Problem) -> Solution:
-        """Raises: PlannerError, none of them has an answer."""
-        search = Search(problem, self.seconds, self.evaluations)
-        notes = []
-        for i, name in enumerate(self.planners):
-            if search.left:
-                try:
-                    search.run(name, 1.0 / (len(self.planners) - i))
-                except ValueError as error:
-                    notes.append(f"{name}: {error}")
-        if search.best is None:
-            raise PlannerError("; ".join(notes))
-        return search.solution()
+# --- policies ------------------------------------------------------------------------------------
 
 
 def policy_file(path: str | None, problem: Problem) -> str | None:

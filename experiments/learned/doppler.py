@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments import study
-from experiments.budgets import Doppler
+from experiments.budgets import DOPPLER
 from experiments.learned import problems as families
 from experiments.learned.cells import (
     Cell,
@@ -139,7 +139,7 @@ def of_budget(group: str, cells: Sequence[Cell], best_s: dict[str, float]) -> st
 
 STUDY = learned_study(
     "doppler",
-    Doppler,
+    DOPPLER,
     problems,
     partial(run_tasks, tasks),
     row=Cell,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments.budgets import BASELINES, Executed
+from experiments.budgets import BASELINES, EXECUTED
 from experiments.learned import problems as families
 from experiments.learned.study import learned_study, wants
 from experiments.study import Options, say, slug
@@ -231,7 +231,7 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
 
 STUDY = learned_study(
     "executed",
-    Executed,
+    EXECUTED,
     problems,
     rows,
     row=Row,

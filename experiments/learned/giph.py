@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.budgets import HELD_OUT, Giph
+from experiments.budgets import GIPH, HELD_OUT
 from experiments.learned import problems as families
 from experiments.learned.cells import Cell, Task, enforced, policy_file, run_tasks, to_known
 from experiments.learned.study import learned_study
@@ -163,7 +163,7 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
 
 STUDY = learned_study(
     "giph",
-    Giph,
+    GIPH,
     problems,
     partial(run_tasks, tasks),
     row=Cell,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.budgets import Guided
+from experiments.budgets import GUIDED
 from experiments.learned import problems as families
 from experiments.learned.cells import (
     Cell,
@@ -176,7 +176,7 @@ def curves(cells: Sequence[Cell], points: int = 40) -> dict[str, dict[str, list[
 
 STUDY = learned_study(
     "guided",
-    Guided,
+    GUIDED,
     problems,
     partial(run_tasks, tasks),
     row=Cell,

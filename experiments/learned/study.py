@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from experiments.study import Option, Options, Study, StudyError, say
 
 def learned_study(
     word: str,
-    budget: type,
+    budget: Mapping[str, Option],
     problems: Callable[[Options], Problems],
     rows: Callable[[Options, Problems], Iterator[Any]],
     unit: Callable[[str], str] = str,
@@ -33,7 +32,7 @@ def learned_study(
         word=word,
         module="experiments.learned",
         rows=partial(_rows, budget, problems, rows, unit),
-        options=OPTIONS | vars(budget()),
+        options=OPTIONS | budget,
         facts=partial(_facts, budget),
         **more,
     )
@@ -57,9 +56,9 @@ OPTIONS = {
 }
 
 
-def budget_of(kind: type, options: Options) -> Any:
+def budget_of(budget: Mapping[str, Option], options: Options) -> dict[str, Any]:
     """The numbers of a study as they are asked for."""
-    return kind(**{f.name: getattr(options, f.name) for f in fields(kind)})
+    return {name: getattr(options, name) for name in budget}
 
 
 def wants(options: Options, name: str) -> bool:
@@ -81,7 +80,7 @@ def policies(options: Options) -> dict[str, str | None]:
 
 
 def _rows(
-    budget: type,
+    budget: Mapping[str, Option],
     problems: Callable[[Options], Problems],
     rows: Callable[[Options, Problems], Iterator[Any]],
     unit: Callable[[str], str],
@@ -111,15 +110,11 @@ def _rows(
     return None
 
 
-def _facts(kind: type, options: Options) -> dict[str, Any]:
-    budget, written = budget_of(kind, options), kind()
-    changed = {
-        f.name: getattr(budget, f.name)
-        for f in fields(kind)
-        if getattr(budget, f.name) != getattr(written, f.name)
-    }
+def _facts(budget: Mapping[str, Option], options: Options) -> dict[str, Any]:
+    asked = budget_of(budget, options)
+    changed = {name: v for name, v in asked.items() if v != budget[name].default}
     return {
-        "budget": budget,
+        "budget": asked,
         "as_written_before": f"no: {changed}" if changed else "yes",
         "policies": _digests(policies(options)),
         "problems": " ".join(options.patterns) or "all",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.budgets import HEURISTICS, ZeroShot
+from experiments.budgets import HEURISTICS, ZERO_SHOT
 from experiments.learned import problems as families
 from experiments.learned.cells import Cell, Task, gain, to_known
 from experiments.learned.study import learned_study, wants
@@ -290,7 +290,7 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
 
 STUDY = learned_study(
     "zero_shot",
-    ZeroShot,
+    ZERO_SHOT,
     problems,
     rows,
     unit,
