@@ -25,15 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import study
-from experiments.runs import (
-    GIB,
-    Guarded,
-    GuardedSearch,
-    budgeted,
-    is_search,
-    options_of,
-    warm,
-)
+from experiments.runs import GIB, Guarded, GuardedSearch, budgeted, is_search, options_of, warm
 from experiments.study import Option, Options, Study, StudyError, run, say
 from experiments.tables import DASH, Column, geometric_mean, groups, number, table
 from placement import importers, planners

@@ -375,10 +375,7 @@ def show(rows: Rows, options: Options) -> dict[str, str]:
 
 
 STUDY = Study(
-    name="bench",
-    rows=rows,
-    parts=show,
-    facts=lambda options: {"load_average": os.getloadavg()[0]},
+    name="bench", rows=rows, parts=show, facts=lambda options: {"load_average": os.getloadavg()[0]}
 )
 main = partial(run, (STUDY,))
 

@@ -221,11 +221,7 @@ STUDY = Study(
     name="input_pipeline",
     rows=rows,
     parts=parts,
-    options={
-        "rounds": 3,
-        "count": 64,
-        "width": Option(1024, "of the model: how long a step is"),
-    },
+    options={"rounds": 3, "count": 64, "width": Option(1024, "of the model: how long a step is")},
     facts=lambda options: {"rounds": options.rounds, "count": options.count},
 )
 main = partial(run, (STUDY,))

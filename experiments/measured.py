@@ -205,11 +205,7 @@ def draw(problem: Problem, count: int, seed: int) -> Placement:
 
 
 def finals(
-    problem: Problem,
-    runtime: Runtime,
-    entries: Mapping[Entry, Placement],
-    path: Path,
-    rounds: int,
+    problem: Problem, runtime: Runtime, entries: Mapping[Entry, Placement], path: Path, rounds: int
 ) -> Floats:
     """float64 ``[rounds, entries]``: all take turns; equal placements share a run."""
     keys = [p.tobytes() for p in entries.values()]

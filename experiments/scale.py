@@ -239,11 +239,7 @@ STUDY = Study(
         "seconds": Option(10.0, "budget of those that take one"),
         **LIMITS,
     },
-    facts=lambda o: {
-        "budget_s": o.seconds,
-        "limit_s": o.limit,
-        "address_space_GiB": o.memory,
-    },
+    facts=lambda o: {"budget_s": o.seconds, "limit_s": o.limit, "address_space_GiB": o.memory},
 )
 main = partial(run, (STUDY,))
 

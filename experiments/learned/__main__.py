@@ -24,16 +24,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from experiments.learned import (
-    against,
-    cost,
-    doppler,
-    executed,
-    giph,
-    goals,
-    guided,
-    zero_shot,
-)
+from experiments.learned import against, cost, doppler, executed, giph, goals, guided, zero_shot
 from experiments.study import run
 
 MODULES = (against, executed, guided, zero_shot, giph, doppler, cost)

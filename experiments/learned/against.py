@@ -113,10 +113,5 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
 
 
 STUDY = learned_study(
-    "against",
-    AGAINST,
-    problems,
-    partial(run_tasks, tasks),
-    row=Cell,
-    parts=parts,
+    "against", AGAINST, problems, partial(run_tasks, tasks), row=Cell, parts=parts
 )

@@ -138,10 +138,5 @@ def of_budget(group: str, cells: Sequence[Cell], best_s: dict[str, float]) -> st
 
 
 STUDY = learned_study(
-    "doppler",
-    DOPPLER,
-    problems,
-    partial(run_tasks, tasks),
-    row=Cell,
-    parts=parts,
+    "doppler", DOPPLER, problems, partial(run_tasks, tasks), row=Cell, parts=parts
 )

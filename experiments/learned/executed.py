@@ -229,11 +229,4 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     return {"num_rounds": num_rounds, "count": len(BASELINES), "table": summary, "problems": each}
 
 
-STUDY = learned_study(
-    "executed",
-    EXECUTED,
-    problems,
-    rows,
-    row=Row,
-    parts=parts,
-)
+STUDY = learned_study("executed", EXECUTED, problems, rows, row=Row, parts=parts)

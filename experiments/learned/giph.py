@@ -161,11 +161,4 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     }
 
 
-STUDY = learned_study(
-    "giph",
-    GIPH,
-    problems,
-    partial(run_tasks, tasks),
-    row=Cell,
-    parts=parts,
-)
+STUDY = learned_study("giph", GIPH, problems, partial(run_tasks, tasks), row=Cell, parts=parts)

@@ -33,11 +33,7 @@ from placement.problem import Planner, Problem
 
 POLICY, FROZEN, HAND, UNIFORM = "policy", "frozen", "hand", "uniform"
 ALONE = "policy, placements only"  # in the list scheduler's order
-ANNEALING = {
-    "annealing": 0.02,
-    "annealing, colder": 0.001,
-    "annealing, warmer": 0.2,
-}
+ANNEALING = {"annealing": 0.02, "annealing, colder": 0.001, "annealing, warmer": 0.2}
 FIELD = ("heft", "m_etf", "contiguous_dp", "local_search", *ANNEALING)  # what is to be beaten
 DP = "ideal_dp"
 EXACT = (DP, "antichain_dp", "contiguous_dp")  # dynamic programs

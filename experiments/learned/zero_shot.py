@@ -14,16 +14,7 @@ from experiments.learned import problems as families
 from experiments.learned.cells import Cell, Task, gain, to_known
 from experiments.learned.study import learned_study, wants
 from experiments.study import Options, StudyError, digest, say
-from experiments.tables import (
-    DASH,
-    Column,
-    Mean,
-    geometric,
-    geometric_mean,
-    number,
-    share,
-    table,
-)
+from experiments.tables import DASH, Column, Mean, geometric, geometric_mean, number, share, table
 from placement.planners import load
 from placement.planners._search import Search
 from placement.problem import Placement, Problem, Solution
@@ -288,12 +279,4 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     return {"times": "; ".join(times) or DASH, "machines": "\n".join(tables)}
 
 
-STUDY = learned_study(
-    "zero_shot",
-    ZERO_SHOT,
-    problems,
-    rows,
-    unit,
-    row=Cell,
-    parts=parts,
-)
+STUDY = learned_study("zero_shot", ZERO_SHOT, problems, rows, unit, row=Cell, parts=parts)
