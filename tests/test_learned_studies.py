@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from experiments import budgets, measured, results, study
-from experiments.learned import against, cells, doppler, executed, goals, guided, zero_shot
+from experiments.learned import against, cells, doppler, executed, goals, guided
 from experiments.learned import problems as made
 from experiments.learned.__main__ import main
 from experiments.learned.cells import Cell, Task, least, ratios
 from experiments.study import Finished
-from experiments.tables import geometric, read_csv, share, to_csv
+from experiments.tables import geometric, share, to_csv
 from placement.problem import Problem, Solution
 from placement.simulator import score
 from placement.workloads.synthetic import Family, giph, layered
@@ -138,14 +138,6 @@ def test_seconds_are_processor_seconds(tmp_path: Path) -> None:
     assert time.perf_counter is clock
 
 
-def test_cells_survive_a_csv_file(tmp_path: Path) -> None:
-    some = [cell("p", "x", None, 0.1 + 0.2), cell("q, r", "x", 3, None, budget_s=None)]
-    path = tmp_path / "cells.csv"
-    path.write_text(to_csv(some), encoding="utf-8")
-    assert read_csv(Cell, path) == some
-    assert read_csv(Cell, tmp_path / "nothing.csv") == []
-
-
 # --- statistics ----------------------------------------------------------------------------------
 
 
@@ -223,16 +215,6 @@ def test_families_from_files() -> None:
         "moirai": 2 * 2,
         "synthetic": 2 * 20,
     }
-
-
-@needs_data
-def test_files_on_twice_the_devices() -> None:
-    for name, problem in made.family("operator graphs", study.DATA).items():
-        twice = made.twice_the_devices(problem)
-        rng = np.random.default_rng(0)
-        group = rng.integers(0, problem.num_devices, problem.graph.num_groups)
-        placement = group[problem.graph.group].astype(np.int32)[None]
-        assert score(twice, placement) == pytest.approx(score(problem, placement)), name
 
 
 # --- reports and goals ---------------------------------------------------------------------------
@@ -328,25 +310,6 @@ def test_curves_begin_with_the_first_answer() -> None:
     assert json.loads(json.dumps(lines)) == lines
 
 
-def test_zero_shot_against_heuristics() -> None:
-    group = zero_shot.AS_IT_IS
-    some = [
-        cell(f"moirai: {n}", planner, seed, value, group=group)
-        for n, ours in (("a", 0.9), ("b", 1.2), ("c", 0.5))
-        for planner, seed, value in (
-            *((h, None, 2.0) for h in budgets.HEURISTICS if h not in ("heft", "peft")),
-            ("heft", None, 1.0),
-            ("peft", None, 0.8 if n == "a" else 1.5),
-            (zero_shot.GREEDY, 0, ours),
-        )
-    ]
-    single, found = zero_shot.against_single(some)
-    assert single == "heft"
-    assert found == pytest.approx({"moirai: a": 0.9, "moirai: b": 1.2, "moirai: c": 0.5})
-    assert [v < 1 for v in zero_shot.against(some).values()] == [False, False, True]
-    assert "67 % (21 to 94)" in zero_shot.of_machine(some)
-
-
 def test_graphs_of_doppler_at_equal_budgets(tmp_path: Path) -> None:
     (tmp_path / "doppler").mkdir()
     for name in doppler.GRAPHS:
@@ -366,27 +329,6 @@ def test_graphs_of_doppler_at_equal_budgets(tmp_path: Path) -> None:
     for label in (guided.POLICY, guided.FROZEN, guided.HAND, guided.UNIFORM):
         answer = replace(field[label], evaluations=50, baseline="single_device")(problem)
         assert answer.stats["search"] == "guided_search" and answer.value_s < np.inf
-
-    # 1200 and 1100 of our own searches, 1000 of the policy, 900 known; a rule that does not fit.
-    name = doppler.GRAPHS[0]
-    group = "4000 evaluations"
-    some = [
-        cell(name, "heft", None, None, group="rules"),
-        *(cell(name, "policy", seed, 1000.0, group=group) for seed in range(3)),
-        *(cell(name, "local_search", seed, 1200.0, group=group) for seed in range(3)),
-        cell(name, "macro_search", 0, 1100.0, group=group),
-        cell(name, "macro_search, long", 0, 900.0, group="known"),
-    ]
-    shown = doppler.parts(some, Namespace())
-    text = shown["groups"] + shown["table"]
-    (policy,) = [x for x in text.splitlines() if x.startswith("| policy |")]
-    assert "| 1000.0 | 1.111 (1.111 to 1.111) |" in policy
-    # With seed 0 the best other is 1100, with the others 1200: (10/11 * 10/12 * 10/12)^(1/3).
-    assert "-14.2 %" in policy
-    (rule,) = [x for x in text.splitlines() if x.startswith("| heft |")]
-    assert "| inf | 10.000" in rule
-    assert "| *hill climbing, 4000 evaluations* | 1300 |" in text
-    assert "| chain_mm_112nodes | 9 | 900.00 | 1000.00 |" in text
 
 
 # --- the page ------------------------------------------------------------------------------------
