@@ -109,7 +109,7 @@ def _train(
 
 
 class Ranks:
-    """The processes of a run; ``namespaces`` puts each into a network of its own."""
+    """The processes of a run, one per device; with ``namespaces`` each in its own network."""
 
     def __init__(
         self,
@@ -118,7 +118,6 @@ class Ranks:
         placement: Any,
         stack: Stack,
         num_batches: int,
-        size: int = 2,
         *,
         train: bool = False,
         timeout_s: float = 60.0,
@@ -133,9 +132,9 @@ class Ranks:
             "timeout_s": timeout_s,
         }  # fmt: skip
         self.path.write_text(json.dumps(job))
-        self.errors = [self.path.with_suffix(f".{r}.err") for r in range(size)]
+        self.errors = [self.path.with_suffix(f".{r}.err") for r in range(cluster.num_devices)]
         command = [sys.executable, "-m", "experiments.distributed", "--rank", str(self.path)]
-        self.processes = start(command, size, namespaces, self.errors)
+        self.processes = start(command, cluster.num_devices, namespaces, self.errors)
 
     def line(self) -> str:
         """What rank 0 says next."""
@@ -258,7 +257,7 @@ def equal(folder: Path, cluster: Cluster, stack: Stack, num_batches: int) -> dic
     for size in (2, 4):
         named = [replace(cluster.devices[i % 2], name=f"cpu:{i}") for i in range(size)]
         place = block * size // (block.max() + 1)
-        ranks = Ranks(folder, Cluster("four", tuple(named)), place, stack, num_batches, size)
+        ranks = Ranks(folder, Cluster("four", tuple(named)), place, stack, num_batches)
         ranks.line()
         ranks.close()
         differences[f"outputs, {size} processes"] = ranks.difference(expected)

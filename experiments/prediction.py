@@ -330,11 +330,11 @@ def whole_models(rows: Sequence[Row]) -> str:
     )
 
 
-def operators(found: Sequence[Answer], count: int = 14) -> str:
+def operators(predicted: Sequence[Answer], count: int = 14) -> str:
     """Median error of operators by kind, those that take most time first."""
     total: dict[str, float] = {}
     errors: dict[tuple[str, str], list[float]] = {}
-    for answer in found:
+    for answer in predicted:
         seconds = np.maximum(answer.case.sample.compute_s, 1e-8)
         wrong = np.abs(answer.seconds / seconds - 1)
         kinds = features(answer.case.sample.graph).kind
@@ -350,14 +350,17 @@ def operators(found: Sequence[Answer], count: int = 14) -> str:
         sorted(total, key=lambda k: -total[k])[:count],
         Column("kind", str),
         Column("% of time", lambda kind: total[kind] / whole, 1, 100),
-        *(Column(f"{m}, median %", partial(median, m), 0, 100) for m in groups(found, "method")),
+        *(
+            Column(f"{m}, median %", partial(median, m), 0, 100)
+            for m in groups(predicted, "method")
+        ),
     )
 
 
-def saved(found: Sequence[Answer], method: str = "polynomial") -> str:
+def saved(predicted: Sequence[Answer], method: str = "polynomial") -> str:
     """Error against the share of signatures that are measured, the uncertain first."""
     errors: dict[float, list[float]] = {}
-    for answer in (a for a in found if a.method == method):
+    for answer in (a for a in predicted if a.method == method):
         graph, truth = answer.case.sample.graph, answer.case.sample.compute_s
         _, row = np.unique(graph.op_signature, return_inverse=True)
         order = np.argsort(-np.bincount(row, answer.spread), kind="stable")
@@ -376,24 +379,24 @@ def saved(found: Sequence[Answer], method: str = "polynomial") -> str:
     )
 
 
-def placed(found: Sequence[Mapping[str, Any]]) -> str:
+def placed(models: Sequence[Mapping[str, Any]]) -> str:
     """Placements on two devices under predicted and measured profiles."""
 
     def error(what: int, method: str) -> float:
         errors = [
             abs(case["simulated"][method][name][what] / seconds[what] - 1)
-            for case in found
+            for case in models
             for name, seconds in case["measured"].items()
         ]
         return float(np.median(errors))
 
     def rank_of_runs(method: str) -> float:
-        pairs = [(c["simulated"][method], c["simulated"]["measured"]) for c in found]
+        pairs = [(c["simulated"][method], c["simulated"]["measured"]) for c in models]
         periods = [([x[n][1] for n in x], [y[n][1] for n in x]) for x, y in pairs]
         return float(np.median([spearman(np.array(a), np.array(b)) for a, b in periods]))
 
     def regret(reduce: Any, method: str) -> float:
-        runs = [c["measured"] for c in found]
+        runs = [c["measured"] for c in models]
         return float(
             reduce([m[f"search, {method}"][1] / m["search, measured"][1] - 1 for m in runs])
         )
@@ -403,14 +406,14 @@ def placed(found: Sequence[Mapping[str, Any]]) -> str:
         Column("times from", str),
         Column("latency error %", partial(error, 0), 1, 100),
         Column("period error %", partial(error, 1), 1, 100),
-        Column("rank correlation", lambda m: float(np.median([c["ranks"][m] for c in found]))),
+        Column("rank correlation", lambda m: float(np.median([c["ranks"][m] for c in models]))),
         Column("of those that ran", rank_of_runs),
         Column("regret of the plan %", partial(regret, np.median), 1, 100),
         Column("worst %", partial(regret, np.max), 1, 100),
     )
 
 
-def strategies(found: Sequence[Mapping[str, Any]]) -> str:
+def strategies(models: Sequence[Mapping[str, Any]]) -> str:
     """Seconds of a plan from the static description, and what it loses."""
 
     def loss(case: Mapping[str, Any]) -> float:
@@ -420,7 +423,7 @@ def strategies(found: Sequence[Mapping[str, Any]]) -> str:
         return case["seconds"]["measuring and searching"] / case["seconds"]["static"]
 
     return table(
-        found,
+        models,
         Column("model", "model"),
         Column("static s", lambda c: c["seconds"]["static"]),
         Column("measuring and searching s", lambda c: c["seconds"]["measuring and searching"], 1),
@@ -429,19 +432,19 @@ def strategies(found: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def placements(found: Sequence[Mapping[str, Any]]) -> str:
+def placements(models: Sequence[Mapping[str, Any]]) -> str:
     """What is said of plans, where some were made."""
-    return f"""## Placements on two devices, {len(found)} models
+    return f"""## Placements on two devices, {len(models)} models
 
 Regret: measured period of the plan searched with these times over that of the plan searched with \
 measured times. Rank correlation: Spearman's, of the simulated periods of {NUM_RANKED} random \
 placements with these and with measured times, and of the few placements that ran, most of which \
 are about as good; medians over models. The published bound for periods is 12 %.
 
-{placed(found)}
+{placed(models)}
 ## Plans from the static description alone
 
-{strategies(found)}"""
+{strategies(models)}"""
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:

@@ -221,10 +221,10 @@ def run(studies: Sequence[Study], argv: Sequence[str] | None = None) -> int:
         with cli.interruptible():
             if options.fresh:
                 shutil.rmtree(options.work, ignore_errors=True)
-            made = study.rows(options)
-            if made is None:
+            rows = study.rows(options)
+            if rows is None:
                 return 0
-            rows = list(made)
+            rows = list(rows)
             study.write(rows, options)
             return 1 if study.wrong(rows, options) else 0
     except KeyboardInterrupt:

@@ -75,8 +75,8 @@ class Task:
             what.append(policy_digests(released_folder()))
         make = partial(self._cell, name, problem, ready)
         # A mistake of ours is not kept: the next run tries again.
-        kept = {"name": f"{name}-{self.label}", "keep": lambda cell: cell.status != "failed"}
-        return finished.row(_from_json, what, make, **kept)
+        file, keep = f"{name}-{self.label}", lambda cell: cell.status != "failed"
+        return finished.row(_from_json, what, make, file, keep)
 
     def _cell(self, name: str, problem: Problem, planner: Planner) -> Cell:
         drawn = "" if self.seed is None else f", seed {self.seed}"

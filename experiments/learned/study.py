@@ -124,8 +124,8 @@ def _facts(budget: Mapping[str, Option], options: Options) -> dict[str, Any]:
 def _digests(files: Mapping[str, str | None]) -> dict[str, str]:
     """First digits of the SHA-256 of every file."""
     digests = {}
-    for name, given in files.items():
-        path = Path(given) if given else released_folder()
-        for file, content in policy_digests(path).items():
-            digests[f"{name} {Path(file).stem}" if path.is_dir() else name] = content[:12]
+    for name, file in files.items():
+        path = Path(file) if file else released_folder()
+        for part, content in policy_digests(path).items():
+            digests[f"{name} {Path(part).stem}" if path.is_dir() else name] = content[:12]
     return digests
