@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import baselines, public, runs, scale, study
+from experiments import baselines, bench, public, runs, scale, study
 from experiments.runs import GIB, in_turns, limited
 from experiments.study import Finished, Option, Study, StudyError
 from experiments.tables import Column, read_csv, table, to_csv
@@ -275,6 +275,8 @@ def test_the_committed_page_follows_from_the_committed_rows(name: str) -> None:
 # --- small runs ----------------------------------------------------------------------------------
 
 SMALL = {
+    "bench": "",
+    "learned.__main__": "giph --graphs 1 --seeds 1 --per-operator 1 --known-per-operator 2",
     "pipelining": "tiny_mlp --rounds 1 --count 8",
     "training": "resnet_tiny --steps 1 --rounds 1 --microbatches 2 --seconds 0.2",
     "peers": "pipelining --tiny --rounds 1 --micro-batches 2 --repeats 1",
@@ -286,8 +288,10 @@ SMALL = {
     "rollouts": "--ways serial --operators 100 --steps 64",
     "scale_out": "--devices 2 9 --operators 100 --seconds 0.2",
 }
-RESUMED = ("fidelity", "measured", "scale_out")
+RESUMED = ("fidelity", "measured", "scale_out", "learned.__main__")
 SAYS = {
+    "bench": r"\| problem and its tables \| [\d.]+ \| ms \| ≤ 300 [✓✗] \|",
+    "learned.__main__": r"\n48 to 48 operators on 17 (?s:.*)\| policy \| \+\d.* % \(.*\) \| 1 \|",
     "pipelining": r"\| tiny_mlp \| 6 \| .* ms \| .*x \|",
     "training": r"\| resnet_tiny \| \d+ \| .* \| 1 \| [01]\.\de[+-]0\d \| (?s:.*)\| searched \|",
     "peers": r"\| tiny \| 30 \| .* ms \| .*x \(",
@@ -306,6 +310,7 @@ SAYS = {
 def test_a_small_run(
     name: str, places: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("experiments.bench.SECTIONS", (bench.problem_tables,))
     monkeypatch.setattr("experiments.input_pipeline.SHARES", (2.0,))
     monkeypatch.setattr("experiments.input_pipeline.KINDS", ("Python", "Python, in a process"))
     main = importlib.import_module(f"experiments.{name}").main
@@ -319,7 +324,8 @@ def test_a_small_run(
             raise AssertionError("this was finished already")
 
         monkeypatch.setattr("placement.executor.Executor.run", fail)
-        monkeypatch.setattr("experiments.scale_out.limited", fail)
+        for module in ("scale_out", "learned.cells"):
+            monkeypatch.setattr(f"experiments.{module}.limited", fail)
         assert main(words) == 0 and capsys.readouterr().out == text
 
 
