@@ -11,26 +11,25 @@ the same command continues. Writes ``experiments/results/baselines.csv``, ``.md`
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import os
 import re
-import shutil
 import sys
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
-from experiments import _study
-from experiments._study import GIB, Guarded, GuardedSearch, number, say
+from experiments import study
+from experiments.runs import GIB, Guarded, GuardedSearch, budgeted, is_search, options_of, warm
+from experiments.study import Option, Options, Study, StudyError, run, say
+from experiments.tables import DASH, Column, geometric_mean, groups, number, table
 from placement import importers, planners
 from placement.compare import SINGLE, Comparison, compare, geometric_interval
-from placement.files import write_atomic
 from placement.problem import Planner, Problem
 from placement.report.curves import plot_curves
 from placement.workloads.synthetic import families
@@ -86,108 +85,105 @@ def problems(data: Path, patterns: Sequence[str]) -> dict[str, Problem]:
     def wanted(name: str) -> bool:
         return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
 
-    made = {
-        name: family(0)
-        for name, family in ((f"synthetic/{n}", f) for n, f in families().items())
-        if wanted(name)
-    }
-    if patterns and all(p.startswith("synthetic/") for p in patterns) and made:
-        return made
-    found: dict[str, Problem] = {}
-    for path, file in _study.public(data, *FILES).items():
+    drawn = {f"synthetic/{n}": family for n, family in families().items()}
+    synthetic = {name: family(0) for name, family in drawn.items() if wanted(name)}
+    if patterns and all(p.startswith("synthetic/") for p in patterns) and synthetic:
+        return synthetic
+    chosen: dict[str, Problem] = {}
+    for path, file in study.public(data, *FILES).items():
         name = path.rpartition(".")[0]
         latency = f"{name} latency"
         if name.startswith("moirai/") and wanted(latency):
-            found[latency] = importers.load(file, objective="latency")
+            chosen[latency] = importers.load(file, objective="latency")
         if not wanted(name):
             continue
         if name.startswith("pipedream/"):
-            problem = importers.load(
-                file, devices=4, bandwidth=BANDWIDTH, memory=MEMORY_BYTES, mode="training"
-            )
-            found[name] = replace(problem, max_in_flight=IN_FLIGHT)
+            chosen[name] = pipedream(file)
         elif name.startswith("dnn_partitioning/latency/"):
-            found[name] = importers.load(file, objective="piecewise_latency")
+            chosen[name] = importers.load(file, objective="piecewise_latency")
         else:
-            found[name] = importers.load(file)
-    if not found and not made:
-        raise _study.StudyError(f"no problem matches {', '.join(patterns)}")
-    return found | made
+            chosen[name] = importers.load(file)
+    if not chosen and not synthetic:
+        raise StudyError(f"no problem matches {', '.join(patterns)}")
+    return chosen | synthetic
 
 
-def field_of_planners(names: Sequence[str], seconds: float, limit_s: float) -> dict[str, Planner]:
-    """Every planner in a process of its own, those that draw with a seed that ``compare`` sets."""
-    made: dict[str, Planner] = {}
-    for name in names:
-        planner = _study.budgeted(name, seconds)
-        kind = GuardedSearch if _study.is_search(name) else Guarded
-        made[name] = kind(planner, limit_s, 8 * GIB)
-    return made
+def pipedream(file: Path) -> Problem:
+    """A training pipeline on four devices."""
+    problem = importers.load(
+        file, devices=4, bandwidth=BANDWIDTH, memory=MEMORY_BYTES, mode="training"
+    )
+    return replace(problem, max_in_flight=IN_FLIGHT)
 
 
 def estimate_s(names: Sequence[str], seconds: float, num_seeds: int, num_problems: int) -> float:
     """About how long it takes: most planners with a budget that do not draw end before it."""
     each = 0.0
     for name in names:
-        if _study.is_search(name):
+        if is_search(name):
             each += seconds * num_seeds
         else:
-            each += 0.5 * seconds if "seconds" in _study.options_of(name) else 0.2
+            each += 0.5 * seconds if "seconds" in options_of(name) else 0.2
     return each * num_problems
 
 
-def run(
-    chosen: Mapping[str, Problem],
-    field: Mapping[str, Planner],
-    seeds: Sequence[int],
-    work: Path,
-    processes: int,
-) -> Comparison:
-    """``compare`` in ``processes`` processes, each on its own core and with every n-th problem."""
-    if processes > 1:
-        names = sorted(chosen, key=lambda n: -chosen[n].num_ops)
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-        with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
-            parts = [
-                pool.submit(
-                    _part,
-                    {n: chosen[n] for n in names[k::processes]},
-                    field,
-                    seeds,
-                    work,
-                    cores[k % len(cores)],
-                )
-                for k in range(processes)
-            ]
-            for part in parts:
+def guarded(name: str, seconds: float, limit_s: float) -> Planner:
+    """A planner in a process of its own; if it draws, with a seed that ``compare`` sets."""
+    kind = GuardedSearch if is_search(name) else Guarded
+    return kind(budgeted(name, seconds), limit_s, 8 * GIB)
+
+
+def comparison(options: Options) -> Comparison:
+    """``compare`` in processes, each on its own core and with every n-th problem."""
+    names = [n for n in planners.names() if n not in NEEDS_A_FILE + APART] + [LEARNED]
+    if options.planners:
+        names = options.planners.split(",")
+    field = {name: guarded(name, options.seconds, options.limit) for name in names}
+    chosen = problems(options.data, options.patterns)
+    seeds, count = range(options.seeds), options.processes
+    took_s = estimate_s(names, options.seconds, options.seeds, len(chosen)) / count
+    say(
+        f"{len(chosen)} problems, {len(names)} planners: about {took_s / 60:.0f} minutes "
+        f"(what is finished in {options.work} is not run again)"
+    )
+    warm(names, sorted({p.objective for p in chosen.values()}))
+    if count > 1:
+        large_first = sorted(chosen, key=lambda n: -chosen[n].num_ops)
+        with ProcessPoolExecutor(count, mp_context=get_context("fork")) as pool:
+            parts = [{n: chosen[n] for n in large_first[k::count]} for k in range(count)]
+            work = [pool.submit(_part, k, part, field, seeds, options.work)
+                    for k, part in enumerate(parts)]  # fmt: skip
+            for part in work:
                 part.result()
     # What the parts have finished lies in cells of their own, and is read from there.
-    return compare(chosen, field, seeds, out_dir=work, progress=say)
+    return compare(chosen, field, seeds, out_dir=options.work, progress=say)
 
 
 def _part(
+    number: int,
     chosen: Mapping[str, Problem],
     field: Mapping[str, Planner],
     seeds: Sequence[int],
     work: Path,
-    core: int,
 ) -> None:
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {core})
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
     compare(chosen, field, seeds, out_dir=work, progress=say)
 
 
-def rows_of(comparison: Comparison) -> list[Row]:
-    """The comparison as rows of the table, those of one device included."""
-    made = []
-    for cell in comparison.rows:
-        best, _ = comparison.reference(cell.workload)
-        solution = comparison.solutions.get((cell.workload, cell.planner, cell.seed))
+def rows(options: Options) -> list[Row]:
+    """The comparison as rows, those of one device included."""
+    answers = options.comparison = comparison(options)
+    table_rows = []
+    for cell in answers.rows:
+        best, _ = answers.reference(cell.workload)
+        solution = answers.solutions.get((cell.workload, cell.planner, cell.seed))
         stats = solution.stats if solution else {}
         note, solved = cell.note, str(stats.get("solved", cell.objective))
         if not solved.startswith(cell.objective):
             note = "; ".join(x for x in (note, f"solved for {solved}") if x)
-        made.append(
+        table_rows.append(
             Row(
                 problem=cell.workload,
                 objective=cell.objective,
@@ -206,54 +202,75 @@ def rows_of(comparison: Comparison) -> list[Row]:
                 note=note,
             )
         )
-    return made
+    return table_rows
 
 
 def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def summary(comparison: Comparison, rows: Sequence[Row]) -> str:
+# --- the page ------------------------------------------------------------------------------------
+
+Ratios = dict[str, dict[str, float]]  # by planner and problem
+
+
+def ratios(rows: Sequence[Row]) -> Ratios:
+    """Geometric mean over seeds of the values over the best found, the best planner first.
+
+    A run without an answer counts as the best single device, or as the worst answer.
+    """
+    by_planner: dict[str, dict[str, float]] = {}
+    for problem, mine in groups(rows, "problem").items():
+        values = [r.value_s for r in mine if r.value_s is not None]
+        if not values:
+            continue
+        single = [r.value_s for r in mine if r.planner.startswith(SINGLE) and r.value_s]
+        fallback = min(single, default=max(values))
+        for planner, runs in groups(mine, "planner").items():
+            each = [(r.value_s or fallback) / min(values) for r in runs]
+            if not planner.startswith(SINGLE):
+                by_planner.setdefault(planner, {})[problem] = geometric_mean(each)
+    order = sorted(by_planner, key=lambda p: geometric_mean(by_planner[p].values()))
+    return {planner: by_planner[planner] for planner in order}
+
+
+def won(row: Row) -> bool:
+    """It is as good as the best that was found."""
+    return row.ratio is not None and row.ratio <= TIES
+
+
+def summary(rows: Sequence[Row], by_planner: Ratios) -> str:
     """A line per planner: geometric means of the ratio to the best found, and what it cost."""
-    ratios = {k: v for k, v in comparison.ratios().items() if not k.startswith(SINGLE)}
-    groups = sorted({_group(r.problem) for r in rows})
-    best = {r.problem: comparison.reference(r.problem)[0] for r in rows}
-    cells = []
-    for planner in sorted(ratios, key=lambda p: _mean(ratios[p].values())):
-        mine = [r for r in rows if r.planner == planner]
-        low, high = geometric_interval(list(ratios[planner].values()))
-        won = {r.problem for r in mine if r.value_s and r.value_s <= best[r.problem] * TIES}
-        failed = sum(not r.feasible for r in mine)
-        counted = [r.evaluations for r in mine if r.evaluations is not None]
-        parts = [[v for k, v in ratios[planner].items() if _group(k) == g] for g in groups]
-        cells.append(
-            [
-                planner,
-                f"{_mean(ratios[planner].values()):.3f}",
-                f"{low:.3f}–{high:.3f}",
-                *(f"{_mean(p):.3f}" if p else "–" for p in parts),
-                str(len(won)),
-                f"{failed} of {len(mine)}",
-                str(sum(bool(r.note) and r.feasible for r in mine)),
-                f"{np.median([r.seconds for r in mine]):.2f}",
-                f"{max(r.seconds for r in mine):.1f}",
-                f"{np.median(counted):.0f}" if counted else "–",
-            ]
-        )
-    return _study.to_table(
-        [
-            "planner",
-            "ratio",
-            "95 %",
-            *groups,
-            "best on",
-            "no answer",
-            "fell back",
-            "median s",
-            "longest s",
-            "evaluations",
-        ],
-        cells,
+    runs = groups(rows, "planner")
+    kinds = sorted({_group(r.problem) for r in rows})
+
+    def interval(planner: str) -> str:
+        low, high = geometric_interval(list(by_planner[planner].values()))
+        return f"{low:.3f}–{high:.3f}"
+
+    def of_kind(kind: str, planner: str) -> float | None:
+        some = [v for k, v in by_planner[planner].items() if _group(k) == kind]
+        return geometric_mean(some) if some else None
+
+    def evaluations(planner: str) -> float | None:
+        counted = [r.evaluations for r in runs[planner] if r.evaluations is not None]
+        return float(np.median(counted)) if counted else None
+
+    def failed(planner: str) -> str:
+        return f"{sum(not r.feasible for r in runs[planner])} of {len(runs[planner])}"
+
+    return table(
+        by_planner,
+        Column("planner", str),
+        Column("ratio", lambda p: geometric_mean(by_planner[p].values())),
+        Column("95 %", interval),
+        *(Column(kind, partial(of_kind, kind)) for kind in kinds),
+        Column("best on", lambda p: len({r.problem for r in runs[p] if won(r)})),
+        Column("no answer", failed),
+        Column("fell back", lambda p: sum(bool(r.note) and r.feasible for r in runs[p])),
+        Column("median s", lambda p: float(np.median([r.seconds for r in runs[p]])), 2),
+        Column("longest s", lambda p: max(r.seconds for r in runs[p]), 1),
+        Column("evaluations", evaluations, 0),
     )
 
 
@@ -262,36 +279,39 @@ def _group(problem: str) -> str:
     return problem.removeprefix("dnn_partitioning/").partition("/")[0]
 
 
-def _mean(values: Iterable[float]) -> float:
-    return float(np.exp(np.mean(np.log(list(values)))))
-
-
-def per_problem(comparison: Comparison) -> str:
+def per_problem(rows: Sequence[Row], by_planner: Ratios) -> str:
     """A line per problem: the best found, who found it, the proved gap, every planner's ratio."""
-    ratios = {k: v for k, v in comparison.ratios().items() if not k.startswith(SINGLE)}
-    order = sorted(ratios, key=lambda p: _mean(ratios[p].values()))
-    cells = []
-    for problem in dict.fromkeys(r.workload for r in comparison.rows):
-        rows = [r for r in comparison.rows if r.workload == problem]
-        best, _ = comparison.reference(problem)
-        found = dict.fromkeys(r.planner for r in rows if r.value_s <= best * TIES)
-        bound = rows[0].bound_s or 0.0
-        failed = {p for p in order if not any(r.feasible for r in rows if r.planner == p)}
-        cells.append(
-            [
-                problem,
-                rows[0].objective,
-                str(rows[0].num_ops),
-                str(rows[0].num_devices),
-                number(best, 4, 1e3),
-                number(bound, 4, 1e3),
-                number(best / bound - 1 if bound else None, 1, 100),
-                ", ".join(found) if len(found) <= 3 else f"{len(found)} planners",
-                *("–" if p in failed else number(ratios[p].get(problem)) for p in order),
-            ]
-        )
-    header = ["problem", "objective", "operators", "devices", "best ms", "bound ms", "gap %"]
-    return _study.to_table([*header, "found by", *order], cells)
+    runs = groups(rows, "problem")
+    answered = {(r.problem, r.planner) for r in rows if r.feasible}
+
+    def best_s(problem: str) -> float:
+        return min(r.value_s for r in runs[problem] if r.value_s is not None)
+
+    def winners(problem: str) -> str:
+        names = dict.fromkeys(r.planner for r in runs[problem] if won(r))
+        return ", ".join(names) if len(names) <= 3 else f"{len(names)} planners"
+
+    def gap(problem: str) -> float | None:
+        bound_s = runs[problem][0].bound_s
+        return best_s(problem) / bound_s - 1 if bound_s else None
+
+    def ratio(planner: str, problem: str) -> str:
+        if (problem, planner) not in answered:
+            return DASH
+        return number(by_planner[planner].get(problem))
+
+    return table(
+        runs,
+        Column("problem", str),
+        Column("objective", lambda n: runs[n][0].objective),
+        Column("operators", lambda n: runs[n][0].operators),
+        Column("devices", lambda n: runs[n][0].devices),
+        Column("best ms", best_s, 4, 1e3),
+        Column("bound ms", lambda n: runs[n][0].bound_s or 0.0, 4, 1e3),
+        Column("gap %", gap, 1, 100),
+        Column("found by", winners),
+        *(Column(planner, partial(ratio, planner)) for planner in by_planner),
+    )
 
 
 def notes(rows: Sequence[Row]) -> str:
@@ -305,84 +325,39 @@ def notes(rows: Sequence[Row]) -> str:
     for (planner, text), where in sorted(said.items()):
         places = list(dict.fromkeys(where))
         shown = ", ".join(places[:2]) + (f" and {len(places) - 2} more" * (len(places) > 2))
-        lines.append(f"- `{planner}`: {text} ({shown})")
-    return "\n".join(lines) + "\n"
+        lines.append(f"- `{planner}`: {text} ({shown})\n")
+    return "".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    _study.common_options(parser, "baselines")
-    parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names of problems")
-    parser.add_argument("--seconds", type=float, default=2.0, help="budget of every planner")
-    parser.add_argument("--seeds", type=int, default=3, help="of planners that draw")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds of one run, at most")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--planners", help="names, with commas; default: all")
-    options = parser.parse_args(argv)
-
-    def study() -> None:
-        names = [n for n in planners.names() if n not in NEEDS_A_FILE + APART] + [LEARNED]
-        if options.planners:
-            names = options.planners.split(",")
-        field = field_of_planners(names, options.seconds, options.limit)
-        chosen = problems(options.data, options.patterns)
-        if options.fresh:
-            shutil.rmtree(options.work, ignore_errors=True)
-        took = estimate_s(names, options.seconds, options.seeds, len(chosen)) / options.processes
-        say(
-            f"{len(chosen)} problems, {len(names)} planners: about {took / 60:.0f} minutes "
-            f"(what is finished in {options.work} is not run again)"
-        )
-        warnings.simplefilter("ignore", RuntimeWarning)  # what they say is in the table
-        _study.warm(names, sorted({p.objective for p in chosen.values()}))
-        seeds = range(options.seeds)
-        comparison = run(chosen, field, seeds, options.work, options.processes)
-        write(comparison, options.out, _study.command_line("experiments.baselines", argv), options)
-        say(f"written to {options.out}: baselines.csv, baselines.md, baselines.png")
-
-    return _study.launch(study)
+def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
+    """Planners, problems, and what was said."""
+    by_planner = ratios(rows)
+    return {
+        "table": summary(rows, by_planner),
+        "problems": per_problem(rows, by_planner),
+        "notes": notes(rows),
+    }
 
 
-def write(comparison: Comparison, out: Path, command: str, options: argparse.Namespace) -> None:
-    """The three files."""
-    rows = rows_of(comparison)
-    table = summary(comparison, rows)
-    facts = _study.provenance(
-        seconds=options.seconds, seeds=options.seeds, limit_s=options.limit, runs=len(rows)
-    )
-    write_atomic(out / "baselines.csv", _study.to_csv(rows))
-    plot_curves(comparison, out / "baselines.png", f"{options.seconds:g} s each, one core")
-    write_atomic(
-        out / "baselines.md",
-        f"""# Every planner, {options.seconds:g} s each
-
-`{command}`
-
-A ratio is a planner's value over the best that any of them found, 1 is best: the geometric mean
-over {options.seeds} seeds and then over all problems, with a bootstrap 95 % interval over the
-problems. A run without an answer counts as the best single device (where none fits, as the worst
-answer). "Fell back": it answered, but said that it could not do what it is for; the texts are
-below. Planners without a random draw run once. Every run has one core and a process of its own.
-PipeDream files: training on four devices, 12e9 bytes/s between any two, memory that never binds,
-{IN_FLIGHT} micro-batches in flight.
-
-{table}
-![Best value so far over time](baselines.png)
-
-## Problems
-
-Values in milliseconds; the gap is that of the best value to the best bound that is proved.
-A dash: no answer. Single runs are in [baselines.csv](baselines.csv).
-
-{per_problem(comparison)}
-## What planners said
-
-{notes(rows)}
-{facts}""",
-    )
-    print(table)
-
+STUDY = Study(
+    name="baselines",
+    rows=rows,
+    row=Row,
+    parts=parts,
+    plot=lambda rows, path, options: plot_curves(
+        options.comparison, path, f"{options.seconds:g} s each, one core"
+    ),
+    options={
+        "patterns": Option((), "names of problems", word=True, metavar="PATTERN"),
+        "seconds": Option(2.0, "budget of every planner"),
+        "seeds": Option(3, "of planners that draw"),
+        "limit": Option(60.0, "seconds of one run, at most"),
+        "processes": 1,
+        "planners": Option(None, "names, with commas; default: all"),
+    },
+    facts=lambda o: {"seconds": o.seconds, "seeds": o.seeds, "limit_s": o.limit},
+)
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,33 +2,34 @@
 
     python -m experiments.bench
 
-Prints one table and writes ``experiments/results/bench.json``. A section is a function that
-returns rows; ``SECTIONS`` lists them. Ratios come from runs that take turns, and every figure
+Prints one table and writes ``experiments/results/bench.json`` and ``.md``. A section is a function
+that yields rows; ``SECTIONS`` lists them. Ratios come from runs that take turns, and every figure
 is a median. The simulator runs in one thread: its seconds are processor seconds, which other
 programs on the machine disturb least.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from experiments._study import RESULTS
+from experiments.runs import in_turns
+from experiments.study import Options, Rows, Study, run, say
+from experiments.tables import Column, table
 from placement import kernels
 from placement.cluster import Cluster, Device, Link
-from placement.files import write_atomic
 from placement.graph import OpGraph
-from placement.measure import provenance
 from placement.problem import Placement, Problem, lower_bounds
 from placement.profile import Profile
 from placement.simulator import evaluate, score, simulate, simulate_reference
 
-RESULT = RESULTS / "bench.json"
 ROUNDS = 7
 
 
@@ -53,13 +54,14 @@ class Row:
 
 def medians_s(*runs: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
     """Median processor seconds of each run; they take turns, the first round does not count."""
-    seconds = np.empty((rounds + 1, len(runs)))
-    for r in range(rounds + 1):
-        for i, run in enumerate(runs):
-            begin = time.process_time()
-            run()
-            seconds[r, i] = time.process_time() - begin
-    return [float(x) for x in np.median(seconds[1:], axis=0)]
+
+    def seconds(run: Callable[[], object]) -> float:
+        began = time.process_time()
+        run()
+        return time.process_time() - began
+
+    ways = {str(i): partial(seconds, run) for i, run in enumerate(runs)}
+    return [float(np.median(s)) for s in in_turns(ways, rounds).values()]
 
 
 def layered_problem(num_ops: int, num_devices: int, memory_bytes: int = 2**62) -> Problem:
@@ -255,12 +257,79 @@ def planners() -> Iterator[Row]:
         yield Row("ideal_dp, seconds", program, "s", None, note=note)
 
 
-def learning() -> Iterator[Row]:
-    """Environment steps and PPO steps per second."""
-    from experiments.bench_learning import environment_rows, training_rows
+# --- environments and training: per second of processor time of one thread -----------------------
 
-    for row in (*environment_rows(), *training_rows()):
-        yield Row(*row)
+
+def environments(seconds: float = 2.0) -> Iterator[Row]:
+    """Environment steps per second, 64 episodes at once, random legal actions."""
+    from envs.placement import OneShotRules
+    from envs.problems import ProblemSet
+    from envs.sequential import SequentialRules
+    from envs.vec import PlacementVecEnv
+
+    problems = ProblemSet.build([random_problem(60)])
+    rng = np.random.default_rng(0)
+    for name, rules, goal in (
+        ("DevicePlacement-v0", OneShotRules(problems, 64), None),
+        ("SequentialDevicePlacement-v0", SequentialRules(problems, 64), 100_000.0),
+    ):
+        env = PlacementVecEnv(rules)
+        env.reset()
+        shape = (64, *(env.action_space.shape or ()))
+        env.step(np.zeros(shape, np.int64))  # compiles
+        steps, began = 0, time.process_time()
+        while time.process_time() - began < seconds:
+            masks = rules.masks().reshape(*shape, -1)
+            env.step((masks * rng.random(masks.shape)).argmax(axis=-1))
+            steps += 64
+        rate = steps / (time.process_time() - began)
+        note = "60 operators, 4 devices, latency; choosing random actions included"
+        yield Row(f"environment steps, {name}", rate, "1/s", goal, True, note)
+
+
+def training(total_steps: int = 20_000) -> Iterator[Row]:
+    """Steps of PPO per second, everything included: encoder, environment, updates, checks."""
+    from agents.encoder import NetworkConfig
+    from agents.training import TrainConfig, train
+
+    problem = random_problem(60)
+    for formulation, steps, goal in (
+        ("sequential", total_steps, None),
+        ("one_shot", total_steps // 4, 500.0),
+    ):
+        for hidden in (32, 64):
+            config = TrainConfig(
+                total_steps=steps,
+                formulation=formulation,  # type: ignore[arg-type]
+                network=NetworkConfig(hidden=hidden, layers=2),
+                num_checks=1,
+            )
+            train([problem], config=replace(config, total_steps=1))  # compiles
+            began = time.process_time()
+            card = train([problem], config=config).card
+            rate = card["steps"] / (time.process_time() - began)
+            note = f"60 operators, 4 devices, hidden {hidden}, 2 layers, one thread"
+            name = f"PPO steps, {formulation}, hidden {hidden}"
+            yield Row(name, rate, "1/s", goal, True, note)
+
+
+def random_problem(num_ops: int) -> Problem:
+    """Random graph: every operator uses up to three of the ten before it."""
+    rng = np.random.default_rng(0)
+    uses = [
+        (int(a), b)
+        for b in range(1, num_ops)
+        for a in set(rng.integers(max(0, b - 10), b, 3).tolist())
+    ]
+    graph = OpGraph.build(
+        "bench", [f"op{i}" for i in range(num_ops)], range(num_ops), [1000] * num_ops, uses
+    )
+    cluster = Cluster("bench", tuple(Device(f"cpu:{i}") for i in range(4)))
+    names = cluster.device_names
+    links = tuple(Link(a, b, 1e-5, 1e8) for a in names for b in names if a != b)
+    seconds = rng.uniform(1e-5, 1e-3, (num_ops, 4))
+    profile = Profile(names, seconds, np.zeros_like(seconds), links)
+    return Problem(graph, cluster, profile, "latency")
 
 
 SECTIONS: tuple[Callable[[], Iterator[Row]], ...] = (
@@ -270,38 +339,45 @@ SECTIONS: tuple[Callable[[], Iterator[Row]], ...] = (
     placements_per_second,
     problem_tables,
     planners,
-    learning,
+    environments,
+    training,
 )
 
 
-def main() -> None:
-    """Run every section, print the table, write the file."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    rows: list[Row] = []
-    begin = time.perf_counter()
+def rows(options: Options) -> Iterator[dict[str, Any]]:
+    """Every section's rows."""
     for section in SECTIONS:
-        console.print(f"[dim]{section.__name__} ...[/]")
-        rows.extend(section())
-    table = Table(title="Speeds (medians; ✓ goal met)")
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    table.add_column("unit")
-    table.add_column("goal", justify="right")
-    table.add_column("")
-    table.add_column("with")
-    for row in rows:
-        goal = "" if row.goal is None else f"{'≥' if row.more else '≤'} {row.goal:g}"
-        met = {None: "", True: "[green]✓[/]", False: "[red]✗[/]"}[row.met]
-        value = f"{row.value:,.0f}" if row.value >= 100 else f"{row.value:.3g}"
-        table.add_row(row.name, value, row.unit, goal, met, row.note)
-    console.print(table)
-    facts = provenance(load_average=os.getloadavg()[0], seconds=time.perf_counter() - begin)
-    text = json.dumps({"provenance": facts, "rows": [asdict(r) for r in rows]}, indent=1)
-    console.print(f"written to {write_atomic(RESULT, text + chr(10))}")
+        say(f"{section.__name__} ...")
+        for row in section():
+            yield asdict(row)
 
+
+def show(rows: Rows, options: Options) -> dict[str, str]:
+    """One table; goals that are met have a tick."""
+
+    def goal(row: dict[str, Any]) -> str:
+        if row["goal"] is None:
+            return ""
+        met = "✓" if Row(**row).met else "✗"
+        return f"{'≥' if row['more'] else '≤'} {row['goal']:g} {met}"
+
+    def value(row: dict[str, Any]) -> str:
+        return f"{row['value']:,.0f}" if row["value"] >= 100 else f"{row['value']:.3g}"
+
+    columns = (
+        Column("what", "name"),
+        Column("value", value),
+        Column("unit", "unit"),
+        Column("goal", goal),
+        Column("with", "note"),
+    )
+    return {"table": table(rows, *columns)}
+
+
+STUDY = Study(
+    name="bench", rows=rows, parts=show, facts=lambda options: {"load_average": os.getloadavg()[0]}
+)
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,7 +22,7 @@ policy may train on synthetic graphs of smaller seeds, and on a public file only
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from experiments.study import Option
 
 HELD_OUT = 900  # first seed of synthetic graphs that nothing is trained on
 
@@ -53,145 +53,76 @@ SEARCHES = ("local_search", "simulated_annealing")  # annealing is the cold, cal
 CAPTURED = ("resnet50", "inception", "bert_base", "lstm", "vit", "gpt2", "convnext", "dlrm", "t5")
 
 
-@dataclass(frozen=True)
-class Against:
-    """Every shipped workload and public file against all of ``BASELINES``.
+# Every shipped workload and public file against all of ``BASELINES``.
+AGAINST = {
+    "seconds": Option(2.0, "processor seconds of each planner, of the learned one with its start"),
+    "seeds": Option(5, "of the learned planner"),
+    "repeats": Option(10, "of the profiles that have to be measured"),
+}
 
-    Attributes:
-        seconds: processor seconds of each planner, of the learned one with its start.
-        seeds: of the learned planner.
-        repeats: of the profiles that have to be measured.
-    """
+# Captured models, run for real: the learned planner against the best baselines.
+EXECUTED = {
+    "workloads": Option(
+        "dlrm,bert_tiny_hidden128,lstm,resnet50,inception", "comma-separated names"
+    ),
+    "seconds": Option(4.0, "of the learned planner"),
+    "baselines": Option(4, "so many of BASELINES run: those with the least predicted values"),
+    "measurements": Option(
+        40, "runs that the learned planner may also make, to choose by what is measured"
+    ),
+    "seeds": Option(5, "of the learned planner"),
+    "rounds": Option(5, "interleaved measurements of every placement"),
+    "repeats": Option(10, "of the profiles that have to be measured"),
+}
 
-    seconds: float = 2.0
-    seeds: int = 5
-    repeats: int = 10
+# Who chooses the moves, and the searches, at equal cost.
+GUIDED = {
+    "seconds": Option(2.0, "processor seconds of each run on latency graphs"),
+    "load_seconds": Option(4.0, "the same on throughput operator graphs"),
+    # For ``max_load`` every move that is looked at counts, as its delta is exact.
+    "evaluations": Option(10_000, "of each run where evaluations are limited instead"),
+    "few": Option(2_000, "evaluations on latency graphs once more: about one for each operator"),
+    "load_evaluations": Option(200_000, "the same on throughput operator graphs"),
+    "seeds": Option(5, "of the planners"),
+    "graphs": Option(1, "seeds HELD_OUT.. of each family of large graphs"),
+}
 
+# Leave one family out; per family: PPO on the others, then one greedy decode per graph.
+ZERO_SHOT = {
+    "largest": Option(700, "operators of a graph that is trained on (evaluation has no limit)"),
+    "variants": Option(1, "machines drawn for each problem, besides its own"),
+    "solve_seconds": Option(1.0, "of macro_search for each solution to imitate"),
+    "imitation_epochs": Option(0, "passes over these, before PPO; 0: none"),
+    "total_steps": Option(200_000, "of the training, whichever ends first"),
+    "max_seconds": Option(900.0, "of the training, whichever ends first"),
+    "seeds": Option(5, "trainings per family"),
+    "graphs": Option(1, "seeds HELD_OUT.. of each synthetic family"),
+    "known_seconds": Option(1.0, "of the search for the best known value"),
+    "k": Option(32, "samples of best-of-k, on the machine that a problem comes with"),
+    "warm": Option(0, "1: from the best of four heuristics, in training too; 0: from nothing"),
+    "repeats": Option(10, "of the profiles that have to be measured"),
+}
 
-@dataclass(frozen=True)
-class Executed:
-    """Captured models, run for real: the learned planner against the best baselines.
+# GiPH's own distribution, 2 N evaluations.
+GIPH = {
+    "graphs": Option(40, "problems drawn"),
+    "per_operator": Option(2, "evaluations, times the operators"),
+    "known_per_operator": Option(200, "the same for the search whose result counts as best known"),
+    "seeds": Option(5, "of every planner that draws"),
+}
 
-    Attributes:
-        workloads: comma-separated names.
-        seconds: of the learned planner.
-        baselines: so many of ``BASELINES`` run: those with the least predicted values.
-        measurements: runs that the learned planner may also make, to choose by what is measured.
-        seeds: of the learned planner.
-        rounds: interleaved measurements of every placement.
-        repeats: of the profiles that have to be measured.
-    """
+# DOPPLER's four graphs.
+DOPPLER = {
+    "evaluations": Option(4_000, "budgets in evaluations"),
+    "many": Option(20_000, "budgets in evaluations"),
+    "seconds": Option(2.0, "a budget in processor seconds"),
+    "known": Option(100_000, "evaluations of the searches whose result counts as best known"),
+    "seeds": Option(5, "of every planner that draws"),
+}
 
-    workloads: str = "dlrm,bert_tiny_hidden128,lstm,resnet50,inception"
-    seconds: float = 4.0
-    baselines: int = 4
-    measurements: int = 40
-    seeds: int = 5
-    rounds: int = 5
-    repeats: int = 10
-
-
-@dataclass(frozen=True)
-class Guided:
-    """Who chooses the moves, and the searches, at equal cost.
-
-    Attributes:
-        seconds: processor seconds of each run on latency graphs.
-        load_seconds: the same on throughput operator graphs.
-        evaluations, load_evaluations: of each run where evaluations are limited instead (for
-            ``max_load`` every move that is looked at counts, as its delta is exact).
-        seeds: of the planners.
-        few: evaluations on latency graphs once more: about one for each operator.
-        graphs: seeds ``HELD_OUT``.. of each family of large graphs.
-    """
-
-    seconds: float = 2.0
-    load_seconds: float = 4.0
-    evaluations: int = 10_000
-    few: int = 2_000
-    load_evaluations: int = 200_000
-    seeds: int = 5
-    graphs: int = 1
-
-
-@dataclass(frozen=True)
-class ZeroShot:
-    """Leave one family out; per family: PPO on the others, then one greedy decode per graph.
-
-    Attributes:
-        largest: operators of a graph that is trained on (evaluation has no limit).
-        variants: machines drawn for each problem, besides its own.
-        solve_seconds: of ``macro_search`` for each solution to imitate.
-        imitation_epochs: passes over these, before PPO; 0: none.
-        total_steps, max_seconds: of the training, whichever ends first.
-        seeds: trainings per family.
-        graphs: seeds ``HELD_OUT``.. of each synthetic family.
-        known_seconds: of the search for the best known value.
-        k: samples of best-of-k, on the machine that a problem comes with.
-        warm: 1: the policy starts at the best of four heuristics, in training and after;
-            0: from nothing, in one forward pass.
-        repeats: of the profiles that have to be measured.
-    """
-
-    largest: int = 700
-    variants: int = 1
-    solve_seconds: float = 1.0
-    imitation_epochs: int = 0
-    total_steps: int = 200_000
-    max_seconds: float = 900.0
-    seeds: int = 5
-    graphs: int = 1
-    known_seconds: float = 1.0
-    k: int = 32
-    warm: int = 0
-    repeats: int = 10
-
-
-@dataclass(frozen=True)
-class Giph:
-    """GiPH's own distribution, 2 N evaluations.
-
-    Attributes:
-        graphs: problems drawn.
-        per_operator: evaluations, times the operators.
-        known_per_operator: the same for the search whose result counts as best known.
-        seeds: of every planner that draws.
-    """
-
-    graphs: int = 40
-    per_operator: int = 2
-    known_per_operator: int = 200
-    seeds: int = 5
-
-
-@dataclass(frozen=True)
-class Doppler:
-    """DOPPLER's four graphs.
-
-    Attributes:
-        evaluations, many: budgets in evaluations.
-        seconds: a budget in processor seconds.
-        known: evaluations of the searches whose result counts as best known.
-        seeds: of every planner that draws.
-    """
-
-    evaluations: int = 4_000
-    many: int = 20_000
-    seconds: float = 2.0
-    known: int = 100_000
-    seeds: int = 5
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What training costs.
-
-    Attributes:
-        steps: of each training whose speed is measured.
-        limit_s: of the search for the time to reach the best baseline.
-        seeds: of the latter.
-    """
-
-    steps: int = 6_000
-    limit_s: float = 30.0
-    seeds: int = 5
+# What training costs.
+COST = {
+    "steps": Option(6_000, "of each training whose speed is measured"),
+    "limit_s": Option(30.0, "of the search for the time to reach the best baseline"),
+    "seeds": Option(5, "of the latter"),
+}

@@ -13,7 +13,6 @@ Writes ``experiments/results/distributed.md`` and ``.json``.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -23,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from experiments._study import RESULTS, launch, say, to_table
 from experiments.fidelity import merged
 from experiments.peers import STACKS, TINY, Peer, Stack, same_cut
+from experiments.runs import in_turns, two_cores
+from experiments.study import Option, Options, Rows, Study, run, say
+from experiments.tables import Column, table
 from placement.cluster import Cluster
 from placement.executor.distributed import DistributedRunner, DistributedTrainer, pin
 from placement.executor.distributed_world import World
-from placement.files import write_atomic
-from placement.measure import measure, provenance
+from placement.measure import measure
 from placement.problem import Problem
 from placement.program import capture
 from placement.simulator import simulate
@@ -107,7 +109,7 @@ def _train(
 
 
 class Ranks:
-    """The processes of a run; ``namespaces`` puts each into a network of its own."""
+    """The processes of a run, one per device; with ``namespaces`` each in its own network."""
 
     def __init__(
         self,
@@ -116,7 +118,6 @@ class Ranks:
         placement: Any,
         stack: Stack,
         num_batches: int,
-        size: int = 2,
         *,
         train: bool = False,
         timeout_s: float = 60.0,
@@ -131,9 +132,9 @@ class Ranks:
             "timeout_s": timeout_s,
         }  # fmt: skip
         self.path.write_text(json.dumps(job))
-        self.errors = [self.path.with_suffix(f".{r}.err") for r in range(size)]
+        self.errors = [self.path.with_suffix(f".{r}.err") for r in range(cluster.num_devices)]
         command = [sys.executable, "-m", "experiments.distributed", "--rank", str(self.path)]
-        self.processes = start(command, size, namespaces, self.errors)
+        self.processes = start(command, cluster.num_devices, namespaces, self.errors)
 
     def line(self) -> str:
         """What rank 0 says next."""
@@ -151,11 +152,15 @@ class Ranks:
         into.write(text + "\n")
         into.flush()
 
-    def run(self) -> list[float]:
-        """When each result of a stream was there."""
+    def run(self) -> tuple[float, float]:
+        """Seconds of a stream, and its steady period."""
         self.send("run")
         ends: list[float] = json.loads(self.line())
-        return ends
+        return ends[-1], float(steady_period(np.array(ends)))
+
+    def difference(self, expected: np.ndarray[Any, Any]) -> float:
+        """Largest, of the outputs that rank 0 wrote."""
+        return float(np.abs(np.load(self.path.with_suffix(".npy")) - expected).max())
 
     def close(self) -> None:
         """End the processes."""
@@ -176,7 +181,7 @@ def start(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    found = []
+    processes = []
     for r in range(size):
         env = os.environ | {
             "RANK": str(r), "WORLD_SIZE": str(size), "MASTER_PORT": str(port),
@@ -186,13 +191,13 @@ def start(
         }  # fmt: skip
         inside = ["ip", "netns", "exec", NAMESPACES[r]] if namespaces else []
         with errors[r].open("w") as err:
-            found.append(
+            processes.append(
                 subprocess.Popen(
                     inside + command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     stderr=err, text=True,
                 )
             )  # fmt: skip
-    return found
+    return processes
 
 
 # --- two hosts ------------------------------------------------------------------------------------
@@ -226,11 +231,10 @@ def drop_namespaces() -> None:
 
 def links(folder: Path, cluster: Cluster, namespaces: bool) -> Cluster:
     """The cluster with the links that two ranks measure."""
-    there = folder / f"links{int(namespaces)}.yaml"
-    given = folder / "devices.yaml"
-    cluster.to_yaml(given)
+    there, devices = folder / f"links{int(namespaces)}.yaml", folder / "devices.yaml"
+    cluster.to_yaml(devices)
     command = [sys.executable, "-m", "placement", "profile", "--distributed", "--cluster"]
-    command += [str(given), "--cluster-out", str(there)]
+    command += [str(devices), "--cluster-out", str(there)]
     errors = [folder / f"links{r}.err" for r in range(2)]
     for r, process in enumerate(start(command, 2, namespaces, errors)):
         process.communicate(timeout=PATIENCE_S)
@@ -242,25 +246,21 @@ def links(folder: Path, cluster: Cluster, namespaces: bool) -> Cluster:
 # --- the parts of the study -----------------------------------------------------------------------
 
 
-def equal(folder: Path, cluster: Cluster, stack: Stack, num_batches: int) -> dict[str, Any]:
+def equal(folder: Path, cluster: Cluster, stack: Stack, num_batches: int) -> dict[str, float]:
     """Largest difference from the plain module: outputs with 2 and 4 processes, losses with 2."""
     module, inputs = stack.build(), stack.inputs(num_batches)
     data = list(inputs.split(stack.item[0]))
     graph = capture(module, data[0], name=stack.name)
-    with torch.no_grad():
-        expected = torch.cat([module(x) for x in data]).numpy()
-    found: dict[str, Any] = {}
+    expected = plain_outputs(stack, data)
+    differences = {}
     block = np.array([int(p.split(".")[0]) for p in graph.op_module])
     for size in (2, 4):
         named = [replace(cluster.devices[i % 2], name=f"cpu:{i}") for i in range(size)]
-        four = Cluster("four", tuple(named))
         place = block * size // (block.max() + 1)
-        ranks = Ranks(folder, four, place, stack, num_batches, size)
+        ranks = Ranks(folder, Cluster("four", tuple(named)), place, stack, num_batches)
         ranks.line()
         ranks.close()
-        found[f"outputs, {size} processes"] = float(
-            np.abs(np.load(ranks.path.with_suffix(".npy")) - expected).max()
-        )
+        differences[f"outputs, {size} processes"] = ranks.difference(expected)
     ranks = Ranks(folder, cluster, [], stack, num_batches, train=True)
     ranks.line()
     ranks.close()
@@ -268,13 +268,19 @@ def equal(folder: Path, cluster: Cluster, stack: Stack, num_batches: int) -> dic
     module = stack.build().train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     pairs = [(x, x.flip(0)) for x in data]
-    plain = [
-        plain_step(module, optimizer, pairs, nn.functional.mse_loss).tolist() for _ in range(4)
-    ]
-    found["training losses of 4 steps, 2 processes"] = float(
+    loss = nn.functional.mse_loss
+    plain = [plain_step(module, optimizer, pairs, loss).tolist() for _ in range(4)]
+    differences["training losses of 4 steps, 2 processes"] = float(
         np.abs(np.subtract(losses, plain)).max()
     )
-    return found
+    return differences
+
+
+def plain_outputs(stack: Stack, data: list[torch.Tensor]) -> np.ndarray[Any, Any]:
+    """What the module computes without us."""
+    module = stack.build()
+    with torch.no_grad():
+        return torch.cat([module(x) for x in data]).numpy()
 
 
 def against(
@@ -284,215 +290,191 @@ def against(
     num_batches: int,
     rounds: int,
     slow: Cluster | None,
-) -> dict[str, Any]:
-    """Throughput beside the peer's, and periods beside the predicted ones."""
+) -> Iterator[dict[str, Any]]:
+    """Throughput beside the peer's, and periods beside the predicted ones: a row per plan."""
     data = list(stack.inputs(num_batches).split(stack.item[0]))
     graph = capture(stack.build(), data[0], name=stack.name)
     plain = replace(cluster, links=())
     before = measure(graph, plain, repeats=5)
     groups, member = np.unique(graph.group, return_inverse=True)
-    drawn = np.random.default_rng(0).integers(0, 2, len(groups))[member]
     half = same_cut(graph, stack.num_blocks)
-    back = (1 - half).astype(np.int32)
-    cores = [d.cores[0] for d in cluster.devices]
-    peer = Peer(stack, num_batches, cores)
     setups = {
-        "same cut": (cluster, half), "operators at random": (cluster, drawn),
-        "same cut, the other way round": (cluster, back),
+        "same cut": (cluster, half),
+        "operators at random": (
+            cluster, np.random.default_rng(0).integers(0, 2, len(groups))[member]
+        ),
+        "same cut, the other way round": (cluster, (1 - half).astype(np.int32)),
     }  # fmt: skip
     if slow is not None:
         setups["same cut, two networks"] = (slow, half)
-    ours = {
-        name: Ranks(folder, plain, p, stack, num_batches, namespaces=c is slow)
-        for name, (c, p) in setups.items()
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in ("peer", *ours)}
-    periods: dict[str, list[float]] = {name: [] for name in ours}
-    try:
+    with ExitStack() as opened:
+        peer = Peer(stack, num_batches, [d.cores[0] for d in cluster.devices])
+        opened.callback(peer.close)
+        ours = {}
+        for name, (linked, place) in setups.items():
+            far = linked is slow
+            ours[name] = Ranks(folder, plain, place, stack, num_batches, namespaces=far)
+            opened.callback(ours[name].close)
         for ranks in ours.values():
             ranks.line()
-        for r in range(rounds + 1):
-            names = list(seconds)
-            for name in names[r % len(names) :] + names[: r % len(names)]:
-                if name == "peer":
-                    took = peer.run()
-                else:
-                    ends = ours[name].run()
-                    took = ends[-1]
-                    if r:
-                        periods[name].append(float(steady_period(np.array(ends))))
-                if r:  # round 0 warms up
-                    seconds[name].append(took)
-    finally:
-        peer.close()
-        for ranks in ours.values():
-            ranks.close()
+        ways = {"peer": lambda: (peer.run(), 0.0)} | {n: r.run for n, r in ours.items()}
+        times = in_turns(ways, rounds, shift=True)
     # The machine changes its speed within minutes: what holds for the rounds lies in between.
     profile = merged([before, measure(graph, plain, repeats=5)])
-    with torch.no_grad():
-        expected = torch.cat([stack.build()(x) for x in data]).numpy()
-    rows = {}
+    expected, peer_s = plain_outputs(stack, data), times["peer"][:, 0]
     for name, ranks in ours.items():
         linked, place = setups[name]
         problem = Problem(graph, linked, replace(profile, links=linked.links))
-        predicted = simulate(problem, place, num_microbatches=num_batches).period_s
-        found = float(np.median(periods[name]))
-        ratio = np.array(seconds["peer"]) / np.array(seconds[name])
-        rows[name] = {
-            "ms_per_micro_batch": 1e3 * float(np.median(seconds[name])) / num_batches,
-            "ratio_to_peer": float(np.median(ratio)),
-            "ratio_quartiles": np.percentile(ratio, [25, 75]).tolist(),
-            "predicted_period_ms": 1e3 * predicted,
-            "measured_period_ms": 1e3 * found,
-            "error": predicted / found - 1,
-            "largest_difference": float(
-                np.abs(np.load(ranks.path.with_suffix(".npy")) - expected).max()
-            ),
+        predicted_s = simulate(problem, place, num_microbatches=num_batches).period_s
+        seconds, periods = times[name].T
+        yield {
+            "stack": stack.name,
+            "plan": name,
+            "peer_s": float(np.median(peer_s)) / num_batches,
+            "ours_s": float(np.median(seconds)) / num_batches,
+            "ratio_to_peer": float(np.median(peer_s / seconds)),
+            "ratio_quartiles": np.percentile(peer_s / seconds, [25, 75]).tolist(),
+            "predicted_s": predicted_s,
+            "measured_s": float(np.median(periods)),
+            "error": predicted_s / float(np.median(periods)) - 1,
+            "largest_difference": ranks.difference(expected),
         }
-    peer_ms = 1e3 * float(np.median(seconds["peer"])) / num_batches
-    return {"stack": stack.name, "peer_ms_per_micro_batch": peer_ms, "ours": rows}
 
 
-def faults(folder: Path, cluster: Cluster, stack: Stack, can_drop: bool) -> list[dict[str, Any]]:
+def faults(
+    folder: Path, cluster: Cluster, stack: Stack, can_drop: bool
+) -> Iterator[dict[str, Any]]:
     """Seconds from the fault to the end of the last process, and what rank 0 wrote."""
     graph = capture(stack.build(), stack.inputs(1), name=stack.name)
     plain, half = replace(cluster, links=()), same_cut(graph, stack.num_blocks)
-    ways: list[tuple[str, Any]] = [
-        ("kill -9 of rank 1", signal.SIGKILL), ("SIGSTOP of rank 1", signal.SIGSTOP),
-    ]  # fmt: skip
+    ways: dict[str, Any] = {
+        "kill -9 of rank 1": signal.SIGKILL, "SIGSTOP of rank 1": signal.SIGSTOP,
+    }  # fmt: skip
     if can_drop:
-        ways.append(("link down", f"ip -n {NAMESPACES[1]} link set cable down"))
-    rows = []
-    for name, how in ways:
-        ranks = Ranks(
-            folder, plain, half, stack, 8, timeout_s=TIMEOUT_S, namespaces=isinstance(how, str)
-        )
+        ways["link down"] = f"ip -n {NAMESPACES[1]} link set cable down"
+    for name, how in ways.items():
+        by_cable = isinstance(how, str)
+        ranks = Ranks(folder, plain, half, stack, 8, timeout_s=TIMEOUT_S, namespaces=by_cable)
         ranks.line()
         ranks.send("forever")
         time.sleep(1.0)
         began = time.monotonic()
-        if isinstance(how, str):
+        if by_cable:
             subprocess.run(how.split(), check=True)
         else:
             os.kill(ranks.processes[1].pid, how)
-        left = False
-        for process in ranks.processes:
-            try:
-                process.wait(PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                left = True
-                process.kill()
-                process.wait()
+        left = [ended_late(process) for process in ranks.processes]
+        seconds = time.monotonic() - began
         said = ranks.errors[0].read_text().strip()
         at = said.rfind("RankError: ")
-        rows.append(
-            {
-                "fault": name, "timeout_s": TIMEOUT_S, "seconds": time.monotonic() - began,
-                "left_running": left, "said": said[at + 11 :] if at >= 0 else said[-300:],
-            }
-        )  # fmt: skip
-    return rows
+        yield {
+            "fault": name, "timeout_s": TIMEOUT_S, "seconds": seconds,
+            "left_running": any(left), "said": said[at + 11 :] if at >= 0 else said[-300:],
+        }  # fmt: skip
 
 
-# --- report ---------------------------------------------------------------------------------------
+def ended_late(process: subprocess.Popen[str]) -> bool:
+    """Whether it did not end by itself in time."""
+    try:
+        process.wait(PATIENCE_S)
+        return False
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return True
 
 
-def report(data: dict[str, Any], command: str) -> str:
-    """The page."""
-    lines = ["# Plans over processes", "", f"`{command}`", "", "## Results", ""]
-    cells = [[name, f"{value:.1e}"] for name, value in data["equal"].items()]
-    lines += [to_table(["largest difference from the plain module", ""], cells)]
-    lines += ["## Throughput and prediction", "", "Peer: torch.distributed.pipelining.", ""]
-    head = ["model", "plan", "peer", "ours", "against peer", "predicted", "measured", "error"]
-    cells = []
-    for row in data["against"]:
-        for name, x in row["ours"].items():
-            low, high = x["ratio_quartiles"]
-            cells.append(
-                [
-                    row["stack"], name, f"{row['peer_ms_per_micro_batch']:.2f} ms",
-                    f"{x['ms_per_micro_batch']:.2f} ms",
-                    f"{x['ratio_to_peer']:.2f}x ({low:.2f} to {high:.2f})",
-                    f"{x['predicted_period_ms']:.2f} ms", f"{x['measured_period_ms']:.2f} ms",
-                    f"{100 * x['error']:+.0f} %",
-                ]
-            )  # fmt: skip
-    lines += [to_table(head, cells)]
-    errors = [abs(x["error"]) for row in data["against"] for x in row["ours"].values()]
-    lines += [
-        "Milliseconds per micro-batch, filling and draining included, in rounds in turns; results",
-        "of ours travel back to rank 0, the peer's stay where they are. Above 1 is faster than the",
-        "peer. Operators at random are a plan that the peer cannot express, and two networks are",
-        "slower than what the peer has. Periods in steady state; mean absolute error "
-        f"{100 * float(np.mean(errors)):.0f} %.",
-        "",
-        f"Two network namespaces ({RATE} each way): {data['namespaces']}.",
-        "",
-        "## Faults",
-        "",
-    ]
-    cells = [
-        [x["fault"], f"{x['timeout_s']:g} s", f"{x['seconds']:.1f} s",
-         "yes" if x["left_running"] else "no", " ".join(x["said"].split())]
-        for x in data["faults"]
-    ]  # fmt: skip
-    head = ["fault", "timeout", "every process ended after", "left running", "rank 0 said"]
-    lines += [to_table(head, cells)]
-    lines += [f"- {k}: {v}" for k, v in data["made_on"].items()]
-    return "\n".join(lines) + "\n"
-
-
-def study(options: argparse.Namespace, command: str) -> None:
-    """All parts."""
+def rows(options: Options) -> Iterator[dict[str, Any]]:
+    """All parts; ``part`` says of which a row is."""
     torch.set_num_threads(1)
-    machine = Cluster.detect()
-    if len(machine.devices) < 2:
-        raise ValueError("this study needs two cores")
-    two = Cluster("two", machine.devices[:2])
+    two = two_cores()
     stacks = TINY if options.tiny else (STACKS[0], STACKS[2])
-    with tempfile.TemporaryDirectory() as kept:
-        folder = Path(kept)
+    small = TINY[0] if options.tiny else Stack("small", 4, (4, 16, 64), heads=4)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         why_not = make_namespaces()
         try:
             say("links")
             near = links(folder, two, False)
             far = None if why_not else links(folder, two, True)
-            data: dict[str, Any] = {
-                "namespaces": f"not made here, {why_not}" if why_not else "made here"
-            }
+            namespaces = f"not made here, {why_not}" if why_not else "made here"
+            yield {"part": "namespaces", "said": namespaces}
             say("equal results")
-            small = TINY[0] if options.tiny else Stack("small", 4, (4, 16, 64), heads=4)
-            data["equal"] = equal(folder, near, small, 4)
-            data["against"] = []
+            for what, value in equal(folder, near, small, 4).items():
+                yield {"part": "equal", "what": what, "difference": value}
             for stack in stacks:
                 say(stack.name)
-                row = against(folder, near, stack, options.micro_batches, options.rounds, far)
-                data["against"].append(row)
+                batches, rounds = options.micro_batches, options.rounds
+                for row in against(folder, near, stack, batches, rounds, far):
+                    yield {"part": "against", **row}
             say("faults")
-            data["faults"] = faults(folder, two, TINY[0], not why_not)
+            for row in faults(folder, two, TINY[0], not why_not):
+                yield {"part": "faults", **row}
         finally:
             drop_namespaces()
-    data["made_on"] = provenance(rounds=options.rounds, micro_batches=options.micro_batches)
-    write_atomic(options.out / "distributed.json", json.dumps(data, indent=1) + "\n")
-    text = report(data, command)
-    write_atomic(options.out / "distributed.md", text)
-    print(text)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--micro-batches", type=int, default=16)
-    parser.add_argument("--tiny", action="store_true", help="a model of a millisecond, as a test")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.rank:
-        rank_main(options.rank)
+def parts(rows: Rows, options: Options) -> dict[str, Any]:
+    """A table of each part."""
+    by: dict[str, list[Any]] = {}
+    for row in rows:
+        by.setdefault(row["part"], []).append(row)
+
+    def ratio(row: dict[str, Any]) -> str:
+        low, high = row["ratio_quartiles"]
+        return f"{row['ratio_to_peer']:.2f}x ({low:.2f} to {high:.2f})"
+
+    return {
+        "rate": RATE,
+        "namespaces": by["namespaces"][0]["said"],
+        "error": 100 * float(np.mean([abs(r["error"]) for r in by["against"]])),
+        "equal": table(
+            by["equal"],
+            Column("largest difference from the plain module", "what"),
+            Column("", lambda r: f"{r['difference']:.1e}"),
+        ),
+        "against": table(
+            by["against"],
+            Column("model", "stack"),
+            Column("plan", "plan"),
+            Column("peer", "peer_s", 2, 1e3, " ms"),
+            Column("ours", "ours_s", 2, 1e3, " ms"),
+            Column("against peer", ratio),
+            Column("predicted", "predicted_s", 2, 1e3, " ms"),
+            Column("measured", "measured_s", 2, 1e3, " ms"),
+            Column("error", lambda r: f"{100 * r['error']:+.0f} %"),
+        ),
+        "faults": table(
+            by["faults"],
+            Column("fault", "fault"),
+            Column("timeout", "timeout_s", 0, unit=" s"),
+            Column("every process ended after", "seconds", 1, unit=" s"),
+            Column("left running", lambda r: "yes" if r["left_running"] else "no"),
+            Column("rank 0 said", lambda r: " ".join(r["said"].split())),
+        ),
+    }
+
+
+STUDY = Study(
+    name="distributed",
+    rows=rows,
+    parts=parts,
+    options={
+        "rounds": 7,
+        "micro_batches": 16,
+        "tiny": Option(False, "a model of a millisecond, as a test"),
+    },
+    facts=lambda options: {"rounds": options.rounds, "micro_batches": options.micro_batches},
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point, of the study and of each of its ranks."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["--rank"]:
+        rank_main(words[1])
         return 0
-    words = " --tiny" if options.tiny else ""
-    return launch(lambda: study(options, f"python -m experiments.distributed{words}"))
+    return run((STUDY,), words)
 
 
 if __name__ == "__main__":

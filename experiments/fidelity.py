@@ -20,23 +20,22 @@ continues. Writes
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from experiments._study import RESULTS, ROOT, command_line, provenance, say, to_csv, to_table
+from experiments.runs import Floats, in_turns
+from experiments.study import Option, Options, Study, run, say
+from experiments.tables import Column, groups, table
 from placement import planners
 from placement.cluster import Cluster
 from placement.compare import mape, spearman
 from placement.executor import Executor
-from placement.files import write_atomic
 from placement.measure import at_speed, measure
 from placement.problem import Placement, Problem
 from placement.profile import Profile
@@ -61,7 +60,6 @@ WORKLOADS = (
 LATENCY_RUNS, LATENCY_S = (3, 40), 0.2
 PERIOD_RUNS, PERIOD_S = (10, 64), 0.4
 SPEED_RUNS, SPEED_S = (1, 30), 0.1
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -125,104 +123,126 @@ CORRECTIONS: Mapping[str, Callable[[Profile], Profile]] = {
 
 def candidates(problem: Problem, count: int) -> dict[str, Placement]:
     """Planned placements first, then random ones (a share of the groups on each device)."""
-    found: dict[str, Placement] = {}
-    for d, name in enumerate(problem.cluster.device_names):
-        found[name] = np.full(problem.num_ops, d, np.int32)
+    names = problem.cluster.device_names
+    placements = {name: np.full(problem.num_ops, d, np.int32) for d, name in enumerate(names)}
     for name in ("round_robin", "heft", "contiguous_dp"):
         for objective in ("period", "latency"):
             answer = planners.load(name)(problem.with_objective(objective))
-            found[f"{name}/{objective}"] = answer.placement
+            placements[f"{name}/{objective}"] = answer.placement
     rng = np.random.default_rng(0)
-    for i in range(count - len(found)):
+    for i in range(count - len(placements)):
         # Every third is a random cut in operator order, the others scatter the operators.
         share = rng.dirichlet(np.ones(problem.num_devices))
         groups = rng.choice(problem.num_devices, problem.graph.num_groups, p=share)
         if i % 3 == 0:
             groups = np.sort(groups)
-        found[f"random {i}"] = groups[problem.graph.group].astype(np.int32)
-    return found
+        placements[f"random {i}"] = groups[problem.graph.group].astype(np.int32)
+    return placements
 
 
-def study(workload: str, count: int, rounds: int, repeats: int, minutes: float) -> list[Row]:
-    """Predicted and measured times and memory of ``count`` placements of one workload.
+def rows(options: Options) -> Iterator[Row]:
+    """All placements of every workload; those of a workload are kept together."""
+    import torch
+
+    torch.set_num_threads(1)
+    for workload in options.workloads:
+        what = [workload, options.placements, options.rounds, options.repeats]
+        make = partial(rows_of, workload, options)
+        workload_rows = options.finished.row(dict, what, make, workload)
+        yield from (Row(**row) for row in workload_rows["rows"])
+
+
+class Bench:
+    """One workload on this machine: how long it runs, and what is measured of a placement."""
+
+    def __init__(self, workload: str, repeats: int) -> None:
+        module, inputs = load(workload)
+        self.graph, self.cluster = capture(module, inputs, name=workload), Cluster.detect()
+        say(f"{workload}: {self.graph.num_ops} operators; measuring")
+        self.repeats, self.profiles = repeats, list[Profile]()
+        self.profile_again()
+        one_s = float(self.profiles[0].compute_s.sum(axis=0).mean())
+        limits = (LATENCY_S, LATENCY_RUNS), (PERIOD_S, PERIOD_RUNS), (SPEED_S, SPEED_RUNS)
+        self.alone, period, self.speed = (int(np.clip(s / one_s, *runs)) for s, runs in limits)
+        self.problem = Problem(self.graph, self.cluster, self.profiles[0], num_microbatches=period)
+        self.executor = Executor(self.problem)
+        self.singles = [np.full(self.graph.num_ops, d, np.int32)
+                        for d in range(self.cluster.num_devices)]  # fmt: skip
+        self.before: Floats = np.zeros(0)
+
+    def profile_again(self) -> None:
+        """Another measurement of all operators."""
+        self.profiles.append(measure(self.graph, self.cluster, repeats=self.repeats))
+
+    def span_s(self, placement: Placement, count: int) -> float:
+        """Median of micro-batches alone."""
+        run = self.executor.run(placement, num_microbatches=count, max_in_flight=1)
+        return float(np.median(run.span_s))
+
+    def speeds(self) -> Floats:
+        """Seconds of the whole model on each device, now."""
+        return np.array([self.span_s(p, self.speed) for p in self.singles])
+
+    def once(self, placement: Placement) -> Floats:
+        """Latency, period, peak bytes, and the speed of every device before and after."""
+        latency = self.span_s(placement, self.alone)
+        pipelined = self.executor.run(placement)
+        assert pipelined.peak_bytes is not None, "an executor knows its memory"
+        before, self.before = self.before, self.speeds()
+        measured = [latency, pipelined.period_s, int(pipelined.peak_bytes.max())]
+        return np.array([*measured, *((before + self.before) / 2)])
+
+
+def rows_of(workload: str, options: Options) -> dict[str, Any]:
+    """Predicted and measured times and memory of the placements of one workload.
 
     At least ``rounds`` times, and again until ``minutes`` have passed.
     """
-    began = time.monotonic()
-    module, inputs = load(workload)
-    graph = capture(module, inputs, name=workload)
-    cluster = Cluster.detect()
-    say(f"{workload}: {graph.num_ops} operators; measuring")
-    profiles = [measure(graph, cluster, repeats=repeats)]
-    one_s = float(profiles[0].compute_s.sum(axis=0).mean())
-    num_latency, num_period, num_speed = (
-        int(np.clip(seconds / one_s, *runs))
-        for seconds, runs in (
-            (LATENCY_S, LATENCY_RUNS),
-            (PERIOD_S, PERIOD_RUNS),
-            (SPEED_S, SPEED_RUNS),
-        )
+    began, bench = time.monotonic(), Bench(workload, options.repeats)
+    placements = candidates(bench.problem, options.placements)
+    ways = {name: partial(bench.once, placement) for name, placement in placements.items()}
+    rounds: list[dict[str, Floats]] = []
+    while len(rounds) < options.rounds or time.monotonic() - began < 60 * options.minutes:
+        say(f"{workload}: round {len(rounds) + 1}, {len(placements)} placements")
+        bench.before = bench.speeds()
+        rounds.append(in_turns(ways, 1, warm_up=0))
+        bench.profile_again()
+    profile = merged(bench.profiles)
+    return {
+        "rows": [
+            vars(_row(bench.problem, profile, name, p, np.concatenate([r[name] for r in rounds])))
+            for name, p in placements.items()
+        ]
+    }
+
+
+def _row(
+    problem: Problem, profile: Profile, name: str, placement: Placement, measured: Floats
+) -> Row:
+    """A placement, from what was measured in each round."""
+    latency, period, peak = measured[:, :3].T
+    here = as_slow_as(profile, np.median(measured[:, 3:], axis=0))
+    ours, plain = (predicted(problem, p, placement) for p in (here, profile))
+    without = {
+        what: predicted(problem, change(here), placement) for what, change in CORRECTIONS.items()
+    }
+    return Row(
+        workload=problem.graph.name,
+        placement=name,
+        rounds=len(measured),
+        predicted_latency_s=ours[0],
+        measured_latency_s=float(np.median(latency)),
+        predicted_period_s=ours[1],
+        measured_period_s=float(np.median(period)),
+        predicted_peak_bytes=ours[2],
+        measured_peak_bytes=int(np.median(peak)),
+        plain_latency_s=plain[0],
+        plain_period_s=plain[1],
+        latency_without={what: w[0] for what, w in without.items()},
+        period_without={what: w[1] for what, w in without.items()},
+        latency_between_rounds=between_rounds(latency),
+        period_between_rounds=between_rounds(period),
     )
-    problem = Problem(graph, cluster, profiles[0], num_microbatches=num_period)
-    placements = candidates(problem, count)
-    executor = Executor(problem)
-    singles = [np.full(graph.num_ops, d, np.int32) for d in range(cluster.num_devices)]
-
-    def speed() -> list[float]:
-        """Seconds of the whole model on each device, now."""
-        runs = [executor.run(p, num_microbatches=num_speed, max_in_flight=1) for p in singles]
-        return [float(np.median(run.span_s)) for run in runs]
-
-    latency: dict[str, list[float]] = {name: [] for name in placements}
-    period: dict[str, list[float]] = {name: [] for name in placements}
-    peak: dict[str, list[int]] = {name: [] for name in placements}
-    beside: dict[str, list[list[float]]] = {name: [] for name in placements}
-    r = 0
-    while r < rounds or time.monotonic() - began < 60 * minutes:
-        before = speed()
-        for i, (name, placement) in enumerate(placements.items(), 1):
-            say(f"{workload}: round {r + 1}, placement {i} of {len(placements)}")
-            alone = executor.run(placement, num_microbatches=num_latency, max_in_flight=1)
-            latency[name].append(float(np.median(alone.span_s)))
-            pipelined = executor.run(placement)
-            assert pipelined.peak_bytes is not None, "an executor knows its memory"
-            period[name].append(pipelined.period_s)
-            peak[name].append(int(pipelined.peak_bytes.max()))
-            after = speed()
-            beside[name].append([(x + y) / 2 for x, y in zip(before, after, strict=True)])
-            before = after
-        profiles.append(measure(graph, cluster, repeats=repeats))
-        r += 1
-    profile = merged(profiles)
-    rows = []
-    for name, placement in placements.items():
-        here = as_slow_as(profile, np.median(beside[name], axis=0))
-        many = predicted(problem, here, placement)
-        plain = predicted(problem, profile, placement)
-        without = {
-            what: predicted(problem, change(here), placement)
-            for what, change in CORRECTIONS.items()
-        }
-        rows.append(
-            Row(
-                workload,
-                name,
-                r,
-                many[0],
-                float(np.median(latency[name])),
-                many[1],
-                float(np.median(period[name])),
-                many[2],
-                int(np.median(peak[name])),
-                plain[0],
-                plain[1],
-                {what: w[0] for what, w in without.items()},
-                {what: w[1] for what, w in without.items()},
-                between_rounds(latency[name]),
-                between_rounds(period[name]),
-            )
-        )
-    return rows
 
 
 def between_rounds(seconds: Sequence[float]) -> float:
@@ -274,88 +294,91 @@ def merged(profiles: list[Profile]) -> Profile:
     )
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Markdown: error and rank correlation per workload and over all, then the corrections.
+def values(rows: Sequence[Row], name: str) -> list[float]:
+    """A field of all rows."""
+    return [getattr(r, name) for r in rows]
+
+
+def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
+    """Error and rank correlation per workload and over all, then the corrections.
 
     Errors are over a device's speed beside the placement; those in brackets are plain.
     """
-    lines = []
-    for workload in [*dict.fromkeys(r.workload for r in rows), "all"]:
-        chosen = [r for r in rows if workload in (r.workload, "all")]
-        rounds = [r.rounds for r in chosen]
-        fewest_and_most = "–".join(map(str, sorted({min(rounds), max(rounds)})))
-        cells = [workload, str(len(chosen)), fewest_and_most]
-        for what in ("latency_s", "period_s", "peak_bytes"):
-            said = [getattr(r, f"predicted_{what}") for r in chosen]
-            found = [getattr(r, f"measured_{what}") for r in chosen]
-            error = f"{100 * mape(said, found):.1f}"
-            if what != "peak_bytes":
-                plain = [getattr(r, f"plain_{what}") for r in chosen]
-                error += f" ({100 * mape(plain, found):.1f})"
-            cells += [error, f"{spearman(said, found):.3f}"]
-            if what != "peak_bytes":
-                again = [getattr(r, f"{what[:-2]}_between_rounds") for r in chosen]
-                cells.append(f"{100 * np.mean(again):.1f}")
-        lines.append(cells)
-    header = ["workload", "placements", "rounds"]
-    header += ["latency MAPE %", "Spearman", "again %", "period MAPE %", "Spearman", "again %"]
-    header += ["peak memory MAPE %", "Spearman"]
-    note = (
-        "In brackets: predicted for the speed of the profile, not that beside the placement. "
-        "Again: how far one measurement of a placement is from others of the same placement."
+    by = {**groups(rows, "workload"), "all": list(rows)}
+
+    def rounds(name: str) -> str:
+        each = values(by[name], "rounds")
+        return "–".join(map(str, sorted({min(each), max(each)})))
+
+    def error(what: str, name: str) -> str:
+        measured = values(by[name], f"measured_{what}")
+        text = f"{100 * mape(values(by[name], f'predicted_{what}'), measured):.1f}"
+        if what == "peak_bytes":
+            return text
+        return f"{text} ({100 * mape(values(by[name], f'plain_{what}'), measured):.1f})"
+
+    def rank(what: str, name: str) -> float:
+        return spearman(values(by[name], f"predicted_{what}"), values(by[name], f"measured_{what}"))
+
+    def again(what: str, name: str) -> float:
+        return float(np.mean(values(by[name], f"{what}_between_rounds")))
+
+    kinds = [
+        column
+        for what in ("latency", "period")
+        for column in (
+            Column(f"{what} MAPE %", partial(error, f"{what}_s")),
+            Column("Spearman", partial(rank, f"{what}_s")),
+            Column("again %", partial(again, what), 1, 100),
+        )
+    ]
+    summary = table(
+        by,
+        Column("workload", str),
+        Column("placements", lambda name: len(by[name])),
+        Column("rounds", rounds),
+        *kinds,
+        Column("peak memory MAPE %", partial(error, "peak_bytes")),
+        Column("Spearman", partial(rank, "peak_bytes")),
     )
-    return f"{to_table(header, lines)}\n{note}\n\n{corrections(rows)}"
+    return {"table": summary, "corrections": corrections(rows)}
 
 
 def corrections(rows: Sequence[Row]) -> str:
-    """Markdown: the errors over all placements without each thing taken into account."""
-    errors = []
-    for what in ("", *CORRECTIONS):
-        cells = [f"without {what}" if what else "everything taken into account"]
-        for kind in ("latency", "period"):
-            found = [getattr(r, f"measured_{kind}_s") for r in rows]
-            said = [
-                getattr(r, f"{kind}_without")[what] if what else getattr(r, f"predicted_{kind}_s")
-                for r in rows
-            ]
-            cells += [f"{100 * mape(said, found):.1f}", f"{spearman(said, found):.3f}"]
-        errors.append(cells)
-    return to_table(["", "latency MAPE %", "Spearman", "period MAPE %", "Spearman"], errors)
+    """The errors over all placements without each thing taken into account."""
+
+    def said(kind: str, what: str) -> list[float]:
+        if not what:
+            return values(rows, f"predicted_{kind}_s")
+        return [x[what] for x in values(rows, f"{kind}_without")]
+
+    kinds = [
+        column
+        for kind in ("latency", "period")
+        for measured in [values(rows, f"measured_{kind}_s")]
+        for column in (
+            Column(f"{kind} MAPE %", lambda w, k=kind, m=measured: mape(said(k, w), m), 1, 100),
+            Column("Spearman", lambda w, k=kind, m=measured: spearman(said(k, w), m)),
+        )
+    ]
+    first = Column("", lambda w: f"without {w}" if w else "everything taken into account")
+    return table(["", *CORRECTIONS], first, *kinds)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", default=WORKLOADS)
-    parser.add_argument("--placements", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=2, help="at least")
-    parser.add_argument("--minutes", type=float, default=4.0, help="more rounds until then")
-    parser.add_argument("--repeats", type=int, default=6, help="of a profile")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "fidelity")
-    parser.add_argument("--fresh", action="store_true", help="forget what is finished")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    rows: list[Row] = []
-    for workload in options.workloads or WORKLOADS:
-        how = f"{workload}-{options.placements}-{options.rounds}-{options.repeats}.json"
-        path = options.work / how
-        if path.exists() and not options.fresh:
-            mine = [Row(**row) for row in json.loads(path.read_text())]
-        else:
-            mine = study(
-                workload, options.placements, options.rounds, options.repeats, options.minutes
-            )
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, json.dumps([asdict(row) for row in mine]))
-        rows += mine
-        # Written after every workload: an interrupted study keeps what it has.
-        write_atomic(options.out / "fidelity.csv", to_csv(rows))
-        command = command_line("experiments.fidelity", argv)
-        text = f"# Predicted against measured\n\n`{command}`\n\n{summary(rows)}\n{provenance()}"
-        write_atomic(options.out / "fidelity.md", text)
-    print(summary(rows))
-
+STUDY = Study(
+    name="fidelity",
+    rows=rows,
+    row=Row,
+    parts=parts,
+    options={
+        "workloads": Option(WORKLOADS, word=True, metavar="WORKLOAD"),
+        "placements": 50,
+        "rounds": Option(2, "at least"),
+        "minutes": Option(4.0, "more rounds until then"),
+        "repeats": Option(6, "of a profile"),
+    },
+)
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,12 +20,10 @@ Writes ``experiments/results/input_pipeline.json`` and ``.md``.
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,11 +31,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from experiments._study import RESULTS, say
+from experiments.runs import in_turns
+from experiments.study import Option, Options, Rows, Study, run, say
+from experiments.tables import Column, table
 from placement.cluster import Cluster
 from placement.executor import Runner
-from placement.files import write_atomic
-from placement.measure import provenance
 from placement.program import capture
 from placement.workloads.tiny import tiny_mlp
 
@@ -85,35 +83,7 @@ class Data:
         return self.item.clone()
 
 
-@dataclass(frozen=True)
-class Row:
-    """One loader on one pipeline; medians over the rounds.
-
-    Attributes:
-        load_s, step_s: an item of the loader and a step of the devices, each alone.
-        shared_s: all the work per item spread over the cores, or the slower of the two.
-        period_s: seconds per item of each way.
-        share: of the bound ``max(load_s, step_s)`` that each way's throughput reaches.
-        shared_share: likewise of the bound ``shared_s``.
-        items: most items that were in memory between loading and result, of each way; empty where
-            another process has some of them.
-        item_bytes: what one weighs.
-    """
-
-    num_devices: int
-    kind: str
-    cost: float
-    load_s: float
-    step_s: float
-    shared_s: float
-    period_s: dict[str, float]
-    share: dict[str, float]
-    shared_share: dict[str, float]
-    items: dict[str, int]
-    item_bytes: int
-
-
-def seconds_per_item(outputs: Iterable[Any], data: Data | None = None) -> float:
+def seconds_each(outputs: Iterable[Any], data: Data | None = None) -> float:
     """From the begin, so that nothing that was loaded ahead before is for nothing."""
     count, began = 0, time.perf_counter()
     for _ in outputs:
@@ -136,10 +106,10 @@ def outputs(runner: Runner, loader: Any, way: str) -> Iterator[Any]:
         yield from runner.stream(loader, workers=0 if way == "in the caller" else None)
 
 
-def run(runner: Runner, data: Data, loader: Any, way: str) -> tuple[float, int]:
+def one_round(runner: Runner, data: Data, loader: Any, way: str) -> tuple[float, int]:
     """Seconds per item, and most items in memory (if they are loaded in this process)."""
     data.made = data.done = data.most = 0
-    return seconds_per_item(outputs(runner, loader, way), data), data.most
+    return seconds_each(outputs(runner, loader, way), data), data.most
 
 
 def in_a_process(data: Data) -> DataLoader[Tensor]:
@@ -156,109 +126,105 @@ def in_a_process(data: Data) -> DataLoader[Tensor]:
     )
 
 
-def study(num_devices: int, rounds: int, count: int, width: int) -> list[Row]:
-    """Every kind and cost of loader on one pipeline."""
-    layers = 6 * num_devices
-    module, (item,) = tiny_mlp(batch=64, width=width, layers=layers)
-    graph = capture(module, item)
-    machine = Cluster.detect()
-    cluster = Cluster("some", machine.devices[:num_devices])
-    placement = np.arange(graph.num_ops) * num_devices // graph.num_ops
-    rows = []
-    with Runner(graph, cluster, placement) as runner:
-
-        def devices() -> float:
-            return seconds_per_item(runner.stream_tensors([item] for _ in range(count)))
-
-        step_s = float(np.median([devices() for _ in range(3)]))
-        for kind in KINDS:
-            for cost in SHARES:
-                data = Data(item, count, kind, cost * step_s)
-                loader = in_a_process(data) if kind == IN_A_PROCESS else data
-                load, step = [], []
-                period: dict[str, list[float]] = {way: [] for way in WAYS}
-                items = dict.fromkeys(WAYS, 0)
-                for r in range(rounds + 1):
-                    given = loader if loader is not data else (data[i] for i in range(count))
-                    both = [seconds_per_item(given), devices()]
-                    found = {way: run(runner, data, loader, way) for way in WAYS}
-                    if r == 0:
-                        continue  # warm-up
-                    load.append(both[0])
-                    step.append(both[1])
-                    for way, (seconds, most) in found.items():
-                        period[way].append(seconds)
-                        items[way] = max(items[way], most)
-                bound = np.maximum(load, step)
-                work = 0.0 if kind == "waiting" else np.array(load)
-                spread = (work + num_devices * np.array(step)) / len(machine.devices)
-                shared = np.maximum(bound, spread)
-                rows.append(
-                    Row(
-                        num_devices=num_devices,
-                        kind=kind,
-                        cost=cost,
-                        load_s=float(np.median(load)),
-                        step_s=float(np.median(step)),
-                        shared_s=float(np.median(shared)),
-                        period_s={w: float(np.median(v)) for w, v in period.items()},
-                        share={w: float(np.median(bound / v)) for w, v in period.items()},
-                        shared_share={w: float(np.median(shared / v)) for w, v in period.items()},
-                        items={} if loader is not data else items,
-                        item_bytes=item.nbytes,
-                    )
-                )
-                say(line(rows[-1]))
-    return rows
-
-
-HEAD = (
-    "| devices | loader | costs | step | in turn | in the caller | automatic "
-    "| of shared cores | items in memory | KiB |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
-)
-
-
-def line(row: Row) -> str:
-    """One line of the table: shares of the bound, and memory of the three ways."""
-    shares = " | ".join(f"{100 * row.share[way]:.0f} %" for way in WAYS)
-    most = [row.items[way] for way in WAYS if row.items]
-    items = " / ".join(map(str, most)) or "–"
-    kib = " / ".join(f"{num * row.item_bytes / 1024:.0f}" for num in most) or "–"
-    return (
-        f"| {row.num_devices} | {row.kind} | {100 * row.cost:.0f} % | {1e3 * row.step_s:.1f} ms | "
-        f"{shares} | {100 * row.shared_share['automatic']:.0f} % | {items} | {kib} |"
-    )
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--count", type=int, default=64)
-    parser.add_argument("--width", type=int, default=1024, help="of the model: how long a step is")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(argv)
+def rows(options: Options) -> Iterator[dict[str, Any]]:
+    """Every kind and cost of loader on two pipelines."""
     torch.set_num_threads(1)
-    rows = [row for d in (2, 1) for row in study(d, options.rounds, options.count, options.width)]
-    made_on = provenance(rounds=options.rounds, count=options.count)
-    table = "\n".join([HEAD, *map(line, rows)]) + "\n"
-    facts = "\n".join(f"- {k}: {v}" for k, v in made_on.items())
-    text = (
-        "# Loading ahead: throughput as a share of the slower of loader and devices\n\n"
-        "`python -m experiments.input_pipeline`\n\n"
-        f"{table}\n"
-        "Shares are of the bound of one loading thread, so several can exceed 100 % where loading "
-        "is\nthe slower. *Of shared cores*: the automatic way as a share of what the cores of this "
-        "machine\ncan do at all for loading and devices together. Memory: most items between "
-        "loading and\nresult, in the order in turn / in the caller / automatic.\n\n"
-        f"{facts}\n"
-    )
-    write_atomic(options.out / "input_pipeline.md", text)
-    values = {"rows": [vars(row) for row in rows], "made_on": made_on}
-    write_atomic(options.out / "input_pipeline.json", json.dumps(values, indent=1) + "\n")
-    print(table)
+    for num_devices in (2, 1):
+        module, (item,) = tiny_mlp(batch=64, width=options.width, layers=6 * num_devices)
+        graph = capture(module, item)
+        cluster = Cluster("some", Cluster.detect().devices[:num_devices])
+        placement = np.arange(graph.num_ops) * num_devices // graph.num_ops
+        with Runner(graph, cluster, placement) as runner:
+            alone = partial(devices, runner, item, options.count)
+            step_s = float(np.median([alone() for _ in range(3)]))
+            for kind in KINDS:
+                for cost in SHARES:
+                    data = Data(item, options.count, kind, cost * step_s)
+                    row = row_of(runner, data, cost, options.rounds)
+                    say(f"{num_devices} devices, {kind}, {100 * cost:.0f} %: {row['share']}")
+                    yield row
 
+
+def devices(runner: Runner, item: Tensor, count: int) -> float:
+    """Seconds per item of the devices alone."""
+    return seconds_each(runner.stream_tensors([item] for _ in range(count)))
+
+
+def row_of(runner: Runner, data: Data, cost: float, rounds: int) -> dict[str, Any]:
+    """One loader: medians over the rounds of it alone, the devices alone, and the three ways.
+
+    ``load_s``, ``step_s``: an item of the loader and a step of the devices, each alone.
+    ``shared_s``: all the work per item spread over the cores, or the slower of the two.
+    ``period_s``: seconds per item of each way; ``share``, ``shared_share``: of the bounds
+    ``max(load_s, step_s)`` and ``shared_s`` that its throughput reaches. ``items``: most items that
+    were in memory between loading and result, empty where another process has some of them.
+    """
+    loader = in_a_process(data) if data.kind == IN_A_PROCESS else data
+    num_devices = runner.cluster.num_devices
+
+    def load() -> float:
+        alone = loader if loader is not data else (data[i] for i in range(data.count))
+        return seconds_each(alone)
+
+    values = in_turns(
+        {
+            "load": load,
+            "step": partial(devices, runner, data.item, data.count),
+            **{way: partial(one_round, runner, data, loader, way) for way in WAYS},
+        },
+        rounds,
+    )
+    load_s, step_s = values["load"], values["step"]
+    period = {way: values[way][:, 0] for way in WAYS}
+    bound = np.maximum(load_s, step_s)
+    work = 0.0 if data.kind == "waiting" else load_s
+    spread = (work + num_devices * step_s) / Cluster.detect().num_devices
+    shared = np.maximum(bound, spread)
+    return {
+        "num_devices": num_devices,
+        "kind": data.kind,
+        "cost": cost,
+        "load_s": float(np.median(load_s)),
+        "step_s": float(np.median(step_s)),
+        "shared_s": float(np.median(shared)),
+        "period_s": {w: float(np.median(v)) for w, v in period.items()},
+        "share": {w: float(np.median(bound / v)) for w, v in period.items()},
+        "shared_share": {w: float(np.median(shared / v)) for w, v in period.items()},
+        "items": {} if loader is not data else {w: int(values[w][:, 1].max()) for w in WAYS},
+        "item_bytes": data.item.nbytes,
+    }
+
+
+def parts(rows: Rows, options: Options) -> dict[str, str]:
+    """Shares of the bound, and memory of the three ways."""
+
+    def most(scale: float, row: dict[str, Any]) -> str:
+        return " / ".join(f"{row['items'][w] * scale:.0f}" for w in WAYS if row["items"]) or "–"
+
+    def share(way: str, row: dict[str, Any]) -> float:
+        return row["share"][way]
+
+    columns = (
+        Column("devices", "num_devices"),
+        Column("loader", "kind"),
+        Column("costs", "cost", 0, 100, " %"),
+        Column("step", "step_s", 1, 1e3, " ms"),
+        *(Column(way, partial(share, way), 0, 100, " %") for way in WAYS),
+        Column("of shared cores", lambda r: r["shared_share"]["automatic"], 0, 100, " %"),
+        Column("items in memory", partial(most, 1)),
+        Column("KiB", lambda r: most(r["item_bytes"] / 1024, r)),
+    )
+    return {"table": table(rows, *columns)}
+
+
+STUDY = Study(
+    name="input_pipeline",
+    rows=rows,
+    parts=parts,
+    options={"rounds": 3, "count": 64, "width": Option(1024, "of the model: how long a step is")},
+    facts=lambda options: {"rounds": options.rounds, "count": options.count},
+)
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

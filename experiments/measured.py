@@ -30,30 +30,18 @@ in ``runs/measured``: after Ctrl-C the same command continues. Writes
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from experiments._study import (
-    RESULTS,
-    ROOT,
-    StudyError,
-    command_line,
-    launch,
-    number,
-    provenance,
-    say,
-    to_csv,
-    to_table,
-)
+from experiments.runs import Floats, two_cores
+from experiments.study import Option, Options, Study, StudyError, run, say
+from experiments.tables import Column, number, table, to_csv
 from placement.compare import SINGLE
-from placement.files import write_atomic
 from placement.measured_search import search_measured
 from placement.planners._search import single_devices
 from placement.planners.macro_search import MacroSearch
@@ -61,8 +49,6 @@ from placement.problem import Placement, Problem
 from placement.residual import random_placements
 from placement.simulator import score
 from placement.trials import Runtime, Trials
-
-Floats = NDArray[np.float64]
 
 # Periods, where one cut in operator order is next to the best there is, so that random cuts find
 # it; and a latency, where two devices must work on branches at the same time.
@@ -148,7 +134,6 @@ def prepare(workload: str, folder: Path, budget: Budget) -> Problem:
 
     The profile is kept in ``folder``.
     """
-    from placement.cluster import Cluster
     from placement.measure import measure
     from placement.profile import Profile
     from placement.program import capture
@@ -158,10 +143,7 @@ def prepare(workload: str, folder: Path, budget: Budget) -> Problem:
     if objective not in ("", "period", "latency"):
         raise StudyError(f"{workload}: say {name} for its period, or {name}:latency")
     module, inputs = load(name)
-    graph = capture(module, inputs, name=name)
-    cluster = Cluster("two", Cluster.detect().devices[:2])
-    if cluster.num_devices < 2:
-        raise StudyError("this study needs two cores, and this process may use one; see taskset")
+    graph, cluster = capture(module, inputs, name=name), two_cores()
     path = folder / "profile.npz"
     if not path.exists():
         say(f"{workload}: {graph.num_ops} operators; measuring them")
@@ -212,22 +194,18 @@ def compete(
 def draw(problem: Problem, count: int, seed: int) -> Placement:
     """int32 ``[count, N]`` different random placements that fit."""
     rng = np.random.default_rng(seed)
-    found: dict[bytes, Placement] = {}
+    distinct: dict[bytes, Placement] = {}
     for _ in range(100):
         more = random_placements(problem, count, rng)
         fits = np.isfinite(score(problem, more))
-        found.update((p.tobytes(), p) for p in more[fits])
-        if len(found) >= count:
-            return np.array(list(found.values())[:count])
+        distinct.update((p.tobytes(), p) for p in more[fits])
+        if len(distinct) >= count:
+            return np.array(list(distinct.values())[:count])
     raise StudyError(f"{problem.graph.name}: no {count} different random placements fit")
 
 
 def finals(
-    problem: Problem,
-    runtime: Runtime,
-    entries: Mapping[Entry, Placement],
-    path: Path,
-    rounds: int,
+    problem: Problem, runtime: Runtime, entries: Mapping[Entry, Placement], path: Path, rounds: int
 ) -> Floats:
     """float64 ``[rounds, entries]``: all take turns; equal placements share a run."""
     keys = [p.tobytes() for p in entries.values()]
@@ -299,72 +277,68 @@ def interval(logs: Floats, num_resamples: int = 10_000) -> tuple[float, float, f
     rounds, seeds = logs.shape
     which = rng.integers(rounds, size=(num_resamples, rounds, 1))
     whose = rng.integers(seeds, size=(num_resamples, 1, seeds))
-    found = np.median(logs[which, whose], axis=1).mean(axis=1)
-    low, high = np.exp(np.percentile(found, [2.5, 97.5]))
+    drawn = np.median(logs[which, whose], axis=1).mean(axis=1)
+    low, high = np.exp(np.percentile(drawn, [2.5, 97.5]))
     return float(np.exp(np.median(logs, axis=0).mean())), float(low), float(high)
 
 
-def report(summaries: Sequence[Summary]) -> str:
-    """Markdown: a row per workload and way."""
-
-    def ratio(value: tuple[float, float, float]) -> str:
-        middle, low, high = (number(x) for x in value)
-        return f"{middle} ({low} to {high})"
-
-    cells = [
-        [
-            s.workload,
-            s.way,
-            str(s.num_runs),
-            ratio(s.gain),
-            ratio(s.against_random),
-            f"{s.num_as_good} of {s.num_seeds}",
-        ]
-        for s in summaries
-    ]
-    header = ["workload", "way", "runs", "faster than the best single device"]
-    return to_table([*header, "than the best random placement", "not clearly slower"], cells)
+def budget_of(options: Options) -> Budget:
+    """As written above, or a rehearsal."""
+    return QUICK if options.quick else Budget(seeds=options.seeds, pools=options.pools)
 
 
-def run(options: argparse.Namespace, command: str) -> None:
-    """The study of all workloads; results are written after each."""
+def rows(options: Options) -> Iterator[Row]:
+    """All ways on every workload; trials, and with them the answers, are kept."""
     import torch
 
     from placement.executor import Executor
 
     torch.set_num_threads(1)
-    rows, points, summaries = list[Row](), list[Point](), list[Summary]()
-    budget = Budget(seeds=options.seeds, pools=options.pools) if not options.quick else QUICK
-    for workload in options.workloads or WORKLOADS:
-        folder = options.work / ("quick" if options.quick else "full") / workload.replace(":", "-")
-        if options.fresh:
-            shutil.rmtree(folder, ignore_errors=True)
+    budget = budget_of(options)
+    options.points, options.summaries = list[Point](), list[Summary]()
+    for workload in options.workloads:
+        kind = "quick" if options.quick else "full"
+        folder = options.work / kind / workload.replace(":", "-")
         problem = prepare(workload, folder, budget)
-        r, s, p = compete(workload, problem, Executor(problem), folder, budget)
-        rows, summaries, points = rows + r, summaries + s, points + p
-        write_atomic(options.out / "measured.csv", to_csv(rows))
-        write_atomic(options.out / "measured_curves.csv", to_csv(points))
-        text = f"# Few real measurements\n\n`{command}`\n\n{report(summaries)}\n"
-        text += "Ratios of periods, or of latencies, with 95 % intervals; what each way may spend "
-        text += "is written in `experiments/measured.py`.\n\n"
-        write_atomic(options.out / "measured.md", text + provenance(**asdict(budget)))
-    print(report(summaries))
+        ways, summaries, points = compete(workload, problem, Executor(problem), folder, budget)
+        options.points += points
+        options.summaries += summaries
+        yield from ways
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", default=WORKLOADS)
-    parser.add_argument("--seeds", type=int, default=Budget.seeds, help="of both searches")
-    parser.add_argument("--pools", type=int, default=Budget.pools, help="draws of 500")
-    parser.add_argument("--quick", action="store_true", help="a rehearsal of a minute or two")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "measured")
-    parser.add_argument("--fresh", action="store_true", help="forget what is finished")
-    options = parser.parse_args(argv)
-    command = command_line("experiments.measured", argv)
-    return launch(lambda: run(options, command))
+def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
+    """A line per workload and way."""
 
+    def ratio(field: str, summary: Summary) -> str:
+        middle, low, high = map(number, getattr(summary, field))
+        return f"{middle} ({low} to {high})"
+
+    columns = (
+        Column("workload", "workload"),
+        Column("way", "way"),
+        Column("runs", "num_runs"),
+        Column("faster than the best single device", partial(ratio, "gain")),
+        Column("than the best random placement", partial(ratio, "against_random")),
+        Column("not clearly slower", lambda s: f"{s.num_as_good} of {s.num_seeds}"),
+    )
+    return {"table": table(options.summaries, *columns)}
+
+
+STUDY = Study(
+    name="measured",
+    rows=rows,
+    row=Row,
+    parts=parts,
+    options={
+        "workloads": Option(WORKLOADS, word=True, metavar="WORKLOAD"),
+        "seeds": Option(Budget.seeds, "of both searches"),
+        "pools": Option(Budget.pools, "draws of 500"),
+        "quick": Option(False, "a rehearsal of a minute or two"),
+    },
+    facts=lambda options: asdict(budget_of(options)),
+    files=lambda rows, options: {"measured_curves.csv": to_csv(options.points)},
+)
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
     sys.exit(main())

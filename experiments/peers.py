@@ -13,18 +13,16 @@ Writes ``experiments/results/peers.json`` and ``.md``.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -32,14 +30,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments._study import RESULTS, say
+from experiments.runs import in_turns, measured_problem, threads, timed
+from experiments.study import Option, Options, Rows, Study, run
+from experiments.tables import Column, table
 from placement import planners
 from placement.cluster import Cluster
 from placement.executor import Runner
-from placement.files import write_atomic
 from placement.graph import OpGraph
-from placement.measure import measure, provenance
-from placement.problem import Problem
 from placement.program import capture
 
 PEER, SAME, OWN, PLAIN = "torch.distributed.pipelining", "same cut", "own cut", "plain, all cores"
@@ -130,10 +127,10 @@ def stage(
         pipe.send("ready")
         while pipe.recv() == "run":
             dist.barrier()
-            began = time.perf_counter()
+            began = perf_counter()
             with torch.inference_mode():
                 outputs = schedule.eval(inputs) if rank == 0 else schedule.eval()
-            ended = time.perf_counter()
+            ended = perf_counter()
             pipe.send((began, None) if rank == 0 else (ended, outputs.numpy()))
     finally:
         dist.destroy_process_group()
@@ -196,125 +193,91 @@ def same_cut(graph: OpGraph, num_blocks: int) -> np.ndarray[Any, Any]:
     return (np.array(block) >= num_blocks // 2).astype(np.int32)
 
 
-def study(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[str, Any]:
-    """Seconds of each way, ratios to the peer (above 1: we are faster), and what was compared."""
+def rows(options: Options) -> Iterator[dict[str, Any]]:
+    """A row per stack."""
     torch.set_num_threads(1)
+    for stack in TINY if options.tiny else STACKS:
+        yield row(stack, options.rounds, options.micro_batches, options.repeats)
+
+
+def row(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[str, Any]:
+    """Seconds of each way, ratios to the peer (above 1: we are faster), and what was compared."""
     module, inputs = stack.build(), stack.inputs(num_microbatches)
     items = list(inputs.split(stack.item[0]))
-    machine = Cluster.detect()
-    cluster = Cluster("two", machine.devices[:2])
-    cores = [d.cores[0] for d in cluster.devices]
-    graph = capture(module, items[0], name=stack.name)
-    problem = Problem(graph, cluster, measure(graph, cluster, repeats=repeats))
+    problem = measured_problem(capture(module, items[0], name=stack.name), repeats)
+    graph, cluster = problem.graph, problem.cluster
     own = planners.load("best_of")(problem).placement
     cuts = {SAME: same_cut(graph, stack.num_blocks), OWN: own}
     with torch.inference_mode():
         expected = module(inputs)
+    outputs: dict[str, Any] = {}
+
+    def ours(name: str, runner: Runner) -> None:
+        outputs[name] = torch.cat(list(runner.stream(items)))  # as the peer does
+
+    def plain() -> None:
+        with torch.inference_mode():
+            outputs[PLAIN] = torch.cat([module(x) for x in items])
+
+    def plain_s() -> float:
+        with threads(Cluster.detect().num_devices):
+            return timed(plain)
 
     with ExitStack() as opened:
-        peer = Peer(stack, num_microbatches, cores)
+        peer = Peer(stack, num_microbatches, [d.cores[0] for d in cluster.devices])
         opened.callback(peer.close)
-        runners = {
-            name: opened.enter_context(Runner(graph, cluster, placement, priority=problem.priority))
-            for name, placement in cuts.items()
-        }
-        given: dict[str, Any] = {}
-
-        def ours(name: str) -> Callable[[], float]:
-            def run() -> float:
-                began = time.perf_counter()
-                given[name] = torch.cat(list(runners[name].stream(items)))  # as the peer does
-                return time.perf_counter() - began
-
-            return run
-
-        def plain() -> float:
-            torch.set_num_threads(len(machine.devices))
-            began = time.perf_counter()
-            with torch.inference_mode():
-                given[PLAIN] = torch.cat([module(x) for x in items])
-            took = time.perf_counter() - began
-            torch.set_num_threads(1)
-            return took
-
-        ways: dict[str, Callable[[], float]] = {
-            PEER: peer.run, SAME: ours(SAME), OWN: ours(OWN), PLAIN: plain,
-        }  # fmt: skip
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for r in range(rounds + 2):
-            # The order turns, so that nobody always runs after the same one.
-            names = list(ways)[r % len(ways) :] + list(ways)[: r % len(ways)]
-            for name in names:
-                took = ways[name]()
-                if r >= 2:  # two rounds of warm-up
-                    seconds[name].append(took)
-        given[PEER] = torch.from_numpy(peer.outputs)
-    for name, outputs in given.items():
-        torch.testing.assert_close(outputs, expected, msg=f"{name} computes something else")
-    times = {name: np.array(v) for name, v in seconds.items()}
-    ratios = {name: times[PEER] / v for name, v in times.items() if name != PEER}
+        ways = {PEER: peer.run}
+        for name, placement in cuts.items():
+            runner = opened.enter_context(
+                Runner(graph, cluster, placement, priority=problem.priority)
+            )
+            ways[name] = partial(timed, partial(ours, name, runner))
+        seconds = in_turns(ways | {PLAIN: plain_s}, rounds, warm_up=2, shift=True)
+        outputs[PEER] = torch.from_numpy(peer.outputs)
+    for name, output in outputs.items():
+        torch.testing.assert_close(output, expected, msg=f"{name} computes something else")
+    ratios = {name: seconds[PEER] / v for name, v in seconds.items() if name != PEER}
     return {
         "stack": stack.name,
         "operators": graph.num_ops,
         "micro_batches": num_microbatches,
-        "seconds": {name: float(np.median(v)) for name, v in times.items()},
+        "seconds": {name: float(np.median(v)) for name, v in seconds.items()},
         "ratio": {name: float(np.median(v)) for name, v in ratios.items()},
-        "ratio_iqr": {
-            name: [float(x) for x in np.percentile(v, [25, 75])] for name, v in ratios.items()
-        },
+        "ratio_iqr": {name: np.percentile(v, [25, 75]).tolist() for name, v in ratios.items()},
         "operators_on_second_device": {name: int(p.sum()) for name, p in cuts.items()},
     }
 
 
-def report(rows: list[dict[str, Any]], made_on: dict[str, Any]) -> str:
+def parts(rows: Rows, options: Options) -> dict[str, str]:
     """The table of all stacks."""
-    lines = [
-        f"| model | operators | {PEER} | {SAME} | {OWN} | {PLAIN} |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        each = {k: 1e3 * v / row["micro_batches"] for k, v in row["seconds"].items()}
-        cells = [f"{each[PEER]:.2f} ms"]
-        for name in (SAME, OWN, PLAIN):
-            low, high = row["ratio_iqr"][name]
-            cells.append(f"{row['ratio'][name]:.2f}x ({low:.2f} to {high:.2f})")
-        lines.append(f"| {row['stack']} | {row['operators']} | {' | '.join(cells)} |")
-    table = "\n".join(lines)
-    facts = "\n".join(f"- {k}: {v}" for k, v in made_on.items())
-    return (
-        "# Throughput against torch.distributed.pipelining\n\n"
-        "`python -m experiments.peers pipelining`\n\n"
-        f"{table}\n\n"
-        "Milliseconds per micro-batch of the peer; the others as throughput relative to it, "
-        "median and\nquartiles of the paired rounds. Above 1 is faster than the peer. Filling and "
-        "draining count.\n\n"
-        f"{facts}\n"
+
+    def against(name: str, row: dict[str, Any]) -> str:
+        low, high = row["ratio_iqr"][name]
+        return f"{row['ratio'][name]:.2f}x ({low:.2f} to {high:.2f})"
+
+    columns = (
+        Column("model", "stack"),
+        Column("operators", "operators"),
+        Column(PEER, lambda r: r["seconds"][PEER] / r["micro_batches"], 2, 1e3, " ms"),
+        *(Column(name, partial(against, name)) for name in (SAME, OWN, PLAIN)),
     )
+    return {"table": table(rows, *columns)}
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("peer", choices=["pipelining"])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--micro-batches", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=10, help="of the profile")
-    parser.add_argument("--tiny", action="store_true", help="a model of a millisecond, as a test")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(argv)
-    if len(os.sched_getaffinity(0)) < 2:
-        sys.exit("this study needs two cores; this process may use one")
-    rows = []
-    for stack in TINY if options.tiny else STACKS:
-        rows.append(study(stack, options.rounds, options.micro_batches, options.repeats))
-        say(json.dumps(rows[-1]))
-    made_on = provenance(rounds=options.rounds, micro_batches=options.micro_batches)
-    text = report(rows, made_on)
-    write_atomic(options.out / "peers.md", text)
-    values = {"pipelining": rows, "made_on": made_on}
-    write_atomic(options.out / "peers.json", json.dumps(values, indent=1) + "\n")
-    print(text)
-
+STUDY = Study(
+    name="peers",
+    word="pipelining",
+    rows=rows,
+    parts=parts,
+    options={
+        "rounds": 9,
+        "micro_batches": 16,
+        "repeats": Option(10, "of the profile"),
+        "tiny": Option(False, "a model of a millisecond, as a test"),
+    },
+    facts=lambda options: {"rounds": options.rounds, "micro_batches": options.micro_batches},
+)
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,134 +4,100 @@
 
 Throughput of the planned split over two one-core devices against one of them, and against
 plain PyTorch with both cores, at batch 1: interleaved in one process, medians of the rounds.
-Writes ``experiments/results/pipelining.md``.
+Writes ``experiments/results/pipelining.md`` and ``.json``.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from experiments._study import RESULTS
+from experiments.runs import in_turns, measured_problem, seconds_per_item, timed
+from experiments.study import Option, Options, Study, run
+from experiments.tables import Column
 from placement import planners
-from placement.cluster import Cluster
 from placement.executor import Runner
-from placement.files import write_atomic
-from placement.measure import measure, provenance
-from placement.problem import Problem
 from placement.program import capture, split_inputs
 from placement.simulator import simulate
 from placement.workloads import load
 
-WORKLOADS = ("resnet50", "bert_base", "bert_tiny_hidden128")
+WAYS = ("one device", "planned", "contiguous_dp", "plain, 1 thread", "plain, 2 threads")
 
 
-def seconds_per_item(run: Callable[[], Any], count: int) -> float:
-    """Steady seconds per item of a stream: the first quarter is not counted."""
-    ends = []
-    for _ in run():
-        ends.append(time.perf_counter())
-    skip = count // 4
-    return (ends[-1] - ends[skip]) / (count - 1 - skip)
+def rows(options: Options) -> Iterator[dict[str, Any]]:
+    """Median seconds per item of each way to run a workload."""
+    for workload in options.workloads:
+        yield row(workload, options.rounds, options.count)
 
 
-def study(workload: str, rounds: int, count: int) -> dict[str, Any]:
-    """Median milliseconds per item of each way to run the workload."""
+def row(workload: str, rounds: int, count: int) -> dict[str, Any]:
+    """One of them."""
     module, inputs = load(workload)
     args, kwargs = split_inputs(inputs)
-    graph = capture(module, inputs, name=workload)
-    machine = Cluster.detect()
-    cluster = Cluster("two", machine.devices[:2])
-    profile = measure(graph, cluster, repeats=10)
-    problem = Problem(graph, cluster, profile)
-    answer = planners.load("best_of")(problem)
-    two = planners.load("contiguous_dp")(problem)
-    single = planners.load("single_device")(problem)
-
-    def plain(threads: int) -> Callable[[], Any]:
-        def run() -> Any:
-            torch.set_num_threads(threads)
-            with torch.inference_mode():
-                for _ in range(count):
-                    yield module(*args, **kwargs)
-
-        return run
-
-    def placed(placement: Any) -> Callable[[], Any]:
-        runner = Runner(graph, cluster, placement, priority=problem.priority)
-        return lambda: runner.stream([inputs] * count)
-
-    ways = {
-        "one device": placed(single.placement),
-        "planned": placed(answer.placement),
-        "contiguous_dp": placed(two.placement),
-        "plain, 1 thread": plain(1),
-        "plain, 2 threads": plain(2),
+    problem = measured_problem(capture(module, inputs, name=workload))
+    graph = problem.graph
+    plans = {
+        way: planners.load(name)(problem).placement
+        for way, name in zip(WAYS, ("single_device", "best_of", "contiguous_dp"), strict=False)
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for r in range(rounds + 1):
-        for name, run in ways.items():
-            took = seconds_per_item(run, count)
-            if r > 0:  # the first round warms up
-                seconds[name].append(took)
-    result: dict[str, Any] = {name: float(np.median(v)) for name, v in seconds.items()}
-    paired = {name: np.array(v) for name, v in seconds.items()}
-    result["against one device"] = float(np.median(paired["one device"] / paired["planned"]))
-    result["against plain"] = float(np.median(paired["plain, 2 threads"] / paired["planned"]))
-    result["predicted"] = simulate(problem, answer.placement).period_s
-    result["dispatch share"] = _dispatch_share(graph.num_ops, result["one device"])
-    return {"workload": workload, "operators": graph.num_ops, **result}
+    runners = {
+        way: Runner(graph, problem.cluster, plan, priority=problem.priority)
+        for way, plan in plans.items()
+    }
+
+    def plain(threads: int) -> Iterator[Any]:
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            for _ in range(count):
+                yield module(*args, **kwargs)
+
+    streams: dict[str, Callable[[], Any]] = {
+        way: partial(runner.stream, [inputs] * count) for way, runner in runners.items()
+    } | {way: partial(plain, k) for k, way in enumerate(WAYS[3:], 1)}
+    seconds = in_turns({w: partial(seconds_per_item, s, count) for w, s in streams.items()}, rounds)
+    one, ours, both = (seconds[w] for w in ("one device", "planned", "plain, 2 threads"))
+    return {
+        "workload": workload,
+        "ops": graph.num_ops,
+        **{way: float(np.median(s)) for way, s in seconds.items()},
+        "against one device": float(np.median(one / ours)),
+        "against plain": float(np.median(both / ours)),
+        "predicted": simulate(problem, plans["planned"]).period_s,
+        "dispatch share": _dispatch_s() * graph.num_ops / float(np.median(one)),
+    }
 
 
-def _dispatch_share(num_ops: int, seconds: float) -> float:
-    """Share of the time that calling an operator without work would take anyway."""
-    x = torch.zeros(1)
-    call = torch.ops.aten.relu.default
+def _dispatch_s() -> float:
+    """Seconds of calling an operator without work."""
+    x, call = torch.zeros(1), torch.ops.aten.relu.default
     with torch.inference_mode():
-        began = time.perf_counter()
-        for _ in range(2000):
-            call(x)
-        each = (time.perf_counter() - began) / 2000
-    return each * num_ops / seconds
+        return timed(lambda: [call(x) for _ in range(2000)]) / 2000
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workloads", nargs="*", default=WORKLOADS)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--count", type=int, default=16)
-    options = parser.parse_args(argv)
-    rows = [study(w, options.rounds, options.count) for w in options.workloads or WORKLOADS]
-    names = [k for k in rows[0] if k not in ("workload", "operators")]
-    lines = [
-        "| workload | ops | " + " | ".join(names) + " |",
-        "|---|---|" + "---|" * len(names),
-    ]
-    for row in rows:
-        cells = [
-            f"{row[k]:.2f}x"
-            if "against" in k
-            else f"{100 * row[k]:.0f} %"
-            if "share" in k
-            else f"{1e3 * row[k]:.1f} ms"
-            for k in names
-        ]
-        lines.append(f"| {row['workload']} | {row['operators']} | " + " | ".join(cells) + " |")
-    table = "\n".join(lines) + "\n"
-    facts = "\n".join(f"- {k}: {v}" for k, v in provenance(rounds=options.rounds).items())
-    write_atomic(
-        RESULTS / "pipelining.md",
-        "# Seconds per item at batch 1, two one-core devices\n\n"
-        f"`python -m experiments.pipelining`\n\n{table}\n{facts}\n",
-    )
-    print(table)
-
+STUDY = Study(
+    name="pipelining",
+    rows=rows,
+    options={
+        "workloads": Option(("resnet50", "bert_base", "bert_tiny_hidden128"), word=True),
+        "rounds": 7,
+        "count": Option(16, "items of a round"),
+    },
+    columns=(
+        Column("workload", "workload"),
+        Column("ops", "ops"),
+        *(Column(way, way, 1, 1e3, " ms") for way in WAYS),
+        *(Column(x, x, 2, unit="x") for x in ("against one device", "against plain")),
+        Column("predicted", "predicted", 1, 1e3, " ms"),
+        Column("dispatch share", "dispatch share", 0, 100, " %"),
+    ),
+    facts=lambda options: {"rounds": options.rounds},
+)
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

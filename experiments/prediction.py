@@ -12,32 +12,22 @@ others by every method. Writes ``experiments/results/prediction.csv`` and ``pred
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from experiments._study import (
-    RESULTS,
-    ROOT,
-    StudyError,
-    command_line,
-    common_options,
-    launch,
-    number,
-    provenance,
-    say,
-    to_csv,
-    to_table,
-)
+from experiments.runs import Floats, in_turns
+from experiments.study import ROOT, Option, Options, Study, StudyError, run, say
+from experiments.tables import DASH, Column, groups, table
 from placement import dataset, latency, planners, workloads
 from placement.cluster import Cluster
 from placement.compare import spearman
@@ -49,11 +39,11 @@ from placement.latency.roofline import Roofline
 from placement.measure import measure
 from placement.measure_within import correction
 from placement.problem import Placement, Problem
+from placement.profile import Profile
 from placement.program import capture
 from placement.residual import random_placements
 from placement.simulator import evaluate
 
-Floats = NDArray[np.float64]
 METHODS = ("roofline", "polynomial", "trees")
 PLANNED = ("roofline", "polynomial", "trees")  # those that learn in seconds
 PLACED = ("Bert", "GPT2", "ViT", "ResNet", "T5", "ConvNext")
@@ -106,7 +96,7 @@ def entries() -> list[dataset.Entry]:
         if entry.kind != "toy":
             by_kind.setdefault(entry.kind, []).append(entry)
     longest = max(map(len, by_kind.values()))
-    return [found[i] for i in range(longest) for found in by_kind.values() if i < len(found)]
+    return [kind[i] for i in range(longest) for kind in by_kind.values() if i < len(kind)]
 
 
 def cases(folder: Path) -> list[Case]:
@@ -118,7 +108,7 @@ def cases(folder: Path) -> list[Case]:
     of = Counter(name.partition("/")[0] for name in problems)
     here = dataset.this_machine().name
     machine = here if here in of else of.most_common(1)[0][0]
-    found = []
+    every = []
     for name, problem in problems.items():
         if name.partition("/")[0] != machine:
             continue
@@ -137,83 +127,91 @@ def cases(folder: Path) -> list[Case]:
                 np.full(len(seconds), np.nan),
             )
             error = float(abs(halves[0] / halves[1] - 1))
-            found.append(
+            every.append(
                 Case(name.rpartition("/")[2], facts["family"], facts["kind"], sample, error)
             )
-    return found
+    return every
 
 
-def place(entry: dataset.Entry, known: Sequence[Case]) -> dict[str, Any]:
+def place(entry: dataset.Entry, others: Sequence[Sample]) -> dict[str, Any]:
     """Plan one model from its measured profile and from predictions; run all placements.
 
-    The predictors have not seen the model's family.
+    The predictors learn from ``others``: they have not seen the model's family.
     """
     module, inputs = workloads.load(entry.spec, **entry.options)
     graph = capture(module, inputs, name=entry.name)
     cluster = Cluster.detect(max_cpu_devices=2)
     profile = measure(graph, cluster, repeats=6)
     problem = Problem(graph, cluster, profile, num_microbatches=RUNS)
-    others = [c.sample for c in known if c.family != entry.family]
-    predicted, seconds = {}, {}
+    profiles, seconds = {"measured": profile}, dict[str, float]()
     for method in PLANNED:
-        predictor = latency.load(method).fit(others)
         began = time.perf_counter()
-        guess = latency.profile_of(graph, cluster, predictor, links=profile.links)
-        # What a busy neighbour costs is the machine's, as links are: taken from the profile.
-        loaded = profile.loaded_s / np.maximum(profile.compute_s, 1e-9)  # type: ignore[operator]
-        guess = replace(guess, loaded_s=guess.compute_s * np.median(loaded, axis=0))
+        profiles[method] = guessed(method, problem, others)
         seconds[method] = time.perf_counter() - began
-        predicted[method] = guess
-    placements: dict[str, Placement] = {
-        name: np.full(graph.num_ops, d, np.int32) for d, name in enumerate(cluster.device_names)
-    }
-    search = planners.load("local_search", seconds=SEARCH_S)
-    began = time.perf_counter()
-    placements["search, measured"] = search(problem).placement
-    seconds["measuring and searching"] = (
-        float(profile.provenance["seconds"]) + time.perf_counter() - began
-    )
-    for method, guess in predicted.items():
-        there = replace(problem, profile=guess)
-        placements[f"search, {method}"] = search(there).placement
-    began = time.perf_counter()
-    static = latency.profile_of(graph, cluster, Roofline(), links=profile.links)
-    balanced = planners.load("balanced_split")(replace(problem, profile=static))
-    seconds["static"] = time.perf_counter() - began
-    placements["static"] = balanced.placement
     rng = np.random.default_rng(0)
-    for i in range(NUM_RANDOM):
-        groups = rng.choice(2, graph.num_groups, p=rng.dirichlet(np.ones(2)))
-        groups = np.sort(groups) if i % 2 else groups
-        placements[f"random {i}"] = groups[graph.group].astype(np.int32)
+    placements, spent = plans(problem, profiles, rng)
     executor = Executor(problem)
-    spans: dict[str, list[list[float]]] = {name: [] for name in placements}
-    for _ in range(ROUNDS):
-        for name, p in placements.items():
-            alone = executor.run(p, num_microbatches=3, max_in_flight=1)
-            spans[name].append([float(np.median(alone.span_s)), executor.run(p).period_s])
-    measured = {name: np.median(found, axis=0).tolist() for name, found in spans.items()}
+
+    def once(placement: Placement) -> list[float]:
+        alone = executor.run(placement, num_microbatches=3, max_in_flight=1)
+        return [float(np.median(alone.span_s)), executor.run(placement).period_s]
+
+    measured = in_turns({n: partial(once, p) for n, p in placements.items()}, ROUNDS, warm_up=0)
     batch = np.stack(list(placements.values()))
-    profiles = {"measured": profile} | predicted
-
-    def said(of: Any) -> dict[str, list[float]]:
-        values = evaluate(replace(problem, profile=of), batch)
-        pairs = np.stack([values.latency_s, values.period_s], axis=1).tolist()
-        return dict(zip(placements, pairs, strict=True))
-
     drawn = random_placements(problem, NUM_RANKED, rng)
-    periods = {
-        m: evaluate(replace(problem, profile=times), drawn).period_s
-        for m, times in profiles.items()
-    }
+    simulated, periods = {}, {}
+    for method, times in profiles.items():
+        there = replace(problem, profile=times)
+        values = evaluate(there, batch)
+        pairs = np.stack([values.latency_s, values.period_s], axis=1).tolist()
+        simulated[method] = dict(zip(placements, pairs, strict=True))
+        periods[method] = evaluate(there, drawn).period_s
     return {
         "model": entry.name,
         "family": entry.family,
         "ranks": {m: spearman(said_s, periods["measured"]) for m, said_s in periods.items()},
-        "measured": measured,
-        "simulated": {m: said(p) for m, p in profiles.items()},
-        "seconds": seconds,
+        "measured": {name: np.median(m, axis=0).tolist() for name, m in measured.items()},
+        "simulated": simulated,
+        "seconds": seconds | spent,
     }
+
+
+def guessed(method: str, problem: Problem, others: Sequence[Sample]) -> Profile:
+    """What a method says of the operators, with the machine's own links and slowing down."""
+    profile = problem.profile
+    predictor = latency.load(method).fit(others)
+    guess = latency.profile_of(problem.graph, problem.cluster, predictor, links=profile.links)
+    # What a busy neighbour costs is the machine's, as links are: taken from the profile.
+    loaded = profile.loaded_s / np.maximum(profile.compute_s, 1e-9)  # type: ignore[operator]
+    return replace(guess, loaded_s=guess.compute_s * np.median(loaded, axis=0))
+
+
+def plans(
+    problem: Problem, profiles: Mapping[str, Profile], rng: np.random.Generator
+) -> tuple[dict[str, Placement], dict[str, float]]:
+    """Single devices, searches with every profile, a static plan, random ones; and seconds."""
+    graph, cluster, measured = problem.graph, problem.cluster, problem.profile
+    placements: dict[str, Placement] = {
+        name: np.full(graph.num_ops, d, np.int32) for d, name in enumerate(cluster.device_names)
+    }
+    search = planners.load("local_search", seconds=SEARCH_S)
+    spent = {}
+    for method, times in profiles.items():
+        began = time.perf_counter()
+        placements[f"search, {method}"] = search(replace(problem, profile=times)).placement
+        if times is measured:
+            took_s = float(measured.provenance["seconds"]) + time.perf_counter() - began
+            spent["measuring and searching"] = took_s
+    began = time.perf_counter()
+    static = latency.profile_of(graph, cluster, Roofline(), links=measured.links)
+    balanced = planners.load("balanced_split")(replace(problem, profile=static))
+    spent["static"] = time.perf_counter() - began
+    placements["static"] = balanced.placement
+    for i in range(NUM_RANDOM):
+        device = rng.choice(2, graph.num_groups, p=rng.dirichlet(np.ones(2)))
+        device = np.sort(device) if i % 2 else device
+        placements[f"random {i}"] = device[graph.group].astype(np.int32)
+    return placements, spent
 
 
 def measure_all(folder: Path, work: Path, seconds: float) -> None:
@@ -224,7 +222,7 @@ def measure_all(folder: Path, work: Path, seconds: float) -> None:
         todo, folder, seconds=seconds * 2 / 3, repeats=10, progress=lambda what, _: say(what)
     )
     say(f"{len(built.made)} measured now, {len(built.kept)} before, {len(built.failed)} failed")
-    known = cases(folder)
+    measured = cases(folder)
     for wanted in PLACED:
         path = work / f"{wanted}.json"
         chosen = [e for e in todo if e.options.get("model") == wanted]
@@ -233,8 +231,10 @@ def measure_all(folder: Path, work: Path, seconds: float) -> None:
         if time.monotonic() - began > seconds:
             say("out of time: the same command continues")
             return
-        say(f"placements of {chosen[-1].name}")
-        write_atomic(path, json.dumps(place(chosen[-1], known)))
+        entry = chosen[-1]
+        say(f"placements of {entry.name}")
+        others = [c.sample for c in measured if c.family != entry.family]
+        write_atomic(path, json.dumps(place(entry, others)))
 
 
 # --- analysing -----------------------------------------------------------------------------------
@@ -250,27 +250,38 @@ class Answer:
     spread: Floats
 
 
-def answers(known: Sequence[Case], methods: Sequence[str]) -> list[Answer]:
+def answers(measured_cases: Sequence[Case], methods: Sequence[str]) -> list[Answer]:
     """Every case predicted by every method that has not seen its family."""
-    families = sorted({c.family for c in known})
+    families = sorted({c.family for c in measured_cases})
     if len(families) < 2:
         raise StudyError(
             f"the data set has models of {len(families)} family: to predict one from others, "
             "measure more: the same command with more --seconds"
         )
     order = np.random.default_rng(0).permutation(len(families))
-    found = []
-    for number_, at in enumerate(np.array_split(order, min(NUM_PARTS, len(families)))):
+    every = []
+    for part, at in enumerate(np.array_split(order, min(NUM_PARTS, len(families)))):
         out = {families[i] for i in at}
-        inside = [c.sample for c in known if c.family not in out]
+        inside = [c.sample for c in measured_cases if c.family not in out]
         for method in methods:
-            say(f"part {number_ + 1}: {method} without {len(out)} families")
+            say(f"part {part + 1}: {method} without {len(out)} families")
             predictor = latency.load(method).fit(inside)
-            for case in known:
+            for case in measured_cases:
                 if case.family in out:
                     seconds, spread = predictor.predict(case.sample.graph, case.sample.device)
-                    found.append(Answer(case, method, seconds, spread))
-    return found
+                    every.append(Answer(case, method, seconds, spread))
+    return every
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """Measure, then predict every case."""
+    torch.set_num_threads(1)
+    if options.seconds > 0:
+        measure_all(options.dataset, options.work, options.seconds)
+    options.answers = answers(cases(options.dataset), options.methods)
+    files = (options.work / f"{name}.json" for name in PLACED)
+    options.plans = [json.loads(path.read_text()) for path in files if path.exists()]
+    yield from map(row_of, options.answers)
 
 
 def row_of(answer: Answer) -> Row:
@@ -290,190 +301,174 @@ def row_of(answer: Answer) -> Row:
     )
 
 
+# --- the page ------------------------------------------------------------------------------------
+
+
 def whole_models(rows: Sequence[Row]) -> str:
-    """Markdown: errors of whole models by method and threads."""
-    cells = []
-    for method in dict.fromkeys(r.method for r in rows):
-        for threads in sorted({r.threads for r in rows}):
-            chosen = [r for r in rows if r.method == method and r.threads == threads]
-            errors = np.abs([r.error for r in chosen])
-            repeat = float(np.median([r.repeat_error for r in chosen]))
-            cells.append(
-                [
-                    f"{method}, {threads} thread{'s' * (threads > 1)}",
-                    str(len(chosen)),
-                    number(float(np.median(errors)), 1, 100),
-                    number(float(errors.mean()), 1, 100),
-                    number(float((errors <= 0.1).mean()), 0, 100),
-                    number(repeat, 1, 100),
-                ]
-            )
-    cells.append(["published, polynomial (Shang 2023)", "–", "at most 10", "", "", ""])
-    header = ["method", "models", "median error %", "mean %", "within 10 %: % of", "repeated %"]
-    return to_table(header, cells)
+    """Errors of whole models by method and threads."""
+    lines = groups(sorted(rows, key=lambda r: r.threads), "method", "threads")
+    order = {method: i for i, method in enumerate(groups(rows, "method"))}
+
+    def error(reduce: Any, key: tuple[str, int]) -> float:
+        return float(reduce(np.abs([r.error for r in lines[key]])))
+
+    def again(key: tuple[str, int]) -> float:
+        return float(np.median([r.repeat_error for r in lines[key]]))
+
+    return (
+        table(
+            sorted(lines, key=lambda key: (order[key[0]], key[1])),
+            Column("method", lambda k: f"{k[0]}, {k[1]} thread{'s' * (k[1] > 1)}"),
+            Column("models", lambda k: len(lines[k])),
+            Column("median error %", partial(error, np.median), 1, 100),
+            Column("mean %", partial(error, np.mean), 1, 100),
+            Column("within 10 %: % of", partial(error, lambda e: (e <= 0.1).mean()), 0, 100),
+            Column("repeated %", again, 1, 100),
+        )
+        + "| published, polynomial (Shang 2023) | – | at most 10 |  |  |  |\n"
+    )
 
 
-def operators(found: Sequence[Answer], count: int = 14) -> str:
-    """Markdown: median error of operators by kind, those that take most time first."""
+def operators(predicted: Sequence[Answer], count: int = 14) -> str:
+    """Median error of operators by kind, those that take most time first."""
     total: dict[str, float] = {}
     errors: dict[tuple[str, str], list[float]] = {}
-    for answer in found:
+    for answer in predicted:
         seconds = np.maximum(answer.case.sample.compute_s, 1e-8)
         wrong = np.abs(answer.seconds / seconds - 1)
         kinds = features(answer.case.sample.graph).kind
         for kind, s, e in zip(kinds, seconds.tolist(), wrong.tolist(), strict=True):
             total[kind] = total.get(kind, 0.0) + s
             errors.setdefault((kind, answer.method), []).append(e)
-    methods = list(dict.fromkeys(a.method for a in found))
-    largest = sorted(total, key=lambda k: -total[k])[:count]
     whole = sum(total.values())
-    cells = [
-        [kind, number(total[kind] / whole, 1, 100)]
-        + [number(float(np.median(errors[kind, m])), 0, 100) for m in methods]
-        for kind in largest
-    ]
-    return to_table(["kind", "% of time", *(f"{m}, median %" for m in methods)], cells)
+
+    def median(method: str, kind: str) -> float:
+        return float(np.median(errors[kind, method]))
+
+    return table(
+        sorted(total, key=lambda k: -total[k])[:count],
+        Column("kind", str),
+        Column("% of time", lambda kind: total[kind] / whole, 1, 100),
+        *(
+            Column(f"{m}, median %", partial(median, m), 0, 100)
+            for m in groups(predicted, "method")
+        ),
+    )
 
 
-def saved(found: Sequence[Answer], method: str = "polynomial") -> str:
-    """Markdown: error against the share of signatures that are measured, the uncertain first."""
-    errors: dict[float, list[float]] = {share: [] for share in SHARES}
-    for answer in (a for a in found if a.method == method):
+def saved(predicted: Sequence[Answer], method: str = "polynomial") -> str:
+    """Error against the share of signatures that are measured, the uncertain first."""
+    errors: dict[float, list[float]] = {}
+    for answer in (a for a in predicted if a.method == method):
         graph, truth = answer.case.sample.graph, answer.case.sample.compute_s
         _, row = np.unique(graph.op_signature, return_inverse=True)
         order = np.argsort(-np.bincount(row, answer.spread), kind="stable")
         for share in SHARES:
-            known = np.isin(row, order[: round(share * len(order))])
-            seconds = np.where(known, truth, answer.seconds)[:, None]
-            factor = correction(graph, seconds, answer.seconds[:, None], known)
-            seconds[~known] *= factor[~known]
-            errors[share].append(float(abs(seconds.sum() / truth.sum() - 1)))
-    cells = [
-        [
-            number(share, 0, 100),
-            "–" if not share else f"{1 / share:.0f}x",
-            number(float(np.median(errors[share])), 1, 100),
-            number(float(np.mean(errors[share])), 1, 100),
+            measured = np.isin(row, order[: round(share * len(order))])
+            seconds = np.where(measured, truth, answer.seconds)[:, None]
+            factor = correction(graph, seconds, answer.seconds[:, None], measured)
+            seconds[~measured] *= factor[~measured]
+            errors.setdefault(share, []).append(float(abs(seconds.sum() / truth.sum() - 1)))
+    return table(
+        errors,
+        Column("% of signatures measured", float, 0, 100),
+        Column("fewer", lambda share: f"{1 / share:.0f}x" if share else DASH),
+        Column("median error %", lambda share: float(np.median(errors[share])), 1, 100),
+        Column("mean %", lambda share: float(np.mean(errors[share])), 1, 100),
+    )
+
+
+def placed(models: Sequence[Mapping[str, Any]]) -> str:
+    """Placements on two devices under predicted and measured profiles."""
+
+    def error(what: int, method: str) -> float:
+        errors = [
+            abs(case["simulated"][method][name][what] / seconds[what] - 1)
+            for case in models
+            for name, seconds in case["measured"].items()
         ]
-        for share in SHARES
-        if errors[share]
-    ]
-    return to_table(["% of signatures measured", "fewer", "median error %", "mean %"], cells)
+        return float(np.median(errors))
 
+    def rank_of_runs(method: str) -> float:
+        pairs = [(c["simulated"][method], c["simulated"]["measured"]) for c in models]
+        periods = [([x[n][1] for n in x], [y[n][1] for n in x]) for x, y in pairs]
+        return float(np.median([spearman(np.array(a), np.array(b)) for a, b in periods]))
 
-def placed(found: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: placements on two devices under predicted and measured profiles."""
-    cells = []
-    for method in ("measured", *PLANNED):
-        errors: list[list[float]] = [[], []]
-        ranks, regret = [], []
-        random = [case["ranks"][method] for case in found]
-        for case in found:
-            names = list(case["measured"])
-            truth = np.array([case["measured"][n] for n in names])
-            said = np.array([case["simulated"][method][n] for n in names])
-            by_profile = np.array([case["simulated"]["measured"][n] for n in names])
-            for i in range(2):
-                errors[i] += np.abs(said[:, i] / truth[:, i] - 1).tolist()
-            ranks.append(spearman(said[:, 1], by_profile[:, 1]))
-            measured = case["measured"]
-            regret.append(measured[f"search, {method}"][1] / measured["search, measured"][1] - 1)
-        cells.append(
-            [
-                method,
-                *(number(float(np.median(e)), 1, 100) for e in errors),
-                *(number(float(np.median(r))) for r in (random, ranks)),
-                *(number(f(regret), 1, 100) for f in (np.median, np.max)),
-            ]
+    def regret(reduce: Any, method: str) -> float:
+        runs = [c["measured"] for c in models]
+        return float(
+            reduce([m[f"search, {method}"][1] / m["search, measured"][1] - 1 for m in runs])
         )
-    header = [
-        "times from",
-        "latency error %",
-        "period error %",
-        "rank correlation",
-        "of those that ran",
-        "regret of the plan %",
-        "worst %",
-    ]
-    return to_table(header, cells)
+
+    return table(
+        ["measured", *PLANNED],
+        Column("times from", str),
+        Column("latency error %", partial(error, 0), 1, 100),
+        Column("period error %", partial(error, 1), 1, 100),
+        Column("rank correlation", lambda m: float(np.median([c["ranks"][m] for c in models]))),
+        Column("of those that ran", rank_of_runs),
+        Column("regret of the plan %", partial(regret, np.median), 1, 100),
+        Column("worst %", partial(regret, np.max), 1, 100),
+    )
 
 
-def strategies(found: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: seconds of a plan from the static description, and what it loses."""
-    cells = []
-    for case in found:
-        static, search = case["seconds"]["static"], case["seconds"]["measuring and searching"]
-        loss = case["measured"]["static"][1] / case["measured"]["search, measured"][1] - 1
-        cells.append(
-            [
-                case["model"],
-                number(static, 3),
-                number(search, 1),
-                number(search / static, 0, unit="x"),
-                number(loss, 1, 100),
-            ]
-        )
-    header = ["model", "static s", "measuring and searching s", "faster", "slower plan %"]
-    return to_table(header, cells)
+def strategies(models: Sequence[Mapping[str, Any]]) -> str:
+    """Seconds of a plan from the static description, and what it loses."""
+
+    def loss(case: Mapping[str, Any]) -> float:
+        return case["measured"]["static"][1] / case["measured"]["search, measured"][1] - 1
+
+    def faster(case: Mapping[str, Any]) -> float:
+        return case["seconds"]["measuring and searching"] / case["seconds"]["static"]
+
+    return table(
+        models,
+        Column("model", "model"),
+        Column("static s", lambda c: c["seconds"]["static"]),
+        Column("measuring and searching s", lambda c: c["seconds"]["measuring and searching"], 1),
+        Column("faster", faster, 0, unit="x"),
+        Column("slower plan %", loss, 1, 100),
+    )
 
 
-def report(
-    found: Sequence[Answer], rows: Sequence[Row], plans: Sequence[Mapping[str, Any]], command: str
-) -> str:
-    """The Markdown of the results."""
-    families = len({r.family for r in rows})
-    parts = [
-        f"# Predicted times of operators\n\n`{command}`\n",
-        f"## Whole models of {families} families, each predicted from the others\n",
-        "The last column: by how much two halves of the same measurement differ.\n",
-        whole_models(rows),
-        "## Operators by kind\n",
-        operators(found),
-        "## Measurement saved\n",
-        "Whole-model error where the operators with the largest spread are measured.\n",
-        saved(found),
-    ]
-    if plans:
-        parts += [
-            f"## Placements on two devices, {len(plans)} models\n",
-            "Regret: measured period of the plan searched with these times over that of the plan "
-            "searched with measured times. Rank correlation: Spearman's, of the simulated periods "
-            f"of {NUM_RANKED} random placements with these and with measured times, and of the "
-            "few placements that ran, most of which are about as good; medians over models. The "
-            "published bound for periods is 12 %.\n",
-            placed(plans),
-            "## Plans from the static description alone\n",
-            strategies(plans),
-        ]
-    return "\n".join(parts) + "\n" + provenance()
+def placements(models: Sequence[Mapping[str, Any]]) -> str:
+    """What is said of plans, where some were made."""
+    return f"""## Placements on two devices, {len(models)} models
+
+Regret: measured period of the plan searched with these times over that of the plan searched with \
+measured times. Rank correlation: Spearman's, of the simulated periods of {NUM_RANKED} random \
+placements with these and with measured times, and of the few placements that ran, most of which \
+are about as good; medians over models. The published bound for periods is 12 %.
+
+{placed(models)}
+## Plans from the static description alone
+
+{strategies(models)}"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--seconds", type=float, default=1000.0, help="of measuring; 0: none")
-    parser.add_argument("--dataset", type=Path, default=ROOT / "runs" / "prediction" / "dataset")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
-    common_options(parser, "prediction")
-    parser.set_defaults(out=RESULTS)
-    options = parser.parse_args(argv)
+def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
+    """All tables."""
+    return {
+        "families": len(groups(rows, "family")),
+        "whole_models": whole_models(rows),
+        "operators": operators(options.answers),
+        "saved": saved(options.answers),
+        "placements": placements(options.plans) if options.plans else "",
+    }
 
-    def study() -> None:
-        torch.set_num_threads(1)
-        if options.seconds > 0:
-            measure_all(options.dataset, options.work, options.seconds)
-        known = cases(options.dataset)
-        found = answers(known, options.methods)
-        rows = [row_of(a) for a in found]
-        files = (options.work / f"{name}.json" for name in PLACED)
-        plans = [json.loads(path.read_text()) for path in files if path.exists()]
-        write_atomic(options.out / "prediction.csv", to_csv(rows))
-        text = report(found, rows, plans, command_line("experiments.prediction", argv))
-        write_atomic(options.out / "prediction.md", text)
-        print(text)
 
-    return launch(study)
-
+STUDY = Study(
+    name="prediction",
+    rows=rows,
+    row=Row,
+    parts=parts,
+    options={
+        "seconds": Option(1000.0, "of measuring; 0: none"),
+        "dataset": Option(ROOT / "runs" / "prediction" / "dataset", kind=Path),
+        "methods": Option(METHODS, choices=METHODS),
+    },
+)
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

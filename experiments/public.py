@@ -14,27 +14,26 @@ empty. The C++ program is that of github.com/msr-fiddle/dnn-partitioning, compil
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
 
-from experiments import _study
-from experiments._study import GIB, Store, limited, number, say
+from experiments import study
+from experiments.runs import GIB, limited, warm
+from experiments.study import Option, Options, Study, StudyError, run, say
+from experiments.tables import DASH, Column, groups, number, table
 from placement import importers, planners
-from placement.files import write_atomic
 from placement.planners.order_search import load_kernel
 from placement.problem import Problem, lower_bound
 from placement.simulator import score, value_of
@@ -43,6 +42,7 @@ MEMORY_BYTES = 8 * GIB  # address space of a planner
 REFERENCE_BYTES = 16 * GIB
 TOLERANCE = 1e-5  # of the bounds in truth.json
 LIMIT_S = 600.0  # of one run, over its budget: none is expected to need it
+DNN_FILES = ("dnn_partitioning/throughput/*/*.json", "dnn_partitioning/latency/*/*.json")
 
 
 # --- what is known -------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Row:
 
 
 def answer(
-    store: Store[Row],
+    options: Options,
     file: str,
     problem: Problem,
     planner: str,
@@ -121,56 +121,99 @@ def answer(
     seed: int | None = None,
     settings: str = "",
 ) -> Row:
-    """The row of a run: from the store, or made now."""
-    key: dict[str, Any] = {
-        "file": file,
-        "settings": settings,
-        "objective": problem.objective,
-        "planner": planner,
-        "seed": seed,
-        "budget_s": budget_s,
-    }
-    found = store.find(**key)
-    if found is not None:
-        return found
-    text = f"{file}, {problem.objective}, {problem.num_devices} devices: {planner}"
-    say(text + (f", seed {seed}" if seed is not None else ""))
-    given = {"seconds": budget_s, "seed": seed}
-    made = planners.load(planner, **{k: v for k, v in given.items() if v is not None})
+    """The row of a run: one that is finished, or made now."""
+    key = (file, settings, problem.objective, problem.num_ops, problem.num_devices)
+    key += (planner, seed, budget_s)
+    return options.finished.row(Row, key, partial(_answer, problem, *key), f"{file}-{planner}")
+
+
+def _answer(problem: Problem, *key: Any) -> Row:
+    file, _, objective, _, num_devices, planner, seed, budget_s = key
+    drawn = "" if seed is None else f", seed {seed}"
+    say(f"{file}, {objective}, {num_devices} devices: {planner}{drawn}")
+    options = {"seconds": budget_s, "seed": seed}
+    ready = planners.load(planner, **{k: v for k, v in options.items() if v is not None})
     score(problem, np.zeros(problem.num_ops, np.int32))  # what is derived from a problem, once
-    run = limited(lambda: made(problem), (budget_s or 0.0) + LIMIT_S, MEMORY_BYTES)
-    stats: Mapping[str, Any] = run.value.stats if run.value else {}
+    done = limited(lambda: ready(problem), (budget_s or 0.0) + LIMIT_S, MEMORY_BYTES)
+    stats: Mapping[str, Any] = done.value.stats if done.value else {}
     value_s, bound_s = np.inf, lower_bound(problem)
-    if run.value is not None:
-        problem.check_placement(run.value.placement)
-        value_s = value_of(problem, run.value)
-        bound_s = max(bound_s, run.value.lower_bound_s or 0.0)
-    said = [run.note, str(stats.get("message", "")), str(stats.get("infeasible", ""))]
-    return store.add(
-        Row(
-            **key,
-            operators=problem.num_ops,
-            devices=problem.num_devices,
-            value_s=value_s if np.isfinite(value_s) else None,
-            bound_s=bound_s,
-            restricted_bound_s=stats.get("one_piece_bound_s"),
-            seconds=run.seconds,
-            evaluations=stats.get("evaluations"),
-            peak_bytes=run.peak_bytes,
-            status=run.status,
-            note="; ".join(x for x in said if x),
-        )
+    if done.value is not None:
+        problem.check_placement(done.value.placement)
+        value_s = value_of(problem, done.value)
+        bound_s = max(bound_s, done.value.lower_bound_s or 0.0)
+    said = [done.note, str(stats.get("message", "")), str(stats.get("infeasible", ""))]
+    return Row(
+        *key,
+        value_s=value_s if np.isfinite(value_s) else None,
+        bound_s=bound_s,
+        restricted_bound_s=stats.get("one_piece_bound_s"),
+        seconds=done.seconds,
+        evaluations=stats.get("evaluations"),
+        peak_bytes=done.peak_bytes,
+        status=done.status,
+        note="; ".join(x for x in said if x),
     )
 
 
-def best(rows: Sequence[Row]) -> float:
-    """Least value, inf without any."""
-    return min((r.value_s for r in rows if r.value_s is not None), default=np.inf)
+@dataclass(frozen=True)
+class Case:
+    """All runs on one problem: what the tables have a line for."""
+
+    rows: Sequence[Row]
+
+    @property
+    def file(self) -> str:
+        """Its path, without what all have in common."""
+        return short(self.rows[0].file).removeprefix("pipedream/").removeprefix("moirai/")
+
+    def of(self, planner: str) -> Row | None:
+        """The first run of a planner."""
+        return next((r for r in self.rows if r.planner == planner), None)
+
+    def value_s(self, *names: str) -> float:
+        """The least of these planners (of all, without one); inf if none has an answer."""
+        mine = (r for r in self.rows if r.planner in names or not names)
+        return min((r.value_s for r in mine if r.value_s is not None), default=np.inf)
+
+    @property
+    def bound_s(self) -> float:
+        """The best that is proved."""
+        return max(r.bound_s or 0.0 for r in self.rows)
+
+    @property
+    def gap(self) -> float:
+        """Of the best value."""
+        return self.value_s() / self.bound_s - 1
+
+    def speed_up(self, *names: str) -> float:
+        """Over the best single device."""
+        return self.value_s("single_device") / self.value_s(*names)
 
 
-def bound(rows: Sequence[Row]) -> float:
-    """The best bound proved."""
-    return max(r.bound_s or 0.0 for r in rows)
+def cases(rows: Sequence[Row]) -> list[Case]:
+    """The rows by problem."""
+    return [Case(mine) for mine in groups(rows, "file", "settings", "objective").values()]
+
+
+def against_one(names: Sequence[str]) -> tuple[Column, ...]:
+    """A speed-up per planner; a dash for one that did not run, or has no answer."""
+    return tuple(
+        Column(n, lambda c, n=n: c.speed_up(n) if np.isfinite(c.value_s(n)) else None, 2, 1, "x")
+        for n in names
+    )
+
+
+def chosen(options: Options, *patterns: str) -> dict[str, Path]:
+    """Public files, those alone whose path contains one of the words of the command line."""
+    files = study.public(options.data, *patterns)
+    some = {f: p for f, p in files.items() if any(w in f for w in options.words)}
+    if options.words and not some:
+        raise StudyError(f"no file has {' or '.join(options.words)} in its path")
+    return some or files
+
+
+def short(file: str) -> str:
+    return file.removeprefix("dnn_partitioning/").rpartition(".")[0]
 
 
 # --- exact ---------------------------------------------------------------------------------------
@@ -192,15 +235,15 @@ class Exact:
     reference: str
     operators: int
     devices: int
-    value_s: float | None
-    truth_s: float | None
-    error: float | None
-    is_optimum: bool
-    ideals: int | None
-    truth_ideals: int | None
-    seconds: float | None
-    whole_s: float | None
-    peak_bytes: int | None
+    value_s: float | None = None
+    truth_s: float | None = None
+    error: float | None = None
+    is_optimum: bool = False
+    ideals: int | None = None
+    truth_ideals: int | None = None
+    seconds: float | None = None
+    whole_s: float | None = None
+    peak_bytes: int | None = None
     reference_rounds: int = 0
     reference_s: float | None = None
     reference_bytes: int | None = None
@@ -260,21 +303,47 @@ def run_reference(program: Path, file: Path, seconds: float) -> _Reference:
     return _Reference(status, used.ru_utime + used.ru_stime, peak, value)
 
 
+def exact(options: Options) -> Iterator[Exact]:
+    """A row per file."""
+    files = chosen(options, *DNN_FILES)
+    program = None
+    if options.reference is not None:
+        program = (options.reference / "dp.exe").resolve()
+        if not os.access(program, os.X_OK):
+            raise StudyError(
+                f"no program {program}; in a checkout of github.com/msr-fiddle/dnn-partitioning: "
+                "g++ -O2 throughput-dp/dp.cpp -o dp.exe"
+            )
+    truth, limit_s = known(options.data), options.reference_seconds
+    beside = (
+        f", and at most {limit_s:g} s for each file that is hard for the C++ program"
+        if program
+        else "; beside the C++ program: --reference FOLDER"
+    )
+    say(f"{len(files)} files, {options.rounds} rounds: a minute{beside}")
+    warm(["ideal_dp"], ["max_load"])
+    for file, path in files.items():
+        what = [file, options.rounds, program.name if program else ""]
+        make = partial(exact_row, file, path, truth, options.rounds, program, limit_s)
+        yield options.finished.row(Exact, what, make, file)
+
+
+def _ours(path: Path) -> tuple[Any, float]:
+    began = process_time()
+    problem = importers.load(path, objective="max_load")
+    solution = planners.load("ideal_dp", seconds=None)(problem)
+    return solution, process_time() - began
+
+
 def exact_row(
     file: str, path: Path, truth: Truth, rounds: int, program: Path | None, seconds: float
 ) -> Exact:
     """Our program and the other in turns; the other at most for about ``seconds`` in all."""
-
-    def ours() -> tuple[Any, float]:
-        began = time.process_time()
-        problem = importers.load(path, objective="max_load")
-        solution = planners.load("ideal_dp", seconds=None)(problem)
-        return solution, time.process_time() - began
-
+    say(file)
     problem = importers.load(path, objective="max_load")
     runs, others = [], list[_Reference]()
     for _ in range(rounds):
-        runs.append(limited(ours, LIMIT_S, MEMORY_BYTES))
+        runs.append(limited(partial(_ours, path), LIMIT_S, MEMORY_BYTES))
         if runs[-1].status != "ok":
             break
         if program is not None and sum(r.seconds for r in others) < 0.2 * seconds:
@@ -282,45 +351,41 @@ def exact_row(
                 partial(run_reference, program, path, seconds), seconds + 60, REFERENCE_BYTES
             )
             if other.value is None:
-                raise _study.StudyError(f"{program}: {other.status}: {other.note}")
+                raise StudyError(f"{program}: {other.status}: {other.note}")
             others.append(other.value)
+    fact_of = partial(fact, truth, file, "max_load")
+    truth_ms = fact_of("own_dp_contiguous")
     row = Exact(
         file=file,
         rounds=rounds,
         reference="" if program is None else program.name,
         operators=problem.num_ops,
         devices=problem.num_devices,
-        value_s=None,
-        truth_s=_seconds(fact(truth, file, "max_load", "own_dp_contiguous")),
-        error=None,
-        is_optimum=False,
-        ideals=None,
-        truth_ideals=fact(truth, file, "max_load", "own_dp_contiguous", "ideals"),
-        seconds=None,
-        whole_s=None,
-        peak_bytes=None,
-        truth_reference_s=fact(truth, file, "max_load", "dp_cpp", "seconds"),
-        truth_reference_status=fact(truth, file, "max_load", "dp_cpp", "status") or "",
+        truth_s=None if truth_ms is None else truth_ms / 1e3,
+        truth_ideals=fact_of("own_dp_contiguous", "ideals"),
+        truth_reference_s=fact_of("dp_cpp", "seconds"),
+        truth_reference_status=fact_of("dp_cpp", "status") or "",
     )
     if runs[-1].status != "ok":
         return replace(row, note=f"{runs[-1].status}: {runs[-1].note}")
     solution = runs[0].value[0]
     value_s = float(score(problem, solution.placement)[0])
+    seconds_s = float(np.median([r.value[0].stats["seconds"] for r in runs]))
+    whole_s = float(np.median([r.value[1] for r in runs]))
     row = replace(
         row,
         value_s=value_s,
         error=value_s / row.truth_s - 1 if row.truth_s else None,
         is_optimum=bool(solution.stats["contiguous_optimum"]),
         ideals=solution.stats["ideals"],
-        seconds=float(np.median([r.value[0].stats["seconds"] for r in runs])),
-        whole_s=float(np.median([r.value[1] for r in runs])),
+        seconds=seconds_s,
+        whole_s=whole_s,
         peak_bytes=max(r.peak_bytes or 0 for r in runs),
         note=str(solution.stats.get("message", "")),
     )
-    assert row.seconds is not None and row.whole_s is not None
     if not others:
-        had = row.truth_reference_s
-        return replace(row, speedup=had / row.seconds if had else None)
+        recorded_s = row.truth_reference_s
+        return replace(row, speedup=recorded_s / seconds_s if recorded_s else None)
     reference_s = float(np.median([r.seconds for r in others]))
     return replace(
         row,
@@ -329,226 +394,167 @@ def exact_row(
         reference_bytes=max((r.peak_bytes for r in others if r.peak_bytes), default=None),
         reference_value_s=others[0].value_s,
         reference_status=others[-1].status,
-        speedup=reference_s / row.whole_s,
+        speedup=reference_s / whole_s,
     )
 
 
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
-
-
-def exact(options: argparse.Namespace) -> tuple[Sequence[Any], str, bool]:
-    """The contiguous optimum, exactly, and how long it takes."""
-    files = chosen(
-        options, "dnn_partitioning/throughput/*/*.json", "dnn_partitioning/latency/*/*.json"
-    )
-    program = None
-    if options.reference is not None:
-        program = (options.reference / "dp.exe").resolve()
-        if not os.access(program, os.X_OK):
-            raise _study.StudyError(
-                f"no program {program}; in a checkout of github.com/msr-fiddle/dnn-partitioning: "
-                "g++ -O2 throughput-dp/dp.cpp -o dp.exe"
-            )
-    truth = known(options.data)
-    say(
-        f"{len(files)} files, {options.rounds} rounds: a minute"
-        + (
-            f", and at most {options.reference_seconds:g} s for each file that is hard for the C++ "
-            "program"
-            if program
-            else "; beside the C++ program: --reference FOLDER"
-        )
-    )
-    _study.warm(["ideal_dp"], ["max_load"])
-    store = Store(options.work / "exact.jsonl", Exact, options.fresh)
-    rows = []
-    for file, path in files.items():
-        key = {"rounds": options.rounds, "reference": program.name if program else ""}
-        row = store.find(file=file, **key)
-        if row is None:
-            say(file)
-            row = store.add(
-                exact_row(file, path, truth, options.rounds, program, options.reference_seconds)
-            )
-        rows.append(row)
-    cells = [
-        [
-            _short(r.file),
-            str(r.operators),
-            str(r.devices),
-            number(r.value_s, 6, 1e3),
-            "–" if r.error is None else f"{r.error:+.0e}",
-            ("" if r.ideals is None else str(r.ideals))
-            + (
-                ""
-                if r.ideals == r.truth_ideals or r.truth_ideals is None
-                else f" ≠ {r.truth_ideals}"
-            ),
-            number(r.seconds),
-            number(r.whole_s),
-            number(r.peak_bytes, 0, 2**-20),
-            _at_least(r.reference_s, r.reference_status),
-            number(r.reference_bytes, 0, 2**-20),
-            _at_least(r.truth_reference_s, r.truth_reference_status),
-            ("≥ " if "time" in (r.reference_status or r.truth_reference_status) else "")
-            + number(r.speedup, 1, 1, "x"),
-        ]
-        for r in rows
-    ]
-    table = _study.to_table(
-        ["file", "operators", "devices", "optimum ms", "error", "ideals", "planner s", "whole s",
-         "MiB", "C++ s", "C++ MiB", "C++ s recorded", "speed-up"],
-        cells,
-    )  # fmt: skip
-    wrong = [
+def not_optimal(rows: Sequence[Exact], options: Options) -> list[str]:
+    """Files on which the optimum was not found, or another than the recorded one."""
+    return [
         r.file for r in rows if not r.is_optimum or (r.error is not None and abs(r.error) > 1e-6)
     ]
-    text = (
-        "The contiguous optimum of max-load by `ideal_dp`, without a limit of time. Error: against "
-        "the recorded optimum. Planner: from the problem to the answer; whole: reading the file "
-        "too, as the C++ program does. MiB: largest resident memory of the process, Python "
-        "included. C++: the published program, run in turns with ours on the same core, medians "
-        f"of up to {options.rounds} rounds; like the whole, processor seconds. Recorded: seconds "
-        "of its program over ideals alone, in truth.json. Speed-up: of the whole over the C++ "
-        "program, where it ran here, else of the planner over what is recorded.\n\n"
-        + table
-        + (f"\n**Not the optimum: {', '.join(wrong)}**\n" if wrong else "")
+
+
+def exact_parts(rows: Sequence[Exact], options: Options) -> dict[str, Any]:
+    """A line per file."""
+
+    def ideals(row: Exact) -> str:
+        shown = "" if row.ideals is None else str(row.ideals)
+        return shown if row.truth_ideals in (row.ideals, None) else f"{shown} ≠ {row.truth_ideals}"
+
+    def at_least(what: str, row: Exact) -> str:
+        seconds, status = getattr(row, f"{what}_s"), getattr(row, f"{what}_status")
+        return ("> " if "time" in status and seconds is not None else "") + number(seconds)
+
+    def speedup(row: Exact) -> str:
+        ended = "time" not in (row.reference_status or row.truth_reference_status)
+        return ("" if ended else "≥ ") + number(row.speedup, 1, 1, "x")
+
+    shown = table(
+        rows,
+        Column("file", lambda r: short(r.file)),
+        Column("operators", "operators"),
+        Column("devices", "devices"),
+        Column("optimum ms", "value_s", 6, 1e3),
+        Column("error", lambda r: DASH if r.error is None else f"{r.error:+.0e}"),
+        Column("ideals", ideals),
+        Column("planner s", "seconds"),
+        Column("whole s", "whole_s"),
+        Column("MiB", "peak_bytes", 0, 2**-20),
+        Column("C++ s", partial(at_least, "reference")),
+        Column("C++ MiB", "reference_bytes", 0, 2**-20),
+        Column("C++ s recorded", partial(at_least, "truth_reference")),
+        Column("speed-up", speedup),
     )
-    return rows, text, not wrong
+    return {"table": shown, "wrong": mistake("Not the optimum", not_optimal(rows, options))}
 
 
-def _at_least(seconds: float | None, status: str) -> str:
-    return ("> " if "time" in status and seconds is not None else "") + number(seconds)
-
-
-def _short(file: str) -> str:
-    return file.removeprefix("dnn_partitioning/").rpartition(".")[0]
-
-
-def chosen(options: argparse.Namespace, *patterns: str) -> dict[str, Path]:
-    """Public files, those alone whose path contains one of the words of the command line."""
-    files = _study.public(options.data, *patterns)
-    some = {f: p for f, p in files.items() if any(w in f for w in options.words)}
-    if options.words and not some:
-        raise _study.StudyError(f"no file has {' or '.join(options.words)} in its path")
-    return some or files
+def mistake(text: str, files: Sequence[str]) -> str:
+    """Behind a table, if there are any."""
+    return f"\n\n**{text}: {', '.join(files)}**" if files else ""
 
 
 # --- search --------------------------------------------------------------------------------------
 
 
-def search(options: argparse.Namespace) -> tuple[Sequence[Any], str, bool]:
-    """Any split, in seconds, against the best known value and against what is proved."""
-    files = chosen(
-        options, "dnn_partitioning/throughput/*/*.json", "dnn_partitioning/latency/*/*.json"
-    )
-    truth = known(options.data)
+def search(options: Options) -> Iterator[Row]:
+    """Searches with every seed, proofs, and the contiguous optimum, on every file."""
+    files = chosen(options, *DNN_FILES)
     num_loads = sum("/throughput/" in f for f in files)
-    took = len(files) * (options.seeds * options.seconds + options.exact_seconds)
-    took += num_loads * options.exact_seconds
-    say(f"{len(files)} files: about {took / 60:.0f} minutes")
-    store = Store(options.work / "search.jsonl", Row, options.fresh)
-    _study.warm(["macro_search", "ideal_dp", "cp_sat", "mip"], ["max_load", "piecewise_latency"])
-    rows: list[Row] = []
-    cells: dict[str, list[list[str]]] = {"max_load": [], "latency": []}
-    wrong: list[str] = []
+    took_s = len(files) * (options.seeds * options.seconds + options.exact_seconds)
+    took_s += num_loads * options.exact_seconds
+    say(f"{len(files)} files: about {took_s / 60:.0f} minutes")
+    warm(["macro_search", "ideal_dp", "cp_sat", "mip"], ["max_load", "piecewise_latency"])
     for file, path in files.items():
-        objective = "max_load" if "/throughput/" in file else "latency"
-        problem = importers.load(path, objective=objective)
-        mine = [
-            answer(store, file, problem, "macro_search", options.seconds, seed)
-            for seed in range(options.seeds)
-        ]
-        proofs = [answer(store, file, problem, "cp_sat", options.exact_seconds)]
-        if objective == "max_load":  # for another objective mip has no program
-            proofs.append(answer(store, file, problem, "mip", options.exact_seconds))
-        split = answer(store, file, problem, "ideal_dp")
-        every = [*mine, *proofs, split]
-        rows += every
-        values = [r.value_s if r.value_s is not None else np.inf for r in mine]
-        median, worst = float(np.median(values)), max(values)
-        proved, reference = bound(every), best_known_s(truth, file, objective)
-        told = known_bound_s(truth, file, objective) or 0.0
-        if best(every) < max(proved * (1 - 1e-9), told * (1 - TOLERANCE)):
-            wrong.append(file)
-        cells[objective].append(
-            [
-                _short(file),
-                number(median, 4, 1e3),
-                number(worst, 4, 1e3),
-                number(reference, 4, 1e3),
-                number(median / reference if reference else None, 4),
-                number(best(every) / reference if reference else None, 4),
-                number(proved, 4, 1e3),
-                number(told or None, 4, 1e3),
-                number(median / proved - 1, 2, 100),
-                number(best(every) / proved - 1, 2, 100),
-                number(split.value_s, 4, 1e3),
-                *(
-                    [
-                        number(proofs[0].restricted_bound_s, 4, 1e3),
-                        number(fact(truth, file, "latency", "greedy_cpp"), 4),
-                        number(fact(truth, file, "latency", "dp_cpp_split"), 4),
-                    ]
-                    if objective == "latency"
-                    else [
-                        number(proofs[0].value_s, 4, 1e3),
-                        number(proofs[0].bound_s, 4, 1e3),
-                        number(proofs[1].value_s, 4, 1e3),
-                        number(proofs[1].bound_s, 4, 1e3),
-                    ]
-                ),
-            ]
-        )
-    header = ["file", "median ms", "worst ms", "best known", "median ratio", "best ratio",
-              "bound ms", "recorded bound", "median gap %", "best gap %"]  # fmt: skip
-    text = (
-        f"`macro_search`, {options.seconds:g} s, {options.seeds} seeds: median and worst. Bound: "
-        f"the best that is proved here for every split: by `cp_sat` and `mip` in "
-        f"{options.exact_seconds:g} s each, the fractional load balance or the critical path. "
-        "Best ratio, best gap: of the best that any of these planners found. Best known and "
-        "recorded bound: truth.json.\n"
+        is_load = "/throughput/" in file
+        problem = importers.load(path, objective="max_load" if is_load else "latency")
+        for seed in range(options.seeds):
+            yield answer(options, file, problem, "macro_search", options.seconds, seed)
+        for name in ("cp_sat", "mip") if is_load else ("cp_sat",):  # mip: for loads alone
+            yield answer(options, file, problem, name, options.exact_seconds)
+        yield answer(options, file, problem, "ideal_dp")
+
+
+def _truth(case: Case) -> tuple[str, str]:
+    """The file and the objective as ``truth.json`` has them."""
+    row = case.rows[0]
+    return row.file, "max_load" if row.objective == "max_load" else "latency"
+
+
+def below_a_bound(rows: Sequence[Row], options: Options) -> list[str]:
+    """Files on which a value is less than what is proved for every split: a mistake."""
+    truth = known(options.data)
+    return [
+        c.rows[0].file
+        for c in cases(rows)
+        if c.value_s()
+        < max(c.bound_s * (1 - 1e-9), (known_bound_s(truth, *_truth(c)) or 0.0) * (1 - TOLERANCE))
+    ]
+
+
+def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
+    """A table for loads and one for latencies."""
+    truth = known(options.data)
+
+    def searched(reduce: Callable[[Any], Any], case: Case) -> float:
+        values = [r.value_s for r in case.rows if r.planner == "macro_search"]
+        return float(reduce([np.inf if v is None else v for v in values]))
+
+    def over_known(value: Callable[[Case], float], case: Case) -> float | None:
+        reference = best_known_s(truth, *_truth(case))
+        return value(case) / reference if reference else None
+
+    def of(planner: str, field: str, case: Case) -> float | None:
+        run = case.of(planner)
+        return None if run is None else getattr(run, field)
+
+    def recorded(method: str, case: Case) -> float | None:
+        return fact(truth, case.rows[0].file, "latency", method)
+
+    median = partial(searched, np.median)
+    columns = (
+        Column("file", "file"),
+        Column("median ms", median, 4, 1e3),
+        Column("worst ms", partial(searched, max), 4, 1e3),
+        Column("best known", lambda c: best_known_s(truth, *_truth(c)), 4, 1e3),
+        Column("median ratio", partial(over_known, median), 4),
+        Column("best ratio", partial(over_known, Case.value_s), 4),
+        Column("bound ms", "bound_s", 4, 1e3),
+        Column("recorded bound", lambda c: known_bound_s(truth, *_truth(c)), 4, 1e3),
+        Column("median gap %", lambda c: median(c) / c.bound_s - 1, 2, 100),
+        Column("best gap %", "gap", 2, 100),
     )
-    if cells["max_load"]:
-        columns = ["contiguous optimum", "cp_sat", "its bound", "mip", "its bound"]
-        text += "\n## Max-load\n\n" + _study.to_table([*header, *columns], cells["max_load"])
-    if cells["latency"]:
-        columns = ["max-load split", "bound, one piece", "C++ greedy", "C++ max-load split"]
-        text += (
-            "\n## Latency of one sample\n\n"
-            + _study.to_table([*header, *columns], cells["latency"])
-            + "\nBound, one piece: of placements with one piece per accelerator only.\n"
-        )
-    if wrong:
-        text += f"\n**Below a proved bound, which is a mistake: {', '.join(wrong)}**\n"
-    return rows, text, not wrong
+    of_loads = (
+        Column("contiguous optimum", partial(of, "ideal_dp", "value_s"), 4, 1e3),
+        Column("cp_sat", partial(of, "cp_sat", "value_s"), 4, 1e3),
+        Column("its bound", partial(of, "cp_sat", "bound_s"), 4, 1e3),
+        Column("mip", partial(of, "mip", "value_s"), 4, 1e3),
+        Column("its bound", partial(of, "mip", "bound_s"), 4, 1e3),
+    )
+    of_latencies = (
+        Column("max-load split", partial(of, "ideal_dp", "value_s"), 4, 1e3),
+        Column("bound, one piece", partial(of, "cp_sat", "restricted_bound_s"), 4, 1e3),
+        Column("C++ greedy", partial(recorded, "greedy_cpp"), 4),
+        Column("C++ max-load split", partial(recorded, "dp_cpp_split"), 4),
+    )
+    tables = ""
+    if loads := [c for c in cases(rows) if c.rows[0].objective == "max_load"]:
+        tables = f"## Max-load\n\n{table(loads, *columns, *of_loads)}\n"
+    if others := [c for c in cases(rows) if c.rows[0].objective != "max_load"]:
+        tables += f"## Latency of one sample\n\n{table(others, *columns, *of_latencies)}"
+        tables += "\nBound, one piece: of placements with one piece per accelerator only."
+    wrong = mistake("Below a proved bound, which is a mistake", below_a_bound(rows, options))
+    return {"tables": tables, "wrong": wrong}
 
 
-# --- pipedream -----------------------------------------------------------------------------------
+# --- pipedream, moirai ---------------------------------------------------------------------------
+
+CUTS, SEARCHES = ("antichain_dp", "pipedream"), ("macro_search", "simulated_annealing")
+RULES = ("heft", "m_etf", "peft", "contiguous_dp")
 
 
-def pipedream(options: argparse.Namespace) -> tuple[Sequence[Any], str, bool]:
-    """Pipelines over equal devices against one of them."""
+def pipedream(options: Options) -> Iterator[Row]:
+    """One device, dynamic programs and searches, on every file and machine."""
     files = chosen(options, "pipedream/*.txt")
-    constructive, searches = ("antichain_dp", "pipedream"), ("macro_search", "simulated_annealing")
     num_problems = len(files) * len(options.devices) * len(options.bandwidth)
-    took = num_problems * (len(searches) * options.seconds + 2)
-    say(f"{len(files)} files: about {took / 60:.0f} minutes")
-    store = Store(options.work / "pipedream.jsonl", Row, options.fresh)
-    _study.warm([*constructive, *searches, "single_device"], ["period"])
-    rows, cells = list[Row](), list[list[str]]()
+    took_s = num_problems * (len(SEARCHES) * options.seconds + 2)
+    say(f"{len(files)} files: about {took_s / 60:.0f} minutes")
+    warm([*CUTS, *SEARCHES, "single_device"], ["period"])
     for bandwidth, file, devices in product(options.bandwidth, files, options.devices):
-        path = files[file]
+        machine = {"devices": devices, "bandwidth": bandwidth, "memory": options.memory}
         in_flight = options.in_flight * devices
         problem = replace(
-            importers.load(
-                path,
-                devices=devices,
-                bandwidth=bandwidth,
-                memory=options.memory,
-                mode=options.mode,
-            ),
+            importers.load(files[file], mode=options.mode, **machine),
             max_in_flight=in_flight,
             num_microbatches=4 * in_flight,
         )
@@ -556,139 +562,94 @@ def pipedream(options: argparse.Namespace) -> tuple[Sequence[Any], str, bool]:
             f"devices={devices} bandwidth={bandwidth:g} memory={options.memory} "
             f"mode={options.mode} in_flight={in_flight}"
         )
-        one = answer(store, file, problem, "single_device", settings=settings)
-        made = [answer(store, file, problem, p, settings=settings) for p in constructive]
-        found = [answer(store, file, problem, p, options.seconds, 0, settings) for p in searches]
-        every = [one, *made, *found]
-        rows += every
-        alone = one.value_s or np.nan
-        cells.append(
-            [
-                _short(file).removeprefix("pipedream/"),
-                str(problem.num_ops),
-                f"{bandwidth / 1e9:g}",
-                str(devices),
-                number(one.value_s, 2, 1e3),
-                *(number(alone / (r.value_s or np.nan), 2, 1, "x") for r in (*made, *found)),
-                number(alone / best(found), 2, 1, "x"),
-                number(alone / bound(every), 2, 1, "x"),
-                number(best(every) / bound(every) - 1, 1, 100),
-            ]
-        )
-    header = ["file", "operators", "GB/s", "devices", "one device ms", *constructive, *searches,
-              "best search", "at most", "gap %"]  # fmt: skip
-    text = (
-        f"Period of the pipelined timeline, as a speed-up over one device; {options.mode}, equal "
-        "devices, every pair joined at GB/s each way, "
-        f"{options.memory / GIB:g} GiB each, up to {options.in_flight} micro-batches per device in "
-        f"flight. Searches: {options.seconds:g} s. At most: what the best proved bound leaves.\n\n"
-        + _study.to_table(header, cells)
+        for name in ("single_device", *CUTS):
+            yield answer(options, file, problem, name, settings=settings)
+        for name in SEARCHES:
+            yield answer(options, file, problem, name, options.seconds, 0, settings)
+
+
+def pipedream_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
+    """A line per file and machine."""
+
+    def bandwidth(case: Case) -> str:
+        settings = dict(pair.split("=") for pair in case.rows[0].settings.split())
+        return f"{float(settings['bandwidth']) / 1e9:g}"
+
+    shown = table(
+        cases(rows),
+        Column("file", "file"),
+        Column("operators", lambda c: c.rows[0].operators),
+        Column("GB/s", bandwidth),
+        Column("devices", lambda c: c.rows[0].devices),
+        Column("one device ms", lambda c: c.value_s("single_device"), 2, 1e3),
+        *against_one((*CUTS, *SEARCHES)),
+        Column("best search", lambda c: c.speed_up(*SEARCHES), 2, 1, "x"),
+        Column("at most", lambda c: c.value_s("single_device") / c.bound_s, 2, 1, "x"),
+        Column("gap %", "gap", 1, 100),
     )
-    return rows, text, True
+    return {"gib": options.memory / GIB, "table": shown}
 
 
-# --- moirai --------------------------------------------------------------------------------------
-
-
-def moirai(options: argparse.Namespace) -> tuple[Sequence[Any], str, bool]:
-    """Unlike devices against the best one of them."""
+def moirai(options: Options) -> Iterator[Row]:
+    """One device, rules and searches, both objectives of every file."""
     files = chosen(options, "moirai/*.json")
-    constructive = ("heft", "m_etf", "peft", "contiguous_dp")
-    searches = ("macro_search", "simulated_annealing", "order_search")  # the last: latency only
     say(f"{len(files)} files: about {len(files) * 5 * options.seconds / 60 + 0.2:.1f} minutes")
-    store = Store(options.work / "moirai.jsonl", Row, options.fresh)
-    _study.warm([*constructive, *searches[:-1], "single_device"], ["period", "latency"])
+    warm([*RULES, *SEARCHES, "single_device"], ["period", "latency"])
     load_kernel()
-    rows, cells = list[Row](), list[list[str]]()
     for file, path in files.items():
         for objective in ("latency", "period"):
             problem = importers.load(path, objective=objective)
-            one = answer(store, file, problem, "single_device")
-            made = [answer(store, file, problem, p) for p in constructive]
-            able = searches if objective == "latency" else searches[:-1]
-            found = [answer(store, file, problem, p, options.seconds, 0) for p in able]
-            every = [one, *made, *found]
-            rows += every
-            alone = one.value_s or np.nan
-            times = [number(alone / (r.value_s or np.nan), 2, 1, "x") for r in (*made, *found)]
-            cells.append(
-                [
-                    _short(file).removeprefix("moirai/"),
-                    str(problem.num_ops),
-                    objective,
-                    number(one.value_s, 3, 1e3),
-                    *times,
-                    *["–"] * (len(searches) - len(able)),
-                    number(1 - best(found) / alone, 1, 100),
-                    number(alone / bound(every), 2, 1, "x"),
-                    number(best(every) / bound(every) - 1, 1, 100),
-                ]
-            )
-    header = ["file", "operators", "objective", "best device ms", *constructive, *searches,
-              "less time %", "at most", "gap %"]  # fmt: skip
-    text = (
-        "Four unlike devices: speed-up over the best single one of them, of the latency of one "
-        f"sample and of the period of the pipeline. Searches: {options.seconds:g} s. Less time: "
-        "of the best search. At most: what the best proved bound leaves.\n\n"
-        + _study.to_table(header, cells)
+            for name in ("single_device", *RULES):
+                yield answer(options, file, problem, name)
+            orders = ("order_search",) if objective == "latency" else ()
+            for name in (*SEARCHES, *orders):
+                yield answer(options, file, problem, name, options.seconds, 0)
+
+
+def moirai_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
+    """A line per file and objective."""
+    searches = (*SEARCHES, "order_search")
+    shown = table(
+        cases(rows),
+        Column("file", "file"),
+        Column("operators", lambda c: c.rows[0].operators),
+        Column("objective", lambda c: c.rows[0].objective),
+        Column("best device ms", lambda c: c.value_s("single_device"), 3, 1e3),
+        *against_one((*RULES, *searches)),
+        Column("less time %", lambda c: 1 - 1 / c.speed_up(*searches), 1, 100),
+        Column("at most", lambda c: c.value_s("single_device") / c.bound_s, 2, 1, "x"),
+        Column("gap %", "gap", 1, 100),
     )
-    return rows, text, True
+    return {"table": shown}
 
 
-STUDIES = {"exact": exact, "search": search, "pipedream": pipedream, "moirai": moirai}
+def _study(word: str, row: type, options: Mapping[str, Any], **more: Any) -> Study:
+    words = Option((), "only files with it in the path", word=True, metavar="WORD")
+    about = {"name": f"public_{word}", "word": word, "module": "experiments.public"}
+    return Study(**about, row=row, options={"words": words, **options}, **more)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; exit code 1 where a result contradicts what is proved."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    choice = parser.add_subparsers(dest="study", required=True)
-    for name, study in STUDIES.items():
-        one = choice.add_parser(name, help=(study.__doc__ or "").rstrip("."))
-        _study.common_options(one, "public")
-        one.add_argument("words", nargs="*", metavar="WORD", help="only files with it in the path")
-        if name == "exact":
-            one.add_argument("--rounds", type=int, default=5)
-            one.add_argument("--reference", type=Path, help="folder of dp.exe")
-            one.add_argument("--reference-seconds", type=float, default=360.0)
-        else:
-            one.add_argument("--seconds", type=float, default=10.0, help="of a search")
-        if name == "search":
-            one.add_argument("--seeds", type=int, default=5)
-            one.add_argument("--exact-seconds", type=float, default=60.0, help="of cp_sat and mip")
-        if name == "pipedream":
-            one.add_argument("--devices", type=int, nargs="+", default=[4, 8])
-            one.add_argument(
-                "--bandwidth",
-                type=float,
-                nargs="+",
-                default=[12e9, 100e9],
-                help="bytes per second, of PCIe and of NVLink for example",
-            )
-            one.add_argument("--memory", type=int, default=2**40, help="bytes of a device")
-            one.add_argument("--mode", choices=("training", "inference"), default="training")
-            one.add_argument("--in-flight", type=int, default=2, help="micro-batches per device")
-    options = parser.parse_args(argv)
-    fine = True
-
-    def run() -> None:
-        nonlocal fine
-        warnings.simplefilter("ignore", RuntimeWarning)  # what they say is in the rows
-        study = STUDIES[options.study]
-        rows, text, fine = study(options)
-        command = _study.command_line("experiments.public", argv)
-        title = (study.__doc__ or "").rstrip(".")
-        name = f"public_{options.study}"
-        write_atomic(options.out / f"{name}.csv", _study.to_csv(rows))
-        write_atomic(
-            options.out / f"{name}.md",
-            f"# {title}\n\n`{command}`\n\n{text}\n{_study.provenance()}",
-        )
-        print(text)
-        say(f"written to {options.out}: {name}.csv, {name}.md")
-
-    code = _study.launch(run)
-    return code if code or fine else 1
-
+SECONDS = {"seconds": Option(10.0, "of a search")}
+EXACT = {
+    "rounds": 5,
+    "reference": Option(None, "folder of dp.exe", kind=Path),
+    "reference_seconds": 360.0,
+}
+SEARCH = SECONDS | {"seeds": 5, "exact_seconds": Option(60.0, "of cp_sat and mip")}
+PIPEDREAM = SECONDS | {
+    "devices": (4, 8),
+    "bandwidth": Option((12e9, 100e9), "bytes per second, of PCIe and of NVLink"),
+    "memory": Option(2**40, "bytes of a device"),
+    "mode": Option("training", choices=("training", "inference")),
+    "in_flight": Option(2, "micro-batches per device"),
+}
+STUDIES = (
+    _study("exact", Exact, EXACT, rows=exact, parts=exact_parts, wrong=not_optimal),
+    _study("search", Row, SEARCH, rows=search, parts=search_parts, wrong=below_a_bound),
+    _study("pipedream", Row, PIPEDREAM, rows=pipedream, parts=pipedream_parts),
+    _study("moirai", Row, SECONDS, rows=moirai, parts=moirai_parts),
+)
+main = partial(run, STUDIES)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,22 +10,22 @@ command continues. Writes ``experiments/results/scale.csv``, ``.md`` and ``.png`
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from experiments import _study
-from experiments._study import GIB, Store, limited, number, say
 from experiments.baselines import NEEDS_A_FILE
+from experiments.runs import GIB, budgeted, limited, warm
+from experiments.study import Option, Options, Rows, Study, run, say
+from experiments.tables import Column, number, table
 from placement import planners
-from placement.files import write_atomic
 from placement.problem import Problem
 from placement.report import gantt
 from placement.simulator import score
@@ -62,205 +62,186 @@ def problem(operators: int, devices: int) -> Problem:
     return Family(layered(-(-operators // WIDTH), WIDTH, DENSITY), num_devices=devices)(0)
 
 
-def run(made: Problem, name: str, options: argparse.Namespace, memory_bytes: int) -> Row:
+@cache
+def prepared(operators: int, devices: int) -> Problem:
+    """The problem, with what is derived from it: once for all planners."""
+    began = time.perf_counter()
+    whole = problem(operators, devices)
+    score(whole, np.zeros(whole.num_ops, np.int32))
+    took_s = time.perf_counter() - began
+    say(f"{whole.num_ops} operators, {devices} devices: made in {took_s:.1f} s")
+    return whole
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """All rows, small problems first."""
+    for name in options.planners:
+        planners.find(name)
+    names = options.planners or [n for n in planners.names() if n not in NEEDS_A_FILE]
+    sizes = [(n, d) for n in sorted(options.operators) for d in sorted(options.devices)]
+    minutes = len(names) * len(sizes) / 60
+    least, most = minutes * options.seconds, minutes * options.limit
+    say(f"{len(names) * len(sizes)} runs: about {least:.0f} minutes, at most {most:.0f}")
+    warm(names, ["period"])
+    before: list[Row] = []
+    for operators, devices in sizes:
+        prepared.cache_clear()
+        for name in names:
+            size = -(-operators // WIDTH) * WIDTH, devices
+            limits = options.seconds, options.limit, int(options.memory * GIB)
+            make = partial(_row, *size, name, limits, before)
+            row = options.finished.row(Row, [*size, name, *limits], make, name)
+            say(f"  {name}: {cell(row)} {row.note[:100]}")
+            before.append(row)
+            yield row
+
+
+def _row(
+    operators: int, devices: int, name: str, limits: tuple[float, float, int], before: Sequence[Row]
+) -> Row:
     """One planner on one problem; its answer is scored here, out of the limits."""
-    planner = _study.budgeted(name, options.seconds)
-    done = limited(lambda: planner(made), options.limit, memory_bytes)
+    size = operators, devices
+    smaller = stopped(before, (name,), *size, "planner")
+    if smaller is not None:
+        note = f"{smaller.status} with {smaller.operators} operators and {smaller.devices} devices"
+        return Row(*size, name, *limits, "not tried", None, None, None, note)
+    whole, planner = prepared(*size), budgeted(name, limits[0])
+    done = limited(lambda: planner(whole), *limits[1:])
     value_s, note = None, done.note
     if done.value is not None:
-        found = float(score(made, made.check_placement(done.value.placement))[0])
-        value_s = found if np.isfinite(found) else None
+        value = float(score(whole, whole.check_placement(done.value.placement))[0])
+        value_s = value if np.isfinite(value) else None
         note = str(done.value.stats.get("message") or done.value.stats.get("infeasible") or "")
-    return Row(
-        operators=made.num_ops,
-        devices=made.num_devices,
-        planner=name,
-        budget_s=options.seconds,
-        limit_s=options.limit,
-        memory_bytes=memory_bytes,
-        status=done.status,
-        seconds=done.seconds,
-        grown_bytes=done.grown_bytes,
-        value_s=value_s,
-        note=note,
-    )
+    return Row(*size, name, *limits, done.status, done.seconds, done.grown_bytes, value_s, note)
 
 
-def study(options: argparse.Namespace, store: Store[Row]) -> list[Row]:
-    """All rows, small problems first."""
-    names = options.planners or [n for n in planners.names() if n not in NEEDS_A_FILE]
-    memory_bytes = int(options.memory * GIB)
-    _study.warm(names, ["period"])
-    rows: list[Row] = []
-    for operators in sorted(options.operators):
-        for devices in sorted(options.devices):
-            made: Problem | None = None
-            for name in names:
-                given = {"planner": name, "budget_s": options.seconds, "limit_s": options.limit}
-                given |= {"memory_bytes": memory_bytes, "devices": devices}
-                row = store.find(operators=-(-operators // WIDTH) * WIDTH, **given)
-                if row is None:
-                    if made is None:
-                        began = time.perf_counter()
-                        made = problem(operators, devices)
-                        score(made, np.zeros(made.num_ops, np.int32))
-                        say(
-                            f"{made.num_ops} operators, {devices} devices: made in "
-                            f"{time.perf_counter() - began:.1f} s"
-                        )
-                    row = store.add(_tried(made, name, options, memory_bytes, rows))
-                    say(f"  {name}: {_cell(row)} {row.note[:100]}")
-                rows.append(row)
-    return rows
+def stopped(
+    before: Sequence[Any], names: Sequence[str], operators: int, devices: int, field: str
+) -> Any:
+    """The row of one of ``names`` (in ``field``) that a limit stopped on something smaller."""
+    for row in before:
+        smaller = row.operators <= operators and row.devices <= devices
+        if getattr(row, field) in names and row.status in STOPPED and smaller:
+            return row
+    return None
 
 
-def _tried(
-    made: Problem,
-    name: str,
-    options: argparse.Namespace,
-    memory_bytes: int,
-    rows: Sequence[Row],
-) -> Row:
-    for row in rows:
-        smaller = row.operators <= made.num_ops and row.devices <= made.num_devices
-        if row.planner == name and row.status in STOPPED and smaller:
-            note = f"{row.status} with {row.operators} operators and {row.devices} devices"
-            key = (made.num_ops, made.num_devices, name, options.seconds, options.limit)
-            return Row(*key, memory_bytes, "not tried", None, None, None, note)
-    return run(made, name, options, memory_bytes)
-
-
-def _cell(row: Row) -> str:
+def cell(row: Any) -> str:
+    """Seconds and MiB of a run, or how it ended."""
     if row.status != "ok":
-        return row.status
+        return str(row.status)
     size = number(row.grown_bytes, 0, 2**-20, " MiB")
     return f"{number(row.seconds, 2)} s, {size}" + (" *" if row.note else "")
 
 
-def report(rows: Sequence[Row]) -> str:
+def parts(rows: Rows, options: Options) -> dict[str, str]:
     """The matrix, and what was said."""
     sizes = list(dict.fromkeys((r.operators, r.devices) for r in rows))
     by = {(r.planner, r.operators, r.devices): r for r in rows}
-    names = sorted({r.planner for r in rows})
-    table = _study.to_table(
-        ["planner", *(f"{n:,} x {d}" for n, d in sizes)],
-        [[name, *(_cell(by[name, n, d]) for n, d in sizes)] for name in names],
+    columns = (
+        Column(f"{n:,} x {d}", lambda name, n=n, d=d: cell(by[name, n, d])) for n, d in sizes
     )
+    matrix = table(sorted({r.planner for r in rows}), Column("planner", str), *columns)
     said: dict[str, list[str]] = {}
     for row in rows:
         if row.note and row.status not in ("not tried", "out of time"):
             text = f"`{row.planner}`, {row.status}: " + re.sub(r"\d[\d.e+]*", "N", row.note)[:300]
             said.setdefault(text, []).append(f"{row.operators:,} x {row.devices}")
     notes = "".join(f"- {text} ({', '.join(where)})\n" for text, where in said.items())
-    return table + (f"\n## What they said\n\n{notes}" if notes else "")
+    if notes:
+        notes = f"## What they said\n\n{notes}\n"
+    return {"table": matrix, "said": notes}
 
 
-def plot(rows: Sequence[Row], path: Path) -> Path:
-    """PNG: seconds and memory over operators, a column per number of devices, all logarithmic.
+def plot_panels(
+    rows: Rows,
+    path: Path,
+    name: str,
+    panel: str,
+    x: str,
+    measures: Mapping[str, Callable[[Any], float]],
+    base: int = 10,
+) -> Path:
+    """PNG: each measure over ``x``, a column per ``panel``, a line per ``name``; all logarithmic.
 
-    A cross: ended by a limit.
+    A cross: ended by a limit. ``name``, ``panel`` and ``x`` are fields of the rows.
 
     Raises:
         PlotError: matplotlib is not installed.
         FileError: the file cannot be written.
     """
-    devices = sorted({r.devices for r in rows})
-    names = sorted({r.planner for r in rows})
-    figure = gantt.figure_class()(figsize=(3 + 3.6 * len(devices), 8), dpi=150)
-    axes = figure.subplots(2, len(devices), sharex=True, sharey="row", squeeze=False)
-    for column, count in enumerate(devices):
-        for k, name in enumerate(names):
-            mine = [r for r in rows if (r.planner, r.devices, r.status) == (name, count, "ok")]
-            x = [r.operators for r in mine]
-            style = {
-                "color": gantt.COLOURS[k % len(gantt.COLOURS)],
-                "ls": ("-", "--", ":", "-.")[k // len(gantt.COLOURS) % 4],
-                "marker": "os^D"[k // len(gantt.COLOURS) % 4],
-                "ms": 4,
-                "lw": 1.2,
-                "label": name,
-            }
-            axes[0, column].plot(x, [max(1e-3, r.seconds or 0) for r in mine], **style)
-            grown = [max(1.0, (r.grown_bytes or 0) / 2**20) for r in mine]
-            axes[1, column].plot(x, grown, **style)
-            ended = [r for r in rows if (r.planner, r.devices) == (name, count)]
-            ended = [r for r in ended if r.status in STOPPED]
-            axes[0, column].plot(
-                [r.operators for r in ended],
-                [r.seconds for r in ended],
-                "x",
-                color=style["color"],
-                ms=6,
-            )
-        axes[0, column].set_title(f"{count} devices", loc="left", fontsize=10, color=gantt.INK)
-        axes[1, column].set_xlabel("operators", fontsize=9, color=gantt.INK)
-    for axis in axes.flat:
-        axis.set_xscale("log")
+    columns = sorted({getattr(r, panel) for r in rows})
+    names = list(dict.fromkeys(getattr(r, name) for r in rows))
+    size = (3 + 3.6 * len(columns), 0.5 + 3.7 * len(measures))
+    figure = gantt.figure_class()(figsize=size, dpi=150)
+    axes = figure.subplots(len(measures), len(columns), sharex=True, sharey="row", squeeze=False)
+    for (line, column), axis in np.ndenumerate(axes):
+        what, measure = list(measures.items())[line]
+        for k, subject in enumerate(names):
+            here = [r for r in rows if (getattr(r, name), getattr(r, panel)) ==
+                    (subject, columns[column])]  # fmt: skip
+            fine = [r for r in here if r.status == "ok"]
+            ended = [r for r in here if r.status in STOPPED and line == 0]
+            turn, colour = divmod(k, len(gantt.COLOURS))
+            style = {"color": gantt.COLOURS[colour], "ls": ("-", "--", ":", "-.")[turn % 4]}
+            style |= {"marker": "os^D"[turn % 4], "ms": 4, "lw": 1.2, "label": subject}
+            axis.plot([getattr(r, x) for r in fine], [measure(r) for r in fine], **style)
+            style |= {"marker": "x", "ls": "", "ms": 6, "label": None}
+            axis.plot([getattr(r, x) for r in ended], [r.seconds for r in ended], **style)
+        axis.set_xscale("log", base=base)
         axis.set_yscale("log")
         axis.minorticks_off()
         gantt.plain_axis(axis)
         axis.grid(axis="y", color=gantt.FAINT, alpha=0.25, lw=0.6)
         axis.tick_params(axis="y", colors=gantt.FAINT, labelsize=9)
-    axes[0, 0].set_ylabel("seconds", fontsize=9, color=gantt.INK)
-    axes[1, 0].set_ylabel("MiB above the problem", fontsize=9, color=gantt.INK)
+        if line == 0:
+            title = f"{columns[column]:,} {panel}"
+            axis.set_title(title, loc="left", fontsize=10, color=gantt.INK)
+        if line == len(measures) - 1:
+            axis.set_xlabel(x, fontsize=9, color=gantt.INK)
+        if column == 0:
+            axis.set_ylabel(what, fontsize=9, color=gantt.INK)
     lines, labels = axes[0, 0].get_legend_handles_labels()
     figure.tight_layout(rect=(0, 0, 1 - 1.9 / figure.get_figwidth(), 1))
     figure.legend(lines, labels, loc="center right", frameon=False, fontsize=8)
     return gantt.save_figure(figure, path)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    _study.common_options(parser, "scale")
-    parser.add_argument("planners", nargs="*", metavar="PLANNER", help="default: all")
-    parser.add_argument("--operators", type=int, nargs="+", default=[1_000, 10_000, 100_000])
-    parser.add_argument("--devices", type=int, nargs="+", default=[2, 8, 64])
-    parser.add_argument("--seconds", type=float, default=10.0, help="budget of those that take one")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds of a run, at most")
-    parser.add_argument("--memory", type=float, default=8.0, help="GiB of address space of a run")
-    options = parser.parse_args(argv)
+def seconds_of(row: Any) -> float:
+    """At least a millisecond, as a logarithmic axis needs."""
+    return max(1e-3, row.seconds or 0.0)
 
-    def work() -> None:
-        warnings.simplefilter("ignore", RuntimeWarning)  # what they say is in the rows
-        for name in options.planners:
-            planners.find(name)
-        runs = len(options.planners or planners.names()) * len(options.operators)
-        runs *= len(options.devices)
-        say(
-            f"{runs} runs: about {runs * options.seconds / 60:.0f} minutes, at most "
-            f"{runs * options.limit / 60:.0f}"
-        )
-        rows = study(options, Store(options.work / "scale.jsonl", Row, options.fresh))
-        table = report(rows)
-        facts = _study.provenance(
-            budget_s=options.seconds, limit_s=options.limit, address_space_GiB=options.memory
-        )
-        write_atomic(options.out / "scale.csv", _study.to_csv(rows))
-        plot(rows, options.out / "scale.png")
-        write_atomic(
-            options.out / "scale.md",
-            f"""# How planners scale
 
-`{_study.command_line("experiments.scale", argv)}`
+def plot(rows: Rows, path: Path, options: Options) -> Path:
+    """Seconds and memory over operators."""
+    measures = {
+        "seconds": seconds_of,
+        "MiB above the problem": lambda r: max(1.0, (r.grown_bytes or 0) / 2**20),
+    }
+    rows = sorted(rows, key=lambda r: r.planner)
+    return plot_panels(rows, path, "planner", "devices", "operators", measures)
 
-Operators x devices: seconds, and the most memory that the process held above what it held when
-it began (Python, compiled kernels and the problem itself). Planners that take a budget have
-{options.seconds:g} s. A star: it answered, but said something, see below. "Refused": it raised an
-error with a message. "Out of time": ended after {options.limit:g} s. "Out of memory", "killed":
-the limit of {options.memory:g} GiB of address space. "Not tried": stopped by a limit on a smaller
-problem.
 
-{table}
-![Seconds and memory over operators](scale.png)
-
-{facts}""",
-        )
-        print(table)
-        say(f"written to {options.out}: scale.csv, scale.md, scale.png")
-
-    return _study.launch(work)
-
+LIMITS = {
+    "limit": Option(60.0, "seconds of a run, at most"),
+    "memory": Option(8.0, "GiB of address space of a run"),
+}
+STUDY = Study(
+    name="scale",
+    rows=rows,
+    row=Row,
+    parts=parts,
+    plot=plot,
+    options={
+        "planners": Option((), "default: all", word=True, metavar="PLANNER"),
+        "operators": (1_000, 10_000, 100_000),
+        "devices": (2, 8, 64),
+        "seconds": Option(10.0, "budget of those that take one"),
+        **LIMITS,
+    },
+    facts=lambda o: {"budget_s": o.seconds, "limit_s": o.limit, "address_space_GiB": o.memory},
+)
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
     sys.exit(main())

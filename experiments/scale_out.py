@@ -11,24 +11,22 @@ was stopped by a limit is not tried on anything larger. Continues where it stopp
 
 from __future__ import annotations
 
-import argparse
 import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments import _study
-from experiments._study import GIB, Run, Store, limited, number, say
-from experiments.scale import DENSITY, STOPPED, WIDTH
+from experiments.runs import GIB, Run, budgeted, limited, warm
+from experiments.scale import DENSITY, LIMITS, WIDTH, cell, plot_panels, seconds_of, stopped
+from experiments.study import Option, Options, Rows, Study, run, say
+from experiments.tables import Column, groups, table
 from placement.cluster import Cluster, Device, Link
-from placement.files import write_atomic
 from placement.problem import Problem
 from placement.profile import Profile
-from placement.report import gantt
 from placement.simulator import score
 from placement.workloads.synthetic import Family, layered
 
@@ -68,16 +66,17 @@ def cluster(num_devices: int) -> Cluster:
     return Cluster(f"{num_devices}-devices", devices, links)
 
 
+@cache
 def build(operators: int, num_devices: int) -> Problem:
     """The problem, with what the simulator derives from its links."""
     depth = max(2, operators // WIDTH)
     one = Family(layered(depth, WIDTH, DENSITY), num_devices=1)(0)
-    whole = cluster(num_devices)
+    machine = cluster(num_devices)
     seconds = np.repeat(one.compute_s, num_devices, axis=1)
-    profile = Profile(whole.device_names, seconds, np.zeros_like(seconds), whole.links)
-    made = Problem(one.graph, whole, profile, num_microbatches=64, max_in_flight=16)
-    assert made.num_channels >= 1
-    return made
+    profile = Profile(machine.device_names, seconds, np.zeros_like(seconds), machine.links)
+    problem = Problem(one.graph, machine, profile, num_microbatches=64, max_in_flight=16)
+    assert problem.num_channels >= 1
+    return problem
 
 
 def split(problem: Problem) -> np.ndarray[Any, Any]:
@@ -97,183 +96,120 @@ def _policy(problem: Problem) -> Any:
 
 def subjects(seconds: float) -> dict[str, Callable[[Problem], Any]]:
     """What is run on a problem that is there."""
-    found: dict[str, Callable[[Problem], Any]] = {SIMULATE: lambda p: score(p, split(p))}
+    calls: dict[str, Callable[[Problem], Any]] = {SIMULATE: lambda p: score(p, split(p))}
     for name in PLANNERS:
-        found[name] = _study.budgeted(name, seconds)
-    return found | {POLICY: _policy}
+        calls[name] = budgeted(name, seconds)
+    return calls | {POLICY: _policy}
 
 
-def study(options: argparse.Namespace, store: Store[Row]) -> list[Row]:
+def rows(options: Options) -> Iterator[Row]:
     """All rows, small problems first."""
-    memory = int(options.memory * GIB)
-    _study.warm(PLANNERS, ["period"])
+    warm(PLANNERS, ["period"])
     _policy(build(2 * WIDTH, 2))  # imports: forked processes inherit them
-    rows: list[Row] = []
+    before: list[Row] = []
+    limits = options.limit, int(options.memory * GIB)
 
-    def stopped(subject: str, operators: int, devices: int) -> Row | None:
-        return next(
-            (
-                r
-                for r in rows
-                if r.subject in (subject, BUILD)
-                and r.status in (*STOPPED, "not tried")
-                and r.operators <= operators
-                and r.devices <= devices
-            ),
-            None,
-        )
-
-    def row(subject: str, operators: int, devices: int, call: Callable[[], Any]) -> Row:
-        key = {"subject": subject, "operators": operators, "devices": devices}
-        known = store.find(**key, limit_s=options.limit, memory_bytes=memory)
-        if known is None:
-            before = stopped(subject, operators, devices)
-            if before is not None:
-                note = f"{before.subject}: {before.operators} x {before.devices} {before.status}"
-                known = Row(**key, **_ended(options, memory, Run("not tried", None, 0.0), note))
-            else:
-                known = Row(**key, **_ended(options, memory, limited(call, options.limit, memory)))
-            store.add(known)
-            say(f"{operators} x {devices} {subject}: {_cell(known)} {known.note[:80]}")
-        rows.append(known)
-        return known
+    def row(subject: str, size: tuple[int, int], call: Callable[[], Any]) -> Row:
+        what = [subject, *size, *limits, options.seconds]
+        make = partial(_row, subject, size, limits, call, before)
+        row = options.finished.row(Row, what, make, subject)
+        say(f"{size[0]} x {size[1]} {subject}: {cell(row)} {row.note[:80]}")
+        before.append(row)
+        return row
 
     for devices in sorted(options.devices):
         for operators in sorted(options.operators):
-            first = row(BUILD, operators, devices, lambda o=operators, d=devices: _size(o, d))
-            made: list[Problem] = []
+            size = operators, devices
+            build.cache_clear()
+            yield row(BUILD, size, lambda size=size: build(*size) and None)
             for name, call in subjects(options.seconds).items():
-                if first.status == "ok" and not made:
-                    key = {"subject": name, "operators": operators, "devices": devices}
-                    if store.find(**key, limit_s=options.limit, memory_bytes=memory) is None:
-                        made.append(build(operators, devices))
-                row(name, operators, devices, lambda c=call, m=made: _answer(c, m))
-    return rows
+                yield row(name, size, lambda c=call, size=size: _answer(c, build(*size)))
 
 
-def _size(operators: int, devices: int) -> None:
-    build(operators, devices)
+def _answer(call: Callable[[Problem], Any], problem: Problem) -> Any:
+    answer = call(problem)
+    if hasattr(answer, "stats"):  # only these come back from the process
+        return replace(answer, placement=np.zeros(0, np.int32))
+    return answer
 
 
-def _answer(call: Callable[[Problem], Any], made: Sequence[Problem]) -> Any:
-    found = call(made[0])
-    return found if not hasattr(found, "stats") else replace(found, placement=np.zeros(0, np.int32))
-
-
-def _ended(
-    options: argparse.Namespace, memory: int, run: Run, note: str | None = None
-) -> dict[str, Any]:
-    stats = getattr(run.value, "stats", {})
-    value = getattr(run.value, "value_s", None)
-    return {
-        "limit_s": options.limit,
-        "memory_bytes": memory,
-        "status": run.status,
-        "seconds": run.seconds,
-        "grown_bytes": run.grown_bytes,
-        "value_s": value if value is not None and np.isfinite(value) else None,
-        "replicated_s": stats.get("replicated_period_s"),
-        "note": (run.note if note is None else note)[:300],
-    }
-
-
-def _cell(row: Row) -> str:
-    if row.status != "ok":
-        return row.status
-    return f"{number(row.seconds, 2)} s, {number(row.grown_bytes, 0, 2**-20, ' MiB')}"
-
-
-def report(rows: Sequence[Row]) -> str:
-    """A table per number of operators, and the periods."""
-    text = ""
-    devices = sorted({r.devices for r in rows})
-    names = list(dict.fromkeys(r.subject for r in rows))
-    by = {(r.subject, r.operators, r.devices): r for r in rows}
-    for operators in sorted({r.operators for r in rows}):
-        head = [f"{operators:,} operators", *(f"{d:,} devices" for d in devices)]
-        cells = [[n, *(_cell(by[n, operators, d]) for d in devices)] for n in names]
-        text += _study.to_table(head, cells) + "\n"
-    text += (
-        "Predicted periods, in milliseconds, by the simulator; that of `replicated` is of its "
-        "replicas and by its own formula (no queues, no filling of the pipeline).\n\n"
+def _row(
+    subject: str,
+    size: tuple[int, int],
+    limits: tuple[float, int],
+    call: Callable[[], Any],
+    before: Sequence[Row],
+) -> Row:
+    """One run, if nothing smaller was stopped by a limit."""
+    smaller = stopped(before, (subject, BUILD), *size, "subject")
+    if smaller is not None:
+        note = f"{smaller.subject}: {smaller.operators} x {smaller.devices} {smaller.status}"
+        done = Run("not tried", None, 0.0, note=note)
+    else:
+        if subject != BUILD:
+            build(*size)  # here, so that the process begins with it
+        done = limited(call, *limits)
+    value = getattr(done.value, "value_s", None)
+    return Row(
+        subject,
+        *size,
+        *limits,
+        status=done.status,
+        seconds=done.seconds,
+        grown_bytes=done.grown_bytes,
+        value_s=value if value is not None and np.isfinite(value) else None,
+        replicated_s=getattr(done.value, "stats", {}).get("replicated_period_s"),
+        note=done.note[:300],
     )
-    cells = []
-    for (name, operators, count), r in by.items():
-        value = r.replicated_s if r.replicated_s is not None else r.value_s
-        if value is not None:
-            cells.append([name, f"{operators:,}", f"{count:,}", number(value, 3, 1e3)])
-    return text + _study.to_table(["planner", "operators", "devices", "period"], cells)
 
 
-def plot(rows: Sequence[Row], path: Path) -> Path:
-    """PNG: seconds over devices, a column per number of operators; a cross: ended by a limit."""
-    sizes = sorted({r.operators for r in rows})
-    names = list(dict.fromkeys(r.subject for r in rows))
-    figure = gantt.figure_class()(figsize=(3 + 3.4 * len(sizes), 4.2), dpi=120)
-    axes = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
-    for axis, operators in zip(axes, sizes, strict=True):
-        for k, name in enumerate(names):
-            mine = [r for r in rows if (r.subject, r.operators) == (name, operators)]
-            colour = gantt.COLOURS[k % len(gantt.COLOURS)]
-            ended = [r for r in mine if r.status in STOPPED]
-            fine = [r for r in mine if r.status == "ok"]
-            x, y = [r.devices for r in fine], [max(1e-3, r.seconds or 0.0) for r in fine]
-            line = ("-", "--")[k // len(gantt.COLOURS) % 2]
-            axis.plot(x, y, "o", ls=line, color=colour, ms=4, lw=1.2, label=name)
-            axis.plot([r.devices for r in ended], [r.seconds for r in ended], "x", color=colour)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_title(f"{operators:,} operators", loc="left", fontsize=10, color=gantt.INK)
-        axis.set_xlabel("devices", fontsize=9, color=gantt.INK)
-        gantt.plain_axis(axis)
-        axis.tick_params(axis="y", colors=gantt.FAINT, labelsize=9)
-    axes[0].set_ylabel("seconds", fontsize=9, color=gantt.INK)
-    lines, labels = axes[0].get_legend_handles_labels()
-    figure.tight_layout(rect=(0, 0, 1 - 1.9 / figure.get_figwidth(), 1))
-    figure.legend(lines, labels, loc="center right", frameon=False, fontsize=8)
-    return gantt.save_figure(figure, path)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    _study.common_options(parser, "scale_out")
-    parser.add_argument("--operators", type=int, nargs="+", default=[1_000, 10_000, 100_000])
-    parser.add_argument("--devices", type=int, nargs="+", default=[8, 64, 512, 4096])
-    parser.add_argument("--seconds", type=float, default=5.0, help="budget of those that take one")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds of a run, at most")
-    parser.add_argument("--memory", type=float, default=16.0, help="GiB of address space of a run")
-    options = parser.parse_args(argv)
-
-    def work() -> None:
-        warnings.simplefilter("ignore", RuntimeWarning)
-        rows = study(options, Store(options.work / "scale_out.jsonl", Row, options.fresh))
-        table = report(rows)
-        facts = _study.provenance(limit_s=options.limit, address_space_GiB=options.memory)
-        write_atomic(options.out / "scale_out.csv", _study.to_csv(rows))
-        plot(rows, options.out / "scale_out.png")
-        write_atomic(
-            options.out / "scale_out.md",
-            f"""# From 8 to 4,096 devices
-
-`{_study.command_line("experiments.scale_out", argv)}`
-
-Nodes of {PER_NODE} equal devices, {WITHIN[1] / 1e9:g} GB/s within a node, {BETWEEN[1] / 1e9:g} GB/s
-between nodes through one interface per node. Seconds, and the most memory that the process held
-above what it held when it began. "Out of time": ended after {options.limit:g} s. "Out of memory",
-"killed": the limit of {options.memory:g} GiB of address space. "Not tried": it, or building the
-problem, was stopped by a limit on something smaller. The policy has untrained weights.
-
-{table}
-![Seconds over devices](scale_out.png)
-
-{facts}""",
+def parts(rows: Rows, options: Options) -> dict[str, str]:
+    """A table per number of operators, and the periods."""
+    devices = sorted({r.devices for r in rows})
+    by = {(r.subject, r.operators, r.devices): r for r in rows}
+    tables = []
+    for operators, some in groups(rows, "operators").items():
+        columns = (
+            Column(f"{d:,} devices", lambda n, o=operators, d=d: cell(by[n, o, d]).rstrip(" *"))
+            for d in devices
         )
-        print(table)
-        say(f"written to {options.out}: scale_out.csv, scale_out.md, scale_out.png")
+        names = dict.fromkeys(r.subject for r in some)
+        tables.append(table(names, Column(f"{operators:,} operators", str), *columns))
 
-    return _study.launch(work)
+    def period_s(row: Row) -> float | None:
+        return row.value_s if row.replicated_s is None else row.replicated_s
 
+    periods = table(
+        [r for r in rows if period_s(r) is not None],
+        Column("planner", "subject"),
+        Column("operators", lambda r: f"{r.operators:,}"),
+        Column("devices", lambda r: f"{r.devices:,}"),
+        Column("period", period_s, 3, 1e3),
+    )
+    return {"table": "\n".join(tables), "periods": periods}
+
+
+def plot(rows: Rows, path: Path, options: Options) -> Path:
+    """Seconds over devices."""
+    return plot_panels(rows, path, "subject", "operators", "devices", {"seconds": seconds_of}, 2)
+
+
+STUDY = Study(
+    name="scale_out",
+    rows=rows,
+    row=Row,
+    parts=parts,
+    plot=plot,
+    options={
+        "operators": (1_000, 10_000, 100_000),
+        "devices": (8, 64, 512, 4096),
+        "seconds": Option(5.0, "budget of those that take one"),
+        **LIMITS,
+        "memory": replace(LIMITS["memory"], default=16.0),
+    },
+    facts=lambda o: {"limit_s": o.limit, "address_space_GiB": o.memory},
+)
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,23 +11,25 @@ Writes ``experiments/results/schedules.{csv,md}``.
 
 ``executed``: a model in four pieces that go back and forth between two one-core devices, run in
 the order of each scheduler: interleaved rounds in one process, ratio of medians.
-Writes ``experiments/results/schedules_executed.md``.
+Writes ``experiments/results/schedules_executed.{csv,md}``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from experiments import _study
+from experiments.runs import in_turns, measured_problem
+from experiments.study import Option, Options, Rows, Study, StudyError, run, say
+from experiments.tables import DASH, Column, table
 from placement import schedulers
-from placement.files import write_atomic
 from placement.problem import Placement, Problem
 from placement.schedulers._blocks import Work, read_work
 from placement.schedulers._repetend import search
@@ -69,7 +71,7 @@ class Row:
     scale: float = 1.0
 
 
-def study(case: dict[str, Any], key: str, truth: dict[str, Any], scale: float = 1.0) -> Row:
+def row_of(case: dict[str, Any], key: str, truth: dict[str, Any], scale: float = 1.0) -> Row:
     """One row; ``scale`` multiplies the default budget in seconds."""
     work, _ = read_work(case, truth["memory"])
     budget = scale * default_seconds(work)
@@ -78,14 +80,13 @@ def study(case: dict[str, Any], key: str, truth: dict[str, Any], scale: float = 
     took = time.perf_counter() - began
     answers = [search_schedule(work, n, seconds=budget) for n in COUNTS]
     best = min(answers, key=lambda a: a.period)
-    known = truth.get("best_makespan", {})
     published = truth.get("tessel") or truth.get("tessel_fast") or {}
     level = levels(work)
     batch = np.arange(COUNTS[-1])[:, None]
     counts: dict[str, Any] = {}
     for n, answer in zip(COUNTS, answers, strict=True):
         counts[f"makespan_{n}"] = answer.makespan
-        counts[f"truth_{n}"] = known.get(str(n), [None])[0]
+        counts[f"truth_{n}"] = truth.get("best_makespan", {}).get(str(n), [None])[0]
     return Row(
         case=key,
         memory=truth["memory"],
@@ -128,78 +129,11 @@ def fixed(work: Work, key: np.ndarray) -> int | None:
     return int((starts + [b.time for b in work.blocks]).max())
 
 
-def table(rows: Sequence[Row]) -> str:
-    """What a reader compares, as Markdown."""
-
-    def text(value: float | None) -> str:
-        return "–" if value is None else f"{value:.4g}"
-
-    def against(ours: int, known: int | None) -> str:
-        mark = "" if known is None or ours == known else " (<)" if ours < known else " (>)"
-        return f"{ours} / {text(known)}{mark}"
-
-    header = ["case", "M", "period K=1", "bound", "truth", "s", "period", "K", "bound"]
-    header += [f"N={n} / truth" for n in COUNTS]
-    header += ["GPipe 32", "1F1B 32", "published period", "published s"]
-    cells = [
-        [
-            r.case,
-            text(r.memory),
-            text(r.period_one),
-            text(r.period_one_bound),
-            text(r.truth_period),
-            f"{r.seconds:.3f}",
-            text(r.period),
-            str(r.unroll),
-            text(r.period_bound),
-            against(r.makespan_8, r.truth_8),
-            against(r.makespan_16, r.truth_16),
-            against(r.makespan_32, r.truth_32),
-            text(r.gpipe_32),
-            text(r.one_f_one_b_32),
-            text(r.published_period),
-            text(r.published_seconds),
-        ]
-        for r in rows
-    ]
-    return _study.to_table(header, cells)
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """How often what was to be shown holds."""
-    known = [r for r in rows if r.truth_period is not None]
-    pairs = [
-        (ours, truth)
-        for r in rows
-        for ours, truth in (
-            (r.makespan_8, r.truth_8),
-            (r.makespan_16, r.truth_16),
-            (r.makespan_32, r.truth_32),
-        )
-        if truth is not None
-    ]
-    proved = sum(r.period_one <= r.period_one_bound for r in rows)
-    reached = sum(min(r.period, r.period_one) <= (r.truth_period or 0) for r in known)
-    wider = sum(r.period < r.period_one for r in rows)
-    return (
-        f"- period of one micro-batch proved optimal: {proved} of {len(rows)}\n"
-        f"- period of truth.json reached or less: {reached} of {len(known)}\n"
-        f"- less with more micro-batches per period: {wider}\n"
-        f"- makespan at or below the best known: {sum(a <= b for a, b in pairs)} of {len(pairs)}, "
-        f"below: {sum(a < b for a, b in pairs)}\n"
-        f"- longest search for one micro-batch per period: {max(r.seconds for r in rows):.2f} s\n"
-    )
-
-
-def _key(truth: dict[str, Any], scale: float) -> dict[str, Any]:
-    return {"case": truth["case"], "memory": truth["memory"], "scale": scale}
-
-
-def run_cases(options: argparse.Namespace, argv: Sequence[str] | None) -> None:
-    """The study of published cases."""
+def rows(options: Options) -> Iterator[Row]:
+    """Every case under every limit of memory, those of ``--cases`` alone."""
     folder = options.data / "schedules"
     if not (folder / "cases.json").is_file():
-        raise _study.StudyError(f"no {folder / 'cases.json'}; name the folder with --data")
+        raise StudyError(f"no {folder / 'cases.json'}; name the folder with --data")
     cases = json.loads((folder / "cases.json").read_text(encoding="utf-8"))["cases"]
     truths = json.loads((folder / "truth.json").read_text(encoding="utf-8"))["records"]
     chosen = [
@@ -209,25 +143,79 @@ def run_cases(options: argparse.Namespace, argv: Sequence[str] | None) -> None:
         and (not options.cases or any(part in t["case"] for part in options.cases))
     ]
     if not chosen:
-        raise _study.StudyError(f"no case has one of {options.cases} in its name")
+        raise StudyError(f"no case has one of {options.cases} in its name")
     search_schedule(read_work(cases[chosen[0]["case"]], None)[0], 2, seconds=0.1)  # compiles
-    store = _study.Store(options.work / "rows.jsonl", Row, options.fresh)
-    for i, truth in enumerate(chosen):
-        if store.find(**_key(truth, options.scale)) is None:
-            _study.say(f"{i + 1}/{len(chosen)} {truth['case']}, memory {truth['memory']}")
-            store.add(study(cases[truth["case"]], truth["case"], truth, options.scale))
-    rows = [r for t in chosen if (r := store.find(**_key(t, options.scale)))]
-    write_atomic(options.out / "schedules.csv", _study.to_csv(rows))
-    write_atomic(
-        options.out / "schedules.md",
-        "# Searched schedules of published cases\n\n"
-        f"`{_study.command_line('experiments.schedules', argv)}`\n\n"
-        "M: memory of each device. Periods are times per micro-batch, K micro-batches in a "
-        "period; `bound` is proved for patterns of as many. `s`: search and proof for K = 1, one "
-        "core. `published`: the Tessel search, seconds on one core.\n\n"
-        f"{summary(rows)}\n{table(rows)}\n{_study.provenance()}",
+    for i, truth in enumerate(chosen, 1):
+        name, memory = truth["case"], truth["memory"]
+        say(f"{i}/{len(chosen)} {name}, memory {memory}")
+        make = partial(row_of, cases[name], name, truth, options.scale)
+        yield options.finished.row(Row, [name, memory, options.scale], make, name)
+
+
+def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
+    """How often what was to be shown holds, and all cases."""
+
+    def general(value: float | None) -> str:
+        return DASH if value is None else f"{value:.4g}"
+
+    def figure(name: str, row: Row) -> str:
+        return general(getattr(row, name))
+
+    def against(n: int, row: Row) -> str:
+        ours, best = getattr(row, f"makespan_{n}"), getattr(row, f"truth_{n}")
+        mark = "" if best is None or ours == best else " (<)" if ours < best else " (>)"
+        return f"{ours} / {general(best)}{mark}"
+
+    columns = (
+        Column("case", "case"),
+        Column("M", partial(figure, "memory")),
+        Column("period K=1", partial(figure, "period_one")),
+        Column("bound", partial(figure, "period_one_bound")),
+        Column("truth", partial(figure, "truth_period")),
+        Column("s", "seconds"),
+        Column("period", partial(figure, "period")),
+        Column("K", "unroll"),
+        Column("bound", partial(figure, "period_bound")),
+        *(Column(f"N={n} / truth", partial(against, n)) for n in COUNTS),
+        Column("GPipe 32", partial(figure, "gpipe_32")),
+        Column("1F1B 32", partial(figure, "one_f_one_b_32")),
+        Column("published period", partial(figure, "published_period")),
+        Column("published s", partial(figure, "published_seconds")),
     )
-    print(summary(rows))
+    return {"summary": summary(rows), "table": table(rows, *columns)}
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How often what was to be shown holds."""
+    proved = sum(r.period_one <= r.period_one_bound for r in rows)
+    with_truth = [r for r in rows if r.truth_period is not None]
+    reached = sum(min(r.period, r.period_one) <= (r.truth_period or 0) for r in with_truth)
+    each = [(getattr(r, f"makespan_{n}"), getattr(r, f"truth_{n}")) for r in rows for n in COUNTS]
+    pairs = [(ours, best) for ours, best in each if best is not None]
+    return (
+        f"- period of one micro-batch proved optimal: {proved} of {len(rows)}\n"
+        f"- period of truth.json reached or less: {reached} of {len(with_truth)}\n"
+        "- less with more micro-batches per period: "
+        f"{sum(r.period < r.period_one for r in rows)}\n"
+        f"- makespan at or below the best known: {sum(a <= b for a, b in pairs)} of {len(pairs)}, "
+        f"below: {sum(a < b for a, b in pairs)}\n"
+        f"- longest search for one micro-batch per period: {max(r.seconds for r in rows):.2f} s\n"
+    )
+
+
+# --- on devices ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Executed:
+    """A scheduler's order of a workload: seconds per micro-batch, the measured ones by round."""
+
+    workload: str
+    scheduler: str
+    predicted_s: float
+    median_s: float
+    iqr_s: float
+    over_searched: float
 
 
 def folded(problem: Problem, pieces: Sequence[tuple[int, float]] = PIECES) -> Placement:
@@ -241,92 +229,83 @@ def folded(problem: Problem, pieces: Sequence[tuple[int, float]] = PIECES) -> Pl
     return devices[np.searchsorted(ends, first[problem.graph.group])]
 
 
-def executed(
-    problem: Problem, placement: Placement, num_microbatches: int, rounds: int
-) -> dict[str, tuple[float, list[float]]]:
-    """Predicted seconds per micro-batch, and measured ones of each round, per scheduler."""
+def executed(options: Options) -> Iterator[Executed]:
+    """Every scheduler's order of every workload, in rounds in turns."""
     from placement.executor import Executor
-    from placement.simulator import simulate
-
-    orders = {
-        name: schedulers.load(name)(problem, placement, num_microbatches) for name in SCHEDULERS
-    }
-    predicted = {
-        name: simulate(problem, placement, order).makespan_s / num_microbatches
-        for name, order in orders.items()
-    }
-    executor = Executor(problem)
-    measured: dict[str, list[float]] = {name: [] for name in orders}
-    for r in range(rounds + 1):
-        for name, order in orders.items():
-            took = executor.run(placement, order).makespan_s / num_microbatches
-            if r > 0:  # the first round warms up
-                measured[name].append(took)
-    return {name: (predicted[name], measured[name]) for name in orders}
-
-
-def run_executed(options: argparse.Namespace, argv: Sequence[str] | None) -> None:
-    """The study on devices."""
-    from placement.cluster import Cluster
-    from placement.measure import measure
     from placement.program import capture
+    from placement.simulator import simulate
     from placement.workloads import load
 
-    lines = []
-    for workload in options.workloads:
+    count = options.microbatches
+    for workload in options.workloads or ("resnet50",):
         module, inputs = load(workload)
-        graph = capture(module, inputs, name=workload)
-        machine = Cluster.detect()
-        if machine.num_devices < 2:
-            raise _study.StudyError("executed needs two devices; this machine has one")
-        cluster = Cluster("two", machine.devices[:2])
-        problem = Problem(graph, cluster, measure(graph, cluster, repeats=options.repeats))
-        found = executed(problem, folded(problem), options.microbatches, options.rounds)
-        ours = float(np.median(found["searched"][1]))
-        for name, (predicted, rounds) in found.items():
-            median = float(np.median(rounds))
-            spread = float(np.percentile(rounds, 75) - np.percentile(rounds, 25))
-            lines.append(
-                [
-                    f"{workload}, {name}",
-                    f"{1e3 * predicted:.2f}",
-                    f"{1e3 * median:.2f}",
-                    f"{1e3 * spread:.2f}",
-                    f"{median / ours:.2f}x",
-                ]
+        problem = measured_problem(capture(module, inputs, name=workload), options.repeats)
+        at, executor = folded(problem), Executor(problem)
+        orders = {name: schedulers.load(name)(problem, at, count) for name in SCHEDULERS}
+
+        def once(order: Any, executor: Any = executor, at: Placement = at) -> float:
+            return float(executor.run(at, order).makespan_s) / count
+
+        seconds = in_turns({n: partial(once, o) for n, o in orders.items()}, options.rounds)
+        for name, order in orders.items():
+            low, median, high = np.percentile(seconds[name], [25, 50, 75])
+            yield Executed(
+                workload,
+                name,
+                simulate(problem, at, order).makespan_s / count,
+                float(median),
+                float(high - low),
+                float(median / np.median(seconds["searched"])),
             )
-    header = ["workload, scheduler", "predicted ms", "measured ms", "iqr", "of searched"]
-    made = _study.to_table(header, lines)
-    write_atomic(
-        options.out / "schedules_executed.md",
-        "# Schedules for real\n\n"
-        f"`{_study.command_line('experiments.schedules', argv)}`\n\n"
-        "Milliseconds per micro-batch, first start to last end, two one-core devices; pieces "
-        + ", ".join(f"{share:.0%} on {d}" for d, share in PIECES)
-        + f". Medians of {options.rounds} interleaved rounds of {options.microbatches} "
-        f"micro-batches.\n\n{made}\n{_study.provenance()}",
+
+
+def executed_parts(rows: Rows, options: Options) -> dict[str, str]:
+    pieces = ", ".join(f"{share:.0%} on {d}" for d, share in PIECES)
+    columns = (
+        Column("workload, scheduler", lambda r: f"{r.workload}, {r.scheduler}"),
+        Column("predicted ms", "predicted_s", 2, 1e3),
+        Column("measured ms", "median_s", 2, 1e3),
+        Column("iqr", "iqr_s", 2, 1e3),
+        Column("of searched", "over_searched", 2, unit="x"),
     )
-    print(made)
+    return {"pieces": pieces, "table": table(rows, *columns)}
+
+
+STUDIES = (
+    Study(
+        name="schedules",
+        word="cases",
+        rows=rows,
+        row=Row,
+        parts=parts,
+        options={
+            "cases": Option((), "those with one of these in the name"),
+            "scale": Option(1.0, "times the default seconds"),
+        },
+    ),
+    Study(
+        name="schedules_executed",
+        module="experiments.schedules",
+        word="executed",
+        rows=executed,
+        row=Executed,
+        parts=executed_parts,
+        options={
+            "workloads": Option((), "a model's name (resnet50)", word=True),
+            "rounds": 7,
+            "repeats": Option(10, "of every operator's measurement"),
+            "microbatches": 16,
+        },
+    ),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    _study.common_options(parser, "schedules")
-    parser.add_argument("study", nargs="?", default="cases", choices=("cases", "executed"))
-    parser.add_argument("workloads", nargs="*", help="of executed (resnet50)")
-    parser.add_argument(
-        "--cases", nargs="*", default=[], help="those with one of these in the name"
-    )
-    parser.add_argument("--scale", type=float, default=1.0, help="times the default seconds")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--repeats", type=int, default=10, help="of every operator's measurement")
-    parser.add_argument("--microbatches", type=int, default=16)
-    options = parser.parse_args(argv)
-    options.workloads = options.workloads or ["resnet50"]
-    run = run_cases if options.study == "cases" else run_executed
-    return _study.launch(lambda: run(options, argv))
+    """Entry point; without a word, published cases."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    named = words[:1] in (["cases"], ["executed"], ["-h"], ["--help"])
+    return run(STUDIES, words if named else ["cases", *words])
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -4,82 +4,87 @@
 
 Searches with a budget of evaluations on synthetic problems: the answers must be equal, and only the
 wall-clock time may differ, the start of the workers included. Writes
-``experiments/results/side_by_side.md``.
+``experiments/results/side_by_side.md`` and ``.json``.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments import _study
-from experiments._study import say
+from experiments.runs import warm
+from experiments.study import Option, Options, Rows, Study, run, say
+from experiments.tables import Column, table
 from placement.compare import compare
-from placement.files import write_atomic
 from placement.parallel import check
 from placement.planners import load
-from placement.problem import Problem
 from placement.workloads.synthetic import Family, layered
 
 SEEDS = (0, 1)
+WAYS = Option(("serial", "processes", "ray"), "the first is what the others are compared with")
+COLUMNS = (
+    Column("way", "way"),
+    Column("wall clock", "seconds", 1, unit=" s"),
+    Column("times as fast", "times as fast", 2),
+)
 
 
-def answers(problems: dict[str, Problem], way: str, evaluations: int) -> tuple[float, list[Any]]:
-    """Wall-clock seconds of a comparison from nothing, and what it found."""
+def in_ways(
+    ways: Sequence[str], work: Callable[[str], Any], equal: Callable[[Any, Any], bool]
+) -> Iterator[dict[str, Any]]:
+    """Wall-clock seconds of each way, beside the first one's, and whether both found the same."""
+    first: tuple[float, Any] | None = None
+    for way in ways:
+        began = time.perf_counter()
+        answer = work(way)
+        seconds = time.perf_counter() - began
+        first = first or (seconds, answer)
+        same = "yes" if equal(answer, first[1]) else "NO"
+        say(f"{way}: {seconds:.1f} s, equal: {same}")
+        yield {"way": way, "seconds": seconds, "times as fast": first[0] / seconds, "equal": same}
+
+
+def answers(problems: Any, evaluations: int, way: str) -> list[Any]:
+    """What a comparison from nothing finds."""
     planners = {n: load(n, evaluations=evaluations) for n in ("local_search", "cross_entropy")}
     with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
-        found = compare(problems, planners, SEEDS, out_dir=Path(folder), parallel=way)
-        took = time.perf_counter() - began
-    return took, [(r.workload, r.planner, r.seed, r.placement_id, r.value_s) for r in found.rows]
+        comparison = compare(problems, planners, SEEDS, out_dir=Path(folder), parallel=way)
+    return [(r.workload, r.planner, r.seed, r.placement_id, r.value_s) for r in comparison.rows]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    _study.common_options(parser, "side_by_side")
-    parser.add_argument("--evaluations", type=int, default=300, help="of every search")
-    parser.add_argument("--layers", type=int, default=20, help="of the graphs")
-    parser.add_argument("--width", type=int, default=50, help="operators of a layer")
-    parser.add_argument("--ways", nargs="+", default=["serial", "processes", "ray"])
-    options = parser.parse_args(argv)
+def rows(options: Options) -> Iterator[dict[str, Any]]:
+    """A row per way."""
+    for way in options.ways:
+        check(way)
+    family = Family(layered(options.layers, options.width, 0.05), num_devices=4)
+    problems = {f"layered-{seed}": family(seed) for seed in range(2)}
+    warm(["local_search", "cross_entropy"], ["period"])
+    work = partial(answers, problems, options.evaluations)
+    yield from in_ways(options.ways, work, lambda a, b: a == b)
 
-    def work() -> None:
-        for way in options.ways:
-            check(way)
-        made = Family(layered(options.layers, options.width, 0.05), num_devices=4)
-        problems = {f"layered-{seed}": made(seed) for seed in range(2)}
-        _study.warm(["local_search", "cross_entropy"], ["period"])
-        rows: list[list[str]] = []
-        first: tuple[float, list[Any]] | None = None
-        for way in options.ways:
-            took, found = answers(problems, way, options.evaluations)
-            first = first or (took, found)
-            equal = "yes" if found == first[1] else "NO"
-            rows.append([way, f"{took:.1f} s", f"{first[0] / took:.2f}", equal])
-            say(" ".join(rows[-1]))
-        table = _study.to_table(["way", "wall clock", "times as fast", "equal answers"], rows)
-        write_atomic(
-            options.out / "side_by_side.md",
-            f"""# Searches side by side
 
-`{_study.command_line("experiments.side_by_side", argv)}`
+def parts(rows: Rows, options: Options) -> dict[str, Any]:
+    shown = table(rows, *COLUMNS, Column("equal answers", "equal"))
+    return {"operators": options.layers * options.width, "table": shown}
 
-Two searches of {options.evaluations} evaluations, seeds 0 and 1, on two problems of
-{options.layers * options.width:,} operators on four devices, with as many workers as cores; their
-start is part of the time.
 
-{table}
-{_study.provenance()}""",
-        )
-        print(table)
-
-    return _study.launch(work)
-
+STUDY = Study(
+    name="side_by_side",
+    rows=rows,
+    parts=parts,
+    options={
+        "evaluations": Option(300, "of every search"),
+        "layers": Option(20, "of the graphs"),
+        "width": Option(50, "operators of a layer"),
+        "ways": WAYS,
+    },
+)
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,24 +12,22 @@ process; medians of the rounds. Also how well one time slice predicts the whole 
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from experiments._study import RESULTS
-from experiments.pipelining import seconds_per_item
+from experiments.runs import in_turns, measured_problem, seconds_per_item, threads
+from experiments.study import Option, Options, Rows, Study, run
+from experiments.tables import Column, table
 from placement import planners
-from placement.cluster import Cluster
 from placement.executor import Runner
-from placement.files import write_atomic
 from placement.grid import extrapolate
-from placement.measure import measure, provenance
+from placement.measure import measure
 from placement.problem import Problem
 from placement.program import capture
 from placement.simulator import simulate
@@ -37,6 +35,7 @@ from placement.workloads.lstm import UnrolledLSTM, lstm
 
 PUBLISHED = "14-19 % faster than one device, up to 38 % for large batches"
 SHORT_STEPS = 5  # of the model whose middle slice predicts the whole one
+SIZE = ("layers", "steps", "hidden")
 
 
 def fused(module: UnrolledLSTM) -> nn.LSTM:
@@ -51,68 +50,64 @@ def fused(module: UnrolledLSTM) -> nn.LSTM:
     return stack
 
 
-def study(
-    batch: int, size: dict[str, int], rounds: int, count: int, repeats: int, search_seconds: float
-) -> dict[str, Any]:
+def rows(options: Options) -> Iterator[dict[str, Any]]:
+    """A row per batch size."""
+    for batch in options.batches:
+        yield row(batch, options)
+
+
+def row(batch: int, options: Options) -> dict[str, Any]:
     """Median seconds per batch of sequences of each way, predictions and what was cut how."""
+    size = {name: getattr(options, name) for name in SIZE}
     module, (x,) = lstm(batch, **size)
     graph = capture(module, (x,), name="lstm")
-    cluster = Cluster("two", Cluster.detect().devices[:2])
-    if cluster.num_devices < 2:
-        raise ValueError("this study needs two cores, and this process may use one; see taskset")
-    problem = Problem(graph, cluster, measure(graph, cluster, repeats=repeats))
+    problem = measured_problem(graph, options.repeats)
     plans = {
         "one device": planners.load("single_device")(problem),
         "time_slices": planners.load("time_slices")(problem),
         "time_slices, time only": planners.load("time_slices", num_directions=1)(problem),
         "contiguous_dp": planners.load("contiguous_dp")(problem),
-        "macro_search": planners.load("macro_search", seconds=search_seconds)(problem),
+        "macro_search": planners.load("macro_search", seconds=options.search_seconds)(problem),
     }
     runners = {
-        name: Runner(graph, cluster, plan.placement, priority=problem.priority)
+        name: Runner(graph, problem.cluster, plan.placement, priority=problem.priority)
         for name, plan in plans.items()
     }
     stack = fused(module)
 
-    def plain(model: Callable[[Any], Any], threads: int) -> Callable[[], Iterator[Any]]:
-        def run() -> Iterator[Any]:
-            torch.set_num_threads(threads)
-            with torch.inference_mode():
-                for _ in range(count):
-                    yield model(x)
+    def plain(model: Callable[[Any], Any], count: int) -> Iterator[Any]:
+        torch.set_num_threads(count)
+        with torch.inference_mode():
+            for _ in range(options.count):
+                yield model(x)
 
-        return run
-
-    def placed(runner: Runner) -> Callable[[], Iterator[Any]]:
-        return lambda: runner.stream([(x,)] * count)
-
-    ways: dict[str, Callable[[], Iterator[Any]]] = {k: placed(r) for k, r in runners.items()}
-    for threads in (1, 2):
-        ways[f"plain, {threads} threads"] = plain(module, threads)
-        ways[f"nn.LSTM, {threads} threads"] = plain(lambda inputs: stack(inputs)[0], threads)
+    ways: dict[str, Callable[[], Iterator[Any]]] = {
+        name: partial(runner.stream, [(x,)] * options.count) for name, runner in runners.items()
+    }
+    for count in (1, 2):
+        ways[f"plain, {count} threads"] = partial(plain, module, count)
+        ways[f"nn.LSTM, {count} threads"] = partial(plain, lambda inputs: stack(inputs)[0], count)
     try:
-        expected = next(plain(module, 1)())
-        for run in ways.values():
-            torch.testing.assert_close(next(iter(run())), expected, rtol=1e-4, atol=1e-5)
-        taken: dict[str, list[float]] = {name: [] for name in ways}
-        for r in range(rounds + 1):
-            for name, run in ways.items():
-                seconds = seconds_per_item(run, count)
-                if r > 0:  # the first round warms up
-                    taken[name].append(seconds)
+        with threads(torch.get_num_threads()):  # as they are afterwards
+            expected = next(plain(module, 1))
+            for way in ways.values():
+                torch.testing.assert_close(next(iter(way())), expected, rtol=1e-4, atol=1e-5)
+            seconds = in_turns(
+                {n: partial(seconds_per_item, way, options.count) for n, way in ways.items()},
+                options.rounds,
+            )
     finally:
         for runner in runners.values():
             runner.close()
-    ours = np.array(taken["time_slices"])
     return {
         "batch": batch,
         "operators": graph.num_ops,
-        "seconds": {name: float(np.median(v)) for name, v in taken.items()},
-        "ratio": {name: float(np.median(np.array(v) / ours)) for name, v in taken.items()},
+        "seconds": {name: float(np.median(v)) for name, v in seconds.items()},
+        "ratio": {n: float(np.median(v / seconds["time_slices"])) for n, v in seconds.items()},
         "predicted_s": {n: simulate(problem, p.placement).period_s for n, p in plans.items()},
         "order": problem.profile.order,
         "cut": {name: plans[name].stats["cut"] for name in plans if "time" in name},
-        "extrapolation": extrapolation(problem, batch, size, repeats),
+        "extrapolation": extrapolation(problem, batch, size, options.repeats),
     }
 
 
@@ -131,62 +126,50 @@ def extrapolation(
     }
 
 
-def report(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    names = list(rows[0]["seconds"])
-    lines = [
-        "| batch | " + " | ".join(names) + " |",
-        "|---:|" + "---:|" * len(names),
-    ]
-    for row in rows:
-        cells = [f"{1e3 * row['seconds'][n]:.1f} ms ({row['ratio'][n]:.2f}x)" for n in names]
-        lines.append(f"| {row['batch']} | " + " | ".join(cells) + " |")
-    lines += ["", f"In brackets: over time_slices, medians of rounds. Published: {PUBLISHED}.", ""]
-    lines += [
-        "| batch | faster than one device | cut | order | predicted | one slice predicts |",
-        "|---:|---:|---|---|---:|---:|",
-    ]
-    for row in rows:
-        guess = row["extrapolation"]
-        lines.append(
-            f"| {row['batch']} | {100 * (row['ratio']['one device'] - 1):.0f} % "
-            f"| {row['cut']['time_slices']} | {row['order']} "
-            f"| {1e3 * row['predicted_s']['time_slices']:.1f} ms "
-            f"| {1e3 * guess['predicted_s']:.1f} of {1e3 * guess['measured_s']:.1f} ms, error "
-            f"{100 * guess['error']:.1f} % |"
-        )
-    return "\n".join(lines) + "\n"
+def parts(rows: Rows, options: Options) -> dict[str, str]:
+    """Seconds of all ways, then what was cut how and predicted."""
 
+    def guess(row: dict[str, Any]) -> str:
+        x = row["extrapolation"]
+        seconds = f"{1e3 * x['predicted_s']:.1f} of {1e3 * x['measured_s']:.1f} ms"
+        return f"{seconds}, error {100 * x['error']:.1f} %"
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--count", type=int, default=16, help="batches of sequences per round")
-    parser.add_argument("--repeats", type=int, default=10, help="of every measurement of a profile")
-    parser.add_argument("--search-seconds", type=float, default=20.0)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    o = parser.parse_args(argv)
-    size = {"layers": o.layers, "steps": o.steps, "hidden": o.hidden}
-    rows = [study(b, size, o.rounds, o.count, o.repeats, o.search_seconds) for b in o.batches]
-    facts = provenance(**size, rounds=o.rounds, count=o.count)
-    text = report(rows)
-    told = "\n".join(f"- {k}: {v}" for k, v in facts.items())
-    write_atomic(
-        o.out / "time_slices.json",
-        json.dumps({"provenance": facts, "published": PUBLISHED, "rows": rows}, indent=1) + "\n",
+    def way(name: str, row: dict[str, Any]) -> str:
+        return f"{1e3 * row['seconds'][name]:.1f} ms ({row['ratio'][name]:.2f}x)"
+
+    batch = Column("batch", "batch")
+    ways = (Column(name, partial(way, name)) for name in rows[0]["seconds"])
+    details = (
+        Column("faster than one device", lambda r: r["ratio"]["one device"] - 1, 0, 100, " %"),
+        Column("cut", lambda r: r["cut"]["time_slices"]),
+        Column("order", "order"),
+        Column("predicted", lambda r: r["predicted_s"]["time_slices"], 1, 1e3, " ms"),
+        Column("one slice predicts", guess),
     )
-    write_atomic(
-        o.out / "time_slices.md",
-        "# Milliseconds per batch of sequences, LSTM stack on two one-core devices\n\n"
-        f"`python -m experiments.time_slices`\n\n{text}\n{told}\n",
-    )
-    print(text)
+    return {
+        "table": table(rows, batch, *ways),
+        "published": PUBLISHED,
+        "details": table(rows, batch, *details),
+    }
 
+
+STUDY = Study(
+    name="time_slices",
+    rows=rows,
+    parts=parts,
+    options={
+        "batches": (1, 8, 32),
+        "layers": 4,
+        "steps": 16,
+        "hidden": 512,
+        "rounds": 7,
+        "count": Option(16, "batches of sequences per round"),
+        "repeats": Option(10, "of every measurement of a profile"),
+        "search_seconds": 20.0,
+    },
+    facts=lambda options: {n: getattr(options, n) for n in (*SIZE, "rounds", "count")},
+)
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import _study, budgets, results
-from experiments.learned import against, cells, doppler, executed, goals, guided, zero_shot
+from experiments import budgets, measured, results, study
+from experiments.learned import against, cells, doppler, executed, goals, guided
 from experiments.learned import problems as made
 from experiments.learned.__main__ import main
-from experiments.learned.cells import Cell, Cells, geometric, least, ratios, share
+from experiments.learned.cells import Cell, Task, least, ratios
+from experiments.study import Finished
+from experiments.tables import geometric, share, to_csv
 from placement.problem import Problem, Solution
 from placement.simulator import score
 from placement.workloads.synthetic import Family, giph, layered
 
 needs_data = pytest.mark.skipif(
-    not (_study.DATA / "dnn_partitioning" / "truth.json").exists(),
+    not (study.DATA / "dnn_partitioning" / "truth.json").exists(),
     reason="the public workloads are not beside the checkout",
 )
 SMALL = Family(layered(3, 3, 0.5), num_devices=2)(0)
@@ -83,15 +85,18 @@ def cell(problem: str, planner: str, seed: int | None, value_s: float | None, **
     return Cell(problem=problem, planner=planner, seed=seed, value_s=value_s, **known | more)
 
 
+def run(folder: Path, task: Task, problem: Problem = SMALL) -> Cell:
+    return task.run(Finished(folder), "p", problem)
+
+
 # --- cells ---------------------------------------------------------------------------------------
 
 
 def test_what_is_found_after_the_budget_does_not_count(tmp_path: Path) -> None:
-    store = Cells(tmp_path)
-    whole = store.run("g", "p", SMALL, "late", Late())
-    in_time = store.run("g", "p", SMALL, "late", Late(), seconds=1.0)
-    few = store.run("g", "p", SMALL, "late", Late(), evaluations=2)
-    none = store.run("g", "p", SMALL, "late", Late(), seconds=0.01)
+    whole = run(tmp_path, Task("g", "late", Late()))
+    in_time = run(tmp_path, Task("g", "late", Late(), seconds=1.0))
+    few = run(tmp_path, Task("g", "late", Late(), evaluations=2))
+    none = run(tmp_path, Task("g", "late", Late(), seconds=0.01))
     assert whole.value_s is not None and in_time.value_s is not None
     assert whole.value_s < in_time.value_s == few.value_s
     assert (in_time.found_s, in_time.used_s, in_time.used_evaluations) == (0.2, 9.0, 3)
@@ -101,16 +106,16 @@ def test_what_is_found_after_the_budget_does_not_count(tmp_path: Path) -> None:
 
 
 def test_finished_cells_are_not_run_again_and_mistakes_are(tmp_path: Path) -> None:
-    store = Cells(tmp_path)
-    first = store.run("g", "p", SMALL, "late", Late(), 3)
+    task = Task("g", "late", Late(), 3)
+    first = run(tmp_path, task)
     (path,) = tmp_path.iterdir()
     path.write_text(path.read_text().replace('"ok"', '"kept"'))
-    assert store.run("g", "p", SMALL, "late", Late(), 3) == replace(first, status="kept")
+    assert run(tmp_path, task) == replace(first, status="kept")
     # Another seed, problem, budget or planner is another cell.
-    store.run("g", "p", SMALL, "late", Late(), 4)
-    store.run("g", "p", SMALL.with_objective("latency"), "late", Late(), 3)
+    run(tmp_path, replace(task, seed=4))
+    run(tmp_path, task, SMALL.with_objective("latency"))
     assert len(list(tmp_path.iterdir())) == 3
-    failed = store.run("g", "p", SMALL, "fails", Fails())
+    failed = run(tmp_path, Task("g", "fails", Fails()))
     assert (failed.status, failed.value_s) == ("failed", None)
     assert "ZeroDivisionError: oh" in failed.note
     assert len(list(tmp_path.iterdir())) == 3
@@ -128,17 +133,9 @@ def test_seconds_are_processor_seconds(tmp_path: Path) -> None:
     """A planner that sleeps uses little of its budget: it goes on for longer."""
     clock = time.perf_counter
     began = time.perf_counter()
-    found = Cells(tmp_path).run("g", "p", SMALL, "busy", Busy(), seconds=0.02)
+    found = run(tmp_path, Task("g", "busy", Busy(), seconds=0.02))
     assert time.perf_counter() - began > 2 * found.used_s >= 2 * 0.02
     assert time.perf_counter is clock
-
-
-def test_cells_survive_a_csv_file(tmp_path: Path) -> None:
-    some = [cell("p", "x", None, 0.1 + 0.2), cell("q, r", "x", 3, None, budget_s=None)]
-    path = tmp_path / "cells.csv"
-    path.write_text(cells.to_csv(some), encoding="utf-8")
-    assert cells.read_csv(path) == some
-    assert cells.read_csv(tmp_path / "nothing.csv") == []
 
 
 # --- statistics ----------------------------------------------------------------------------------
@@ -210,7 +207,7 @@ def test_large_graphs_are_large_and_held_out() -> None:
 
 @needs_data
 def test_families_from_files() -> None:
-    count = {f: len(made.family(f, _study.DATA)) for f in made.FAMILIES if f != "captured"}
+    count = {f: len(made.family(f, study.DATA)) for f in made.FAMILIES if f != "captured"}
     assert count == {
         "operator graphs": 4 + 2,
         "layer graphs": 6 + 3,
@@ -218,16 +215,6 @@ def test_families_from_files() -> None:
         "moirai": 2 * 2,
         "synthetic": 2 * 20,
     }
-
-
-@needs_data
-def test_files_on_twice_the_devices() -> None:
-    for name, problem in made.family("operator graphs", _study.DATA).items():
-        twice = made.twice_the_devices(problem)
-        rng = np.random.default_rng(0)
-        group = rng.integers(0, problem.num_devices, problem.graph.num_groups)
-        placement = group[problem.graph.group].astype(np.int32)[None]
-        assert score(twice, placement) == pytest.approx(score(problem, placement)), name
 
 
 # --- reports and goals ---------------------------------------------------------------------------
@@ -245,7 +232,7 @@ def test_a_planner_that_is_worse_somewhere_is_named() -> None:
     ]
     assert against.worse(some, against.LEARNED) == ["q"]
     assert against.worse(some, against.UNHURRIED) == []
-    text = against.report(some)
+    text = against.parts(some, Namespace())["table"]
     assert "| policy, all | 2 |" in text and "+1.00 %" in text
 
 
@@ -259,7 +246,7 @@ def test_goals_from_files(tmp_path: Path) -> None:
             found.append(cell(problem, guided.POLICY, seed, value))
             found.append(cell(problem, guided.HAND, seed, 0.75))
     path = tmp_path / "learned_guided.csv"
-    path.write_text(cells.to_csv(found), encoding="utf-8")
+    path.write_text(to_csv(found), encoding="utf-8")
     page = goals.page(tmp_path)
     (dp,) = [x for x in page.splitlines() if "against DP" in x]
     (best,) = [x for x in page.splitlines() if "three DPs" in x]
@@ -274,11 +261,16 @@ def test_goals_from_files(tmp_path: Path) -> None:
 
 def test_every_problem_that_was_measured_is_a_goal_of_its_own(tmp_path: Path) -> None:
     """One that is reached does not hide another that is not."""
-    path = tmp_path / "measured.csv"
-    text = "workload,way,gain,against_random\n"
-    text += "a,random,1.2,1\na,measured_search,1.5,0.96\na,measured_search,1.5,1.02\n"
-    text += "b:latency,measured_search,1.4,1.2\nb:latency,simulator alone,1.4,0.7\n"
-    path.write_text(text, encoding="utf-8")
+    ways = (
+        ("a", "random", 1.2, 1.0),
+        ("a", measured.OURS, 1.5, 0.96),
+        ("a", measured.OURS, 1.5, 1.02),
+        ("b:latency", measured.OURS, 1.4, 1.2),
+        ("b:latency", "simulator alone", 1.4, 0.7),
+    )
+    rows = [measured.Row(n, w, 0, 1, 1.0, 1.0, gain, 1, 1, against, 1, 1)
+            for n, w, gain, against in ways]  # fmt: skip
+    (tmp_path / "measured.csv").write_text(to_csv(rows), encoding="utf-8")
     mine = [r for r in goals.goals(tmp_path) if "100 measurements" in r.regime]
     assert [(r.regime.partition(": ")[2], r.met) for r in mine] == [
         ("a, period", False),
@@ -318,25 +310,6 @@ def test_curves_begin_with_the_first_answer() -> None:
     assert json.loads(json.dumps(lines)) == lines
 
 
-def test_zero_shot_against_heuristics() -> None:
-    group = zero_shot.AS_IT_IS
-    some = [
-        cell(f"moirai: {n}", planner, seed, value, group=group)
-        for n, ours in (("a", 0.9), ("b", 1.2), ("c", 0.5))
-        for planner, seed, value in (
-            *((h, None, 2.0) for h in budgets.HEURISTICS if h not in ("heft", "peft")),
-            ("heft", None, 1.0),
-            ("peft", None, 0.8 if n == "a" else 1.5),
-            (zero_shot.GREEDY, 0, ours),
-        )
-    ]
-    single, found = zero_shot.against_single(some)
-    assert single == "heft"
-    assert found == pytest.approx({"moirai: a": 0.9, "moirai: b": 1.2, "moirai: c": 0.5})
-    assert [v < 1 for v in zero_shot.against_each(some).values()] == [False, False, True]
-    assert "67 % (21 to 94)" in zero_shot.report(some)
-
-
 def test_graphs_of_doppler_at_equal_budgets(tmp_path: Path) -> None:
     (tmp_path / "doppler").mkdir()
     for name in doppler.GRAPHS:
@@ -345,7 +318,7 @@ def test_graphs_of_doppler_at_equal_budgets(tmp_path: Path) -> None:
     found = doppler.problems(Namespace(data=tmp_path))
     assert list(found) == list(doppler.GRAPHS)
     assert not next(iter(found.values())).contention
-    with pytest.raises(_study.StudyError, match="xinyuyao/Doppler"):
+    with pytest.raises(study.StudyError, match="xinyuyao/Doppler"):
         doppler.problems(Namespace(data=tmp_path / "doppler"))
 
     # Devices that take what arrives leave no order to search: every chooser moves placements.
@@ -356,26 +329,6 @@ def test_graphs_of_doppler_at_equal_budgets(tmp_path: Path) -> None:
     for label in (guided.POLICY, guided.FROZEN, guided.HAND, guided.UNIFORM):
         answer = replace(field[label], evaluations=50, baseline="single_device")(problem)
         assert answer.stats["search"] == "guided_search" and answer.value_s < np.inf
-
-    # 1200 and 1100 of our own searches, 1000 of the policy, 900 known; a rule that does not fit.
-    name = doppler.GRAPHS[0]
-    group = "4000 evaluations"
-    some = [
-        cell(name, "heft", None, None, group="rules"),
-        *(cell(name, "policy", seed, 1000.0, group=group) for seed in range(3)),
-        *(cell(name, "local_search", seed, 1200.0, group=group) for seed in range(3)),
-        cell(name, "macro_search", 0, 1100.0, group=group),
-        cell(name, "macro_search, long", 0, 900.0, group="known"),
-    ]
-    text = doppler.report(some)
-    (policy,) = [x for x in text.splitlines() if x.startswith("| policy |")]
-    assert "| 1000.0 | 1.111 (1.111 to 1.111) |" in policy
-    # With seed 0 the best other is 1100, with the others 1200: (10/11 * 10/12 * 10/12)^(1/3).
-    assert "-14.2 %" in policy
-    (rule,) = [x for x in text.splitlines() if x.startswith("| heft |")]
-    assert "| inf | 10.000" in rule
-    assert "| *hill climbing, 4000 evaluations* | 1300 |" in text
-    assert "| chain_mm_112nodes | 9 | 900.00 | 1000.00 |" in text
 
 
 # --- the page ------------------------------------------------------------------------------------
@@ -432,7 +385,7 @@ def test_the_best_baseline_is_chosen_without_the_round_it_is_compared_in() -> No
 
 
 def test_a_cell_of_the_released_policy_is_run_again_when_that_is_another(
-    tmp_path, monkeypatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @dataclass(frozen=True)
     class Learned:
@@ -441,9 +394,8 @@ def test_a_cell_of_the_released_policy_is_run_again_when_that_is_another(
         def __call__(self, problem: Problem) -> Solution:
             return Late()(problem)
 
-    kept = Cells(tmp_path)
     for weights in ("one", "one", "two"):
         monkeypatch.setattr(cells, "policy_digests", lambda folder, weights=weights: weights)
-        kept.run("group", "name", SMALL, "policy", Learned())
-        kept.run("group", "name", SMALL, "mine", Learned("mine.safetensors"))
+        run(tmp_path, Task("group", "policy", Learned()))
+        run(tmp_path, Task("group", "mine", Learned("mine.safetensors")))
     assert sorted(f.name.split("-")[1] for f in tmp_path.iterdir()) == ["mine", "policy", "policy"]

@@ -469,7 +469,7 @@ def test_the_fused_stack_is_the_same_function() -> None:
 def test_the_study_runs_and_its_report_adds_up(tmp_path: Path) -> None:
     sizes = ["--batches", "2", "--layers", "2", "--steps", "6", "--hidden", "4"]
     budget = ["--rounds", "1", "--count", "4", "--repeats", "1", "--search-seconds", "0.1"]
-    main([*sizes, *budget, "--out", str(tmp_path)])
+    assert main([*sizes, *budget, "--out", str(tmp_path), "--work", str(tmp_path)]) == 0
     told = json.loads((tmp_path / "time_slices.json").read_text())
     assert [row["batch"] for row in told["rows"]] == [2]
     for row in told["rows"]:

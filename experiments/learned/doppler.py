@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from experiments import _study
-from experiments.budgets import Doppler
-from experiments.learned import problems as made
+from experiments import study
+from experiments.budgets import DOPPLER
+from experiments.learned import problems as families
 from experiments.learned.cells import (
     Cell,
-    Cells,
+    Task,
     best_known,
     enforced,
-    geometric,
-    least,
+    gain,
     ratios,
+    run_tasks,
     with_options,
 )
 from experiments.learned.guided import ANNEALING, HAND, POLICY, START, planners
+from experiments.learned.study import learned_study, policies
+from experiments.study import Options
+from experiments.tables import DASH, Column, geometric, groups, table
 from placement import importers
 from placement.planners import load
+from placement.problem import Problem
 
 GRAPHS = (
     "chain_mm_112nodes",
@@ -40,113 +45,98 @@ REACHED = {
 }
 
 
-def problems(options: Namespace) -> made.Problems:
+def problems(options: Options) -> families.Problems:
     """The four graphs; links carry any number of tensors at once, ready operators run in order."""
     return {
         name: importers.load(path)
         for name in GRAPHS
-        for path in _study.public(options.data, f"doppler/{name}.txt").values()
+        for path in study.public(options.data, f"doppler/{name}.txt").values()
     }
 
 
-def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
+def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
     """Everyone with few evaluations, with many, and with the same processor seconds."""
-    budget: Doppler = options.budget
     limits = {
-        f"{budget.evaluations} evaluations": (None, budget.evaluations),
-        f"{budget.many} evaluations": (None, budget.many),
-        f"{budget.seconds:g} seconds": (budget.seconds, None),
+        f"{options.evaluations} evaluations": (None, options.evaluations),
+        f"{options.many} evaluations": (None, options.many),
+        f"{options.seconds:g} seconds": (options.seconds, None),
     }
-    cells, done = Cells(options.work), []
-    for name, problem in chosen.items():
-        # Without a clock the start costs no more than this: the same for everyone.
-        field = {
-            label: with_options(planner, start=START, baseline=START)
-            for label, planner in planners(options.policies, problem).items()
-        } | {
-            CLIMBING: load("local_search", start="random"),
-            ANNEALED: load("simulated_annealing", start="random"),
-        }
-        done += [cells.run("rules", name, problem, label, load(label)) for label in RULES]
-        for group, limit in limits.items():
-            for seed in range(budget.seeds):
-                for label, planner in field.items():
-                    done.append(cells.run(group, name, problem, label, planner, seed, *limit))
-        for label in ("macro_search", HAND):
-            long = cells.run(
-                "known", name, problem, f"{label}, long", field[label], 0, None, budget.known
-            )
-            done.append(long)
-    return done
+    # Without a clock the start costs no more than this: the same for everyone.
+    field = {
+        label: with_options(planner, start=START, baseline=START)
+        for label, planner in planners(policies(options), problem).items()
+    } | {
+        CLIMBING: load("local_search", start="random"),
+        ANNEALED: load("simulated_annealing", start="random"),
+    }
+    for label in RULES:
+        yield Task("rules", label, load(label))
+    for group, limit in limits.items():
+        for seed in range(options.seeds):
+            for label, planner in field.items():
+                yield Task(group, label, planner, seed, *limit)
+    for label in ("macro_search", HAND):
+        yield Task("known", f"{label}, long", field[label], 0, None, options.known)
 
 
-def report(cells: Sequence[Cell]) -> str:
+def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     """A table per budget."""
-    known = best_known(cells)
-    names = [n for n in GRAPHS if n in known]
-    rules = [c for c in cells if c.group == "rules"]
-    budgets = dict.fromkeys(c.group for c in cells if c.group not in ("rules", "known"))
-    parts = []
-    for group in budgets:
-        mine = [c for c in cells if c.group == group] + rules
-        others = least(mine, [*SEARCHES, *RULES])
-        rows = []
-        for label in dict.fromkeys(c.planner for c in mine):
-            runs = [c for c in mine if c.planner == label]
-            over = geometric(ratios(runs, label, lambda name, _: known[name]))
-            chooses = label not in (*SEARCHES, *RULES)
-            rows.append(
-                [
-                    label,
-                    *(_median([c for c in runs if c.problem == n]) for n in names),
-                    over.ratio(),
-                    geometric(ratios(mine, label, others)).percent(1) if chooses else "–",
-                    f"{np.median([c.used_s for c in runs]):.2f}",
-                ]
-            )
-        rows.sort(key=lambda r: float(r[1 + len(names)].split()[0]))
-        rows += [
-            [f"*{label}*", *(f"{values[GRAPHS.index(n)]:g}" for n in names), "–", "–", "–"]
-            for label, values in REACHED.items()
-            if label.endswith(group)
-        ]
-        table = _study.to_table(
-            ["chooser, search or rule", *(n.rpartition("_")[0] for n in names),
-             "over best known (95 %)", "against the best of the others", "processor s"],
-            rows,
-        )  # fmt: skip
-        parts.append(f"## {group.capitalize()}\n\n{table}")
-    best = _study.to_table(
-        ["graph", "operators", "best known", "policy, all budgets"],
-        [
-            [
-                n,
-                str(next(c.operators for c in cells if c.problem == n)),
-                f"{known[n]:.2f}",
-                f"{best_known([c for c in cells if c.planner == POLICY])[n]:.2f}",
-            ]
-            for n in names
-        ],
+    best_s = best_known(cells)
+    names = [n for n in GRAPHS if n in best_s]
+    runs = groups(cells, "group")
+    limits = [group for group in runs if group not in ("rules", "known")]
+    tables = [
+        f"## {group.capitalize()}\n\n{of_budget(group, runs[group] + runs['rules'], best_s)}"
+        for group in limits
+    ]
+    ours_s = best_known([c for c in cells if c.planner == POLICY])
+    operators = {c.problem: c.operators for c in cells}
+    best = table(
+        names,
+        Column("graph", str),
+        Column("operators", operators.get),
+        Column("best known", best_s.get, 2),
+        Column("policy, all budgets", ours_s.get, 2),
     )
-    return f"""# DOPPLER's own graphs
-
-The four 4-GPU graphs of the released system (Yao et al., ICLR 2026), in its cost units /
-1e10, under its simulator's rules: links carry any number of tensors at once, a device
-runs operators in the order in which they become ready. Medians over seeds. `policy` is the released
-chooser of moves, which saw none of these graphs in training, `frozen` the same network untrained,
-`hand` its score, `uniform` chance. *The others* are all other searches and rules, the best with the
-same seed.
-{" and ".join(f"*{label}*" for label in REACHED)} are figures known before these
-runs; ours of that kind are `{CLIMBING}` and `{ANNEALED}`; the others start
-at the best of {", ".join(START.planners)}.
-{enforced([c for c in cells if c.group in budgets])}
-
-{chr(10).join(parts)}
-## Best known
-
-{best}"""
+    return {
+        "enforced": enforced([c for c in cells if c.group in limits]),
+        "groups": "\n".join(tables),
+        "table": best,
+    }
 
 
-def _median(runs: Sequence[Cell]) -> str:
-    """Of the values; what did not fit counts as infinite."""
-    return f"{np.median([np.inf if c.value_s is None else c.value_s for c in runs]):.1f}"
+def of_budget(group: str, cells: Sequence[Cell], best_s: dict[str, float]) -> str:
+    """The table of a budget, the best first; what others had reached last."""
+    runs = groups(cells, "planner")
+    names = [n for n in GRAPHS if n in best_s]
+    over = {label: geometric(ratios(mine, label, lambda n, _: best_s[n]))
+            for label, mine in runs.items()}  # fmt: skip
+    published = {f"*{k}*": v for k, v in REACHED.items() if k.endswith(group)}
+
+    def median(name: str, label: str) -> str:
+        if label in published:
+            return f"{published[label][GRAPHS.index(name)]:g}"
+        values = [c.value_s for c in runs[label] if c.problem == name]
+        return f"{np.median([np.inf if v is None else v for v in values]):.1f}"
+
+    def others(label: str) -> str:
+        if label in published or label in (*SEARCHES, *RULES):
+            return DASH
+        return geometric(gain(cells, label, [*SEARCHES, *RULES])).percent()
+
+    def seconds(label: str) -> float | None:
+        return None if label in published else np.median([c.used_s for c in runs[label]])
+
+    return table(
+        [*sorted(runs, key=lambda k: float(over[k].ratio().split()[0])), *published],
+        Column("chooser, search or rule", str),
+        *(Column(n.rpartition("_")[0], partial(median, n)) for n in names),
+        Column("over best known (95 %)", lambda k: over[k].ratio() if k in over else DASH),
+        Column("against the best of the others", others),
+        Column("processor s", seconds, 2),
+    )
+
+
+STUDY = learned_study(
+    "doppler", DOPPLER, problems, partial(run_tasks, tasks), row=Cell, parts=parts
+)

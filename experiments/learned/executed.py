@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from experiments import _study
-from experiments._study import number, say
-from experiments.budgets import BASELINES, Executed
-from experiments.learned import problems as made
-from experiments.learned.cells import geometric
+from experiments.budgets import BASELINES, EXECUTED
+from experiments.learned import problems as families
+from experiments.learned.study import learned_study, wants
+from experiments.study import Options, say, slug
+from experiments.tables import Column, geometric, groups, number, table
 from placement.compare import SINGLE, compare
 from placement.measured_search import search_measured
 from placement.planners import PlannerError, load
@@ -24,7 +23,6 @@ from placement.problem import Placement, Problem, Solution
 from placement.simulator import score
 from placement.trials import Trials
 
-to_csv = _study.to_csv
 Reference = Literal["measured", "predicted", "single"]
 LEARNED, CHOSEN = "policy", "policy, measured"  # without and with runs of its own
 
@@ -75,13 +73,10 @@ class Measured:
         return search_measured(trials, starts, seed=self.seed)
 
 
-def problems(options: Namespace) -> made.Problems:
+def problems(options: Options) -> families.Problems:
     """Captured models on the first two cores, period and latency."""
-    budget: Executed = options.budget
-    found = made.captured(
-        [n for n in budget.workloads.split(",") if options.wants(f"captured/{n}")], budget.repeats
-    )
-    return found
+    names = [n for n in options.workloads.split(",") if wants(options, f"captured/{n}")]
+    return families.captured(names, options.repeats)
 
 
 @cache
@@ -102,67 +97,61 @@ def best_predicted(problem: Problem, count: int) -> list[str]:
     return [name for _, name in sorted(values.values())[:count]]
 
 
-def run(options: Namespace, chosen: made.Problems) -> list[Row]:
+def rows(options: Options, chosen: families.Problems) -> Iterator[Row]:
     """The planner with every seed and the best baselines take turns, with the single devices."""
     from agents.planner import PolicyPlanner
     from placement.executor import Executor
 
-    budget: Executed = options.budget
-    rows: list[Row] = []
     for name, problem in chosen.items():
         say(name)
-        best = tuple(best_predicted(problem, budget.baselines))
-        out = options.work / name.replace("/", "_").replace(" ", "_")
+        best = tuple(best_predicted(problem, options.baselines))
+        out = options.work / slug(name)
         comparison = compare(
             {name: problem},
             {
-                LEARNED: PolicyPlanner(seconds=budget.seconds),
-                CHOSEN: Measured(best, budget.seconds, budget.measurements),
+                LEARNED: PolicyPlanner(seconds=options.seconds),
+                CHOSEN: Measured(best, options.seconds, options.measurements),
                 **{n: load(n) for n in best},
             },
-            range(budget.seeds),
+            range(options.seeds),
             out_dir=out,
             executor=Executor,
-            rounds=budget.rounds,
+            rounds=options.rounds,
             progress=say,
         )
         what = "latency_s" if "latency" in problem.objective else "period_s"
-        found = samples(out)
+        rounds = samples(out)
         for row in comparison.rows:
             measured_s = getattr(row, f"measured_{what}")
             if measured_s is not None:
-                rows.append(
-                    Row(
-                        problem=name,
-                        objective=problem.objective,
-                        operators=problem.num_ops,
-                        devices=problem.num_devices,
-                        planner=row.planner,
-                        seed=row.seed,
-                        predicted_s=getattr(row, what),
-                        measured_s=measured_s,
-                        rounds_s=" ".join(f"{s:.9g}" for s in found[row.placement_id][what]),
-                    )
+                yield Row(
+                    problem=name,
+                    objective=problem.objective,
+                    operators=problem.num_ops,
+                    devices=problem.num_devices,
+                    planner=row.planner,
+                    seed=row.seed,
+                    predicted_s=getattr(row, what),
+                    measured_s=measured_s,
+                    rounds_s=" ".join(f"{s:.9g}" for s in rounds[row.placement_id][what]),
                 )
-    return rows
 
 
 def samples(out: Path) -> dict[str, dict[str, list[float]]]:
     """What ``compare`` measured into ``out``: by placement, seconds of every round by figure."""
-    found: dict[str, dict[str, list[float]]] = {}
+    rounds: dict[str, dict[str, list[float]]] = {}
     for path in (out / "measured").glob("*.json"):
-        found.update(json.loads(path.read_text(encoding="utf-8"))["samples"])
-    return found
+        rounds.update(json.loads(path.read_text(encoding="utf-8"))["samples"])
+    return rounds
 
 
 def predicted(rows: Sequence[Row], planner: str) -> dict[str, list[float]]:
     """A planner's seconds over the least of all baselines; one per seed, by problem."""
-    found: dict[str, list[float]] = {}
-    for name in dict.fromkeys(r.problem for r in rows):
-        mine = [r for r in rows if r.problem == name]
+    ratios = {}
+    for name, mine in groups(rows, "problem").items():
         least = min(r.predicted_s for r in mine if r.is_baseline)
-        found[name] = [r.predicted_s / least for r in mine if r.planner == planner]
-    return found
+        ratios[name] = [r.predicted_s / least for r in mine if r.planner == planner]
+    return ratios
 
 
 def measured(rows: Sequence[Row], planner: str, against: Reference) -> dict[str, list[float]]:
@@ -172,9 +161,8 @@ def measured(rows: Sequence[Row], planner: str, against: Reference) -> dict[str,
     which it is compared: the least of several noisy medians is less than any of them takes. Or
     it is the baseline that looked best before anything was run (``predicted``).
     """
-    found: dict[str, list[float]] = {}
-    for name in dict.fromkeys(r.problem for r in rows):
-        mine = [r for r in rows if r.problem == name]
+    medians: dict[str, list[float]] = {}
+    for name, mine in groups(rows, "problem").items():
         ours = np.array([r.each_s for r in mine if r.planner == planner])
         baselines = [r for r in mine if r.is_baseline]
         if against == "single":
@@ -186,66 +174,59 @@ def measured(rows: Sequence[Row], planner: str, against: Reference) -> dict[str,
         for k in range(ours.shape[1]):
             best = np.median(np.delete(others, k, axis=1), axis=1).argmin()
             ratios.append(ours[:, k] / others[best, k])
-        found[name] = np.exp(np.median(np.log(ratios), axis=0)).tolist()
-    return found
+        medians[name] = np.exp(np.median(np.log(ratios), axis=0)).tolist()
+    return medians
 
 
-def report(rows: Sequence[Row]) -> str:
+def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     """Both objectives, then problem by problem."""
-    table = []
-    for planner in (LEARNED, CHOSEN):
-        for objective in ("period", "latency", ""):
-            some = [r for r in rows if not objective or r.objective == objective]
-            if some:
-                table.append(
-                    [
-                        planner,
-                        objective or "all",
-                        str(len(predicted(some, planner))),
-                        geometric(predicted(some, planner)).percent(),
-                        geometric(measured(some, planner, "measured")).percent(),
-                        geometric(measured(some, planner, "predicted")).percent(),
-                        geometric(measured(some, planner, "single")).percent(),
-                    ]
-                )
-    summary = _study.to_table(
-        ["", "objective", "problems", "predicted, against the best baseline (95 %)",
-         "measured, against the best measured one", "against the best predicted one",
-         "against the best single device"],
-        table,
-    )  # fmt: skip
-    lines = []
-    for name in dict.fromkeys(r.problem for r in rows):
-        mine = [r for r in rows if r.problem == name]
-        best = min((r for r in mine if r.is_baseline), key=lambda r: r.measured_s)
-        line = [name, str(best.operators), best.planner, number(best.measured_s, 2, 1e3)]
-        for planner in (LEARNED, CHOSEN):
-            ours = [r for r in mine if r.planner == planner]
-            line += [
-                " ".join(number(r.measured_s, 2, 1e3) for r in ours),
-                geometric(measured(mine, planner, "measured")).percent(),
-            ]
-        lines.append(line)
-    each = _study.to_table(
-        ["problem", "operators", "best measured baseline", "its ms", "policy, ms by seed",
-         "against it", "policy, measured, ms by seed", "against it"],
+    lines = [
+        (planner, objective, some)
+        for planner in (LEARNED, CHOSEN)
+        for objective in ("period", "latency", "")
+        if (some := [r for r in rows if not objective or r.objective == objective])
+    ]
+
+    def gain(against: Reference, line: tuple[str, str, list[Row]]) -> str:
+        return geometric(measured(line[2], line[0], against)).percent()
+
+    summary = table(
         lines,
+        Column("", lambda x: x[0]),
+        Column("objective", lambda x: x[1] or "all"),
+        Column("problems", lambda x: len(groups(x[2], "problem"))),
+        Column("predicted, against the best baseline (95 %)",
+               lambda x: geometric(predicted(x[2], x[0])).percent()),
+        Column("measured, against the best measured one", partial(gain, "measured")),
+        Column("against the best predicted one", partial(gain, "predicted")),
+        Column("against the best single device", partial(gain, "single")),
     )  # fmt: skip
-    return f"""# The learned planner's placements, executed
+    runs = groups(rows, "problem")
+    best = {
+        name: min((r for r in mine if r.is_baseline), key=lambda r: r.measured_s)
+        for name, mine in runs.items()
+    }
 
-Every placement runs on two one-core devices in the pipelined runtime, in {len(rows[0].each_s)}
-interleaved rounds. Negative is better. The baselines that run are those with the least predicted
-values of {len(BASELINES)}, and every single device; the best of them is chosen by what was
-measured, in all rounds but the one in which it is compared; of the rounds the median counts.
-*policy* knows predictions only, as whoever takes the best predicted baseline; it answers with
-that one unless something is predicted to be better by more than the predictions of this machine's
-profile err (`Profile.error`).
-*policy, measured* (as `placement plan ... --planner policy --measurements K`, with these
-baselines as starts too) runs its own answer, theirs, and what a search of moves proposes, and
-answers with what it then believes to be the fastest; those runs are others than the rounds of
-this table. Milliseconds are medians.
+    def by_seed(planner: str, name: str) -> str:
+        ours = (r.measured_s for r in runs[name] if r.planner == planner)
+        return " ".join(number(s, 2, 1e3) for s in ours)
 
-{summary}
-## Problems
+    def against(planner: str, name: str) -> str:
+        return geometric(measured(runs[name], planner, "measured")).percent()
 
-{each}"""
+    each = table(
+        runs,
+        Column("problem", str),
+        Column("operators", lambda n: best[n].operators),
+        Column("best measured baseline", lambda n: best[n].planner),
+        Column("its ms", lambda n: best[n].measured_s, 2, 1e3),
+        Column("policy, ms by seed", partial(by_seed, LEARNED)),
+        Column("against it", partial(against, LEARNED)),
+        Column("policy, measured, ms by seed", partial(by_seed, CHOSEN)),
+        Column("against it", partial(against, CHOSEN)),
+    )
+    num_rounds = len(rows[0].each_s)
+    return {"num_rounds": num_rounds, "count": len(BASELINES), "table": summary, "problems": each}
+
+
+STUDY = learned_study("executed", EXECUTED, problems, rows, row=Row, parts=parts)

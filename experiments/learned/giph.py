@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from experiments import _study
-from experiments.budgets import HELD_OUT, Giph
-from experiments.learned import problems as made
-from experiments.learned.cells import (
-    Cell,
-    Cells,
-    Mean,
-    enforced,
-    geometric,
-    policy_file,
-    to_known,
-)
+from experiments.budgets import GIPH, HELD_OUT
+from experiments.learned import problems as families
+from experiments.learned.cells import Cell, Task, enforced, policy_file, run_tasks, to_known
+from experiments.learned.study import learned_study
+from experiments.study import Options
+from experiments.tables import Column, Mean, geometric, table
 from placement.planners import load
-from placement.planners._search import Search
+from placement.planners._search import Search, random_choice
 from placement.problem import Planner, Problem, Solution
+from placement.simulator import simulate
+from placement.workloads.synthetic import giph
 
 POLICY, HAND, HEFT, RULE = "policy", "hand", "heft", "random task, earliest finish"
 FROZEN, UNSAMPLED = "frozen", "policy, nothing sampled"
@@ -66,9 +63,6 @@ class EarliestFinish:
 
     def __call__(self, problem: Problem) -> Solution:
         """The best placement on the way."""
-        from placement.planners._search import random_choice
-        from placement.simulator import simulate
-
         rng = np.random.default_rng(self.seed)
         search = Search(problem, evaluations=self.evaluations)
         graph, here = problem.graph, random_choice(rng, search.allowed)
@@ -103,18 +97,13 @@ def _finish_s(problem: Problem, placement: np.ndarray, timeline: object, n: int)
     return finish
 
 
-def problems(options: Namespace) -> made.Problems:
+def problems(options: Options) -> families.Problems:
     """``graphs`` problems of GiPH's default test distribution."""
-    from placement.workloads.synthetic import giph
-
-    budget: Giph = options.budget
-    return {
-        f"giph-{s}": giph(s).with_objective("latency")
-        for s in range(HELD_OUT, HELD_OUT + budget.graphs)
-    }
+    seeds = range(HELD_OUT, HELD_OUT + options.graphs)
+    return {f"giph-{s}": giph(s).with_objective("latency") for s in seeds}
 
 
-def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
+def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
     """Everyone gets ``per_operator * N`` evaluations; the best known comes from a long search.
 
     Searches start as they do by default (a quarter of the evaluations goes to ``best_of``), and
@@ -123,64 +112,53 @@ def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
     from agents.planner import PolicyPlanner, released
     from agents.trained import TrainedPolicy, untrained_net
 
-    budget: Giph = options.budget
     constructor = TrainedPolicy.load(released("best_of_k", "latency"))
     untrained = replace(constructor, net=untrained_net(constructor.net.config, "sequential"))
-    cells, done = Cells(options.work), []
-    for name, problem in chosen.items():
-        count = budget.per_operator * problem.num_ops
-        file = policy_file(options.policy, problem)
-        field: dict[str, Planner] = {
-            FROZEN: PolicyPlanner(chooser="hand", seed_policy=untrained),
-            UNSAMPLED: PolicyPlanner(file, k=0),
-            SAMPLES: PolicyPlanner(constructor, mode="best_of_k", k=count),
-            UNTRAINED: PolicyPlanner(untrained, mode="best_of_k", k=count),
-            RULE: EarliestFinish(),
-            "random placements": load("random_search"),
-        }
-        for start, then in (("best_of", ""), (HEFT, f"{HEFT}, then ")):
-            field[then + POLICY] = PolicyPlanner(file, mode="guided_search", baseline=start)
-            field[then + HAND] = PolicyPlanner(mode="guided_search", chooser="hand", baseline=start)
-            for search, label in SEARCHES.items():
-                field[then + label] = load(search, start=start)
-        done.append(cells.run("giph", name, problem, HEFT, load("heft"), None, None, count))
-        for seed in range(budget.seeds):
-            for label, planner in field.items():
-                done.append(
-                    cells.run("giph", name, problem, label, planner, seed, evaluations=count)
-                )
-        many = budget.known_per_operator * problem.num_ops
-        long = {label: load(label) for label in ("macro_search", "local_search")}
-        long[UNTRAINED] = PolicyPlanner(untrained, mode="best_of_k", k=many)
-        for label, planner in long.items():
-            done.append(
-                cells.run("known", name, problem, f"{label}, long", planner, 0, evaluations=many)
-            )
-    return done
+    count = options.per_operator * problem.num_ops
+    file = policy_file(options.policy, problem)
+    field: dict[str, Planner] = {
+        FROZEN: PolicyPlanner(chooser="hand", seed_policy=untrained),
+        UNSAMPLED: PolicyPlanner(file, k=0),
+        SAMPLES: PolicyPlanner(constructor, mode="best_of_k", k=count),
+        UNTRAINED: PolicyPlanner(untrained, mode="best_of_k", k=count),
+        RULE: EarliestFinish(),
+        "random placements": load("random_search"),
+    }
+    for start, then in (("best_of", ""), (HEFT, f"{HEFT}, then ")):
+        field[then + POLICY] = PolicyPlanner(file, mode="guided_search", baseline=start)
+        field[then + HAND] = PolicyPlanner(mode="guided_search", chooser="hand", baseline=start)
+        for search, label in SEARCHES.items():
+            field[then + label] = load(search, start=start)
+    yield Task("giph", HEFT, load("heft"), evaluations=count)
+    for seed in range(options.seeds):
+        for label, planner in field.items():
+            yield Task("giph", label, planner, seed, evaluations=count)
+    many = options.known_per_operator * problem.num_ops
+    long = {label: load(label) for label in ("macro_search", "local_search")}
+    long[UNTRAINED] = PolicyPlanner(untrained, mode="best_of_k", k=many)
+    for label, planner in long.items():
+        yield Task("known", f"{label}, long", planner, 0, evaluations=many)
 
 
-def report(cells: Sequence[Cell]) -> str:
+def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     """One table."""
-    rows = [
-        [label, mean.percent(2), str(mean.count)]
-        for label in (HEFT, *LABELS)
-        if (mean := above_known(cells, label)).count
-    ]
-    rows.sort(key=lambda r: float(r[1].split()[0]))
-    table = _study.to_table(["planner", "above best known (95 %)", "graphs"], rows)
-    sizes = sorted({(c.operators, c.devices) for c in cells})
-    limited = [c for c in cells if c.group == "giph"]
-    return f"""# GiPH's own distribution, few evaluations
+    means = {label: above_known(cells, label) for label in (HEFT, *LABELS)}
+    means = {label: mean for label, mean in means.items() if mean.count}
+    summary = table(
+        sorted(means, key=lambda k: float(means[k].percent(2).split()[0])),
+        Column("planner", str),
+        Column("above best known (95 %)", lambda k: means[k].percent(2)),
+        Column("graphs", lambda k: means[k].count),
+    )
+    operators, devices = ([getattr(c, n) for c in cells] for n in ("operators", "devices"))
+    return {
+        "least": min(operators),
+        "most": max(operators),
+        "fewest": min(devices),
+        "devices": max(devices),
+        "enforced": enforced([c for c in cells if c.group == "giph"]),
+        "table": summary,
+    }
 
-{sizes[0][0]} to {sizes[-1][0]} operators on {min(d for _, d in sizes)} to
-{max(d for _, d in sizes)} devices; twice as many evaluations as operators for everyone, the start
-included: by default the best of as many constructive planners as a quarter of them allows, or
-HEFT's placement alone. `{POLICY}` spends up to half of what is left on placements that the released
-constructor samples, then chooses moves; `{UNSAMPLED}` only chooses moves. `{HAND}`: moves by the
-hand-written score; `{FROZEN}`: that, and the constructor untrained, which is list scheduling with
-devices drawn by their finish times. `{SAMPLES}`: no moves. Best known: the least value of all
-runs, three with a hundred times that budget among them. The published system compares with
-`{RULE}`.
-{enforced(limited)}
 
-{table}"""
+STUDY = learned_study("giph", GIPH, problems, partial(run_tasks, tasks), row=Cell, parts=parts)

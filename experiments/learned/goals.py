@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments import _study
+from experiments import measured
 from experiments.learned import against, giph, guided, zero_shot
-from experiments.learned.cells import Cell, Mean, best_known, geometric, read_csv, share
+from experiments.learned.cells import Cell, best_known, gain
+from experiments.study import Options, Study
+from experiments.tables import Column, Mean, geometric, groups, read_csv, share, table
+from placement import cli
 
 NOT_RUN = "not run yet"
 KNOWN = "best known"  # an oracle: at each problem the least value of all runs
@@ -44,33 +46,42 @@ def goals(results: Path) -> list[Goal]:
 
 def page(results: Path) -> str:
     """The table in Markdown."""
-    cells = []
-    for row in goals(results):
-        met = {True: "yes", False: "**no**", None: "–"}[row.met]
-        cells.append([row.regime, row.goal, row.reached, met, row.attainable, f"`{row.command}`"])
-    header = ["regime", "goal", "reached (95 %)", "met", "with the best known values", "command"]
-    return _study.to_table(header, cells).replace("---:", "---")
+    met = {True: "yes", False: "**no**", None: "–"}
+    return table(
+        goals(results),
+        Column("regime", "regime"),
+        Column("goal", "goal"),
+        Column("reached (95 %)", "reached"),
+        Column("met", lambda row: met[row.met]),
+        Column("with the best known values", "attainable"),
+        Column("command", lambda row: f"`{row.command}`"),
+    ).replace("---:", "---")
+
+
+def show(options: Options) -> None:
+    """Print it; a file among the tables would change the digest that ``docs/results.md`` states."""
+    cli.put(page(options.out))
 
 
 def _never_worse(results: Path) -> list[Goal]:
-    cells = read_csv(results / "learned_against.csv")
+    cells = read_csv(Cell, results / "learned_against.csv")
     regime = "start at the best of all constructive methods and DPs"
     command = "python -m experiments.learned against"
     goal = "never worse, on every problem"
     rows = []
     for planner in (against.UNHURRIED, against.LEARNED):
-        found = against.gains(cells, planner)
-        if not found:
+        gains = against.gains(cells, planner)
+        if not gains:
             rows.append(Goal(f"{regime}: {planner}", goal, NOT_RUN, None, command))
             continue
         worse = against.worse(cells, planner)
-        text = f"worse on {len(worse)} of {len(found)} problems; {geometric(found).percent()}"
+        text = f"worse on {len(worse)} of {len(gains)} problems; {geometric(gains).percent()}"
         rows.append(Goal(f"{regime}: {planner}", goal, text, not worse, command))
     return rows
 
 
 def _guided(results: Path) -> list[Goal]:
-    cells = read_csv(results / "learned_guided.csv")
+    cells = read_csv(Cell, results / "learned_guided.csv")
     command = "python -m experiments.learned guided"
     load = guided.of_group(cells, f"{guided.LOAD} seconds")
     latency = guided.of_group(cells, f"{guided.LATENCY} seconds")
@@ -83,22 +94,21 @@ def _guided(results: Path) -> list[Goal]:
         ("latency, >= 1500 operators, 2 s, against the field", "-5 %", latency, guided.FIELD, 0.95),
         ("the same, against the hand-written score", "-1 %", latency, [guided.HAND], 0.99),
     )
-    known = best_known(cells)
+    best_s = best_known(cells)
     rows = []
     for regime, goal, mine, others, aim in aims:
-        found = guided.gain(mine, guided.POLICY, others)
-        mean = geometric(found)
-        reached = mean.percent(2) if found else NOT_RUN
-        best = geometric(guided.gain(mine + _as_if(known, mine, guided.POLICY), KNOWN, others))
+        mean = geometric(gain(mine, guided.POLICY, others))
+        reached = mean.percent(2) if mean.count else NOT_RUN
+        best = geometric(gain(mine + _as_if(best_s, mine, guided.POLICY), KNOWN, others))
         attainable = f"{100 * (best.value - 1):+.2f} %" if best.count else "–"
         rows.append(Goal(regime, goal, reached, _below(mean, aim), command, attainable))
     return rows
 
 
-def _as_if(known: Mapping[str, float], cells: Sequence[Cell], planner: str) -> list[Cell]:
+def _as_if(best_s: Mapping[str, float], cells: Sequence[Cell], planner: str) -> list[Cell]:
     """The planner's cells as if each had found the best known value of its problem."""
     return [
-        replace(c, planner=KNOWN, value_s=known.get(c.problem))
+        replace(c, planner=KNOWN, value_s=best_s.get(c.problem))
         for c in cells
         if c.planner == planner
     ]
@@ -110,17 +120,17 @@ def _below(mean: Mean, aim: float) -> bool | None:
 
 
 def _zero_shot(results: Path) -> list[Goal]:
-    cells = read_csv(results / "learned_zero_shot.csv")
+    cells = read_csv(Cell, results / "learned_zero_shot.csv")
     command = "python -m experiments.learned zero_shot"
     regime = "zero-shot, unseen families, one greedy decode"
     goal = "better than the best single heuristic on >= 80 % of graphs"
     mine = [c for c in cells if c.group == zero_shot.AS_IT_IS]
     if not mine:
         return [Goal(regime, goal, NOT_RUN, None, command)]
-    single, found = zero_shot.against_single(mine)
-    p, low, high = share([v < 1 for v in found.values()])
+    single, ratios = zero_shot.against_single(mine)
+    p, low, high = share([v < 1 for v in ratios.values()])
     text = (
-        f"{100 * p:.0f} % ({100 * low:.0f} to {100 * high:.0f}) of {len(found)} graphs, "
+        f"{100 * p:.0f} % ({100 * low:.0f} to {100 * high:.0f}) of {len(ratios)} graphs, "
         f"against {single}"
     )
     best = _as_if(best_known(mine), mine, zero_shot.GREEDY)
@@ -136,7 +146,7 @@ def _zero_shot(results: Path) -> list[Goal]:
 
 
 def _few_evaluations(results: Path) -> Goal:
-    cells = read_csv(results / "learned_giph.csv")
+    cells = read_csv(Cell, results / "learned_giph.csv")
     command = "python -m experiments.learned giph"
     regime = "few evaluations: 2 N simulator calls, GiPH's own distribution"
     mean = giph.above_known(cells, giph.POLICY)
@@ -146,26 +156,21 @@ def _few_evaluations(results: Path) -> Goal:
 
 
 def _few_measurements(results: Path) -> list[Goal]:
-    path = results / "measured.csv"
     command = "python -m experiments.measured"
     regime = "real executor, <= 100 measurements"
     goal = "at least as good as the best of 500 random measurements"
-    rows: list[dict[str, str]] = []
-    if path.is_file():
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = [r for r in csv.DictReader(file) if r["way"] == "measured_search"]
-    if not rows:
+    ways = groups(read_csv(measured.Row, results / "measured.csv"), "way")
+    if measured.OURS not in ways:
         return [Goal(regime, goal, NOT_RUN, None, command)]
-    found = []
-    for name in dict.fromkeys(r["workload"] for r in rows):
-        ratio = geometric({name: _of(rows, name, "against_random")})
-        gain = geometric({name: _of(rows, name, "gain")})
-        text = f"{ratio.ratio()}x, best single device {gain.ratio()}x"
+    rows = []
+    for name, runs in groups(ways[measured.OURS], "workload").items():
+        ratio = geometric({name: [r.against_random for r in runs]})
+        single = geometric({name: [r.gain for r in runs]})
+        text = f"{ratio.ratio()}x, best single device {single.ratio()}x"
         model, _, objective = name.partition(":")
         what = f"{regime}: {model}, {objective or 'period'}"
-        found.append(Goal(what, goal, text, ratio.value >= 1, command))
-    return found
+        rows.append(Goal(what, goal, text, ratio.value >= 1, command))
+    return rows
 
 
-def _of(rows: Sequence[dict[str, str]], workload: str, column: str) -> list[float]:
-    return [float(r[column]) for r in rows if r["workload"] == workload]
+GOALS = Study(name="goals", word="goals", module="experiments.learned", rows=show)

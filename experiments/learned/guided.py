@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments import _study
-from experiments.budgets import Guided
-from experiments.learned import problems as made
+from experiments.budgets import GUIDED
+from experiments.learned import problems as families
 from experiments.learned.cells import (
     Cell,
-    Cells,
+    Task,
     best_known,
     enforced,
-    geometric,
-    least,
+    gain,
     policy_file,
-    ratios,
+    run_tasks,
     to_known,
     with_options,
 )
+from experiments.learned.study import learned_study, policies, wants
+from experiments.study import Options
+from experiments.tables import Column, geometric, groups, table
 from placement.planners import load
 from placement.planners.best_of import BestOf
 from placement.problem import Planner, Problem
 
 POLICY, FROZEN, HAND, UNIFORM = "policy", "frozen", "hand", "uniform"
 ALONE = "policy, placements only"  # in the list scheduler's order
-ANNEALING = {
-    "annealing": 0.02,
-    "annealing, colder": 0.001,
-    "annealing, warmer": 0.2,
-}
+ANNEALING = {"annealing": 0.02, "annealing, colder": 0.001, "annealing, warmer": 0.2}
 FIELD = ("heft", "m_etf", "contiguous_dp", "local_search", *ANNEALING)  # what is to be beaten
 DP = "ideal_dp"
 EXACT = (DP, "antichain_dp", "contiguous_dp")  # dynamic programs
@@ -43,16 +41,13 @@ LATENCY, LOAD = "latency", "load"
 START = BestOf(("single_device", "round_robin", "heft", "contiguous_dp"))
 
 
-def problems(options: Namespace) -> made.Problems:
+def problems(options: Options) -> families.Problems:
     """Large latency graphs, and throughput operator graphs."""
-    found = made.large(options.budget.graphs)
-    if options.wants("throughput/"):
-        found |= {
-            n: p
-            for n, p in made.family("operator graphs", options.data).items()
-            if p.objective == "max_load"
-        }
-    return found
+    chosen = families.large(options.graphs)
+    if wants(options, "throughput/"):
+        files = families.family("operator graphs", options.data)
+        chosen |= {n: p for n, p in files.items() if p.objective == "max_load"}
+    return chosen
 
 
 def planners(policies: Mapping[str, str | None], problem: Problem) -> dict[str, Planner]:
@@ -66,51 +61,43 @@ def planners(policies: Mapping[str, str | None], problem: Problem) -> dict[str, 
     ships = files[0] or released(kind, problem.objective)
     new = TrainedPolicy(untrained_net(None, kind))
     first = TrainedPolicy.load(ships) if Path(ships).is_file() else new
-    chosen: dict[str, Planner] = {
+    field: dict[str, Planner] = {
         name: PolicyPlanner(path, mode) for name, path in zip(policies, files, strict=True)
     }
-    chosen[FROZEN] = PolicyPlanner(replace(first, net=untrained_net(first.net.config, kind)), mode)
+    field[FROZEN] = PolicyPlanner(replace(first, net=untrained_net(first.net.config, kind)), mode)
     # Rules see as many moves at a step as the policy does.
-    chosen[HAND] = PolicyPlanner(mode=mode, chooser="hand", width=first.width)
-    chosen[UNIFORM] = PolicyPlanner(mode=mode, chooser="uniform", width=first.width)
+    field[HAND] = PolicyPlanner(mode=mode, chooser="hand", width=first.width)
+    field[UNIFORM] = PolicyPlanner(mode=mode, chooser="uniform", width=first.width)
     if kind != mode:
-        chosen[ALONE] = PolicyPlanner(mode=mode, order=False)
+        field[ALONE] = PolicyPlanner(mode=mode, order=False)
     for name in ("macro_search", "local_search"):
-        chosen[name] = load(name)
+        field[name] = load(name)
     for name, accept in ANNEALING.items():
-        chosen[name] = load("simulated_annealing", accept=accept)
-    return chosen
+        field[name] = load("simulated_annealing", accept=accept)
+    return field
 
 
-def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
+def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
     """Groups ``latency seconds``, ``evaluations`` and ``few evaluations``; two of ``load``."""
-    budget: Guided = options.budget
-    cells, done = Cells(options.work), []
-    for name, problem in chosen.items():
-        field = planners(options.policies, problem)
-        kind = LOAD if problem.objective == "max_load" else LATENCY
-        seconds = budget.load_seconds if kind == LOAD else budget.seconds
-        evaluations = budget.load_evaluations if kind == LOAD else budget.evaluations
-        limits = {f"{kind} evaluations": evaluations}
-        if kind == LATENCY:
-            limits[f"{kind} few evaluations"] = budget.few
-        for label in dict.fromkeys(("heft", "m_etf", *EXACT)):
-            if kind == LATENCY and label not in FIELD:
-                continue
-            for group in (f"{kind} seconds", *limits):
-                done.append(cells.run(group, name, problem, label, load(label), None, seconds))
-        for seed in range(budget.seeds):
-            for label, planner in field.items():
-                done.append(
-                    cells.run(f"{kind} seconds", name, problem, label, planner, seed, seconds)
-                )
-                # Without a clock the start costs no more than this: the same for everyone.
-                same = with_options(planner, start=START, baseline=START)
-                for group, most in limits.items():
-                    done.append(
-                        cells.run(group, name, problem, label, same, seed, evaluations=most)
-                    )
-    return done
+    kind = LOAD if problem.objective == "max_load" else LATENCY
+    seconds = options.load_seconds if kind == LOAD else options.seconds
+    evaluations = options.load_evaluations if kind == LOAD else options.evaluations
+    limits = {f"{kind} evaluations": evaluations}
+    if kind == LATENCY:
+        limits[f"{kind} few evaluations"] = options.few
+    for label in dict.fromkeys(("heft", "m_etf", *EXACT)):
+        if kind == LATENCY and label not in FIELD:
+            continue
+        for group in (f"{kind} seconds", *limits):
+            yield Task(group, label, load(label), seconds=seconds)
+    field = planners(policies(options), problem)
+    for seed in range(options.seeds):
+        for label, planner in field.items():
+            yield Task(f"{kind} seconds", label, planner, seed, seconds)
+            # Without a clock the start costs no more than this: the same for everyone.
+            same = with_options(planner, start=START, baseline=START)
+            for group, most in limits.items():
+                yield Task(group, label, same, seed, evaluations=most)
 
 
 def of_group(cells: Sequence[Cell], group: str) -> list[Cell]:
@@ -118,60 +105,44 @@ def of_group(cells: Sequence[Cell], group: str) -> list[Cell]:
     return [c for c in cells if c.group == group]
 
 
-def gain(cells: Sequence[Cell], planner: str, others: Sequence[str]) -> dict[str, list[float]]:
-    """The planner's values over the least of the others with the same seed, by problem."""
-    return ratios(cells, planner, least(cells, others))
+def of_budget(cells: Sequence[Cell]) -> str:
+    """The table of a group, the best first."""
+    runs = groups(cells, "planner")
+    exact = [c for c in EXACT if c in runs]
+    over = {planner: geometric(to_known(cells, planner)).ratio() for planner in runs}
+
+    def against(others: Sequence[str], digits: int, planner: str) -> str:
+        return geometric(gain(cells, planner, others)).percent(digits)
+
+    def evaluations(planner: str) -> float | None:
+        counted = [c.used_evaluations for c in runs[planner] if c.used_evaluations]
+        return float(np.median(counted)) if counted else None
+
+    return table(
+        sorted(runs, key=lambda k: float(over[k].split()[0])),
+        Column("chooser or search", str),
+        Column("over best known (95 %)", over.get),
+        Column("against the field", lambda k: against([c for c in FIELD if c != k], 2, k)),
+        Column("against dynamic programs", partial(against, exact, 1)),
+        Column("against the hand score", partial(against, [HAND], 2)),
+        Column("against macro_search", partial(against, ["macro_search"], 2)),
+        Column("evaluations", evaluations, 0),
+        Column("seconds", lambda k: float(np.median([c.used_s for c in runs[k]])), 2),
+    )
 
 
-def report(cells: Sequence[Cell]) -> str:
+def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     """A table per group."""
-    parts = []
-    for group in dict.fromkeys(c.group for c in cells):
-        mine = of_group(cells, group)
-        exact = [c for c in EXACT if any(x.planner == c for x in mine)]
-        rows = []
-        for planner in dict.fromkeys(c.planner for c in mine):
-            others = [c for c in FIELD if c != planner]
-            runs = [c for c in mine if c.planner == planner]
-            counted = [c.used_evaluations for c in runs if c.used_evaluations]
-            rows.append(
-                [
-                    planner,
-                    geometric(to_known(mine, planner)).ratio(),
-                    geometric(gain(mine, planner, others)).percent(2),
-                    geometric(gain(mine, planner, exact)).percent(1),
-                    geometric(gain(mine, planner, [HAND])).percent(2),
-                    geometric(gain(mine, planner, ["macro_search"])).percent(2),
-                    f"{np.median(counted):.0f}" if counted else "–",
-                    f"{np.median([c.used_s for c in runs]):.2f}",
-                ]
-            )
-        rows.sort(key=lambda r: float(r[1].split()[0]))
-        table = _study.to_table(
-            ["chooser or search", "over best known (95 %)", "against the field",
-             "against dynamic programs", "against the hand score", "against macro_search",
-             "evaluations", "seconds"],
-            rows,
-        )  # fmt: skip
+    tables = []
+    for group, mine in groups(cells, "group").items():
         sizes = sorted({c.operators for c in mine})
-        parts.append(
-            f"## {group.partition(' ')[0].capitalize()}: equal {group.partition(' ')[2]}\n\n"
+        kind, _, limit = group.partition(" ")
+        tables.append(
+            f"## {kind.capitalize()}: equal {limit}\n\n"
             f"{len({c.problem for c in mine})} graphs of {sizes[0]} to {sizes[-1]} operators, "
-            f"{len({c.seed for c in mine} - {None})} seeds.\n\n{table}"
+            f"{len({c.seed for c in mine} - {None})} seeds.\n\n{of_budget(mine)}"
         )
-    return f"""# Who should choose the moves
-
-`policy` is the planner as it ships: the trained chooser for latency, and for load, where none is
-released, the hand-written score. `frozen` is the network untrained (it begins near that score),
-`hand` the score alone (for `max_load` softmax of minus the exact delta over the temperature),
-`uniform` chance; the others are searches of their own. The field is
-{", ".join(FIELD[:-2])} (also {FIELD[-2].split()[-1]} and {FIELD[-1].split()[-1]}), the best of
-them with the same seed: an oracle that no single one of them is.
-With a clock everyone begins as shipped, on that clock; where evaluations are limited all begin at
-the best of {", ".join(START.planners)}.
-Negative is better; intervals over graphs and seeds. {enforced(cells)}
-
-{chr(10).join(parts)}"""
+    return {"enforced": enforced(cells), "groups": "\n".join(tables)}
 
 
 def curves(cells: Sequence[Cell], points: int = 40) -> dict[str, dict[str, list[float]]]:
@@ -180,22 +151,31 @@ def curves(cells: Sequence[Cell], points: int = 40) -> dict[str, dict[str, list[
     Geometric means over problems and seeds at ``at``: ``points`` seconds or evaluations, the last
     the budget.
     """
-    made_curves: dict[str, dict[str, list[float]]] = {}
-    for group in dict.fromkeys(c.group for c in cells):
-        mine = of_group(cells, group)
-        known = best_known(mine)
+    by_group: dict[str, dict[str, list[float]]] = {}
+    for group, mine in groups(cells, "group").items():
+        best_s = best_known(mine)
         by_seconds = group.endswith("seconds")
         limit = max((c.budget_s if by_seconds else c.budget_evaluations) or 0 for c in mine)
         grid = np.geomspace(limit / 1000, limit, points)
-        lines = {"at": [float(f"{at:.4g}") for at in grid]}
-        for planner in dict.fromkeys(c.planner for c in mine if c.seed is not None):
-            rows = []
-            for cell in (c for c in mine if c.planner == planner and c.curve):
+        lines = by_group[group] = {"at": [float(f"{at:.4g}") for at in grid]}
+        drawn = [c for c in mine if c.seed is not None and c.curve]
+        for planner, runs in groups(drawn, "planner").items():
+            logs = []
+            for cell in runs:
                 when = np.array([p[0] if by_seconds else p[1] for p in cell.curve])
                 value = np.minimum.accumulate([p[2] for p in cell.curve])
                 at = np.clip(np.searchsorted(when, grid, side="right") - 1, 0, None)
-                rows.append(np.log(value[at] / known[cell.problem]))
-            if rows:
-                lines[planner] = [float(f"{x:.5f}") for x in np.exp(np.mean(rows, axis=0))]
-        made_curves[group] = lines
-    return made_curves
+                logs.append(np.log(value[at] / best_s[cell.problem]))
+            lines[planner] = [float(f"{x:.5f}") for x in np.exp(np.mean(logs, axis=0))]
+    return by_group
+
+
+STUDY = learned_study(
+    "guided",
+    GUIDED,
+    problems,
+    partial(run_tasks, tasks),
+    row=Cell,
+    parts=parts,
+    files=lambda cells, options: {"learned_guided.json": json.dumps(curves(cells)) + "\n"},
+)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import _study, baselines
-from experiments._study import StudyError, say
+from experiments import baselines, study
 from experiments.budgets import CAPTURED, HELD_OUT
+from experiments.runs import two_cores
+from experiments.study import say
 from placement import importers
 from placement.cluster import Cluster, Link
 from placement.problem import Objective, Problem
@@ -43,10 +44,8 @@ def family(name: str, data: Path, graphs: int = 1, repeats: int = 10) -> Problem
 
 def public(data: Path) -> Problems:
     """Every public file: the families that come from files."""
-    found: Problems = {}
-    for name in ("operator graphs", "layer graphs", "pipedream", "moirai"):
-        found |= family(name, data)
-    return found
+    names = ("operator graphs", "layer graphs", "pipedream", "moirai")
+    return {n: p for name in names for n, p in family(name, data).items()}
 
 
 def _files(data: Path, pattern: str, objective: Objective) -> Problems:
@@ -54,22 +53,21 @@ def _files(data: Path, pattern: str, objective: Objective) -> Problems:
         f"{path.rpartition('.')[0].removeprefix('dnn_partitioning/')} {objective}": importers.load(
             file, objective=objective
         )
-        for path, file in _study.public(data, pattern).items()
+        for path, file in study.public(data, pattern).items()
     }
 
 
 def pipedream(data: Path) -> Problems:
     """Training pipelines on four devices, and the latency of inference on them."""
     machine = {"devices": 4, "bandwidth": baselines.BANDWIDTH, "memory": baselines.MEMORY_BYTES}
-    found: Problems = {}
-    for path, file in _study.public(data, "pipedream/*.txt").items():
+    problems: Problems = {}
+    for path, file in study.public(data, "pipedream/*.txt").items():
         name = path.rpartition(".")[0]
-        training = importers.load(file, mode="training", **machine)
-        found[f"{name} period"] = replace(training, max_in_flight=baselines.IN_FLIGHT)
-        found[f"{name} latency"] = importers.load(
+        problems[f"{name} period"] = baselines.pipedream(file)
+        problems[f"{name} latency"] = importers.load(
             file, mode="inference", objective="latency", **machine
         )
-    return found
+    return problems
 
 
 def captured(names: Sequence[str], repeats: int) -> Problems:
@@ -78,37 +76,30 @@ def captured(names: Sequence[str], repeats: int) -> Problems:
     from placement.measure import load_or_measure
     from placement.program import capture
 
-    found: Problems = {}
-    cluster = Cluster("two cores", Cluster.detect().devices[:2])
-    if cluster.num_devices < 2:
-        raise StudyError("captured models are placed on two cores, and this process may use one")
+    problems: Problems = {}
+    cluster = two_cores("two cores")
+    pipeline = {"num_microbatches": MICROBATCHES, "max_in_flight": IN_FLIGHT}
     for name in names:
         say(f"captured: {name}")
         module, inputs = workloads.load(name)
         graph = capture(module, inputs, name=name)
         profile = load_or_measure(graph, cluster, repeats=repeats)
-        problem = Problem(
-            graph,
-            cluster,
-            profile,
-            "period",
-            num_microbatches=MICROBATCHES,
-            max_in_flight=IN_FLIGHT,
-        )
-        found[f"captured/{name} period"] = problem
-        found[f"captured/{name} latency"] = problem.with_objective("latency")
-    return found
+        problem = Problem(graph, cluster, profile, "period", **pipeline)
+        problems |= _both(f"captured/{name}", problem)
+    return problems
+
+
+def _both(name: str, problem: Problem) -> Problems:
+    return {f"{name} period": problem, f"{name} latency": problem.with_objective("latency")}
 
 
 def synthetic_problems(graphs: int) -> Problems:
     """Both objectives of every family, seeds ``HELD_OUT``.."""
-    found: Problems = {}
-    for name, made in synthetic.families().items():
+    problems: Problems = {}
+    for name, draw in synthetic.families().items():
         for seed in range(HELD_OUT, HELD_OUT + graphs):
-            problem = made(seed)
-            found[f"synthetic/{name}-{seed} period"] = problem
-            found[f"synthetic/{name}-{seed} latency"] = problem.with_objective("latency")
-    return found
+            problems |= _both(f"synthetic/{name}-{seed}", draw(seed))
+    return problems
 
 
 def large(graphs: int) -> Problems:
@@ -123,8 +114,8 @@ def large(graphs: int) -> Problems:
         "fork_join": synthetic.Family(synthetic.fork_join(32, 10, 5), 8, ccr=1.0),
     }
     return {
-        f"large/{name}-{seed}": made(seed).with_objective("latency")
-        for name, made in shapes.items()
+        f"large/{name}-{seed}": draw(seed).with_objective("latency")
+        for name, draw in shapes.items()
         for seed in range(HELD_OUT, HELD_OUT + graphs)
     }
 
@@ -148,14 +139,14 @@ def twice_the_devices(problem: Problem) -> Problem:
     )
     links = {(x.src, x.dst): x for x in profile.links}
     ordered = cluster.device_names
-    made: list[Link] = []
+    joined: list[Link] = []
     for a, name_a in enumerate(names):
         for b, name_b in enumerate(names):
             at, to = ordered[both[a]], ordered[both[b]]
             # Between a device and its copy: the link to the next device.
             to = to if at != to else ordered[(both[b] + 1) % count]
             if a != b and (at, to) in links:
-                made.append(replace(links[at, to], src=name_a, dst=name_b, channel=None))
+                joined.append(replace(links[at, to], src=name_a, dst=name_b, channel=None))
 
     def pairs(seconds: np.ndarray) -> np.ndarray:
         wide = seconds[:, both][:, :, both].copy()
@@ -173,7 +164,7 @@ def twice_the_devices(problem: Problem) -> Problem:
             compute_s=profile.compute_s[:, both],
             spread_s=profile.spread_s[:, both],
             loaded_s=None if profile.loaded_s is None else profile.loaded_s[:, both],
-            links=tuple(made),
+            links=tuple(joined),
             transfer_s=None if profile.transfer_s is None else pairs(profile.transfer_s),
             io_s=None if profile.io_s is None else profile.io_s[:, both],
             predicted=None if profile.predicted is None else profile.predicted[:, both],

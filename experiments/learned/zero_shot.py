@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments import _study
-from experiments._study import StudyError, number, say
-from experiments.budgets import HEURISTICS, ZeroShot
-from experiments.learned import problems as made
-from experiments.learned.cells import (
-    Cell,
-    Cells,
-    Mean,
-    digest,
-    geometric,
-    least,
-    ratios,
-    share,
-    to_known,
-)
+from experiments.budgets import HEURISTICS, ZERO_SHOT
+from experiments.learned import problems as families
+from experiments.learned.cells import Cell, Task, gain, to_known
+from experiments.learned.study import learned_study, wants
+from experiments.study import Options, StudyError, digest, say
+from experiments.tables import DASH, Column, Mean, geometric, geometric_mean, number, share, table
 from placement.planners import load
 from placement.planners._search import Search
 from placement.problem import Placement, Problem, Solution
@@ -33,7 +23,7 @@ GREEDY, BEST_OF_K, KNOWN = "greedy decode", "best of k", "macro_search"
 UNTRAINED = "untrained"  # one greedy decode of the network that every training begins with
 TIMED = "time per plan"
 SIZES = (300, 2000)
-AS_IT_IS = next(iter(made.MACHINES))
+AS_IT_IS = next(iter(families.MACHINES))
 
 
 def unit(name: str) -> str:
@@ -41,17 +31,18 @@ def unit(name: str) -> str:
     return name.partition(": ")[0]
 
 
-def problems(options: Namespace) -> made.Problems:
+def problems(options: Options) -> families.Problems:
     """``family: problem``; of the families that are asked for."""
-    budget: ZeroShot = options.budget
     return {
         f"{family}: {name}": problem
-        for family in made.FAMILIES
-        if options.wants(f"{family}: ")
-        for name, problem in made.family(
-            family, options.data, budget.graphs, budget.repeats
-        ).items()
+        for family in families.FAMILIES
+        if wants(options, f"{family}: ")
+        for name, problem in _family(family, options).items()
     }
+
+
+def _family(name: str, options: Options) -> families.Problems:
+    return families.family(name, options.data, options.graphs, options.repeats)
 
 
 @dataclass(frozen=True)
@@ -83,79 +74,81 @@ class Decode:
         return search.solution()
 
 
-def train_without(family: str, seed: int, options: Namespace) -> Path:
+def train_without(family: str, seed: int, options: Options) -> str:
     """The file of the policy trained on all other families, trained now if it is not there."""
-    from agents.expert import solve
     from agents.training import train
-    from envs.perturbation import Perturbation
 
-    budget: ZeroShot = options.budget
     config = recipe(options, seed)
-    key = digest(family, seed, repr(budget), repr(config))[:12]
+    key = digest(family, seed, repr(options.budget), repr(config))[:12]
     folder = options.work / f"without_{family.replace(' ', '_')}-{seed}-{key}"
-    if (folder / "trained.safetensors").is_file():
-        return Path(folder / "trained.safetensors")
-    machines: list[Problem] = []
-    solutions: list[Placement] = []
-    for other in made.FAMILIES:
-        if other == family:
-            continue
-        known = {
-            name: p
-            for name, p in made.family(other, options.data, budget.graphs, budget.repeats).items()
-            if p.num_ops <= budget.largest
-        }
-        drawn = Perturbation(variants=budget.variants)(list(known.values()))
-        names = [*known, *(f"{n}/{i}" for n in known for i in range(budget.variants))]
-        every = dict(zip(names, drawn, strict=True))
-        say(f"without {family}: {len(every)} problems of {other}")
-        if budget.imitation_epochs:
-            solutions += solve(
-                every,
-                load("macro_search", seconds=budget.solve_seconds),
-                options.work / f"solutions-{other.replace(' ', '_')}-{budget.solve_seconds:g}.npz",
-                lambda name, done: say(f"  {name}") if name.count("/") < 3 else None,
-            )
-        machines += list(every.values())
-    baseline = load("best_of") if budget.warm else None
+    path: Path = folder / "trained.safetensors"
+    if path.is_file():
+        return str(path)
+    machines, solutions = trained_on(family, options)
+
+    def tell(row: Mapping[str, float]) -> None:
+        say(
+            f"without {family}: {row['steps']:.0f} steps, {row['seconds']:.0f} s, "
+            f"greedy {row['greedy_speedup']:.3f}x"
+        )
+
     policy = train(
         machines,
         config=config,
-        baseline=baseline,
+        baseline=load("best_of") if options.warm else None,
         solutions=solutions or None,
         out_dir=folder,
         resume=True,
-        callback=lambda row: say(
-            f"without {family}: {row['steps']:.0f} steps, {row['seconds']:.0f} s, "
-            f"greedy {row['greedy_speedup']:.3f}x"
-        ),
+        callback=tell,
     )
-    policy.save(folder / "trained.safetensors")
-    return Path(folder / "trained.safetensors")
+    policy.save(path)
+    return str(path)
 
 
-def untrained(options: Namespace) -> Path:
+def trained_on(family: str, options: Options) -> tuple[list[Problem], list[Placement]]:
+    """Graphs of all other families, not too large, also on other machines; what to imitate."""
+    from agents.expert import solve
+    from envs.perturbation import Perturbation
+
+    machines: list[Problem] = []
+    solutions: list[Placement] = []
+    for other in families.FAMILIES:
+        if other == family:
+            continue
+        some = {n: p for n, p in _family(other, options).items() if p.num_ops <= options.largest}
+        drawn = Perturbation(variants=options.variants)(list(some.values()))
+        names = [*some, *(f"{n}/{i}" for n in some for i in range(options.variants))]
+        every = dict(zip(names, drawn, strict=True))
+        say(f"without {family}: {len(every)} problems of {other}")
+        if options.imitation_epochs:
+            file = f"solutions-{other.replace(' ', '_')}-{options.solve_seconds:g}.npz"
+            solutions += solve(
+                every,
+                load("macro_search", seconds=options.solve_seconds),
+                options.work / file,
+                lambda name, done: say(f"  {name}") if name.count("/") < 3 else None,
+            )
+        machines += list(every.values())
+    return machines, solutions
+
+
+def untrained(options: Options) -> str:
     """The file of a policy whose network nothing was trained in."""
     from agents.trained import TrainedPolicy, untrained_net
 
     config = recipe(options, seed=0)
-    path = Path(options.work / "untrained.safetensors")
+    path = options.work / "untrained.safetensors"
     TrainedPolicy(untrained_net(config.network, config.formulation)).save(path)
-    return path
+    return str(path)
 
 
-def recipe(options: Namespace, seed: int) -> Any:
+def recipe(options: Options, seed: int) -> Any:
     """``TrainConfig`` of the training: of the file ``--recipe``, within the written budget."""
     from agents.encoder import NetworkConfig
     from agents.training import TrainConfig
 
-    budget: ZeroShot = options.budget
-    limits: dict[str, Any] = {
-        "seed": seed,
-        "total_steps": budget.total_steps,
-        "max_seconds": budget.max_seconds,
-        "imitation_epochs": budget.imitation_epochs,
-    }
+    names = ("total_steps", "max_seconds", "imitation_epochs")
+    limits: dict[str, Any] = {"seed": seed} | {n: getattr(options, n) for n in names}
     if options.recipe is None:
         return TrainConfig(
             num_envs=32,
@@ -173,123 +166,117 @@ def recipe(options: Namespace, seed: int) -> Any:
     node: Any = OmegaConf.to_container(OmegaConf.load(options.recipe))
     if "training" not in node:
         raise StudyError(f"{options.recipe}: no node 'training'; see conf/train.yaml")
-    given = {k: v for k, v in node["training"].items() if k != "_target_" and k not in limits}
-    network = {k: v for k, v in given.pop("network", {}).items() if k != "_target_"}
-    return TrainConfig(network=NetworkConfig(**network), **given | limits)
+    settings = {k: v for k, v in node["training"].items() if k != "_target_" and k not in limits}
+    network = {k: v for k, v in settings.pop("network", {}).items() if k != "_target_"}
+    return TrainConfig(network=NetworkConfig(**network), **settings | limits)
 
 
-def run(options: Namespace, chosen: made.Problems) -> list[Cell]:
+def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:
     """Every machine of every problem: the policy, the heuristics and the best known."""
-    budget: ZeroShot = options.budget
-    cells, done = Cells(options.work / "cells"), []
-    begun = Decode(str(untrained(options)), warm=bool(budget.warm))
+    warm = bool(options.warm)
+    begun = Decode(untrained(options), warm=warm)
     for family in dict.fromkeys(map(unit, chosen)):
-        mine = {n: p for n, p in chosen.items() if unit(n) == family}
-        policies = [str(train_without(family, seed, options)) for seed in range(budget.seeds)]
-        for name, problem in mine.items():
-            for machine, changed in made.MACHINES.items():
-                there = changed(problem)
-                for label in HEURISTICS:
-                    done.append(cells.run(machine, name, there, label, load(label)))
-                done.append(cells.run(machine, name, there, UNTRAINED, begun))
-                for seed, path in enumerate(policies):
-                    greedy = Decode(path, warm=bool(budget.warm))
-                    several = replace(greedy, k=budget.k, seed=seed)
-                    done.append(cells.run(machine, name, there, GREEDY, greedy, seed))
-                    if machine == AS_IT_IS:
-                        done.append(cells.run(machine, name, there, BEST_OF_K, several, seed))
-                done.append(
-                    cells.run(
-                        machine, name, there, KNOWN, load(KNOWN), 0, seconds=budget.known_seconds
-                    )
-                )
+        decodes = [
+            Decode(train_without(family, seed, options), warm=warm) for seed in range(options.seeds)
+        ]
+        for name in (n for n in chosen if unit(n) == family):
+            for machine, changed in families.MACHINES.items():
+                there = changed(chosen[name])
+                for task in tasks(options, machine, begun, decodes):
+                    yield task.run(options.finished, name, there)
         for size in SIZES:
             for repeat in range(5):
-                planner = Decode(policies[0], warm=bool(budget.warm))
-                label = f"{GREEDY}, run {repeat}"
+                task = Task(TIMED, f"{GREEDY}, run {repeat}", decodes[0])
                 name = f"{family}: {size} operators"
-                done.append(cells.run(TIMED, name, made.sized(size), label, planner))
-    return done
+                yield task.run(options.finished, name, families.sized(size))
+
+
+def tasks(
+    options: Options, machine: str, begun: Decode, decodes: Sequence[Decode]
+) -> Iterator[Task]:
+    """What runs on one machine."""
+    for label in HEURISTICS:
+        yield Task(machine, label, load(label))
+    yield Task(machine, UNTRAINED, begun)
+    for seed, decode in enumerate(decodes):
+        yield Task(machine, GREEDY, decode, seed)
+        if machine == AS_IT_IS:
+            yield Task(machine, BEST_OF_K, replace(decode, k=options.k, seed=seed), seed)
+    yield Task(machine, KNOWN, load(KNOWN), 0, seconds=options.known_seconds)
 
 
 def against_single(cells: Sequence[Cell], planner: str = GREEDY) -> tuple[str, dict[str, float]]:
     """The heuristic that is best over all graphs, and the planner's mean ratio to it by problem."""
     means = {h: geometric(to_known(cells, h)).value for h in HEURISTICS}
     best = min(means, key=lambda h: means[h])
-    return best, _means(ratios(cells, planner, _of(cells, best)))
+    return best, against(cells, [best], planner)
 
 
-def against_each(cells: Sequence[Cell], planner: str = GREEDY) -> dict[str, float]:
-    """Mean ratio to the least of all heuristics, by problem."""
-    return _means(ratios(cells, planner, least(cells, HEURISTICS)))
-
-
-def _of(cells: Sequence[Cell], heuristic: str) -> Any:
-    return least(cells, [heuristic])
-
-
-def _means(by_problem: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {n: float(np.exp(np.mean(np.log(v)))) for n, v in by_problem.items()}
+def against(
+    cells: Sequence[Cell], others: Sequence[str] = HEURISTICS, planner: str = GREEDY
+) -> dict[str, float]:
+    """Mean ratio to the least of the others, by problem."""
+    return {n: geometric_mean(v) for n, v in gain(cells, planner, others).items()}
 
 
 def plan_seconds(cells: Sequence[Cell], size: int) -> Mean:
     """Median processor seconds of one greedy plan, over families and runs, and its quartiles."""
-    used = [
-        c.used_s for c in cells if c.group == TIMED and c.problem.endswith(f": {size} operators")
-    ]
+    name = f": {size} operators"
+    used = [c.used_s for c in cells if c.group == TIMED and c.problem.endswith(name)]
     if not used:
         return Mean(np.nan, np.nan, np.nan, 0)
     low, middle, high = np.percentile(used, [25, 50, 75])
     return Mean(float(middle), float(low), float(high), len(used))
 
 
-def report(cells: Sequence[Cell]) -> str:
+def of_machine(cells: Sequence[Cell]) -> str:
+    """The table of a machine: a line per family, and one for all."""
+    single, _ = against_single(cells)
+    names = [*dict.fromkeys(unit(c.problem) for c in cells), "all"]
+    by = {name: [c for c in cells if name in ("all", unit(c.problem))] for name in names}
+
+    def over(planner: str, name: str) -> str:
+        return geometric(to_known(by[name], planner)).ratio()
+
+    def better(name: str) -> str:
+        flags = [v < 1 for v in against(by[name], [single]).values()]
+        p, low, high = (100 * x for x in share(flags))
+        return f"{p:.0f} % ({low:.0f} to {high:.0f})"
+
+    def than_every(name: str) -> float:
+        return float(np.mean([v < 1 for v in against(by[name]).values()]))
+
+    shown = {
+        "greedy over best known (95 %)": GREEDY,
+        "best of k": BEST_OF_K,
+        "untrained": UNTRAINED,
+        single: single,
+    }
+    return table(
+        names,
+        Column("family left out", str),
+        Column("graphs", lambda name: len(against(by[name], [single]))),
+        *(Column(head, lambda n, planner=planner: over(planner, n))
+          for head, planner in shown.items()),
+        Column(f"greedy better than {single}", better),
+        Column("than every heuristic", than_every, 0, 100, " %"),
+    )  # fmt: skip
+
+
+def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     """A table per machine, and how long a plan takes."""
-    parts = []
-    for machine in made.MACHINES:
-        mine = [c for c in cells if c.group == machine]
-        if not mine:
-            continue
-        single, _ = against_single(mine)
-        rows = []
-        families = list(dict.fromkeys(unit(c.problem) for c in mine))
-        for family in (*families, "all"):
-            some = [c for c in mine if family in ("all", unit(c.problem))]
-            to_single = _means(ratios(some, GREEDY, _of(some, single)))
-            to_each = against_each(some)
-            p, low, high = share([v < 1 for v in to_single.values()])
-            each = np.mean([v < 1 for v in to_each.values()])
-            rows.append(
-                [
-                    family,
-                    str(len(to_single)),
-                    geometric(to_known(some, GREEDY)).ratio(),
-                    geometric(to_known(some, BEST_OF_K)).ratio(),
-                    geometric(to_known(some, UNTRAINED)).ratio(),
-                    geometric(to_known(some, single)).ratio(),
-                    f"{100 * p:.0f} % ({100 * low:.0f} to {100 * high:.0f})",
-                    f"{100 * each:.0f} %",
-                ]
-            )
-        table = _study.to_table(
-            ["family left out", "graphs", "greedy over best known (95 %)", "best of k",
-             "untrained", single, f"greedy better than {single}", "than every heuristic"],
-            rows,
-        )  # fmt: skip
-        parts.append(f"## {machine.capitalize()}\n\n{table}")
+    tables = [
+        f"## {machine.capitalize()}\n\n{of_machine(mine)}"
+        for machine in families.MACHINES
+        if (mine := [c for c in cells if c.group == machine])
+    ]
     times = [
         f"{size} operators: {number(t.value, 0, 1e3)} ms "
         f"({number(t.low, 0, 1e3)} to {number(t.high, 0, 1e3)})"
         for size in SIZES
         if (t := plan_seconds(cells, size)).count
     ]
-    return f"""# Zero-shot: one family left out
+    return {"times": "; ".join(times) or DASH, "machines": "\n".join(tables)}
 
-For every family a policy is trained on the other five, then decodes each graph of that family
-greedily, once; nothing is searched. `best of k` evaluates sampled placements too; `untrained` is
-the greedy decode of the network as each training begins with it: a list scheduler. Best known is
-the least value of all runs, `{KNOWN}` among them. The heuristic named in a table is the one that is
-best over all its graphs. An answer that does not fit in memory counts as ten times the best known.
-Median processor time of one plan, features included (quartiles): {"; ".join(times) or "–"}.
 
-{chr(10).join(parts)}"""
+STUDY = learned_study("zero_shot", ZERO_SHOT, problems, rows, unit, row=Cell, parts=parts)

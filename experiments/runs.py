@@ -1,0 +1,271 @@
+"""Runs of studies: under a limit, in turns, on two cores; planners with their budget."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.study import StudyError, say
+from placement import planners
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.problem import OBJECTIVES, Objective, Planner, Problem
+from placement.profile import Profile
+
+Floats = NDArray[np.float64]
+GIB = 2**30
+
+# --- runs under a limit --------------------------------------------------------------------------
+
+Status = str  # ok, refused, failed, out of time, out of memory, killed
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a call in a process of its own ended.
+
+    Attributes:
+        status: ``ok``; ``refused``, it raised a ``ValueError``; ``failed``, another error;
+            ``out of time``; ``out of memory``; ``killed``, the process ended without an answer.
+        value: what it returned, None unless ``ok``.
+        seconds: it took.
+        peak_bytes: largest resident memory of the process, ``grown_bytes``: of these, above
+            what it held when it began (Python, compiled kernels, the problem); None if it died.
+        note: the error's text.
+    """
+
+    status: Status
+    value: Any
+    seconds: float
+    peak_bytes: int | None = None
+    grown_bytes: int | None = None
+    note: str = ""
+
+
+def limited(
+    call: Callable[[], Any],
+    seconds: float,
+    memory_bytes: int | None = None,
+    processor_time: bool = False,
+) -> Run:
+    """Run ``call`` in a forked process on one core, for so long and with so much memory.
+
+    Whatever happens to that process, this one goes on. ``memory_bytes`` limits its address
+    space, which is larger than what is resident. With ``processor_time`` the clock of that process
+    is its processor time: a budget of seconds in ``call`` is the same work whatever else the
+    machine does meanwhile. ``seconds`` are always those of the wall clock.
+    """
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(send, call, memory_bytes, processor_time))
+    began = time.perf_counter()
+    process.start()
+    send.close()
+    try:
+        if not receive.poll(seconds):
+            return Run("out of time", None, seconds, note=f"ended after {seconds:g} s")
+        try:
+            status, value, took, peak, before, note = receive.recv()
+        except EOFError:
+            process.join()
+            code = process.exitcode or 0
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            took = time.perf_counter() - began
+            return Run("killed", None, took, note=f"the process ended by {how}")
+        return Run(status, value, took, peak, max(0, peak - before), note)
+    finally:
+        process.kill()
+        process.join()
+        receive.close()
+
+
+def _child(
+    send: Any, call: Callable[[], Any], memory_bytes: int | None, processor_time: bool
+) -> None:
+    import resource
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    # What the parent freed and kept for later is returned, or it would be used uncounted.
+    with suppress(OSError, AttributeError):  # glibc's
+        ctypes.CDLL(None).malloc_trim(0)
+    # A fork begins with its parent's peak, but holds less: mapped files are not copied.
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes()
+    if processor_time:  # this process runs one call and ends: nobody else reads its clock
+        time.perf_counter = time.process_time  # type: ignore[assignment]
+    value, status, note = None, "ok", ""
+    began = time.perf_counter()
+    try:
+        value = call()
+    except MemoryError as error:
+        status, note = "out of memory", str(error)
+    except ValueError as error:
+        status, note = "refused", str(error)
+    except Exception as error:  # a study reports mistakes, ours included, and goes on
+        status, note = "failed", f"{type(error).__name__}: {error}"
+    took = time.perf_counter() - began
+    send.send((status, value, took, resident_bytes(), before, note))
+
+
+def resident_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) if sys.platform == "darwin" else 1024 * int(peak)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A planner in a process of its own; what stops it is a ``StudyError`` with the reason."""
+
+    planner: Planner
+    limit_s: float
+    memory_bytes: int
+
+    def __call__(self, problem: Problem) -> Any:
+        """The planner's solution, with the ``peak_bytes`` of ``Run`` among its ``stats``."""
+        return self._run(self.planner, problem)
+
+    def _run(self, planner: Planner, problem: Problem) -> Any:
+        run = limited(lambda: planner(problem), self.limit_s, self.memory_bytes)
+        if run.status != "ok":
+            raise StudyError(f"{run.status}: {run.note}")
+        return replace(run.value, stats=run.value.stats | {"peak_bytes": run.peak_bytes})
+
+
+@dataclass(frozen=True)
+class GuardedSearch(Guarded):
+    """The same with a seed, which is the planner's."""
+
+    seed: int = 0
+
+    def __call__(self, problem: Problem) -> Any:
+        """As ``Guarded``."""
+        return self._run(replace(self.planner, seed=self.seed), problem)  # type: ignore[type-var]
+
+
+# --- runs in turns -------------------------------------------------------------------------------
+
+
+def in_turns(
+    ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1, shift: bool = False
+) -> dict[str, Floats]:
+    """What each way returns in every round, float64 ``[rounds, ...]``; all run in every round.
+
+    So whatever else the machine does in a round concerns all of them. The first ``warm_up`` rounds
+    do not count. With ``shift`` another way begins every round: nobody always runs after the same.
+    """
+    values: dict[str, list[Any]] = {name: [] for name in ways}
+    for r in range(rounds + warm_up):
+        first = r % len(ways) if shift else 0
+        for name in [*ways][first:] + [*ways][:first]:
+            value = ways[name]()
+            if r >= warm_up:
+                values[name].append(value)
+    return {name: np.array(v) for name, v in values.items()}
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds that it takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def seconds_per_item(run: Callable[[], Any], count: int) -> float:
+    """Steady seconds per item of a stream: the first quarter is not counted."""
+    ends = [time.perf_counter() for _ in run()]
+    skip = count // 4
+    return (ends[-1] - ends[skip]) / (count - 1 - skip)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads of PyTorch inside."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def two_cores(name: str = "two") -> Cluster:
+    """The first two devices of this machine.
+
+    Raises:
+        StudyError: it has one.
+    """
+    cluster = Cluster(name, Cluster.detect().devices[:2])
+    if cluster.num_devices < 2:
+        raise StudyError("this study needs two cores, and this process may use one; see taskset")
+    return cluster
+
+
+def measured_problem(graph: OpGraph, repeats: int = 10, **options: Any) -> Problem:
+    """The graph on two cores of this machine, measured now."""
+    from placement.measure import measure
+
+    cluster = two_cores()
+    return Problem(graph, cluster, measure(graph, cluster, repeats=repeats), **options)
+
+
+# --- planners ------------------------------------------------------------------------------------
+
+
+def budgeted(name: str, seconds: float) -> Planner:
+    """The planner with this budget, where it takes one."""
+    options = {"seconds", "lp_seconds"} & options_of(name)
+    return planners.load(name, **dict.fromkeys(options, seconds))
+
+
+def options_of(name: str) -> set[str]:
+    """Names of a planner's fields."""
+    kind = planners.find(name)
+    return {f.name for f in fields(kind)} if is_dataclass(kind) else set()
+
+
+def is_search(name: str) -> bool:
+    """It draws, and uses up any budget: seconds as well as evaluations."""
+    return {"seed", "seconds", "evaluations"} <= options_of(name)
+
+
+def warm(names: Sequence[str], objectives: Sequence[Objective] = OBJECTIVES) -> None:
+    """Compile, or load, every kernel now: processes that are forked later inherit them."""
+    ops = np.arange(6)
+    graph = OpGraph.build(
+        "warm", [f"op{n}" for n in ops], ops, 1 + ops, [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)]
+    )
+    links = tuple(Link(a, b, 1e-3, 1e3) for a in "ab" for b in "ab" if a != b)
+    seconds = np.repeat(1.0 + ops[:, None], 2, axis=1)
+    profile = Profile(("a", "b"), seconds, 0 * seconds, links)
+    # Where memory may be too small, and where it never is: orders are searched only there.
+    for memory, objective in itertools.product((40, 2**40), objectives):
+        devices = tuple(Device(x, "acc", memory_bytes=memory, busy_w=2.0, idle_w=1.0) for x in "ab")
+        cluster = Cluster("warm", devices, links)
+        for name in names:
+            try:
+                budgeted(name, 0.2)(Problem(graph, cluster, profile, objective))
+            except Exception as error:  # will come up again where it is reported
+                say(f"{name} cannot do {objective}: {error}")

@@ -1,0 +1,165 @@
+"""Tables of studies: columns that are declared once, figures, and the statistics in them."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import numpy as np
+
+R = TypeVar("R")
+DASH = "–"
+
+
+class Column(NamedTuple):
+    """A column of a table: its head, and what it shows of a row.
+
+    ``of`` is the name of a field, or a function of the row. A figure has ``digits`` after the
+    point, ``scale`` times its value, and a ``unit``; whole numbers without ``digits`` and texts are
+    shown as they are, None and what is not finite as a dash.
+    """
+
+    head: str
+    of: str | Callable[[Any], Any]
+    digits: int | None = None
+    scale: float = 1.0
+    unit: str = ""
+
+    def cell(self, row: Any) -> str:
+        """The text for a row."""
+        if callable(self.of):
+            value = self.of(row)
+        else:
+            value = row[self.of] if isinstance(row, Mapping) else getattr(row, self.of)
+        if isinstance(value, str) or (isinstance(value, int) and self.digits is None):
+            return str(value)
+        return number(value, 3 if self.digits is None else self.digits, self.scale, self.unit)
+
+
+def table(rows: Iterable[Any], *columns: Column) -> str:
+    """A Markdown table; the first column is a name, the others are figures."""
+    return to_table([c.head for c in columns], [[c.cell(row) for c in columns] for row in rows])
+
+
+def to_table(header: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
+    """The same from texts."""
+
+    def line(words: Sequence[str]) -> str:
+        return "| " + " | ".join(w.replace("|", "\\|").replace("\n", " ") for w in words) + " |"
+
+    rule = "|---|" + "---:|" * (len(header) - 1)
+    return "\n".join([line(header), rule, *map(line, cells)]) + "\n"
+
+
+def number(value: float | None, digits: int = 3, scale: float = 1.0, unit: str = "") -> str:
+    """A figure of a table; a dash where there is none."""
+    if value is None or not np.isfinite(value):
+        return DASH
+    return f"{scale * value:.{digits}f}{unit}"
+
+
+def groups(rows: Iterable[R], *names: str) -> dict[Any, list[R]]:
+    """Rows by the value of a field (of several: by the tuple), in the order of the rows."""
+    parts: dict[Any, list[R]] = {}
+    for row in rows:
+        key = tuple(getattr(row, name) for name in names)
+        parts.setdefault(key if len(names) > 1 else key[0], []).append(row)
+    return parts
+
+
+# --- CSV -----------------------------------------------------------------------------------------
+
+
+def to_csv(rows: Sequence[Any]) -> str:
+    """One line per row (a dataclass), one column per field; empty where None.
+
+    A field with ``metadata={"csv": False}`` is left out.
+    """
+    text = io.StringIO()
+    names = [f.name for f in fields(rows[0]) if f.metadata.get("csv", True)]
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(asdict, rows))
+    return text.getvalue()
+
+
+def read_csv(kind: type[R], path: Path) -> list[R]:
+    """What ``to_csv`` wrote of rows of this kind; none where there is no such file."""
+    if not path.is_file():
+        return []
+    assert is_dataclass(kind)
+    hints = {name: str(hint) for name, hint in get_type_hints(kind).items()}
+    with path.open(encoding="utf-8", newline="") as file:
+        return [
+            kind(**{name: _value(text, hints[name]) for name, text in line.items()})
+            for line in csv.DictReader(file)
+        ]
+
+
+def _value(text: str, kind: str) -> Any:
+    if "str" in kind and "dict" not in kind:
+        return text
+    if not text:
+        return None
+    return float(text) if kind.startswith(("float", "<class 'float")) else ast.literal_eval(text)
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A geometric mean and its 95 % interval; ``count`` problems."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+    def percent(self, digits: int = 1) -> str:
+        """``-3.3 % (-4.0 to -2.5)``: how far from 1."""
+        value, low, high = (100 * (x - 1) for x in (self.value, self.low, self.high))
+        return f"{value:+.{digits}f} % ({low:+.{digits}f} to {high:+.{digits}f})"
+
+    def ratio(self, digits: int = 3) -> str:
+        """``1.023 (1.010 to 1.041)``; a dash for no problem."""
+        if not self.count:
+            return DASH
+        return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+def geometric(by_problem: Mapping[Any, Sequence[float]], resamples: int = 4000) -> Mean:
+    """Over seeds, then over problems. The interval resamples problems, then seeds of each."""
+    logs = [np.log(np.asarray(v, float)) for v in by_problem.values()]
+    if not logs:
+        return Mean(np.nan, np.nan, np.nan, 0)
+    rng = np.random.default_rng(0)
+    # Means of resampled seeds for every problem, then of resampled problems.
+    means = np.stack([x[rng.integers(len(x), size=(resamples, len(x)))].mean(1) for x in logs], 1)
+    chosen = rng.integers(len(logs), size=means.shape)
+    drawn = np.take_along_axis(means, chosen, axis=1).mean(axis=1)
+    low, high = np.exp(np.percentile(drawn, [2.5, 97.5]))
+    return Mean(
+        float(np.exp(np.mean([x.mean() for x in logs]))), float(low), float(high), len(logs)
+    )
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of values that are all above 0."""
+    return float(np.exp(np.mean(np.log(list(values)))))
+
+
+def share(flags: Sequence[bool]) -> tuple[float, float, float]:
+    """Share of true ones with Wilson's 95 % interval."""
+    n, z = len(flags), 1.959964
+    if n == 0:
+        return np.nan, np.nan, np.nan
+    p = sum(flags) / n
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return p, max(0.0, float(middle - half)), min(1.0, float(middle + half))
