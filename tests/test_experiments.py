@@ -285,7 +285,6 @@ SMALL = {
     "fidelity": "tiny_cnn --placements 9 --rounds 1 --minutes 0 --repeats 1",
     "measured": "tiny_cnn --quick",
     "side_by_side": "--ways serial --evaluations 2 --layers 2 --width 4",
-    "rollouts": "--ways serial --operators 100 --steps 64",
     "scale_out": "--devices 2 9 --operators 100 --seconds 0.2",
 }
 RESUMED = ("fidelity", "measured", "scale_out", "learned.__main__")
@@ -300,7 +299,6 @@ SAYS = {
     "fidelity": r"\| tiny_cnn \| 9 \| 1 \|(?s:.*)without slowing down of busy neighbours",
     "measured": r"\| tiny_cnn \| measured_search \| 12 \| \d\.\d+ \(\d",
     "side_by_side": r"8 operators\s(?s:.*)\| serial \| .* \| 1\.00 \| yes \|",
-    "rollouts": r"\| guided_search \| serial \| .* \| 1\.00 \| yes \|",
     "scale_out": r"\| policy \(one shot\) \| [\d.]+ s, (?s:.*)\| replicated \| 100 \| 9 \|",
 }
 
