@@ -9,8 +9,6 @@ profile of 10 rounds, measured once and kept.
 * **One run** is one execution of one placement: 2 micro-batches to warm up, then 16 in a pipeline,
   or the median of 4 alone. Re-measured incumbents and finalists count.
 * **measured_search**: 100 runs in all, the single devices and the finals included; seeds 0 to 4.
-* **simulator alone** (ablation): the same 100 runs, proposals and seeds, without the residual: the
-  simulator ranks, the lowest median wins.
 * **random, 500**: 500 different placements run once each, every second scattered, the others one
   cut in operator order, shares of the devices drawn uniformly; what is spent on re-measuring the
   incumbent (32 runs) is not counted. Its 5 fastest are finalists, and the best of *their final
@@ -43,17 +41,16 @@ from experiments.study import Option, Options, Study, StudyError, run, say
 from experiments.tables import Column, number, table, to_csv
 from placement.compare import SINGLE
 from placement.measured_search import search_measured
-from placement.planners._search import single_devices
+from placement.planners._search import random_placements, single_devices
 from placement.planners.macro_search import MacroSearch
 from placement.problem import Placement, Problem
-from placement.residual import random_placements
 from placement.simulator import score
 from placement.trials import Runtime, Trials
 
 # Periods, where one cut in operator order is next to the best there is, so that random cuts find
 # it; and a latency, where two devices must work on branches at the same time.
 WORKLOADS = ("bert_tiny_hidden128", "inception:latency", "inception")
-OURS, RANKED, RANDOM, NONE = "measured_search", "simulator alone", "random", "no measurement"
+OURS, RANDOM, NONE = "measured_search", "random", "no measurement"
 EQUAL = "random, equal budget"
 CHOSEN = "random, by its own runs"
 _TOP = 5  # of the random placements are finalists
@@ -176,17 +173,16 @@ def compete(
         few = min(budget.measurements, len(drawn))
         entries[EQUAL, pool, few] = drawn[np.argmin(levels[:few])]
     for seed in range(budget.seeds):
-        for way in (OURS, RANKED):
-            say(f"{name}: {way}, seed {seed}")
-            path = folder / f"{way.replace(' ', '_')}-{seed}.jsonl"
-            answer = search_measured(
-                Trials(problem, runtime, measurements=budget.measurements, path=path),
-                learned=way == OURS,
-                evaluations=budget.evaluations,
-                seed=seed,
-            )
-            entries[way, seed, budget.measurements] = answer.placement
-            points += [Point(name, way, seed, *p) for p in answer.stats["curve"]]
+        say(f"{name}: {OURS}, seed {seed}")
+        trials = Trials(
+            problem,
+            runtime,
+            measurements=budget.measurements,
+            path=folder / f"{OURS}-{seed}.jsonl",
+        )
+        answer = search_measured(trials, evaluations=budget.evaluations, seed=seed)
+        entries[OURS, seed, budget.measurements] = answer.placement
+        points += [Point(name, OURS, seed, *p) for p in answer.stats["curve"]]
     seconds = finals(problem, runtime, entries, folder / "finals.jsonl", budget.rounds)
     return *judge(name, problem, entries, seconds), points
 

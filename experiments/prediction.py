@@ -38,10 +38,10 @@ from placement.latency import Sample
 from placement.latency.roofline import Roofline
 from placement.measure import measure
 from placement.measure_within import correction
+from placement.planners._search import random_placements
 from placement.problem import Placement, Problem
 from placement.profile import Profile
 from placement.program import capture
-from placement.residual import random_placements
 from placement.simulator import evaluate
 
 METHODS = ("roofline", "polynomial", "trees")

@@ -1,19 +1,25 @@
-"""Search with few real measurements: the simulator proposes, a learned residual chooses."""
+"""Search with few real measurements: the simulator proposes, measurement decides."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement.planners import PlannerError, load
-from placement.planners._search import Choice, can_move, moves, single_devices
+from placement.planners._search import (
+    Choice,
+    can_move,
+    moves,
+    random_placements,
+    single_devices,
+)
 from placement.planners.macro_search import MacroSearch
 from placement.problem import Placement, Solution
-from placement.residual import Features, Residual, fit, random_placements
 from placement.simulator import score
 from placement.trials import TrialError, Trials
 
@@ -22,16 +28,14 @@ Progress = Callable[[str, float | None], None]  # (what is being done, share don
 
 BATCH = 4  # new measurements of a round, beside the incumbent
 _START = 8  # times as many simulated placements go into the first answer as into a round
-# Placements of other kinds than a search's, which are many small pieces: a residual that has seen
-# one kind only does not know what the pieces themselves cost.
+# Placements of other kinds than a search's, which are many small pieces: the simulator may be
+# wrong about what these have in common.
 _OTHERS = ("contiguous_dp", "balanced_split", "pipedream", "level_balance", "heft")
 _TYPICAL = 100  # measurements, where only seconds limit them
 _DESIGN = 0.12  # of the measurements are for those, and for random ones, before anything is chosen
 _DRAWN = 0.25  # of the proposals of a round are random placements
-_POOL = 256  # of the proposals, those among which the next measurements are chosen
 _PARENTS = 16  # the best so far, from which proposals come
 _CHILDREN = 64  # proposals between two looks at who is best
-_BOLD = 1.0  # standard deviations below the mean by which proposals are ranked
 _FINAL = 0.3  # of the measurements are for the finalists, who take turns
 _FINALISTS = 5
 
@@ -40,7 +44,6 @@ def search_measured(
     trials: Trials,
     start: ArrayLike | None = None,
     *,
-    learned: bool = True,
     evaluations: int = 1024,
     seed: int = 0,
     progress: Progress | None = None,
@@ -49,22 +52,17 @@ def search_measured(
 
     First run: what was given to start with, the answer of ``macro_search`` on the simulator, every
     single device, and an eighth of the budget of other kinds: constructed placements, and the
-    best simulated of random cuts and scatterings. Then, round after round, a posterior over the
-    ratio of measured to simulated time is fitted to all runs (``placement.residual``);
-    ``evaluations`` placements, random ones and macro moves around the best, are ranked by
-    simulated time x expected ratio, optimistic by one standard deviation; those with the largest
-    expected improvement over the incumbent run next, one after another as if each had given what
-    is expected of it. An earlier placement may be chosen again: to be sure is an improvement too.
-    The rest of the budget is for the finalists, who take turns. The answer has the lowest
-    posterior mean of those that have run.
+    best simulated of random cuts and scatterings. Then, round after round, ``evaluations``
+    placements, random ones and macro moves around the best, are simulated, and the fastest of
+    those that have not run are measured beside the incumbent. The rest of the budget is for the
+    finalists, who take turns. The answer has the lowest median of those that have run. (To choose
+    by a learned ratio of measured to simulated time was no better: experiments/LOG.md.)
 
     No decision depends on the clock: with a file, ``Trials`` continue where they were.
 
     Args:
         trials: with a budget, of a problem whose objective is measured.
         start: int32 ``[K, N]`` placements to begin with, e.g. a planner's answer.
-        learned: False leaves the ratio out: the simulator alone ranks, and the lowest median
-            wins (the ablation).
         evaluations: simulated placements per round.
         seed: of the proposals.
         progress: told what is being done.
@@ -72,15 +70,15 @@ def search_measured(
     Returns:
         Solution: ``value_s`` is simulated; ``stats`` has ``measured_s`` and
         ``measured_single_s`` (of the best single device, inf if none fits), ``measurements``,
-        ``seconds``, ``evaluations`` (simulated ones), ``curve`` (measurements, measured
-        seconds of the incumbent then) and ``residual`` (standard deviations of its parts).
+        ``seconds``, ``evaluations`` (simulated ones) and ``curve`` (measurements, measured
+        seconds of the incumbent then).
 
     Raises:
         TrialError: no budget, or nothing fits in memory.
     """
     if trials.measurements is None and trials.seconds is None:
         raise TrialError("trials need a budget: Trials(..., measurements=100)")
-    state = _State(trials, learned, evaluations, seed)
+    state = _State(trials, evaluations, seed)
     say = progress or (lambda what, share: None)
     first = state.first(start)
     singles = {p.tobytes() for p in single_devices(trials.problem)[:, trials.problem.graph.group]}
@@ -108,8 +106,6 @@ def search_measured(
         "evaluations": state.num_evaluations,
         "curve": state.curve,
     }
-    if state.residual is not None:
-        told["residual"] = state.residual.std
     value_s = float(score(trials.problem, state.incumbent)[0])
     return Solution(state.incumbent, value_s, None, told)
 
@@ -118,24 +114,21 @@ class _State:
     """What is known in the middle of a search.
 
     Attributes:
-        levels: float64 ``[K]`` measured seconds of the placements that ran, as believed.
+        levels: float64 ``[K]`` measured seconds of the placements that ran.
         incumbent: int32 ``[N]`` the lowest of them, ``best_s``.
     """
 
-    def __init__(self, trials: Trials, learned: bool, evaluations: int, seed: int) -> None:
+    def __init__(self, trials: Trials, evaluations: int, seed: int) -> None:
         self.began = time.perf_counter()
         self.trials = trials
-        self.learned = learned
         self.evaluations = evaluations
         self.rng = np.random.default_rng(seed)
         self.seed = seed
         self.num_evaluations = 0
         self.curve: list[tuple[int, float]] = []
-        self.residual: Residual | None = None
         self.levels: Floats = np.zeros(0)
         self.incumbent: Placement
         self.best_s = np.inf
-        self._features: Features | None = None
         self._propose = moves(trials.problem) if can_move(trials.problem) else None
 
     def first(self, start: ArrayLike | None) -> Placement:
@@ -158,15 +151,15 @@ class _State:
         """Constructed placements, and of random cuts and scatterings those simulated best."""
         problem, left = self.trials.problem, self.trials.num_left
         most = int(_DESIGN * (left if np.isfinite(left) else _TYPICAL))
-        found: list[Placement] = []
+        rows: list[Placement] = []
         for name in _OTHERS[:most]:
             with suppress(PlannerError):
-                found.append(load(name)(problem).placement)
+                rows.append(load(name)(problem).placement)
         drawn = random_placements(problem, self.evaluations, self.rng)
         order = np.argsort(self.simulate(list(drawn)), kind="stable")
         for kind in range(2):
-            found += list(drawn[order[order % 2 == kind][: max(0, most - len(_OTHERS)) // 2]])
-        return found
+            rows += list(drawn[order[order % 2 == kind][: max(0, most - len(_OTHERS)) // 2]])
+        return rows
 
     def simulate(self, placements: Sequence[Placement]) -> Floats:
         """float64 ``[B]`` the simulator's seconds, worked out once each."""
@@ -176,18 +169,10 @@ class _State:
         return seconds
 
     def learn(self) -> None:
-        """Believe what has been measured."""
-        samples, levels = self.trials.samples, self.trials.levels
-        self.levels = levels
-        if self.learned and np.isfinite(levels).any():
-            simulated = self.simulate(list(samples.placements))
-            if self._features is None:
-                self._features = Features.of(self.trials.problem, float(simulated.min()))
-            self.residual = fit(self._features, samples, simulated, self.residual)
-            mean, _ = self.residual.predict(samples.placements, simulated)
-            self.levels = np.where(np.isfinite(levels), simulated * np.exp(mean), np.inf)
+        """Note what has been measured."""
+        placements, self.levels = self.trials.samples.placements, self.trials.levels
         best = int(np.argmin(self.levels))
-        self.incumbent, self.best_s = samples.placements[best], float(self.levels[best])
+        self.incumbent, self.best_s = placements[best], float(self.levels[best])
         self.curve.append((self.trials.num_measurements, self.best_s))
 
     def finalists(self) -> Placement:
@@ -195,36 +180,14 @@ class _State:
         return self.trials.samples.placements[np.argsort(self.levels, kind="stable")[:_FINALISTS]]
 
     def choose(self) -> list[Placement]:
-        """What to measure next beside the incumbent, at most ``BATCH`` placements."""
-        pool = np.array(self._pool())
-        if not len(pool):
-            return []
-        simulated = self.simulate(list(pool))
-        if self.residual is None:
-            return list(pool[np.argsort(simulated, kind="stable")[:BATCH]])
-        mean, covariance = self.residual.joint(pool, simulated)
-        mean = mean + np.log(simulated)
-        noise = self.residual.std["noise"] ** 2
-        aim, chosen = np.log(self.best_s), list[int]()
-        for _ in range(min(BATCH, len(pool))):
-            gain = expected_improvement(mean, np.sqrt(np.maximum(covariance.diagonal(), 0)), aim)
-            gain[chosen] = -1.0
-            k = int(np.argmax(gain))
-            chosen.append(k)
-            # As if it had given its mean: less is unknown of those like it.
-            column = covariance[:, k]
-            covariance = covariance - np.outer(column, column) / (column[k] + noise)
-        return list(pool[chosen])
+        """What to measure next beside the incumbent: the best ``BATCH`` that have not run.
 
-    def _pool(self) -> list[Placement]:
-        """The most promising placements found, the incumbent not among them.
-
-        Those that have run are, if what they take is learned.
+        Proposals come from the best so far, at first those that measured fastest.
         """
         assert self._propose is not None
         group = self.trials.problem.graph.group
         first = np.unique(group, return_index=True)[1]
-        measured = self.trials.samples.placements
+        ran = self.trials.samples.placements
         costs: dict[bytes, float] = {}
         choices: dict[bytes, Choice] = {}
 
@@ -232,11 +195,10 @@ class _State:
             new = {c.tobytes(): c for c in rows if c.tobytes() not in costs}
             if new:
                 choices.update(new)
-                costs.update(
-                    zip(new, self._cost(np.array(list(new.values()))[:, group]), strict=True)
-                )
+                simulated = self.simulate(list(np.array(list(new.values()))[:, group]))
+                costs.update(zip(new, simulated.tolist(), strict=True))
 
-        add(list(measured[np.argsort(self.levels, kind="stable")[:_PARENTS]][:, first]))
+        add(list(ran[np.argsort(self.levels, kind="stable")[:_PARENTS]][:, first]))
         drawn = int(_DRAWN * self.evaluations)
         add(list(random_placements(self.trials.problem, drawn, self.rng)[:, first]))
         left = self.evaluations - drawn
@@ -252,35 +214,7 @@ class _State:
                 rows.append(choice)
             add(rows)
             left -= len(rows)
-        barred = {self.incumbent.tobytes()}
-        if self.residual is None:
-            barred |= {p.tobytes() for p in measured}
+        barred = {p.tobytes() for p in ran}
         best = sorted((k for k in costs if np.isfinite(costs[k])), key=costs.__getitem__)
-        found = [np.ascontiguousarray(choices[k][group]) for k in best[: _POOL + len(barred)]]
-        return [p for p in found if p.tobytes() not in barred][:_POOL]
-
-    def _cost(self, placements: Placement) -> list[float]:
-        """What proposals are ranked by: log seconds, inf where they do not fit."""
-        simulated = self.simulate(list(placements))
-        cost = np.full(len(simulated), np.inf)
-        good = np.isfinite(simulated)
-        cost[good] = np.log(simulated[good])
-        if self.residual is not None and good.any():
-            mean, std = self.residual.predict(placements[good], simulated[good])
-            cost[good] += mean - _BOLD * std
-        return cost.tolist()
-
-
-def expected_improvement(mean: Floats, std: Floats, aim: float) -> Floats:
-    """float64 ``[B]``: by how much normal values are expected to be below ``aim``, or 0.
-
-    Jones, Schonlau, Welch: "Efficient global optimization of expensive black-box functions",
-    J. Global Optimization 13, 1998.
-    """
-    from scipy.special import ndtr
-
-    std = np.maximum(std, 1e-12)
-    z = (aim - mean) / std
-    density = np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)
-    gain: Floats = (aim - mean) * ndtr(z) + std * density
-    return gain
+        fastest = (np.ascontiguousarray(choices[k][group]) for k in best)
+        return list(islice((p for p in fastest if p.tobytes() not in barred), BATCH))

@@ -437,8 +437,8 @@ def test_ours_against_random_on_a_machine_unlike_the_simulator(tmp_path: Path) -
     assert by_way[measured.RANDOM].against_random == (1.0, 1.0, 1.0)
     assert max(by_way[f"{measured.SINGLE}{d}"].gain[0] for d in "ab") == pytest.approx(1.0)
     assert [r.num_runs for r in rows if r.way == measured.OURS] == [40, 40]
-    # 100 random ones and their incumbents, 4 searches, and at most 13 finalists three times.
-    assert 100 + 6 + 4 * 40 < len(runtime.runs) <= 100 + 6 + 4 * 40 + 3 * 13
+    # 100 random ones and their incumbents, 2 searches, and at most 13 finalists three times.
+    assert 100 + 6 + 2 * 40 < len(runtime.runs) <= 100 + 6 + 2 * 40 + 3 * 13
     # Twice, then 2 and 8 times as fast; one interrupted round of five does not count.
     assert measured.interval(np.full((5, 3), np.log(2))) == pytest.approx((2.0, 2.0, 2.0))
     logs = np.log(np.tile([2.0, 8.0], (5, 1)))

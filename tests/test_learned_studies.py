@@ -266,7 +266,7 @@ def test_every_problem_that_was_measured_is_a_goal_of_its_own(tmp_path: Path) ->
         ("a", measured.OURS, 1.5, 0.96),
         ("a", measured.OURS, 1.5, 1.02),
         ("b:latency", measured.OURS, 1.4, 1.2),
-        ("b:latency", "simulator alone", 1.4, 0.7),
+        ("b:latency", "random", 1.4, 0.7),
     )
     rows = [measured.Row(n, w, 0, 1, 1.0, 1.0, gain, 1, 1, against, 1, 1)
             for n, w, gain, against in ways]  # fmt: skip

@@ -554,6 +554,24 @@ def supported_choice(problem: Problem, choice: Choice) -> Choice:
     return np.where(bad, able.argmax(axis=1), choice).astype(np.int32)
 
 
+def random_placements(problem: Problem, count: int, rng: np.random.Generator) -> Placement:
+    """int32 ``[count, N]``: every second scattered, the others cut in operator order.
+
+    Both draw a share of the colocation groups for each device from a flat Dirichlet
+    distribution. Groups that cannot run where they were put go to the first device that can.
+    """
+    allowed = np.isfinite(problem.group_compute_s)
+    groups, devices = allowed.shape
+    choices = np.empty((count, groups), np.int32)
+    for i in range(count):
+        choice = rng.choice(devices, groups, p=rng.dirichlet(np.ones(devices)))
+        if i % 2:
+            choice = rng.permutation(devices)[np.sort(choice)]
+        legal = allowed[np.arange(groups), choice]
+        choices[i] = np.where(legal, choice, allowed.argmax(axis=1))
+    return choices[:, problem.graph.group]
+
+
 def random_choice(rng: np.random.Generator, allowed: NDArray[np.bool_]) -> Choice:
     """int32 ``[G]``: every group on a device drawn uniformly from those that can run it."""
     return np.where(allowed, rng.random(allowed.shape), -1.0).argmax(axis=1).astype(np.int32)
