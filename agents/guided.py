@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -15,6 +14,7 @@ from agents.store import GraphStore
 from envs import _guided
 from envs.guided import begin, state_of, tables_of
 from envs.guided import search as take_steps
+from placement.jit import loads
 from placement.planners import _order
 from placement.planners._search import Search, can_move, two_operators
 from placement.problem import Problem
@@ -198,7 +198,7 @@ def anneal(
     return made
 
 
-@cache
+@loads
 def load_kernel() -> None:
     """Compile the search, or read it from its cache: once, and outside of every budget."""
     search = Search(two_operators(), evaluations=8)

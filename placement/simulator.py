@@ -43,8 +43,8 @@ from math import isclose
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement import objectives
-from placement.problem import ROUNDING, Placement, Problem, Solution
+from placement import kernels, objectives
+from placement.problem import ROUNDING, Placement, Problem, Solution, host_of
 from placement.schedule import Schedule
 from placement.timeline import Timeline, steady_period
 
@@ -93,52 +93,26 @@ def simulate(
         ProblemError: the placement is not one (shape, device, support, colocation).
         ScheduleError: the schedule does not fit, or deadlocks.
     """
-    from placement import kernels
-
     p, m = _checked(problem, placement, schedule, num_microbatches)
-    order, order_ptr = _flat_order(problem, schedule)
-    sent = _num_transfers(problem, p) * m
-    start, end = np.empty((m, problem.num_ops)), np.empty((m, problem.num_ops))
-    transfers = np.empty((sent, 4), np.int32)
-    transfer_start, transfer_end = np.empty(sent), np.empty(sent)
-    finish, (busy, asleep) = np.empty(m), np.empty((2, problem.num_devices))
-    peak = np.empty(problem.num_devices, np.int64)
-    tables = kernels.tables(problem)
-    g, window = problem.graph, m if schedule is not None else min(m, problem.max_in_flight)
-    state = kernels.scratch(
-        g.num_ops,
-        g.num_tensors,
-        len(g.use_dst),
-        problem.num_devices,
-        problem.num_channels,
-        window,
-        m,
-        True,
-    )
-    status = kernels.run(
-        tables,
-        state,
-        p,
-        durations(problem, p, m),
-        beside(problem, p, m),
-        m,
-        window,
-        order,
-        order_ptr,
-        finish,
-        busy,
-        asleep,
-        True,
-        peak,
-        start,
-        end,
-        transfers,
-        transfer_start,
-        transfer_end,
-    )
+    window = m if schedule is not None else min(m, problem.max_in_flight)
+    order, sent = _flat_order(problem, schedule), _num_transfers(problem, p) * m
+    run = kernels.state_of(problem, m, window, True, order, sent)
+    run.placement[:] = p
+    run.seconds[:], run.beside_s[:] = durations(problem, p, m), beside(problem, p, m)
+    status = kernels.run(kernels.tables(problem), run)
     assert status == 0, "a topological order cannot deadlock, and schedules were checked"
-    peak += problem.param_bytes_on(p)
-    return _timeline(problem, p, start, end, transfers, transfer_start, transfer_end, peak)
+    run.peak[:] += problem.param_bytes_on(p)
+    return Timeline(
+        device_names=problem.cluster.device_names,
+        placement=p,
+        start_s=run.start,
+        end_s=run.end,
+        transfers=run.transfers,
+        transfer_start_s=run.transfer_start,
+        transfer_end_s=run.transfer_end,
+        peak_bytes=run.peak,
+        power=problem.power,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,32 +182,17 @@ class _Runs:
 
 
 def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _Runs:
-    from placement import kernels
-
     p = problem.as_batch(placements)
-    finish, busiest = np.empty((len(p), num_microbatches)), np.empty(len(p))
-    track = problem.memory_may_bind
+    m, track = num_microbatches, problem.memory_may_bind
+    finish, busiest = np.empty((len(p), m)), np.empty(len(p))
     peak = np.zeros((len(p), problem.num_devices), np.int64)
     busy, asleep = np.zeros((2, len(p), problem.num_devices))
-    kernels.run_batch(
-        kernels.tables(problem),
-        p,
-        problem.compute_s,
-        problem.loaded_s,
-        problem.profile.batch_s,
-        num_microbatches,
-        min(num_microbatches, problem.max_in_flight),
-        track,
-        finish,
-        busiest,
-        busy,
-        asleep,
-        peak,
-    )
+    state = kernels.state_of(problem, m, min(m, problem.max_in_flight), track)
+    kernels.run_batch(kernels.tables(problem), state, p, finish, busiest, busy, asleep, peak)
     ok = np.isfinite(busiest)
     value = np.full(len(p), np.inf)
     value[ok] = steady_period(finish[ok], busiest[ok])
-    run_s = np.where(ok, finish.max(axis=1) / num_microbatches, np.inf)
+    run_s = np.where(ok, finish.max(axis=1) / m, np.inf)
     if not track:
         return _Runs(value, run_s, busy, asleep, None, ok)
     for i in np.flatnonzero(ok):
@@ -327,14 +286,6 @@ def _flat_order(
     return flat, np.cumsum([0, *sizes]).astype(np.int32)
 
 
-def host_of(problem: Problem) -> tuple[int, NDArray[np.bool_]]:
-    """The device that model inputs come from, and bool ``[D]`` which share its memory."""
-    is_cpu = np.array([d.kind == "cpu" for d in problem.cluster.devices])
-    if not is_cpu.any():
-        return 0, np.ones(problem.num_devices, bool)
-    return int(np.argmax(is_cpu)), is_cpu
-
-
 def _num_transfers(problem: Problem, placement: Placement) -> int:
     """Transfers of one micro-batch: distinct (tensor, remote consumer device)."""
     g = problem.graph
@@ -343,29 +294,6 @@ def _num_transfers(problem: Problem, placement: Placement) -> int:
     at = np.where(src >= 0, placement[src], host)
     remote = np.where(src >= 0, at != dst, ~shares[dst])
     return len(np.unique(g.use_tensor[remote] * np.int64(problem.num_devices) + dst[remote]))
-
-
-def _timeline(
-    problem: Problem,
-    placement: Placement,
-    start: Floats,
-    end: Floats,
-    transfers: NDArray[np.int32],
-    transfer_start: Floats,
-    transfer_end: Floats,
-    peak: NDArray[np.int64] | None,
-) -> Timeline:
-    return Timeline(
-        device_names=problem.cluster.device_names,
-        placement=placement,
-        start_s=start,
-        end_s=end,
-        transfers=transfers,
-        transfer_start_s=transfer_start,
-        transfer_end_s=transfer_end,
-        peak_bytes=peak,
-        power=problem.power,
-    )
 
 
 def simulate_reference(
@@ -510,7 +438,17 @@ def simulate_reference(
     rows = np.array([s[:4] for s in sent], np.int32).reshape(-1, 4)
     begin, finish = np.array([s[4] for s in sent]), np.array([s[5] for s in sent])
     peak = _peak_bytes_reference(problem, p, admitted_s, taken, end, rows, begin, finish)
-    return _timeline(problem, p, start, end, rows, begin, finish, peak)
+    return Timeline(
+        device_names=problem.cluster.device_names,
+        placement=p,
+        start_s=start,
+        end_s=end,
+        transfers=rows,
+        transfer_start_s=begin,
+        transfer_end_s=finish,
+        peak_bytes=peak,
+        power=problem.power,
+    )
 
 
 def _peak_bytes_reference(

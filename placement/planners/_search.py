@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,13 @@ from numpy.typing import ArrayLike, NDArray
 from placement import objectives
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
+from placement.jit import loading_s, loads
+from placement.objective_kernels import apply_moves, fill_state, undo_moves
 from placement.planners import PlannerError, load
-from placement.problem import Objective, Placement, Planner, Problem, Solution
+from placement.problem import Objective, Placement, Planner, Problem, Solution, host_of
 from placement.profile import Profile
 from placement.schedule import Schedule, in_sequence
-from placement.simulator import evaluate, host_of, score, simulate, value_of
+from placement.simulator import evaluate, score, simulate, value_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -36,8 +37,8 @@ class Search:
     device of each group. Its *cost* is the objective in seconds where it fits in memory, and
     otherwise larger than every objective and growing with the bytes that do not fit.
 
-    The first evaluation is always made, so that there is always an answer. The clock starts
-    when the simulator's kernel is loaded.
+    The first evaluation is always made, so that there is always an answer. The clock stands
+    still while kernels are loaded.
 
     Raises:
         PlannerError: a budget that is not positive.
@@ -71,8 +72,8 @@ class Search:
         self._run = (
             replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
         )
-        _load_kernels(problem.objective)
-        self._started = time.perf_counter()
+        load_kernels(problem.objective)
+        self._started = time.perf_counter() - loading_s()
 
     @property
     def best_s(self) -> float:
@@ -81,8 +82,8 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the search began."""
-        return time.perf_counter() - self._started
+        """Seconds since the search began, without those in which kernels were loaded."""
+        return time.perf_counter() - loading_s() - self._started
 
     @property
     def used(self) -> float:
@@ -287,8 +288,6 @@ class Position:
         """Stand at a choice whose cost is known."""
         self.choice, self.cost = choice.copy(), cost
         if self._moves is not None:
-            from placement.objective_kernels import fill_state
-
             self._moves.state[0][:] = choice
             fill_state(self._moves.tables, self._moves.state)
 
@@ -309,8 +308,6 @@ class Position:
     def keep(self) -> None:
         """Make the move that was tried last."""
         if self._moves is not None:
-            from placement.objective_kernels import apply_moves
-
             moved = np.flatnonzero(self._then != self.choice)
             apply_moves(*self._moves_args(moved, self._then[moved]))
         self.choice, self.cost = self._then, self._then_cost
@@ -320,8 +317,6 @@ class Position:
         return self._moves.tables, self._moves.state, groups.astype(np.int32), devices, len(groups)
 
     def _load_cost(self, groups: NDArray[np.intp], device: int) -> float:
-        from placement.objective_kernels import apply_moves, undo_moves
-
         assert self._moves is not None
         old = int(self.choice[groups[0]])
         _, load_s, held, _, _ = self._moves.state
@@ -363,34 +358,16 @@ def two_operators() -> Problem:
     return Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "latency")
 
 
-@cache
-def _load_kernels(objective: Objective) -> None:
-    """Compile what scores and what starts are made with, or read it from its cache.
-
-    Once, and outside of every budget.
-    """
-    from placement.planners import ideal_dp
-    from placement.planners._list_schedule import ListSchedule
-
-    ideal_dp.load_kernels()
-    graph = OpGraph.build("one", ["one"], [], [], [])
-    profile = Profile(("one",), np.zeros((1, 1)), np.zeros((1, 1)))
-    one = Problem(graph, Cluster("one", (Device("one"),)), profile)
-    evaluate(one, [[0]])
-    simulate(one, [0])
-    nothing = np.full(1, -1, np.int32)
-    ListSchedule(one).place([0])
-    ListSchedule(one).place_first_to_start(np.zeros(1), nothing)
-    ListSchedule(one).balance([0], nothing + 1, None)
-    if objective in objectives.ANALYTIC:
-        score(one.with_objective(objective), [[0]])
+@loads
+def load_kernels(objective: Objective) -> None:
+    """What scores are made with."""
+    problem = two_operators().with_objective(objective)
+    score(problem, [[0, 0]])
     if objective == "max_load":
-        from placement.objective_kernels import apply_moves, undo_moves
-
-        moved = objectives.LoadMoves(one.with_objective(objective), [0])
+        position = objectives.LoadMoves(problem, [0, 0])
         none = np.zeros(0, np.int32), np.zeros(0, np.int32), 0
-        apply_moves(moved.tables, moved.state, *none)
-        undo_moves(moved.tables, moved.state, *none, 0, 0)
+        apply_moves(position.tables, position.state, *none)
+        undo_moves(position.tables, position.state, *none, 0, 0)
 
 
 def why_infinite(problem: Problem, placement: Placement) -> str:

@@ -9,7 +9,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
+from placement.jit import loads
 from placement.objective_kernels import move_tables
 from placement.objectives import Blocks, blocks, device_loads
 from placement.planners import PlannerError, _ideals, check_least
@@ -675,7 +675,7 @@ def _nothing_fits(problem: Problem, verb: str) -> str:
     return f"no contiguous split of {need} bytes of parameters {verb} in memory (bytes: {devices})"
 
 
-@cache
+@loads
 def load_kernels() -> None:
     """Compile the kernels, or read them from their cache: once, outside of every budget."""
     graph = OpGraph.build("two", ["a", "b"], [0], [0], [(0, 1)])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.jit import loads
 from placement.objective_kernels import piecewise_scratch, piecewise_tables
 from placement.objectives import ANALYTIC, LoadMoves
 from placement.planners import PlannerError, _macro, check_least
@@ -264,7 +264,7 @@ def _random(seed: int) -> NDArray[np.uint64]:
     return np.random.default_rng(seed).integers(1, 2**64, 1, dtype=np.uint64)
 
 
-@cache
+@loads
 def _load_kernel() -> None:
     """Compile the kernels, or read them from their cache: once, and outside of every budget."""
     problem = two_operators().with_objective("max_load")
