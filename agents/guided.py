@@ -187,11 +187,11 @@ def anneal(
             search.num_evaluations += 1
         part, before = min(progress - this, 1.0), search.seconds
         steps = int(max(1, min(most, slice_s * rate, search.num_left // per_step)))
-        best_s = float(state.x[_guided.BEST])
+        best_s = float(state.best_cost)
         take_steps(tables, state, weights, CHOOSERS[chooser], steps, part, part)
         rate = steps / max(search.seconds - before, 1e-9)
         made += steps
-        if state.x[_guided.BEST] < best_s:
+        if state.best_cost < best_s:
             search.consider(state.best, steps * per_step)
         else:
             search.num_evaluations += steps * per_step

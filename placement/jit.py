@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, ClassVar, ParamSpec
 
@@ -114,11 +114,12 @@ class Struct:
         at, kind = self._numba_type_.places[name]
         self._data[at : at + 1].view(_DTYPES[kind])[0] = value
 
-    def __iter__(self) -> Iterator[Any]:
-        return (getattr(self, name) for name in self._names)
+    def items(self) -> list[tuple[str, Any]]:
+        """The fields by name."""
+        return [(name, getattr(self, name)) for name in self._names]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **dict(zip(self._names, self, strict=True))), ()
+        return partial(type(self), **dict(self.items())), ()
 
 
 _NUMBERS: dict[Any, type] = {types.int64: int, types.float64: float, types.boolean: bool}

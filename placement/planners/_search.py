@@ -16,6 +16,7 @@ from placement.graph import OpGraph
 from placement.jit import loading_s, loads
 from placement.objective_kernels import apply_moves, fill_state, undo_moves
 from placement.planners import PlannerError, load
+from placement.planners._macro import Neighbours
 from placement.problem import Objective, Placement, Planner, Problem, Solution, host_of
 from placement.profile import Profile
 from placement.schedule import Schedule, in_sequence
@@ -288,7 +289,7 @@ class Position:
         """Stand at a choice whose cost is known."""
         self.choice, self.cost = choice.copy(), cost
         if self._moves is not None:
-            self._moves.state[0][:] = choice
+            self._moves.state.device[:] = choice
             fill_state(self._moves.tables, self._moves.state)
 
     def trial(self, groups: NDArray[np.intp], device: int) -> float:
@@ -319,7 +320,7 @@ class Position:
     def _load_cost(self, groups: NDArray[np.intp], device: int) -> float:
         assert self._moves is not None
         old = int(self.choice[groups[0]])
-        _, load_s, held, _, _ = self._moves.state
+        load_s, held = self._moves.state.load, self._moves.state.held
         before = load_s.copy(), held.copy()
         arguments = self._moves_args(groups, np.full(len(groups), device, np.int32))
         apply_moves(*arguments)
@@ -510,7 +511,8 @@ def moves(problem: Problem) -> Moves:
     allowed = np.isfinite(problem.group_compute_s)
     num_groups = len(allowed)
     movable = np.flatnonzero(allowed.sum(axis=1) > 1)
-    start, near, _, _ = neighbours(problem)
+    graph = neighbours(problem)
+    start, near = graph.near_ptr, graph.near
     log_groups = np.log(num_groups + 1)
 
     def propose(rng: np.random.Generator, choice: Choice) -> Move:
@@ -534,20 +536,22 @@ def moves(problem: Problem) -> Moves:
     return propose
 
 
-def neighbours(problem: Problem) -> tuple[Ints, ...]:
-    """Groups that an edge joins: (near_ptr, near, after_ptr, after), each int32.
-
-    ``near[near_ptr[g]:near_ptr[g + 1]]`` are those before and after ``g``, ``after`` alike.
-    """
+def neighbours(problem: Problem) -> Neighbours:
+    """Groups that an edge joins, each int32."""
     g = problem.graph
     pairs = g.group[g.edges] if len(g.edges) else np.zeros((0, 2), np.int32)
     after = distinct_pairs(pairs, g.num_groups)
     both = distinct_pairs(np.concatenate([pairs, pairs[:, ::-1]]), g.num_groups)
     numbers = np.arange(g.num_groups + 1)
-    return tuple(
-        np.ascontiguousarray(x, dtype=np.int32)
-        for edges in (both, after)
-        for x in (np.searchsorted(edges[:, 0], numbers), edges[:, 1])
+
+    def starts(edges: NDArray[np.int64]) -> Ints:
+        return np.searchsorted(edges[:, 0], numbers).astype(np.int32)
+
+    return Neighbours(
+        near_ptr=starts(both),
+        near=both[:, 1].astype(np.int32),
+        after_ptr=starts(after),
+        after=after[:, 1].astype(np.int32),
     )
 
 

@@ -9,7 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_shares
-from placement.planners._search import DEFAULT_EVALUATIONS, Choice, Search, load_kernels, single_devices
+from placement.planners._search import (
+    DEFAULT_EVALUATIONS,
+    Choice,
+    Search,
+    load_kernels,
+    single_devices,
+)
 from placement.problem import Placement, Problem, Solution
 from placement.simulator import simulate
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.jit import loads
-from placement.objective_kernels import move_tables
-from placement.objectives import Blocks, blocks, device_loads
+from placement.objective_kernels import Blocks, blocks, move_tables
+from placement.objectives import device_loads
 from placement.planners import PlannerError, _ideals, check_least
 from placement.planners._search import why_infinite
 from placement.problem import Problem, Solution, balance_prices, lower_bound, priced
@@ -607,7 +607,7 @@ def _solve(
 ) -> _Split:
     """The best split whose load is below ``below_s``."""
     tables = move_tables(problem, b)
-    touches = (*tables[1:3], *tables[5:7])
+    touches = (tables.touch_ptr, tables.touch, tables.tied_ptr, tables.tied)
     devices = [group[0] for group in kinds.members]
     costs = (
         np.ascontiguousarray(b.compute_s[:, devices]),
