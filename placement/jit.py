@@ -68,7 +68,7 @@ def loads(function: Callable[P, None]) -> Callable[P, None]:
         function(*args, **kwargs)
         _loading_s = before_s + time.perf_counter() - begun  # with what was loaded meanwhile
 
-    return once
+    return once  # type: ignore[return-value]
 
 
 class Struct:
@@ -98,7 +98,9 @@ class Struct:
             kinds.append(kind)
             words += value
         data = np.array(words, np.uint64)
-        kept = {k: v for k, v in fields.items() if isinstance(v, np.ndarray | Struct)}
+        kept: dict[str, Any] = {
+            k: v for k, v in fields.items() if isinstance(v, np.ndarray | Struct)
+        }
         kind = _struct_type(type(self).__qualname__, self._names, tuple(kinds))
         kept |= {"_numba_type_": kind, "_data": data, "_address": data.ctypes.data}
         self.__dict__.update(kept)
@@ -119,7 +121,11 @@ class Struct:
         return [(name, getattr(self, name)) for name in self._names]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **dict(self.items())), ()
+        return _rebuilt, (type(self), dict(self.items()))
+
+
+def _rebuilt(kind: type[Struct], fields: dict[str, Any]) -> Struct:
+    return kind(**fields)
 
 
 _NUMBERS: dict[Any, type] = {types.int64: int, types.float64: float, types.boolean: bool}
