@@ -22,7 +22,7 @@ from placement.planners._search import (
     two_operators,
 )
 from placement.planners.ideal_dp import IdealDp
-from placement.problem import Planner, Problem, Solution
+from placement.problem import Objective, Planner, Problem, Solution
 
 _HOT = 0.2  # of the moves start on the busiest device; more of them, and it digs in there
 SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # single, run, chain, growth, swap; cumulated
@@ -86,20 +86,25 @@ class MacroSearch:
         check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
-        _load_kernel()
+        _load_kernel(problem.objective)
         search, _ = begin(replace(self, start=self.start or "best_of"), problem)
         assert search.best is not None
         starts = [search.best]
         if self.start is None and problem.objective in ANALYTIC and search.left:
             starts += _run_ideal_dp(search, self.seconds)
         if can_move(problem):
-            if problem.objective == "max_load":
-                _anneal_loads(self, search)
-            elif problem.objective == "piecewise_latency":
-                _anneal_pieces(self, search, starts)
-            else:
-                _anneal_any(self, search)
+            _anneal(self, search, starts)
         return search.solution()
+
+
+def _anneal(planner: MacroSearch, search: Search, starts: list[Choice]) -> None:
+    """Anneal until the budget ends."""
+    if search.problem.objective == "max_load":
+        _anneal_loads(planner, search)
+    elif search.problem.objective == "piecewise_latency":
+        _anneal_pieces(planner, search, starts)
+    else:
+        _anneal_any(planner, search)
 
 
 def _run_ideal_dp(search: Search, seconds: float | None) -> list[Choice]:
@@ -247,13 +252,9 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
 
 
 @loads
-def _load_kernel() -> None:
-    """Compile the kernels, or read them from their cache: once, and outside of every budget."""
-    problem = two_operators().with_objective("max_load")
+def _load_kernel(objective: Objective) -> None:
+    """What moves are drawn and made with under this objective."""
+    search = Search(two_operators().with_objective(objective), evaluations=24)
     everything = np.zeros(2, np.int32)
-    search = Search(problem, evaluations=8)
     search.cost(everything)
-    _anneal_loads(MacroSearch(), search)
-    search = Search(problem.with_objective("piecewise_latency"), evaluations=8)
-    search.cost(everything)
-    _anneal_pieces(MacroSearch(), search, [everything])
+    _anneal(MacroSearch(), search, [everything])
