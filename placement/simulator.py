@@ -304,151 +304,180 @@ def simulate_reference(
 ) -> Timeline:
     """The same timeline, slowly and readably: an event heap over dictionaries."""
     p, num_batches = _checked(problem, placement, schedule, num_microbatches)
-    g, n, d_count = problem.graph, problem.num_ops, problem.num_devices
-    seconds, beside_s = durations(problem, p, num_batches), beside(problem, p, num_batches)
-    host, shares_host = host_of(problem)
-    consumers = [g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]] for t in range(g.num_tensors)]
-    produced = [g.out_tensor[g.out_ptr[i] : g.out_ptr[i + 1]] for i in range(n)]
-    model_inputs = np.flatnonzero(g.tensor_src < 0)
-    num_inputs = np.diff(g.in_ptr)
-
-    start, end, taken = np.empty((3, num_batches, n))
-    power = problem.cluster.power
-    sent: list[tuple[int, int, int, int, float, float]] = []
-    events: list[tuple[float, int]] = []  # (time, device): something may happen there
-    missing: dict[tuple[int, int], int] = {}  # inputs that have not been sent off yet
-    arrival: dict[tuple[int, int], float] = {}  # when the last known input arrives
-    waiting: list[dict[tuple[int, int], float]] = [{} for _ in range(d_count)]
-    running: list[tuple[int, int] | None] = [None] * d_count
-    free_at = [0.0] * d_count  # end of the running operator or of blocking transfers
-    told_s = [-1.0] * d_count  # arrival of the last that was sent there
-    ended_s = [0.0] * d_count  # of the last operator
-    channel_free = [0.0] * problem.num_channels
-    next_entry = [0] * d_count
-    unfinished: dict[int, int] = {}
-    admitted_s: list[float] = []
-    window = num_batches if schedule is not None else problem.max_in_flight
-
-    def deliver(
-        tensor: int, batch: int, src: int, now: float, local: NDArray[np.bool_], sending: float
-    ) -> tuple[float, float]:
-        """Send a tensor to every device that needs it.
-
-        Returns when blocking transfers end, and ``sending`` plus the seconds of handing it over.
-        """
-        blocked_until = now
-        arrives: dict[int, float] = {}
-        for op in consumers[tensor]:
-            dst = int(p[op])
-            if dst not in arrives:
-                arrives[dst] = now
-                if not local[dst]:
-                    channel = problem.link_channel[src, dst]
-                    begin = max(now, channel_free[channel]) if problem.contention else now
-                    finish = begin + problem.transfer_s(tensor, src, dst)
-                    channel_free[channel] = arrives[dst] = finish
-                    sent.append((tensor, batch, src, dst, begin, finish))
-                    sending += float(problem.link_send_s[src, dst])
-                    per_byte = float(problem.link_send_s_per_byte[src, dst])
-                    sending += float(g.tensor_bytes[tensor]) * per_byte
-                    if running[dst] is None and free_at[dst] <= now and told_s[dst] < now:
-                        sending += float(problem.link_wake_s[src, dst])
-                    told_s[dst] = finish
-                    if problem.link_blocking[src, dst]:
-                        blocked_until = max(blocked_until, finish)
-            key = (batch, int(op))
-            missing[key] -= 1
-            arrival[key] = max(arrival[key], arrives[dst])
-            if missing[key] == 0:
-                make_ready(key)
-        return blocked_until, sending
-
-    def make_ready(key: tuple[int, int]) -> None:
-        device = int(p[key[1]])
-        waiting[device][key] = arrival[key]
-        heapq.heappush(events, (arrival[key], device))
-
-    def admit(now: float) -> None:
-        while len(admitted_s) < num_batches and len(unfinished) < window:
-            batch = len(admitted_s)
-            admitted_s.append(now)
-            unfinished[batch] = n
-            for op in range(n):
-                missing[batch, op] = int(num_inputs[op])
-                arrival[batch, op] = now
-                if num_inputs[op] == 0:
-                    make_ready((batch, op))
-            for tensor in model_inputs:
-                deliver(int(tensor), batch, host, now, shares_host, 0.0)
-
-    def choose(device: int, now: float) -> tuple[int, int] | None:
-        if schedule is None:
-            here = [key for key, at in waiting[device].items() if at <= now]
-            if problem.ready_order == "arrival":
-                return min(here, key=lambda k: (waiting[device][k], k), default=None)
-            return min(here, key=lambda k: (k[0], problem.priority[k[1]]), default=None)
-        if next_entry[device] == len(schedule.order[device]):
-            return None
-        op, batch = map(int, schedule.order[device][next_entry[device]])
-        key = (batch, op)
-        if waiting[device].get(key, np.inf) > now:
-            return None
-        next_entry[device] += 1
-        return key
-
-    admit(0.0)
-    while events:
-        now = events[0][0]
-        while events and events[0][0] == now:
-            heapq.heappop(events)
-        for device in range(d_count):
-            key = running[device]
-            if key is not None and free_at[device] == now:
-                batch, op = key
-                running[device] = None
-                end[batch, op] = ended_s[device] = now
-                sending = 0.0
-                for tensor in produced[op]:
-                    own = np.arange(d_count) == device
-                    until, sending = deliver(int(tensor), batch, device, now, own, sending)
-                    free_at[device] = max(free_at[device], until, now + sending)
-                if free_at[device] > now:
-                    heapq.heappush(events, (free_at[device], device))
-                unfinished[batch] -= 1
-                if unfinished[batch] == 0:
-                    del unfinished[batch]
-        admit(now)
-        begun = []
-        for device in range(d_count):
-            if running[device] is None and free_at[device] <= now:
-                key = choose(device, now)
-                if key is not None:
-                    del waiting[device][key]
-                    running[device] = key
-                    taken[key] = start[key] = now
-                    if now - ended_s[device] > power.sleep_after_s[device]:
-                        start[key] = now + power.sleep_exit_s[device]
-                    begun.append((device, key))
-        others = sum(key is not None for key in running) - 1
-        for device, key in begun:
-            op = key[1]
-            free_at[device] = start[key] + seconds[op] + others * beside_s[op]
-            heapq.heappush(events, (free_at[device], device))
-
-    rows = np.array([s[:4] for s in sent], np.int32).reshape(-1, 4)
-    begin, finish = np.array([s[4] for s in sent]), np.array([s[5] for s in sent])
-    peak = _peak_bytes_reference(problem, p, admitted_s, taken, end, rows, begin, finish)
+    run = _Reference(problem, p, schedule, num_batches)
+    run.admit(0.0)
+    while run.events:
+        now = run.events[0][0]
+        while run.events and run.events[0][0] == now:
+            heapq.heappop(run.events)
+        for device in range(problem.num_devices):
+            run.end_on(device, now)
+        run.admit(now)
+        run.begin(now)
+    rows = np.array([s[:4] for s in run.sent], np.int32).reshape(-1, 4)
+    begin, finish = np.array([s[4] for s in run.sent]), np.array([s[5] for s in run.sent])
+    peak = _peak_bytes_reference(
+        problem, p, run.admitted_s, run.taken, run.end, rows, begin, finish
+    )
     return Timeline(
         device_names=problem.cluster.device_names,
         placement=p,
-        start_s=start,
-        end_s=end,
+        start_s=run.start,
+        end_s=run.end,
         transfers=rows,
         transfer_start_s=begin,
         transfer_end_s=finish,
         peak_bytes=peak,
         power=problem.power,
     )
+
+
+class _Reference:
+    """What has happened until now. A *key* is a micro-batch and an operator."""
+
+    def __init__(
+        self, problem: Problem, placement: Placement, schedule: Schedule | None, num_batches: int
+    ) -> None:
+        g, n, d = problem.graph, problem.num_ops, problem.num_devices
+        self.problem, self.p, self.schedule = problem, placement, schedule
+        self.num_batches = num_batches
+        self.window = num_batches if schedule is not None else problem.max_in_flight
+        self.seconds = durations(problem, placement, num_batches)
+        self.beside_s = beside(problem, placement, num_batches)
+        self.host, self.shares_host = host_of(problem)
+        self.consumers = [g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]] for t in range(g.num_tensors)]
+        self.produced = [g.out_tensor[g.out_ptr[i] : g.out_ptr[i + 1]] for i in range(n)]
+        self.num_inputs = np.diff(g.in_ptr)
+        self.start, self.end, self.taken = np.empty((3, num_batches, n))
+        self.sent: list[tuple[int, int, int, int, float, float]] = []
+        self.events: list[tuple[float, int]] = []  # (time, device): something may happen there
+        self.missing: dict[tuple[int, int], int] = {}  # inputs that have not been sent off yet
+        self.arrival: dict[tuple[int, int], float] = {}  # when the last known input arrives
+        self.waiting: list[dict[tuple[int, int], float]] = [{} for _ in range(d)]
+        self.running: list[tuple[int, int] | None] = [None] * d
+        self.free_at = [0.0] * d  # end of the running operator or of blocking transfers
+        self.told_s = [-1.0] * d  # arrival of the last that was sent there
+        self.ended_s = [0.0] * d  # of the last operator
+        self.channel_free = [0.0] * problem.num_channels
+        self.next_entry = [0] * d
+        self.unfinished: dict[int, int] = {}
+        self.admitted_s: list[float] = []
+
+    def admit(self, now: float) -> None:
+        """Micro-batches begin where there is room, and their inputs are delivered."""
+        g = self.problem.graph
+        while len(self.admitted_s) < self.num_batches and len(self.unfinished) < self.window:
+            batch = len(self.admitted_s)
+            self.admitted_s.append(now)
+            self.unfinished[batch] = g.num_ops
+            for op in range(g.num_ops):
+                self.missing[batch, op] = int(self.num_inputs[op])
+                self.arrival[batch, op] = now
+                if self.num_inputs[op] == 0:
+                    self._make_ready((batch, op))
+            for tensor in np.flatnonzero(g.tensor_src < 0):
+                self._deliver(int(tensor), batch, self.host, now, self.shares_host, 0.0)
+
+    def end_on(self, device: int, now: float) -> None:
+        """What runs on ``device`` and ends now is delivered."""
+        key = self.running[device]
+        if key is None or self.free_at[device] != now:
+            return
+        batch, op = key
+        self.running[device] = None
+        self.end[batch, op] = self.ended_s[device] = now
+        own, sending = np.arange(self.problem.num_devices) == device, 0.0
+        for tensor in self.produced[op]:
+            until, sending = self._deliver(int(tensor), batch, device, now, own, sending)
+            self.free_at[device] = max(self.free_at[device], until, now + sending)
+        if self.free_at[device] > now:
+            heapq.heappush(self.events, (self.free_at[device], device))
+        self.unfinished[batch] -= 1
+        if self.unfinished[batch] == 0:
+            del self.unfinished[batch]
+
+    def begin(self, now: float) -> None:
+        """Free devices take what they run next."""
+        power, begun = self.problem.cluster.power, []
+        for device in range(self.problem.num_devices):
+            if self.running[device] is None and self.free_at[device] <= now:
+                key = self._choose(device, now)
+                if key is not None:
+                    del self.waiting[device][key]
+                    self.running[device] = key
+                    self.taken[key] = self.start[key] = now
+                    if now - self.ended_s[device] > power.sleep_after_s[device]:
+                        self.start[key] = now + power.sleep_exit_s[device]
+                    begun.append((device, key))
+        others = sum(key is not None for key in self.running) - 1
+        for device, key in begun:
+            op = key[1]
+            self.free_at[device] = self.start[key] + self.seconds[op] + others * self.beside_s[op]
+            heapq.heappush(self.events, (self.free_at[device], device))
+
+    def _deliver(
+        self,
+        tensor: int,
+        batch: int,
+        src: int,
+        now: float,
+        local: NDArray[np.bool_],
+        sending: float,
+    ) -> tuple[float, float]:
+        """Send a tensor to every device that needs it.
+
+        Returns when blocking transfers end, and ``sending`` plus the seconds of handing it over.
+        """
+        problem, told_s = self.problem, self.told_s
+        size = float(problem.graph.tensor_bytes[tensor])
+        blocked_until = now
+        arrives: dict[int, float] = {}
+        for op in self.consumers[tensor]:
+            dst = int(self.p[op])
+            if dst not in arrives:
+                arrives[dst] = now
+                if not local[dst]:
+                    channel = problem.link_channel[src, dst]
+                    begin = max(now, self.channel_free[channel]) if problem.contention else now
+                    finish = begin + problem.transfer_s(tensor, src, dst)
+                    self.channel_free[channel] = arrives[dst] = finish
+                    self.sent.append((tensor, batch, src, dst, begin, finish))
+                    sending += float(problem.link_send_s[src, dst])
+                    sending += size * float(problem.link_send_s_per_byte[src, dst])
+                    free = self.running[dst] is None and self.free_at[dst] <= now
+                    if free and told_s[dst] < now:
+                        sending += float(problem.link_wake_s[src, dst])
+                    told_s[dst] = finish
+                    if problem.link_blocking[src, dst]:
+                        blocked_until = max(blocked_until, finish)
+            key = (batch, int(op))
+            self.missing[key] -= 1
+            self.arrival[key] = max(self.arrival[key], arrives[dst])
+            if self.missing[key] == 0:
+                self._make_ready(key)
+        return blocked_until, sending
+
+    def _make_ready(self, key: tuple[int, int]) -> None:
+        device = int(self.p[key[1]])
+        self.waiting[device][key] = self.arrival[key]
+        heapq.heappush(self.events, (self.arrival[key], device))
+
+    def _choose(self, device: int, now: float) -> tuple[int, int] | None:
+        waiting, schedule = self.waiting[device], self.schedule
+        if schedule is None:
+            here = [key for key, at in waiting.items() if at <= now]
+            if self.problem.ready_order == "arrival":
+                return min(here, key=lambda k: (waiting[k], k), default=None)
+            priority = self.problem.priority
+            return min(here, key=lambda k: (k[0], priority[k[1]]), default=None)
+        if self.next_entry[device] == len(schedule.order[device]):
+            return None
+        op, batch = map(int, schedule.order[device][self.next_entry[device]])
+        key = (batch, op)
+        if waiting.get(key, np.inf) > now:
+            return None
+        self.next_entry[device] += 1
+        return key
 
 
 def _peak_bytes_reference(
