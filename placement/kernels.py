@@ -14,6 +14,8 @@ happened; memory is counted by references while the run goes on, so that nothing
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numba as nb
@@ -28,6 +30,7 @@ Array = NDArray[Any]
 
 _FAR = 1e300  # later than any event
 _LIVE = 1 << 30  # bit of a reference count: the bytes are counted as held
+_SMALL = 1 << 15  # micro-batches times operators times devices of a run whose room is kept
 _MANY = 64  # devices in a block of those that are passed over together
 
 
@@ -294,6 +297,26 @@ def state_of(
         event=np.empty(events, np.int64),
         load=np.empty(d),
     )
+
+
+@contextmanager
+def room(
+    problem: Problem, num_batches: int, window: int, track: bool, record: bool = False
+) -> Iterator[State]:
+    """A ``State`` that nobody else uses meanwhile; a small one is kept for the problem's next run.
+
+    If it is to ``record``, there is room for as many transfers as there can be.
+    """
+    key = num_batches, window, track, record
+    spare = problem.__dict__.setdefault("_kernel_rooms", {}).setdefault(key, [])
+    try:
+        state = spare.pop()
+    except IndexError:
+        sent = len(problem.graph.use_dst) * num_batches if record else -1
+        state = state_of(problem, num_batches, window, track, None, sent)
+    yield state
+    if num_batches * problem.num_ops * problem.num_devices < _SMALL:
+        spare.append(state)
 
 
 @intrinsic

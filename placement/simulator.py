@@ -94,23 +94,31 @@ def simulate(
         ScheduleError: the schedule does not fit, or deadlocks.
     """
     p, m = _checked(problem, placement, schedule, num_microbatches)
-    window = m if schedule is not None else min(m, problem.max_in_flight)
-    order, sent = _flat_order(problem, schedule), _num_transfers(problem, p) * m
-    run = kernels.state_of(problem, m, window, True, order, sent)
-    run.placement[:] = p
-    run.seconds[:], run.beside_s[:] = durations(problem, p, m), beside(problem, p, m)
+    if schedule is None:
+        with kernels.room(problem, m, min(m, problem.max_in_flight), True, True) as run:
+            return _run(problem, p, run)
+    sent = len(problem.graph.use_dst) * m
+    run = kernels.state_of(problem, m, m, True, _flat_order(schedule), sent)
+    return _run(problem, p, run)
+
+
+def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline:
+    m = run.num_batches
+    run.placement[:] = placement
+    run.seconds[:] = durations(problem, placement, m)
+    run.beside_s[:] = beside(problem, placement, m)
     status = kernels.run(kernels.tables(problem), run)
     assert status == 0, "a topological order cannot deadlock, and schedules were checked"
-    run.peak[:] += problem.param_bytes_on(p)
+    sent = run.num_sent
     return Timeline(
         device_names=problem.cluster.device_names,
-        placement=p,
-        start_s=run.start,
-        end_s=run.end,
-        transfers=run.transfers,
-        transfer_start_s=run.transfer_start,
-        transfer_end_s=run.transfer_end,
-        peak_bytes=run.peak,
+        placement=placement,
+        start_s=run.start.copy(),
+        end_s=run.end.copy(),
+        transfers=run.transfers[:sent].copy(),
+        transfer_start_s=run.transfer_start[:sent].copy(),
+        transfer_end_s=run.transfer_end[:sent].copy(),
+        peak_bytes=run.peak + problem.param_bytes_on(placement),
         power=problem.power,
     )
 
@@ -187,8 +195,9 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
     finish, busiest = np.empty((len(p), m)), np.empty(len(p))
     peak = np.zeros((len(p), problem.num_devices), np.int64)
     busy, asleep = np.zeros((2, len(p), problem.num_devices))
-    state = kernels.state_of(problem, m, min(m, problem.max_in_flight), track)
-    kernels.run_batch(kernels.tables(problem), state, p, finish, busiest, busy, asleep, peak)
+    tables, window = kernels.tables(problem), min(m, problem.max_in_flight)
+    with kernels.room(problem, m, window, track) as state:
+        kernels.run_batch(tables, state, p, finish, busiest, busy, asleep, peak)
     ok = np.isfinite(busiest)
     value = np.full(len(p), np.inf)
     value[ok] = steady_period(finish[ok], busiest[ok])
@@ -275,25 +284,11 @@ def _checked(
     return p, num_microbatches or problem.num_microbatches
 
 
-def _flat_order(
-    problem: Problem, schedule: Schedule | None
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _flat_order(schedule: Schedule) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Orders of all devices one after another ``[K, 2]``, and where each begins ``[D + 1]``."""
-    if schedule is None:
-        return np.zeros((0, 2), np.int32), np.zeros(problem.num_devices + 1, np.int32)
     sizes = [len(rows) for rows in schedule.order]
     flat = np.concatenate([np.reshape(r, (-1, 2)) for r in schedule.order]).astype(np.int32)
     return flat, np.cumsum([0, *sizes]).astype(np.int32)
-
-
-def _num_transfers(problem: Problem, placement: Placement) -> int:
-    """Transfers of one micro-batch: distinct (tensor, remote consumer device)."""
-    g = problem.graph
-    host, shares = host_of(problem)
-    src, dst = g.tensor_src[g.use_tensor], placement[g.use_dst]
-    at = np.where(src >= 0, placement[src], host)
-    remote = np.where(src >= 0, at != dst, ~shares[dst])
-    return len(np.unique(g.use_tensor[remote] * np.int64(problem.num_devices) + dst[remote]))
 
 
 def simulate_reference(
