@@ -353,7 +353,7 @@ def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
 def two_operators() -> Problem:
     """The smallest problem that has moves: what kernels are loaded with."""
     graph = OpGraph.build("two", ["a", "b"], [0], [1], [(0, 1)])
-    cluster = Cluster("two", (Device("a"), Device("b")))
+    cluster = Cluster("two", tuple(Device(name, busy_w=1.0, idle_w=0.0) for name in "ab"))
     zeros = np.zeros((2, 2))
     links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
     return Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "latency")
