@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -15,6 +14,7 @@ from agents.store import GraphStore
 from envs import _guided
 from envs.guided import begin, state_of, tables_of
 from envs.guided import search as take_steps
+from placement.jit import loads
 from placement.planners import _order
 from placement.planners._search import Search, can_move, two_operators
 from placement.problem import Problem
@@ -187,18 +187,18 @@ def anneal(
             search.num_evaluations += 1
         part, before = min(progress - this, 1.0), search.seconds
         steps = int(max(1, min(most, slice_s * rate, search.num_left // per_step)))
-        best_s = float(state.x[_guided.BEST])
+        best_s = float(state.best_cost)
         take_steps(tables, state, weights, CHOOSERS[chooser], steps, part, part)
         rate = steps / max(search.seconds - before, 1e-9)
         made += steps
-        if state.x[_guided.BEST] < best_s:
+        if state.best_cost < best_s:
             search.consider(state.best, steps * per_step)
         else:
             search.num_evaluations += steps * per_step
     return made
 
 
-@cache
+@loads
 def load_kernel() -> None:
     """Compile the search, or read it from its cache: once, and outside of every budget."""
     search = Search(two_operators(), evaluations=8)

@@ -8,15 +8,30 @@ steps with the choice inside: a policy's network, a hand-written score, or chanc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from placement import kernels
-from placement.jit import allocating, average, copy, kernel, largest
-from placement.objective_kernels import apply_moves, fill_state, piecewise_batch, undo_moves
+from placement.jit import Struct, allocating, average, copy, inlined, kernel, largest
+from placement.objective_kernels import (
+    Moves,
+    Pieces,
+    Placed,
+    apply_moves,
+    fill_state,
+    piecewise_one,
+    undo_moves,
+)
 from placement.planners._chooser import choose, network
-from placement.planners._macro import below, energy_term, propose_from, uniform
+from placement.planners._macro import (
+    Draws,
+    Neighbours,
+    below,
+    energy_term,
+    propose_from,
+    uniform,
+)
 from placement.planners._order import BOUND, HAND, POLICY, UNIFORM, bounded
 from placement.planners._search import INFEASIBLE
 from placement.timeline import MOST_PATTERN
@@ -68,91 +83,122 @@ SEARCH_FEATURES = (
     "1 if the objective is max_load",
     "1 if it is of a pipelined timeline",
 )
+# Columns of State.offered and State.search.
+(
+    SCORE,
+    STAY,
+    LARGEST,
+    LEFT_BEFORE,
+    LEFT_AFTER,
+    TARGET_BEFORE,
+    TARGET_AFTER,
+    GROUPS,
+    SECONDS,
+    SLOWER,
+    SAVED,
+    MEMORY,
+    THERE,
+    HERE,
+    CHAINED,
+    BEGINS,
+    RANK,
+    REFUSED,
+    RESTED,
+    FROM_CHAIN,
+    FROM_HOTTEST,
+    IS_SINGLE,
+    IS_RUN,
+    IS_CHAIN,
+    IS_GROWTH,
+    IS_SWAP,
+) = range(len(MOVE_FEATURES))
+(
+    USED,
+    TEMPERATURE,
+    POWER,
+    OVER_BEST,
+    BELOW_FIRST,
+    SINCE_BEST,
+    EVEN,
+    COMMUNICATION,
+    NUM_GROUPS,
+    NUM_DEVICES,
+    IS_LOAD,
+    IS_PIPELINED,
+) = range(len(SEARCH_FEATURES))
 NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES = len(MOVE_FEATURES), len(SEARCH_FEATURES)
 
 # Of each kind of move, cumulated: single, run, chain, growth; the rest are swaps.
-_SHARE = np.array([0.4, 0.55, 0.7, 0.9, 1.0])
+SHARE = np.array([0.4, 0.55, 0.7, 0.9, 1.0])
 _FROM_CHAIN, _FROM_HOT = 0.5, 0.7  # cumulated: where the first group of a move comes from
 _HOT = 0.25  # the same where there is no chain
 _TRIES = 16
 _CROWDED = 64  # times in one bucket: then a general sort is faster
 
-# Numbers of an episode, State.x
-(
-    COST,
-    BEST,
-    FIRST,
-    STEP,
-    FOUND,
-    USED,
-    TEMPERATURE,
-    POWER,
-    WARM,
-    COLD,
-    POWER_FIRST,
-    POWER_LAST,
-    NUM_CHAIN,
-    HOTTEST,
-    COMPUTE,
-    NUM_X,
-) = range(16)
 
-
-class Tables(NamedTuple):
+class Tables(Struct):
     """One problem, and room to evaluate a placement of it."""
 
     kind: int  # LOAD, TIMELINE, ENERGY or PIECEWISE
-    moves: tuple[Array, ...]  # objective_kernels.move_tables of the colocation groups
-    graph: tuple[Array, ...]  # near_ptr, near, after_ptr, after: of _macro.propose_from
-    simulator: tuple[Any, ...]  # kernels.tables
-    piecewise: tuple[Array, ...]  # objective_kernels.piecewise_tables
+    moves: Moves  # of the colocation groups
+    graph: Neighbours
+    simulator: kernels.Tables
+    run: kernels.State
+    pieces: Pieces
     group: Array  # int32 [N]
     group_s: Array  # float64 [G, D]
-    compute_s: Array  # float64 [N, D]
-    loaded_s: Array  # float64 [N, D]
-    batch_s: float
     rank: Array  # float32 [G] longest path to the end over the graph's
     mean_transfer_s: Array  # float64 [T]
-    power: tuple[Array, Array, Array]  # float64 [D] each: busy_w, idle_w, sleep_w
+    busy_w: Array  # float64 [D]
+    idle_w: Array  # float64 [D]
+    sleep_w: Array  # float64 [D]
     second_j: float
-    num_batches: int
-    window: int
-    track: bool
-    scratch: tuple[Array, ...]
-    placement: Array  # int32 [1, N]
-    seconds: Array  # float64 [N]
-    beside_s: Array  # float64 [N]
-    load: Array  # float64 [D]
-    value: Array  # float64 [1]
-    finish: Array  # float64 [M]
-    busy: Array  # float64 [D]
-    asleep: Array  # float64 [D]
-    peak: Array  # int64 [D]
-    start: Array  # float64 [M, N]
-    end: Array  # float64 [M, N]
-    transfers: Array  # int32 [E * M, 4]
-    transfer_start: Array
-    transfer_end: Array
-    no_order: Array  # int32 [0, 2]
-    no_order_ptr: Array  # int32 [D + 1]
 
 
-class State(NamedTuple):
+class Tried(Struct):
+    """What a move would do to the device that it leaves and to its target."""
+
+    left_before: float  # load, as are the next
+    target_before: float
+    left_after: float
+    target_after: float
+    largest_after: float  # of all devices
+    held_after: int  # bytes on the target
+    seconds_before: float  # of what moves
+    seconds_after: float
+    chained: float  # how many of those that move are on the critical chain
+
+
+class State(Struct):
     """One episode of one problem."""
 
-    random: Array  # uint64 [1]
-    moves: tuple[Array, ...]  # objective_kernels.move_state
+    draws: Draws
+    moves: Placed
     best: Array  # int32 [G]
-    x: Array  # float64 [NUM_X]
-    chain: Array  # int32 [G] groups of the critical chain, the first NUM_CHAIN of them
+    cost: float
+    best_cost: float
+    first_cost: float
+    step: int
+    found: int  # step at which the best was found
+    used: float  # share of the budget
+    temperature: float
+    warm: float  # temperature at first
+    cold: float  # and at last
+    power: float  # of the energy
+    power_first: float
+    power_last: float
+    hottest: int  # the busiest device
+    compute_s: float  # of all groups
+    num_chain: int
+    chain: Array  # int32 [G] groups of the critical chain, the first num_chain of them
     on_chain: Array  # float32 [G] 1 = on it
     when: Array  # float32 [G] begin of the group over the makespan
     refused: Array  # float32 [G, D]
     moved: Array  # int64 [G] step of its last move
-    mark: Array  # int32 [G]
     count: Array  # int64 [C + 1] groups that move, 0 = no move
     body: Array  # int32 [C + 1, L]
     where: Array  # int32 [C + 1, L]
+    tried: Tried
     offered: Array  # float32 [C + 1, F]
     search: Array  # float32 [S]
     which: Array  # int64 [C + 1] negative where there is no move
@@ -162,69 +208,43 @@ class State(NamedTuple):
 @kernel
 def _evaluate(t, s):
     """Cost of the placement in ``s.moves``: its value, or INFEASIBLE * (1 + overflow)."""
-    device, load, held = s.moves[0], s.moves[1], s.moves[2]
-    memory, num_devices = t.moves[8], len(load)
-    t.peak[:] = 0
+    device, load, held = s.moves.device, s.moves.load, s.moves.held
+    memory, num_devices, run = t.moves.memory, len(load), t.run
+    run.peak[:] = 0
     if t.kind == LOAD:
         value = load[largest(load, num_devices)]
     else:
-        placement = t.placement[0]
+        placement = run.placement
         for i in range(len(placement)):
             placement[i] = device[t.group[i]]
         if t.kind == PIECEWISE:
-            piecewise_batch(*t.piecewise, t.placement, t.value)
-            value = t.value[0]
+            value = piecewise_one(t.pieces, placement, np.inf)
         else:
-            most = kernels.durations(
-                placement,
-                t.compute_s,
-                t.loaded_s,
-                t.batch_s,
-                t.num_batches,
-                t.seconds,
-                t.beside_s,
-                t.load,
-            )
-            kernels.run(
-                t.simulator,
-                t.scratch,
-                placement,
-                t.seconds,
-                t.beside_s,
-                t.num_batches,
-                t.window,
-                t.no_order,
-                t.no_order_ptr,
-                t.finish,
-                t.busy,
-                t.asleep,
-                t.track,
-                t.peak,
-                t.start,
-                t.end,
-                t.transfers,
-                t.transfer_start,
-                t.transfer_end,
-            )
-            if t.kind == ENERGY:
-                busy_w, idle_w, sleep_w = t.power
-                value = t.second_j
-                for d in range(num_devices):
-                    value += idle_w[d]
-                value *= t.finish[largest(t.finish, t.num_batches)] / t.num_batches
-                for d in range(num_devices):
-                    value += t.busy[d] / t.num_batches * (busy_w[d] - idle_w[d])
-                    value -= t.asleep[d] / t.num_batches * (idle_w[d] - sleep_w[d])
-            else:
-                value = _steady(t.finish, most)
+            most = kernels.durations(t.simulator, run)
+            kernels.run(t.simulator, run)
+            value = _energy_j(t) if t.kind == ENERGY else _steady(run.finish, most)
     overflow = 0.0
     for d in range(num_devices):
-        need = t.peak[d] + held[d]
+        need = run.peak[d] + held[d]
         if need > memory[d]:
             overflow += (need - memory[d]) / memory[d]
     if overflow > 0.0:
         return INFEASIBLE * (1.0 + overflow)
     return min(value, 2.0 * INFEASIBLE)  # inf: pieces that wait for each other
+
+
+@inlined
+def _energy_j(t):
+    """Joules per micro-batch of the run, with the worth of its seconds."""
+    run, m = t.run, t.run.num_batches
+    value = t.second_j
+    for d in range(len(run.busy)):
+        value += t.idle_w[d]
+    value *= run.finish[largest(run.finish, m)] / m
+    for d in range(len(run.busy)):
+        value += run.busy[d] / m * (t.busy_w[d] - t.idle_w[d])
+        value -= run.asleep[d] / m * (t.idle_w[d] - t.sleep_w[d])
+    return value
 
 
 @allocating
@@ -251,14 +271,14 @@ def _steady(finish_s, busiest_s):
 @allocating
 def _look(t, s):
     """The busiest device; for timelines the critical chain and when groups begin."""
-    load = s.moves[1]
-    s.x[HOTTEST] = np.argmax(load)
+    load = s.moves.load
+    s.hottest = largest(load, len(load))
     if t.kind != TIMELINE and t.kind != ENERGY:
         return
-    for i in range(int(s.x[NUM_CHAIN])):
+    for i in range(s.num_chain):
         s.on_chain[s.chain[i]] = 0.0
-    batch = t.num_batches // 2
-    start, end, placement = t.start[batch], t.end[batch], t.placement[0]
+    batch = t.run.num_batches // 2
+    start, end, placement = t.run.start[batch], t.run.end[batch], t.run.placement
     n = len(placement)
     begins, last = start[0], 0
     for i in range(n):
@@ -275,7 +295,7 @@ def _look(t, s):
     for i in _by_time(start, begins, span):  # at equal times producers come first
         before[i] = latest[placement[i]]
         latest[placement[i]] = i
-    in_ptr, in_tensor, _, _, tensor_src = t.piecewise[:5]
+    in_ptr, in_tensor, tensor_src = t.pieces.in_ptr, t.pieces.in_tensor, t.pieces.tensor_src
     count = 0
     op = last
     while op >= 0:
@@ -297,7 +317,7 @@ def _look(t, s):
         if held_up >= 0 and end[held_up] >= start[op] - 1e-12 * span and until < start[op]:
             waited = held_up
         op = waited
-    s.x[NUM_CHAIN] = count
+    s.num_chain = count
 
 
 @allocating
@@ -333,32 +353,32 @@ def _by_time(times, first, span):
 @kernel
 def _cool(s, used):
     """Temperature and power of the energy where ``used`` 0..1 of the budget is spent."""
-    s.x[USED] = used
-    s.x[TEMPERATURE] = s.x[WARM] * (s.x[COLD] / s.x[WARM]) ** used
-    first, last = s.x[POWER_FIRST], s.x[POWER_LAST]
-    s.x[POWER] = min(last, first + np.floor((last - first + 1.0) * used))
+    s.used = used
+    s.temperature = s.warm * (s.cold / s.warm) ** used
+    first, last = s.power_first, s.power_last
+    s.power = min(last, first + np.floor((last - first + 1.0) * used))
 
 
 @kernel
 def _first_group(s):
     """The group that a move starts from, and whether it is of the chain (1), the busiest (2)."""
-    device = s.moves[0]
+    device, random = s.moves.device, s.draws.random
     num_groups = len(device)
-    kind = uniform(s.random)
-    num_chain = int(s.x[NUM_CHAIN])
+    kind = uniform(random)
+    num_chain = s.num_chain
     if num_chain > 0:
         if kind < _FROM_CHAIN:
-            return s.chain[below(s.random, num_chain)], 1
+            return np.int64(s.chain[below(random, num_chain)]), 1
         hot = kind < _FROM_HOT
     else:
         hot = kind < _HOT
-    g = below(s.random, num_groups)
+    g = below(random, num_groups)
     if hot:
-        hottest = int(s.x[HOTTEST])
+        hottest = s.hottest
         for _ in range(_TRIES):
             if device[g] == hottest:
                 return g, 2
-            g = below(s.random, num_groups)
+            g = below(random, num_groups)
     return g, 0
 
 
@@ -366,118 +386,146 @@ def _first_group(s):
 def _offer(t, s, width, described):
     """Draw moves 1..width and describe them; choice 0 is to stay. Fills count, body, offered.
 
-    Not ``described``, of ``max_load`` only the first feature is written, otherwise none.
+    Not ``described``, of ``max_load`` only the score is written, otherwise nothing.
     """
-    device, load, held = s.moves[0], s.moves[1], s.moves[2]
-    memory, group_s = t.moves[8], t.group_s
-    num_groups, num_devices = group_s.shape
-    near_ptr, near = t.graph[0], t.graph[1]
-    x = s.x
-    hottest = int(x[HOTTEST])
-    highest = max(load[hottest], 1e-300)
-    mean = max(average(load), 1e-300)
-    # Where operators cost nothing the best load may be 0, and rounding makes loads of about 0.
-    scale = 1.0 / (x[BEST] if t.kind == LOAD and 1e-300 < x[BEST] < INFEASIBLE else highest)
-    power = int(x[POWER])
-    log_groups = np.log(num_groups + 1.0)
-    log_steps = np.log(x[STEP] + 2.0)
     if described:
-        u = s.search
-        u[0] = x[USED]
-        u[1] = np.log10(max(x[TEMPERATURE], 1e-9)) / 5.0
-        u[2] = power / 8.0 if t.kind == LOAD else 0.0
-        u[3] = bounded(10.0 * np.log(max(x[COST], 1e-300) / max(x[BEST], 1e-300)))
-        u[4] = bounded(10.0 * np.log(max(x[BEST], 1e-300) / max(x[FIRST], 1e-300)))
-        u[5] = np.log(x[STEP] - x[FOUND] + 1.0) / 10.0
-        u[6] = mean / highest
-        u[7] = bounded(max(0.0, 1.0 - x[COMPUTE] / (mean * num_devices)))
-        u[8] = log_groups / 10.0
-        u[9] = np.log(num_devices) / 3.0
-        u[10] = t.kind == LOAD
-        u[11] = t.num_batches > 1 and t.kind != LOAD and t.kind != PIECEWISE
+        _describe_search(t, s)
         s.offered[:] = 0.0
     s.offered[0] = 0.0
-    s.offered[0, 1] = 1.0
+    s.offered[0, STAY] = 1.0
     s.count[0] = 0
     for k in range(1, width + 1):
         g, origin = _first_group(s)
-        body, where = s.body[k], s.where[k]
-        count = propose_from(s.random, device, group_s, t.graph, g, _SHARE, body, where, s.mark)
+        count = propose_from(s.draws, s.moves.device, g, s.body[k], s.where[k])
         s.count[k] = count
         if count == 0 or (t.kind != LOAD and not described):
             continue
-        old, new = device[g], where[0]
-        load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
-        before = after = chained = 0.0
+        energy = _try(t, s, k, described)
+        if t.kind == LOAD:
+            score = max(-3.0 * BOUND, min(3.0 * BOUND, -energy / s.temperature))
+            s.offered[k, SCORE] = score
         if described:
-            for i in range(count):
-                h = body[i]
-                before += group_s[h, device[h]]
-                after += group_s[h, where[i]]
-                chained += s.on_chain[h]
-        apply_moves(t.moves, s.moves, body, where, count)
-        swap = count == 2 and where[1] == old
-        then_old, then_new, then_held = load[old], load[new], held[new]
-        energy = 0.0
-        if t.kind == LOAD:
-            energy = energy_term(then_old, held[old], memory[old], scale, power)
-            energy += energy_term(then_new, then_held, memory[new], scale, power)
-            energy -= energy_term(load_old, held_old, memory[old], scale, power)
-            energy -= energy_term(load_new, held_new, memory[new], scale, power)
-        most = load[largest(load, num_devices)] if described else 0.0
-        undo_moves(t.moves, s.moves, body, where, count, np.int64(old), np.int64(new))
-        load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+            _describe(t, s, k, origin)
+            if t.kind != LOAD:
+                s.offered[k, SCORE] = _hand_score(s.offered[k])
 
-        f = s.offered[k]
-        if t.kind == LOAD:
-            f[0] = max(-3.0 * BOUND, min(3.0 * BOUND, -energy / x[TEMPERATURE]))
-        if not described:
-            continue
-        there = here = 0
-        degree = near_ptr[g + 1] - near_ptr[g]
-        for i in range(near_ptr[g], near_ptr[g + 1]):
-            there += device[near[i]] == new
-            here += device[near[i]] == old
-        f[2] = bounded(10.0 * np.log(most / highest))
-        f[3] = bounded(load_old / highest)
-        f[4] = bounded(then_old / highest)
-        f[5] = bounded(load_new / highest)
-        f[6] = bounded(then_new / highest)
-        f[7] = np.log(count) / log_groups
-        f[8] = bounded(before / max(load_old, 1e-300)) if not swap else 0.0
-        least = 1e-3 * mean / num_groups
-        f[9] = bounded(np.log(max(after, least) / max(before, least)))
-        saved = (load_old + load_new - before) - (then_old + then_new - after)
-        f[10] = bounded(saved / mean)
-        f[11] = bounded(then_held / max(memory[new], 1))
-        f[12] = there / max(degree, 1)
-        f[13] = here / max(degree, 1)
-        f[14] = chained / count
-        f[15] = s.when[g]
-        f[16] = t.rank[g]
-        f[17] = np.log(1.0 + s.refused[g, new])
-        f[18] = np.log(x[STEP] - s.moved[g] + 1.0) / log_steps
-        f[19] = origin == 1
-        f[20] = origin == 2
-        kind = 25 if swap else 21
-        if not swap and count > 1:
-            # What it is, not how it was drawn: a run is consecutive.
-            kind = 24
-            run = True
-            for i in range(1, count):
-                run &= abs(body[i] - body[i - 1]) == 1
-            if run:
-                kind = 22
-        f[kind] = 1.0
-        if t.kind != LOAD:
-            f[0] = _hand_score(f)
+
+@kernel
+def _describe_search(t, s):
+    """Fill ``SEARCH_FEATURES``."""
+    num_groups, num_devices = t.group_s.shape
+    u, load = s.search, s.moves.load
+    mean = max(average(load), 1e-300)
+    u[USED] = s.used
+    u[TEMPERATURE] = np.log10(max(s.temperature, 1e-9)) / 5.0
+    u[POWER] = int(s.power) / 8.0 if t.kind == LOAD else 0.0
+    u[OVER_BEST] = bounded(10.0 * np.log(max(s.cost, 1e-300) / max(s.best_cost, 1e-300)))
+    u[BELOW_FIRST] = bounded(10.0 * np.log(max(s.best_cost, 1e-300) / max(s.first_cost, 1e-300)))
+    u[SINCE_BEST] = np.log(s.step - s.found + 1.0) / 10.0
+    u[EVEN] = mean / max(load[s.hottest], 1e-300)
+    u[COMMUNICATION] = bounded(max(0.0, 1.0 - s.compute_s / (mean * num_devices)))
+    u[NUM_GROUPS] = np.log(num_groups + 1.0) / 10.0
+    u[NUM_DEVICES] = np.log(num_devices) / 3.0
+    u[IS_LOAD] = t.kind == LOAD
+    u[IS_PIPELINED] = t.run.num_batches > 1 and t.kind != LOAD and t.kind != PIECEWISE
+
+
+@kernel
+def _try(t, s, k, described):
+    """What move ``k`` adds to the energy of max_load; fills ``s.tried`` where ``described``."""
+    device, load, held = s.moves.device, s.moves.load, s.moves.held
+    body, where, count, memory = s.body[k], s.where[k], s.count[k], t.moves.memory
+    old, new = np.int64(device[body[0]]), np.int64(where[0])
+    load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
+    highest_s = max(load[s.hottest], 1e-300)
+    before = after = chained = 0.0
+    if described:
+        for i in range(count):
+            h = body[i]
+            before += t.group_s[h, device[h]]
+            after += t.group_s[h, where[i]]
+            chained += s.on_chain[h]
+    apply_moves(t.moves, s.moves, body, where, count)
+    energy = 0.0
+    if t.kind == LOAD:
+        # Where operators cost nothing the best load may be 0, and rounding makes loads of about 0.
+        highest = s.best_cost
+        if not 1e-300 < highest < INFEASIBLE:
+            highest = highest_s
+        scale, power = 1.0 / highest, int(s.power)
+        energy += energy_term(load[old], held[old], memory[old], scale, power)
+        energy += energy_term(load[new], held[new], memory[new], scale, power)
+        energy -= energy_term(load_old, held_old, memory[old], scale, power)
+        energy -= energy_term(load_new, held_new, memory[new], scale, power)
+    if described:
+        r = s.tried
+        r.left_before, r.target_before = load_old, load_new
+        r.left_after, r.target_after, r.held_after = load[old], load[new], held[new]
+        r.largest_after = load[largest(load, len(load))]
+        r.seconds_before, r.seconds_after, r.chained = before, after, chained
+    undo_moves(t.moves, s.moves, body, where, count, old, new)
+    load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+    return energy
+
+
+@kernel
+def _describe(t, s, k, origin):
+    """Fill ``MOVE_FEATURES`` of move ``k``, which was tried, but the score."""
+    f, r, body, count = s.offered[k], s.tried, s.body[k], s.count[k]
+    device, load, num_groups = s.moves.device, s.moves.load, len(t.group_s)
+    g, new = body[0], s.where[k, 0]
+    old = device[g]
+    highest = max(load[s.hottest], 1e-300)
+    mean = max(average(load), 1e-300)
+    before, after = r.seconds_before, r.seconds_after
+    swap = count == 2 and s.where[k, 1] == old
+    near_ptr, near = t.graph.near_ptr, t.graph.near
+    there = here = 0
+    degree = near_ptr[g + 1] - near_ptr[g]
+    for i in range(near_ptr[g], near_ptr[g + 1]):
+        there += device[near[i]] == new
+        here += device[near[i]] == old
+    f[LARGEST] = bounded(10.0 * np.log(r.largest_after / highest))
+    f[LEFT_BEFORE] = bounded(r.left_before / highest)
+    f[LEFT_AFTER] = bounded(r.left_after / highest)
+    f[TARGET_BEFORE] = bounded(r.target_before / highest)
+    f[TARGET_AFTER] = bounded(r.target_after / highest)
+    f[GROUPS] = np.log(count) / np.log(num_groups + 1.0)
+    f[SECONDS] = bounded(before / max(r.left_before, 1e-300)) if not swap else 0.0
+    least = 1e-3 * mean / num_groups
+    f[SLOWER] = bounded(np.log(max(after, least) / max(before, least)))
+    saved = (r.left_before + r.target_before - before) - (r.left_after + r.target_after - after)
+    f[SAVED] = bounded(saved / mean)
+    f[MEMORY] = bounded(r.held_after / max(t.moves.memory[new], 1))
+    f[THERE] = there / max(degree, 1)
+    f[HERE] = here / max(degree, 1)
+    f[CHAINED] = r.chained / count
+    f[BEGINS] = s.when[g]
+    f[RANK] = t.rank[g]
+    f[REFUSED] = np.log(1.0 + s.refused[g, new])
+    f[RESTED] = np.log(s.step - s.moved[g] + 1.0) / np.log(s.step + 2.0)
+    f[FROM_CHAIN] = origin == 1
+    f[FROM_HOTTEST] = origin == 2
+    f[_kind_of(body, count, swap)] = 1.0
+
+
+@inlined
+def _kind_of(body, count, swap):
+    """What a move is, not how it was drawn: a run is consecutive."""
+    kind = IS_SWAP if swap else IS_SINGLE
+    if not swap and count > 1:
+        kind = IS_RUN
+        for i in range(1, count):
+            if abs(body[i] - body[i - 1]) != 1:
+                kind = IS_GROWTH
+    return kind
 
 
 @kernel
 def _hand_score(f):
     """Written by hand: to its neighbours, off the chain, not where it was refused or too much."""
-    score = 1.0 * f[14] + 2.0 * (f[12] - f[13]) + 2.0 * min(max(f[10], -1.0), 1.0)
-    score -= 1.0 * max(f[2], 0.0) + 1.0 * f[9] + 1.5 * f[17]
+    score = f[CHAINED] + 2.0 * (f[THERE] - f[HERE]) + 2.0 * min(max(f[SAVED], -1.0), 1.0)
+    score -= 1.0 * max(f[LARGEST], 0.0) + 1.0 * f[SLOWER] + 1.5 * f[REFUSED]
     return bounded(score)
 
 
@@ -488,38 +536,37 @@ def _take(t, s, k):
     For max_load it is made, whatever it is worth: its energy was known. Otherwise it is
     evaluated, and kept with probability ``min(1, exp(-log(after / before) / temperature))``.
     """
-    x = s.x
-    x[STEP] += 1.0
+    s.step += 1
     count = s.count[k]
     if count == 0:
         return 0.0
     body, where = s.body[k], s.where[k]
-    device, load, held = s.moves[0], s.moves[1], s.moves[2]
-    old, new = device[body[0]], where[0]
+    device, load, held = s.moves.device, s.moves.load, s.moves.held
+    old, new = np.int64(device[body[0]]), np.int64(where[0])
     load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
     growth = 0.0
     for i in range(count):
         growth += t.group_s[body[i], where[i]] - t.group_s[body[i], device[body[i]]]
     apply_moves(t.moves, s.moves, body, where, count)
     cost = _evaluate(t, s)
-    if t.kind != LOAD and cost > x[COST]:
-        worse = np.log(cost / max(x[COST], 1e-300))
-        if worse > -x[TEMPERATURE] * np.log(1.0 - uniform(s.random)):
-            undo_moves(t.moves, s.moves, body, where, count, np.int64(old), np.int64(new))
+    if t.kind != LOAD and cost > s.cost:
+        worse = np.log(cost / max(s.cost, 1e-300))
+        if worse > -s.temperature * np.log(1.0 - uniform(s.draws.random)):
+            undo_moves(t.moves, s.moves, body, where, count, old, new)
             load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
             s.refused[body[0], new] += 1.0
             return 0.0
-    x[COST] = cost
-    x[COMPUTE] += growth
+    s.cost = cost
+    s.compute_s += growth
     for i in range(count):
-        s.moved[body[i]] = int(x[STEP])
+        s.moved[body[i]] = s.step
     s.refused[body[0]] = 0.0
     _look(t, s)
     gain = 0.0
-    if cost < x[BEST] * (1.0 - 1e-12):
-        gain = min(np.log(x[BEST] / max(cost, 1e-300)), 1.0)
-        x[BEST] = cost
-        x[FOUND] = x[STEP]
+    if cost < s.best_cost * (1.0 - 1e-12):
+        gain = min(np.log(s.best_cost / max(cost, 1e-300)), 1.0)
+        s.best_cost = cost
+        s.found = s.step
         copy(s.best, device)
     return gain
 
@@ -528,7 +575,7 @@ def _take(t, s, k):
 def play(t, s, job, number, net, used, then):
     """The one entry: what calls the simulator is compiled once more with each level of calls.
 
-    * BEGIN: evaluate the placement in ``s.moves[0]``, forget everything else, offer moves for
+    * BEGIN: evaluate the placement in ``s.moves.device``, forget everything else, offer moves for
       step ``number``, where ``used`` of the budget is spent.
     * RESUME: evaluate that placement again, and look at it (drift of many moves is gone then).
     * TAKE: try move ``number``, then offer the next ones where ``then`` of the budget is spent;
@@ -538,7 +585,7 @@ def play(t, s, job, number, net, used, then):
       UNIFORM one move is drawn, and for max_load made as annealing does. Staying is a choice
       for max_load only.
     """
-    x, width = s.x, len(s.count) - 1
+    width, random = len(s.count) - 1, s.draws.random
     chooser = job - SEARCH
     # What nobody looks at costs most of the time of a search for max_load.
     described = job <= TAKE or chooser == POLICY or (chooser == HAND and t.kind != LOAD)
@@ -546,18 +593,18 @@ def play(t, s, job, number, net, used, then):
         fill_state(t.moves, s.moves)
         s.on_chain[:] = 0.0
         s.when[:] = 0.0
-        x[NUM_CHAIN] = 0.0
-        x[COMPUTE] = 0.0
+        s.num_chain = 0
+        s.compute_s = 0.0
         for g in range(len(t.group_s)):
-            x[COMPUTE] += t.group_s[g, s.moves[0][g]]
-        x[COST] = _evaluate(t, s)
+            s.compute_s += t.group_s[g, s.moves.device[g]]
+        s.cost = _evaluate(t, s)
         _look(t, s)
         if job == BEGIN:
-            x[STEP] = x[FOUND] = number
+            s.step = s.found = number
             s.refused[:] = 0.0
             s.moved[:] = number
-            x[BEST] = x[FIRST] = x[COST]
-            copy(s.best, s.moves[0])
+            s.best_cost = s.first_cost = s.cost
+            copy(s.best, s.moves.device)
             _cool(s, used)
             _offer(t, s, width, described)
         return 0.0
@@ -569,7 +616,7 @@ def play(t, s, job, number, net, used, then):
         if job == TAKE:
             k = number
         elif chooser == UNIFORM:
-            if t.kind == LOAD and np.log(1.0 - uniform(s.random)) > s.offered[1, 0]:
+            if t.kind == LOAD and np.log(1.0 - uniform(random)) > s.offered[1, SCORE]:
                 k = 0
         else:
             if chooser == POLICY:
@@ -579,10 +626,10 @@ def play(t, s, job, number, net, used, then):
                 network(net, s.search, s.offered, s.which, body, where, width, logits)
             else:
                 for j in range(width + 1):
-                    logits[j] = s.offered[j, 0] if j == 0 or s.count[j] > 0 else -np.inf
+                    logits[j] = s.offered[j, SCORE] if j == 0 or s.count[j] > 0 else -np.inf
             if t.kind != LOAD and s.count[largest(s.count, width + 1)] > 0:
                 logits[0] = -np.inf
-            k = choose(s.random, logits, width)
+            k = choose(random, logits, width)
         gain += _take(t, s, k)
         _cool(s, used + (then - used) * (i + 1) / steps)
         _offer(t, s, 1 if job == SEARCH + UNIFORM else width, described)

@@ -8,16 +8,15 @@ one group at a time through torch, in less than a tenth of the time.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.problems import ProblemSet, group_order
-from placement.jit import allocating, kernel
+from placement.jit import Struct, allocating, kernel
 from placement.planners._search import device_classes
-from placement.problem import Problem
-from placement.simulator import host_of
+from placement.problem import Problem, host_of
 
 Array = NDArray[Any]
 
@@ -36,7 +35,7 @@ NUM_DEVICE_FEATURES = len(DEVICE_FEATURES)
 FEATURE_BOUND = 20.0
 
 
-class Tables(NamedTuple):
+class Tables(Struct):
     """Every problem of a set, one after another; ``*_at [P + 1]`` is where each begins."""
 
     num_groups: Array  # int64 [P]
@@ -75,7 +74,7 @@ class Tables(NamedTuple):
     even_s: Array  # float64 [P] load of every device if all are equally busy; -1 = a latency
 
 
-class State(NamedTuple):
+class State(Struct):
     """``B`` episodes."""
 
     ids: Array  # int64 [B]

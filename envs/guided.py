@@ -11,14 +11,15 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs import _guided
-from envs._guided import BOUND, NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State, Tables
+from envs._guided import BOUND, NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State, Tables, Tried
 from envs.base import Observation, PlacementEnv, Rules, id_space
 from envs.problems import MAX_ID, EnvError, Floats, ProblemSet, choice_of
 from placement import kernels
-from placement.objective_kernels import move_state, move_tables, piecewise_tables
-from placement.objectives import ANALYTIC, blocks
+from placement.objective_kernels import blocks, move_state, move_tables, piecewise_tables
+from placement.objectives import ANALYTIC
 from placement.planners import load
 from placement.planners._chooser import no_network
+from placement.planners._macro import draws_of
 from placement.planners._search import INFEASIBLE, can_move, neighbours
 from placement.problem import Placement, Problem
 from placement.simulator import score
@@ -35,7 +36,7 @@ NO_NETWORK = no_network(NUM_SEARCH_FEATURES, NUM_MOVE_FEATURES)
 
 def tables_of(problem: Problem) -> Tables:
     """What the kernels need of a problem."""
-    g, n, d = problem.graph, problem.num_ops, problem.num_devices
+    g = problem.graph
     objective = problem.objective
     kind = {
         "max_load": _guided.LOAD,
@@ -44,49 +45,26 @@ def tables_of(problem: Problem) -> Tables:
     }.get(objective, _guided.TIMELINE)
     runs = objective not in ANALYTIC
     m = problem.num_microbatches if runs and objective != "latency" else 1
-    window, track = min(m, problem.max_in_flight), problem.memory_may_bind and runs
+    window, track = min(m, problem.max_in_flight), bool(problem.memory_may_bind and runs)
     rank = np.zeros(g.num_groups)
     np.maximum.at(rank, g.group, problem.upward_rank_s)
-    sent = len(g.use_dst) * m if runs else 0
+    sent = len(g.use_dst) * m if runs else -1
     power = problem.cluster.power
-    simulator = kernels.tables(problem)
     return Tables(
         kind=kind,
         moves=move_tables(problem, blocks(problem, g.group)),
         graph=neighbours(problem),
-        simulator=simulator,
-        piecewise=piecewise_tables(problem),
+        simulator=kernels.tables(problem),
+        run=kernels.state_of(problem, m, window, track, None, sent),
+        pieces=piecewise_tables(problem),
         group=g.group.astype(np.int32),
         group_s=problem.group_compute_s,
-        compute_s=problem.compute_s,
-        loaded_s=problem.loaded_s,
-        batch_s=problem.profile.batch_s,
         rank=(rank / max(rank.max(), 1e-300)).astype(np.float32),
         mean_transfer_s=problem.mean_transfer_s,
-        power=(power.busy_w, power.idle_w, power.sleep_w),
+        busy_w=power.busy_w,
+        idle_w=power.idle_w,
+        sleep_w=power.sleep_w,
         second_j=problem.second_j,
-        num_batches=m,
-        window=window,
-        track=bool(track),
-        scratch=kernels.scratch(
-            n, g.num_tensors, len(g.use_dst), d, problem.num_channels, window, m, track
-        ),
-        placement=np.zeros((1, n), np.int32),
-        seconds=np.zeros(n),
-        beside_s=np.zeros(n),
-        load=np.zeros(d),
-        value=np.zeros(1),
-        finish=np.zeros(m),
-        busy=np.zeros(d),
-        asleep=np.zeros(d),
-        peak=np.zeros(d, np.int64),
-        start=np.zeros((m, n)),
-        end=np.zeros((m, n)),
-        transfers=np.zeros((sent, 4), np.int32),
-        transfer_start=np.zeros(sent),
-        transfer_end=np.zeros(sent),
-        no_order=np.zeros((0, 2), np.int32),
-        no_order_ptr=np.zeros(d + 1, np.int32),
     )
 
 
@@ -94,20 +72,25 @@ def state_of(tables: Tables, width: int) -> State:
     """Room for one episode of ``width`` moves per step."""
     groups, devices = tables.group_s.shape
     body = min(64, groups) if tables.kind == _guided.LOAD else groups
+    numbers = {name: 0 for name in ("step", "found", "hottest", "num_chain")}
+    shares = ("used", "temperature", "warm", "cold", "power", "power_first", "power_last")
+    costs = ("cost", "best_cost", "first_cost", "compute_s")
+    tried = {name: 0.0 for name in Tried.__annotations__} | {"held_after": 0}
     return State(
-        random=np.ones(1, np.uint64),
+        draws=draws_of(tables.group_s, tables.graph, 0, _guided.SHARE, 0.0, body),
         moves=move_state(tables.moves, np.argmin(tables.group_s, axis=1).astype(np.int32)),
         best=np.zeros(groups, np.int32),
-        x=np.zeros(_guided.NUM_X),
+        **numbers,
+        **{name: 0.0 for name in (*shares, *costs)},
         chain=np.zeros(groups, np.int32),
         on_chain=np.zeros(groups, np.float32),
         when=np.zeros(groups, np.float32),
         refused=np.zeros((groups, devices), np.float32),
         moved=np.zeros(groups, np.int64),
-        mark=np.zeros(groups, np.int32),
         count=np.zeros(width + 1, np.int64),
         body=np.zeros((width + 1, body), np.int32),
         where=np.zeros((width + 1, body), np.int32),
+        tried=Tried(**tried),
         offered=np.zeros((width + 1, NUM_MOVE_FEATURES), np.float32),
         search=np.zeros(NUM_SEARCH_FEATURES, np.float32),
         which=np.zeros(width + 1, np.int64),
@@ -129,10 +112,11 @@ def begin(
     ``rng`` seeds what is drawn from now on. The first ``step`` steps, and the share ``used`` of
     the budget, count as made.
     """
-    state.random[0] = rng.integers(1, 2**64, dtype=np.uint64)
+    state.draws.random[0] = rng.integers(1, 2**64, dtype=np.uint64)
     rounds = ROUNDS[tables.kind == _guided.LOAD]
-    state.x[_guided.WARM : _guided.POWER_LAST + 1] = rounds[number % len(rounds)]
-    state.moves[0][:] = choice
+    warm, cold, first, last = rounds[number % len(rounds)]
+    state.warm, state.cold, state.power_first, state.power_last = warm, cold, first, last
+    state.moves.device[:] = choice
     _guided.play(tables, state, _guided.BEGIN, step, NO_NETWORK, used, used)
 
 
@@ -313,7 +297,7 @@ class GuidedSearchRules(OfferingRules):
             tables, state = self._tables[p], self._state(b)
             exact = tables.kind == _guided.LOAD
             self.num_evaluations += self.width if exact else int(state.count[action] > 0)
-            used = (state.x[_guided.STEP] + 1.0) / self.moves
+            used = (state.step + 1.0) / self.moves
             rewards[b] = take(tables, state, action, used)
             if used >= 1.0:
                 done[b] = True
@@ -321,7 +305,7 @@ class GuidedSearchRules(OfferingRules):
         return rewards, done
 
     def _finish(self, b: int, p: int, state: State) -> None:
-        cost = float(state.x[_guided.BEST])
+        cost = float(state.best_cost)
         self.value_s[b] = cost if cost < INFEASIBLE else np.inf
         self.choices[b] = -1
         self.choices[b, : len(state.best)] = state.best

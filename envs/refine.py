@@ -11,7 +11,6 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs import _guided
 from envs._guided import BOUND, State
 from envs.base import Observation, PlacementEnv, Rules, id_space
 from envs.guided import begin, resume, start_choices, state_of, tables_of
@@ -44,9 +43,8 @@ SEARCH_FEATURES = (
 @allocating
 def _describe(t, s, pairs):
     """Fill ``pairs [G, D, F]`` of a problem (zeroed before)."""
-    device, load, _, users, _ = s.moves
-    compute_s, touch_ptr, touch, io_s = t.moves[:4]
-    near_ptr, near = t.graph[0], t.graph[1]
+    device, load = s.moves.device, s.moves.load
+    near_ptr, near = t.graph.near_ptr, t.graph.near
     groups, devices = t.group_s.shape
     largest, mean = max(load.max(), 1e-300), max(load.mean(), 1e-300)
     for g in range(groups):
@@ -63,7 +61,7 @@ def _describe(t, s, pairs):
                 continue
             at_old = at_new = 0.0
             if d != old:
-                at_old, at_new = load_change(compute_s, touch_ptr, touch, io_s, device, users, g, d)
+                at_old, at_new = load_change(t.moves, s.moves, g, d)
             floor = 1e-3 * mean / groups
             f[0] = d == old
             f[1] = min((load[d] + at_new) / largest, BOUND)
@@ -193,7 +191,7 @@ class RefineRules(Rules):
         self._now[rows[legal], group[legal]] = device[legal]
         for b in rows[legal].tolist():
             state = self._states[b][int(self.ids[b])]
-            state.moves[0][group[b]] = device[b]
+            state.moves.device[group[b]] = device[b]
             state.refused[group[b], device[b]] += 1.0
             resume(self._tables[self.ids[b]], state)
         before_s, best_s = self._now_s.copy(), self.value_s.copy()
@@ -217,7 +215,7 @@ class RefineRules(Rules):
         """Seconds float64 of the placements of episodes ``rows`` now; inf: cannot run."""
         self.num_evaluations += len(rows)
         if self.problems.evaluator is score:
-            found = [self._states[b][int(self.ids[b])].x[_guided.COST] for b in rows.tolist()]
+            found = [self._states[b][int(self.ids[b])].cost for b in rows.tolist()]
             cost = np.array(found, np.float64)
             return np.where(cost < INFEASIBLE, cost, np.inf)
         return self.problems.outcomes(self.ids[rows], self._now[rows])[0]

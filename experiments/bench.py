@@ -229,19 +229,20 @@ def planners() -> Iterator[Row]:
     for name in ("layered_wide", "transformer", "inception"):
         problem = families()[name](0).with_objective("max_load")
         moves = LoadMoves(problem, load("contiguous_dp")(problem).placement)
-        graph, best = neighbours(problem), moves.state[0].copy()
-        random, rng = np.array([1], np.uint64), np.random.default_rng(0)
+        graph, best = neighbours(problem), moves.state.device.copy()
+        rng = np.random.default_rng(0)
         group = rng.integers(0, problem.graph.num_groups, count)
         where = rng.integers(0, problem.num_devices, count)
 
-        def anneal(share, moves=moves, graph=graph, random=random, best=best):  # type: ignore[no-untyped-def]
-            settings = (np.inf, count, 64, 0.2, 1e-3, 6)
-            _macro.anneal(moves.tables, moves.state, graph, share, 0.0, random, best, *settings)
+        def anneal(draws, moves=moves, best=best):  # type: ignore[no-untyped-def]
+            _macro.anneal(moves.tables, moves.state, draws, best, np.inf, count, 0.2, 1e-3, 6)
 
+        compute_s = moves.tables.compute_s
+        draws = [_macro.draws_of(compute_s, graph, 0, x, 0.0, 64) for x in (np.ones(5), SHARE)]
         trials, single, macro = medians_s(
             lambda m=moves, g=group, d=where: try_all(m.tables, m.state, g, d),  # type: ignore[misc]
-            lambda run=anneal: run(np.ones(5)),  # type: ignore[misc]
-            lambda run=anneal: run(SHARE),  # type: ignore[misc]
+            lambda run=anneal, w=draws[0]: run(w),  # type: ignore[misc]
+            lambda run=anneal, w=draws[1]: run(w),  # type: ignore[misc]
         )
         note = f"{name}, {problem.num_ops} operators, {problem.num_devices} devices"
         yield Row("incremental delta, moves/s", count / trials, "1/s", 2e6, True, note)

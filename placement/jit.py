@@ -1,20 +1,40 @@
-"""How kernels are compiled: cached, without the GIL, and mostly without counting references.
+"""How kernels are compiled, and what they are given: ``Struct``, named arrays behind one pointer.
 
-numba counts references to every array of every tuple that a kernel is called with, in every call
-that it does not inline. Where a state of forty arrays is passed on that is most of the time
-(``planners._order`` draws and describes a move in 0.5 us instead of 2), and nothing needs it in a
-kernel that neither makes an array nor returns one. Such kernels fill arrays that they are given:
-``a[:] = b``, ``a.max()``, ``a.mean()``, ``a.sort()`` and ``np.empty`` make some; ``copy``,
+Kernels are cached, run without the GIL, and mostly do not count references. numba counts those
+to every array that a kernel is called with, in every call that it does not inline; nothing needs
+it in a kernel that neither makes an array nor returns one. Such kernels fill arrays that they are
+given: ``a[:] = b``, ``a.max()``, ``a.mean()``, ``a.sort()`` and ``np.empty`` make some; ``copy``,
 ``largest`` and ``average`` do not.
+
+numba passes a tuple of arrays as seven words for each, to every function that it is passed on to:
+that is most of the time that compiling takes, and much of a call's. A ``Struct`` is one word.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+import hashlib
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, ClassVar, ParamSpec
 
 import numba as nb
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
 from numba.core.options import DefaultOptions
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import (
+    NativeValue,
+    infer_getattr,
+    lower_getattr_generic,
+    lower_setattr_generic,
+    models,
+    register_model,
+    unbox,
+)
+
+P = ParamSpec("P")
 
 
 def _counting(wanted: bool) -> dict[str, Any]:
@@ -25,6 +45,197 @@ def _counting(wanted: bool) -> dict[str, Any]:
 kernel = partial(nb.njit, cache=True, nogil=True, **_counting(False))
 inlined = partial(kernel, inline="always")
 allocating = partial(nb.njit, cache=True, nogil=True, **_counting(True))
+
+
+_loading_s = 0.0
+
+
+def loading_s() -> float:
+    """Seconds that this process has spent in functions that ``loads`` marks: no budget's."""
+    return _loading_s
+
+
+def loads(function: Callable[P, None]) -> Callable[P, None]:
+    """Of a function that calls kernels so that they are compiled, or read from their cache.
+
+    It is called once for its arguments. Clocks of budgets leave out how long it takes.
+    """
+
+    @cache
+    def once(*args: P.args, **kwargs: P.kwargs) -> None:
+        global _loading_s
+        begun, before_s = time.perf_counter(), _loading_s
+        function(*args, **kwargs)
+        _loading_s = before_s + time.perf_counter() - begun  # with what was loaded meanwhile
+
+    return once  # type: ignore[return-value]
+
+
+class Struct:
+    """Base of what kernels are given by one pointer: a class whose annotations name the fields.
+
+    A field is a C-contiguous array, which kernels may fill but not exchange, a number (int, float
+    or bool), which kernels and Python may change, or another struct. The type that a kernel is
+    compiled for is that of the fields: dtypes and dimensions.
+
+    >>> class Walk(Struct):
+    ...     place: Array  # int32 [N]
+    ...     steps: int
+    >>> walk = Walk(place=np.zeros(3, np.int32), steps=0)
+    """
+
+    _names: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls) -> None:
+        cls._names = tuple(cls.__annotations__)
+
+    def __init__(self, **fields: Any) -> None:
+        assert fields.keys() == set(self._names), fields.keys() ^ set(self._names)
+        kinds: list[Any] = []
+        words: list[int] = []
+        for name in self._names:
+            kind, value = _described(fields[name])
+            kinds.append(kind)
+            words += value
+        data = np.array(words, np.uint64)
+        kept: dict[str, Any] = {
+            k: v for k, v in fields.items() if isinstance(v, np.ndarray | Struct)
+        }
+        kind = _struct_type(type(self).__qualname__, self._names, tuple(kinds))
+        kept |= {"_numba_type_": kind, "_data": data, "_address": data.ctypes.data}
+        self.__dict__.update(kept)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            at, kind = self.__dict__["_numba_type_"].places[name]
+        except KeyError:
+            raise AttributeError(name) from None
+        return _NUMBERS[kind](self._data[at : at + 1].view(_DTYPES[kind])[0])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        at, kind = self._numba_type_.places[name]
+        self._data[at : at + 1].view(_DTYPES[kind])[0] = value
+
+    def items(self) -> list[tuple[str, Any]]:
+        """The fields by name."""
+        return [(name, getattr(self, name)) for name in self._names]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), dict(self.items()))
+
+
+def _rebuilt(kind: type[Struct], fields: dict[str, Any]) -> Struct:
+    return kind(**fields)
+
+
+_NUMBERS: dict[Any, type] = {types.int64: int, types.float64: float, types.boolean: bool}
+_DTYPES = {types.int64: np.int64, types.float64: np.float64, types.boolean: np.int64}
+
+
+def _described(value: Any) -> tuple[Any, list[int]]:
+    """What the type depends on, and the words that kernels read."""
+    if isinstance(value, np.ndarray):
+        assert value.flags.c_contiguous, "kernels read arrays as they lie in memory"
+        address = value.__array_interface__["data"][0]
+        return (value.dtype, value.ndim), [address, *value.shape]
+    if isinstance(value, Struct):
+        return value._numba_type_, [value._address]
+    if isinstance(value, bool | np.bool_):
+        return types.boolean, [int(value)]
+    if isinstance(value, int | np.integer):
+        return types.int64, [int(value) % 2**64]
+    return types.float64, [int(np.float64(value).view(np.uint64))]
+
+
+@cache
+def _struct_type(cls: str, names: tuple[str, ...], kinds: tuple[Any, ...]) -> StructType:
+    members = [
+        types.Array(nb.from_dtype(k[0]), k[1], "C") if isinstance(k, tuple) else k for k in kinds
+    ]
+    return StructType(cls, names, members)
+
+
+class StructType(types.Type):  # type: ignore[misc]
+    """numba's type of a ``Struct``; ``places``: the first word and the type of each field."""
+
+    def __init__(self, cls: str, names: tuple[str, ...], members: list[types.Type]) -> None:
+        self.places, at = {}, 0
+        for name, member in zip(names, members, strict=True):
+            self.places[name] = (at, member)
+            at += 1 + (member.ndim if isinstance(member, types.Array) else 0)
+        # Names of types become part of the names of functions.
+        digest = hashlib.sha1(repr(self.places).encode()).hexdigest()[:12]
+        super().__init__(name=f"{cls}_{digest}")
+
+
+register_model(StructType)(models.OpaqueModel)
+
+
+@unbox(StructType)
+def _unbox_struct(kind: Any, obj: Any, c: Any) -> NativeValue:
+    address = c.pyapi.object_getattr_string(obj, "_address")
+    pointer = c.pyapi.long_as_voidptr(address)
+    c.pyapi.decref(address)
+    return NativeValue(pointer)
+
+
+@infer_getattr
+class _StructFields(AttributeTemplate):  # type: ignore[misc]
+    key = StructType
+
+    def generic_resolve(self, kind: StructType, name: str) -> types.Type | None:
+        return kind.places[name][1] if name in kind.places else None
+
+
+def _word(builder: Any, struct: Any, at: int, kind: ir.Type) -> Any:
+    """Pointer to word ``at`` of a struct, as one to ``kind``."""
+    words = builder.bitcast(struct, ir.IntType(64).as_pointer())
+    word = builder.gep(words, [ir.Constant(ir.IntType(64), at)])
+    return builder.bitcast(word, kind.as_pointer())
+
+
+def _load(builder: Any, struct: Any, at: int, kind: ir.Type) -> Any:
+    """A word that no kernel changes."""
+    value = builder.load(_word(builder, struct, at, kind))
+    value.set_metadata("invariant.load", builder.module.add_metadata([]))
+    return value
+
+
+@lower_getattr_generic(StructType)
+def _get_field(context: Any, builder: Any, kind: StructType, struct: Any, name: str) -> Any:
+    at, member = kind.places[name]
+    if not isinstance(member, types.Array):
+        if isinstance(member, StructType):
+            return _load(builder, struct, at, context.get_value_type(member))
+        data = _word(builder, struct, at, context.get_data_type(member))
+        return context.unpack_value(builder, member, data)
+    array = cgutils.create_struct_proxy(member)(context, builder)
+    word = ir.IntType(64)
+    shape = [_load(builder, struct, at + 1 + i, word) for i in range(member.ndim)]
+    item = ir.Constant(word, context.get_abi_sizeof(context.get_data_type(member.dtype)))
+    size, strides = ir.Constant(word, 1), []
+    for length in reversed(shape):
+        strides.append(builder.mul(size, item))
+        size = builder.mul(size, length)
+    array.data = _load(builder, struct, at, array.data.type)
+    array.nitems, array.itemsize = size, item
+    array.shape = cgutils.pack_array(builder, shape, ty=word)
+    array.strides = cgutils.pack_array(builder, strides[::-1], ty=word)
+    array.meminfo = ir.Constant(array.meminfo.type, None)  # who calls keeps it
+    array.parent = ir.Constant(array.parent.type, None)
+    return array._getvalue()
+
+
+@lower_setattr_generic(StructType)
+def _set_field(
+    context: Any, builder: Any, signature: Any, args: tuple[Any, Any], name: str
+) -> None:
+    (kind, given), (struct, value) = signature.args, args
+    at, member = kind.places[name]
+    cast = context.cast(builder, value, given, member)
+    context.pack_value(
+        builder, member, cast, _word(builder, struct, at, context.get_data_type(member))
+    )
 
 
 @inlined

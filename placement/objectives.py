@@ -22,11 +22,10 @@ the order of events and is the timeline's business.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement import objective_kernels as kernels
 from placement.problem import Placement, Problem
 
 Floats = NDArray[np.float64]
@@ -41,19 +40,17 @@ def evaluate(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[n
     Returns float64 ``[B]`` seconds, inf where an operator is unsupported or pieces wait for
     each other, and int64 ``[B, D]`` parameter bytes. Colocation is taken for granted.
     """
-    from placement import objective_kernels as kernels
-
     p = problem.as_batch(placements)
     value = np.empty(len(p))
     held = np.empty((len(p), problem.num_devices), np.int64)
-    kernels.param_bytes_batch(*kernels.param_tables(problem), p, held)
+    kernels.param_bytes_batch(kernels.param_tables(problem), p, held)
     if problem.objective == "max_load":
         load = np.empty((len(p), problem.num_devices))
-        kernels.load_batch(*kernels.load_tables(problem), p, load)
+        kernels.load_batch(kernels.load_tables(problem), p, load)
         value = load.max(axis=1)
     else:
         assert problem.objective == "piecewise_latency", problem.objective
-        kernels.piecewise_batch(*kernels.piecewise_tables(problem), p, value)
+        kernels.piecewise_batch(kernels.piecewise_tables(problem), p, value)
     return value, held
 
 
@@ -124,14 +121,12 @@ def circle(problem: Problem, placement: ArrayLike) -> list[tuple[int, Ints]]:
 
     Each as its device and its operators, int32 and in order; empty where every piece can run.
     """
-    from placement import objective_kernels as kernels
-
     g = problem.graph
     p = np.ascontiguousarray(placement, dtype=np.int32)
-    scratch = kernels.piecewise_scratch(problem.num_ops, problem.num_devices)
-    if np.isfinite(kernels.piecewise_one(kernels.piecewise_tables(problem), p, scratch, np.inf)):
+    pieces = kernels.piecewise_tables(problem)
+    if np.isfinite(kernels.piecewise_one(pieces, p, np.inf)):
         return []
-    piece, missing = scratch[0][3][: problem.num_ops], scratch[0][7]
+    piece, missing = pieces.room.piece, pieces.room.missing
     src, dst = piece[g.edges[:, 0]], piece[g.edges[:, 1]]
     stuck = (src != dst) & (missing[src] > 0) & (missing[dst] > 0)
     waits_for = dict(zip(dst[stuck].tolist(), src[stuck].tolist(), strict=True))
@@ -141,85 +136,6 @@ def circle(problem: Problem, placement: ArrayLike) -> list[tuple[int, Ints]]:
         walk.append(then)
     found = [np.flatnonzero(piece == q).astype(np.int32) for q in walk[walk.index(then) :]]
     return [(int(p[ops[0]]), ops) for ops in found]
-
-
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """A problem seen as ``I`` blocks of operators that are placed whole.
-
-    Tensors that stay within a block are left out; those with the same producer and the same
-    users are one, ``H`` in all.
-
-    Attributes:
-        compute_s: float64 ``[I, D]``; inf = cannot run there.
-        src: int32 ``[H]`` producing block, -1 for model inputs.
-        use_ptr: int32 ``[H + 1]`` and use_dst: int32: other blocks that use each tensor.
-        io_s: float64 ``[H, D]``.
-        own_bytes: int64 ``[I]`` parameters that only this block reads.
-        tied_ptr, tied_dst: int32, like ``use``: blocks that read each parameter of several.
-        tied_bytes: int64 ``[Q]`` its size.
-    """
-
-    compute_s: Floats
-    src: Ints
-    use_ptr: Ints
-    use_dst: Ints
-    io_s: Floats
-    own_bytes: NDArray[np.int64]
-    tied_ptr: Ints
-    tied_dst: Ints
-    tied_bytes: NDArray[np.int64]
-
-    @property
-    def num_blocks(self) -> int:
-        """``I``."""
-        return len(self.compute_s)
-
-
-def blocks(problem: Problem, block: Ints) -> Blocks:
-    """The problem with operator ``n`` in block ``block[n]``, int32 ``[N]``, numbered from 0."""
-    g = problem.graph
-    num_blocks = int(block.max()) + 1
-    compute = np.zeros((num_blocks, problem.num_devices))
-    np.add.at(compute, block, problem.compute_s)
-
-    src = np.where(g.tensor_src >= 0, block[g.tensor_src], -1)
-    pairs = np.stack([g.use_tensor, block[g.use_dst]], axis=1)
-    pairs = np.unique(pairs[pairs[:, 1] != src[pairs[:, 0]]], axis=0)
-    merged: dict[bytes, int] = {}
-    io: list[Floats] = []
-    users: list[Ints] = []
-    producer, ptr = [], [0]
-    begin = np.searchsorted(pairs[:, 0], np.arange(g.num_tensors + 1))
-    for t in np.unique(pairs[:, 0]):
-        used_by = pairs[begin[t] : begin[t + 1], 1]
-        key = np.append(src[t], used_by).tobytes()
-        if key in merged:
-            io[merged[key]] = io[merged[key]] + problem.io_s[t]
-            continue
-        merged[key] = len(io)
-        io.append(problem.io_s[t])
-        producer.append(src[t])
-        users.append(used_by)
-        ptr.append(ptr[-1] + len(used_by))
-
-    reads = np.unique(np.stack([g.param_use, block[g.param_use_op]], axis=1), axis=0)
-    readers = np.bincount(reads[:, 0], minlength=len(g.param_bytes))
-    alone = readers[reads[:, 0]] == 1
-    own = np.zeros(num_blocks, np.int64)
-    np.add.at(own, reads[alone, 1], g.param_bytes[reads[alone, 0]])
-    tied = np.flatnonzero(readers > 1)
-    return Blocks(
-        compute_s=compute,
-        src=np.array(producer, np.int32),
-        use_ptr=np.array(ptr, np.int32),
-        use_dst=np.concatenate([np.zeros(0, np.int32), *users]).astype(np.int32),
-        io_s=np.array(io).reshape(-1, problem.num_devices),
-        own_bytes=own,
-        tied_ptr=np.append(0, np.cumsum(readers[tied])).astype(np.int32),
-        tied_dst=reads[~alone, 1].astype(np.int32),
-        tied_bytes=g.param_bytes[tied],
-    )
 
 
 class LoadMoves:
@@ -242,11 +158,8 @@ class LoadMoves:
         Raises:
             ProblemError: it is not a placement (see ``Problem.check_placement``).
         """
-        from placement import objective_kernels as kernels
-
-        self._kernels = kernels
         self.problem = problem
-        self.tables = kernels.move_tables(problem, blocks(problem, problem.graph.group))
+        self.tables = kernels.move_tables(problem, kernels.blocks(problem, problem.graph.group))
         p = problem.check_placement(placement)
         device = np.zeros(problem.graph.num_groups, np.int32)
         device[problem.graph.group] = p
@@ -255,22 +168,22 @@ class LoadMoves:
     @property
     def placement(self) -> Placement:
         """int32 ``[N]``."""
-        return self.state[0][self.problem.graph.group]
+        return self.state.device[self.problem.graph.group]
 
     @property
     def load_s(self) -> Floats:
         """float64 ``[D]`` loads now (a copy)."""
-        return self.state[1].copy()
+        return self.state.load.copy()
 
     @property
     def held_bytes(self) -> NDArray[np.int64]:
         """int64 ``[D]`` parameter bytes now (a copy)."""
-        return self.state[2].copy()
+        return self.state.held.copy()
 
     def trial(self, group: int, device: int) -> float:
         """``max_load`` if ``group`` were on ``device``; inf: unsupported, or too large for it."""
-        return float(self._kernels.trial_move(self.tables, self.state, group, device))
+        return float(kernels.trial_move(self.tables, self.state, group, device))
 
     def apply(self, group: int, device: int) -> None:
         """Move ``group`` to ``device``."""
-        self._kernels.apply_move(self.tables, self.state, group, device)
+        kernels.apply_move(self.tables, self.state, group, device)

@@ -608,3 +608,11 @@ def _lp_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
     prices = np.maximum(-answer.ineqlin.marginals, 0.0) if answer.success else np.zeros(d)
     total = float(prices @ count)
     return prices / total if total > 0 else np.full(d, 1.0 / count.sum())
+
+
+def host_of(problem: Problem) -> tuple[int, NDArray[np.bool_]]:
+    """The device that model inputs come from, and bool ``[D]`` which share its memory."""
+    is_cpu = np.array([d.kind == "cpu" for d in problem.cluster.devices])
+    if not is_cpu.any():
+        return 0, np.ones(problem.num_devices, bool)
+    return int(np.argmax(is_cpu)), is_cpu

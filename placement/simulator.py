@@ -43,8 +43,8 @@ from math import isclose
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement import objectives
-from placement.problem import ROUNDING, Placement, Problem, Solution
+from placement import kernels, objectives
+from placement.problem import ROUNDING, Placement, Problem, Solution, host_of
 from placement.schedule import Schedule
 from placement.timeline import Timeline, steady_period
 
@@ -93,52 +93,34 @@ def simulate(
         ProblemError: the placement is not one (shape, device, support, colocation).
         ScheduleError: the schedule does not fit, or deadlocks.
     """
-    from placement import kernels
-
     p, m = _checked(problem, placement, schedule, num_microbatches)
-    order, order_ptr = _flat_order(problem, schedule)
-    sent = _num_transfers(problem, p) * m
-    start, end = np.empty((m, problem.num_ops)), np.empty((m, problem.num_ops))
-    transfers = np.empty((sent, 4), np.int32)
-    transfer_start, transfer_end = np.empty(sent), np.empty(sent)
-    finish, (busy, asleep) = np.empty(m), np.empty((2, problem.num_devices))
-    peak = np.empty(problem.num_devices, np.int64)
-    tables = kernels.tables(problem)
-    g, window = problem.graph, m if schedule is not None else min(m, problem.max_in_flight)
-    state = kernels.scratch(
-        g.num_ops,
-        g.num_tensors,
-        len(g.use_dst),
-        problem.num_devices,
-        problem.num_channels,
-        window,
-        m,
-        True,
-    )
-    status = kernels.run(
-        tables,
-        state,
-        p,
-        durations(problem, p, m),
-        beside(problem, p, m),
-        m,
-        window,
-        order,
-        order_ptr,
-        finish,
-        busy,
-        asleep,
-        True,
-        peak,
-        start,
-        end,
-        transfers,
-        transfer_start,
-        transfer_end,
-    )
+    if schedule is None:
+        with kernels.room(problem, m, min(m, problem.max_in_flight), True, True) as run:
+            return _run(problem, p, run)
+    sent = len(problem.graph.use_dst) * m
+    run = kernels.state_of(problem, m, m, True, _flat_order(schedule), sent)
+    return _run(problem, p, run)
+
+
+def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline:
+    m = run.num_batches
+    run.placement[:] = placement
+    run.seconds[:] = durations(problem, placement, m)
+    run.beside_s[:] = beside(problem, placement, m)
+    status = kernels.run(kernels.tables(problem), run)
     assert status == 0, "a topological order cannot deadlock, and schedules were checked"
-    peak += problem.param_bytes_on(p)
-    return _timeline(problem, p, start, end, transfers, transfer_start, transfer_end, peak)
+    sent = run.num_sent
+    return Timeline(
+        device_names=problem.cluster.device_names,
+        placement=placement,
+        start_s=run.start.copy(),
+        end_s=run.end.copy(),
+        transfers=run.transfers[:sent].copy(),
+        transfer_start_s=run.transfer_start[:sent].copy(),
+        transfer_end_s=run.transfer_end[:sent].copy(),
+        peak_bytes=run.peak + problem.param_bytes_on(placement),
+        power=problem.power,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,32 +190,18 @@ class _Runs:
 
 
 def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _Runs:
-    from placement import kernels
-
     p = problem.as_batch(placements)
-    finish, busiest = np.empty((len(p), num_microbatches)), np.empty(len(p))
-    track = problem.memory_may_bind
+    m, track = num_microbatches, problem.memory_may_bind
+    finish, busiest = np.empty((len(p), m)), np.empty(len(p))
     peak = np.zeros((len(p), problem.num_devices), np.int64)
     busy, asleep = np.zeros((2, len(p), problem.num_devices))
-    kernels.run_batch(
-        kernels.tables(problem),
-        p,
-        problem.compute_s,
-        problem.loaded_s,
-        problem.profile.batch_s,
-        num_microbatches,
-        min(num_microbatches, problem.max_in_flight),
-        track,
-        finish,
-        busiest,
-        busy,
-        asleep,
-        peak,
-    )
+    tables, window = kernels.tables(problem), min(m, problem.max_in_flight)
+    with kernels.room(problem, m, window, track) as state:
+        kernels.run_batch(tables, state, p, finish, busiest, busy, asleep, peak)
     ok = np.isfinite(busiest)
     value = np.full(len(p), np.inf)
     value[ok] = steady_period(finish[ok], busiest[ok])
-    run_s = np.where(ok, finish.max(axis=1) / num_microbatches, np.inf)
+    run_s = np.where(ok, finish.max(axis=1) / m, np.inf)
     if not track:
         return _Runs(value, run_s, busy, asleep, None, ok)
     for i in np.flatnonzero(ok):
@@ -316,56 +284,11 @@ def _checked(
     return p, num_microbatches or problem.num_microbatches
 
 
-def _flat_order(
-    problem: Problem, schedule: Schedule | None
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _flat_order(schedule: Schedule) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Orders of all devices one after another ``[K, 2]``, and where each begins ``[D + 1]``."""
-    if schedule is None:
-        return np.zeros((0, 2), np.int32), np.zeros(problem.num_devices + 1, np.int32)
     sizes = [len(rows) for rows in schedule.order]
     flat = np.concatenate([np.reshape(r, (-1, 2)) for r in schedule.order]).astype(np.int32)
     return flat, np.cumsum([0, *sizes]).astype(np.int32)
-
-
-def host_of(problem: Problem) -> tuple[int, NDArray[np.bool_]]:
-    """The device that model inputs come from, and bool ``[D]`` which share its memory."""
-    is_cpu = np.array([d.kind == "cpu" for d in problem.cluster.devices])
-    if not is_cpu.any():
-        return 0, np.ones(problem.num_devices, bool)
-    return int(np.argmax(is_cpu)), is_cpu
-
-
-def _num_transfers(problem: Problem, placement: Placement) -> int:
-    """Transfers of one micro-batch: distinct (tensor, remote consumer device)."""
-    g = problem.graph
-    host, shares = host_of(problem)
-    src, dst = g.tensor_src[g.use_tensor], placement[g.use_dst]
-    at = np.where(src >= 0, placement[src], host)
-    remote = np.where(src >= 0, at != dst, ~shares[dst])
-    return len(np.unique(g.use_tensor[remote] * np.int64(problem.num_devices) + dst[remote]))
-
-
-def _timeline(
-    problem: Problem,
-    placement: Placement,
-    start: Floats,
-    end: Floats,
-    transfers: NDArray[np.int32],
-    transfer_start: Floats,
-    transfer_end: Floats,
-    peak: NDArray[np.int64] | None,
-) -> Timeline:
-    return Timeline(
-        device_names=problem.cluster.device_names,
-        placement=placement,
-        start_s=start,
-        end_s=end,
-        transfers=transfers,
-        transfer_start_s=transfer_start,
-        transfer_end_s=transfer_end,
-        peak_bytes=peak,
-        power=problem.power,
-    )
 
 
 def simulate_reference(
@@ -376,141 +299,180 @@ def simulate_reference(
 ) -> Timeline:
     """The same timeline, slowly and readably: an event heap over dictionaries."""
     p, num_batches = _checked(problem, placement, schedule, num_microbatches)
-    g, n, d_count = problem.graph, problem.num_ops, problem.num_devices
-    seconds, beside_s = durations(problem, p, num_batches), beside(problem, p, num_batches)
-    host, shares_host = host_of(problem)
-    consumers = [g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]] for t in range(g.num_tensors)]
-    produced = [g.out_tensor[g.out_ptr[i] : g.out_ptr[i + 1]] for i in range(n)]
-    model_inputs = np.flatnonzero(g.tensor_src < 0)
-    num_inputs = np.diff(g.in_ptr)
+    run = _Reference(problem, p, schedule, num_batches)
+    run.admit(0.0)
+    while run.events:
+        now = run.events[0][0]
+        while run.events and run.events[0][0] == now:
+            heapq.heappop(run.events)
+        for device in range(problem.num_devices):
+            run.end_on(device, now)
+        run.admit(now)
+        run.begin(now)
+    rows = np.array([s[:4] for s in run.sent], np.int32).reshape(-1, 4)
+    begin, finish = np.array([s[4] for s in run.sent]), np.array([s[5] for s in run.sent])
+    peak = _peak_bytes_reference(
+        problem, p, run.admitted_s, run.taken, run.end, rows, begin, finish
+    )
+    return Timeline(
+        device_names=problem.cluster.device_names,
+        placement=p,
+        start_s=run.start,
+        end_s=run.end,
+        transfers=rows,
+        transfer_start_s=begin,
+        transfer_end_s=finish,
+        peak_bytes=peak,
+        power=problem.power,
+    )
 
-    start, end, taken = np.empty((3, num_batches, n))
-    power = problem.cluster.power
-    sent: list[tuple[int, int, int, int, float, float]] = []
-    events: list[tuple[float, int]] = []  # (time, device): something may happen there
-    missing: dict[tuple[int, int], int] = {}  # inputs that have not been sent off yet
-    arrival: dict[tuple[int, int], float] = {}  # when the last known input arrives
-    waiting: list[dict[tuple[int, int], float]] = [{} for _ in range(d_count)]
-    running: list[tuple[int, int] | None] = [None] * d_count
-    free_at = [0.0] * d_count  # end of the running operator or of blocking transfers
-    told_s = [-1.0] * d_count  # arrival of the last that was sent there
-    ended_s = [0.0] * d_count  # of the last operator
-    channel_free = [0.0] * problem.num_channels
-    next_entry = [0] * d_count
-    unfinished: dict[int, int] = {}
-    admitted_s: list[float] = []
-    window = num_batches if schedule is not None else problem.max_in_flight
 
-    def deliver(
-        tensor: int, batch: int, src: int, now: float, local: NDArray[np.bool_], sending: float
+class _Reference:
+    """What has happened until now. A *key* is a micro-batch and an operator."""
+
+    def __init__(
+        self, problem: Problem, placement: Placement, schedule: Schedule | None, num_batches: int
+    ) -> None:
+        g, n, d = problem.graph, problem.num_ops, problem.num_devices
+        self.problem, self.p, self.schedule = problem, placement, schedule
+        self.num_batches = num_batches
+        self.window = num_batches if schedule is not None else problem.max_in_flight
+        self.seconds = durations(problem, placement, num_batches)
+        self.beside_s = beside(problem, placement, num_batches)
+        self.host, self.shares_host = host_of(problem)
+        self.consumers = [g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]] for t in range(g.num_tensors)]
+        self.produced = [g.out_tensor[g.out_ptr[i] : g.out_ptr[i + 1]] for i in range(n)]
+        self.num_inputs = np.diff(g.in_ptr)
+        self.start, self.end, self.taken = np.empty((3, num_batches, n))
+        self.sent: list[tuple[int, int, int, int, float, float]] = []
+        self.events: list[tuple[float, int]] = []  # (time, device): something may happen there
+        self.missing: dict[tuple[int, int], int] = {}  # inputs that have not been sent off yet
+        self.arrival: dict[tuple[int, int], float] = {}  # when the last known input arrives
+        self.waiting: list[dict[tuple[int, int], float]] = [{} for _ in range(d)]
+        self.running: list[tuple[int, int] | None] = [None] * d
+        self.free_at = [0.0] * d  # end of the running operator or of blocking transfers
+        self.told_s = [-1.0] * d  # arrival of the last that was sent there
+        self.ended_s = [0.0] * d  # of the last operator
+        self.channel_free = [0.0] * problem.num_channels
+        self.next_entry = [0] * d
+        self.unfinished: dict[int, int] = {}
+        self.admitted_s: list[float] = []
+
+    def admit(self, now: float) -> None:
+        """Micro-batches begin where there is room, and their inputs are delivered."""
+        g = self.problem.graph
+        while len(self.admitted_s) < self.num_batches and len(self.unfinished) < self.window:
+            batch = len(self.admitted_s)
+            self.admitted_s.append(now)
+            self.unfinished[batch] = g.num_ops
+            for op in range(g.num_ops):
+                self.missing[batch, op] = int(self.num_inputs[op])
+                self.arrival[batch, op] = now
+                if self.num_inputs[op] == 0:
+                    self._make_ready((batch, op))
+            for tensor in np.flatnonzero(g.tensor_src < 0):
+                self._deliver(int(tensor), batch, self.host, now, self.shares_host, 0.0)
+
+    def end_on(self, device: int, now: float) -> None:
+        """What runs on ``device`` and ends now is delivered."""
+        key = self.running[device]
+        if key is None or self.free_at[device] != now:
+            return
+        batch, op = key
+        self.running[device] = None
+        self.end[batch, op] = self.ended_s[device] = now
+        own, sending = np.arange(self.problem.num_devices) == device, 0.0
+        for tensor in self.produced[op]:
+            until, sending = self._deliver(int(tensor), batch, device, now, own, sending)
+            self.free_at[device] = max(self.free_at[device], until, now + sending)
+        if self.free_at[device] > now:
+            heapq.heappush(self.events, (self.free_at[device], device))
+        self.unfinished[batch] -= 1
+        if self.unfinished[batch] == 0:
+            del self.unfinished[batch]
+
+    def begin(self, now: float) -> None:
+        """Free devices take what they run next."""
+        power, begun = self.problem.cluster.power, []
+        for device in range(self.problem.num_devices):
+            if self.running[device] is None and self.free_at[device] <= now:
+                key = self._choose(device, now)
+                if key is not None:
+                    del self.waiting[device][key]
+                    self.running[device] = key
+                    self.taken[key] = self.start[key] = now
+                    if now - self.ended_s[device] > power.sleep_after_s[device]:
+                        self.start[key] = now + power.sleep_exit_s[device]
+                    begun.append((device, key))
+        others = sum(key is not None for key in self.running) - 1
+        for device, key in begun:
+            op = key[1]
+            self.free_at[device] = self.start[key] + self.seconds[op] + others * self.beside_s[op]
+            heapq.heappush(self.events, (self.free_at[device], device))
+
+    def _deliver(
+        self,
+        tensor: int,
+        batch: int,
+        src: int,
+        now: float,
+        local: NDArray[np.bool_],
+        sending: float,
     ) -> tuple[float, float]:
         """Send a tensor to every device that needs it.
 
         Returns when blocking transfers end, and ``sending`` plus the seconds of handing it over.
         """
+        problem, told_s = self.problem, self.told_s
+        size = float(problem.graph.tensor_bytes[tensor])
         blocked_until = now
         arrives: dict[int, float] = {}
-        for op in consumers[tensor]:
-            dst = int(p[op])
+        for op in self.consumers[tensor]:
+            dst = int(self.p[op])
             if dst not in arrives:
                 arrives[dst] = now
                 if not local[dst]:
                     channel = problem.link_channel[src, dst]
-                    begin = max(now, channel_free[channel]) if problem.contention else now
+                    begin = max(now, self.channel_free[channel]) if problem.contention else now
                     finish = begin + problem.transfer_s(tensor, src, dst)
-                    channel_free[channel] = arrives[dst] = finish
-                    sent.append((tensor, batch, src, dst, begin, finish))
+                    self.channel_free[channel] = arrives[dst] = finish
+                    self.sent.append((tensor, batch, src, dst, begin, finish))
                     sending += float(problem.link_send_s[src, dst])
-                    per_byte = float(problem.link_send_s_per_byte[src, dst])
-                    sending += float(g.tensor_bytes[tensor]) * per_byte
-                    if running[dst] is None and free_at[dst] <= now and told_s[dst] < now:
+                    sending += size * float(problem.link_send_s_per_byte[src, dst])
+                    free = self.running[dst] is None and self.free_at[dst] <= now
+                    if free and told_s[dst] < now:
                         sending += float(problem.link_wake_s[src, dst])
                     told_s[dst] = finish
                     if problem.link_blocking[src, dst]:
                         blocked_until = max(blocked_until, finish)
             key = (batch, int(op))
-            missing[key] -= 1
-            arrival[key] = max(arrival[key], arrives[dst])
-            if missing[key] == 0:
-                make_ready(key)
+            self.missing[key] -= 1
+            self.arrival[key] = max(self.arrival[key], arrives[dst])
+            if self.missing[key] == 0:
+                self._make_ready(key)
         return blocked_until, sending
 
-    def make_ready(key: tuple[int, int]) -> None:
-        device = int(p[key[1]])
-        waiting[device][key] = arrival[key]
-        heapq.heappush(events, (arrival[key], device))
+    def _make_ready(self, key: tuple[int, int]) -> None:
+        device = int(self.p[key[1]])
+        self.waiting[device][key] = self.arrival[key]
+        heapq.heappush(self.events, (self.arrival[key], device))
 
-    def admit(now: float) -> None:
-        while len(admitted_s) < num_batches and len(unfinished) < window:
-            batch = len(admitted_s)
-            admitted_s.append(now)
-            unfinished[batch] = n
-            for op in range(n):
-                missing[batch, op] = int(num_inputs[op])
-                arrival[batch, op] = now
-                if num_inputs[op] == 0:
-                    make_ready((batch, op))
-            for tensor in model_inputs:
-                deliver(int(tensor), batch, host, now, shares_host, 0.0)
-
-    def choose(device: int, now: float) -> tuple[int, int] | None:
+    def _choose(self, device: int, now: float) -> tuple[int, int] | None:
+        waiting, schedule = self.waiting[device], self.schedule
         if schedule is None:
-            here = [key for key, at in waiting[device].items() if at <= now]
-            if problem.ready_order == "arrival":
-                return min(here, key=lambda k: (waiting[device][k], k), default=None)
-            return min(here, key=lambda k: (k[0], problem.priority[k[1]]), default=None)
-        if next_entry[device] == len(schedule.order[device]):
+            here = [key for key, at in waiting.items() if at <= now]
+            if self.problem.ready_order == "arrival":
+                return min(here, key=lambda k: (waiting[k], k), default=None)
+            priority = self.problem.priority
+            return min(here, key=lambda k: (k[0], priority[k[1]]), default=None)
+        if self.next_entry[device] == len(schedule.order[device]):
             return None
-        op, batch = map(int, schedule.order[device][next_entry[device]])
+        op, batch = map(int, schedule.order[device][self.next_entry[device]])
         key = (batch, op)
-        if waiting[device].get(key, np.inf) > now:
+        if waiting.get(key, np.inf) > now:
             return None
-        next_entry[device] += 1
+        self.next_entry[device] += 1
         return key
-
-    admit(0.0)
-    while events:
-        now = events[0][0]
-        while events and events[0][0] == now:
-            heapq.heappop(events)
-        for device in range(d_count):
-            key = running[device]
-            if key is not None and free_at[device] == now:
-                batch, op = key
-                running[device] = None
-                end[batch, op] = ended_s[device] = now
-                sending = 0.0
-                for tensor in produced[op]:
-                    own = np.arange(d_count) == device
-                    until, sending = deliver(int(tensor), batch, device, now, own, sending)
-                    free_at[device] = max(free_at[device], until, now + sending)
-                if free_at[device] > now:
-                    heapq.heappush(events, (free_at[device], device))
-                unfinished[batch] -= 1
-                if unfinished[batch] == 0:
-                    del unfinished[batch]
-        admit(now)
-        begun = []
-        for device in range(d_count):
-            if running[device] is None and free_at[device] <= now:
-                key = choose(device, now)
-                if key is not None:
-                    del waiting[device][key]
-                    running[device] = key
-                    taken[key] = start[key] = now
-                    if now - ended_s[device] > power.sleep_after_s[device]:
-                        start[key] = now + power.sleep_exit_s[device]
-                    begun.append((device, key))
-        others = sum(key is not None for key in running) - 1
-        for device, key in begun:
-            op = key[1]
-            free_at[device] = start[key] + seconds[op] + others * beside_s[op]
-            heapq.heappush(events, (free_at[device], device))
-
-    rows = np.array([s[:4] for s in sent], np.int32).reshape(-1, 4)
-    begin, finish = np.array([s[4] for s in sent]), np.array([s[5] for s in sent])
-    peak = _peak_bytes_reference(problem, p, admitted_s, taken, end, rows, begin, finish)
-    return _timeline(problem, p, start, end, rows, begin, finish, peak)
 
 
 def _peak_bytes_reference(

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from placement.planners._list_schedule import Devices, Floats, Memory
 from placement.planners._search import Choice
-from placement.problem import Problem
-from placement.simulator import host_of
+from placement.problem import Problem, host_of
 
 Intervals = tuple[list[float], list[float]]  # begins, ends
 

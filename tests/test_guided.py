@@ -75,9 +75,9 @@ def test_the_kernel_evaluates_as_the_planners_do(seed: int) -> None:
         problem = drawn.with_objective(objective)
         tables, state = started(problem, seed)
         for _ in range(3):
-            cost = Search(problem).cost(state.moves[0].copy())
+            cost = Search(problem).cost(state.moves.device.copy())
             expected = cost if np.isfinite(cost) else 2 * INFEASIBLE
-            assert state.x[_guided.COST] == pytest.approx(expected, rel=1e-9)
+            assert state.cost == pytest.approx(expected, rel=1e-9)
             take(tables, state, int(np.argmax(state.count)), 0.5)
 
 
@@ -103,7 +103,7 @@ def test_what_is_offered_for_max_load_is_exact(seed: int) -> None:
         return
     _, state = started(problem, seed)
     for k in np.flatnonzero(state.count):
-        device = state.moves[0].copy()
+        device = state.moves.device.copy()
         moved = device.copy()
         size = int(state.count[k])
         moved[state.body[k, :size]] = state.where[k, :size]
@@ -123,8 +123,8 @@ def test_what_is_offered_for_max_load_is_exact(seed: int) -> None:
             change = np.clip(10 * np.log(after.max() / before.max()), -10, 10)
             assert f[named] == pytest.approx(change, abs=1e-4)
     # Describing moves changes nothing.
-    assert np.array_equal(state.moves[0], device)
-    assert state.moves[1] == pytest.approx(before)
+    assert np.array_equal(state.moves.device, device)
+    assert state.moves.load == pytest.approx(before)
 
 
 def test_the_hand_score_of_max_load_is_the_energy_over_the_temperature() -> None:
@@ -162,7 +162,7 @@ def test_the_critical_chain_by_hand() -> None:
     tables = tables_of(problem)
     state = state_of(tables, 4)
     begin(tables, state, np.array([0, 1, 1], np.int32), 0, RNG(0))
-    assert state.x[_guided.COST] == pytest.approx(4 + 0.5 + 1)
+    assert state.cost == pytest.approx(4 + 0.5 + 1)
     assert state.on_chain.tolist() == [1, 0, 1]
     assert state.when.tolist() == pytest.approx([0, 0, 4.5 / 5.5])
     # All on one device: everything waits for the device.
@@ -177,7 +177,7 @@ def test_returns_are_the_improvement(objective: Any) -> None:
     rng = np.random.default_rng(0)
     for i, problem in enumerate(problems):
         obs, _ = env.reset(options={"problem": i})
-        first = env.rules._states[0][i].x[_guided.BEST]
+        first = env.rules._states[0][i].best_cost
         total, over, steps = 0.0, False, 0
         while not over:
             assert obs in env.observation_space
@@ -202,7 +202,7 @@ def test_whoever_chooses_finds_the_best_of_a_small_problem(objective: Any, choos
     tables = tables_of(problem)
     state = state_of(tables, 8)
     begin(tables, state, np.zeros(7, np.int32), 0, RNG(0))
-    first = float(state.x[_guided.COST])
+    first = float(state.cost)
     for number in range(6):
         begin(
             tables,
@@ -214,7 +214,7 @@ def test_whoever_chooses_finds_the_best_of_a_small_problem(objective: Any, choos
         search(tables, state, NO_NETWORK, chooser, 300, 0.0, 1.0)
     best = float(score(problem, every).min())
     assert best < 0.8 * first
-    assert state.x[_guided.BEST] == pytest.approx(best, rel=1e-6)
+    assert state.best_cost == pytest.approx(best, rel=1e-6)
     assert score(problem, state.best)[0] == pytest.approx(best, rel=1e-6)
 
 
@@ -225,11 +225,11 @@ def test_the_environment_is_the_kernel() -> None:
     twin_tables, twin = started(problem, 7)
     for i in range(30):
         logits = np.where(state.count > 0, state.offered[:, 0], -np.inf).astype(np.float64)
-        take(tables, state, choose(state.random, logits, 16), (i + 1) / 30)
+        take(tables, state, choose(state.draws.random, logits, 16), (i + 1) / 30)
     search(twin_tables, twin, NO_NETWORK, _guided.POLICY, 30, 0.0, 1.0)
     assert np.array_equal(state.offered, twin.offered)
-    assert np.array_equal(state.moves[0], twin.moves[0])
-    assert np.array_equal(state.x, twin.x)
+    assert np.array_equal(state.moves.device, twin.moves.device)
+    assert (state.cost, state.step) == (twin.cost, twin.step)
 
 
 def test_episodes_begin_at_the_best_again() -> None:
@@ -244,7 +244,7 @@ def test_episodes_begin_at_the_best_again() -> None:
         for b in np.flatnonzero(done):
             found = min(found, infos[b]["value_s"])
             lengths.append(infos[b]["episode"]["l"])
-            assert rules._states[b][0].x[_guided.FIRST] == pytest.approx(found)
+            assert rules._states[b][0].first_cost == pytest.approx(found)
         over += int(done.sum())
     assert rules.best_s[0] == found
     assert len(set(lengths)) > 2 and max(lengths) <= 20

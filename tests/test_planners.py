@@ -26,9 +26,9 @@ from placement.planners._search import (
     moves,
 )
 from placement.planners.contiguous_dp import merge_blocks, stage_costs
-from placement.problem import Objective, Problem, ProblemError, lower_bounds
+from placement.problem import Objective, Problem, ProblemError, host_of, lower_bounds
 from placement.profile import Profile
-from placement.simulator import host_of, score
+from placement.simulator import score
 from placement.testing import check_planner
 
 # Not these: they need a file or an optional package, take seconds for each proof, or are for one

@@ -18,7 +18,7 @@ from placement.importers import load as load_workload
 from placement.objectives import LoadMoves, device_loads
 from placement.planners import PlannerError, _macro, load
 from placement.planners._search import Search, neighbours
-from placement.planners.macro_search import _random, _run_ideal_dp
+from placement.planners.macro_search import _run_ideal_dp
 from placement.problem import Problem, Solution, lower_bounds
 from placement.profile import Profile
 from placement.simulator import score
@@ -37,17 +37,15 @@ def test_deltas_of_macro_moves_are_exact(seed: int) -> None:
     problem = small(seed, num_ops=8, group=None, param_bytes=10, memory_bytes=55)
     p = every_placement(problem)[seed % 100 % 2]
     moves = LoadMoves(problem, p)
-    device, load_s = moves.state[0], moves.state[1]
-    group, where = np.zeros(8, np.int32), np.zeros(8, np.int32)
-    mark, random, graph = np.zeros(8, np.int32), _random(seed), neighbours(problem)
+    device, load_s, held = moves.state.device, moves.state.load, moves.state.held
+    draws = _macro.draws_of(moves.tables.compute_s, neighbours(problem), seed, SHARE, 0.2, 8)
+    group, where, mark = draws.group, draws.where, draws.mark
     for _ in range(30):
-        count = _macro.propose(
-            random, device, moves.tables[0], graph, -1, SHARE, 0.2, 8, group, where, mark
-        )
+        count = _macro.propose(draws, device, -1)
         assert not mark.any() and len(set(group[:count])) == count
         if count == 0:
             continue
-        start = [x.copy() for x in moves.state]
+        start = [x.copy() for _, x in moves.state.items()]
         old, new = device[group[0]], where[0]
         after = moves.placement
         after[group[:count]] = where[:count]
@@ -55,10 +53,10 @@ def test_deltas_of_macro_moves_are_exact(seed: int) -> None:
         assert np.array_equal(moves.placement, after)
         np.testing.assert_allclose(load_s, device_loads(problem, after), atol=1e-12)
         assert np.array_equal(moves.held_bytes, problem.param_bytes_on(after))
-        if random[0] % np.uint64(3) == 0:
+        if draws.random[0] % np.uint64(3) == 0:
             kernels.undo_moves(moves.tables, moves.state, group, where, count, old, new)
-            load_s[:], moves.state[2][:] = start[1], start[2]
-            for was, now in zip(start, moves.state, strict=True):
+            load_s[:], held[:] = start[1], start[2]
+            for was, (_, now) in zip(start, moves.state.items(), strict=True):
                 assert np.array_equal(was, now)
 
 
@@ -67,15 +65,13 @@ def test_moves_are_of_five_sorts() -> None:
     edges = [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7)]
     problem = make(np.ones((9, 2)), edges, objective="max_load")
     device = np.array([0] * 8 + [1], np.int32)
-    group, where = np.zeros(9, np.int32), np.zeros(9, np.int32)
-    mark, random, seen = np.zeros(9, np.int32), _random(0), {}
-    graph = neighbours(problem)
+    compute_s, graph, seen = problem.group_compute_s, neighbours(problem), {}
     for kind in range(5):
         share = (np.arange(5) >= kind).astype(float)
+        draws = _macro.draws_of(compute_s, graph, 0, share, 0.0, 9)
+        group, where = draws.group, draws.where
         for _ in range(300):
-            count = _macro.propose(
-                random, device, problem.group_compute_s, graph, 0, share, 0.0, 9, group, where, mark
-            )
+            count = _macro.propose(draws, device, 0)
             assert device[group[0]] == 0 and where[0] == 1
             seen.setdefault(kind, set()).add(tuple(group[:count]))
     assert seen[0] == {(g,) for g in range(8)}
@@ -85,10 +81,9 @@ def test_moves_are_of_five_sorts() -> None:
     assert max(map(len, seen[3])) == 4 and any(b[0] == 3 and len(b) == 4 for b in seen[3])
     assert seen[4] - seen[0] == {(g, 8) for g in range(8)}  # alone where no partner was met
     # A body of one group has no partner, of whatever kind the move is.
+    draws = _macro.draws_of(compute_s, graph, 0, SHARE, 0.0, 1)
     for _ in range(100):
-        count = _macro.propose(
-            random, device, problem.group_compute_s, graph, 0, SHARE, 0.0, 1, group, where, mark
-        )
+        count = _macro.propose(draws, device, 0)
         assert count == 1
 
 
@@ -97,12 +92,10 @@ def test_a_cut_moves_all_before_a_group_or_all_behind_it() -> None:
     edges = [(0, 2), (2, 4), (1, 3), (3, 4), (4, 5)]
     problem = make(np.ones((6, 3)), edges, objective="max_load")
     device = np.array([0, 0, 0, 0, 0, 1], np.int32)
-    group, where, mark = np.zeros((3, 6), np.int32)
-    random, graph, seen = _random(0), neighbours(problem), {}
+    draws = _macro.draws_of(problem.group_compute_s, neighbours(problem), 0, SHARE, 1.0, 6)
+    group, where, mark, seen = draws.group, draws.where, draws.mark, {}
     for _ in range(500):
-        count = _macro.propose(
-            random, device, problem.group_compute_s, graph, 0, SHARE, 1.0, 6, group, where, mark
-        )
+        count = _macro.propose(draws, device, 0)
         assert not mark.any() and (where[:count] > 0).all() and len({*where[:count]}) <= 1
         seen.setdefault(tuple(sorted(group[:count])), set()).update(where[:count])
     before = {(0,), (1,), (0, 2), (1, 3), (0, 1, 2, 3, 4)}

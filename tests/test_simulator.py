@@ -446,7 +446,7 @@ def test_one_micro_batch_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make([[1, 2], [2, 1]], [(0, 4, [1])])
     run_batch, runs = kernels.run_batch, []
     monkeypatch.setattr(
-        kernels, "run_batch", lambda *given: runs.append(given[5]) or run_batch(*given)
+        kernels, "run_batch", lambda *given: runs.append(given[1].num_batches) or run_batch(*given)
     )
     values = evaluate(replace(problem, num_microbatches=1), [[0, 0], [0, 1]])
     assert runs == [1] and values.latency_s.tolist() == values.period_s.tolist()

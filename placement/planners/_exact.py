@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.objectives import Blocks, blocks, device_loads
+from placement.objective_kernels import Blocks, blocks
+from placement.objectives import device_loads
 from placement.planners import PlannerError, load
 from placement.planners._search import Search
 from placement.planners.ideal_dp import Edges, contract

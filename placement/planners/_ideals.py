@@ -10,19 +10,37 @@ there (-1 if none).
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from placement.jit import allocating, kernel
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.jit import Struct, allocating, inlined, kernel
+from placement.objective_kernels import MAKER, MAKES, TENSOR, USERS
+
+Array = NDArray[Any]
 
 
 @allocating
 def _grown(a, size):
-    """A copy of ``a`` with room for ``size`` rows, or ``a`` if it has it."""
+    """A copy of ``a`` with room for ``size`` numbers, or ``a`` if it has it."""
     if size <= len(a):
         return a
-    rows = (max(size, 2 * len(a)),)
-    more = np.empty(rows + a.shape[1:], a.dtype)
-    more[: len(a)] = a
+    more = np.empty(max(size, 2 * len(a)), a.dtype)
+    for i in range(len(a)):
+        more[i] = a[i]
+    return more
+
+
+@allocating
+def _grown_rows(a, size):
+    """The same of rows."""
+    if size <= len(a):
+        return a
+    more = np.empty((max(size, 2 * len(a)), a.shape[1]), a.dtype)
+    for i in range(len(a)):
+        for j in range(a.shape[1]):
+            more[i, j] = a[i, j]
     return more
 
 
@@ -86,11 +104,11 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
                         at -= 1
                     frontier[at] = v
                     size += 1
-        spans = _grown(spans, i + 1)
+        spans = _grown_rows(spans, i + 1)
         spans[i, 0] = num_links
         spans[i, 1] = num_links + size
         spans[i, 2] = frontier[size - 1] if size else -1
-        links = _grown(links, num_links + size)
+        links = _grown_rows(links, num_links + size)
         for k in range(size):
             v = frontier[k]
             word = v >> 6
@@ -119,11 +137,12 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
                     return 0, bits, spans, links, origin, added
                 found = count
                 count += 1
-                bits = _grown(bits, count)
+                bits = _grown_rows(bits, count)
                 hashes = _grown(hashes, count)
                 origin = _grown(origin, count)
                 added = _grown(added, count)
-                bits[found] = bits[i]
+                for w in range(words):
+                    bits[found, w] = bits[i, w]
                 bits[found, word] |= bit
                 hashes[found] = h
                 origin[found] = i
@@ -151,178 +170,201 @@ def add_up(origin, added, weight, total):
         total[i] = total[origin[i]] + weight[added[i]]
 
 
-@allocating
-def extend(
-    spans,
-    links,
-    costs,
-    touches,
-    kinds,
-    remaining,
-    value,
-    from_ideal,
-    from_kind,
-    best,
-    begin,
-    max_steps,
-):
+class Program(Struct):
+    """The dynamic program over ideals: ``M`` items, ``K`` kinds of device, ``S`` states,
+    ``H`` tensors, ``Q`` tied parameters, ``I`` ideals."""
+
+    spans: Array  # int32 [I, 3] of the ideals, as are the links
+    links: Array  # int32 [L, 2]
+    compute: Array  # float64 [M, K]
+    own_bytes: Array  # int64 [M]
+    io_s: Array  # float64 [H, K]
+    tied_bytes: Array  # int64 [Q]
+    touch_ptr: Array  # of the items, as are the next three: see objective_kernels.Moves
+    touch: Array
+    tied_ptr: Array
+    tied: Array
+    memory: Array  # int64 [K]
+    used: Array  # int64 [S, K] devices of each kind that a state uses
+    count: Array  # int64 [K] devices
+    step: Array  # int64 [K] from a state to the one with a device more
+    work_left: Array  # float64 [I] priced work beyond each ideal
+    price_left: Array  # float64 [S] price of unused devices
+    value: Array  # float64 [I, S] least largest load of a chain of stages
+    from_ideal: Array  # int32 [I, S] where its last stage begins
+    from_kind: Array  # int8 [I, S] its kind; K + k: the value is that without a device of kind k
+    best: Array  # float64 [1] only what is better counts
+    live: Array  # int64 [S] states that are followed from an ideal
+    usable: Array  # bool [K] whether any of them has a device left
+    inside: Array  # bool [M] items of the stage
+    users: Array  # int32 [H] items of the stage that use a tensor
+    readers: Array  # int32 [Q] items of the stage that read a parameter
+    item: Array  # int32 [M + 1] the stage, by depth, as are the next
+    first: Array  # int64 [M + 1] links that were not followed yet, from here
+    next_link: Array  # int64 [M + 1] to before this one
+    work: Array  # float64 [M + 1, K] compute
+    io: Array  # float64 [M + 1, K] transfers
+    held: Array  # int64 [M + 1] bytes
+
+
+@inlined
+def _live_states(t, ideal):
+    """Fill ``live`` and ``usable``; how many states are followed.
+
+    A state is not followed where what remains does not fit on the devices that remain at prices
+    ``price_left`` even without transfers, nor where it is no better than with one device less.
+    """
+    value, used, best_s, num_live = t.value, t.used, t.best[0], 0
+    num_states, num_kinds = used.shape
+    t.usable[:] = False
+    for s in range(num_states):
+        v = value[ideal, s]
+        dominated = False
+        for k in range(num_kinds):
+            if used[s, k] > 0:
+                fewer = value[ideal, s - t.step[k]]
+                if fewer <= v:
+                    dominated = True
+                if fewer < v:
+                    v = fewer
+                    value[ideal, s] = v
+                    t.from_kind[ideal, s] = num_kinds + k
+        if dominated or v >= best_s:
+            continue
+        if t.work_left[ideal] > best_s * t.price_left[s]:
+            continue
+        t.live[num_live] = s
+        num_live += 1
+        for k in range(num_kinds):
+            if used[s, k] < t.count[k]:
+                t.usable[k] = True
+    return num_live
+
+
+@inlined
+def _put(t, u, by):
+    """Item ``u`` joins the stage (``by`` 1), or leaves it (-1)."""
+    t.inside[u] = by > 0
+    for i in range(t.touch_ptr[u], t.touch_ptr[u + 1]):
+        if not t.touch[i, MAKES]:
+            t.users[t.touch[i, TENSOR]] += by
+    for i in range(t.tied_ptr[u], t.tied_ptr[u + 1]):
+        t.readers[t.tied[i]] += by
+
+
+@inlined
+def _bytes_with(t, depth, u):
+    """Bytes of the stage and item ``u``."""
+    total = t.held[depth] + t.own_bytes[u]
+    for i in range(t.tied_ptr[u], t.tied_ptr[u + 1]):
+        if t.readers[t.tied[i]] == 0:
+            total += t.tied_bytes[t.tied[i]]
+    return total
+
+
+@inlined
+def _fill_io(t, depth, u):
+    """``io`` of the stage and item ``u``."""
+    touch, users, io = t.touch, t.users, t.io
+    num_kinds = io.shape[1]
+    for k in range(num_kinds):
+        io[depth + 1, k] = io[depth, k]
+    for i in range(t.touch_ptr[u], t.touch_ptr[u + 1]):
+        users_now = users[touch[i, TENSOR]]
+        change = 0  # in how often this set pays for the tensor
+        if touch[i, MAKES]:  # made here now: sent if used elsewhere, no longer received
+            change = (users_now < touch[i, USERS]) - (users_now > 0)
+        elif touch[i, MAKER] >= 0 and t.inside[touch[i, MAKER]]:
+            change = -(users_now + 1 == touch[i, USERS])  # nobody elsewhere uses it any more
+        else:
+            change = 1 * (users_now == 0)  # received for its first user
+        if change != 0:
+            for k in range(num_kinds):
+                io[depth + 1, k] += change * t.io_s[touch[i, TENSOR], k]
+
+
+@inlined
+def _reach(t, ideal, here, depth, bytes_now, num_live):
+    """The stage from ``ideal`` to ``here`` after every live state; the values looked at."""
+    value, used, best, looked = t.value, t.used, t.best, 0
+    full, left = len(t.spans) - 1, t.work_left[here]
+    for k in range(used.shape[1]):
+        load = t.work[depth, k] + t.io[depth, k]
+        if not t.usable[k] or load >= best[0] or bytes_now > t.memory[k]:
+            continue
+        looked += num_live
+        for i in range(num_live):
+            s = t.live[i]
+            if used[s, k] == t.count[k]:
+                continue
+            new = s + t.step[k]
+            if left > best[0] * t.price_left[new]:
+                continue
+            v = max(value[ideal, s], load)
+            if v < value[here, new]:
+                value[here, new] = v
+                t.from_ideal[here, new] = ideal
+                t.from_kind[here, new] = k
+                if here == full and v < best[0]:
+                    best[0] = v
+    return looked
+
+
+@kernel
+def extend(t, begin, max_steps):
     """The dynamic program over ideals from number ``begin`` on; returns where it stopped, how
     many sets it met, and how many steps that took: eight for each set, one for each value that
-    was looked at.
+    was looked at. It stops after the ideal at which ``max_steps`` were made.
 
-    ``value[I, s]`` is the least largest load of a chain of stages that ends in ideal ``I``
-    and uses the devices of state ``s``. Each ideal is final when it is reached, because the
-    smaller ones come first. From it, every stage is grown an item at a time in increasing
-    order, so that each set is met once, and given up when its compute alone, which only grows,
-    is not below ``best[0]`` on any kind of device. A state is not followed where what remains
-    does not fit on the devices that remain at prices ``remaining`` even without transfers,
-    nor where it is no better than with one device less.
-
-    Arguments, with ``M`` items, ``K`` kinds of device, ``S`` states, ``H`` tensors, ``Q`` tied
-    parameters:
-        spans, links: of the ideals.
-        costs: compute ``[M, K]``, bytes ``[M]``, io ``[H, K]``, bytes ``[Q]``.
-        touches: ``touch_ptr``, ``touch``, ``tied_ptr``, ``tied`` of the items, as in
-            ``objective_kernels.move_tables``.
-        kinds: memory ``[K]``, used ``[S, K]``, count ``[K]``, step ``[K]`` between states.
-        remaining: priced work beyond each ideal ``[I]``, price of unused devices ``[S]``.
-        value, from_ideal, from_kind: ``[I, S]``, filled in; a kind of ``K + k`` says that the
-            value is the one without a device of kind ``k``.
-        best: ``[1]`` only what is better counts; lowered when the full ideal gets better.
-        max_steps: stop after the ideal at which this many steps were made.
+    Each ideal is final when it is reached, because the smaller ones come first. From it, every
+    stage is grown an item at a time in increasing order, so that each set is met once, and given
+    up when its compute alone, which only grows, is not below ``best`` on any kind of device.
     """
-    compute, own_bytes, io_s, tied_bytes = costs
-    touch_ptr, touch, tied_ptr, tied = touches
-    memory, used, count, step = kinds
-    work_left, price_left = remaining
-    num_items, num_kinds = compute.shape
-    num_states = len(used)
-    full = len(spans) - 1
-    live = np.empty(num_states, np.int64)
-    usable = np.empty(num_kinds, np.bool_)
-    inside = np.zeros(num_items, np.bool_)
-    users = np.zeros(len(io_s), np.int32)
-    readers = np.zeros(len(tied_bytes), np.int32)
-    item = np.empty(num_items + 1, np.int32)
-    first = np.empty(num_items + 1, np.int64)
-    next_link = np.empty(num_items + 1, np.int64)
-    work = np.zeros((num_items + 1, num_kinds))
-    io = np.zeros((num_items + 1, num_kinds))
-    held = np.zeros(num_items + 1, np.int64)
-    sets = 0
-    steps = 0
+    spans, links, item, work = t.spans, t.links, t.item, t.work
+    num_states, num_kinds = t.used.shape
+    full, sets, steps = len(spans) - 1, 0, 0
     for ideal in range(begin, full + 1):
-        num_live = 0
         steps += num_states
-        usable[:] = False
-        for s in range(num_states):
-            v = value[ideal, s]
-            dominated = False
-            for k in range(num_kinds):
-                if used[s, k] > 0:
-                    fewer = value[ideal, s - step[k]]
-                    if fewer <= v:
-                        dominated = True
-                    if fewer < v:
-                        v = fewer
-                        value[ideal, s] = v
-                        from_kind[ideal, s] = num_kinds + k
-            if dominated or v >= best[0]:
-                continue
-            if work_left[ideal] > best[0] * price_left[s]:
-                continue
-            live[num_live] = s
-            num_live += 1
-            for k in range(num_kinds):
-                if used[s, k] < count[k]:
-                    usable[k] = True
+        num_live = _live_states(t, ideal)
         if num_live == 0 or ideal == full:
             continue
         depth = 0
         item[0] = -1
-        first[0] = spans[ideal, 0]
-        next_link[0] = spans[ideal, 1]
+        t.first[0] = spans[ideal, 0]
+        t.next_link[0] = spans[ideal, 1]
         work[0] = 0.0
-        io[0] = 0.0
-        held[0] = 0
+        t.io[0] = 0.0
+        t.held[0] = 0
         while depth >= 0:
-            next_link[depth] -= 1
-            link = next_link[depth]
-            if link < first[depth] or links[link, 0] <= item[depth]:
+            t.next_link[depth] -= 1
+            link = t.next_link[depth]
+            if link < t.first[depth] or links[link, 0] <= item[depth]:
                 # All larger sets were met: take the last item out again.
-                u = item[depth]
-                if u >= 0:
-                    inside[u] = False
-                    for i in range(touch_ptr[u], touch_ptr[u + 1]):
-                        if not touch[i, 1]:
-                            users[touch[i, 0]] -= 1
-                    for i in range(tied_ptr[u], tied_ptr[u + 1]):
-                        readers[tied[i]] -= 1
+                if item[depth] >= 0:
+                    _put(t, item[depth], -1)
                 depth -= 1
                 continue
-            u = links[link, 0]
-            bytes_now = held[depth] + own_bytes[u]
-            for i in range(tied_ptr[u], tied_ptr[u + 1]):
-                if readers[tied[i]] == 0:
-                    bytes_now += tied_bytes[tied[i]]
+            u, here = links[link, 0], links[link, 1]
+            bytes_now = _bytes_with(t, depth, u)
             possible = False
             for k in range(num_kinds):
-                seconds = work[depth, k] + compute[u, k]
+                seconds = work[depth, k] + t.compute[u, k]
                 work[depth + 1, k] = seconds
-                if usable[k] and seconds < best[0] and bytes_now <= memory[k]:
+                if t.usable[k] and seconds < t.best[0] and bytes_now <= t.memory[k]:
                     possible = True
             if not possible:
                 continue
             sets += 1
-            steps += 8
-            here = links[link, 1]
-            for k in range(num_kinds):
-                io[depth + 1, k] = io[depth, k]
-            for i in range(touch_ptr[u], touch_ptr[u + 1]):
-                users_now = users[touch[i, 0]]
-                change = 0  # in how often this set pays for the tensor
-                if touch[i, 1]:  # made here now: sent if used elsewhere, no longer received
-                    change = (users_now < touch[i, 3]) - (users_now > 0)
-                elif touch[i, 2] >= 0 and inside[touch[i, 2]]:
-                    change = -(users_now + 1 == touch[i, 3])  # nobody elsewhere uses it any more
-                else:
-                    change = 1 * (users_now == 0)  # received for its first user
-                if change != 0:
-                    for k in range(num_kinds):
-                        io[depth + 1, k] += change * io_s[touch[i, 0], k]
-            left = work_left[here]
-            for k in range(num_kinds):
-                load = work[depth + 1, k] + io[depth + 1, k]
-                if not usable[k] or load >= best[0] or bytes_now > memory[k]:
-                    continue
-                steps += num_live
-                for i in range(num_live):
-                    s = live[i]
-                    if used[s, k] == count[k]:
-                        continue
-                    new = s + step[k]
-                    if left > best[0] * price_left[new]:
-                        continue
-                    v = max(value[ideal, s], load)
-                    if v < value[here, new]:
-                        value[here, new] = v
-                        from_ideal[here, new] = ideal
-                        from_kind[here, new] = k
-                        if here == full and v < best[0]:
-                            best[0] = v
+            _fill_io(t, depth, u)
+            steps += 8 + _reach(t, ideal, here, depth + 1, bytes_now, num_live)
             if spans[here, 2] <= u:
                 continue  # nothing later can be added
             depth += 1
             item[depth] = u
-            first[depth] = spans[here, 0]
-            next_link[depth] = spans[here, 1]
-            held[depth] = bytes_now
-            inside[u] = True
-            for i in range(touch_ptr[u], touch_ptr[u + 1]):
-                if not touch[i, 1]:
-                    users[touch[i, 0]] += 1
-            for i in range(tied_ptr[u], tied_ptr[u + 1]):
-                readers[tied[i]] += 1
+            t.first[depth] = spans[here, 0]
+            t.next_link[depth] = spans[here, 1]
+            t.held[depth] = bytes_now
+            _put(t, u, 1)
         if steps >= max_steps:
             return ideal + 1, sets, steps
     return full + 1, sets, steps

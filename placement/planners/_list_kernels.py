@@ -9,18 +9,18 @@ ends a list, and stands for no device and no operator.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.jit import allocating, kernel
+from placement.jit import Struct, allocating, kernel
 
 Array = NDArray[Any]
 _OPERATORS, _TOUCHING = 0, 1
 
 
-class Tables(NamedTuple):
+class Tables(Struct):
     """The problem."""
 
     group: Array  # int32 [N]
@@ -45,7 +45,7 @@ class Tables(NamedTuple):
     produced: Array  # int64 [G] bytes of activations
 
 
-class State(NamedTuple):
+class State(Struct):
     """What is placed so far."""
 
     choice: Array  # int32 [G]

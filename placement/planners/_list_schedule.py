@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.jit import loads
 from placement.planners import _list_kernels
-from placement.planners._search import Choice, Search
-from placement.problem import Problem
-from placement.simulator import host_of
+from placement.planners._search import Choice, Search, two_operators
+from placement.problem import Problem, host_of
 
 Floats = NDArray[np.float64]
 Devices = NDArray[np.intp]  # [K], in order
@@ -73,6 +73,7 @@ class ListSchedule:
         no_device = np.full(len(self.finish_s), -1)
         to = no_device if wanted is None else wanted.astype(np.int64)
         ops = np.asarray(order, np.int64)
+        _load("place_in_order")
         _list_kernels.place_in_order(self._tables, self._state, ops, extra_s, to)
 
     def place_first_to_start(self, rank_s: Floats, favourite: NDArray[np.int32]) -> None:
@@ -84,6 +85,7 @@ class ListSchedule:
         is not placed, another operator gets the device only once it is *urgent*: its inputs
         have arrived everywhere, so that no other device needs be waited for.
         """
+        _load("place_first_to_start")
         _list_kernels.place_first_to_start(self._tables, self._state, rank_s, favourite)
 
     def balance(
@@ -102,7 +104,22 @@ class ListSchedule:
         if team is None:
             team = np.ones((int(level.max()) + 1, len(self._state.free_s)), bool)
         ops = np.asarray(order, np.int64)
+        _load("balance_levels")
         _list_kernels.balance_levels(self._tables, self._state, ops, level, team)
+
+
+@loads
+def _load(kernel: str) -> None:
+    """One of the three."""
+    problem = two_operators()
+    empty = ListSchedule(problem)
+    order, seconds = np.arange(2), np.zeros((2, 2))
+    arguments = {
+        "place_in_order": (order, seconds, order - 2),
+        "place_first_to_start": (seconds[0], order.astype(np.int32) - 2),
+        "balance_levels": (order, order.astype(np.int32), np.ones((2, 2), bool)),
+    }
+    getattr(_list_kernels, kernel)(empty._tables, empty._state, *arguments[kernel])
 
 
 def _tables_of(problem: Problem, activations: int) -> _list_kernels.Tables:

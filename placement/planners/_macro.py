@@ -1,10 +1,15 @@
 """Numba kernels of ``macro_search``: macro moves, and annealing with exact deltas on max load."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from placement.jit import allocating, inlined, kernel
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.jit import Struct, copy, inlined, kernel, largest
 from placement.objective_kernels import (
     apply_move,
     apply_moves,
@@ -13,6 +18,8 @@ from placement.objective_kernels import (
     piecewise_one,
     undo_moves,
 )
+
+Array = NDArray[Any]
 
 SINGLE, RUN, CHAIN, GROWTH = range(4)  # the fifth is a swap
 _MANTISSA = 1.0 / (1 << 53)
@@ -37,41 +44,79 @@ def below(random, n):
     return np.int64(uniform(random) * n)
 
 
+class Neighbours(Struct):
+    """Groups that an edge joins: ``near[near_ptr[g]:near_ptr[g + 1]]``, and ``after`` alike."""
+
+    near_ptr: Array  # int32 [G + 1]
+    near: Array  # int32 before and after each group
+    after_ptr: Array  # int32 [G + 1]
+    after: Array  # int32 after each group
+
+
+class Draws(Struct):
+    """What random moves of ``G`` groups are drawn with."""
+
+    random: Array  # uint64 [1], the generator's state
+    compute_s: Array  # float64 [G, D]; inf = cannot run there
+    graph: Neighbours
+    share: Array  # float64 [5] cumulated probabilities of single, run, chain, growth, swap
+    cut: float  # probability of a part of a stage instead
+    body: int  # most groups that a move has
+    group: Array  # int32 [G] groups that move
+    where: Array  # int32 [G] their new devices
+    mark: Array  # int32 [G] scratch, zeros before and after
+    term: Array  # float64 [D] energy of each device
+
+
+def draws_of(
+    compute_s: Array, graph: Neighbours, seed: int, share: Array, cut: float, body: int
+) -> Draws:
+    """Draws that begin with ``seed``, and room."""
+    groups, devices = compute_s.shape
+    group, where, mark = np.zeros((3, groups), np.int32)
+    return Draws(
+        # Never 0.
+        random=np.random.default_rng(seed).integers(1, 2**64, 1, dtype=np.uint64),
+        compute_s=compute_s,
+        graph=graph,
+        share=share,
+        cut=cut,
+        body=body,
+        group=group,
+        where=where,
+        mark=mark,
+        term=np.zeros(devices),
+    )
+
+
 @kernel
-def propose(random, device, compute_s, graph, source, share, cut, body, group, where, mark):
+def propose(w, device, source):
     """A random macro move off ``device`` int32 ``[G]``; returns how many groups it moves.
 
-    ``source``: the group it starts from comes from this device, -1: from any. With probability
-    ``cut`` it is a part of a stage (``_cut``), otherwise ``propose_from``, of ``body`` groups at
-    most. ``group`` and ``where`` are int32 ``[G]``.
+    They are in ``w.group``, their new devices in ``w.where``. ``source``: the group it starts
+    from comes from this device, -1: from any. With probability ``w.cut`` it is a part of a stage
+    (``_cut``), otherwise ``propose_from``.
     """
-    num_groups = len(compute_s)
-    g = below(random, num_groups)
+    num_groups = len(w.compute_s)
+    g = below(w.random, num_groups)
     if source >= 0:
         for _ in range(_TRIES):
             if device[g] == source:
                 break
-            g = below(random, num_groups)
-    if cut > 0.0 and uniform(random) < cut:
-        return _cut(random, device, compute_s, graph[0], graph[1], g, group, where, mark)
-    group, where = group[:body], where[:body]
-    return propose_from(random, device, compute_s, graph, g, share, group, where, mark)
+            g = below(w.random, num_groups)
+    if w.cut > 0.0 and uniform(w.random) < w.cut:
+        return _cut(w, device, g)
+    return propose_from(w, device, g, w.group[: w.body], w.where[: w.body])
 
 
 @kernel
-def propose_from(random, device, compute_s, graph, g, share, group, where, mark):
+def propose_from(w, device, g, group, where):
     """A random macro move that begins with group ``g``; returns how many groups it moves.
 
-    Args:
-        random: uint64 ``[1]``, the generator's state.
-        device: int32 ``[G]`` where each group is.
-        compute_s: ``[G, D]``; inf = cannot run there.
-        graph: (near_ptr, near, after_ptr, after): neighbours and successors of each group.
-        share: float64 ``[5]`` cumulated probabilities of single, run, chain, growth, swap.
-        group, where: int32 ``[L]``: filled with the groups that move and their new devices.
-        mark: int32 ``[G]`` scratch, zeros before and after.
+    ``group`` and ``where``, int32 ``[L]``, are filled with them and with their new devices.
     """
-    near_ptr, near, after_ptr, after = graph
+    random, compute_s, share, mark = w.random, w.compute_s, w.share, w.mark
+    near_ptr, near = w.graph.near_ptr, w.graph.near
     num_groups, num_devices = compute_s.shape
     old = device[g]
     new = old
@@ -112,7 +157,7 @@ def propose_from(random, device, compute_s, graph, g, share, group, where, mark)
     mark[g] = 1
     ptr, edge = near_ptr, near
     if kind < share[CHAIN]:
-        ptr, edge = after_ptr, after
+        ptr, edge = w.graph.after_ptr, w.graph.after
     at = 0
     while at < count and count < length:
         h = group[at]
@@ -133,11 +178,13 @@ def propose_from(random, device, compute_s, graph, g, share, group, where, mark)
 
 
 @kernel
-def _cut(random, device, compute_s, ptr, near, g, group, where, mark):
+def _cut(w, device, g):
     """``g`` and what it needs on its device, or all the rest there, moves to where it touches.
 
     Needs are neighbours of smaller number, and theirs: of a stage this is all up to ``g``.
     """
+    random, compute_s, group, where, mark = w.random, w.compute_s, w.group, w.where, w.mark
+    ptr, near = w.graph.near_ptr, w.graph.near
     num_groups, num_devices = compute_s.shape
     old = device[g]
     group[0], mark[g] = g, 1
@@ -196,65 +243,57 @@ def energy_term(load, held, memory, scale, squarings):
     return x
 
 
-@allocating
-def anneal(
-    tables, state, graph, share, cut, random, best, best_s, steps, body, hot, temperature, power
-):
+@kernel
+def anneal(t, s, w, best, best_s, steps, hot, temperature, power):
     """``steps`` random moves, each made with probability ``min(1, exp(-delta / temperature))``.
 
-    Starts from ``state`` and leaves it where it ends. The energy is ``sum_d (load / best) **
+    Starts from ``s`` and leaves it where it ends. The energy is ``sum_d (load / best) **
     2 ** power``, so that not the slowest device alone counts.
 
     Args:
-        tables, state: of ``objective_kernels.move_tables``, ``move_state``.
-        graph, share, random: of ``propose``.
+        t, s: of ``objective_kernels.move_tables``, ``move_state``.
+        w: of ``draws_of``.
         best: int32 ``[G]`` best placement so far, overwritten where a better one is met.
         best_s: its largest load; inf if it does not fit in memory.
-        body: most groups a move has.
         hot: probability that a move starts on the device with the largest load.
         temperature: in energies.
 
     Returns:
         largest load of ``best``.
     """
-    compute_s, touch_ptr, touch, io_s, own_bytes, _, _, tied_bytes, memory = tables
-    device, load, held, users, _ = state
-    num_groups, num_devices = compute_s.shape
-    group = np.empty(num_groups, np.int32)
-    where = np.empty(num_groups, np.int32)
-    mark = np.zeros(num_groups, np.int32)
-    term = np.empty(num_devices)
-    fill_state(tables, state)
-    hottest = int(np.argmax(load))
+    own_bytes, memory = t.own_bytes, t.memory
+    device, load, held = s.device, s.load, s.held
+    random, group, where, term = w.random, w.group, w.where, w.term
+    num_devices = len(load)
+    fill_state(t, s)
+    hottest = largest(load, num_devices)
     scale = 1.0 / max(load[hottest] if best_s == np.inf else best_s, 1e-300)
     for d in range(num_devices):
         term[d] = energy_term(load[d], held[d], memory[d], scale, power)
     for _ in range(steps):
         source = hottest if uniform(random) < hot else -1
-        count = propose(
-            random, device, compute_s, graph, source, share, cut, body, group, where, mark
-        )
+        count = propose(w, device, np.int64(source))
         if count == 0:
             continue
         limit = -temperature * np.log(1.0 - uniform(random))
-        g, new = group[0], where[0]
-        old = device[g]
+        g, new = np.int64(group[0]), np.int64(where[0])
+        old = np.int64(device[g])
         limit += term[old] + term[new]
-        if count == 1 and len(tied_bytes) == 0:  # most often: nothing to undo
-            at_old, at_new = load_change(compute_s, touch_ptr, touch, io_s, device, users, g, new)
+        if count == 1 and len(t.tied_bytes) == 0:  # most often: nothing to undo
+            at_old, at_new = load_change(t, s, g, new)
             own = own_bytes[g]
             term_old = energy_term(load[old] + at_old, held[old] - own, memory[old], scale, power)
             term_new = energy_term(load[new] + at_new, held[new] + own, memory[new], scale, power)
             if term_old + term_new > limit:
                 continue
-            apply_move(tables, state, g, new)
+            apply_move(t, s, g, new)
         else:
             load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
-            apply_moves(tables, state, group, where, count)
+            apply_moves(t, s, group, where, count)
             term_old = energy_term(load[old], held[old], memory[old], scale, power)
             term_new = energy_term(load[new], held[new], memory[new], scale, power)
             if term_old + term_new > limit:
-                undo_moves(tables, state, group, where, count, np.int64(old), np.int64(new))
+                undo_moves(t, s, group, where, count, old, new)
                 load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
                 continue
         term[old], term[new] = term_old, term_new
@@ -266,76 +305,57 @@ def anneal(
             fits &= held[d] <= memory[d]
         if fits and load[hottest] < best_s * (1 - 1e-12):
             best_s = load[hottest]
-            best[:] = device
+            copy(best, device)
     return best_s
 
 
-@allocating
-def anneal_pieces(
-    tables,
-    state,
-    pieces,
-    scratch,
-    members,
-    graph,
-    share,
-    cut,
-    random,
-    best,
-    best_s,
-    steps,
-    body,
-    temperature,
-):
+class Members(Struct):
+    """The operators of each group, and room for the device of each operator."""
+
+    ptr: Array  # int32 [G + 1]
+    op: Array  # int32 [N]
+    device: Array  # int32 [N]
+
+
+@kernel
+def anneal_pieces(t, s, w, pieces, members, best, best_s, steps, temperature):
     """Like ``anneal`` for ``piecewise_latency``, with a ``temperature`` in seconds.
 
-    Args:
-        pieces, scratch: of ``objective_kernels.piecewise_one``.
-        members: (ptr, op): the operators of each group.
-
-    Returns:
-        latency of ``best``.
+    ``pieces``: of ``objective_kernels.piecewise_tables``. Returns the latency of ``best``.
     """
-    compute_s, memory = tables[0], tables[8]
-    device, load, held = state[0], state[1], state[2]
-    ptr, op = members
-    num_groups = len(compute_s)
-    group = np.empty(num_groups, np.int32)
-    where = np.empty(num_groups, np.int32)
-    mark = np.zeros(num_groups, np.int32)
-    p = np.empty(len(op), np.int32)
-    fill_state(tables, state)
+    memory, device, load, held = t.memory, s.device, s.load, s.held
+    random, group, where = w.random, w.group, w.where
+    ptr, op, p = members.ptr, members.op, members.device
+    num_groups = len(device)
+    fill_state(t, s)
     for g in range(num_groups):
         for i in range(ptr[g], ptr[g + 1]):
             p[op[i]] = device[g]
     over = _overflow(held, memory)
-    value = piecewise_one(pieces, p, scratch, np.inf)
+    value = piecewise_one(pieces, p, np.inf)
     far = 10.0 * (value if best_s == np.inf else best_s)  # what too many bytes cost
     if far == np.inf:  # pieces wait for each other: every move may be made (inf * 0 is no number)
         far = 1e30
-    source = np.int64(-1)  # a literal -1 would be compiled for by itself
     for _ in range(steps):
-        count = propose(
-            random, device, compute_s, graph, source, share, cut, body, group, where, mark
-        )
+        count = propose(w, device, np.int64(-1))
         if count == 0:
             continue
-        old, new = device[group[0]], where[0]
+        old, new = np.int64(device[group[0]]), np.int64(where[0])
         load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
-        apply_moves(tables, state, group, where, count)
+        apply_moves(t, s, group, where, count)
         for k in range(count):
             for i in range(ptr[group[k]], ptr[group[k] + 1]):
                 p[op[i]] = where[k]
         over_then = _overflow(held, memory)
         limit = value - temperature * np.log(1.0 - uniform(random)) + far * (over - over_then)
-        then = piecewise_one(pieces, p, scratch, limit)
+        then = piecewise_one(pieces, p, limit)
         if then <= limit:
             value, over = then, over_then
             if over == 0.0 and value < best_s * (1 - 1e-12):
                 best_s = value
-                best[:] = device
+                copy(best, device)
             continue
-        undo_moves(tables, state, group, where, count, np.int64(old), np.int64(new))
+        undo_moves(t, s, group, where, count, old, new)
         load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
         for k in range(count):
             for i in range(ptr[group[k]], ptr[group[k] + 1]):

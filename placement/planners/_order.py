@@ -17,11 +17,11 @@ Vazacopoulos 1998; with a choice of machines: Mastrolilli and Gambardella 2000).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from placement.jit import average, copy, inlined, kernel, largest
+from placement.jit import Struct, average, copy, inlined, kernel, largest
 from placement.planners._chooser import choose, network
 from placement.planners._macro import below, uniform
 
@@ -98,7 +98,7 @@ _NEVER = 1e30  # instead of inf, which has no logarithm: where a link is missing
 ) = range(14)
 
 
-class Tables(NamedTuple):
+class Tables(Struct):
     """One problem."""
 
     edge_ptr: Array  # int32 [N + 2] deliveries of each operator, by tensor; then of the inputs
@@ -121,7 +121,7 @@ class Tables(NamedTuple):
     op: Array  # int32 [N] operators of each group
 
 
-class State(NamedTuple):
+class State(Struct):
     """A search, and room to evaluate in."""
 
     random: Array  # uint64 [1]

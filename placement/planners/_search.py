@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 from placement import objectives
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
+from placement.jit import loading_s, loads
+from placement.objective_kernels import apply_moves, fill_state, undo_moves
 from placement.planners import PlannerError, load
-from placement.problem import Objective, Placement, Planner, Problem, Solution
+from placement.planners._macro import Neighbours
+from placement.problem import Objective, Placement, Planner, Problem, Solution, host_of
 from placement.profile import Profile
 from placement.schedule import Schedule, in_sequence
-from placement.simulator import evaluate, host_of, score, simulate, value_of
+from placement.simulator import evaluate, score, simulate, value_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -40,8 +42,8 @@ class Search:
     device of each group. Its *cost* is the objective in seconds where it fits in memory, and
     otherwise larger than every objective and growing with the bytes that do not fit.
 
-    The first evaluation is always made, so that there is always an answer. The clock starts
-    when the simulator's kernel is loaded.
+    The first evaluation is always made, so that there is always an answer. The clock stands
+    still while kernels are loaded.
 
     Raises:
         PlannerError: a budget that is not positive.
@@ -75,8 +77,8 @@ class Search:
         self._run = (
             replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
         )
-        _load_kernels(problem.objective)
-        self._started = time.perf_counter()
+        load_kernels(problem.objective)
+        self._started = time.perf_counter() - loading_s()
 
     @property
     def best_s(self) -> float:
@@ -85,8 +87,8 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the search began."""
-        return time.perf_counter() - self._started
+        """Seconds since the search began, without those in which kernels were loaded."""
+        return time.perf_counter() - loading_s() - self._started
 
     @property
     def used(self) -> float:
@@ -291,9 +293,7 @@ class Position:
         """Stand at a choice whose cost is known."""
         self.choice, self.cost = choice.copy(), cost
         if self._moves is not None:
-            from placement.objective_kernels import fill_state
-
-            self._moves.state[0][:] = choice
+            self._moves.state.device[:] = choice
             fill_state(self._moves.tables, self._moves.state)
 
     def trial(self, groups: NDArray[np.intp], device: int) -> float:
@@ -313,8 +313,6 @@ class Position:
     def keep(self) -> None:
         """Make the move that was tried last."""
         if self._moves is not None:
-            from placement.objective_kernels import apply_moves
-
             moved = np.flatnonzero(self._then != self.choice)
             apply_moves(*self._moves_args(moved, self._then[moved]))
         self.choice, self.cost = self._then, self._then_cost
@@ -324,11 +322,9 @@ class Position:
         return self._moves.tables, self._moves.state, groups.astype(np.int32), devices, len(groups)
 
     def _load_cost(self, groups: NDArray[np.intp], device: int) -> float:
-        from placement.objective_kernels import apply_moves, undo_moves
-
         assert self._moves is not None
         old = int(self.choice[groups[0]])
-        _, load_s, held, _, _ = self._moves.state
+        load_s, held = self._moves.state.load, self._moves.state.held
         before = load_s.copy(), held.copy()
         arguments = self._moves_args(groups, np.full(len(groups), device, np.int32))
         apply_moves(*arguments)
@@ -361,40 +357,22 @@ def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
 def two_operators() -> Problem:
     """The smallest problem that has moves: what kernels are loaded with."""
     graph = OpGraph.build("two", ["a", "b"], [0], [1], [(0, 1)])
-    cluster = Cluster("two", (Device("a"), Device("b")))
+    cluster = Cluster("two", tuple(Device(name, busy_w=1.0, idle_w=0.0) for name in "ab"))
     zeros = np.zeros((2, 2))
     links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
     return Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "latency")
 
 
-@cache
-def _load_kernels(objective: Objective) -> None:
-    """Compile what scores and what starts are made with, or read it from its cache.
-
-    Once, and outside of every budget.
-    """
-    from placement.planners import ideal_dp
-    from placement.planners._list_schedule import ListSchedule
-
-    ideal_dp.load_kernels()
-    graph = OpGraph.build("one", ["one"], [], [], [])
-    profile = Profile(("one",), np.zeros((1, 1)), np.zeros((1, 1)))
-    one = Problem(graph, Cluster("one", (Device("one"),)), profile)
-    evaluate(one, [[0]])
-    simulate(one, [0])
-    nothing = np.full(1, -1, np.int32)
-    ListSchedule(one).place([0])
-    ListSchedule(one).place_first_to_start(np.zeros(1), nothing)
-    ListSchedule(one).balance([0], nothing + 1, None)
-    if objective in objectives.ANALYTIC:
-        score(one.with_objective(objective), [[0]])
+@loads
+def load_kernels(objective: Objective) -> None:
+    """What scores are made with."""
+    problem = two_operators().with_objective(objective)
+    score(problem, [[0, 0]])
     if objective == "max_load":
-        from placement.objective_kernels import apply_moves, undo_moves
-
-        moved = objectives.LoadMoves(one.with_objective(objective), [0])
+        position = objectives.LoadMoves(problem, [0, 0])
         none = np.zeros(0, np.int32), np.zeros(0, np.int32), 0
-        apply_moves(moved.tables, moved.state, *none)
-        undo_moves(moved.tables, moved.state, *none, 0, 0)
+        apply_moves(position.tables, position.state, *none)
+        undo_moves(position.tables, position.state, *none, 0, 0)
 
 
 def why_infinite(problem: Problem, placement: Placement) -> str:
@@ -592,7 +570,8 @@ def moves(problem: Problem) -> Moves:
     allowed = np.isfinite(problem.group_compute_s)
     num_groups = len(allowed)
     movable = np.flatnonzero(allowed.sum(axis=1) > 1)
-    start, near, _, _ = neighbours(problem)
+    graph = neighbours(problem)
+    start, near = graph.near_ptr, graph.near
     log_groups = np.log(num_groups + 1)
 
     def propose(rng: np.random.Generator, choice: Choice) -> Move:
@@ -616,20 +595,22 @@ def moves(problem: Problem) -> Moves:
     return propose
 
 
-def neighbours(problem: Problem) -> tuple[Ints, ...]:
-    """Groups that an edge joins: (near_ptr, near, after_ptr, after), each int32.
-
-    ``near[near_ptr[g]:near_ptr[g + 1]]`` are those before and after ``g``, ``after`` alike.
-    """
+def neighbours(problem: Problem) -> Neighbours:
+    """Groups that an edge joins, each int32."""
     g = problem.graph
     pairs = g.group[g.edges] if len(g.edges) else np.zeros((0, 2), np.int32)
     after = distinct_pairs(pairs, g.num_groups)
     both = distinct_pairs(np.concatenate([pairs, pairs[:, ::-1]]), g.num_groups)
     numbers = np.arange(g.num_groups + 1)
-    return tuple(
-        np.ascontiguousarray(x, dtype=np.int32)
-        for edges in (both, after)
-        for x in (np.searchsorted(edges[:, 0], numbers), edges[:, 1])
+
+    def starts(edges: NDArray[np.int64]) -> Ints:
+        return np.searchsorted(edges[:, 0], numbers).astype(np.int32)
+
+    return Neighbours(
+        near_ptr=starts(both),
+        near=both[:, 1].astype(np.int32),
+        after_ptr=starts(after),
+        after=after[:, 1].astype(np.int32),
     )
 
 

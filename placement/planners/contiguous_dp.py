@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from placement.graph import OpGraph
 from placement.planners import check_least
 from placement.planners._search import INFEASIBLE, Choice, Search, device_classes
-from placement.problem import Problem, Solution
-from placement.simulator import host_of
+from placement.problem import Problem, Solution, host_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from placement import cpsat
-from placement.objectives import Blocks, blocks
+from placement.objective_kernels import Blocks, blocks
 from placement.planners import PlannerError, _exact, check_least
 from placement.planners._search import Search
 from placement.problem import Planner, Problem, Solution, lower_bound

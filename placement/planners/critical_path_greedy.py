@@ -9,7 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_shares
-from placement.planners._search import DEFAULT_EVALUATIONS, Choice, Search, single_devices
+from placement.planners._search import (
+    DEFAULT_EVALUATIONS,
+    Choice,
+    Search,
+    load_kernels,
+    single_devices,
+)
 from placement.problem import Placement, Problem, Solution
 from placement.simulator import simulate
 
@@ -47,6 +53,7 @@ class CriticalPathGreedy:
         check_shares(self, "dense")
 
     def __call__(self, problem: Problem) -> Solution:
+        load_kernels("latency")  # walks follow timelines, whatever the objective is
         search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
         part = parts(problem, key_operators(problem, self.dense))
         fastest = _seconds_of_parts(problem, part).argmin(axis=1)[part].astype(np.int32)

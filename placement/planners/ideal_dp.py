@@ -9,7 +9,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ from numpy.typing import NDArray
 
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
-from placement.objective_kernels import move_tables
-from placement.objectives import Blocks, blocks, device_loads
+from placement.jit import loads
+from placement.objective_kernels import Blocks, blocks, move_tables
+from placement.objectives import device_loads
 from placement.planners import PlannerError, _ideals, check_least
 from placement.planners._search import NO_PROOF, cannot_fit, why_infinite
 from placement.problem import Problem, Solution, balance_prices, lower_bound, priced
@@ -607,14 +607,7 @@ def _solve(
 ) -> _Split:
     """The best split whose load is below ``below_s``."""
     tables = move_tables(problem, b)
-    touches = (*tables[1:3], *tables[5:7])
     devices = [group[0] for group in kinds.members]
-    costs = (
-        np.ascontiguousarray(b.compute_s[:, devices]),
-        b.own_bytes,
-        np.ascontiguousarray(b.io_s[:, devices]),
-        b.tied_bytes,
-    )
     used = kinds.used
     total = ideals.work_s[-1]
     # The slack is for rounding: a state must not be dropped because of it.
@@ -624,23 +617,43 @@ def _solve(
     # Below what no split can beat, loads need not be told apart: fewer devices then win.
     value[0, 0] = kinds.floor_s
     from_ideal, from_kind = np.zeros(shape, np.int32), np.zeros(shape, np.int8)
-    best = np.array([below_s])
+    depth, num_kinds = b.num_blocks + 1, len(devices)
+    program = _ideals.Program(
+        spans=ideals.spans,
+        links=ideals.links,
+        compute=np.ascontiguousarray(b.compute_s[:, devices]),
+        own_bytes=b.own_bytes,
+        io_s=np.ascontiguousarray(b.io_s[:, devices]),
+        tied_bytes=b.tied_bytes,
+        touch_ptr=tables.touch_ptr,
+        touch=tables.touch,
+        tied_ptr=tables.tied_ptr,
+        tied=tables.tied,
+        memory=kinds.memory_bytes,
+        used=used,
+        count=kinds.count,
+        step=kinds.step,
+        work_left=remaining,
+        price_left=(kinds.count - used) @ kinds.price,
+        value=value,
+        from_ideal=from_ideal,
+        from_kind=from_kind,
+        best=np.array([below_s]),
+        live=np.empty(kinds.num_states, np.int64),
+        usable=np.empty(num_kinds, bool),
+        inside=np.zeros(b.num_blocks, bool),
+        users=np.zeros(len(b.io_s), np.int32),
+        readers=np.zeros(len(b.tied_bytes), np.int32),
+        item=np.empty(depth, np.int32),
+        first=np.empty(depth, np.int64),
+        next_link=np.empty(depth, np.int64),
+        work=np.zeros((depth, num_kinds)),
+        io=np.zeros((depth, num_kinds)),
+        held=np.zeros(depth, np.int64),
+    )
     at = sets = 0
     while at < ideals.count and left:
-        at, met, made = _ideals.extend(
-            ideals.spans,
-            ideals.links,
-            costs,
-            touches,
-            (kinds.memory_bytes, used, kinds.count, kinds.step),
-            (remaining, (kinds.count - used) @ kinds.price),
-            value,
-            from_ideal,
-            from_kind,
-            best,
-            at,
-            int(min(_STEPS, left.steps)),
-        )
+        at, met, made = _ideals.extend(program, at, int(min(_STEPS, left.steps)))
         sets += met
         left.steps -= made
     complete = at >= ideals.count
@@ -676,7 +689,7 @@ def _nothing_fits(problem: Problem, verb: str) -> str:
     return f"{why}; {cannot_fit(problem) or NO_PROOF}"
 
 
-@cache
+@loads
 def load_kernels() -> None:
     """Compile the kernels, or read them from their cache: once, outside of every budget."""
     graph = OpGraph.build("two", ["a", "b"], [0], [0], [(0, 1)])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.objective_kernels import piecewise_scratch, piecewise_tables
+from placement.jit import loads
+from placement.objective_kernels import Moves, piecewise_tables
 from placement.objectives import ANALYTIC, LoadMoves
 from placement.planners import PlannerError, _macro, check_least
 from placement.planners._search import (
@@ -22,7 +22,7 @@ from placement.planners._search import (
     two_operators,
 )
 from placement.planners.ideal_dp import IdealDp
-from placement.problem import Planner, Problem, Solution
+from placement.problem import Objective, Planner, Problem, Solution
 
 _HOT = 0.2  # of the moves start on the busiest device; more of them, and it digs in there
 SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # single, run, chain, growth, swap; cumulated
@@ -86,20 +86,25 @@ class MacroSearch:
         check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
-        _load_kernel()
+        _load_kernel(problem.objective)
         search, _ = begin(replace(self, start=self.start or "best_of"), problem)
         assert search.best is not None
         starts = [search.best]
         if self.start is None and problem.objective in ANALYTIC and search.left:
             starts += _run_ideal_dp(search, self.seconds)
         if can_move(problem):
-            if problem.objective == "max_load":
-                _anneal_loads(self, search)
-            elif problem.objective == "piecewise_latency":
-                _anneal_pieces(self, search, starts)
-            else:
-                _anneal_any(self, search)
+            _anneal(self, search, starts)
         return search.solution()
+
+
+def _anneal(planner: MacroSearch, search: Search, starts: list[Choice]) -> None:
+    """Anneal until the budget ends."""
+    if search.problem.objective == "max_load":
+        _anneal_loads(planner, search)
+    elif search.problem.objective == "piecewise_latency":
+        _anneal_pieces(planner, search, starts)
+    else:
+        _anneal_any(planner, search)
 
 
 def _run_ideal_dp(search: Search, seconds: float | None) -> list[Choice]:
@@ -133,31 +138,27 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
     assert search.best is not None
     problem = search.problem
     moves = LoadMoves(problem, search.best[problem.graph.group])
-    graph = neighbours(problem)
-    random = _random(planner.seed)
+    body = min(planner.body or 64, problem.graph.num_groups)
+    compute_s, graph = moves.tables.compute_s, neighbours(problem)
+    draws = _macro.draws_of(compute_s, graph, planner.seed, SHARE, 0.0, body)
     best = search.best.copy()
     best_s = search.best_s
-    body = min(planner.body or 64, problem.graph.num_groups)
     rounds = planner.rounds or 6
     slowly = max(1, int(min(_STEPS, search.num_left / (16 * rounds))))
     current = -1
     for this, part in _cooling(search, rounds):
         if this != current:
             current = this
-            moves.state[0][:] = best
+            moves.state.device[:] = best
         warm, cold, first, last = _ROUNDS[this % len(_ROUNDS)]
         steps = int(min(slowly, search.num_left))
         found_s = _macro.anneal(
             moves.tables,
             moves.state,
-            graph,
-            SHARE,
-            0.0,
-            random,
+            draws,
             best,
             best_s,
             steps,
-            body,
             _HOT,
             warm * (cold / warm) ** part,
             min(last, first + int((last - first + 1) * part)),
@@ -175,40 +176,35 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
     problem = search.problem
     g = problem.graph
     moves = LoadMoves(problem, search.best[g.group])
-    tables = (_one_cpu(problem), *moves.tables[1:])
-    pieces = piecewise_tables(problem)
-    scratch = piecewise_scratch(g.num_ops, problem.num_devices)
+    tables = Moves(**dict(moves.tables.items(), compute_s=_one_cpu(problem)))
     op = np.argsort(g.group, kind="stable").astype(np.int32)
     ptr = np.searchsorted(g.group[op], np.arange(g.num_groups + 1)).astype(np.int32)
-    graph = neighbours(problem)
-    random = _random(planner.seed)
+    piecewise = piecewise_tables(problem)
+    members = _macro.Members(ptr=ptr, op=op, device=np.empty(g.num_ops, np.int32))
+    body = min(planner.body or g.num_groups, g.num_groups)
+    compute_s, graph = tables.compute_s, neighbours(problem)
+    draws = _macro.draws_of(compute_s, graph, planner.seed, SHARE, _CUT, body)
     best = search.best.copy()
     best_s = search.best_s
     rounds = planner.rounds or 8
-    body = min(planner.body or g.num_groups, g.num_groups)
     slowly = max(1, int(min(16, search.num_left / (16 * rounds))))
     current = -1
     for this, part in _cooling(search, rounds):
         if this != current:
             current = this
-            moves.state[0][:] = best if this == rounds - 1 else starts[this % len(starts)]
+            moves.state.device[:] = best if this == rounds - 1 else starts[this % len(starts)]
         warm, cold = _PIECES[0 if this == rounds - 1 else this % len(_PIECES)]
         steps = int(min(slowly, search.num_left))
         level_s = search.best_s if search.best_s < np.inf else 1e3
         found_s = _macro.anneal_pieces(
             tables,
             moves.state,
-            pieces,
-            scratch,
-            (ptr, op),
-            graph,
-            SHARE,
-            _CUT,
-            random,
+            draws,
+            piecewise,
+            members,
             best,
             best_s,
             steps,
-            body,
             level_s * warm * (cold / warm) ** part,
         )
         if found_s < best_s:
@@ -231,12 +227,10 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
     """Anneal any objective until the budget ends, scoring whole placements."""
     assert search.best is not None
     problem = search.problem
-    graph = neighbours(problem)
-    random = _random(planner.seed)
     choose = np.random.default_rng(planner.seed)
-    compute_s = problem.group_compute_s
     body = min(planner.body or problem.graph.num_groups, problem.graph.num_groups)
-    group, where, mark = np.zeros((3, problem.graph.num_groups), np.int32)
+    compute_s, graph = problem.group_compute_s, neighbours(problem)
+    draws = _macro.draws_of(compute_s, graph, planner.seed, SHARE, 0.0, body)
     width = planner.width
     here, cost, current = search.best, search.best_cost, -1
     for this, part in _cooling(search, planner.rounds or 6):
@@ -245,10 +239,8 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
         temperature = search.best_cost * _WARM[this % 2] * (1e-5 / _WARM[this % 2]) ** part
         rows = np.tile(here, (width, 1))
         for row in rows:
-            count = _macro.propose(
-                random, here, compute_s, graph, -1, SHARE, 0.0, body, group, where, mark
-            )
-            row[group[:count]] = where[:count]
+            count = _macro.propose(draws, here, -1)
+            row[draws.group[:count]] = draws.where[:count]
         found = search.costs(rows)
         if not len(found):  # the time ended meanwhile
             break
@@ -259,19 +251,10 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
             here, cost = rows[chosen], float(found[chosen])
 
 
-def _random(seed: int) -> NDArray[np.uint64]:
-    """State of ``_macro``'s generator, uint64 ``[1]``, never 0."""
-    return np.random.default_rng(seed).integers(1, 2**64, 1, dtype=np.uint64)
-
-
-@cache
-def _load_kernel() -> None:
-    """Compile the kernels, or read them from their cache: once, and outside of every budget."""
-    problem = two_operators().with_objective("max_load")
+@loads
+def _load_kernel(objective: Objective) -> None:
+    """What moves are drawn and made with under this objective."""
+    search = Search(two_operators().with_objective(objective), evaluations=24)
     everything = np.zeros(2, np.int32)
-    search = Search(problem, evaluations=8)
     search.cost(everything)
-    _anneal_loads(MacroSearch(), search)
-    search = Search(problem.with_objective("piecewise_latency"), evaluations=8)
-    search.cost(everything)
-    _anneal_pieces(MacroSearch(), search, [everything])
+    _anneal(MacroSearch(), search, [everything])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement import kernels
+from placement.jit import loads
 from placement.planners import PlannerError, _order, check_least
 from placement.planners._chooser import no_network
 from placement.planners._order import State, Tables
@@ -106,22 +106,22 @@ def tables_of(problem: Problem) -> Tables:
     g, n = problem.graph, problem.num_ops
     order = np.argsort(g.group, kind="stable")
     k = kernels.tables(problem)
-    user = k[2]
+    user = k.edge_dst
     in_edge = np.argsort(user, kind="stable")
     return Tables(
-        edge_ptr=k[0],
-        edge_tensor=k[1],
-        edge_dst=k[2],
-        edge_bytes=k[3],
+        edge_ptr=k.edge_ptr,
+        edge_tensor=k.edge_tensor,
+        edge_dst=k.edge_dst,
+        edge_bytes=k.edge_bytes,
         edge_in=np.argsort(in_edge).astype(np.int32),
         in_ptr=np.searchsorted(user[in_edge], np.arange(n + 1)).astype(np.int32),
         in_edge=in_edge.astype(np.int32),
-        in_src=np.repeat(np.arange(n + 1), np.diff(k[0]))[in_edge].astype(np.int32),
-        latency_s=k[7],
-        s_per_byte=k[8],
-        channel=k[10],
+        in_src=np.repeat(np.arange(n + 1), np.diff(k.edge_ptr))[in_edge].astype(np.int32),
+        latency_s=k.link_latency_s,
+        s_per_byte=k.link_s_per_byte,
+        channel=k.link_channel,
         local=problem.num_channels,
-        matrix=k[12],
+        matrix=k.transfer_s,
         contention=problem.contention,
         compute_s=problem.compute_s,
         group=g.group.astype(np.int32),
@@ -133,7 +133,7 @@ def tables_of(problem: Problem) -> Tables:
 def state_of(problem: Problem, width: int) -> State:
     """Room for a search of ``width`` moves per step."""
     n, d, channels = problem.num_ops, problem.num_devices, problem.num_channels
-    edges = len(kernels.tables(problem)[2])
+    edges = len(problem.graph.use_dst)
     rows = -(-n // max(_BETWEEN_ROWS, channels // 8))  # to note one takes a time, too
 
     def floats(*shape: int) -> NDArray[np.float64]:
@@ -288,7 +288,7 @@ def _spend(
     return made
 
 
-@cache
+@loads
 def load_kernel() -> None:
     """Compile the search, or read it from its cache: once, and outside of every budget."""
     problem = two_operators()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.problem import Problem
-from placement.simulator import host_of
+from placement.problem import Problem, host_of
 from placement.timeline import Timeline
 
 Floats = NDArray[np.float64]
