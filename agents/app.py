@@ -30,12 +30,13 @@ from omegaconf.errors import OmegaConfBaseException
 import conf
 from agents.sweeps import is_best_of_sweep
 from placement import cli
-from placement.ownership import DISTRIBUTION, check_packages
+from placement.tools.ownership import DISTRIBUTION, check_packages
 
 if TYPE_CHECKING:
-    from placement.compare import Comparison, Row
     from placement.problem import Planner, Problem
-    from placement.tracking import Mirror
+    from placement.runs.compare import Comparison
+    from placement.runs.row import Row
+    from placement.runs.tracking import Mirror
 
 _OURS = ("placement", "envs", "agents")
 _LISTS = ("workload", "planner")
@@ -258,7 +259,7 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
         AppError, omegaconf's ValidationError: a value of the wrong type, or out of range.
         FileError: the folder cannot be written.
     """
-    from placement.files import write_atomic
+    from placement.tools.files import write_atomic
 
     _check(cfg)
     hydra = HydraConfig.get()
@@ -380,9 +381,9 @@ def _synthetic_problems(cfg: DictConfig) -> dict[str, Problem]:
 
 
 def _measured_problems(job: Job) -> dict[str, Problem]:
-    from placement.measure import cached_path, load_or_measure
+    from placement.capturing import capture
+    from placement.costs.measure import cached_path, load_or_measure
     from placement.problem import Problem
-    from placement.program import capture
 
     cfg = job.cfg
     for name, node in cfg.workload.items():
@@ -481,10 +482,10 @@ def save_best(
     planners: Mapping[str, Planner],
 ) -> None:
     """``plan.json``, ``trace.json`` and ``gantt.png`` of the best placement of every workload."""
-    from placement.compare import CompareError
     from placement.executor import Executor
     from placement.plan import make_plan
     from placement.report import gantt, trace
+    from placement.runs.compare import CompareError
     from placement.simulator import simulate
 
     for name, problem in problems.items():
@@ -614,7 +615,7 @@ def metric_s(comparison: Comparison) -> float:
     Geometric mean over workloads; inf where nothing fits. The placements on one device that are
     rows of every comparison do not count.
     """
-    from placement.compare import SINGLE
+    from placement.runs.row import SINGLE
 
     best: dict[str, float] = {}
     for row in comparison.rows:

@@ -34,13 +34,14 @@ def app(cfg: DictConfig) -> float:
 
 
 def _compare(cfg: DictConfig) -> float:
-    from placement.compare import compare
     from placement.executor import Executor
+    from placement.runs.compare import compare
+    from placement.search.budget import Budget
 
     def executor(problem: Problem) -> Executor | None:
         return None if problem.graph.program is None else Executor(problem)
 
-    from placement.parallel import check
+    from placement.tools.parallel import check
 
     check(cfg.parallel)
     if not cfg.get("planner"):
@@ -55,8 +56,7 @@ def _compare(cfg: DictConfig) -> float:
             out_dir=run.folder,
             executor=executor if cfg.execute else None,
             rounds=cfg.rounds,
-            seconds=cfg.seconds,
-            evaluations=cfg.evaluations,
+            budget=Budget(cfg.seconds, cfg.evaluations),
             progress=lambda what: run.report(what, None),
             parallel=cfg.parallel,
         )

@@ -20,10 +20,10 @@ from torch_geometric.utils import scatter
 
 from agents.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES
 from agents.store import GraphStore
-from envs._sequential import NUM_DEVICE_FEATURES
 from envs.refine import PAIR_FEATURES as REFINE_PAIRS
 from envs.refine import SEARCH_FEATURES as REFINE_SEARCH
-from placement.files import short
+from envs.sequential_kernels import NUM_DEVICE_FEATURES
+from placement.tools.files import short
 
 ILLEGAL = -1e9
 Formulation = Literal[
@@ -58,7 +58,7 @@ class NetworkConfig:
         max_change: a share, above 0 and below 1.
         finish_weight: without a warm start, a policy that places one group at a time starts
             close to list scheduling: logits fall with this times the log cost of a device
-            (``envs._sequential``: of a latency the finish time).
+            (``envs.sequential_kernels``: of a latency the finish time).
         scorer: width of the network that scores the moves of a guided search.
         embed: it sees the encoder's view of groups and devices too, not their features alone.
         attention: layers of attention of all groups to each other, behind the message passing;
@@ -348,7 +348,7 @@ class PlacementNet(nn.Module):
         return (logits + residual).masked_fill(~legal, ILLEGAL)
 
     def weights(self, store: GraphStore) -> tuple[NDArray[np.float32], ...]:
-        """``net`` of ``envs._sequential.construct``, which scores as ``step_logits`` does."""
+        """``net`` of ``sequential_kernels.construct``, which scores as ``step_logits`` does."""
         with torch.no_grad():
             encoded = self.encode(store, torch.arange(len(store)))
             _, hidden, _, out = self.score

@@ -24,10 +24,10 @@ from agents.encoder import PolicyError
 from agents.policy import PlacementPolicy
 from agents.trained import BUILDING
 from envs.problems import ProblemSet, canonical, choice_of
-from placement.files import write_atomic
-from placement.parallel import parallel_map
 from placement.problem import Placement, Planner, Problem, ProblemError
 from placement.simulator import score
+from placement.tools.files import write_atomic
+from placement.tools.parallel import parallel_map
 
 _KEY = "solution of "  # before names in files: numpy would take the name "file" for itself
 _PIECES = 4  # of a batch: about so many problems are in it
@@ -45,7 +45,7 @@ def solve(
     The ``.npz`` file is written after each search, so an interrupted run goes on where it was. A
     solution in it stays if the problem of that name can run it (as many operators, devices that
     exist, whole colocation groups, memory that suffices); it is searched for again otherwise.
-    ``parallel``: see ``placement.parallel``.
+    ``parallel``: see ``placement.tools.parallel``.
 
     Raises:
         FileError: ``path`` cannot be written.
@@ -133,7 +133,7 @@ def demonstrations(
             raise PolicyError(
                 f"solution {i} splits a colocation group at operator {split[0]} "
                 f"({problem.graph.op_name[split[0]]!r}); solve the problem as it is trained on "
-                f"(with TrainConfig.groups: placement.coarsen.grouped(problem, groups))"
+                f"(with TrainConfig.groups: placement.search.coarsen.grouped(problem, groups))"
             )
     count, width = len(solutions), problems.max_devices
     renamed = [canonical(p, s) for p, s in zip(problems.problems, solutions, strict=True)]

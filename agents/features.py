@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.problems import group_order
-from placement.objectives import ANALYTIC
-from placement.planners._search import device_classes
 from placement.problem import Placement, Problem
+from placement.search.evaluation import device_classes
+from placement.simulator.analytic import ANALYTIC
 
 OBJECTIVE_FEATURES = (
     "1 if the objective is a throughput",

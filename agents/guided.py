@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from agents.encoder import ILLEGAL, Encoded, Encoder, Formulation, NetworkConfig, Observations
 from agents.store import GraphStore
-from envs import _guided
+from envs import guided_kernels
 from envs.guided import begin, state_of, tables_of
 from envs.guided import search as take_steps
-from placement.jit import loads
-from placement.planners import _order
-from placement.planners._search import Search, can_move, two_operators
 from placement.problem import Problem
+from placement.search import order
+from placement.search.evaluation import Search, can_move, two_operators
+from placement.tools.jit import loads
 
 Chooser = Literal["policy", "hand", "uniform"]
 CHOOSERS: dict[str, int] = {
-    "policy": _guided.POLICY,
-    "hand": _guided.HAND,
-    "uniform": _guided.UNIFORM,
+    "policy": guided_kernels.POLICY,
+    "hand": guided_kernels.HAND,
+    "uniform": guided_kernels.UNIFORM,
 }
 _SLICE_S = 0.01  # between two looks at the clock
 
@@ -45,9 +45,9 @@ class GuidedNet(nn.Module):
         super().__init__()
         self.config = config or NetworkConfig()
         self.formulation = formulation
-        num_search, num_move = _guided.NUM_SEARCH_FEATURES, _guided.NUM_MOVE_FEATURES
+        num_search, num_move = guided_kernels.NUM_SEARCH_FEATURES, guided_kernels.NUM_MOVE_FEATURES
         if formulation == "order_search":
-            num_search, num_move = _order.NUM_SEARCH_FEATURES, _order.NUM_MOVE_FEATURES
+            num_search, num_move = order.NUM_SEARCH_FEATURES, order.NUM_MOVE_FEATURES
         h = self.config.scorer
         self.encoder = Encoder(self.config) if self.config.embed else None
         self.by_search = nn.Linear(num_search, h)
@@ -169,9 +169,9 @@ def anneal(
         store = GraphStore([problem], [search.best[problem.graph.group]])
     weights = (net or GuidedNet()).weights(store)
     tables = tables_of(problem)
-    width = width or WIDTH[tables.kind == _guided.LOAD]
+    width = width or WIDTH[tables.kind == guided_kernels.LOAD]
     state, rng = state_of(tables, width), np.random.default_rng(seed)
-    exact = tables.kind == _guided.LOAD and chooser != "uniform"
+    exact = tables.kind == guided_kernels.LOAD and chooser != "uniform"
     per_step = width if exact else 1
     # Temperatures change a hundred times in a round, wherever the budget is counted. The clock
     # is looked at only where seconds are limited: otherwise the seed decides everything.

@@ -24,11 +24,11 @@ from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
 from envs.problems import Evaluator, ProblemSet, canonical, choice_of
 from envs.refine import RefineRules
-from placement.planners._search import INFEASIBLE, Search, can_move, two_operators
 from placement.planners.order_search import NO_NETWORK, WIDTH, why_not
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import THROUGHPUTS, Objective, Placement, Planner, Problem, Solution
+from placement.search.evaluation import INFEASIBLE, Search, can_move, two_operators
 
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
 Mode = Literal["zero_shot", "best_of_k", "finetune", "refine", "guided_search"]

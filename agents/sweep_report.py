@@ -10,8 +10,8 @@ from pathlib import Path
 from agents import sweeps
 from agents.app import guarded
 from placement import cli
-from placement.files import write_atomic
 from placement.report import table
+from placement.tools.files import write_atomic
 
 EPILOG = """examples:
   placement-sweep-report runs/sweep/planners

@@ -25,9 +25,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from placement import cli
-from placement.compare import SINGLE, Row, describe, on_one_device
-from placement.files import parse_json, parse_yaml, short, write_atomic
 from placement.report import table
+from placement.runs.compare import describe, on_one_device
+from placement.runs.row import SINGLE, Row
+from placement.tools.files import parse_json, parse_yaml, short, write_atomic
 
 RESULT = "result.json"
 STATUSES = ("finished", "failed", "unfinished", "not started")

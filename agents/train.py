@@ -27,8 +27,8 @@ from agents.app import (
 )
 from agents.expert import load_solutions, save_solutions
 from agents.sweeps import is_best_of_sweep, once
-from placement.compare import describe, prepared, problem_fingerprint
 from placement.problem import Planner, Problem, Solution
+from placement.runs.compare import describe, prepared, problem_fingerprint
 from placement.simulator import score
 
 
@@ -44,9 +44,10 @@ def _train(cfg: DictConfig) -> float:
     from agents.trained import TrainedPolicy, mode_of
     from agents.training import Row, train
     from envs.perturbation import Perturbation
-    from placement.coarsen import grouped
-    from placement.compare import compare
-    from placement.parallel import check
+    from placement.runs.compare import compare
+    from placement.search.budget import Budget
+    from placement.search.coarsen import grouped
+    from placement.tools.parallel import check
 
     check(cfg.parallel)
     if not isinstance(cfg.seed, int):
@@ -110,8 +111,7 @@ def _train(cfg: DictConfig) -> float:
             problems,
             planners,
             [cfg.seed],
-            seconds=cfg.seconds,
-            evaluations=cfg.evaluations,
+            budget=Budget(cfg.seconds, cfg.evaluations),
             out_dir=run.folder,
             progress=lambda what: run.report(what, None),
         )

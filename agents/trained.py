@@ -32,10 +32,10 @@ from envs.placement import OneShotRules
 from envs.problems import Floats, ProblemSet, canonical
 from envs.select_place import SelectPlaceRules
 from envs.sequential import SequentialRules
-from placement.coarsen import grouped
-from placement.files import parse_json, write_atomic
-from placement.planners._search import two_operators
 from placement.problem import Placement, Problem, Solution
+from placement.search.coarsen import grouped
+from placement.search.evaluation import two_operators
+from placement.tools.files import parse_json, write_atomic
 
 FORMAT = 3
 MOST_WEIGHT = 1e4

@@ -52,13 +52,13 @@ from envs.problems import (
 )
 from envs.refine import RefineRules
 from envs.vec import PlacementVecEnv
-from placement.coarsen import grouped
-from placement.compare import placement_id, problem_fingerprint
-from placement.files import write_atomic
 from placement.planners import load
 from placement.problem import Placement, Planner, Problem, Solution
+from placement.runs.compare import placement_id, problem_fingerprint
+from placement.runs.trials import BudgetSpent
+from placement.search.coarsen import grouped
 from placement.simulator import score
-from placement.trials import BudgetSpent
+from placement.tools.files import write_atomic
 
 Row = dict[str, float]
 CHECKPOINT = "checkpoint.pt"
@@ -105,7 +105,7 @@ class TrainConfig:
         again: share of the episodes of the two searches that begin at the best met so far.
         cold: no warm starts: the policy neither begins at a baseline's placements nor sees them.
         groups: operators are merged into so many groups that share a device
-            (``placement.coarsen``), and those are placed; 0: as the graph has them.
+            (``placement.search.coarsen``), and those are placed; 0: as the graph has them.
         elite: of ``one_shot``: after each update, also imitate this share of each graph's
             placements in the rollout, the best ones: the cross-entropy method (Post). 0: not.
             Graphs with fewer than ``1 / elite`` of them have one share together.

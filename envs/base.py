@@ -115,7 +115,7 @@ class PlacementEnv(gym.Env[Observation, Any]):
             without a baseline the best single device.
         baseline: see there.
         evaluator: ``placement.simulator.score``, or ``Measured(Executor)``, or, of one problem,
-            a ``placement.trials.Runtime``.
+            a ``placement.runs.trials.Runtime``.
         perturbation: also play on other machines than the problems' own; the variants are
             problems ``P``, ``P + 1``, ... and need no reference.
         render_mode: ``"ansi"``: ``render()`` returns the last placement's Gantt chart as text.

@@ -10,19 +10,18 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs import _guided
-from envs._guided import BOUND, NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State, Tables, Tried
+from envs import guided_kernels
 from envs.base import Observation, PlacementEnv, Rules, id_space
+from envs.guided_kernels import BOUND, NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State, Tables, Tried
 from envs.problems import MAX_ID, EnvError, Floats, ProblemSet, choice_of
-from placement import kernels
-from placement.objective_kernels import blocks, move_state, move_tables, piecewise_tables
-from placement.objectives import ANALYTIC
 from placement.planners import load
-from placement.planners._chooser import no_network
-from placement.planners._macro import draws_of
-from placement.planners._search import INFEASIBLE, can_move, neighbours
 from placement.problem import Placement, Problem
-from placement.simulator import score
+from placement.search.chooser import no_network
+from placement.search.evaluation import INFEASIBLE, can_move, neighbours
+from placement.search.macro import draws_of
+from placement.simulator import kernels, score
+from placement.simulator.analytic import ANALYTIC
+from placement.simulator.analytic_kernels import blocks, move_state, move_tables, piecewise_tables
 
 # Ways of cooling down: temperature at first and at last, log2 of p at first and at last. Energies
 # of max_load are sums of p-th powers; other objectives are annealed as their logarithm.
@@ -39,10 +38,10 @@ def tables_of(problem: Problem) -> Tables:
     g = problem.graph
     objective = problem.objective
     kind = {
-        "max_load": _guided.LOAD,
-        "piecewise_latency": _guided.PIECEWISE,
-        "energy": _guided.ENERGY,
-    }.get(objective, _guided.TIMELINE)
+        "max_load": guided_kernels.LOAD,
+        "piecewise_latency": guided_kernels.PIECEWISE,
+        "energy": guided_kernels.ENERGY,
+    }.get(objective, guided_kernels.TIMELINE)
     runs = objective not in ANALYTIC
     m = problem.num_microbatches if runs and objective != "latency" else 1
     window, track = min(m, problem.max_in_flight), bool(problem.memory_may_bind and runs)
@@ -71,13 +70,13 @@ def tables_of(problem: Problem) -> Tables:
 def state_of(tables: Tables, width: int) -> State:
     """Room for one episode of ``width`` moves per step."""
     groups, devices = tables.group_s.shape
-    body = min(64, groups) if tables.kind == _guided.LOAD else groups
+    body = min(64, groups) if tables.kind == guided_kernels.LOAD else groups
     numbers = {name: 0 for name in ("step", "found", "hottest", "num_chain")}
     shares = ("used", "temperature", "warm", "cold", "power", "power_first", "power_last")
     costs = ("cost", "best_cost", "first_cost", "compute_s")
     tried = {name: 0.0 for name in Tried.__annotations__} | {"held_after": 0}
     return State(
-        draws=draws_of(tables.group_s, tables.graph, 0, _guided.SHARE, 0.0, body),
+        draws=draws_of(tables.group_s, tables.graph, 0, guided_kernels.SHARE, 0.0, body),
         moves=move_state(tables.moves, np.argmin(tables.group_s, axis=1).astype(np.int32)),
         best=np.zeros(groups, np.int32),
         **numbers,
@@ -113,22 +112,24 @@ def begin(
     the budget, count as made.
     """
     state.draws.random[0] = rng.integers(1, 2**64, dtype=np.uint64)
-    rounds = ROUNDS[tables.kind == _guided.LOAD]
+    rounds = ROUNDS[tables.kind == guided_kernels.LOAD]
     warm, cold, first, last = rounds[number % len(rounds)]
     state.warm, state.cold, state.power_first, state.power_last = warm, cold, first, last
     state.moves.device[:] = choice
-    _guided.play(tables, state, _guided.BEGIN, step, NO_NETWORK, used, used)
+    guided_kernels.play(tables, state, guided_kernels.BEGIN, step, NO_NETWORK, used, used)
 
 
 def take(tables: Tables, state: State, action: int, used: float) -> float:
     """Try a move; the next ones are offered for ``used`` 0..1 of the budget. The reward."""
-    gain: float = _guided.play(tables, state, _guided.TAKE, action, NO_NETWORK, used, used)
+    gain: float = guided_kernels.play(
+        tables, state, guided_kernels.TAKE, action, NO_NETWORK, used, used
+    )
     return gain
 
 
 def resume(tables: Tables, state: State) -> None:
     """Evaluate the placement of ``state`` again, and look at it."""
-    _guided.play(tables, state, _guided.RESUME, 0, NO_NETWORK, 0.0, 0.0)
+    guided_kernels.play(tables, state, guided_kernels.RESUME, 0, NO_NETWORK, 0.0, 0.0)
 
 
 def search(
@@ -140,8 +141,8 @@ def search(
     used: float,
     then: float,
 ) -> None:
-    """``steps`` steps in one call, see ``_guided.play``; ``network`` as ``_chooser.network``."""
-    _guided.play(tables, state, _guided.SEARCH + chooser, steps, network, used, then)
+    """``steps`` steps in one call, see ``guided_kernels.play``; ``network``: see ``chooser``."""
+    guided_kernels.play(tables, state, guided_kernels.SEARCH + chooser, steps, network, used, then)
 
 
 def start_choices(
@@ -287,7 +288,7 @@ class GuidedSearchRules(OfferingRules):
         mask = np.zeros((len(self.ids), self.width + 1), bool)
         for b, p in enumerate(self.ids):
             mask[b] = self._state(b).count > 0
-            mask[b, 0] = self._tables[p].kind == _guided.LOAD or not mask[b].any()
+            mask[b, 0] = self._tables[p].kind == guided_kernels.LOAD or not mask[b].any()
         return mask
 
     def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
@@ -295,7 +296,7 @@ class GuidedSearchRules(OfferingRules):
         done = np.zeros(len(self.ids), bool)
         for b, (p, action) in enumerate(zip(self.ids.tolist(), actions.tolist(), strict=True)):
             tables, state = self._tables[p], self._state(b)
-            exact = tables.kind == _guided.LOAD
+            exact = tables.kind == guided_kernels.LOAD
             self.num_evaluations += self.width if exact else int(state.count[action] > 0)
             used = (state.step + 1.0) / self.moves
             rewards[b] = take(tables, state, action, used)

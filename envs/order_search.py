@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from envs.base import PlacementEnv
 from envs.guided import Choice, OfferingRules, start_choices
 from envs.problems import EnvError, Floats, ProblemSet
-from placement.planners import _order
-from placement.planners._order import NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State
 from placement.planners.order_search import (
     NO_NETWORK,
     sequence_of,
@@ -22,6 +20,8 @@ from placement.planners.order_search import (
     why_not,
 )
 from placement.problem import Placement
+from placement.search import order
+from placement.search.order import NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State
 
 
 class OrderSearchRules(OfferingRules):
@@ -114,9 +114,9 @@ class OrderSearchRules(OfferingRules):
         for b, (p, action) in enumerate(zip(self.ids.tolist(), actions.tolist(), strict=True)):
             state = self._state(b)
             self.num_evaluations += int(state.which[action] >= 0)
-            used = (state.x[_order.STEP] + 1.0) / self.moves
-            rewards[b] = _order.play(
-                self._tables[p], state, _order.TAKE, action, NO_NETWORK, used, used
+            used = (state.x[order.STEP] + 1.0) / self.moves
+            rewards[b] = order.play(
+                self._tables[p], state, order.TAKE, action, NO_NETWORK, used, used
             )
             if used >= 1.0:
                 done[b] = True
@@ -124,7 +124,7 @@ class OrderSearchRules(OfferingRules):
         return rewards, done
 
     def _finish(self, b: int, p: int, state: State) -> None:
-        value_s = float(state.x[_order.BEST])
+        value_s = float(state.x[order.BEST])
         group = self.problems.problems[p].graph.group
         self.value_s[b] = value_s
         self.choices[b] = -1
@@ -155,7 +155,7 @@ class OrderSearchEnv(PlacementEnv):
     A move takes an operator elsewhere in the order of its device; or its colocation group to
     another device, to a place there where its inputs have come; or, staying where they are in the
     order, neighbours on its device too. It begins with an operator of the critical chain, or any
-    other. Its effect is estimated (``placement.planners._order``), and observed; moves whose
+    other. Its effect is estimated (``placement.search.order``), and observed; moves whose
     estimate is hopeless beside the best one's are not offered.
 
     **Observation** ``Dict``, of ``C`` moves and, before them, the choice to stay:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners._search import device_classes, single_devices
 from placement.problem import Placement, Planner, Problem
+from placement.runs.trials import Runtime, Trials, fingerprint
+from placement.search.evaluation import device_classes, single_devices
 from placement.simulator import score
-from placement.trials import Runtime, Trials, fingerprint
 
 Floats = NDArray[np.float64]
 Evaluator = Callable[[Problem, Placement], Floats]  # placements [B, N] -> seconds [B]
@@ -40,7 +40,7 @@ class Measured:
     """An ``Evaluator`` that runs placements for real: ``Measured(Executor, measurements=500)``.
 
     A placement runs once and keeps its value; the fastest so far runs again with every batch,
-    so that drift of the machine cancels (see ``placement.trials.Trials``).
+    so that drift of the machine cancels (see ``placement.runs.trials.Trials``).
 
     Attributes:
         runtime: called once per problem; makes what runs its placements.

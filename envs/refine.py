@@ -11,15 +11,15 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs._guided import BOUND, State
 from envs.base import Observation, PlacementEnv, Rules, id_space
 from envs.guided import begin, resume, start_choices, state_of, tables_of
+from envs.guided_kernels import BOUND, State
 from envs.problems import MAX_ID, Floats, ProblemSet, group_order
-from placement.jit import allocating
-from placement.objective_kernels import load_change
-from placement.planners._search import INFEASIBLE, random_choice
 from placement.problem import Placement
+from placement.search.evaluation import INFEASIBLE, random_choice
 from placement.simulator import score
+from placement.simulator.analytic_kernels import load_change
+from placement.tools.jit import allocating
 
 PAIR_FEATURES = (
     "1 if the group is here",

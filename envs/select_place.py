@@ -8,7 +8,9 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs._sequential import (
+from envs.base import BuildingRules, Observation, PlacementEnv, id_space
+from envs.problems import MAX_ID, ProblemSet
+from envs.sequential_kernels import (
     FEATURE_BOUND,
     NUM_DEVICE_FEATURES,
     begin,
@@ -17,9 +19,7 @@ from envs._sequential import (
     state_of,
     tables_of,
 )
-from envs.base import BuildingRules, Observation, PlacementEnv, id_space
-from envs.problems import MAX_ID, ProblemSet
-from placement.jit import allocating, kernel
+from placement.tools.jit import allocating, kernel
 
 Array = NDArray[Any]
 
@@ -171,7 +171,7 @@ class SelectPlaceDevicePlacementEnv(PlacementEnv):
     * ``problem`` int64 ``[1]``: which of ``problems`` this is.
     * ``group`` int64 ``[K]``: the ready groups (0 where there are fewer).
     * ``devices`` float32 ``[K, D, 9]`` in 0..20: what choosing this group and device would mean
-      now (``envs._sequential.DEVICE_FEATURES``); 0 where the device does not support it.
+      now (``envs.sequential_kernels.DEVICE_FEATURES``); 0 where the device does not support it.
     * ``mask`` int8 ``[K, D]``: 1 = legal; as in ``SequentialDevicePlacement-v0``.
 
     **Action** ``Discrete(K * D)``: ``k * D + d`` puts group ``group[k]`` on device ``d``. A dual

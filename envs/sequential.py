@@ -8,7 +8,9 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs._sequential import (
+from envs.base import BuildingRules, Observation, PlacementEnv, id_space
+from envs.problems import MAX_ID, ProblemSet
+from envs.sequential_kernels import (
     FEATURE_BOUND,
     NUM_DEVICE_FEATURES,
     act,
@@ -18,8 +20,6 @@ from envs._sequential import (
     state_of,
     tables_of,
 )
-from envs.base import BuildingRules, Observation, PlacementEnv, id_space
-from envs.problems import MAX_ID, ProblemSet
 
 
 class SequentialRules(BuildingRules):
@@ -72,7 +72,7 @@ class SequentialRules(BuildingRules):
         greedy: NDArray[np.bool_],
         rng: np.random.Generator,
     ) -> None:
-        """Finish all episodes in one call (see ``envs._sequential.construct``)."""
+        """Finish all episodes in one call (see ``envs.sequential_kernels.construct``)."""
         construct(self._tables, self._state, net, pair, warm, greedy, rng, FEATURE_BOUND)
 
     def masks(self) -> NDArray[np.bool_]:

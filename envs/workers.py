@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from envs.base import Observation, Rules
 from envs.episodes import Episodes, Step
 from envs.problems import EnvError, Floats, Measured
-from placement.parallel import ParallelError
+from placement.tools.parallel import ParallelError
 
 # What a share met since the last answer: problems int64 [X] that it has a better answer for, its
 # seconds float64 [X] and choices int32 [X, G], and how many placements it evaluated.
@@ -194,7 +194,7 @@ class _Process:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        context = get_context("spawn")  # see placement.parallel
+        context = get_context("spawn")  # see placement.tools.parallel
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from placement import importers, planners
-from placement.compare import compare
 from placement.report.table import print_tables, tables
+from placement.runs.compare import compare
 
 PLANNERS = {
     "heft": {},

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from placement import Problem, Solution, importers, planners
-from placement.compare import compare
 from placement.report.table import print_tables, tables
+from placement.runs.compare import compare
 from placement.simulator import score
 from placement.testing import check_planner
 

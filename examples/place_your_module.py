@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from placement import Cluster, Problem, capture, load_plan, make_plan, planners
-from placement.measure import load_or_measure
+from placement.costs.measure import load_or_measure
 
 
 class TwoTowers(nn.Module):

@@ -29,9 +29,10 @@ from experiments.runs import GIB, Guarded, GuardedSearch, budgeted, is_search, o
 from experiments.study import Option, Options, Study, StudyError, run, say
 from experiments.tables import DASH, Column, geometric_mean, groups, number, table
 from placement import importers, planners
-from placement.compare import SINGLE, Comparison, compare, geometric_interval
 from placement.problem import Planner, Problem
 from placement.report.curves import plot_curves
+from placement.runs.compare import Comparison, compare, geometric_interval
+from placement.runs.row import SINGLE
 from placement.workloads.synthetic import families
 
 FILES = (

@@ -23,12 +23,11 @@ import numpy as np
 from experiments.runs import in_turns
 from experiments.study import Options, Rows, Study, run, say
 from experiments.tables import Column, table
-from placement import kernels
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.problem import Placement, Problem, lower_bounds
 from placement.profile import Profile
-from placement.simulator import evaluate, score, simulate, simulate_reference
+from placement.simulator import evaluate, kernels, score, simulate, simulate_reference
 
 ROUNDS = 7
 
@@ -211,11 +210,12 @@ def planners() -> Iterator[Row]:
     """The exact change of ``max_load`` by a move, the search on it, the program over ideals."""
     import numba
 
-    from placement.objective_kernels import trial_move
-    from placement.objectives import LoadMoves
-    from placement.planners import _macro, load
-    from placement.planners._search import neighbours
+    from placement.planners import load
     from placement.planners.macro_search import SHARE
+    from placement.search import macro
+    from placement.search.evaluation import neighbours
+    from placement.simulator.analytic import LoadMoves
+    from placement.simulator.analytic_kernels import trial_move
     from placement.workloads.synthetic import families
 
     @numba.njit
@@ -235,11 +235,11 @@ def planners() -> Iterator[Row]:
         where = rng.integers(0, problem.num_devices, count)
 
         def anneal(draws, moves=moves, best=best):  # type: ignore[no-untyped-def]
-            _macro.anneal(moves.tables, moves.state, draws, best, np.inf, count, 0.2, 1e-3, 6)
+            macro.anneal(moves.tables, moves.state, draws, best, np.inf, count, 0.2, 1e-3, 6)
 
         compute_s = moves.tables.compute_s
-        draws = [_macro.draws_of(compute_s, graph, 0, x, 0.0, 64) for x in (np.ones(5), SHARE)]
-        trials, single, macro = medians_s(
+        draws = [macro.draws_of(compute_s, graph, 0, x, 0.0, 64) for x in (np.ones(5), SHARE)]
+        trials, single, several = medians_s(
             lambda m=moves, g=group, d=where: try_all(m.tables, m.state, g, d),  # type: ignore[misc]
             lambda run=anneal, w=draws[0]: run(w),  # type: ignore[misc]
             lambda run=anneal, w=draws[1]: run(w),  # type: ignore[misc]
@@ -247,7 +247,7 @@ def planners() -> Iterator[Row]:
         note = f"{name}, {problem.num_ops} operators, {problem.num_devices} devices"
         yield Row("incremental delta, moves/s", count / trials, "1/s", 2e6, True, note)
         yield Row("macro_search, moves of one group/s", count / single, "1/s", 2e6, True, note)
-        yield Row("macro_search, moves/s", count / macro, "1/s", None, True, note)
+        yield Row("macro_search, moves/s", count / several, "1/s", None, True, note)
     for name in ("inception", "transformer_training", "deep_chain"):
         problem = families()[name](0).with_objective("max_load")
         (program,) = medians_s(lambda q=problem: load("ideal_dp")(q), rounds=3)  # type: ignore[misc]

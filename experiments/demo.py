@@ -68,14 +68,15 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
 
     from agents.planner import PolicyPlanner, released
     from placement import planners
+    from placement.capturing import capture
     from placement.cluster import Cluster
-    from placement.compare import compare
+    from placement.costs.measure import measure
     from placement.executor import Executor
-    from placement.measure import measure
     from placement.plan import load_plan, make_plan, parameters_of
     from placement.problem import Problem
-    from placement.program import capture, split_inputs
+    from placement.program import split_inputs
     from placement.report import gantt, table, trace
+    from placement.runs.compare import compare
     from placement.simulator import simulate
     from placement.workloads import load
 

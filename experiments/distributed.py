@@ -37,15 +37,15 @@ from experiments.peers import STACKS, TINY, Peer, Stack, same_cut
 from experiments.runs import in_turns, two_cores
 from experiments.study import Option, Options, Rows, Study, run, say
 from experiments.tables import Column, table
+from placement.capturing import capture
+from placement.capturing.training import plain_step
 from placement.cluster import Cluster
+from placement.costs.measure import measure
 from placement.executor.distributed import DistributedRunner, DistributedTrainer, pin
 from placement.executor.distributed_world import World
-from placement.measure import measure
 from placement.problem import Problem
-from placement.program import capture
 from placement.simulator import simulate
 from placement.timeline import steady_period
-from placement.training import plain_step
 
 NAMESPACES = ("placement-a", "placement-b")
 RATE, LIMIT = "400mbit", "burst 64kb latency 50ms"

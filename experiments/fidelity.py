@@ -33,13 +33,13 @@ from experiments.runs import Floats, in_turns
 from experiments.study import Option, Options, Study, run, say
 from experiments.tables import Column, groups, table
 from placement import planners
+from placement.capturing import capture
 from placement.cluster import Cluster
-from placement.compare import mape, spearman
+from placement.costs.measure import at_speed, measure
 from placement.executor import Executor
-from placement.measure import at_speed, measure
 from placement.problem import Placement, Problem
 from placement.profile import Profile
-from placement.program import capture
+from placement.runs.compare import mape, spearman
 from placement.simulator import simulate
 from placement.workloads import load
 

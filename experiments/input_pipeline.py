@@ -34,9 +34,9 @@ from torch.utils.data import DataLoader
 from experiments.runs import in_turns
 from experiments.study import Option, Options, Rows, Study, run, say
 from experiments.tables import Column, table
+from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.executor import Runner
-from placement.program import capture
 from placement.workloads.tiny import tiny_mlp
 
 IN_A_PROCESS = "Python, in a process"

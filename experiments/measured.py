@@ -39,13 +39,13 @@ import numpy as np
 from experiments.runs import Floats, two_cores
 from experiments.study import Option, Options, Study, StudyError, run, say
 from experiments.tables import Column, number, table, to_csv
-from placement.compare import SINGLE
-from placement.measured_search import search_measured
-from placement.planners._search import random_placements, single_devices
 from placement.planners.macro_search import MacroSearch
 from placement.problem import Placement, Problem
+from placement.runs.measured_search import search_measured
+from placement.runs.row import SINGLE
+from placement.runs.trials import Runtime, Trials
+from placement.search.evaluation import random_placements, single_devices
 from placement.simulator import score
-from placement.trials import Runtime, Trials
 
 # Periods, where one cut in operator order is next to the best there is, so that random cuts find
 # it; and a latency, where two devices must work on branches at the same time.
@@ -131,9 +131,9 @@ def prepare(workload: str, folder: Path, budget: Budget) -> Problem:
 
     The profile is kept in ``folder``.
     """
-    from placement.measure import measure
+    from placement.capturing import capture
+    from placement.costs.measure import measure
     from placement.profile import Profile
-    from placement.program import capture
     from placement.workloads import load
 
     name, _, objective = workload.partition(":")

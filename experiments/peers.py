@@ -34,10 +34,10 @@ from experiments.runs import in_turns, measured_problem, threads, timed
 from experiments.study import Option, Options, Rows, Study, run
 from experiments.tables import Column, table
 from placement import planners
+from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.executor import Runner
 from placement.graph import OpGraph
-from placement.program import capture
 
 PEER, SAME, OWN, PLAIN = "torch.distributed.pipelining", "same cut", "own cut", "plain, all cores"
 PATIENCE_S = 300.0  # a peer that does not answer has failed

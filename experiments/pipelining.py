@@ -21,8 +21,9 @@ from experiments.runs import in_turns, measured_problem, seconds_per_item, timed
 from experiments.study import Option, Options, Study, run
 from experiments.tables import Column
 from placement import planners
+from placement.capturing import capture
 from placement.executor import Runner
-from placement.program import capture, split_inputs
+from placement.program import split_inputs
 from placement.simulator import simulate
 from placement.workloads import load
 

@@ -28,21 +28,23 @@ import torch
 from experiments.runs import Floats, in_turns
 from experiments.study import ROOT, Option, Options, Study, StudyError, run, say
 from experiments.tables import DASH, Column, groups, table
-from placement import dataset, latency, planners, workloads
+from placement import planners, workloads
+from placement.capturing import capture
 from placement.cluster import Cluster
-from placement.compare import spearman
+from placement.costs import predictors
+from placement.costs.features import features
+from placement.costs.measure import measure
+from placement.costs.measure_within import correction
+from placement.costs.predictors import Sample
+from placement.costs.predictors.roofline import Roofline
 from placement.executor import Executor
-from placement.features import features
-from placement.files import write_atomic
-from placement.latency import Sample
-from placement.latency.roofline import Roofline
-from placement.measure import measure
-from placement.measure_within import correction
-from placement.planners._search import random_placements
 from placement.problem import Placement, Problem
 from placement.profile import Profile
-from placement.program import capture
+from placement.runs.compare import spearman
+from placement.search.evaluation import random_placements
 from placement.simulator import evaluate
+from placement.tools.files import write_atomic
+from placement.workloads import dataset
 
 METHODS = ("roofline", "polynomial", "trees")
 PLANNED = ("roofline", "polynomial", "trees")  # those that learn in seconds
@@ -179,8 +181,8 @@ def place(entry: dataset.Entry, others: Sequence[Sample]) -> dict[str, Any]:
 def guessed(method: str, problem: Problem, others: Sequence[Sample]) -> Profile:
     """What a method says of the operators, with the machine's own links and slowing down."""
     profile = problem.profile
-    predictor = latency.load(method).fit(others)
-    guess = latency.profile_of(problem.graph, problem.cluster, predictor, links=profile.links)
+    predictor = predictors.load(method).fit(others)
+    guess = predictors.profile_of(problem.graph, problem.cluster, predictor, links=profile.links)
     # What a busy neighbour costs is the machine's, as links are: taken from the profile.
     loaded = profile.loaded_s / np.maximum(profile.compute_s, 1e-9)  # type: ignore[operator]
     return replace(guess, loaded_s=guess.compute_s * np.median(loaded, axis=0))
@@ -203,7 +205,7 @@ def plans(
             took_s = float(measured.provenance["seconds"]) + time.perf_counter() - began
             spent["measuring and searching"] = took_s
     began = time.perf_counter()
-    static = latency.profile_of(graph, cluster, Roofline(), links=measured.links)
+    static = predictors.profile_of(graph, cluster, Roofline(), links=measured.links)
     balanced = planners.load("balanced_split")(replace(problem, profile=static))
     spent["static"] = time.perf_counter() - began
     placements["static"] = balanced.placement
@@ -265,7 +267,7 @@ def answers(measured_cases: Sequence[Case], methods: Sequence[str]) -> list[Answ
         inside = [c.sample for c in measured_cases if c.family not in out]
         for method in methods:
             say(f"part {part + 1}: {method} without {len(out)} families")
-            predictor = latency.load(method).fit(inside)
+            predictor = predictors.load(method).fit(inside)
             for case in measured_cases:
                 if case.family in out:
                     seconds, spread = predictor.predict(case.sample.graph, case.sample.device)

@@ -225,7 +225,7 @@ def two_cores(name: str = "two") -> Cluster:
 
 def measured_problem(graph: OpGraph, repeats: int = 10, **options: Any) -> Problem:
     """The graph on two cores of this machine, measured now."""
-    from placement.measure import measure
+    from placement.costs.measure import measure
 
     cluster = two_cores()
     return Problem(graph, cluster, measure(graph, cluster, repeats=repeats), **options)

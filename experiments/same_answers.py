@@ -40,9 +40,9 @@ import numpy as np
 import placement
 from placement import exporters, importers, planners, schedulers, workloads
 from placement.__main__ import main as command
-from placement.objectives import device_loads, piecewise_latency
 from placement.problem import OBJECTIVES, lower_bounds
 from placement.simulator import evaluate, score, simulate_reference
+from placement.simulator.analytic import device_loads, piecewise_latency
 from placement.workloads.synthetic import families, giph
 
 Row = dict[str, Any]

@@ -30,11 +30,11 @@ from experiments.runs import in_turns, measured_problem
 from experiments.study import Option, Options, Rows, Study, StudyError, run, say
 from experiments.tables import DASH, Column, table
 from placement import schedulers
+from placement.modulo.blocks import Work, read_work
+from placement.modulo.repetend import search
+from placement.modulo.retime import earliest
+from placement.modulo.search import default_seconds, search_schedule
 from placement.problem import Placement, Problem
-from placement.schedulers._blocks import Work, read_work
-from placement.schedulers._repetend import search
-from placement.schedulers._retime import earliest
-from placement.schedulers._search import default_seconds, search_schedule
 
 COUNTS = (8, 16, 32)
 SCHEDULERS = ("searched", "one_f_one_b", "gpipe", "list_order")
@@ -231,8 +231,8 @@ def folded(problem: Problem, pieces: Sequence[tuple[int, float]] = PIECES) -> Pl
 
 def executed(options: Options) -> Iterator[Executed]:
     """Every scheduler's order of every workload, in rounds in turns."""
+    from placement.capturing import capture
     from placement.executor import Executor
-    from placement.program import capture
     from placement.simulator import simulate
     from placement.workloads import load
 

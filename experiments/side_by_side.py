@@ -20,9 +20,9 @@ from typing import Any
 from experiments.runs import warm
 from experiments.study import Option, Options, Rows, Study, run, say
 from experiments.tables import Column, table
-from placement.compare import compare
-from placement.parallel import check
 from placement.planners import load
+from placement.runs.compare import compare
+from placement.tools.parallel import check
 from placement.workloads.synthetic import Family, layered
 
 SEEDS = (0, 1)

@@ -48,7 +48,7 @@ from typing import Any, TypeVar
 
 from experiments.tables import Column, read_csv, table, to_csv
 from placement import cli
-from placement.files import write_atomic
+from placement.tools.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -314,7 +314,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
     """When, where and with which versions."""
     from importlib import metadata
 
-    from placement.measure import provenance
+    from placement.costs.measure import provenance
 
     versions = {}
     for name in ("numpy", "numba", "scipy", "ortools"):

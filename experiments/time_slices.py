@@ -25,11 +25,11 @@ from experiments.runs import in_turns, measured_problem, seconds_per_item, threa
 from experiments.study import Option, Options, Rows, Study, run
 from experiments.tables import Column, table
 from placement import planners
+from placement.capturing import capture
+from placement.costs.measure import measure
 from placement.executor import Runner
-from placement.grid import extrapolate
-from placement.measure import measure
 from placement.problem import Problem
-from placement.program import capture
+from placement.search.grid import extrapolate
 from placement.simulator import simulate
 from placement.workloads.lstm import UnrolledLSTM, lstm
 

@@ -28,12 +28,12 @@ from experiments.runs import in_turns, measured_problem, threads, timed
 from experiments.study import Option, Options, Rows, Study, run, say
 from experiments.tables import Column, table
 from placement import planners, schedulers
+from placement.capturing import capture
+from placement.capturing.training import plain_step
 from placement.executor import Trainer
 from placement.problem import Problem
-from placement.program import capture
 from placement.schedule import Schedule
 from placement.simulator import list_schedule, simulate
-from placement.training import plain_step
 from placement.workloads import import_transformers
 
 SCHEDULES = ("one_f_one_b", "gpipe", "zero_bubble", "searched")

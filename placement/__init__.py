@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from placement.capturing import capture
     from placement.cluster import Cluster, Device, Link
     from placement.executor import Executor, Runner, Trainer
     from placement.graph import OpGraph
     from placement.plan import Plan, load_plan, make_plan
     from placement.problem import Problem, Solution
     from placement.profile import Profile
-    from placement.program import capture
     from placement.schedule import Schedule
     from placement.simulator import simulate
     from placement.timeline import Timeline
@@ -32,7 +32,7 @@ _HOME = {
     "Solution": "problem",
     "Timeline": "timeline",
     "Trainer": "executor",
-    "capture": "program",
+    "capture": "capturing",
     "load_plan": "plan",
     "make_plan": "plan",
     "simulate": "simulator",

@@ -32,7 +32,7 @@ from placement.cli import (
     show,
 )
 from placement.cli.parser import Parser
-from placement.ownership import version
+from placement.tools.ownership import version
 
 _OURS = ("placement", "envs", "agents")
 
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _checked(args: argparse.Namespace) -> int:
-    from placement.ownership import check_packages
+    from placement.tools.ownership import check_packages
 
     check_packages()
     code = VERBS[args.verb].run(args)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.files import parse_yaml, short, write_atomic
+from placement.tools.files import parse_yaml, short, write_atomic
 
 Floats = NDArray[np.float64]
 
@@ -48,7 +48,7 @@ class Device:
             and draws ``sleep_w`` (None: it never sleeps); its next operator then begins
             ``sleep_exit_s`` later, and it draws ``idle_w`` until then.
         power_source: where watts come from: ``declared``, or ``measured`` by
-            ``placement.power.measured``.
+            ``placement.costs.power.measured``.
         like, speed: a device that is not at hand: ``speed`` times as fast as device ``like``.
         model: of the processor or accelerator, as the machine calls it.
     """

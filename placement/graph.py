@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -38,6 +38,26 @@ _DTYPES = {
 
 class GraphError(ValueError):
     """The graph is not a valid operator graph; the message says where."""
+
+
+class Facts(TypedDict, total=False):
+    """What ``OpGraph.build`` is told of a graph beside operators, tensors and uses.
+
+    ``op_kind``, ``op_module``, ``op_signature`` and ``is_backward`` have one entry per operator;
+    ``tensor_root`` one per tensor; ``group`` is any integer per operator, equal for operators
+    that share a device; ``param_uses`` is ``[U, 2]`` (operator, parameter). The rest: ``OpGraph``.
+    """
+
+    op_kind: Sequence[str] | None
+    op_module: Sequence[str] | None
+    op_signature: Sequence[str] | None
+    tensor_root: ArrayLike | None
+    param_bytes: ArrayLike
+    param_uses: ArrayLike
+    group: ArrayLike | None
+    is_backward: ArrayLike | None
+    output_tensor: ArrayLike
+    program: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +111,7 @@ class OpGraph:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: how much there is of what."""
-        from placement.shown import mebibytes, table
+        from placement.tools.shown import mebibytes, table
 
         sizes = [
             ["operators", f"{self.num_ops:,}"],
@@ -113,54 +133,52 @@ class OpGraph:
         tensor_src: ArrayLike,
         tensor_bytes: ArrayLike,
         uses: ArrayLike,
-        *,
-        op_kind: Sequence[str] | None = None,
-        op_module: Sequence[str] | None = None,
-        op_signature: Sequence[str] | None = None,
-        tensor_root: ArrayLike | None = None,
-        param_bytes: ArrayLike = (),
-        param_uses: ArrayLike = (),
-        group: ArrayLike | None = None,
-        is_backward: ArrayLike | None = None,
-        output_tensor: ArrayLike = (),
-        program: Any = None,
+        **facts: Unpack[Facts],
     ) -> OpGraph:
         """Build and check a graph; ``uses`` is ``[E, 2]`` (tensor, consumer) in any order.
 
-        ``param_uses`` is ``[U, 2]`` (operator, parameter). Colocation labels may be any
-        integers; they are renumbered 0, 1, ... by first appearance. Duplicate uses are merged.
+        Duplicate uses are merged; colocation labels are renumbered 0, 1, ... by first appearance.
 
         Raises:
             GraphError: lengths differ, a number is out of range, names repeat, or a use
                 points backwards (operators must be numbered in topological order).
         """
+        unknown = facts.keys() - Facts.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"OpGraph.build() takes {sorted(Facts.__annotations__)}, not {unknown}")
         n = len(op_name)
+        texts: dict[str, tuple[str, ...]] = {}
+        for what, default in (("op_kind", "op"), ("op_module", ""), ("op_signature", "op")):
+            given: Any = facts.get(what)
+            texts[what] = (default,) * n if given is None else tuple(given)
+        tensor_root, group = facts.get("tensor_root"), facts.get("group")
+        is_backward = facts.get("is_backward")
         src = np.asarray(tensor_src, dtype=np.int32).reshape(-1)
         size = np.asarray(tensor_bytes, dtype=np.int64).reshape(-1)
         pairs = np.unique(np.asarray(uses, dtype=np.int32).reshape(-1, 2), axis=0)
-        puses = np.unique(np.asarray(param_uses, dtype=np.int32).reshape(-1, 2), axis=0)
+        puses = np.unique(
+            np.asarray(facts.get("param_uses", ()), dtype=np.int32).reshape(-1, 2), axis=0
+        )
         root = np.arange(len(src)) if tensor_root is None else np.asarray(tensor_root)
         labels = np.arange(n) if group is None else np.asarray(group).reshape(-1)
         graph = cls(
             name=name,
             op_name=tuple(op_name),
-            op_kind=tuple(op_kind) if op_kind is not None else ("op",) * n,
-            op_module=tuple(op_module) if op_module is not None else ("",) * n,
-            op_signature=tuple(op_signature) if op_signature is not None else ("op",) * n,
+            **texts,  # type: ignore[arg-type]
             tensor_src=src,
             tensor_bytes=size,
             tensor_root=root.astype(np.int32),
             use_tensor=pairs[:, 0],
             use_dst=pairs[:, 1],
-            param_bytes=np.asarray(param_bytes, dtype=np.int64).reshape(-1),
+            param_bytes=np.asarray(facts.get("param_bytes", ()), dtype=np.int64).reshape(-1),
             param_use_op=puses[:, 0],
             param_use=puses[:, 1],
             group=_renumber(labels),
             is_backward=(
                 np.zeros(n, bool) if is_backward is None else np.asarray(is_backward, dtype=bool)
             ),
-            output_tensor=np.asarray(output_tensor, dtype=np.int32).reshape(-1),
-            program=program,
+            output_tensor=np.asarray(facts.get("output_tensor", ()), dtype=np.int32).reshape(-1),
+            program=facts.get("program"),
         )
         graph._check()
         return graph

@@ -26,11 +26,7 @@ from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
 
 from placement.cluster import Cluster, Device, Link
-from placement.files import model_file, parse_json, short, write_atomic
 from placement.graph import OpGraph
-from placement.named import meant
-from placement.objectives import ANALYTIC
-from placement.ownership import version
 from placement.problem import (
     ROUNDING,
     Objective,
@@ -40,6 +36,10 @@ from placement.problem import (
     lower_bound,
     lower_bounds,
 )
+from placement.simulator.analytic import ANALYTIC
+from placement.tools.files import model_file, parse_json, short, write_atomic
+from placement.tools.named import meant
+from placement.tools.ownership import version
 
 if TYPE_CHECKING:
     from placement.executor import Runner, Trainer
@@ -307,7 +307,7 @@ class Plan(_Strict):
 
     def _repr_html_(self) -> str:
         """What a notebook shows: values, devices and stages."""
-        from placement.shown import mebibytes, seconds, table
+        from placement.tools.shown import mebibytes, seconds, table
 
         def shown(x: float | None) -> str:
             return "-" if x is None else seconds(x)
@@ -443,8 +443,9 @@ class Plan(_Strict):
             PlanMismatch: another module than the plan's, or this machine lacks a device.
             CaptureError: the module cannot be captured.
         """
+        from placement.capturing import capture
         from placement.executor import Runner
-        from placement.program import capture, inputs_from_spec
+        from placement.program import inputs_from_spec
 
         if self.graph.mode == "training":
             raise PlanMismatch(
@@ -478,9 +479,9 @@ class Plan(_Strict):
                 a device.
             CaptureError: the module cannot be captured.
         """
+        from placement.capturing import capture
+        from placement.capturing.training import example_from_spec
         from placement.executor import Trainer
-        from placement.program import capture
-        from placement.training import example_from_spec
 
         if self.graph.mode != "training":
             raise PlanMismatch(

@@ -42,7 +42,7 @@ class Problem:
             per micro-batch), ``latency`` (seconds of one micro-batch alone) or ``energy``
             (joules per micro-batch of the pipelined run, and what its seconds are worth; where
             the name of a value ends in ``_s``, it is joules then); without one, ``max_load``
-            or ``piecewise_latency`` (see ``placement.objectives``).
+            or ``piecewise_latency`` (see ``placement.simulator.analytic``).
         num_microbatches: ``M`` of a pipelined run.
         max_in_flight: at most this many micro-batches between first and last operator.
         contention: a channel carries one tensor at a time; False: any number, each at full
@@ -422,7 +422,7 @@ class Solution:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the value, what is proved, and operators per device number."""
-        from placement.shown import table
+        from placement.tools.shown import table
 
         # Whether seconds or joules, the problem knows.
         rows = [["objective", f"{self.value_s:.4g}"]]

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import LONGEST_S, Cluster, Link, from_record
-from placement.files import parse_json, read_arrays, short, write_atomic
 from placement.graph import MOST_BYTES, OpGraph
+from placement.tools.files import parse_json, read_arrays, short, write_atomic
 
 Floats = NDArray[np.float64]
 
@@ -69,7 +69,7 @@ class Profile:
             that give a matrix instead of bytes and links; replaces ``links``.
         io_s: float64 ``[T, D]`` seconds a device needs to write a tensor to host memory, or to
             read it from there (0 where it shares that memory), for workloads that state it;
-            the analytic objectives use it (see ``placement.objectives``).
+            the analytic objectives use it (see ``placement.simulator.analytic``).
         workspace_bytes: int64 ``[N]`` memory an operator needs only while it runs.
         predicted: bool ``[N, D]`` entries that were predicted, not measured.
         graph_fingerprint: of the measured graph.
@@ -132,7 +132,7 @@ class Profile:
         """By which share predictions of placements miss what runs; 0 where none were run.
 
         On average over placements that ran for the profile, one relative to another (see
-        ``placement.measure.calibrated``): of two values that differ by less, either may be the
+        ``costs.measure.calibrated``): of two values that differ by less, either may be the
         better one.
         """
         error = self.provenance.get("error", 0.0)

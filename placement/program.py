@@ -1,37 +1,29 @@
-"""From a PyTorch module to an operator graph, and the program that runs the graph."""
+"""What runs an operator graph: its calls, parameters and inputs, as ``capture`` found them."""
 
 from __future__ import annotations
 
-import inspect
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from placement.exported import (
-    CaptureError,
-    calls_of,
-    check_static,
-    describe,
-    dtype_name,
-    export,
-    first_transformed,
-    first_unsafe,
-    functionalise,
-    is_random,
-    leaves_of,
-    module_path,
-    node_line,
-    signature_of,
-    storage_of,
-)
-from placement.graph import OpGraph
-from placement.numerics import check_numbers
+_SHORT = {
+    "float": "f",
+    "bfloat": "bf",
+    "int": "i",
+    "uint": "u",
+    "complex": "c",
+    "bool": "b",
+}
+
+
+class CaptureError(ValueError):
+    """The module cannot be captured; the message names the construct and what to do."""
 
 
 class InputError(ValueError):
@@ -278,102 +270,6 @@ def run_program(
     return [fill(leaf, live, program.params) for leaf in program.output_leaves]
 
 
-def capture(
-    module: nn.Module,
-    example_inputs: Any,
-    *,
-    name: str | None = None,
-    mode: Literal["inference", "training"] = "inference",
-    loss: Callable[..., Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    colocate_backward: bool = True,
-    split_backward: bool = False,
-    recompute: Sequence[str] = (),
-) -> OpGraph:
-    """The operator graph of ``module`` for inputs shaped like ``example_inputs``.
-
-    *Inference*: the module is captured as it computes in evaluation mode without gradients; its
-    own mode is left as it was. ``graph.program`` (a ``Program``) runs it with the module's own
-    parameters. Views, and in-place operators, share the colocation group of the operator whose
-    memory they use; tied parameters count once; parameters that no operator reads are left out.
-
-    *Training*: what one micro-batch does in a training step: forward, backward, and gradients,
-    which are added up where the backward operator runs. The module is captured in training mode
-    (submodules in evaluation mode stay so, unless the whole module is). Memory of gradients and
-    of the optimizer's state counts like parameters. Run it with ``placement.Trainer``.
-
-    Args:
-        example_inputs: a tensor; a tuple of positional arguments; a mapping of keyword arguments;
-            or ``(args, kwargs)``, a tuple and a dict. Only shapes, dtypes and constants matter.
-            With ``loss``: a pair ``(inputs, target)`` of that and of what the loss takes.
-        name: name of the graph; the name of the module's class if not given.
-        loss: of training: ``loss(module(inputs), target)`` is the loss of a micro-batch. Without
-            it the module returns the loss: itself, as its first output, or as output ``loss``.
-        optimizer: of training, over the module's parameters: the bytes it will keep count as
-            memory, and only its parameters get gradients.
-        colocate_backward: of training: a backward operator is on the device of its forward.
-        split_backward: of training: gradients of weights, which nothing waits for, are operators
-            of their own (what zero-bubble schedules need); convolutions then run two kernels.
-        recompute: of training: modules (e.g. ``layers.3``) whose activations are computed again
-            for their backward, not kept: less memory, more work (``placement.recompute``).
-
-    Raises:
-        CaptureError: the module fails on these inputs, does not export (data-dependent control
-            flow or shapes, unsupported types), or changes its inputs; for inference, if it
-            changes its buffers, or computes other numbers when it is called (which is done once);
-            for training, if it changes its parameters or there is no loss.
-    """
-    if mode == "training":
-        from placement.training import capture_training
-
-        return capture_training(
-            module,
-            example_inputs,
-            name=name,
-            loss=loss,
-            optimizer=optimizer,
-            colocate_backward=colocate_backward,
-            split_backward=split_backward,
-            blocks=recompute,
-        )
-    if mode != "inference":
-        raise CaptureError(f"mode {mode!r} is unknown; use 'inference' or 'training'")
-    if loss is not None or optimizer is not None or recompute:
-        raise CaptureError(
-            "loss, optimizer and recompute are for training: capture(..., mode='training')"
-        )
-    args, kwargs = split_inputs(example_inputs)
-    spec = input_spec(example_inputs)
-    exported = export(module, args, kwargs)
-    if first_transformed(exported) is not None:
-        exported = functionalise(exported)
-    calls = calls_of(exported)
-    check_static(calls)
-    if first_unsafe(calls) is not None:
-        exported = functionalise(exported)
-        unsafe = first_unsafe(calls_of(exported))
-        if unsafe is not None:
-            raise CaptureError(
-                f"{unsafe.target} cannot be made one plain operator{node_line(unsafe)}: rewrite "
-                "that line without it"
-            )
-    arg_names, input_names = argument_names(module, args, kwargs)
-    graph = _build(
-        exported,
-        name or type(module).__name__,
-        arg_names=arg_names,
-        input_names=input_names,
-        values=[*args, *kwargs.values()],
-        spec=spec,
-    )
-    program = graph.program
-    assert isinstance(program, Program)
-    if not program.is_random:
-        example = program.example_tensors
-        check_numbers(module, args, kwargs, lambda watch: run_program(program, example, watch))
-    return graph
-
-
 def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example inputs in any accepted form as ``(args, kwargs)``.
 
@@ -465,207 +361,32 @@ def inputs_from_spec(spec: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str
     return tuple(decode(x) for x in args), {k: decode(x) for k, x in kwargs.items()}
 
 
-def argument_names(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of forward's positional arguments, and of those that the example gives."""
-    positional = []
-    for p in inspect.signature(module.forward).parameters.values():
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            positional.append(p.name)
-        elif p.kind is p.VAR_POSITIONAL:
-            extra = range(len(args) - len(positional))
-            positional.extend(f"{p.name}[{i}]" for i in extra)
-    return tuple(positional), (*positional[: len(args)], *kwargs)
+def leaves_of(template: Any) -> Iterator[Any]:
+    """Every leaf of nested lists, tuples and dicts (values), in order."""
+    if isinstance(template, list | tuple):
+        for x in template:
+            yield from leaves_of(x)
+    elif isinstance(template, dict):
+        for x in template.values():
+            yield from leaves_of(x)
+    else:
+        yield template
 
 
-def _build(
-    exported: Any,
-    name: str,
-    *,
-    arg_names: tuple[str, ...],
-    input_names: tuple[str, ...],
-    values: list[Any],
-    spec: dict[str, Any],
-) -> OpGraph:
-    """Number operators, tensors and parameters of the exported program."""
-    paths, in_tree = pytree.tree_flatten_with_path(values)
-    leaf_names = tuple(
-        input_names[path[0].idx] + pytree.keystr(path[1:])  # type: ignore[attr-defined]
-        for path, _ in paths
-    )
-    example_leaves = tuple(leaf for _, leaf in paths)
-
-    builder = _Builder(exported)
-    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    inputs = placeholders[len(placeholders) - len(example_leaves) :]
-    for node, leaf in zip(inputs, example_leaves, strict=True):
-        builder.add_input(node, leaf)
-    input_tensors = tuple(range(len(builder.tensor_src)))
-    for node in placeholders[: len(placeholders) - len(example_leaves)]:
-        builder.add_param(node)
-    calls = calls_of(exported)
-    for node in calls:
-        builder.add_call(node)
-    outputs = tuple(builder.template(x) for x in exported.graph.output_node().args[0])
-
-    if not builder.steps:
-        raise CaptureError(f"{name} has no operators: there is nothing to place")
-    program = Program(
-        steps=tuple(builder.steps),
-        params=tuple(builder.params),
-        param_names=tuple(builder.param_names),
-        input_tensors=input_tensors,
-        input_names=input_names,
-        arg_names=arg_names,
-        input_spec=spec,
-        leaf_names=leaf_names,
-        example_leaves=example_leaves,
-        output_leaves=outputs,
-        in_tree=in_tree,
-        out_tree=exported.call_spec.out_spec,
-        is_random=any(map(is_random, calls)),
-        state_names=tuple(exported.state_dict),
-    )
-    return OpGraph.build(
-        name,
-        builder.op_name,
-        builder.tensor_src,
-        builder.tensor_bytes,
-        builder.uses,
-        op_kind=[str(step.target) for step in builder.steps],
-        op_module=builder.op_module,
-        op_signature=builder.op_signature,
-        tensor_root=builder.tensor_root,
-        param_bytes=[p.numel() * p.element_size() for p in builder.params],
-        param_uses=builder.param_uses,
-        group=builder.group,
-        output_tensor=sorted({x.tensor for x in outputs if isinstance(x, Ref)}),
-        program=program,
-    )
+def describe(tensor: Tensor) -> str:
+    """E.g. ``f32[1,3,224,224]``."""
+    return f"{short_dtype(tensor.dtype)}[{','.join(str(d) for d in tensor.shape)}]"
 
 
-class _Builder:
-    """Collects the arrays of the graph while the nodes of the trace pass by once."""
+def short_dtype(dtype: torch.dtype) -> str:
+    kind, bits = re.fullmatch(r"([a-z]+)(.*)", dtype_name(dtype)).groups()  # type: ignore[union-attr]
+    return _SHORT.get(kind, kind) + bits
 
-    def __init__(self, exported: Any) -> None:
-        self.exported = exported
-        self.value: dict[fx.Node, Any] = {}  # what a node is in a template
-        self.param_at: dict[Any, int] = {}
-        self.params: list[Tensor] = []
-        self.param_names: list[str] = []
-        self.steps: list[Step] = []
-        self.op_name: list[str] = []
-        self.op_module: list[str] = []
-        self.op_signature: list[str] = []
-        self.group: list[int] = []
-        self.tensor_src: list[int] = []
-        self.tensor_bytes: list[int] = []
-        self.tensor_root: list[int] = []
-        self.uses: list[tuple[int, int]] = []
-        self.param_uses: list[tuple[int, int]] = []
 
-    def add_input(self, node: fx.Node, leaf: Any) -> None:
-        if isinstance(leaf, Tensor):
-            self.value[node] = Ref(self._add_tensor(-1, node))
-        else:
-            self.value[node] = leaf
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
-    def add_param(self, node: fx.Node) -> None:
-        """A parameter, buffer or constant; the same memory seen the same way is one."""
-        signature = self.exported.graph_signature
-        names = {
-            **signature.inputs_to_parameters,
-            **signature.inputs_to_buffers,
-            **signature.inputs_to_lifted_tensor_constants,
-        }
-        if not node.users:
-            return
-        full_name = names[node.name]
-        stored = self.exported.state_dict
-        real = stored[full_name] if full_name in stored else self.exported.constants[full_name]
-        key = (storage_of(real), real.storage_offset(), real.shape, real.stride(), real.dtype)
-        if key not in self.param_at:
-            self.param_at[key] = len(self.params)
-            self.params.append(real)
-            self.param_names.append(full_name)
-        self.value[node] = Param(self.param_at[key])
 
-    def add_call(self, node: fx.Node) -> None:
-        target = node.target
-        if target is operator.getitem:
-            return  # folded into its producer
-        if target is torch.ops.aten._assert_tensor_metadata.default:
-            return  # always true: flatten_inputs checks shapes and dtypes
-        assert isinstance(target, torch._ops.OpOverload)
-        n = len(self.steps)
-        args = tuple(self.template(x) for x in node.args)
-        kwargs = {k: self.template(x) for k, x in node.kwargs.items()}
-        self.group.append(n)
-        outputs, index = self._add_outputs(n, node)
-        multi = isinstance(node.meta["val"], list | tuple)
-        self.steps.append(Step(target, args, kwargs, outputs, multi, index))
-        for leaf in leaves_of((args, kwargs)):
-            if isinstance(leaf, Ref):
-                self.uses.append((leaf.tensor, n))
-            elif isinstance(leaf, Param):
-                self.param_uses.append((n, leaf.index))
-        self.op_name.append(node.name)
-        self.op_module.append(module_path(node))
-        self.op_signature.append(signature_of(node))
-
-    def _add_outputs(self, n: int, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        value = node.meta["val"]
-        if isinstance(value, Tensor):
-            tensor = self._add_tensor(n, node)
-            self.value[node] = Ref(tensor)
-            return (tensor,), (0,)
-        if value is None:
-            return (), ()
-        readers: dict[int, list[fx.Node]] = {}
-        for user in node.users:
-            assert user.target is operator.getitem, f"{user} takes all outputs of {node}"
-            if user.users:
-                readers.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
-        outputs = []
-        for i in sorted(readers):
-            outputs.append(self._add_tensor(n, readers[i][0]))
-            for user in readers[i]:
-                self.value[user] = Ref(outputs[-1])
-        return tuple(outputs), tuple(sorted(readers))
-
-    def _add_tensor(self, src: int, node: fx.Node) -> int:
-        """Number the tensor of ``node``; if it is a view, operator ``src`` joins its base's group.
-
-        A view of a parameter is free to be anywhere: every device has its own copy of it.
-        """
-        t = len(self.tensor_src)
-        fake = node.meta["val"]
-        call = node.args[0] if node.target is operator.getitem else node
-        assert isinstance(call, fx.Node)
-        bases = [
-            self.tensor_root[self.value[arg].tensor]
-            for arg in call.all_input_nodes
-            if isinstance(self.value[arg], Ref) and arg.meta["memory"] == node.meta["memory"]
-        ]
-        root = min(bases, default=t)
-        self.tensor_src.append(src)
-        self.tensor_bytes.append(fake.numel() * fake.element_size())
-        self.tensor_root.append(root)
-        owner = self.tensor_src[root]
-        if owner >= 0 and self.group[owner] != self.group[src]:
-            old, new = self.group[src], self.group[owner]
-            self.group = [new if g == old else g for g in self.group]
-        return t
-
-    def template(self, arg: Any) -> Any:
-        """An argument of a node, with ``Ref`` and ``Param`` for nodes and plain containers."""
-        if isinstance(arg, fx.Node):
-            return self.value[arg]
-        if isinstance(arg, list):
-            return [self.template(x) for x in arg]
-        if isinstance(arg, tuple):
-            return tuple(self.template(x) for x in arg)
-        if isinstance(arg, dict):
-            return {k: self.template(x) for k, x in arg.items()}
-        return arg
+def storage_of(tensor: Tensor) -> int:
+    """Identity of the memory behind a tensor; fake tensors of a trace share it as real ones do."""
+    return int(tensor.untyped_storage()._cdata)

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement.cluster import Cluster, between
-from placement.planners._search import Choice, Search
 from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.macro_search import MacroSearch
 from placement.problem import Problem, Solution
+from placement.search.evaluation import Choice, Search
 
 Floats = NDArray[np.float64]
 

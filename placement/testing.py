@@ -203,8 +203,9 @@ def check_workload(workload: str | Callable[[], Any]) -> None:
     """
     import torch
 
+    from placement.capturing import capture
     from placement.executor import Runner
-    from placement.program import capture, split_inputs
+    from placement.program import split_inputs
     from placement.workloads import load
 
     where = f"workload {workload if isinstance(workload, str) else workload.__name__!r}"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement.cluster import LONGEST_S, Power
-from placement.files import parse_json, read_arrays, write_atomic
+from placement.tools.files import parse_json, read_arrays, write_atomic
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -56,7 +56,7 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: figures, and a drawing of who was busy when."""
-        from placement.shown import lanes, mebibytes, seconds, table
+        from placement.tools.shown import lanes, mebibytes, seconds, table
 
         batch = np.broadcast_to(np.arange(self.num_microbatches)[:, None], self.start_s.shape)
         tracks, rows = [], []

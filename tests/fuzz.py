@@ -479,8 +479,8 @@ def _plans(problem: Any) -> Target:
 
 def _schedules(_: Any) -> Target:
     from placement.cli.schedule import _case, gantt
-    from placement.schedulers._blocks import read_work
-    from placement.schedulers._search import search_schedule
+    from placement.modulo.blocks import read_work
+    from placement.modulo.search import search_schedule
 
     ends = [("f0", 0, 1, 1, []), ("f1", 1, 1, 1, [0]), ("b1", 1, 2, -1, [1]), ("b0", 0, 2, -1, [2])]
     keys = ("name", "devices", "time", "memory", "deps")
@@ -512,7 +512,7 @@ def _profiles(problem: Any) -> Target:
 
 
 def _trials(_: Any) -> Target:
-    from placement.trials import Trials
+    from placement.runs.trials import Trials
     from tests.runtimes import Biased
 
     problem = random_problem(9, num_ops=6, num_devices=2)
@@ -571,7 +571,7 @@ def _reports(_: Any) -> Target:
     from placement.report import trace
     from placement.report.html import write_report
     from placement.simulator import simulate
-    from tests.test_html_report import compared, modular
+    from tests.report.test_html_report import compared, modular
 
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)

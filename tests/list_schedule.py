@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners._list_schedule import Devices, Floats, Memory
-from placement.planners._search import Choice
 from placement.problem import Problem, host_of
+from placement.search.evaluation import Choice
+from placement.search.list_schedule import Devices, Floats, Memory
 
 Intervals = tuple[list[float], list[float]]  # begins, ends
 

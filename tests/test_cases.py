@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
-from problems import random_problem
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,16 +33,17 @@ from placement import (
     exporters,
     importers,
 )
+from placement.capturing.training import plain_step
 from placement.exporters import ExportError, Inexpressible, moved
 from placement.nearest import simulate_split
 from placement.plan import make_plan
 from placement.planners import load
-from placement.planners._search import cannot_fit
 from placement.program import CaptureError, run_program
+from placement.search.evaluation import cannot_fit
 from placement.simulator import score, simulate
-from placement.training import plain_step
 from tests import consumers
 from tests.module_grammar import WIDTH, Part, batches, build, leaf, parts
+from tests.problems import random_problem
 
 TWO = Cluster("two", (Device("cpu:0"), Device("cpu:1")))
 
@@ -440,7 +440,12 @@ def test_what_no_graph_can_hold_is_named(module: Any, inputs: Any, message: str)
         capture(module, inputs)
     text = str(caught.value)
     assert "\n" not in text
-    for foreign in ("site-packages/torch", "contextlib.py", "sympy", "placement/exported.py"):
+    for foreign in (
+        "site-packages/torch",
+        "contextlib.py",
+        "sympy",
+        "placement/capturing/exported.py",
+    ):
         assert foreign not in text
 
 
@@ -459,7 +464,7 @@ def test_the_fast_path_is_named_where_only_it_differs(monkeypatch: pytest.Monkey
 
 
 def test_a_run_whose_results_differ_names_the_operator() -> None:
-    from placement.cli.run import first_difference
+    from placement.cli.ways import first_difference
 
     @torch.library.custom_op("test_cases::by_thread", mutates_args=())
     def by_thread(x: torch.Tensor) -> torch.Tensor:

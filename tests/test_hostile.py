@@ -21,13 +21,13 @@ from agents.trained import TrainedPolicy, untrained_net
 from placement.__main__ import main
 from placement.cli import BAD_INPUT
 from placement.cluster import Cluster, _matching
-from placement.compare import compare
-from placement.files import parse_json, parse_yaml, short
 from placement.planners.heft import Heft
 from placement.problem import ProblemError
+from placement.runs.compare import compare
+from placement.runs.trials import TrialError, Trials, fingerprint
 from placement.simulator import simulate
 from placement.timeline import Timeline, TimelineError, steady_period
-from placement.trials import TrialError, Trials, fingerprint
+from placement.tools.files import parse_json, parse_yaml, short
 from tests import fuzz
 from tests.problems import random_problem
 from tests.runtimes import Biased, layered

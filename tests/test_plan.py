@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.cluster import Cluster, Device, Link
-from placement.files import FileError
 from placement.graph import OpGraph
 from placement.plan import (
     Measured,
@@ -38,6 +37,7 @@ from placement.problem import Problem, Solution
 from placement.profile import Profile
 from placement.schedule import Schedule
 from placement.simulator import list_schedule
+from placement.tools.files import FileError
 
 ROOT = Path(__file__).parents[1]
 

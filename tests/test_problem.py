@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import problems, random_placement, random_problem
 from scipy.optimize import linprog
 
 from placement.cluster import Cluster, Device, Link
@@ -25,6 +24,7 @@ from placement.problem import (
 )
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate, simulate
+from tests.problems import problems, random_placement, random_problem
 
 NAMES = ("d0", "d1")
 CLUSTER = Cluster("two", tuple(Device(x, memory_bytes=100) for x in NAMES))

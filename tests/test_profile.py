@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from placement.cluster import Cluster, Device, Link
-from placement.files import FileError
 from placement.graph import OpGraph
 from placement.profile import Profile, ProfileError
+from placement.tools.files import FileError
 
 GRAPH = OpGraph.build("two", ["A", "B"], [0], [8], [(0, 1)])
 

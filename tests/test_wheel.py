@@ -80,7 +80,7 @@ def test_packages_come_from_the_fresh_environment(
 
 
 def test_the_packages_are_ours(python: Path, tmp_path: Path) -> None:
-    code = "from placement.ownership import check_packages; check_packages()"
+    code = "from placement.tools.ownership import check_packages; check_packages()"
     run(python, "-c", code, cwd=tmp_path)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from experiments.runs import GIB, limited, warm
 from experiments.study import Finished, Options, say
 from experiments.tables import groups
-from placement.compare import describe, problem_fingerprint
 from placement.problem import Planner, Problem, Solution
+from placement.runs.compare import describe, problem_fingerprint
 from placement.simulator import score, value_of
 
 SLACK = 1.02  # of a budget of seconds: the clock is looked at between slices of work

@@ -16,12 +16,13 @@ from experiments.learned import problems as families
 from experiments.learned.study import learned_study, wants
 from experiments.study import Options, say, slug
 from experiments.tables import Column, geometric, groups, number, table
-from placement.compare import SINGLE, compare
-from placement.measured_search import search_measured
 from placement.planners import PlannerError, load
 from placement.problem import Placement, Problem, Solution
+from placement.runs.compare import compare
+from placement.runs.measured_search import search_measured
+from placement.runs.row import SINGLE
+from placement.runs.trials import Trials
 from placement.simulator import score
-from placement.trials import Trials
 
 Reference = Literal["measured", "predicted", "single"]
 LEARNED, CHOSEN = "policy", "policy, measured"  # without and with runs of its own

@@ -16,8 +16,8 @@ from experiments.learned.study import learned_study
 from experiments.study import Options
 from experiments.tables import Column, Mean, geometric, table
 from placement.planners import load
-from placement.planners._search import Search, random_choice
 from placement.problem import Planner, Problem, Solution
+from placement.search.evaluation import Search, random_choice
 from placement.simulator import simulate
 from placement.workloads.synthetic import giph
 

@@ -73,8 +73,8 @@ def pipedream(data: Path) -> Problems:
 def captured(names: Sequence[str], repeats: int) -> Problems:
     """Models captured here, measured on this machine's first two cores (once), both objectives."""
     from placement import workloads
-    from placement.measure import load_or_measure
-    from placement.program import capture
+    from placement.capturing import capture
+    from placement.costs.measure import load_or_measure
 
     problems: Problems = {}
     cluster = two_cores("two cores")

@@ -16,8 +16,8 @@ from experiments.learned.study import learned_study, wants
 from experiments.study import Options, StudyError, digest, say
 from experiments.tables import DASH, Column, Mean, geometric, geometric_mean, number, share, table
 from placement.planners import load
-from placement.planners._search import Search
 from placement.problem import Placement, Problem, Solution
+from placement.search.evaluation import Search
 
 GREEDY, BEST_OF_K, KNOWN = "greedy decode", "best of k", "macro_search"
 UNTRAINED = "untrained"  # one greedy decode of the network that every training begins with

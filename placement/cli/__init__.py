@@ -20,9 +20,9 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placement.shown import count as count
-from placement.shown import mebibytes as mebibytes
-from placement.shown import seconds as seconds
+from placement.tools.shown import count as count
+from placement.tools.shown import mebibytes as mebibytes
+from placement.tools.shown import seconds as seconds
 
 if TYPE_CHECKING:
     from placement.cluster import Cluster
@@ -278,7 +278,7 @@ def capture_workload(
         _say_if_training(spec, module)
     else:
         module, inputs, loss, chosen = load_training(spec, optimizer)
-    from placement.program import capture
+    from placement.capturing import capture
 
     report(f"capturing {spec}", None)
     with says_nothing_in_answers():
@@ -368,7 +368,7 @@ def cluster_of(path: str | None) -> Cluster:
 
 def write_trace(path: str, trace: dict[str, Any]) -> None:
     """A Chrome/Perfetto trace, whole or not at all."""
-    from placement.files import write_atomic
+    from placement.tools.files import write_atomic
 
     write_atomic(path, json.dumps(trace))
     say(f"trace written to {path}; open it at https://ui.perfetto.dev")
@@ -397,7 +397,7 @@ def looks_like_file(spec: str) -> bool:
 
 def check_outputs(*paths: str | None) -> None:
     """Raise ``FileError`` now, not after the work, for what could not be written then."""
-    from placement.files import check_writable
+    from placement.tools.files import check_writable
 
     for path in paths:
         if path is not None:

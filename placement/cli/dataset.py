@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from placement import cli
 
 if TYPE_CHECKING:
-    from placement.dataset import Built
+    from placement.workloads.dataset import Built
 
 EXAMPLE = """examples:
   placement dataset build default --out measured --seconds 3600
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     if args.out is None:
         raise cli.UsageError("--out FOLDER is missing: where shall the data set be?")
-    from placement import dataset
+    from placement.workloads import dataset
 
     is_default = args.source == "default"
     entries = dataset.default_entries() if is_default else dataset.read_list(args.source)
@@ -82,7 +82,7 @@ def _say(built: Built, folder: str) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from placement.dataset import summary
+    from placement.workloads.dataset import summary
 
     found = summary(args.source)
     if args.json:
@@ -109,14 +109,14 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> int:
-    from placement import dataset
+    from placement.workloads import dataset
 
     cli.check_outputs(args.out)
     problems = dataset.load(args.source)
     rows = dataset.operators(problems)
     facts = {"graphs": len(problems), "operators": sum(p.num_ops for p in problems.values())}
     if args.out is not None:
-        from placement.files import write_atomic
+        from placement.tools.files import write_atomic
 
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.run import alone, calls, difference, keep, measure, model_of, show
+from placement.cli.ways import alone, calls, difference, keep, measure, model_of, show
 
 if TYPE_CHECKING:
     from placement.executor.distributed_world import World
@@ -190,7 +190,8 @@ def _model(args: argparse.Namespace, plan: Plan) -> tuple[Any, Any, Any]:
     """Graph, module and inputs; with ``--weights`` no module, and if possible never its values."""
     import torch
 
-    from placement.program import capture, inputs_from_spec
+    from placement.capturing import capture
+    from placement.program import inputs_from_spec
 
     name = model_of(plan, args.model)
     if args.weights:
@@ -208,9 +209,9 @@ def _model(args: argparse.Namespace, plan: Plan) -> tuple[Any, Any, Any]:
 def _train(
     args: argparse.Namespace, plan: Plan, batches: int, world: World, report: cli.Progress
 ) -> int:
+    from placement.capturing import capture
     from placement.cli import train
     from placement.executor.distributed import DistributedTrainer
-    from placement.program import capture
 
     report("loading and capturing the model", None)
     module, example, loss, optimizer = cli.load_training(

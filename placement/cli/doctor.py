@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from placement import cli
-from placement.ownership import DISTRIBUTION, version
+from placement.tools.ownership import DISTRIBUTION, version
 
 EXAMPLE = """examples:
   placement doctor
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 def facts() -> dict[str, Any]:
     """Everything that the machine was asked, as JSON; what cannot be found out is None."""
-    from placement.files import FileError, cache_folder, check_writable
+    from placement.tools.files import FileError, cache_folder, check_writable
 
     folder, writable = cache_folder(), True
     try:

@@ -148,8 +148,8 @@ def _loss(
     import numpy as np
 
     from placement.nearest import simulate_split
-    from placement.objectives import ANALYTIC
     from placement.plan import memory_excess
+    from placement.simulator.analytic import ANALYTIC
 
     devices = problem.cluster.device_names
     on = np.array([devices.index(name) for name in nearest.assignment.values()])
@@ -213,7 +213,7 @@ def _write(exported: Exported, given: str, *, read: Sequence[str | None]) -> lis
     Raises:
         UsageError: two of them, or one of them and one that was ``read``, are the same file.
     """
-    from placement.files import write_atomic
+    from placement.tools.files import write_atomic
 
     out = Path(given)
     paths = {suffix: out.with_suffix(suffix) if suffix else out for suffix in exported.files}

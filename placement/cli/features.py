@@ -7,7 +7,7 @@ import csv
 import io
 
 from placement import cli
-from placement.files import write_atomic
+from placement.tools.files import write_atomic
 
 EXAMPLE = """examples:
   placement features resnet50
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement.features import CLASSES, features, slack
+    from placement.costs.features import CLASSES, features, slack
     from placement.profile import Profile
 
     if cli.looks_like_file(args.workload):
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
     found = features(graph)
     if profile is None:
-        from placement.latency._table import reference_s
+        from placement.costs.table import reference_s
 
         seconds = reference_s(found)
     else:

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from placement import cli
-from placement.named import meant
+from placement.tools.named import meant
 
 
 class Parser(argparse.ArgumentParser):

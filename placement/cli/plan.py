@@ -219,9 +219,9 @@ def _measured(
     import platform
 
     from placement.executor import Executor
-    from placement.measured_search import search_measured
     from placement.plan import Measured, Spread, now
-    from placement.trials import Trials
+    from placement.runs.measured_search import search_measured
+    from placement.runs.trials import Trials
 
     trials = Trials(problem, Executor(problem), measurements=args.measurements, path=args.trials)
     found = search_measured(trials, solution.placement, seed=args.seed or 0, progress=report)
@@ -352,7 +352,7 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         if value is not None:
             option = name.replace("_", "-").replace("dims", "dim")
             raise cli.UsageError(f"--{option} is for problem files; {args.workload!r} is none")
-    from placement import latency
+    from placement.costs import predictors
     from placement.problem import Problem
     from placement.profile import Profile
 
@@ -361,20 +361,20 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     if args.profile is not None and args.predict is not None:
         raise cli.UsageError("--predict and --profile: times are either predicted or measured")
     cli.search_here(args.predict)
-    method = None if args.predict is None else latency.load(args.predict)
+    method = None if args.predict is None else predictors.load(args.predict)
     profile = None if args.profile is None else Profile.load(args.profile)
     cluster = cli.cluster_of(args.cluster)
     if profile is not None:
         profile = profile.for_cluster(cluster)
     graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
     if method is not None:
-        from placement.measure_within import predict_here
+        from placement.costs.measure_within import predict_here
 
         report(f"predicting with {args.predict}", None)
         profile = predict_here(graph, cluster, method)
         cli.say_if_predicted(args.workload, Problem(graph, cluster, profile))
     if profile is None:
-        from placement.measure import load_or_measure
+        from placement.costs.measure import load_or_measure
 
         profile = load_or_measure(graph, cluster, progress=report)
     return Problem(graph, cluster, profile, objective=args.objective or "period", **changes)
@@ -386,8 +386,8 @@ def _check_settings(args: argparse.Namespace) -> None:
     Raises:
         UsageError: an unknown objective, or a number out of range.
     """
-    from placement.named import meant
     from placement.problem import OBJECTIVES
+    from placement.tools.named import meant
 
     if args.objective is not None and args.objective not in OBJECTIVES:
         near = meant(args.objective, OBJECTIVES) or ";"

@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement.power import measured
+    from placement.costs.power import measured
 
     cli.check_outputs(args.out)
     cluster = cli.cluster_of(args.cluster)

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement.files import write_atomic
+    from placement.tools.files import write_atomic
 
     if not _NAME.fullmatch(args.name):
         raise cli.UsageError(

@@ -20,7 +20,7 @@ from placement import cli
 
 if TYPE_CHECKING:
     from placement.cluster import Cluster
-    from placement.links import Measured
+    from placement.costs.links import Measured
 
 CLUSTER = "cluster.yaml"  # unless --cluster-out says otherwise
 _GRACE_S = 5.0
@@ -110,7 +110,7 @@ def spawn(num_ranks: int, words: Sequence[str]) -> int:
 def _rank(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from placement import links
+    from placement.costs import links
 
     links.join()
     try:
@@ -120,8 +120,8 @@ def _rank(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, rank: int, size: int) -> int:
-    from placement import links
     from placement.cluster import Cluster
+    from placement.costs import links
     from placement.executor.distributed import direct
 
     first = rank == 0
@@ -154,8 +154,8 @@ def _measure(args: argparse.Namespace, rank: int, size: int) -> int:
         "cluster": args.cluster_out,
     }
     if graph is not None and profile is not None:
-        from placement.cli.profile import summary
-        from placement.measure import cached_path
+        from placement.cli.profiled import summary
+        from placement.costs.measure import cached_path
 
         path = args.out or cached_path(graph, cluster)
         profile.save(path)
@@ -179,8 +179,8 @@ def _devices(
     """The devices of all ranks, and the rank of each."""
     import torch.distributed as dist
 
-    from placement import links
     from placement.cluster import Cluster
+    from placement.costs import links
     from placement.executor.distributed import ranks_of
 
     if args.cluster is not None:
@@ -210,8 +210,8 @@ def _profile(
     import torch.distributed as dist
 
     from placement.cluster import Cluster
-    from placement.links import merged
-    from placement.measure import measure
+    from placement.costs.links import merged
+    from placement.costs.measure import measure
 
     patient: Any = dist.new_group(timeout=timedelta(seconds=_MEASURING_S))
     found = None

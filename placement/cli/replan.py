@@ -177,7 +177,7 @@ def cached_profile(graph: OpGraph, cluster: Cluster) -> Path:
     measured with all of this machine's.
     """
     from placement.cluster import Cluster
-    from placement.measure import cached_path
+    from placement.costs.measure import cached_path
 
     here = Cluster.detect()
     of_here = {d.like or d.name for d in cluster.devices} <= set(here.device_names)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.files import parse_json
+from placement.tools.files import parse_json
 
 if TYPE_CHECKING:
-    from placement.schedulers._blocks import Work
-    from placement.schedulers._search import Answer
+    from placement.modulo.blocks import Work
+    from placement.modulo.search import Answer
 
 EXAMPLE = """example:
   placement schedule cases.json --case vshape/4/train --memory 4 --micro-batches 8
@@ -46,8 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement.schedulers._blocks import read_work
-    from placement.schedulers._search import search_schedule
+    from placement.modulo.blocks import read_work
+    from placement.modulo.search import search_schedule
 
     for name, most in (("micro_batches", 10_000), ("unroll", 64), ("seconds", 1e6)):
         value = getattr(args, name)

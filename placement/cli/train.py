@@ -7,7 +7,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.run import Way, keep, measure, model_of, show, timed
+from placement.cli.ways import Way, keep, measure, model_of, show, timed
 
 if TYPE_CHECKING:
     from placement.executor import Trainer
@@ -64,11 +64,11 @@ def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
 def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: int) -> str:
     """How losses and parameters differ from plain PyTorch's after a few steps; or nothing.
 
-    Plain PyTorch runs with the threads of the devices, as in ``cli.run.difference``.
+    Plain PyTorch runs with the threads of the devices, as in ``cli.ways.difference``.
     """
     import torch
 
-    from placement.training import plain_step
+    from placement.capturing.training import plain_step
 
     plain = copy.deepcopy(module)
     if not plain.training:  # as captured: else submodules in evaluation mode stay so

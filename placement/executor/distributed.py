@@ -52,8 +52,8 @@ from placement.executor.runner import Runner, RunnerError
 from placement.executor.share import Share
 from placement.executor.trainer import Trainer
 from placement.executor.worker import Failure, Worker
-from placement.files import write_atomic
 from placement.graph import OpGraph
+from placement.tools.files import write_atomic
 
 PINGS = 20
 MARKER = "checkpoint.json"

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from placement.capturing.training import flatten_example, optimizer_like
 from placement.cluster import Cluster
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
 from placement.executor.runner import Runner, RunnerError
@@ -25,7 +26,6 @@ from placement.problem import Problem
 from placement.profile import Profile
 from placement.program import Program
 from placement.schedule import Schedule, ScheduleError
-from placement.training import flatten_example, optimizer_like
 
 
 class Trainer:

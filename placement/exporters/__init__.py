@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from placement.named import Named
 from placement.plan import Plan
 from placement.problem import Problem
+from placement.tools.named import Named
 
 
 class ExportError(ValueError):

@@ -12,15 +12,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from placement.cluster import Cluster
-from placement.files import model_file, parse_json, short
 from placement.importers import dnn_partitioning, doppler, moirai, onnx_model, pipedream
 from placement.importers._read import FormatError
 from placement.problem import Problem
+from placement.tools.files import model_file, parse_json, short
 
 __all__ = ["FormatError", "load", "save"]
 
@@ -35,41 +34,31 @@ KNOWN = (
 )
 
 
+class Options(onnx_model.Options, total=False):
+    """What a file does not say: of ONNX models, and of PipeDream's and DOPPLER's graphs."""
+
+    mode: str | None
+
+
 def load(
     path: str | Path,
     *,
     objective: str | None = None,
-    devices: int | None = None,
-    bandwidth: float | None = None,
-    memory: int | None = None,
-    mode: str | None = None,
-    cluster: Cluster | None = None,
-    dims: Mapping[str, int] | None = None,
-    flops: float | None = None,
-    memory_bandwidth: float | None = None,
+    **options: Unpack[Options],
 ) -> Problem:
     """The problem in a workload file.
 
     ``objective`` defaults to the problem file's; to ``max_load`` for dnn-partitioning files, for
     which ``latency`` is the analytic ``piecewise_latency`` their authors mean; to ``latency``
-    for graphs of DOPPLER; otherwise to ``period``. The other options are for files that say
-    nothing about devices: see ``pipedream.read`` (``devices``, ``bandwidth``, ``memory``,
-    ``mode``), ``doppler.read`` (``devices``) and ``onnx_model.read`` (all but ``mode``).
+    for graphs of DOPPLER; otherwise to ``period``. The other options, of which None is not given,
+    are for files that say nothing about devices: see ``pipedream.read`` (``devices``,
+    ``bandwidth``, ``memory``, ``mode``), ``doppler.read`` (``devices``) and ``onnx_model.read``
+    (all but ``mode``).
 
     Raises:
         FormatError: not readable, not a format we know, an option that the format does not
             take, or a mistake in the file: the message names file, field and node.
     """
-    options = {
-        "devices": devices,
-        "bandwidth": bandwidth,
-        "memory": memory,
-        "mode": mode,
-        "cluster": cluster,
-        "dims": dims,
-        "flops": flops,
-        "memory_bandwidth": memory_bandwidth,
-    }
     given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     try:
         content = Path(path).read_bytes()
@@ -78,7 +67,7 @@ def load(
     if content[:2] == b"\x1f\x8b":  # gzip
         content = _unpacked(content, path)
     if onnx_model.looks_like(content):
-        _check_options(given, onnx_model.read, path, "ONNX files")
+        _check_options(given, onnx_model.Options.__annotations__, path, "ONNX files")
         return onnx_model.read(content, str(path), objective=objective, **given)
     try:
         text = content.decode("utf-8")
@@ -89,10 +78,10 @@ def load(
         raise FormatError(f"{path}: the file is empty; {KNOWN}")
     if text.lstrip()[0] not in "{[":
         if pipedream.looks_like(text):
-            _check_options(given, pipedream.read, path, "PipeDream files")
+            _check_options(given, pipedream.read.__kwdefaults__ or (), path, "PipeDream files")
             return pipedream.read(text, str(path), objective=objective, **given)
         if doppler.looks_like(text):
-            _check_options(given, doppler.read, path, "DOPPLER graphs")
+            _check_options(given, doppler.read.__kwdefaults__ or (), path, "DOPPLER graphs")
             return doppler.read(text, str(path), objective=objective, **given)
         raise FormatError(f"{path}: {model_file(path, content) or f'unknown format; {KNOWN}'}")
     try:
@@ -149,9 +138,11 @@ def _unpacked(content: bytes, path: str | Path) -> bytes:
     return data
 
 
-def _check_options(given: Mapping[str, Any], read: Any, path: str | Path, files: str) -> None:
-    """Raise ``FormatError`` unless ``read`` takes all options that are ``given``."""
-    taken = [k for k in read.__kwdefaults__ if k != "objective"]
+def _check_options(
+    given: Mapping[str, Any], known: Iterable[str], path: str | Path, files: str
+) -> None:
+    """Raise ``FormatError`` unless all options that are ``given`` are among those ``known``."""
+    taken = [k for k in known if k != "objective"]
     wrong = [k for k in given if k not in taken]
     if wrong:
         raise FormatError(

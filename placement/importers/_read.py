@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from placement.cluster import MOST_DEVICES, Cluster, Device, Link
-from placement.files import short
 from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile
+from placement.tools.files import short
 
 
 class FormatError(ValueError):

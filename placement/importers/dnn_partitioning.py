@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from placement.cluster import Cluster, Device
-from placement.files import short
 from placement.graph import OpGraph
 from placement.importers._read import (
     FormatError,
@@ -22,6 +21,7 @@ from placement.importers._read import (
 )
 from placement.problem import Problem
 from placement.profile import Profile
+from placement.tools.files import short
 
 _COST_TOLERANCE = 1e-6  # their programs stop above it
 

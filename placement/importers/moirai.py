@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import Cluster, Device
-from placement.files import short
 from placement.graph import OpGraph
 from placement.importers._read import (
     FormatError,
@@ -22,6 +21,7 @@ from placement.importers._read import (
 )
 from placement.problem import Problem
 from placement.profile import Profile
+from placement.tools.files import short
 
 
 def looks_like(data: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from placement.problem import Problem
 from placement.profile import Profile
 
 DEVICES, BANDWIDTH, MEMORY = 4, 12e9, 16 * 2**30
+RATES = {"flops": 14e12, "memory_bandwidth": 900e9}
 
 _VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 _SHAPE_ONLY = {"Shape", "Size", *_VIEWS}
@@ -39,18 +40,32 @@ def looks_like(content: bytes) -> bool:
     return len(content) > 1 and content[0] == 0x08 and 0 < content[1] < 0x80
 
 
+class Options(TypedDict, total=False):
+    """What an ONNX file does not say; None is not given.
+
+    ``devices``, ``bandwidth``, ``memory``: number of accelerators (4), bytes per second of every
+    pair both ways (12e9, PCIe 3.0 x16), bytes of each (16 GiB). ``cluster``: instead of those
+    three; links that it does not declare cost nothing. ``dims``: sizes of the dimensions that the
+    file does not fix: by name, as ``batch``, or by tensor and axis, as ``input.0``; in the file 0,
+    -1, ``?`` and no name are such too. ``flops``, ``memory_bandwidth``: rates per second (14e12,
+    900e9).
+    """
+
+    devices: int | None
+    bandwidth: float | None
+    memory: int | None
+    cluster: Cluster | None
+    dims: Mapping[str, int] | None
+    flops: float | None
+    memory_bandwidth: float | None
+
+
 def read(
     content: bytes,
     path: str,
     *,
     objective: str | None = None,
-    devices: int | None = None,
-    bandwidth: float | None = None,
-    memory: int | None = None,
-    cluster: Cluster | None = None,
-    dims: Mapping[str, int] | None = None,
-    flops: float = 14e12,
-    memory_bandwidth: float = 900e9,
+    **options: Unpack[Options],
 ) -> Problem:
     """The problem of an ONNX model, on equal accelerators ``acc:0..`` or on a ``cluster``.
 
@@ -72,13 +87,6 @@ def read(
     other tensors count only where nothing else says them and the file gives those of all inputs.
     An output that nothing reads needs none.
 
-    Args:
-        devices, bandwidth, memory: number of accelerators (4), bytes per second of every pair
-            both ways (12e9, PCIe 3.0 x16), bytes of each (16 GiB).
-        cluster: instead of those three; links that it does not declare cost nothing.
-        dims: sizes of the dimensions that the file does not fix: by name, as ``batch``, or by
-            tensor and axis, as ``input.0``. In the file 0, -1, ``?`` and no name are such too.
-
     Raises:
         FormatError: the package onnx is missing; or naming the file, the node and the tensor.
     """
@@ -89,14 +97,19 @@ def read(
             f"{path}: reading ONNX needs the package onnx ({error}): "
             'pip install "device-placement-rl[onnx]"'
         ) from error
+    flops, memory_bandwidth = (
+        default if (rate := options.get(what)) is None else float(rate)  # type: ignore[arg-type]
+        for what, default in RATES.items()
+    )
+    dims = options.get("dims") or {}
     if not (flops > 0 and memory_bandwidth > 0):
         raise FormatError(
             f"{path}: flops = {flops} and memory_bandwidth = {memory_bandwidth} must be positive"
         )
-    parts = _cluster(path, cluster, devices, bandwidth, memory)
-    model = _readable(content, path, dims or {})
+    parts = _cluster(path, options)
+    model = _readable(content, path, dims)
     try:
-        graph, work = _Model(model, path, dims or {}).graph(Path(path).stem)
+        graph, work = _Model(model, path, dims).graph(Path(path).stem)
     except FormatError:
         raise
     except (TypeError, ValueError, LookupError) as error:  # what a damaged file leaves
@@ -113,34 +126,22 @@ def read(
             "format": "onnx",
             "file": Path(path).name,
             "predicted": "roofline",
-            "flops": float(flops),
-            "memory_bandwidth": float(memory_bandwidth),
+            "flops": flops,
+            "memory_bandwidth": memory_bandwidth,
         },
     )
     return problem_of(path, graph, parts, profile, objective or "period")
 
 
-def _cluster(
-    path: str,
-    cluster: Cluster | None,
-    devices: int | None,
-    bandwidth: float | None,
-    memory: int | None,
-) -> Cluster:
-    given = {"devices": devices, "bandwidth": bandwidth, "memory": memory}
-    if cluster is not None:
-        extra = [k for k, v in given.items() if v is not None]
-        if extra:
-            raise FormatError(f"{path}: give either a cluster or {', '.join(extra)}, not both")
-        return cluster
-    return equal_devices(
-        path,
-        "onnx",
-        "acc",
-        DEVICES if devices is None else devices,
-        BANDWIDTH if bandwidth is None else bandwidth,
-        MEMORY if memory is None else memory,
-    )
+def _cluster(path: str, options: Options) -> Cluster:
+    equal = {"devices": DEVICES, "bandwidth": BANDWIDTH, "memory": MEMORY}
+    given: dict[str, Any] = {k: v for k, v in options.items() if k in equal and v is not None}
+    cluster = options.get("cluster")
+    if cluster is None:
+        return equal_devices(path, "onnx", "acc", *(equal | given).values())
+    if given:
+        raise FormatError(f"{path}: give either a cluster or {', '.join(given)}, not both")
+    return cluster
 
 
 def _readable(content: bytes, path: str, dims: Mapping[str, int]) -> Any:

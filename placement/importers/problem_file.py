@@ -37,11 +37,11 @@ from pydantic import (
 )
 
 from placement.cluster import Cluster, ClusterError, Device, Link
-from placement.files import parse_json, short, write_atomic
 from placement.graph import GraphError, OpGraph
 from placement.importers._read import FormatError
 from placement.problem import Objective, Problem, ProblemError, ReadyOrder
 from placement.profile import Profile, ProfileError
+from placement.tools.files import parse_json, short, write_atomic
 
 VERSION = 1
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from placement.named import Named
 from placement.problem import Planner
+from placement.tools.named import Named
 
 
 class PlannerError(ValueError):

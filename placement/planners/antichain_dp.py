@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.coarsen import coarsen
 from placement.planners import check_least
-from placement.planners._list_schedule import first_that_fits, held_bytes
-from placement.planners._search import Choice, Search, device_classes
 from placement.planners.contiguous_dp import merge_blocks
 from placement.problem import Problem, Solution
+from placement.search.coarsen import coarsen
+from placement.search.evaluation import Choice, Search, device_classes
+from placement.search.list_schedule import first_that_fits, held_bytes
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -30,7 +30,7 @@ class AntichainDp:
     stage least. A stage takes the larger of its compute and of the transfers of all tensors
     that cross into it; for ``max_load`` their sum, and those that cross out of it.
 
-    Where there are more than ``max_states`` states, tasks are merged (``placement.coarsen``:
+    Where there are more than ``max_states`` states, tasks are merged (``placement.search.coarsen``:
     what costs nothing, chains, heavy edges) until the sets of merged tasks are that few at
     most, and the prefixes of one order of all tasks are states too; ``stats["num_tasks"]``
     says how many are left, ``stats["num_states"]`` how many states. Where merging down to

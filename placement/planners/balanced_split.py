@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_least
-from placement.planners._list_schedule import first_that_fits, held_bytes
-from placement.planners._search import Choice, Search, device_classes, supported_choice
 from placement.problem import Problem, Solution
+from placement.search.evaluation import Choice, Search, device_classes, supported_choice
+from placement.search.list_schedule import first_that_fits, held_bytes
 
 Floats = NDArray[np.float64]
 _MAX_ORDERED = 8  # devices: they have 40,320 permutations, however few of them differ

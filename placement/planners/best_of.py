@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from placement.planners import PlannerError, check_least, load
-from placement.planners._search import (
+from placement.planners.critical_path_greedy import CriticalPathGreedy
+from placement.planners.ideal_dp import IdealDp
+from placement.problem import Problem, Solution, lower_bound
+from placement.search.evaluation import (
     DEFAULT_EVALUATIONS,
     INFEASIBLE,
     Search,
     can_move,
     cannot_fit,
 )
-from placement.planners.critical_path_greedy import CriticalPathGreedy
-from placement.planners.ideal_dp import IdealDp
-from placement.problem import Problem, Solution, lower_bound
 
 # A planner is begun only if this many times what the slowest without a clock took is left.
 _PRUDENCE = 2.0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.planners import PlannerError, check_least, check_shares
-from placement.planners._search import begin, can_move
 from placement.problem import Planner, Problem, Solution
+from placement.search.evaluation import begin, can_move
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from placement.coarsen import coarsen, expand
 from placement.planners import PlannerError, load
-from placement.planners._search import Search
 from placement.problem import Planner, Problem, Solution
+from placement.search.coarsen import coarsen, expand
+from placement.search.evaluation import Search
 
 
 @dataclass(frozen=True)
 class Coarsened:
-    """Merge operators (``placement.coarsen``), plan what is left, undo the merging.
+    """Merge operators (``placement.search.coarsen``), plan what is left, undo the merging.
 
     The value is that of the whole problem; ``stats["coarse_value_s"]`` is what the planner
     was told. Its bound is not passed on: it holds for the coarse problem alone.

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from placement.graph import OpGraph
 from placement.planners import check_least
-from placement.planners._search import INFEASIBLE, Choice, Search, device_classes
 from placement.problem import Problem, Solution, host_of
+from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

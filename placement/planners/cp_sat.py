@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from placement import cpsat
-from placement.objective_kernels import Blocks, blocks
-from placement.planners import PlannerError, _exact, check_least
-from placement.planners._search import Search
+from placement.planners import PlannerError, check_least
 from placement.problem import Planner, Problem, Solution, lower_bound
+from placement.search import exact
+from placement.search.evaluation import Search
+from placement.simulator.analytic_kernels import Blocks, blocks
+from placement.tools import cpsat
 
 # The start's value in integer units. Not more: OR-Tools 9.15 has been seen to call programs with
 # coefficients near 10**9 infeasible in presolve that it solves without.
@@ -67,27 +68,27 @@ class CpSat:
                 "cp_sat needs OR-Tools: pip install 'device-placement-rl[cp]', or use mip"
             ) from error
         search = Search(problem, self.seconds)
-        _exact.begin(search, self.start, self.contiguous, min(5.0, 0.1 * self.seconds))
+        exact.begin(search, self.start, self.contiguous, min(5.0, 0.1 * self.seconds))
         if problem.objective == "piecewise_latency":
             try:
-                return _latency(self, cp_model, search, _exact.writing(search, _READING))
-            except _exact.OutOfTime:
+                return _latency(self, cp_model, search, exact.writing(search, _READING))
+            except exact.OutOfTime:
                 bound_s = lower_bound(problem)
-                return search.solution(bound_s, status=_exact.UNWRITTEN, branches=0)
-        s = _exact.stages(problem, self.contiguous, search)
+                return search.solution(bound_s, status=exact.UNWRITTEN, branches=0)
+        s = exact.stages(problem, self.contiguous, search)
         unit_s = (
             s.upper_s / _UNITS
             if s.start is not None and s.upper_s > 0
-            else _exact.largest_s(s) / _UNITS
+            else exact.largest_s(s) / _UNITS
         )
         model = cp_model.CpModel()
         load = model.new_int_var(0, 2**40, "load")
         try:
-            check = _exact.writing(search, _READING)
+            check = exact.writing(search, _READING)
             x, kind = _stages(model, load, problem, s, unit_s, check)
             check()
-        except _exact.OutOfTime:
-            return _exact.finish(search, self.contiguous, 0.0, status=_exact.UNWRITTEN, branches=0)
+        except exact.OutOfTime:
+            return exact.finish(search, self.contiguous, 0.0, status=exact.UNWRITTEN, branches=0)
         model.minimize(load)
         if s.start is not None:
             model.add(load <= _UNITS)
@@ -102,7 +103,7 @@ class CpSat:
             chosen_kind = [next(k for k, v in enumerate(r) if solver.value(v)) for r in kind]
             search.consider(s.choice(problem, np.array(at), chosen_kind), 1)
         bound_s = max(0.0, solver.best_objective_bound) * unit_s * (1 - 1e-12)
-        return _exact.finish(
+        return exact.finish(
             search,
             self.contiguous,
             bound_s,
@@ -129,13 +130,13 @@ def _stages(
     model: Any,
     load: Any,
     problem: Problem,
-    s: _exact.Stages,
+    s: exact.Stages,
     unit_s: float,
     check: Callable[[], None],
 ) -> tuple[list[dict[int, Any]], list[list[Any]]]:
     """Variables: is block ``i`` on stage ``c`` (``x[i][c]``), is stage ``c`` of kind ``k``."""
     b, num_stages = s.costs, problem.num_devices
-    rank = np.argsort(_exact.by_weight(b))
+    rank = np.argsort(exact.by_weight(b))
     x: list[dict[int, Any]] = []
     for i in range(b.num_blocks):
         check()

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_shares
-from placement.planners._search import (
+from placement.problem import Placement, Problem, Solution
+from placement.search.evaluation import (
     DEFAULT_EVALUATIONS,
     Choice,
     Search,
     load_kernels,
     single_devices,
 )
-from placement.problem import Placement, Problem, Solution
 from placement.simulator import simulate
 
 Ints = NDArray[np.int32]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from placement.planners import PlannerError
-from placement.planners._search import Search
 from placement.problem import Placement, Problem, Solution
+from placement.search.evaluation import Search
 
 
 @dataclass(frozen=True)

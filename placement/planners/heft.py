@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners._list_schedule import ListSchedule
-from placement.planners._search import Choice, Search
 from placement.problem import Problem, Solution
+from placement.search.evaluation import Choice, Search
+from placement.search.list_schedule import ListSchedule
 
 _AT_ONCE = 256  # operators placed between two looks at the clock
 

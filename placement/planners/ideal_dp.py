@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
-from placement.jit import loads
-from placement.objective_kernels import Blocks, blocks, move_tables
-from placement.objectives import device_loads
-from placement.planners import PlannerError, _ideals, check_least
-from placement.planners._search import NO_PROOF, cannot_fit, why_infinite
+from placement.planners import PlannerError, check_least
 from placement.problem import Problem, Solution, balance_prices, lower_bound, priced
 from placement.profile import Profile
+from placement.search import ideal_kernels
+from placement.search.evaluation import NO_PROOF, cannot_fit, why_infinite
 from placement.simulator import score
+from placement.simulator.analytic import device_loads
+from placement.simulator.analytic_kernels import Blocks, blocks, move_tables
+from placement.tools.jit import loads
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -50,7 +51,7 @@ class IdealDp:
     which some device waits for: deviations). Where parameters that were joined so might fit
     only apart, it is proved that no such split is better, or they stay apart.
 
-    Then every stage is met once: see ``_ideals.extend``. Loads not below that of the best
+    Then every stage is met once: see ``ideal_kernels.extend``. Loads not below that of the best
     linearised split (one topological order: ideals are prefixes) are never followed. So the
     time depends on how good that is; there is no limit on graphs or ideals, but on memory and
     time. Where a limit is hit the answer is the best split found so far, at least the
@@ -67,7 +68,7 @@ class IdealDp:
             the linearised split of 50 runs are made in any case: less than a second for
             10,000 operators.
         max_states: sets of devices, ``prod(devices of a kind + 1)``.
-        max_steps: of the programs over prefixes and ideals, as ``_ideals.extend`` counts them;
+        max_steps: of the programs over prefixes and ideals, as ``extend`` counts them;
             None is no limit. With it and without ``seconds`` the answer is the same on every
             machine: a hundred million take half a second. The linearised split of 50 runs is
             made in any case.
@@ -467,7 +468,7 @@ def _kinds(problem: Problem, b: Blocks, max_states: int) -> _Kinds:
 
 @dataclass(frozen=True, eq=False)
 class _Ideals:
-    """Ideals of a DAG, smaller ones first (see ``_ideals.enumerate_ideals``).
+    """Ideals of a DAG, smaller ones first (see ``ideal_kernels.enumerate_ideals``).
 
     ``work_s [I]`` is the priced work inside; ``bits`` None says that ideal ``i`` is the first
     ``i`` items.
@@ -523,7 +524,7 @@ def _enumerate(
     limit = memory_bytes if deadline == np.inf else min(memory_bytes, 2**24)
     while True:
         began = time.perf_counter()
-        count, bits, spans, links, origin, added = _ideals.enumerate_ideals(
+        count, bits, spans, links, origin, added = ideal_kernels.enumerate_ideals(
             *before, *after, code, bytes_each, limit
         )
         if count > 0:
@@ -533,7 +534,7 @@ def _enumerate(
             return limit
         limit = min(memory_bytes, 4 * limit)
     work_s = np.zeros(count)
-    _ideals.add_up(origin[:count], added[:count], kinds.work, work_s)
+    ideal_kernels.add_up(origin[:count], added[:count], kinds.work, work_s)
     return _Ideals(count, spans[:count], links, work_s, bits[:count])
 
 
@@ -618,7 +619,7 @@ def _solve(
     value[0, 0] = kinds.floor_s
     from_ideal, from_kind = np.zeros(shape, np.int32), np.zeros(shape, np.int8)
     depth, num_kinds = b.num_blocks + 1, len(devices)
-    program = _ideals.Program(
+    program = ideal_kernels.Program(
         spans=ideals.spans,
         links=ideals.links,
         compute=np.ascontiguousarray(b.compute_s[:, devices]),
@@ -653,7 +654,7 @@ def _solve(
     )
     at = sets = 0
     while at < ideals.count and left:
-        at, met, made = _ideals.extend(program, at, int(min(_STEPS, left.steps)))
+        at, met, made = ideal_kernels.extend(program, at, int(min(_STEPS, left.steps)))
         sets += met
         left.steps -= made
     complete = at >= ideals.count

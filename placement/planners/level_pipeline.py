@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners._list_schedule import first_that_fits
-from placement.planners._search import Choice, Search
 from placement.planners.level_balance import balance, levels
 from placement.problem import Problem, Solution
+from placement.search.evaluation import Choice, Search
+from placement.search.list_schedule import first_that_fits
 
 Floats = NDArray[np.float64]
 

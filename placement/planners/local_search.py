@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.planners import check_least
-from placement.planners._search import (
+from placement.problem import Planner, Problem, Solution
+from placement.search.evaluation import (
     Choice,
     Position,
     Search,
@@ -16,7 +17,6 @@ from placement.planners._search import (
     moves,
     random_choice,
 )
-from placement.problem import Planner, Problem, Solution
 
 
 @dataclass(frozen=True)

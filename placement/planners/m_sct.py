@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.coarsen import edge_seconds
 from placement.planners import check_least, check_shares
-from placement.planners._list_schedule import schedule_that_fits
-from placement.planners._search import Search
 from placement.problem import Problem, Solution
+from placement.search.coarsen import edge_seconds
+from placement.search.evaluation import Search
+from placement.search.list_schedule import schedule_that_fits
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners._list_schedule import Memory, first_that_fits, produced_bytes
-from placement.planners._search import Choice, Search
 from placement.problem import Problem, Solution
+from placement.search.evaluation import Choice, Search
+from placement.search.list_schedule import Memory, first_that_fits, produced_bytes
 
 
 @dataclass(frozen=True)

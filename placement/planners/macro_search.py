@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.jit import loads
-from placement.objective_kernels import Moves, piecewise_tables
-from placement.objectives import ANALYTIC, LoadMoves
-from placement.planners import PlannerError, _macro, check_least
-from placement.planners._search import (
+from placement.planners import PlannerError, check_least
+from placement.planners.ideal_dp import IdealDp
+from placement.problem import Objective, Planner, Problem, Solution
+from placement.search import macro
+from placement.search.evaluation import (
     Choice,
     Search,
     begin,
@@ -21,8 +21,9 @@ from placement.planners._search import (
     neighbours,
     two_operators,
 )
-from placement.planners.ideal_dp import IdealDp
-from placement.problem import Objective, Planner, Problem, Solution
+from placement.simulator.analytic import ANALYTIC, LoadMoves
+from placement.simulator.analytic_kernels import Moves, piecewise_tables
+from placement.tools.jit import loads
 
 _HOT = 0.2  # of the moves start on the busiest device; more of them, and it digs in there
 SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # single, run, chain, growth, swap; cumulated
@@ -140,7 +141,7 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
     moves = LoadMoves(problem, search.best[problem.graph.group])
     body = min(planner.body or 64, problem.graph.num_groups)
     compute_s, graph = moves.tables.compute_s, neighbours(problem)
-    draws = _macro.draws_of(compute_s, graph, planner.seed, SHARE, 0.0, body)
+    draws = macro.draws_of(compute_s, graph, planner.seed, SHARE, 0.0, body)
     best = search.best.copy()
     best_s = search.best_s
     rounds = planner.rounds or 6
@@ -152,7 +153,7 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
             moves.state.device[:] = best
         warm, cold, first, last = _ROUNDS[this % len(_ROUNDS)]
         steps = int(min(slowly, search.num_left))
-        found_s = _macro.anneal(
+        found_s = macro.anneal(
             moves.tables,
             moves.state,
             draws,
@@ -180,10 +181,10 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
     op = np.argsort(g.group, kind="stable").astype(np.int32)
     ptr = np.searchsorted(g.group[op], np.arange(g.num_groups + 1)).astype(np.int32)
     piecewise = piecewise_tables(problem)
-    members = _macro.Members(ptr=ptr, op=op, device=np.empty(g.num_ops, np.int32))
+    members = macro.Members(ptr=ptr, op=op, device=np.empty(g.num_ops, np.int32))
     body = min(planner.body or g.num_groups, g.num_groups)
     compute_s, graph = tables.compute_s, neighbours(problem)
-    draws = _macro.draws_of(compute_s, graph, planner.seed, SHARE, _CUT, body)
+    draws = macro.draws_of(compute_s, graph, planner.seed, SHARE, _CUT, body)
     best = search.best.copy()
     best_s = search.best_s
     rounds = planner.rounds or 8
@@ -196,7 +197,7 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
         warm, cold = _PIECES[0 if this == rounds - 1 else this % len(_PIECES)]
         steps = int(min(slowly, search.num_left))
         level_s = search.best_s if search.best_s < np.inf else 1e3
-        found_s = _macro.anneal_pieces(
+        found_s = macro.anneal_pieces(
             tables,
             moves.state,
             draws,
@@ -230,7 +231,7 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
     choose = np.random.default_rng(planner.seed)
     body = min(planner.body or problem.graph.num_groups, problem.graph.num_groups)
     compute_s, graph = problem.group_compute_s, neighbours(problem)
-    draws = _macro.draws_of(compute_s, graph, planner.seed, SHARE, 0.0, body)
+    draws = macro.draws_of(compute_s, graph, planner.seed, SHARE, 0.0, body)
     width = planner.width
     here, cost, current = search.best, search.best_cost, -1
     for this, part in _cooling(search, planner.rounds or 6):
@@ -239,7 +240,7 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
         temperature = search.best_cost * _WARM[this % 2] * (1e-5 / _WARM[this % 2]) ** part
         rows = np.tile(here, (width, 1))
         for row in rows:
-            count = _macro.propose(draws, here, -1)
+            count = macro.propose(draws, here, -1)
             row[draws.group[:count]] = draws.where[:count]
         found = search.costs(rows)
         if not len(found):  # the time ended meanwhile

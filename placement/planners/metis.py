@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.coarsen import edge_seconds
 from placement.planners import PlannerError, check_least
-from placement.planners._search import Choice, Search
 from placement.problem import Problem, Solution
+from placement.search.coarsen import edge_seconds
+from placement.search.evaluation import Choice, Search
 
 _UNITS = 10**6  # METIS takes whole numbers: the heaviest vertex and edge weigh this much
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners import _exact
-from placement.planners._search import Search
 from placement.problem import Planner, Problem, Solution
+from placement.search import exact
+from placement.search.evaluation import Search
 
 _READING = 6.0  # HiGHS looks at its clock after so many times the seconds of writing it a program
 _TOLERANCE = 1e-6  # of the solver, for feasibility and for integers
@@ -51,16 +51,16 @@ class Mip:
         from scipy.sparse import csr_array
 
         search = Search(problem, self.seconds)
-        _exact.begin(search, self.start, self.contiguous, min(5.0, 0.1 * self.seconds))
-        s = _exact.stages(problem, self.contiguous, search)
+        exact.begin(search, self.start, self.contiguous, min(5.0, 0.1 * self.seconds))
+        s = exact.stages(problem, self.contiguous, search)
         known = s.start is not None and s.upper_s > 0
-        unit_s = s.upper_s if known else _exact.largest_s(s)
+        unit_s = s.upper_s if known else exact.largest_s(s)
         try:
-            check = _exact.writing(search, _READING)
+            check = exact.writing(search, _READING)
             rows, x, kind = _stages(problem, s, unit_s, check)
             check()
-        except _exact.OutOfTime:
-            return _exact.finish(search, self.contiguous, 0.0, status=_exact.UNWRITTEN, nodes=0)
+        except exact.OutOfTime:
+            return exact.finish(search, self.contiguous, 0.0, status=exact.UNWRITTEN, nodes=0)
         # SciPy cannot hand HiGHS a placement; at least it need not look for a worse one.
         rows.upper[0] = 1.0 + _TOLERANCE if known else np.inf
         size = (len(rows.low), len(rows.upper))
@@ -82,7 +82,7 @@ class Mip:
         dual = answer.get("mip_dual_bound")
         dual = dual if dual is not None and np.isfinite(dual) else 0.0
         bound_s = max(0.0, dual * (1 - _TOLERANCE) - _TOLERANCE) * unit_s
-        return _exact.finish(
+        return exact.finish(
             search,
             self.contiguous,
             bound_s,
@@ -121,12 +121,12 @@ class _Rows:
 
 
 def _stages(
-    problem: Problem, s: _exact.Stages, unit_s: float, check: Callable[[], None]
+    problem: Problem, s: exact.Stages, unit_s: float, check: Callable[[], None]
 ) -> tuple[_Rows, np.ndarray, np.ndarray]:
     """The program, columns ``x [I, S]`` of blocks on stages (-1: not there), ``kind [S, K]``."""
     b, num_stages = s.costs, problem.num_devices
     rows = _Rows()
-    rank = np.argsort(_exact.by_weight(b))
+    rank = np.argsort(exact.by_weight(b))
     x = np.full((b.num_blocks, num_stages), -1)
     for i in range(b.num_blocks):
         check()

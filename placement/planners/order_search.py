@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from placement import kernels
-from placement.jit import loads
-from placement.planners import PlannerError, _order, check_least
-from placement.planners._chooser import no_network
-from placement.planners._order import State, Tables
-from placement.planners._search import Search, two_operators
+from placement.planners import PlannerError, check_least
 from placement.problem import Placement, Planner, Problem, Solution
-from placement.simulator import simulate
+from placement.search import order
+from placement.search.chooser import no_network
+from placement.search.evaluation import Search, two_operators
+from placement.search.order import State, Tables
+from placement.simulator import kernels, simulate
+from placement.tools.jit import loads
 
 WARM, COLD = 5e-4, 1e-5  # temperatures at first and at last
 # Where else to begin, and the share of what is left then that finding it may take.
@@ -25,7 +25,7 @@ WIDTH = 16  # moves offered at each step
 _LONGEST = 16  # groups that move together
 _BETWEEN_ROWS = 32  # positions in the sequence at which a pass can begin
 _SLICE_S = 0.01  # between two looks at the clock
-NO_NETWORK = no_network(_order.NUM_SEARCH_FEATURES, _order.NUM_MOVE_FEATURES)
+NO_NETWORK = no_network(order.NUM_SEARCH_FEATURES, order.NUM_MOVE_FEATURES)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class OrderSearch:
         load_kernel()
         search = Search(problem, self.seconds, self.evaluations, 20_000)
         search.run_start(self.start)
-        steps = anneal(search, NO_NETWORK, _order.HAND, self.width, self.seed)
+        steps = anneal(search, NO_NETWORK, order.HAND, self.width, self.seed)
         return search.solution(steps=steps)
 
 
@@ -144,7 +144,7 @@ def state_of(problem: Problem, width: int) -> State:
 
     return State(
         random=np.ones(1, np.uint64),
-        x=floats(_order.NUM_X),
+        x=floats(order.NUM_X),
         place=ints(n),
         sequence=ints(n),
         position=np.full(n + 1, -1, np.int32),
@@ -186,8 +186,8 @@ def state_of(problem: Problem, width: int) -> State:
         count=ints(width + 1),
         body=ints(width + 1, min(_LONGEST, problem.graph.num_groups) + 1),
         at=ints(width + 1),
-        offered=np.zeros((width + 1, _order.NUM_MOVE_FEATURES), np.float32),
-        search=np.zeros(_order.NUM_SEARCH_FEATURES, np.float32),
+        offered=np.zeros((width + 1, order.NUM_MOVE_FEATURES), np.float32),
+        search=np.zeros(order.NUM_SEARCH_FEATURES, np.float32),
         logits=floats(width + 1),
     )
 
@@ -213,10 +213,10 @@ def start(
     the budget, count as made.
     """
     state.random[0] = rng.integers(1, 2**64, dtype=np.uint64)
-    state.x[_order.WARM], state.x[_order.COLD] = WARM, COLD
+    state.x[order.WARM], state.x[order.COLD] = WARM, COLD
     state.place[:] = placement
     state.sequence[:] = sequence
-    _order.play(tables, state, _order.BEGIN, step, NO_NETWORK, used, used)
+    order.play(tables, state, order.BEGIN, step, NO_NETWORK, used, used)
 
 
 def anneal(
@@ -252,7 +252,7 @@ def anneal(
         search.num_evaluations += 1
     made, begun = 0, search.used
     for kept, share, cool, cooled in _STAGES:
-        runs = sorted(runs, key=lambda state: float(state.x[_order.BEST]))[:kept]
+        runs = sorted(runs, key=lambda state: float(state.x[order.BEST]))[:kept]
         for run in runs:
             until = min(1.0, search.used + share * (1.0 - begun))
             made += _spend(search, tables, run, network, chooser, until, (cool, cooled))
@@ -280,11 +280,11 @@ def _spend(
         before = search.seconds
         steps = int(max(1, min(most, slice_s * rate, search.num_left)))
         then = cool + (cooled - cool) * min(part, 1.0)
-        _order.play(tables, state, _order.SEARCH + chooser, steps, network, then, then)
+        order.play(tables, state, order.SEARCH + chooser, steps, network, then, then)
         rate = steps / max(search.seconds - before, 1e-9)
         made += steps
         search.num_evaluations += steps
-        search.consider_order(state.best_place, state.best_sequence, float(state.x[_order.BEST]))
+        search.consider_order(state.best_place, state.best_sequence, float(state.x[order.BEST]))
     return made
 
 
@@ -295,4 +295,4 @@ def load_kernel() -> None:
     Search(problem, evaluations=1).cost(np.zeros(2, np.int32))
     tables, state, place = tables_of(problem), state_of(problem, 2), np.zeros(2, np.int32)
     start(tables, state, place, sequence_of(problem, place), np.random.default_rng(0))
-    _order.play(tables, state, _order.SEARCH + _order.POLICY, 1, NO_NETWORK, 0.0, 0.0)
+    order.play(tables, state, order.SEARCH + order.POLICY, 1, NO_NETWORK, 0.0, 0.0)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners._list_schedule import ready_order, schedule_that_fits
-from placement.planners._search import Search
 from placement.problem import Problem, Solution
+from placement.search.evaluation import Search
+from placement.search.list_schedule import ready_order, schedule_that_fits
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_least
-from placement.planners._list_schedule import first_that_fits
-from placement.planners._search import Choice, Search, supported_choice
 from placement.planners.contiguous_dp import StageCosts, made_and_used, merge_blocks, stage_costs
 from placement.problem import Problem, Solution
+from placement.search.evaluation import Choice, Search, supported_choice
+from placement.search.list_schedule import first_that_fits
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from placement.planners import check_least
-from placement.planners._search import begin, can_move, random_choice
 from placement.problem import Planner, Problem, Solution
+from placement.search.evaluation import begin, can_move, random_choice
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_least
-from placement.planners._search import Search, supported_choice
 from placement.planners.contiguous_dp import made_and_used, merge_blocks, points, touched, within
 from placement.problem import Problem, Solution
+from placement.search.evaluation import Search, supported_choice
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

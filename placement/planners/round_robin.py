@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners._search import Search
 from placement.problem import Problem, Solution
+from placement.search.evaluation import Search
 
 
 @dataclass(frozen=True)

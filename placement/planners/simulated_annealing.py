@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.planners import PlannerError, check_least, check_shares
-from placement.planners._search import INFEASIBLE, Position, begin, can_move, moves
 from placement.problem import Planner, Problem, Solution
+from placement.search.evaluation import INFEASIBLE, Position, begin, can_move, moves
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from placement.planners._search import Search, single_devices
 from placement.problem import Problem, Solution
+from placement.search.evaluation import Search, single_devices
 
 
 @dataclass(frozen=True)

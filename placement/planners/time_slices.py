@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.grid import Grid, NoGrid, recognise
 from placement.planners import check_least
-from placement.planners._search import Search, single_devices
 from placement.planners.contiguous_dp import score_splits
 from placement.problem import Problem, Solution
+from placement.search.evaluation import Search, single_devices
+from placement.search.grid import Grid, NoGrid, recognise
 
 MAX_BLOCKS = 400  # beyond, neighbouring cells are one block of the dynamic program
 
@@ -20,9 +20,9 @@ MAX_BLOCKS = 400  # beyond, neighbouring cells are one block of the dynamic prog
 class TimeSlices:
     """Time-slice partition (Shang, thesis, 2023; models that are correlated in time).
 
-    The grid of the unrolled model is recognised (``placement.grid``), its cells are timed by
+    The grid of the unrolled model is recognised (``placement.search.grid``), its cells are timed by
     the profile, and the grid is cut along the time slices into one sub-graph per device, of
-    equal time; many sequences flow through them as a pipeline. ``placement.grid.extrapolate``
+    equal time; many sequences flow through them as a pipeline. ``grid.extrapolate``
     makes the profile of any number of steps from that of one slice.
 
     Where to cut: cells are put in order, and the order is cut where the slowest sub-graph is

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.compare import SINGLE
 from placement.problem import Solution
 from placement.report import gantt
 from placement.report.gantt import COLOURS, FAINT, INK
+from placement.runs.row import SINGLE
 
 if TYPE_CHECKING:
-    from placement.compare import Comparison, Row
+    from placement.runs.compare import Comparison
+    from placement.runs.row import Row
 
 Floats = NDArray[np.float64]
 _SHORTEST_S = 1e-3

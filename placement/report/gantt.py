@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.files import write_atomic
 from placement.timeline import Timeline, side_by_side
+from placement.tools.files import write_atomic
 
 Floats = NDArray[np.float64]
 

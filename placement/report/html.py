@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.compare import SINGLE, Comparison, Row, placement_id
-from placement.files import parse_json, parse_yaml, write_atomic
-from placement.ownership import version
 from placement.problem import Placement, Problem, Solution
 from placement.report import curves, table, usage
 from placement.report.run_folder import RunFolder, Workload, read_run
+from placement.runs.compare import Comparison, placement_id
+from placement.runs.row import SINGLE, Row
 from placement.timeline import Timeline
+from placement.tools.files import parse_json, parse_yaml, write_atomic
+from placement.tools.ownership import version
 
 if TYPE_CHECKING:
     from placement.plan import Plan

@@ -10,7 +10,8 @@ from placement.report import gantt
 from placement.report.gantt import COLOURS, FAINT, INK
 
 if TYPE_CHECKING:
-    from placement.compare import Comparison, Row
+    from placement.runs.compare import Comparison
+    from placement.runs.row import Row
 
 _COLUMNS = {
     "latency_s": ("latency", "ms"),
@@ -60,7 +61,7 @@ def plot_pareto(comparison: Comparison, path: str | Path, title: str = "") -> Pa
 
 
 def _panel(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
-    from placement.compare import pareto_front
+    from placement.runs.compare import pareto_front
 
     points = [(1e3 * getattr(row, x), 1e3 * getattr(row, y)) for row in rows]
     here = pareto_front(points)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from placement.compare import SINGLE, Comparison, Row, placement_id, solution_of
-from placement.files import parse_json
 from placement.problem import Problem, Solution
 from placement.report import table, trace
+from placement.runs.compare import Comparison, placement_id, solution_of
+from placement.runs.row import SINGLE, Row
 from placement.timeline import Timeline
+from placement.tools.files import parse_json
 
 if TYPE_CHECKING:
     from placement.plan import Plan

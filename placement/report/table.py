@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from placement.compare import Comparison, Row
+    from placement.runs.compare import Comparison
+    from placement.runs.row import Row
 
 WIDTH = 80
 
@@ -181,7 +182,7 @@ def as_markdown(table: Table) -> str:
 
 def to_csv(comparison: Comparison) -> str:
     """One line per ``Row``, one column per field, full precision; empty where not known."""
-    from placement.compare import Row
+    from placement.runs.row import Row
 
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -197,8 +198,8 @@ def from_csv(text: str) -> tuple[Row, ...]:
     Raises:
         ValueError: a value of the wrong kind, or a column that is missing.
     """
-    from placement.compare import Row
     from placement.problem import OBJECTIVES
+    from placement.runs.row import Row
 
     kinds = {f.name: str(f.type) for f in fields(Row)}
     rows: list[Row] = []

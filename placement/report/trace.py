@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from placement.files import parse_json, write_atomic
 from placement.timeline import Timeline, TimelineError
+from placement.tools.files import parse_json, write_atomic
 
 
 def merge_traces(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from placement.named import Named
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
+from placement.tools.named import Named
 
 
 class SchedulerError(ValueError):

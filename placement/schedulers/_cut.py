@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.coarsen import topological_order
+from placement.modulo.blocks import Block, Work
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
-from placement.schedulers._blocks import Block, Work
+from placement.search.coarsen import topological_order
 from placement.simulator import durations
 
 Ints = NDArray[np.int32]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from placement.modulo.blocks import BlocksError
+from placement.modulo.search import Answer, search_schedule
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
 from placement.schedulers import SchedulerError
-from placement.schedulers._blocks import BlocksError
 from placement.schedulers._cut import cut, held_bytes, limited, work_of
-from placement.schedulers._search import Answer, search_schedule
 from placement.simulator import simulate
 
 # How often a search is repeated with less memory where the simulator finds too much.

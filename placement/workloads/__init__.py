@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from placement.named import meant
+from placement.tools.named import meant
 
 
 class WorkloadError(ValueError):
@@ -63,7 +63,7 @@ def load_training(spec: str, **options: Any) -> tuple[Any, Any, Any]:
         return made
     if ":" in spec:
         return (*made, None)
-    from placement.training import mean_of_outputs
+    from placement.capturing.training import mean_of_outputs
 
     return made[0], (made[1], None), mean_of_outputs
 

@@ -1,0 +1,456 @@
+"""Numba kernels of ``SequentialDevicePlacement-v0``: describe a group's choices, place it.
+
+``construct`` makes whole placements with a policy's network inside: what ``agents.encoder`` scores
+one group at a time through torch, in less than a tenth of the time.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.problems import ProblemSet, group_order
+from placement.problem import Problem, host_of
+from placement.search.evaluation import device_classes
+from placement.tools.jit import Struct, allocating, kernel
+
+Array = NDArray[Any]
+
+DEVICE_FEATURES = (
+    "log cost: what the objective loses here above the best device, in mean group seconds, log1p",
+    "finish: earliest finish over the lower bound of the critical path",
+    "load: seconds of work with this group, over the total work per device",
+    "load growth: how far the group raises the largest load, in mean group seconds, log1p",
+    "transfer: seconds to bring the group's inputs here, in mean group seconds, log1p",
+    "local: share of the input bytes that are already here",
+    "memory: parameters with this group, over the device's capacity",
+    "empty: 1 if no group is here yet",
+    "progress: share of the groups that are placed",
+)
+NUM_DEVICE_FEATURES = len(DEVICE_FEATURES)
+FEATURE_BOUND = 20.0
+
+
+class Tables(Struct):
+    """Every problem of a set, one after another; ``*_at [P + 1]`` is where each begins."""
+
+    num_groups: Array  # int64 [P]
+    num_devices: Array  # int64 [P]
+    op_at: Array  # int64 [P + 1]
+    tensor_at: Array
+    group_at: Array
+    order: Array  # int32 [sum G] groups by priority
+    group_ptr: Array  # int32 [sum (G + 1)] operators of a group, topological
+    group_op: Array  # int32 [sum N]
+    group_of: Array  # int32 [sum N]
+    param_ptr: Array  # int32 [sum (G + 1)] distinct parameters of a group
+    param_at: Array  # int64 [P + 1] into group_param
+    group_param: Array
+    size_at: Array  # int64 [P + 1] into param_bytes
+    param_bytes: Array  # float64
+    in_ptr: Array  # int32 [sum (N + 1)]
+    use_at: Array  # int64 [P + 1] into in_tensor
+    in_tensor: Array  # int32
+    tensor_src: Array  # int32
+    tensor_bytes: Array  # float64
+    compute_s: Array  # float64 [sum N, D]
+    group_s: Array  # float64 [sum G, D]
+    latency_s: Array  # float64 [P, D, D]
+    s_per_byte: Array  # float64 [P, D, D]
+    matrix_at: Array  # int64 [P] into matrix, -1 = use latency and bandwidth
+    matrix: Array  # float64
+    capacity: Array  # float64 [P, D]
+    device_class: Array  # int32 [P, D]
+    host: Array  # int64 [P]
+    shares_host: Array  # bool [P, D]
+    optimistic_s: Array  # float64 [sum N] finish if everything were at its fastest
+    unit_s: Array  # float64 [P] mean seconds of a group at its fastest
+    path_s: Array  # float64 [P] lower bound of the critical path
+    work_s: Array  # float64 [P] all groups at their fastest
+    even_s: Array  # float64 [P] load of every device if all are equally busy; -1 = a latency
+
+
+class State(Struct):
+    """``B`` episodes."""
+
+    ids: Array  # int64 [B]
+    step: Array  # int64 [B]
+    choice: Array  # int32 [B, G]
+    finish_s: Array  # float64 [B, N] (optimistic until placed)
+    free_s: Array  # float64 [B, D]
+    load_s: Array  # float64 [B, D]
+    param_bytes: Array  # float64 [B, D]
+    held: Array  # bool [B, parameters, D]
+    num_here: Array  # int32 [B, D]
+
+
+def tables_of(chosen: ProblemSet) -> Tables:
+    problems, width = chosen.problems, chosen.max_devices
+
+    def starts(sizes: list[int]) -> Array:
+        return np.cumsum([0, *sizes]).astype(np.int64)
+
+    def devices(rows: list[Array], fill: float) -> Array:
+        padded = [
+            np.pad(
+                np.asarray(r, np.float64),
+                [(0, 0)] * (np.ndim(r) - 1) + [(0, width - np.shape(r)[-1])],
+                constant_values=fill,
+            )
+            for r in rows
+        ]
+        return np.concatenate(padded) if np.ndim(rows[0]) == 2 else np.stack(padded)
+
+    def square(rows: list[Array]) -> Array:
+        return np.stack([np.pad(r, (0, width - len(r))) for r in rows]).astype(np.float64)
+
+    def flat(rows: list[Array], dtype: type) -> Array:
+        return np.concatenate([np.reshape(r, -1) for r in rows]).astype(dtype)
+
+    by_group = [np.argsort(p.graph.group, kind="stable") for p in problems]
+    group_ptr = [
+        np.searchsorted(p.graph.group[ops], np.arange(p.graph.num_groups + 1))
+        for p, ops in zip(problems, by_group, strict=True)
+    ]
+    pairs = [
+        np.unique(np.stack([p.graph.group[p.graph.param_use_op], p.graph.param_use], 1), axis=0)
+        for p in problems
+    ]
+    param_ptr = [
+        np.searchsorted(q[:, 0], np.arange(p.graph.num_groups + 1))
+        for p, q in zip(problems, pairs, strict=True)
+    ]
+    matrices = [p.profile.transfer_s for p in problems]
+    sizes = [0 if m is None else m.size for m in matrices]
+    matrix_at = np.where([m is None for m in matrices], -1, starts(sizes)[:-1])
+    fastest = [p.group_compute_s.min(axis=1) for p in problems]
+    finish = [_optimistic_finish_s(p) for p in problems]
+    hosts = [host_of(p) for p in problems]
+    return Tables(
+        num_groups=chosen.num_groups.astype(np.int64),
+        num_devices=chosen.num_devices.astype(np.int64),
+        op_at=starts([p.num_ops for p in problems]),
+        tensor_at=starts([p.graph.num_tensors for p in problems]),
+        group_at=starts([p.graph.num_groups for p in problems]),
+        order=flat([group_order(p) for p in problems], np.int32),
+        group_ptr=flat(group_ptr, np.int32),
+        group_op=flat(by_group, np.int32),
+        group_of=flat([p.graph.group for p in problems], np.int32),
+        param_ptr=flat(param_ptr, np.int32),
+        param_at=starts([len(q) for q in pairs]),
+        group_param=flat([q[:, 1] for q in pairs], np.int32),
+        size_at=starts([len(p.graph.param_bytes) for p in problems]),
+        param_bytes=flat([p.graph.param_bytes for p in problems], np.float64),
+        in_ptr=flat([p.graph.in_ptr for p in problems], np.int32),
+        use_at=starts([len(p.graph.in_tensor) for p in problems]),
+        in_tensor=flat([p.graph.in_tensor for p in problems], np.int32),
+        tensor_src=flat([p.graph.tensor_src for p in problems], np.int32),
+        tensor_bytes=flat([p.graph.tensor_bytes for p in problems], np.float64),
+        compute_s=devices([p.compute_s for p in problems], np.inf),
+        group_s=devices([p.group_compute_s for p in problems], np.inf),
+        latency_s=square([p.link_latency_s for p in problems]),
+        s_per_byte=square([p.link_s_per_byte for p in problems]),
+        matrix_at=matrix_at.astype(np.int64),
+        matrix=flat([m for m in matrices if m is not None] or [np.zeros(0)], np.float64),
+        capacity=devices([p.memory_bytes for p in problems], 1.0),
+        device_class=devices([device_classes(p) for p in problems], -1).astype(np.int32),
+        host=np.array([h for h, _ in hosts], np.int64),
+        shares_host=devices([s for _, s in hosts], 1.0).astype(bool),
+        optimistic_s=flat(finish, np.float64),
+        unit_s=np.array([max(f.mean(), 1e-15) for f in fastest]),
+        path_s=np.array([max(f.max(), 1e-15) for f in finish]),
+        work_s=np.array([max(f.sum(), 1e-15) for f in fastest]),
+        even_s=np.array([_even_load_s(p) if p.is_throughput else -1.0 for p in problems]),
+    )
+
+
+def _even_load_s(problem: Problem) -> float:
+    """Seconds that every device works if each gets a share of all groups by its speed.
+
+    What a device cannot run counts as ten times as long there: it gets less of the rest.
+    """
+    seconds = problem.group_compute_s
+    fastest = seconds.min(axis=1)[:, None]
+    everything = np.where(np.isfinite(seconds), seconds, 10.0 * fastest).sum(axis=0)
+    return float(1.0 / (1.0 / np.maximum(everything, 1e-15)).sum())
+
+
+def _optimistic_finish_s(problem: Problem) -> Array:
+    """float64 ``[N]`` earliest end of each operator if transfers were free."""
+    fastest = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
+    ready = np.zeros(problem.num_ops)
+    finish = np.empty(problem.num_ops)
+    edges = problem.graph.edges
+    ends = np.searchsorted(edges[:, 0], np.arange(problem.num_ops + 1))
+    for n in range(problem.num_ops):
+        finish[n] = ready[n] + fastest[n]
+        users = edges[ends[n] : ends[n + 1], 1]
+        ready[users] = np.maximum(ready[users], finish[n])
+    return finish
+
+
+@kernel
+def _transfer_s(t, p, tensor, a, b):
+    if a == b:
+        return 0.0
+    if t.matrix_at[p] >= 0:
+        d = t.num_devices[p]
+        return t.matrix[t.matrix_at[p] + (tensor * d + a) * d + b]
+    return t.latency_s[p, a, b] + t.tensor_bytes[t.tensor_at[p] + tensor] * t.s_per_byte[p, a, b]
+
+
+@kernel
+def _finish_on(t, s, b, group, device, scratch):
+    """Run ``group`` on ``device`` after what is there: (end, transfer seconds, local, total bytes).
+
+    ``scratch`` receives the end of each of the group's operators. An input whose producer is
+    not placed yet arrives when it would at its fastest, without transfer. Channels are taken
+    to be free: this is HEFT's estimate without insertion, not the simulator.
+    """
+    p = s.ids[b]
+    op0, tensor0, use0 = t.op_at[p], t.tensor_at[p], t.use_at[p]
+    group_ptr0 = t.group_at[p] + p
+    clock = s.free_s[b, device]
+    moved_s = local = total = 0.0
+    for i in range(t.group_ptr[group_ptr0 + group], t.group_ptr[group_ptr0 + group + 1]):
+        op = t.group_op[op0 + i]
+        ready = 0.0
+        for k in range(t.in_ptr[op0 + p + op], t.in_ptr[op0 + p + op + 1]):
+            tensor = t.in_tensor[use0 + k]
+            src = t.tensor_src[tensor0 + tensor]
+            size = t.tensor_bytes[tensor0 + tensor]
+            if src < 0:
+                if not t.shares_host[p, device]:
+                    cost = _transfer_s(t, p, tensor, np.int64(t.host[p]), device)
+                    moved_s += cost
+                    ready = max(ready, cost)
+                continue
+            producer = t.group_of[op0 + src]
+            if producer == group:
+                ready = max(ready, scratch[src])
+                continue
+            where = s.choice[b, producer]
+            cost = 0.0
+            total += size
+            if where == device:
+                local += size
+            elif where >= 0:
+                cost = _transfer_s(t, p, tensor, where, device)
+                moved_s += cost
+            ready = max(ready, s.finish_s[b, src] + cost)
+        clock = max(clock, ready) + t.compute_s[op0 + op, device]
+        scratch[op] = clock
+    return clock, moved_s, local, total
+
+
+@kernel
+def _new_param_bytes(t, s, b, group, device):
+    """Bytes of the group's parameters that ``device`` does not hold yet."""
+    p = s.ids[b]
+    at = t.group_at[p] + p + group
+    new = 0.0
+    for i in range(t.param_ptr[at], t.param_ptr[at + 1]):
+        param = t.group_param[t.param_at[p] + i]
+        if not s.held[b, param, device]:
+            new += t.param_bytes[t.size_at[p] + param]
+    return new
+
+
+@kernel
+def begin(t, s, rows, ids):
+    """Start episodes ``rows`` with problems ``ids``: nothing is placed."""
+    for r in range(len(rows)):
+        b, p = rows[r], ids[r]
+        s.ids[b] = p
+        s.step[b] = 0
+        s.choice[b] = -1
+        s.free_s[b] = 0.0
+        s.load_s[b] = 0.0
+        s.param_bytes[b] = 0.0
+        s.held[b] = False
+        s.num_here[b] = 0
+        for n in range(t.op_at[p + 1] - t.op_at[p]):
+            s.finish_s[b, n] = t.optimistic_s[t.op_at[p] + n]
+
+
+@allocating
+def describe(t, s, b, g, mask, features, bound, cost, scratch):
+    """Fill mask ``[D]`` and features ``[D, F]`` of placing group ``g`` now (zeroed before).
+
+    The cost of a device is when the group would end there, of a latency. Of a throughput it is
+    the group's seconds, those that are moved, and by how much the load exceeds an even one:
+    devices are filled one after another.
+    ``cost`` float64 ``[D]`` and ``scratch`` float64 ``[N]`` are room to work in.
+    """
+    p = s.ids[b]
+    devices = t.num_devices[p]
+    unit = t.unit_s[p]
+    largest = s.load_s[b, :devices].max()
+    best = np.inf
+    fits = 0
+    for d in range(devices):
+        seconds = t.group_s[t.group_at[p] + g, d]
+        cost[d] = np.inf
+        if not np.isfinite(seconds):
+            continue
+        held = s.param_bytes[b, d] + _new_param_bytes(t, s, b, g, d)
+        first = True
+        if s.num_here[b, d] == 0:
+            for e in range(d):
+                same = t.device_class[p, e] == t.device_class[p, d]
+                if same and s.num_here[b, e] == 0:
+                    first = False
+        if first:
+            mask[d] = 2 if held <= t.capacity[p, d] else 1
+            fits += mask[d] == 2
+        end, moved_s, local, total = _finish_on(t, s, b, g, d, scratch)
+        load = s.load_s[b, d] + seconds
+        cost[d] = end
+        if t.even_s[p] > 0.0:
+            cost[d] = max(0.0, load - t.even_s[p]) + moved_s + seconds
+        best = min(best, cost[d])
+        f = features[d]
+        f[1] = end / t.path_s[p]
+        f[2] = load * devices / t.work_s[p]
+        f[3] = np.log1p(max(0.0, load - largest) / unit)
+        f[4] = np.log1p(moved_s / unit)
+        f[5] = local / total if total > 0.0 else 0.0
+        f[6] = held / t.capacity[p, d]
+        f[7] = 1.0 if s.num_here[b, d] == 0 else 0.0
+        f[8] = s.step[b] / t.num_groups[p]
+    for d in range(devices):
+        # Where a parameter fits nowhere, every device that can run the group is legal.
+        mask[d] = 1 if mask[d] == 2 or (fits == 0 and mask[d] == 1) else 0
+        if np.isfinite(cost[d]):
+            features[d, 0] = np.log1p((cost[d] - best) / unit)
+        for i in range(features.shape[1]):
+            features[d, i] = min(features[d, i], bound)
+
+
+@kernel
+def place(t, s, b, g, d, scratch):
+    """Put group ``g`` of episode ``b`` on device ``d``."""
+    p = s.ids[b]
+    s.param_bytes[b, d] += _new_param_bytes(t, s, b, g, d)
+    s.free_s[b, d] = _finish_on(t, s, b, g, d, scratch)[0]
+    at = t.group_at[p] + p + g
+    for i in range(t.group_ptr[at], t.group_ptr[at + 1]):
+        op = t.group_op[t.op_at[p] + i]
+        s.finish_s[b, op] = scratch[op]
+    for i in range(t.param_ptr[at], t.param_ptr[at + 1]):
+        s.held[b, t.group_param[t.param_at[p] + i], d] = True
+    s.load_s[b, d] += t.group_s[t.group_at[p] + g, d]
+    s.num_here[b, d] += 1
+    s.choice[b, g] = d
+    s.step[b] += 1
+
+
+@allocating
+def observe(t, s, group, mask, features, bound):
+    """Fill group ``[B, 1]``, mask ``[B, D]`` and features ``[B, D, F]`` (zeroed by the caller)."""
+    scratch = np.empty(s.finish_s.shape[1])
+    cost = np.empty(mask.shape[1])
+    for b in range(len(s.ids)):
+        p = s.ids[b]
+        if s.step[b] >= t.num_groups[p]:  # over, and not started again: anything legal will do
+            mask[b, 0] = 1
+            continue
+        g = np.int64(t.order[t.group_at[p] + s.step[b]])
+        group[b, 0] = g
+        describe(t, s, b, g, mask[b], features[b], bound, cost, scratch)
+
+
+@allocating
+def act(t, s, actions, mask, done):
+    scratch = np.empty(s.finish_s.shape[1])
+    for b in range(len(s.ids)):
+        p, d = s.ids[b], actions[b]
+        if s.step[b] >= t.num_groups[p] or d < 0 or d >= mask.shape[1] or mask[b, d] == 0:
+            done[b] = True
+            continue
+        # As int64 everywhere: kernels are compiled for every integer type that they are given.
+        place(t, s, b, np.int64(t.order[t.group_at[p] + s.step[b]]), d, scratch)
+        done[b] = s.step[b] == t.num_groups[p]
+
+
+def state_of(problems: ProblemSet, num_envs: int) -> State:
+    """Room for ``num_envs`` episodes."""
+    width, groups = problems.max_devices, problems.max_groups
+    ops = max(p.num_ops for p in problems.problems)
+    params = max(len(p.graph.param_bytes) for p in problems.problems)
+    return State(
+        ids=np.zeros(num_envs, np.int64),
+        step=np.zeros(num_envs, np.int64),
+        choice=np.full((num_envs, groups), -1, np.int32),
+        finish_s=np.zeros((num_envs, ops)),
+        free_s=np.zeros((num_envs, width)),
+        load_s=np.zeros((num_envs, width)),
+        param_bytes=np.zeros((num_envs, width)),
+        held=np.zeros((num_envs, params, width), bool),
+        num_here=np.zeros((num_envs, width), np.int32),
+    )
+
+
+@allocating
+def construct(t, s, net, pair, warm, greedy, rng, bound):
+    """Place every group of episodes that have begun, as ``PlacementNet.step_logits`` scores them.
+
+    ``net``: (groups [P, G, H], devices [P, D, H], by_pair [Fp, H], by_state [F, H], hidden [H, H],
+    hidden_bias [H], out [H], out_bias and weight of the log finish without a warm start [2],
+    share of the groups that leave the warm start [P]), float32; ``pair`` float32
+    ``[P, G, D, Fp]``; ``warm`` bool ``[P, G, D]`` where the warm start has a group, if there is
+    one. Where ``greedy`` bool ``[B]`` is False the device is drawn from the softmax.
+    """
+    groups, devices, by_pair, by_state, hidden, hidden_bias, out, constants, moving = net
+    size, width = len(hidden_bias), s.free_s.shape[1]
+    scratch, cost = np.empty(s.finish_s.shape[1]), np.empty(width)
+    mask = np.zeros(width, np.int8)
+    features = np.zeros((width, by_state.shape[0]), np.float32)
+    first, second = np.empty(size, np.float32), np.empty(size, np.float32)
+    for b in range(len(s.ids)):
+        p = s.ids[b]
+        while s.step[b] < t.num_groups[p]:
+            g = np.int64(t.order[t.group_at[p] + s.step[b]])
+            mask[:] = 0
+            features[:] = 0.0
+            describe(t, s, b, g, mask, features, bound, cost, scratch)
+            others = max(mask.sum() - 1, 1)
+            cold = not warm[p, g].any()
+            chosen, highest = np.int64(0), -np.inf
+            for d in range(t.num_devices[p]):
+                if mask[d] == 0:
+                    continue
+                for j in range(size):
+                    first[j] = groups[p, g, j] + devices[p, d, j]
+                for i in range(by_pair.shape[0]):
+                    a = pair[p, g, d, i]
+                    if a != 0.0:
+                        for j in range(size):
+                            first[j] += a * by_pair[i, j]
+                for i in range(by_state.shape[0]):
+                    a = features[d, i]
+                    if a != 0.0:
+                        for j in range(size):
+                            first[j] += a * by_state[i, j]
+                second[:] = hidden_bias
+                for i in range(size):
+                    a = first[i]
+                    if a > 0.0:
+                        for j in range(size):
+                            second[j] += a * hidden[i, j]
+                score = float(constants[0])
+                for j in range(size):
+                    score += max(second[j], np.float32(0.0)) * out[j]
+                if warm[p, g, d]:
+                    score += np.log(others * (1.0 - moving[p]) / moving[p])
+                elif cold:
+                    score -= constants[1] * features[d, 0]
+                if not greedy[b]:
+                    score -= np.log(-np.log(min(max(rng.random(), 1e-10), 1.0 - 1e-7)))
+                if score > highest:
+                    chosen, highest = np.int64(d), score
+            place(t, s, b, g, chosen, scratch)

@@ -1,0 +1,693 @@
+"""A PyTorch module as torch's own graph of operators, and what must hold for it to be placed.
+
+``torch.export`` (Ansel et al., "PyTorch 2", ASPLOS 2024) traces the module once. Its
+*training* representation is used as it is: it keeps ``conv2d``, ``linear``, ``batch_norm`` and
+attention as eager PyTorch has them, so one operator of the graph is one call of eager. Only
+where an in-place operator would make the order of two readers matter is the graph
+functionalised, because a distributed run keeps no other order than that of the edges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import linecache
+import logging
+import operator
+import re
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.parameter import UninitializedBuffer, is_lazy
+from torch.utils import _pytree as pytree
+
+from placement.program import CaptureError, describe, leaves_of, short_dtype, storage_of
+
+# Regions that functionalisation dissolves into plain operators.
+_WRAPPERS = ("wrap_with_autocast", "wrap_with_set_grad_enabled", "autograd_call")
+
+_DROPOUTS = (
+    torch.ops.aten.dropout.default,
+    torch.ops.aten.feature_dropout.default,
+    torch.ops.aten.alpha_dropout.default,
+    torch.ops.aten.feature_alpha_dropout.default,
+)
+
+# With statistics of the batch, they write to the running ones: arguments 3 and 4.
+_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+
+
+def export(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    training: bool = False,
+    prefix: str = "",
+) -> Any:
+    """The exported program of ``module``; the module is left as it was.
+
+    In evaluation mode without gradients, or for training: then submodules that are in
+    evaluation mode stay so, unless the whole module is. ``prefix`` is what messages leave out of
+    paths in the module.
+    """
+    whole = training and not module.training
+    lost: list[tuple[nn.Module, str]] = []
+
+    def note(owner: nn.Module, name: str, value: Tensor | None) -> None:
+        # Torch follows assignments to buffers of the root itself, but of no other module. What
+        # was written in place may be assigned too: self.s = torch.add(..., out=self.s).
+        old = owner._buffers.get(name)
+        if owner is not module and old is not None and old is not value:
+            lost.append((owner, name))
+
+    with left_as_it_was(module):
+        for m in module.modules():
+            m.training = training and (m.training or whole)
+        # The trace tells inputs apart by identity, so one tensor given twice must become two.
+        inputs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        try:
+            with (
+                left_as_it_was(module) as replaced,
+                register_module_buffer_registration_hook(note),
+                quiet() as messages,
+                torch.set_grad_enabled(training),
+                _encoders_as_called(),
+                _unchecked_distributions(),
+            ):
+                exported = torch.export.export(module, *inputs, strict=False)
+        except CaptureError as error:
+            raise CaptureError(f"{error}{_where(error, module, prefix)}") from error
+        except Exception as error:
+            where = _where(error, module, prefix)
+            raise _export_error(
+                module, args, kwargs, error, where=where, training=training, prefix=prefix
+            ) from error
+    check_tensors(exported, prefix)
+    if lost:
+        owner, name = lost[0]
+        path = next(path for path, m in module.named_modules() if m is owner)
+        path = path.removeprefix(prefix)
+        raise CaptureError(
+            f"the module changes its buffer '{path}.{name}' by assigning to it, "
+            + (
+                f"which torch.export loses: write it in place (self.{name}.copy_(...))"
+                if training
+                else "so that its calls are not independent: make the update depend on "
+                "self.training"
+            )
+        )
+    # What is new, or replaced before it is read, is a left-over: no later call depends on it.
+    for message in messages:
+        for path in re.findall(r"self\.([\w.]+)(?=[, ])", message):
+            parent, _, name = path.rpartition(".")
+            replaced.append((path, vars(module.get_submodule(parent)).get(name)))
+    read = {id(x) for x in (*exported.constants.values(), *exported.state_dict.values())}
+    for path, value in replaced:
+        if id(value) in read:
+            raise CaptureError(
+                f"the module keeps state between calls in its attribute "
+                f"{path.removeprefix(prefix)!r}, so that "
+                "its calls are not independent: make the state an input and an output"
+            )
+    return exported
+
+
+@contextmanager
+def left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
+    """Put back attributes of all submodules, and what their dicts, lists and sets hold.
+
+    Given is, in the end, what was replaced (None: added), with the attribute's path.
+    """
+    parts = list(module.named_modules())
+    before = {id(vars(m)): (f"{path}.".lstrip("."), vars(m), dict(vars(m))) for path, m in parts}
+    waiting = [(f"{path}.{k}".lstrip("."), x) for path, m in parts for k, x in vars(m).items()]
+    while waiting:
+        path, x = waiting.pop()
+        if isinstance(x, dict | list | set) and id(x) not in before:
+            before[id(x)] = path, x, _held(x)
+        elif not isinstance(x, tuple):
+            continue
+        waiting.extend((path, y) for y in _held(x).values())
+    replaced: list[tuple[str, Any]] = []
+    try:
+        yield replaced
+    finally:
+        for path, x, was in before.values():
+            now, missing = _held(x), object()
+            other = [k for k in was | now if was.get(k, missing) is not now.get(k, missing)]
+            if not other:
+                continue
+            replaced += [
+                (f"{path}{k}" if path[-1:] in (".", "") else path, was.get(k)) for k in other
+            ]
+            x.clear()
+            if isinstance(x, list):
+                x.extend(was.values())
+            else:
+                x.update(was)
+
+
+@contextmanager
+def _encoders_as_called() -> Iterator[None]:
+    """Trace ``nn.TransformerEncoder`` as a call computes it: padded positions come out as zeros.
+
+    A call makes nested tensors of padded sequences, which a trace leaves out.
+    """
+    traced = nn.TransformerEncoder.forward
+
+    def forward(
+        self: nn.TransformerEncoder,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        first, padding = self.layers[0], src_key_padding_mask
+        is_nested = (
+            torch.backends.mha.get_fastpath_enabled()
+            and getattr(self, "use_nested_tensor", False)
+            and not first.training
+            and src.dim() == 3
+            and padding is not None
+            and mask is None
+            and not torch.is_autocast_enabled()
+            and not (
+                torch.is_grad_enabled() and any(x.requires_grad for x in (src, *first.parameters()))
+            )
+        )
+        if not is_nested:
+            return traced(self, src, mask, padding, is_causal)
+        norm, self.norm, self.use_nested_tensor = self.norm, None, False
+        try:
+            output = traced(self, src, None, padding, is_causal)
+        finally:
+            self.norm, self.use_nested_tensor = norm, True
+        assert padding is not None
+        padded = padding if padding.dtype == torch.bool else padding != 0
+        if getattr(self, "mask_check", True):  # only if all are padded at their ends
+            padded = padded & (padded[:, 1:] >= padded[:, :-1]).all()
+        output = output.masked_fill(padded[..., None], 0.0)
+        return output if norm is None else norm(output)
+
+    nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.TransformerEncoder.forward = traced  # type: ignore[method-assign]
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Trace ``torch.distributions`` without their checks of values, which a graph cannot make."""
+    kind = torch.distributions.Distribution
+    init = kind.__init__
+
+    def unchecked(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args[:2], **kwargs | {"validate_args": False})
+
+    kind.__init__ = unchecked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__init__ = init  # type: ignore[method-assign]
+
+
+def _held(x: Any) -> dict[Any, Any]:
+    """What a container holds, by key or position; the elements of a set as keys."""
+    if isinstance(x, dict):
+        return dict(x)
+    return dict.fromkeys(x) if isinstance(x, set) else dict(enumerate(x))
+
+
+@contextmanager
+def quiet() -> Iterator[list[str]]:
+    """Trace without gradients and torch's own reports; its warnings about attributes are given."""
+    found: list[str] = []
+    disabled = logging.root.manager.disable
+    try:
+        logging.disable(logging.CRITICAL)
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            contextlib.redirect_stderr(io.StringIO()),
+            torch.no_grad(),
+        ):
+            warnings.simplefilter("always")
+            yield found
+            texts = [str(w.message) for w in caught]
+            found.extend(text for text in texts if "assigned during export" in text)
+    finally:
+        logging.disable(disabled)
+
+
+def _export_error(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: Exception,
+    *,
+    where: str,
+    training: bool,
+    prefix: str,
+) -> CaptureError:
+    """Name the construct that does not export, the user's line, and the remedy."""
+    text = first_line(error)
+    kind = type(error).__name__
+    kept = [
+        (buffer, buffer.detach().clone())
+        for buffer in module.buffers()
+        if not (buffer.is_inference() or isinstance(buffer, UninitializedBuffer))
+    ]
+    functions = [f for found, _ in _UNTRACED.values() for f in found]
+    try:
+        with (
+            torch.set_grad_enabled(training),
+            torch.random.fork_rng(devices=[]),
+            calls_from_user(functions) as called,
+        ):
+            module(*args, **kwargs)
+    except Exception as own:
+        return CaptureError(
+            f"{module._get_name()} itself fails on the example inputs{user_line(own)}: "
+            f"{type(own).__name__}: {first_line(own)}"
+        )
+    finally:  # in training mode a call changes statistics
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+    special = _special_part(module, args, kwargs, prefix)
+    if special:
+        return CaptureError(special)
+    for what, (found, remedy) in _UNTRACED.items():
+        line = next((at for f, at in called if f in found), "")
+        if line:
+            return CaptureError(
+                f"torch.export cannot trace {what}{line}: {remedy} ({kind}: {text})"
+            )
+    if "DataDependent" in kind or "data-dependent" in text:
+        return CaptureError(
+            f"a Python branch, loop or index depends on the values of a tensor{where}: "
+            "use torch.where or masks instead, or make the value a constant of the module "
+            f"({text})"
+        )
+    if "found a fake tensor in the exported program" in text:
+        return CaptureError(
+            f"torch.export loses a value that no operator made{where}: use x.detach() instead of "
+            "x.data, and keep no tensors outside of the module"
+        )
+    unknown = re.search(r"Found <class '(.+)'> in output", text)
+    if unknown:
+        return CaptureError(
+            f"the module returns a {unknown[1]}: let it return tensors, constants, or tuples, "
+            "lists and dicts of them (for a key/value cache: set config.use_cache = False)"
+        )
+    return CaptureError(
+        f"torch.export cannot trace the module{where}: {kind}: {text}. Rewrite "
+        + ("that line" if where else "it")
+        + ", or capture a submodule that leaves it out"
+    )
+
+
+# What a trace does not follow: the functions that users call for it, and what to do instead.
+_UNTRACED: dict[str, tuple[tuple[Callable[..., Any], ...], str]] = {
+    "derivatives": (
+        (
+            torch.autograd.grad,
+            torch.autograd.backward,
+            torch.func.grad,
+            torch.func.grad_and_value,
+            torch.func.vjp,
+            torch.func.jacrev,
+            torch.func.jacfwd,
+            torch.func.hessian,
+        ),
+        "write the derivative out, or return what is differentiated",
+    ),
+    "nested tensors": (
+        (torch.nested.nested_tensor, torch.nested.as_nested_tensor, torch.nested.narrow),
+        "use padded tensors and a mask",
+    ),
+    "packed sequences": (
+        (nn.utils.rnn.pack_padded_sequence, nn.utils.rnn.pack_sequence),
+        "give the recurrent layer padded sequences, and mask what it makes of the padding",
+    ),
+}
+
+
+@contextmanager
+def calls_from_user(
+    functions: Sequence[Callable[..., Any]],
+) -> Iterator[list[tuple[Callable[..., Any], str]]]:
+    """Which of these Python functions is called inside, and the user's line that does it."""
+    by_code = {f.__code__: f for f in functions}  # type: ignore[attr-defined]
+    found: list[tuple[Callable[..., Any], str]] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event != "call" or frame.f_code not in by_code:
+            return
+        function = by_code[frame.f_code]
+        while frame is not None and _is_foreign(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None:
+            found.append((function, _shown(frame.f_code.co_filename, frame.f_lineno)))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+def _shown(file: str, line: int) -> str:
+    source = linecache.getline(file, line).strip()
+    return f" at {file}:{line}" + (f" `{source}`" if source else "")
+
+
+def _special_part(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str
+) -> str:
+    """What the module consists of, or is given, that has no plain tensors; empty if nothing."""
+    for path, m in module.named_modules():
+        kind = f"{type(m).__module__}.{type(m).__qualname__}"
+        path = path.removeprefix(prefix)
+        named = f"submodule {path!r} is a {kind}" if path else f"the module is a {kind}"
+        if isinstance(m, torch.jit.ScriptModule):
+            return f"{named}, made by TorchScript: capture the module that it was made from"
+        if any(isinstance(x, torch.ScriptObject) for x in vars(m).values()):
+            return (
+                f"{named}, whose weights are packed in an object of C++ (a quantised module): "
+                "capture the module as it was before it was quantised"
+            )
+    held = [
+        *((f"parameter {k.removeprefix(prefix)!r}", x) for k, x in module.named_parameters()),
+        *((f"buffer {k.removeprefix(prefix)!r}", x) for k, x in module.named_buffers()),
+        *(
+            (f"input {pytree.keystr(path[1:])}", x)
+            for path, x in pytree.tree_flatten_with_path((args, kwargs))[0]
+        ),
+    ]
+    return next(filter(None, (_special_tensor(name, x) for name, x in held)), "")
+
+
+def _special_tensor(name: str, x: Any) -> str:
+    """What is wrong with a tensor that is not one block of memory with strides; else empty."""
+    if not isinstance(x, Tensor):
+        return ""
+    if is_lazy(x):
+        return f"{name} has no shape yet: call the module once, and capture it then"
+    if x.is_nested:
+        return f"{name} is a nested tensor: use padded tensors and a mask"
+    if x.is_quantized:
+        return f"{name} is a quantised tensor: use its .dequantize(), or integers and a scale"
+    if x.layout != torch.strided:
+        kind = "sparse" if "sparse" in str(x.layout) else "opaque"
+        return (
+            f"{name} is a {kind} tensor ({x.layout}): make it a dense one (.to_dense()), or keep "
+            "its indices and values as tensors and use index_add or scatter_add"
+        )
+    return ""
+
+
+def check_tensors(exported: Any, prefix: str) -> None:
+    """Every tensor that is used must be one block of memory with strides."""
+    signature = exported.graph_signature
+    names = {
+        node: f"{what} {name.removeprefix(prefix)!r}"
+        for what, found in (
+            ("parameter", signature.inputs_to_parameters),
+            ("buffer", signature.inputs_to_buffers),
+            ("constant", signature.inputs_to_lifted_tensor_constants),
+        )
+        for node, name in found.items()
+    }
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and not node.users:
+            continue
+        name = names.get(node.name, f"input {node.name!r}")
+        if node.op == "call_function":
+            name = f"the result of {node.target}{node_line(node)}"
+        for x in leaves_of(node.meta.get("val")):
+            wrong = _special_tensor(name, x)
+            if wrong:
+                raise CaptureError(wrong)
+    for name in signature.inputs_to_lifted_custom_objs.values():
+        value = exported.constants[name]
+        raise CaptureError(
+            f"the module uses a {type(value).__module__}.{type(value).__qualname__}, which is no "
+            "tensor: draw random numbers without a generator of their own, or make them an input"
+        )
+
+
+def first_line(error: object) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
+def _where(error: BaseException, module: nn.Module, prefix: str) -> str:
+    """The user's line, and the module of torch's own that it calls, or nothing."""
+    paths = {id(m): path.removeprefix(prefix) for path, m in module.named_modules()}
+    inner: Any = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        this = frame.f_locals.get("self")
+        inner = this if id(this) in paths and frame.f_code.co_name == "forward" else inner
+    where = user_line(error)
+    if inner is not None and type(inner).__module__.startswith("torch."):
+        shown = repr(inner)
+        shown = type(inner).__name__ if "\n" in shown else shown
+        where += f" in module {paths[id(inner)]!r}, {shown}"
+    return where
+
+
+def user_line(error: BaseException) -> str:
+    """`` at file:line: `source` `` of the deepest frame of the user's code, or nothing."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not _is_foreign(file):
+            found = _shown(file, line)
+    return found
+
+
+def _is_foreign(file: str) -> bool:
+    """Whether a file is torch's, of what it stands on, of Python or one beside this one."""
+    if file.startswith("<") or Path(file).parent == Path(__file__).parent:
+        return True
+    parts = Path(file).parts
+    if "site-packages" in parts:
+        return parts[parts.index("site-packages") + 1] in ("torch", "sympy", "mpmath", "numpy")
+    return file.startswith((str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")))
+
+
+def node_line(node: fx.Node) -> str:
+    """The user's line that made ``node``, as torch recorded it, and the module."""
+    path = module_path(node)
+    inside = f" in module {path!r}" if path else ""
+    found = re.findall(r'File "([^"<]+)", line (\d+), in .*\n\s*(.*)', node.stack_trace or "")
+    lines = [f" at {file}:{line} `{text}`" for file, line, text in found if not _is_foreign(file)]
+    return inside + (lines[-1] if lines else "")
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the deepest module around the node; a module's repeated calls are one path."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return re.sub(r"@\d+", "", path)
+
+
+def check_static(nodes: Sequence[fx.Node]) -> None:
+    """Every operator must give tensors of fixed shapes, and there must be no control flow."""
+    for node in nodes:
+        target = node.target
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            construct = str(target)
+            if construct not in _WRAPPERS:
+                raise CaptureError(
+                    f"the module uses the construct {construct!r}{node_line(node)}, which is no "
+                    "fixed list of operators: use torch.where for a choice, unroll a loop, or "
+                    "choose a plain implementation (e.g. attn_implementation='sdpa')"
+                )
+        values = [x for x in leaves_of(node.meta.get("val")) if x is not None]
+        if not all(isinstance(x, Tensor) and all(type(d) is int for d in x.shape) for x in values):
+            raise CaptureError(
+                f"{target} gives a number or a shape that depends on the values of a tensor"
+                f"{node_line(node)}: use masks or torch.where, or make the value a constant of "
+                "the module"
+            )
+
+
+def first_unsafe(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """The first call that cannot run as traced, or None; ``nodes`` in graph order.
+
+    An operator may work in place where nobody can notice: the memory it writes to is fresh, not
+    a view, and no other operator or output reads the argument.
+    """
+    fresh: set[fx.Node] = set()
+    for node in nodes:
+        if node.target is operator.getitem:
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return node
+        written = _mutated(node)
+        if not all(arg in fresh and len(arg.users) == 1 for arg in written):
+            return node
+        memory = set(node.meta["memory"])
+        aliased = [arg for arg in node.all_input_nodes if memory.intersection(arg.meta["memory"])]
+        if aliased == written:  # both empty, or in place on what was fresh
+            fresh.add(node)
+    return None
+
+
+def calls_of(exported: Any) -> list[fx.Node]:
+    """The call nodes in order.
+
+    On the way every node's ``meta["memory"]`` becomes the identities of its tensors' memory.
+    """
+    handed_on: dict[int, int] = {}
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and not node.users:  # may be of any kind
+            continue
+        memory = [storage_of(x) for x in leaves_of(node.meta.get("val")) if isinstance(x, Tensor)]
+        if _is_idle_dropout(node):
+            handed_on[memory[0]] = node.args[0].meta["memory"][0]
+        node.meta["memory"] = [handed_on.get(m, m) for m in memory]
+    return [node for node in exported.graph.nodes if node.op == "call_function"]
+
+
+def _is_idle_dropout(node: fx.Node) -> bool:
+    """Dropout that drops nothing hands on its input, but torch records a new tensor for it."""
+    return node.target in _DROPOUTS and not (node.args[1] and node.args[2])
+
+
+def _mutated(node: fx.Node) -> list[Any]:
+    """The arguments that an operator writes to."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    found: list[Any] = []
+    for i, a in enumerate(target._schema.arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
+            found.extend(leaves_of(value))
+    if target in _NORMS and node.args[5]:  # which the schema does not say
+        found.extend(x for x in node.args[3:5] if x is not None)
+    return found
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers: dropout and its like only where they drop."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for i, a in enumerate(target._schema.arguments):
+        if a.name in ("train", "training", "p", "dropout", "dropout_p"):
+            default = a.default_value if a.has_default_value() else None
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(a.name, default)
+            if given in (False, 0.0):
+                return False
+    return True
+
+
+def first_transformed(exported: Any) -> fx.Node | None:
+    """The first call of ``torch.func`` (vmap, jvp), whose tensors have no memory, or None."""
+    known = torch._ops.OpOverload | torch._ops.HigherOrderOperator
+    calls = (n for n in exported.graph.nodes if n.op == "call_function")
+    return next(
+        (n for n in calls if not isinstance(n.target, known) and n.target is not operator.getitem),
+        None,
+    )
+
+
+def functionalise(exported: Any) -> Any:
+    """The program without in-place operators, wrapper regions (autocast, grad mode) and vmap."""
+    transformed = first_transformed(exported)
+    for node in filter(_is_idle_dropout, exported.graph.nodes):
+        # Else torch would take a write to its output for one that its input does not see.
+        node.target, node.args = torch.ops.aten.alias.default, node.args[:1]
+    _keep_names(exported.graph_module)
+    try:
+        with quiet():
+            exported = exported.run_decompositions({})
+    except Exception as error:
+        what = (
+            f"uses torch.func{node_line(transformed)} for what"
+            if transformed is not None
+            else "has an in-place operator or an autocast or gradient-mode region that"
+        )
+        raise CaptureError(
+            f"the module {what} torch cannot make plain operators of: {first_line(error)}. Only "
+            "vmap and jvp can be captured: write derivatives out"
+            if transformed is not None
+            else f"the module {what} torch cannot remove: {first_line(error)}"
+        ) from error
+    signature = exported.graph_signature
+    for buffer in signature.buffers_to_mutate.values():
+        raise CaptureError(
+            f"the module changes its buffer {buffer!r} in evaluation mode too, so that its calls "
+            "are not independent: make the update depend on self.training"
+        )
+    for name in getattr(signature, "parameters_to_mutate", {}).values():
+        raise CaptureError(
+            f"the module changes its parameter {name!r} when it is called (an embedding with "
+            "max_norm does), so that its calls are not independent: do that in the training loop"
+        )
+    for name in signature.user_inputs_to_mutate.values():
+        raise CaptureError(
+            f"the module changes its input {name!r} in place: let it work on a copy "
+            f"({name} = {name}.clone())"
+        )
+    return exported
+
+
+def _keep_names(program: fx.GraphModule) -> None:
+    """Let the bodies of regions run node by node: else torch forgets whose their operators are."""
+    for _, body in program.named_children():
+        if isinstance(body, fx.GraphModule):
+            _keep_names(body)
+            body.forward = fx.Interpreter(body).run
+
+
+def signature_of(node: fx.Node) -> str:
+    """Kind, shapes, dtypes and constants of a call; where it runs is not part of it."""
+    parts = [_show(x) for x in node.args]
+    parts += [
+        f"{k}={_show(x)}" for k, x in node.kwargs.items() if k not in ("device", "pin_memory")
+    ]
+    return f"{node.target}({', '.join(parts)})"
+
+
+def _show(arg: Any) -> str:
+    if isinstance(arg, fx.Node):
+        value = arg.meta.get("val")
+        return describe(value) if isinstance(value, Tensor) else repr(value)
+    if isinstance(arg, list | tuple):
+        return f"[{', '.join(_show(x) for x in arg)}]"
+    if isinstance(arg, torch.device):
+        return "device"
+    if isinstance(arg, torch.dtype):
+        return short_dtype(arg)
+    return repr(arg)
+
+
+def argument_names(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of forward's positional arguments, and of those that the example gives."""
+    positional = []
+    for p in inspect.signature(module.forward).parameters.values():
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            positional.append(p.name)
+        elif p.kind is p.VAR_POSITIONAL:
+            extra = range(len(args) - len(positional))
+            positional.extend(f"{p.name}[{i}]" for i in extra)
+    return tuple(positional), (*positional[: len(args)], *kwargs)

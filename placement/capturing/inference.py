@@ -1,0 +1,264 @@
+"""Inference: the exported graph, node by node, as an ``OpGraph`` and its ``Program``."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from placement.capturing.exported import (
+    argument_names,
+    calls_of,
+    check_static,
+    export,
+    first_transformed,
+    first_unsafe,
+    functionalise,
+    is_random,
+    module_path,
+    node_line,
+    signature_of,
+)
+from placement.capturing.numerics import check_numbers
+from placement.graph import OpGraph
+from placement.program import (
+    CaptureError,
+    Param,
+    Program,
+    Ref,
+    Step,
+    input_spec,
+    leaves_of,
+    run_program,
+    split_inputs,
+    storage_of,
+)
+
+
+def capture_inference(module: nn.Module, example_inputs: Any, name: str | None = None) -> OpGraph:
+    """See ``placement.capture``."""
+    args, kwargs = split_inputs(example_inputs)
+    spec = input_spec(example_inputs)
+    exported = export(module, args, kwargs)
+    if first_transformed(exported) is not None:
+        exported = functionalise(exported)
+    calls = calls_of(exported)
+    check_static(calls)
+    if first_unsafe(calls) is not None:
+        exported = functionalise(exported)
+        unsafe = first_unsafe(calls_of(exported))
+        if unsafe is not None:
+            raise CaptureError(
+                f"{unsafe.target} cannot be made one plain operator{node_line(unsafe)}: rewrite "
+                "that line without it"
+            )
+    arg_names, input_names = argument_names(module, args, kwargs)
+    graph = _build(
+        exported,
+        name or type(module).__name__,
+        arg_names=arg_names,
+        input_names=input_names,
+        values=[*args, *kwargs.values()],
+        spec=spec,
+    )
+    program = graph.program
+    assert isinstance(program, Program)
+    if not program.is_random:
+        example = program.example_tensors
+        check_numbers(module, args, kwargs, lambda watch: run_program(program, example, watch))
+    return graph
+
+
+def _build(
+    exported: Any,
+    name: str,
+    *,
+    arg_names: tuple[str, ...],
+    input_names: tuple[str, ...],
+    values: list[Any],
+    spec: dict[str, Any],
+) -> OpGraph:
+    """Number operators, tensors and parameters of the exported program."""
+    paths, in_tree = pytree.tree_flatten_with_path(values)
+    leaf_names = tuple(
+        input_names[path[0].idx] + pytree.keystr(path[1:])  # type: ignore[attr-defined]
+        for path, _ in paths
+    )
+    example_leaves = tuple(leaf for _, leaf in paths)
+
+    builder = _Builder(exported)
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    inputs = placeholders[len(placeholders) - len(example_leaves) :]
+    for node, leaf in zip(inputs, example_leaves, strict=True):
+        builder.add_input(node, leaf)
+    input_tensors = tuple(range(len(builder.tensor_src)))
+    for node in placeholders[: len(placeholders) - len(example_leaves)]:
+        builder.add_param(node)
+    calls = calls_of(exported)
+    for node in calls:
+        builder.add_call(node)
+    outputs = tuple(builder.template(x) for x in exported.graph.output_node().args[0])
+
+    if not builder.steps:
+        raise CaptureError(f"{name} has no operators: there is nothing to place")
+    program = Program(
+        steps=tuple(builder.steps),
+        params=tuple(builder.params),
+        param_names=tuple(builder.param_names),
+        input_tensors=input_tensors,
+        input_names=input_names,
+        arg_names=arg_names,
+        input_spec=spec,
+        leaf_names=leaf_names,
+        example_leaves=example_leaves,
+        output_leaves=outputs,
+        in_tree=in_tree,
+        out_tree=exported.call_spec.out_spec,
+        is_random=any(map(is_random, calls)),
+        state_names=tuple(exported.state_dict),
+    )
+    return OpGraph.build(
+        name,
+        builder.op_name,
+        builder.tensor_src,
+        builder.tensor_bytes,
+        builder.uses,
+        op_kind=[str(step.target) for step in builder.steps],
+        op_module=builder.op_module,
+        op_signature=builder.op_signature,
+        tensor_root=builder.tensor_root,
+        param_bytes=[p.numel() * p.element_size() for p in builder.params],
+        param_uses=builder.param_uses,
+        group=builder.group,
+        output_tensor=sorted({x.tensor for x in outputs if isinstance(x, Ref)}),
+        program=program,
+    )
+
+
+class _Builder:
+    """Collects the arrays of the graph while the nodes of the trace pass by once."""
+
+    def __init__(self, exported: Any) -> None:
+        self.exported = exported
+        self.value: dict[fx.Node, Any] = {}  # what a node is in a template
+        self.param_at: dict[Any, int] = {}
+        self.params: list[Tensor] = []
+        self.param_names: list[str] = []
+        self.steps: list[Step] = []
+        self.op_name: list[str] = []
+        self.op_module: list[str] = []
+        self.op_signature: list[str] = []
+        self.group: list[int] = []
+        self.tensor_src: list[int] = []
+        self.tensor_bytes: list[int] = []
+        self.tensor_root: list[int] = []
+        self.uses: list[tuple[int, int]] = []
+        self.param_uses: list[tuple[int, int]] = []
+
+    def add_input(self, node: fx.Node, leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            self.value[node] = Ref(self._add_tensor(-1, node))
+        else:
+            self.value[node] = leaf
+
+    def add_param(self, node: fx.Node) -> None:
+        """A parameter, buffer or constant; the same memory seen the same way is one."""
+        signature = self.exported.graph_signature
+        names = {
+            **signature.inputs_to_parameters,
+            **signature.inputs_to_buffers,
+            **signature.inputs_to_lifted_tensor_constants,
+        }
+        if not node.users:
+            return
+        full_name = names[node.name]
+        stored = self.exported.state_dict
+        real = stored[full_name] if full_name in stored else self.exported.constants[full_name]
+        key = (storage_of(real), real.storage_offset(), real.shape, real.stride(), real.dtype)
+        if key not in self.param_at:
+            self.param_at[key] = len(self.params)
+            self.params.append(real)
+            self.param_names.append(full_name)
+        self.value[node] = Param(self.param_at[key])
+
+    def add_call(self, node: fx.Node) -> None:
+        target = node.target
+        if target is operator.getitem:
+            return  # folded into its producer
+        if target is torch.ops.aten._assert_tensor_metadata.default:
+            return  # always true: flatten_inputs checks shapes and dtypes
+        assert isinstance(target, torch._ops.OpOverload)
+        n = len(self.steps)
+        args = tuple(self.template(x) for x in node.args)
+        kwargs = {k: self.template(x) for k, x in node.kwargs.items()}
+        self.group.append(n)
+        outputs, index = self._add_outputs(n, node)
+        multi = isinstance(node.meta["val"], list | tuple)
+        self.steps.append(Step(target, args, kwargs, outputs, multi, index))
+        for leaf in leaves_of((args, kwargs)):
+            if isinstance(leaf, Ref):
+                self.uses.append((leaf.tensor, n))
+            elif isinstance(leaf, Param):
+                self.param_uses.append((n, leaf.index))
+        self.op_name.append(node.name)
+        self.op_module.append(module_path(node))
+        self.op_signature.append(signature_of(node))
+
+    def _add_outputs(self, n: int, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        value = node.meta["val"]
+        if isinstance(value, Tensor):
+            tensor = self._add_tensor(n, node)
+            self.value[node] = Ref(tensor)
+            return (tensor,), (0,)
+        if value is None:
+            return (), ()
+        readers: dict[int, list[fx.Node]] = {}
+        for user in node.users:
+            assert user.target is operator.getitem, f"{user} takes all outputs of {node}"
+            if user.users:
+                readers.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
+        outputs = []
+        for i in sorted(readers):
+            outputs.append(self._add_tensor(n, readers[i][0]))
+            for user in readers[i]:
+                self.value[user] = Ref(outputs[-1])
+        return tuple(outputs), tuple(sorted(readers))
+
+    def _add_tensor(self, src: int, node: fx.Node) -> int:
+        """Number the tensor of ``node``; if it is a view, operator ``src`` joins its base's group.
+
+        A view of a parameter is free to be anywhere: every device has its own copy of it.
+        """
+        t = len(self.tensor_src)
+        fake = node.meta["val"]
+        call = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(call, fx.Node)
+        bases = [
+            self.tensor_root[self.value[arg].tensor]
+            for arg in call.all_input_nodes
+            if isinstance(self.value[arg], Ref) and arg.meta["memory"] == node.meta["memory"]
+        ]
+        root = min(bases, default=t)
+        self.tensor_src.append(src)
+        self.tensor_bytes.append(fake.numel() * fake.element_size())
+        self.tensor_root.append(root)
+        owner = self.tensor_src[root]
+        if owner >= 0 and self.group[owner] != self.group[src]:
+            old, new = self.group[src], self.group[owner]
+            self.group = [new if g == old else g for g in self.group]
+        return t
+
+    def template(self, arg: Any) -> Any:
+        """An argument of a node, with ``Ref`` and ``Param`` for nodes and plain containers."""
+        if isinstance(arg, fx.Node):
+            return self.value[arg]
+        if isinstance(arg, list):
+            return [self.template(x) for x in arg]
+        if isinstance(arg, tuple):
+            return tuple(self.template(x) for x in arg)
+        if isinstance(arg, dict):
+            return {k: self.template(x) for k, x in arg.items()}
+        return arg

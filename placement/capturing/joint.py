@@ -1,0 +1,436 @@
+"""Loss and gradients of an exported module as one list of kernel calls.
+
+The step is traced *through autograd itself*: ``make_fx`` runs the exported module and
+``torch.autograd.grad`` on fake tensors and records every kernel below autograd. So the graph
+holds the very kernels that eager training calls, forward and backward, and no decompositions
+(``torch.export``'s own joint graph decomposes, e.g., the backward of batch normalisation into a
+dozen element-wise operators). A second trace removes in-place operators, because a distributed
+run keeps no other order than that of the edges; new values of buffers become results.
+
+The kernels are those of the machine that traces: attention and recurrent layers, for which a CPU
+and a GPU have different ones, are captured as a CPU runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils import _pytree as pytree
+
+from placement.capturing.exported import first_line, left_as_it_was, quiet, user_line
+from placement.capturing.replay import IN_CHECKPOINT, Calls, autograd_call
+from placement.program import CaptureError, Param, Ref, storage_of
+
+_aten = torch.ops.aten
+_higher = torch.ops.higher_order
+Owner = tuple[int, bool]  # (number of the call in the forward, whether it is its backward)
+
+
+class _Recorder:
+    """Writes into every traced node to which call of the forward it belongs."""
+
+    def __init__(self) -> None:
+        mode = get_proxy_mode()
+        assert mode is not None
+        self._graph = mode.tracer.graph
+        self._owner: Owner | None = None
+        self.switch(None)
+
+    def switch(self, owner: Owner | None) -> None:
+        """What was traced since the last switch is its owner's; what follows is ``owner``'s."""
+        for node in reversed(self._graph.nodes):
+            if "owner" in node.meta:
+                break
+            node.meta["owner"] = self._owner
+        self._owner = owner
+
+
+class _Forward(fx.Interpreter):
+    """Runs the exported graph; notes for every kernel, and every autograd node, whose it is."""
+
+    def __init__(
+        self,
+        module: Any,
+        recorder: _Recorder,
+        calls: list[fx.Node],
+        known: set[Any],
+        replays: Calls,
+    ) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._recorder, self._calls, self._known = recorder, calls, known
+        self._replays = replays
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        call = len(self._calls)
+        self._calls.append(n)
+        self._recorder.switch((call, False))
+        result = super().run_node(n)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._follow(tensor.grad_fn, call)
+        return result
+
+    def _follow(self, node: Any, call: int) -> None:
+        """The autograd nodes from ``node`` on that are new are those of ``call``."""
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in self._known:
+                continue
+            self._known.add(node)
+            node.register_prehook(lambda _: self._recorder.switch((call, True)))
+            waiting.extend(following for following, _ in node.next_functions)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is _higher.wrap_with_set_grad_enabled:
+            enabled, body, *operands = args
+            with torch.set_grad_enabled(enabled):
+                return self._nested(body, operands)
+        if target is _higher.wrap_with_autocast:
+            device_type, dtype, enabled, _, body, *operands = args
+            with torch.autocast(device_type, dtype, enabled, cache_enabled=False):
+                return self._nested(body, operands)
+        if target is autograd_call:
+            name, *tensors = args
+            return self._replays[name](*tensors)
+        return super().call_function(target, args, kwargs)
+
+    def _nested(self, body: Any, operands: Sequence[Any]) -> Any:
+        inner = _Forward(body, self._recorder, self._calls, self._known, self._replays)
+        return inner.run(*operands)
+
+
+class _Functional(fx.Interpreter):
+    """Runs the traced step again, for the trace without in-place operators."""
+
+    def __init__(self, module: Any, recorder: _Recorder, split_backward: bool) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._recorder = recorder
+        self._split_backward = split_backward
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function":
+            self._recorder.switch(n.meta["owner"])
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        # Its schema does not say that it writes to the running statistics.
+        if target is _aten.native_batch_norm.default and args[3] is not None and args[5]:
+            *values, mean, var = _aten._native_batch_norm_legit_functional.default(*args, **kwargs)
+            args[3].copy_(mean)
+            args[4].copy_(var)
+            return tuple(values)
+        if target is _aten.native_batch_norm_backward.default and args[7]:
+            args = (*args[:3], None, None, *args[5:])  # the batch's own statistics are used
+        if target is _aten.convolution_backward.default and self._split_backward:
+            *first, (of_input, of_weight, of_bias) = args
+            if of_input and (of_weight or of_bias):
+                given, *_ = target(*first, (True, False, False))
+                _, *trained = target(*first, (False, of_weight, of_bias))
+                return (given, *trained)
+        return super().call_function(target, args, kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """The loss and its gradients as one list of functional kernel calls.
+
+    Attributes:
+        kernels: in order; ``meta["owner"]`` says whose they are. Views and getitems included.
+        calls: the calls of the exported forward, by number.
+        params, param_names: distinct parameters, buffers and constants.
+        source: what a placeholder is: ``Param``, or ``Ref`` of an input tensor.
+        num_inputs: tensors among the inputs.
+        loss: its node.
+        gradients, new_buffers: (number in ``params``, node).
+    """
+
+    kernels: list[fx.Node]
+    calls: list[fx.Node]
+    params: list[Tensor]
+    param_names: list[str]
+    source: dict[fx.Node, Param | Ref]
+    num_inputs: int
+    loss: fx.Node
+    gradients: list[tuple[int, fx.Node]]
+    new_buffers: list[tuple[int, fx.Node]]
+
+
+def trace_step(
+    exported: Any,
+    module: nn.Module,
+    leaves: list[Any],
+    optimizer: torch.optim.Optimizer | None,
+    split_backward: bool,
+    replays: Calls,
+) -> Joint:
+    """Trace loss and gradients of an exported program whose inputs have these leaves."""
+    signature = exported.graph_signature
+    placeholders = [n.name for n in exported.graph.nodes if n.op == "placeholder"]
+    params, param_names, param_at = _parameters(exported, module, bool(replays))
+    own = {param_at[name] for name in signature.inputs_to_parameters if name in param_at}
+    trainable = _trainable(params, own, optimizer)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    flat = [x.detach() for x in (*params, *tensors)]
+    calls: list[fx.Node] = []
+    with_gradient: list[int] = []
+
+    def step(*given: Tensor) -> list[Tensor]:
+        recorder = _Recorder()
+        for i in trainable:
+            given[i].requires_grad_()
+        _put_into(module, dict(zip(map(_view_of, params), given, strict=False)))
+        rest = iter(given[len(params) :])
+        operands = [
+            given[param_at[name]] if name in param_at else None
+            for name in placeholders[: len(placeholders) - len(leaves)]
+        ]
+        operands += [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        values = _Forward(exported.graph_module, recorder, calls, set(), replays).run(*operands)
+        loss = loss_of(pytree.tree_unflatten(values, exported.call_spec.out_spec))
+        recorder.switch((len(calls) - 1, True))
+        own_of = torch.autograd.grad(loss, [given[i] for i in trainable], allow_unused=True)
+        # A function's backward may add to gradients by itself, as reversible layers do.
+        found = [_sum(g, given[i].grad) for i, g in zip(trainable, own_of, strict=True)]
+        with_gradient.extend(i for i, g in zip(trainable, found, strict=True) if g is not None)
+        memory = {storage_of(x) for x in given}
+        gradients = [
+            _hooked(params[i], g) for i, g in zip(trainable, found, strict=True) if g is not None
+        ]
+        gradients = [g.clone() if storage_of(g) in memory else g for g in gradients]
+        recorder.switch(None)
+        return [loss, *gradients]
+
+    def functional(*given: Tensor) -> Any:
+        recorder = _Recorder()
+        results = _Functional(traced, recorder, split_backward).run(*given)
+        recorder.switch(None)
+        return results
+
+    try:
+        # What the user's hooks and functions leave in the module is undone.
+        with quiet(), torch.enable_grad(), left_as_it_was(module):
+            traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
+            _lift_constants(traced, params, param_names)
+            flat = [x.detach() for x in (*params, *tensors)]
+            pure = make_fx(
+                torch.func.functionalize(functional, remove="mutations"), tracing_mode="fake"
+            )(*flat)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"autograd cannot be traced through the module{user_line(error)}: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+    nodes = list(pure.graph.nodes)
+    given = [n for n in nodes if n.op == "placeholder"]
+    written = [n for n in nodes if n.target is _aten.copy_.default]
+    loss, *gradients = nodes[-1].args[0]
+    new_buffers = [(given.index(node.args[0]), node.args[1]) for node in written]
+    for at, node in new_buffers:
+        _check_change(param_names[at] if at < len(params) else None, at in own, node, calls)
+    _check_apart(params, param_names, {*trainable, *(i for i, _ in new_buffers)})
+    return Joint(
+        kernels=[n for n in nodes if n.op == "call_function" and n not in written],
+        calls=calls,
+        params=params,
+        param_names=param_names,
+        source={
+            n: Param(i) if i < len(params) else Ref(i - len(params)) for i, n in enumerate(given)
+        },
+        num_inputs=len(tensors),
+        loss=loss,
+        gradients=list(zip(with_gradient, gradients, strict=True)),
+        new_buffers=new_buffers,
+    )
+
+
+def _trainable(
+    params: list[Tensor], own: set[int], optimizer: torch.optim.Optimizer | None
+) -> list[int]:
+    """Which of the parameters ``own`` get gradients."""
+    trained = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else None
+    found = [
+        i
+        for i, p in enumerate(params)
+        if i in own and p.requires_grad and (trained is None or id(p) in trained)
+    ]
+    if not found:
+        raise CaptureError(
+            "there is nothing to train: no parameter that the module uses has requires_grad=True"
+            + (" and belongs to the optimizer" if optimizer else "")
+        )
+    return found
+
+
+def _check_change(name: str | None, is_param: bool, value: fx.Node, calls: list[fx.Node]) -> None:
+    """A step may change buffers, once.
+
+    Raises:
+        CaptureError: it changes a parameter, an input (which has no name), or changes a buffer in
+            a checkpoint.
+    """
+    if name is None or is_param:
+        what = "input" if name is None else f"parameter {name!r}"
+        raise CaptureError(
+            f"the module changes its {what} in place: let it work on a copy (x = x.clone())"
+        )
+    call, _ = value.meta["owner"]
+    if IN_CHECKPOINT in calls[call].meta.get("custom", {}):
+        raise CaptureError(
+            f"the buffer {name!r} changes in a checkpoint, where plain PyTorch changes it once "
+            "more in the backward: call that module without checkpoint(), and name it in "
+            "recompute=[...]"
+        )
+
+
+def _put_into(module: nn.Module, given: dict[Any, Tensor]) -> None:
+    """Let hooks and functions that hold the module find the tensors of the trace in it."""
+    for m in module.modules():
+        for held in (m._parameters, m._buffers):
+            for name, x in held.items():
+                if x is not None and _view_of(x) in given:
+                    held[name] = given[_view_of(x)]  # type: ignore[assignment]
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _hooked(param: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient as the parameter's own hooks leave it."""
+    if param._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        raise CaptureError(
+            "a parameter has a hook on the accumulation of its gradient, which would not run: use "
+            "register_hook, or do that in the optimizer"
+        )
+    for hook in (param._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def _lift_constants(traced: fx.GraphModule, params: list[Tensor], param_names: list[str]) -> None:
+    """Make tensors that hooks and functions hold by themselves parameters: placeholders too."""
+    at = {_view_of(x): i for i, x in enumerate(params)}
+    given = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    behind = given[len(params) - 1]
+    for node in [n for n in traced.graph.nodes if n.op == "get_attr"]:
+        real = getattr(traced, node.target)
+        if isinstance(real, FakeTensor):
+            raise CaptureError(
+                "a hook, or the argument of an autograd.Function, holds a tensor that the forward "
+                "made: give it to an autograd.Function as an argument of its own"
+            )
+        if _view_of(real) not in at:
+            at[_view_of(real)] = len(params)
+            params.append(real.detach())
+            param_names.append(node.target)
+            with traced.graph.inserting_after(behind):
+                behind = traced.graph.placeholder(node.target)
+            behind.meta.update(node.meta)
+            given.insert(len(params) - 1, behind)
+        node.replace_all_uses_with(given[at[_view_of(real)]])
+        traced.graph.erase_node(node)
+    traced.recompile()
+
+
+def _view_of(x: Tensor) -> Any:
+    """Equal for tensors that see the same memory the same way."""
+    return storage_of(x), x.storage_offset(), x.shape, x.stride(), x.dtype
+
+
+def _check_apart(params: list[Tensor], names: list[str], changed: set[int]) -> None:
+    """What changes shares its memory with nothing else that is read.
+
+    Raises:
+        CaptureError: it does; tied parameters are one ``Parameter``.
+    """
+
+    def bounds(x: Tensor) -> tuple[int, int]:
+        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+        first = int(x.storage_offset()) * x.element_size()
+        return first, first + int(reach) * x.element_size()
+
+    sharing: dict[int, list[int]] = {}
+    for i, x in enumerate(params):
+        if x.numel():
+            sharing.setdefault(storage_of(x), []).append(i)
+    for i, j in (pair for group in sharing.values() for pair in combinations(group, 2)):
+        (a, b), (c, d) = bounds(params[i]), bounds(params[j])
+        if max(a, c) < min(b, d) and changed & {i, j}:
+            raise CaptureError(
+                f"{names[i]!r} and {names[j]!r} are two tensors in the same memory, and training "
+                "changes it: make them one (as tied parameters are: b.weight = a.weight), or copies"
+            )
+
+
+def _parameters(
+    exported: Any, module: nn.Module, unread: bool
+) -> tuple[list[Tensor], list[str], dict[str, int]]:
+    """Distinct parameters, buffers and constants, their names, and which a placeholder is.
+
+    ``unread``: also those that no operator of the forward reads.
+
+    The same memory seen the same way is one (tied parameters), by its first name in the module.
+    """
+    own_name = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
+    signature = exported.graph_signature
+    names = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    seen: dict[Any, int] = {}
+    params: list[Tensor] = []
+    param_names: list[str] = []
+    param_at: dict[str, int] = {}
+    for node in exported.graph.nodes:
+        if node.op != "placeholder" or node.name not in names or not (node.users or unread):
+            continue
+        full_name = names[node.name]
+        stored = exported.state_dict
+        real = stored[full_name] if full_name in stored else exported.constants[full_name]
+        key = _view_of(real)
+        one = params[seen[key]] if key in seen else None
+        apart = one is not real and nn.Parameter in (type(one), type(real))
+        if one is None or apart:
+            seen[key] = len(params)
+            params.append(real)
+            param_names.append(own_name.get(id(real), full_name))
+        param_at[node.name] = seen[key]
+    return params, param_names, param_at
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss among what the module, or the loss function, returned."""
+    found = outputs
+    if isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    elif isinstance(outputs, tuple | list) and outputs:
+        found = outputs[0]
+    if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
+        shown = (
+            f"a tensor of shape {tuple(found.shape)}"
+            if isinstance(found, Tensor)
+            else (f"a {type(found).__name__}")
+        )
+        raise CaptureError(
+            "training needs a loss, one floating-point number: from the loss function, or as what "
+            f"the module returns (itself, its first output or its output 'loss'); got {shown}. "
+            "Give one: capture(module, (inputs, target), mode='training', "
+            "loss=torch.nn.functional.cross_entropy)"
+        )
+    if not found.requires_grad:
+        raise CaptureError("the loss depends on no parameter that has requires_grad=True")
+    return found

@@ -1,0 +1,232 @@
+"""Kernels of a training step as operators: those of a call together, those of its backward too.
+
+Views cost nothing and are made again where they are read, so what flows between operators are
+tensors with memory of their own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+import torch
+from torch import fx
+
+from placement.capturing.joint import Joint
+
+_aten = torch.ops.aten
+Part = tuple[int, str]  # (number of the call, "", "_backward" or "_weight_backward")
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the node's value is memory of its first argument."""
+    if node.target is operator.getitem:
+        assert isinstance(node.args[0], fx.Node)
+        return _is_view(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target is _aten._unsafe_view.default:
+        return True
+    return any(r.alias_info is not None for r in node.target._schema.returns)
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node whose memory ``node`` is a view of: itself, unless it is a view."""
+    while node.op == "call_function" and _is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _producer(node: fx.Node) -> fx.Node | None:
+    """The kernel that makes a root, or None if it is given."""
+    if node.op == "placeholder":
+        return None
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
+
+
+def cut(joint: Joint, split_backward: bool) -> list[tuple[Part, list[fx.Node]]]:
+    """The kernels that are needed, as operators: those of one call, and of its backward.
+
+    Operators come in a topological order. Kernels of one part are split where together they
+    would close a cycle through another operator.
+    """
+    ends = [joint.loss, *(n for _, n in (*joint.gradients, *joint.new_buffers))]
+    needed: set[fx.Node] = set()
+    waiting = list(ends)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting.extend(node.all_input_nodes)
+    kernels = [
+        n
+        for n in joint.kernels
+        if n in needed and n.target is not operator.getitem and not _is_view(n)
+    ]
+    of_weights = _of_weights(joint, needed) if split_backward else set()
+    piece_of: dict[fx.Node, int] = {}
+    pieces: list[tuple[Part, list[fx.Node]]] = []
+    after: list[set[int]] = []
+    latest: dict[Part, int] = {}
+
+    def leads_to(a: int, b: int) -> bool:
+        seen, waiting = {a}, [a]
+        while waiting:
+            for c in after[waiting.pop()] - seen:
+                if c == b:
+                    return True
+                seen.add(c)
+                waiting.append(c)
+        return False
+
+    for kernel in kernels:
+        producers = [_producer(root_of(x)) for x in kernel.all_input_nodes]
+        before = {piece_of[p] for p in producers if p is not None}
+        call, backward = kernel.meta["owner"]
+        weights = "_weight" if kernel in of_weights else ""
+        part = (call, f"{weights}_backward" if backward else "")
+        mine = latest.get(part)
+        if mine is None or any(p != mine and leads_to(mine, p) for p in before):
+            mine = latest[part] = len(pieces)
+            pieces.append((part, []))
+            after.append(set())
+        pieces[mine][1].append(kernel)
+        piece_of[kernel] = mine
+        for p in before - {mine}:
+            after[p].add(mine)
+    missing = Counter(b for bs in after for b in bs)
+    ready = [i for i in range(len(pieces)) if not missing[i]]
+    order = []
+    while ready:  # numbers are by first kernel, so this keeps as close to the trace as it can
+        i = heappop(ready)
+        order.append(pieces[i])
+        for j in after[i]:
+            missing[j] -= 1
+            if not missing[j]:
+                heappush(ready, j)
+    assert len(order) == len(pieces), "pieces are free of cycles"
+    return order
+
+
+def _of_weights(joint: Joint, needed: set[fx.Node]) -> set[fx.Node]:
+    """Kernels whose results go into gradients of parameters and into no other call's backward."""
+    results = {n for _, n in joint.gradients}
+    others = {joint.loss, *(n for _, n in joint.new_buffers)}
+    found: set[fx.Node] = set()
+    for node in reversed(joint.kernels):
+        readers = [x for x in node.users if x in needed and x.op == "call_function"]
+        own = all(x in found and x.meta["owner"] == node.meta["owner"] for x in readers)
+        if own and node in needed - others and (readers or node in results):
+            found.add(node)
+    return found
+
+
+def results_of(joint: Joint, pieces: list[tuple[Part, list[fx.Node]]]) -> list[list[fx.Node]]:
+    """Of every piece: the roots that others read, then views that are results of the step."""
+    piece_of = {kernel: n for n, (_, kernels) in enumerate(pieces) for kernel in kernels}
+    found: list[dict[fx.Node, None]] = [{} for _ in pieces]
+    for n, (_, kernels) in enumerate(pieces):
+        for kernel in kernels:
+            for x in kernel.all_input_nodes:
+                root = root_of(x)
+                producer = _producer(root)
+                if producer is not None and piece_of[producer] != n:
+                    found[piece_of[producer]][root] = None
+    for node in (joint.loss, *(n for _, n in (*joint.gradients, *joint.new_buffers))):
+        producer = _producer(root_of(node))
+        assert producer is not None, "gradients have memory of their own"
+        found[piece_of[producer]][node] = None
+    assert all(found), "all kernels are needed"
+    return [sorted(nodes, key=_is_view) for nodes in found]
+
+
+def compile_piece(
+    piece: list[fx.Node], results: list[fx.Node]
+) -> tuple[Callable[..., Any], list[fx.Node]]:
+    """A function of (device, operands...) that runs the kernels, and the operands.
+
+    Source is generated as in ``placement.executor.share``; a value is dropped after its last use.
+    """
+    order: list[fx.Node] = []  # kernels, and views in front of their readers
+    operands: dict[fx.Node, None] = {}
+    seen: set[fx.Node] = set()
+    mine = set(piece)
+
+    def visit(node: fx.Node) -> None:
+        if node in seen:
+            return
+        seen.add(node)
+        producer = _producer(root_of(node))
+        if node is root_of(node) and (producer is None or producer not in mine):
+            operands[node] = None
+            return
+        for x in node.all_input_nodes:
+            visit(x)
+        order.append(node)
+
+    for node in (*piece, *results):
+        visit(node)
+    last: dict[fx.Node, int] = {}
+    for i, node in enumerate(order):
+        last[node] = i
+        for x in node.all_input_nodes:
+            last[x] = i
+    for node in results:
+        last[node] = len(order)
+    names: dict[str, Any] = {}
+
+    def bind(value: Any) -> str:
+        names[name := f"k{len(names)}"] = value
+        return name
+
+    variable = {x: f"a{i}" for i, x in enumerate(operands)}
+    variable |= {x: f"v{i}" for i, x in enumerate(order)}
+
+    def source(arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return variable[arg]
+        if isinstance(arg, torch.device):
+            return "device"
+        if arg is None or type(arg) in (bool, int):
+            return repr(arg)
+        if isinstance(arg, list | tuple):
+            items = "".join(source(x) + "," for x in arg)
+            return f"[{items}]" if isinstance(arg, list) else f"({items})"
+        return bind(arg)
+
+    lines = [f"def run(device, {', '.join(variable[x] for x in operands)}):"]
+    for i, node in enumerate(order):
+        if node.target is operator.getitem:
+            lines.append(f"    {variable[node]} = {source(node.args[0])}[{node.args[1]}]")
+        else:
+            arguments = [source(x) for x in node.args]
+            arguments += [f"{k}={source(x)}" for k, x in node.kwargs.items()]
+            lines.append(
+                f"    {variable[node]} = {bind(_callable(node.target))}({', '.join(arguments)})"
+            )
+        done = [variable[x] for x in dict.fromkeys((*node.all_input_nodes, node)) if last[x] == i]
+        if done:
+            lines.append(f"    del {', '.join(done)}")
+    returned = ", ".join(variable[x] for x in results)
+    lines.append(f"    return {returned}")
+    exec("\n".join(lines), names)
+    return names["run"], list(operands)
+
+
+def _callable(target: Any) -> Callable[..., Any]:
+    if target is not _aten.mkldnn_rnn_layer.default:
+        return target  # type: ignore[no-any-return]
+
+    def layer(*args: Any) -> Any:
+        with torch.enable_grad():  # or it keeps nothing for its backward
+            return target(*args)
+
+    return layer
+
+
+def num_bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel() * value.element_size())

@@ -1,0 +1,387 @@
+"""The training step of a module as an operator graph: forward, backward, gradients.
+
+**One operator of the graph is one call of the module's forward, or its backward.** The kernels
+of a call that autograd splits (``linear`` is a transpose and a matrix product) stay together. A
+stored activation is a tensor that a backward operator reads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from placement.capturing.exported import (
+    argument_names,
+    check_static,
+    export,
+    is_random,
+    module_path,
+    signature_of,
+)
+from placement.capturing.joint import Joint, loss_of, trace_step
+from placement.capturing.pieces import Part, compile_piece, cut, num_bytes, results_of, root_of
+from placement.capturing.recompute import recompute
+from placement.capturing.replay import replayed
+from placement.graph import OpGraph
+from placement.program import (
+    CaptureError,
+    InputError,
+    Param,
+    Program,
+    Ref,
+    Step,
+    input_spec,
+    inputs_from_spec,
+    split_inputs,
+)
+
+TARGET = "target"  # the name of the loss function's second argument among the inputs
+
+
+class WithLoss(nn.Module):
+    """``loss(module(inputs), target)``; positional inputs, keyword inputs and target in a row."""
+
+    def __init__(self, module: nn.Module, loss: Callable[..., Any], keywords: tuple[str, ...]):
+        super().__init__()
+        self.module = module
+        self._loss = loss
+        self._keywords = keywords
+
+    def _get_name(self) -> str:
+        return f"{self.module._get_name()} with its loss"
+
+    def forward(self, *values: Any) -> Any:
+        num_args = len(values) - 1 - len(self._keywords)
+        named = dict(zip(self._keywords, values[num_args:-1], strict=True))
+        return self._loss(self.module(*values[:num_args], **named), values[-1])
+
+
+def capture_training(
+    module: nn.Module,
+    example_inputs: Any,
+    *,
+    name: str | None,
+    loss: Callable[..., Any] | None,
+    optimizer: torch.optim.Optimizer | None,
+    colocate_backward: bool,
+    split_backward: bool,
+    blocks: Sequence[str],
+) -> OpGraph:
+    """See ``placement.capture``."""
+    inputs, target = split_example(example_inputs) if loss else (example_inputs, None)
+    args, kwargs = split_inputs(inputs)
+    spec = input_spec(inputs)
+    arg_names, input_names = argument_names(module, args, kwargs)
+    values = [*args, *kwargs.values()]
+    if loss is None:
+        whole, given, named = module, args, kwargs
+    else:
+        if TARGET in (*arg_names, *input_names):
+            raise CaptureError(
+                f"the module has an argument {TARGET!r}, which is what the second argument of the "
+                "loss function is called: rename it, or let the module return its loss (loss=None)"
+            )
+        values.append(target)
+        input_names = (*input_names, TARGET)
+        spec["kwargs"] |= input_spec({TARGET: target})["kwargs"]
+        whole, given, named = WithLoss(module, loss, tuple(kwargs)), tuple(values), {}
+        whole.training = module.training  # not train(): submodules keep their own
+    prefix = "module." if loss else ""
+    with replayed(module) as replays:
+        exported = export(whole, given, named, training=True, prefix=prefix)
+    leaves = pytree.tree_leaves(values)
+    check_static([n for n in exported.graph.nodes if n.op == "call_function"])
+    joint = trace_step(exported, module, leaves, optimizer, split_backward, replays)
+    pieces = cut(joint, split_backward)
+    builder = _Builder(joint, pieces, prefix, colocate_backward)
+    paths, in_tree = pytree.tree_flatten_with_path(values)
+    program = Program(
+        steps=tuple(builder.steps),
+        params=tuple(builder.params),
+        param_names=tuple(builder.param_names),
+        input_tensors=tuple(range(joint.num_inputs)),
+        input_names=input_names,
+        arg_names=arg_names,
+        input_spec=spec,
+        leaf_names=tuple(
+            input_names[path[0].idx] + pytree.keystr(path[1:])  # type: ignore[attr-defined]
+            for path, _ in paths
+        ),
+        example_leaves=tuple(leaf for _, leaf in paths),
+        output_leaves=(Ref(builder.loss),),
+        in_tree=in_tree,
+        out_tree=pytree.tree_structure(0),
+        gradients=tuple(builder.gradients),
+        new_buffers=tuple(builder.new_buffers),
+        optimizer=None if optimizer is None else type(optimizer).__name__,
+        is_random=any(is_random(node) for node in joint.kernels),
+        state_names=tuple(name.removeprefix(prefix) for name in exported.state_dict),
+    )
+    # A gradient accumulator and the optimizer's state live where the gradient is added up.
+    sizes = [p.numel() * p.element_size() for p in builder.params]
+    kept = [sizes[p] + state_bytes(optimizer, builder.params[p]) for p, _ in builder.gradients]
+    keepers = [
+        (builder.tensor_src[t], len(sizes) + i) for i, (_, t) in enumerate(builder.gradients)
+    ]
+    graph = OpGraph.build(
+        name or type(module).__name__,
+        builder.op_name,
+        builder.tensor_src,
+        builder.tensor_bytes,
+        builder.uses,
+        op_kind=builder.op_kind,
+        op_module=builder.op_module,
+        op_signature=builder.op_signature,
+        tensor_root=builder.tensor_root,
+        param_bytes=[*sizes, *kept],
+        param_uses=[*builder.param_uses, *keepers],
+        group=builder.group,
+        is_backward=builder.is_backward,
+        output_tensor=[builder.loss],
+        program=program,
+    )
+    return recompute(graph, blocks) if blocks else graph
+
+
+def split_example(example: Any) -> tuple[Any, Any]:
+    """``(inputs, target)`` of an example for training with a loss function.
+
+    Raises:
+        CaptureError: it is not a pair.
+    """
+    if isinstance(example, tuple | list) and len(example) == 2:
+        return example[0], example[1]
+    raise CaptureError(
+        "with a loss function an example is a pair (inputs, target), as a data loader gives it, "
+        f"and the loss is loss(module(inputs), target); got {type(example).__name__}"
+    )
+
+
+def flatten_example(program: Program, example: Any) -> list[Tensor]:
+    """The tensors of a micro-batch, given like the example that the step was captured with.
+
+    Raises:
+        InputError: it is unlike that example.
+    """
+    if TARGET not in program.input_names or TARGET in program.arg_names:
+        return program.flatten_inputs(*split_inputs(example))
+    try:
+        inputs, target = split_example(example)
+        args, kwargs = split_inputs(inputs)
+    except CaptureError as error:
+        raise InputError(str(error)) from None
+    return program.flatten_inputs(args, {**kwargs, TARGET: target})
+
+
+def example_from_spec(spec: Mapping[str, Any]) -> Any:
+    """An example like the one whose ``Program.input_spec`` is given; a pair if it has a target.
+
+    Raises:
+        InputError: the specification is damaged.
+    """
+    args, kwargs = inputs_from_spec(spec)
+    if TARGET not in kwargs:
+        return args, kwargs
+    target = kwargs.pop(TARGET)
+    return (args, kwargs), target
+
+
+def plain_step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    microbatches: Sequence[Any],
+    loss: Callable[..., Any] | None,
+) -> Tensor:
+    """What a step means: plain PyTorch on the same micro-batches; their losses, ``[M]``."""
+    losses = []
+    for example in microbatches:
+        inputs, target = split_example(example) if loss else (example, None)
+        args, kwargs = split_inputs(inputs)
+        outputs = module(*args, **kwargs)
+        value = loss_of(loss(outputs, target) if loss else outputs)
+        value.backward()
+        losses.append(value.detach())
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None:
+            p.grad /= len(microbatches)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def mean_of_outputs(outputs: Any, target: Any = None) -> Tensor:
+    """The mean of all floating-point outputs: a stand-in where only the work counts, not what
+    is learned."""
+    found = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+    found = [x.mean() for x in found if x.is_floating_point()]
+    if not found:
+        raise CaptureError("the module has no floating-point output to make a loss of")
+    return torch.stack(found).mean()
+
+
+def state_bytes(optimizer: torch.optim.Optimizer | None, param: Tensor) -> int:
+    """Bytes that ``optimizer`` keeps for ``param`` after a step, found out on a tiny stand-in.
+
+    Raises:
+        CaptureError: the optimizer cannot take such a step.
+    """
+    group = (
+        next((g for g in optimizer.param_groups if any(x is param for x in g["params"])), None)
+        if optimizer is not None
+        else None
+    )
+    if group is None:
+        return 0
+    small = nn.Parameter(torch.zeros((2,) * param.dim(), dtype=param.dtype))
+    small.grad = torch.zeros_like(small)
+    try:
+        probe = optimizer_like(optimizer, [{**group, "params": [small]}])
+        probe.step()
+    except Exception as error:  # each optimizer has its own conditions
+        raise CaptureError(
+            f"{type(optimizer).__name__} cannot train one parameter by itself from its gradient "
+            f"({type(error).__name__}: {error}): use another optimizer, e.g. torch.optim.AdamW"
+        ) from error
+    state = [x for x in probe.state[small].values() if isinstance(x, Tensor)]
+    each = sum(x.element_size() for x in state if x.shape == small.shape)
+    fixed = sum(x.numel() * x.element_size() for x in state if x.shape != small.shape)
+    return each * param.numel() + fixed
+
+
+def optimizer_like(optimizer: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer of the same class for other parameters; the groups hold all settings."""
+    return type(optimizer)(groups, lr=groups[0]["lr"])
+
+
+class _Builder:
+    """Numbers operators, tensors and parameters of a joint graph."""
+
+    def __init__(
+        self,
+        joint: Joint,
+        pieces: list[tuple[Part, list[fx.Node]]],
+        prefix: str,
+        colocate_backward: bool,
+    ) -> None:
+        self._joint = joint
+        self._prefix = prefix
+        self.steps: list[Step] = []
+        self.params: list[Tensor] = []
+        self.param_names: list[str] = []
+        self.op_name: list[str] = []
+        self.op_kind: list[str] = []
+        self.op_module: list[str] = []
+        self.op_signature: list[str] = []
+        self.is_backward: list[bool] = []
+        self.tensor_src: list[int] = [-1] * joint.num_inputs
+        self.tensor_bytes: list[int] = [0] * joint.num_inputs
+        self.tensor_root: list[int] = list(range(joint.num_inputs))
+        self.uses: list[tuple[int, int]] = []
+        self.param_uses: list[tuple[int, int]] = []
+        self._param_at: dict[int, int] = {}
+        self._value: dict[fx.Node, Ref | Param] = {}
+        for node, source in joint.source.items():
+            if isinstance(source, Ref):
+                self._value[node] = source
+                self.tensor_bytes[source.tensor] = num_bytes(node)
+        names: Counter[str] = Counter()
+        for (part, kernels), results in zip(pieces, results_of(joint, pieces), strict=True):
+            self._add(part, kernels, results, names)
+        number = {
+            node: value.tensor for node, value in self._value.items() if isinstance(value, Ref)
+        }
+        self.loss = number[joint.loss]
+        self.gradients = [(self._param(p), number[n]) for p, n in joint.gradients]
+        self.new_buffers = [(self._param(p), number[n]) for p, n in joint.new_buffers]
+        self.group = self._groups([part for part, _ in pieces], colocate_backward)
+
+    def _add(
+        self,
+        part: Part,
+        kernels: list[fx.Node],
+        results: list[fx.Node],
+        names: Counter[str],
+    ) -> None:
+        n = len(self.steps)
+        node, suffix = self._joint.calls[part[0]], part[1]
+        function, operands = compile_piece(kernels, results)
+        args = [self._source(x) for x in operands]
+        outputs = []
+        for result in results:
+            t = len(self.tensor_src)
+            outputs.append(t)
+            self._value[result] = Ref(t)
+            self.tensor_src.append(n)
+            self.tensor_bytes.append(num_bytes(result))
+            base = self._value.get(root_of(result))
+            self.tensor_root.append(base.tensor if isinstance(base, Ref) else t)
+        multi = len(results) != 1
+        self.steps.append(
+            Step(
+                function,
+                (torch.device("cpu"), *args),
+                {},
+                tuple(outputs),
+                multi,
+                tuple(range(len(outputs))),
+            )
+        )
+        for x in args:
+            if isinstance(x, Ref):
+                self.uses.append((x.tensor, n))
+            else:
+                self.param_uses.append((n, x.index))
+        name = f"{node.name}{suffix}"
+        again = names[name]
+        names[name] += 1
+        self.op_name.append(f"{name}_part{again + 1}" if again else name)
+        self.op_kind.append(f"{node.target}{suffix}")
+        path = module_path(node)
+        self.op_module.append(path.removeprefix(self._prefix) if path != self._prefix[:-1] else "")
+        text = signature_of(node)
+        if suffix:
+            text = f"{suffix.strip('_').replace('_', ' ')} of {text}"
+        self.op_signature.append(f"{text} part {again + 1}" if again else text)
+        self.is_backward.append(bool(suffix))
+
+    def _source(self, node: fx.Node) -> Ref | Param:
+        if node not in self._value:
+            source = self._joint.source[node]
+            assert isinstance(source, Param), "tensors are made before they are read"
+            self._value[node] = Param(self._param(source.index))
+        return self._value[node]
+
+    def _param(self, i: int) -> int:
+        """The number of a parameter among those that the graph uses."""
+        if i not in self._param_at:
+            self._param_at[i] = len(self.params)
+            self.params.append(self._joint.params[i])
+            self.param_names.append(self._joint.param_names[i])
+        return self._param_at[i]
+
+    def _groups(self, parts: list[Part], colocate_backward: bool) -> list[int]:
+        """A call and its backward together; who reads a buffer with who writes it.
+
+        Who reads the old value of a buffer comes before who writes the new one: an edge says so.
+        """
+        first: dict[Any, int] = {}
+        group = [first.setdefault(x[0] if colocate_backward else x, n) for n, x in enumerate(parts)]
+        for p, tensor in self.new_buffers:
+            writer = self.tensor_src[tensor]
+            self.param_uses.append((writer, p))
+            for op in [op for op, q in self.param_uses if q == p]:
+                old, new = group[op], group[writer]
+                group = [new if g == old else g for g in group]
+                if op > writer:
+                    raise CaptureError(
+                        f"{self.op_name[op]!r} reads the buffer {self.param_names[p]!r} while "
+                        f"{self.op_name[writer]!r} writes it: read a copy (x = x.clone())"
+                    )
+                if op < writer:
+                    self.uses.append((self.steps[op].outputs[0], writer))
+        return group

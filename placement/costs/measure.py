@@ -1,0 +1,603 @@
+"""Measure a captured graph on the devices of this machine: operators in situ, and links.
+
+Operators are timed where they will run: the whole graph runs on each device through the same
+workers as a placed pipeline, so caches are as warm, threads as many and dispatch as dear as
+they will be. Devices take turns, round after round, so drift of the machine falls on all alike.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from placement.capturing import capture
+from placement.cluster import Cluster, Link
+from placement.costs.corpus import Corpus, CorpusError
+from placement.executor.awake import cores_stay_awake
+from placement.executor.backend import is_cuda_here
+from placement.executor.executor import Executor, batched
+from placement.executor.runner import Runner
+from placement.graph import OpGraph, reuse_position
+from placement.problem import Problem
+from placement.profile import Profile, ProfileError
+from placement.simulator import evaluate
+from placement.tools.files import FileError, cache_folder
+
+Floats = NDArray[np.float64]
+Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
+
+_LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
+_CHAIN_OPS, _CHAIN_SIZE = 17, 2**17  # of the chain that tells what waking costs
+_STREAMED, _STREAM_SIZE = 64, 2**6  # micro-batches, and of a chain that tells what each costs
+_CALIBRATION_CUTS, _CUT_SHARE = (1, 3, 7, 15, 31, 63, 127), 0.25  # of operators, at most
+_CALIBRATION_RUNS, _CALIBRATION_S = (3, 8), 0.1  # alone and in a pipeline; many of short ones
+_CALIBRATION_ROUNDS = 2  # of which the faster counts: others disturb one of them
+_CALIBRATION_SEED = 20
+_CALIBRATION_PRIOR = 0.01  # error that a factor of e must take away to be believed
+_CALIBRATION_PRIOR_S = 4e-5  # of sending, what a factor of e is of the others
+_CALIBRATION_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+_CALIBRATION_SENDING_S = (0.0, 1e-5, 2e-5, 4e-5)
+_CALIBRATION_BETWEEN = (2**-0.5, 1.0, 2**0.5)  # then in whole pipelines, not in short ones
+# Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
+# so much, up to so many times as many.
+_SPREAD, _PATIENCE = 0.15, 3
+_DISTURBED = 0.9  # of its measured seconds, in which a device later runs the whole graph
+_RULES = 8  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
+_CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
+
+
+def measure(
+    graph: OpGraph,
+    cluster: Cluster,
+    *,
+    repeats: int = 10,
+    progress: Progress | None = None,
+) -> Profile:
+    """Profile of ``graph`` (with its program) on every device of ``cluster``.
+
+    Args:
+        repeats: rounds; in each, every device runs the graph alone, then all devices run it
+            at the same time (``loaded_s``). Where rounds differ by much, as somebody else uses
+            the machine for a while, up to three times as many are made.
+        progress: called as the work proceeds.
+
+    Raises:
+        ProfileError: a device of the cluster is not on this machine.
+    """
+    say = progress or (lambda what, share: None)
+    check_here(cluster)
+    inputs = graph.program.timing_inputs()
+    devices = range(cluster.num_devices)
+    began = time.time()
+    say("first look", 0.0)
+    order, priority = better_order(graph, cluster, inputs)
+    runners = [on_one_device(graph, cluster, d, priority) for d in devices]
+    alone, loaded = list[Floats](), list[Floats]()
+    try:
+        for d in devices:
+            say(f"warming up {cluster.device_names[d]}", 0.0)
+            run_seconds(runners[d], inputs, 2)
+        while len(alone) < repeats or (
+            len(alone) < _PATIENCE * repeats and not (_steady(alone) and _steady(loaded))
+        ):
+            done = len(alone)
+            again = f", as they differ by more than {_SPREAD:.0%}" if done >= repeats else ""
+            say(f"round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
+            # The first of the two finds the caches as another device left them.
+            alone.append(np.stack([run_seconds(runners[d], inputs, 2) for d in devices], axis=1))
+            if cluster.num_devices > 1:
+                whole_s = float(alone[-1].sum(axis=0).mean())
+                loaded.append(_run_together(runners, inputs, 3, whole_s))
+        say("links", 1.0)
+        links = measure_links(cluster, repeats=max(3, repeats // 2))
+    finally:
+        for runner in runners:
+            runner.close()
+    say("streams", 1.0)
+    batch_s = _batch_seconds(cluster, repeats=max(3, repeats // 2))
+    low, high = np.percentile(alone, [25, 75], axis=0)
+    profile = Profile(
+        device_names=cluster.device_names,
+        compute_s=typical(np.array(alone)),
+        spread_s=high - low,
+        links=links,
+        loaded_s=typical(np.array(loaded)) if cluster.num_devices > 1 else None,
+        batch_s=batch_s,
+        graph_fingerprint=graph.fingerprint,
+        provenance=provenance(order=order, repeats=repeats, rounds=len(alone)),
+    )
+    if cluster.num_devices > 1:
+        say("placements", 1.0)
+        profile = calibrated(graph, cluster, profile)
+    seconds = round(time.time() - began, 2)
+    return replace(profile, provenance=profile.provenance | {"seconds": seconds})
+
+
+def _steady(rounds: Sequence[Floats]) -> bool:
+    """Whether the middle half of the rounds ``[N, D]`` agree on the whole graph's seconds."""
+    if not rounds:
+        return True
+    whole = [r.sum(axis=0) for r in rounds]
+    low, middle, high = np.percentile(whole, [25, 50, 75], axis=0)
+    return bool(np.all(high - low <= _SPREAD * middle))
+
+
+def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
+    """The profile with costs between devices as they are in this graph.
+
+    What a transfer, a wake-up and a busy neighbour cost apart from everything else is not what
+    they cost in the middle of a model: caches, the interpreter and the sleep of idle cores take
+    part. So a few placements run, and a factor for each of the three, and the processor time of
+    handing over a tensor, are chosen with which their latencies and periods are predicted best,
+    by devices of the speed that they have meanwhile: single devices run too. One that is clearly
+    faster then was disturbed when it was measured, as others only ever slow it down. By how much
+    they are still missed then is the profile's ``error``.
+    """
+    short = int(np.clip(_CALIBRATION_S / profile.compute_s.sum(axis=0).mean(), 1, 8))
+    alone, many = (runs * short for runs in _CALIBRATION_RUNS)
+    problem = Problem(graph, cluster, profile, num_microbatches=many)
+    executor = Executor(problem)
+    placements = _from_few_cuts_to_many(problem)
+    singles = np.repeat(np.arange(cluster.num_devices, dtype=np.int32)[:, None], graph.num_ops, 1)
+    rounds = np.empty((_CALIBRATION_ROUNDS, len(placements), 2))
+    whole = np.empty((_CALIBRATION_ROUNDS, len(singles)))
+
+    def latency_s(placement: NDArray[np.int32]) -> float:
+        spans = executor.run(placement, num_microbatches=alone, max_in_flight=1).span_s
+        return float(np.median(spans))
+
+    for r in range(_CALIBRATION_ROUNDS):
+        whole[r] = [latency_s(p) for p in singles]
+        for i, p in enumerate(placements):
+            rounds[r, i] = latency_s(p), executor.run(p).period_s
+    measured = rounds.min(axis=0)
+    times = whole.min(axis=0) / profile.compute_s.sum(axis=0)
+    meanwhile = at_speed(profile, times)
+
+    def missed(costs: tuple[float, ...], num_microbatches: int) -> Floats:
+        guess = replace(problem, profile=scaled(meanwhile, *costs))
+        values = evaluate(replace(guess, num_microbatches=num_microbatches), placements)
+        return np.log(np.stack([values.latency_s, values.period_s], axis=1) / measured)
+
+    def error(costs: tuple[float, ...], num_microbatches: int) -> float:
+        # What makes no clear difference stays as it was measured.
+        *factors, sending_s = costs
+        change = np.abs(np.log(factors)).sum() + sending_s / _CALIBRATION_PRIOR_S
+        return float(np.abs(missed(costs, num_microbatches)).mean() + _CALIBRATION_PRIOR * change)
+
+    # All combinations: what one factor takes away another can give, so one at a time gets stuck.
+    every = product(*[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S)
+    nearly = min(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
+    between = product(*[sorted({c * x for x in _CALIBRATION_BETWEEN}) for c in nearly])
+    chosen = min(between, key=lambda costs: error(costs, many))
+    names = ("transfers", "waking", "neighbours", "sending_s")
+    # What all placements have in common does not make one look better than another.
+    left = missed(chosen, many)
+    facts = {
+        "calibration": dict(zip(names, chosen, strict=True)),
+        "alone": times.tolist(),
+        "error": float(np.abs(left - np.median(left, axis=0)).mean()),
+    }
+    undisturbed = at_speed(profile, np.where(times < _DISTURBED, times, 1.0))
+    return replace(scaled(undisturbed, *chosen), provenance=profile.provenance | facts)
+
+
+def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
+    """Placements int32 ``[B, N]`` of pieces of the order that runs.
+
+    Plans cut at some places only. Where nearly all is cut, all devices are busy too, and what
+    crossing costs cannot be told from what neighbours do.
+    """
+    graph, devices = problem.graph, problem.num_devices
+    rng = np.random.default_rng(_CALIBRATION_SEED)
+    first = np.full(graph.num_groups, graph.num_ops)
+    np.minimum.at(first, graph.group, problem.priority)
+    most = max(1, int(_CUT_SHARE * graph.num_ops))
+    found = []
+    for cuts in _CALIBRATION_CUTS:
+        if cuts <= most:
+            at = rng.choice(max(1, graph.num_ops - 1), cuts, replace=False)
+            found.append(np.searchsorted(np.sort(at), first) % devices)
+    return np.stack(found)[:, graph.group].astype(np.int32)
+
+
+def scaled(
+    profile: Profile, transfers: float, waking: float, neighbours: float, sending_s: float = 0.0
+) -> Profile:
+    """The profile with other costs of transfers, of waking, of busy neighbours and of sending.
+
+    The first three are factors; ``sending_s`` is how long handing over a tensor keeps the sender.
+    """
+    links = tuple(
+        replace(
+            x,
+            latency_s=x.latency_s * transfers,
+            bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / transfers,
+            wake_s=x.wake_s * waking,
+            send_s=x.send_s + sending_s,
+        )
+        for x in profile.links
+    )
+    if profile.loaded_s is None:
+        return replace(profile, links=links)
+    loaded = profile.compute_s + neighbours * (profile.loaded_s - profile.compute_s)
+    # An operator that was measured, by chance, faster beside busy neighbours still takes time.
+    return replace(profile, links=links, loaded_s=np.maximum(loaded, 0.1 * profile.loaded_s))
+
+
+def at_speed(profile: Profile, times: Floats) -> Profile:
+    """The profile of devices whose operators take float64 ``times [D]`` as long."""
+    loaded = None if profile.loaded_s is None else profile.loaded_s * times
+    return replace(profile, compute_s=profile.compute_s * times, loaded_s=loaded)
+
+
+def typical(rounds: Floats) -> Floats:
+    """float64 ``[N, D]`` from ``[R, N, D]``: medians that add up to the median run.
+
+    Interruptions hit a small share of the operators in every run, so medians of operators
+    alone add up to less than any run takes (by 5 to 30 % where operators take microseconds).
+    Each device's medians are scaled to the median over rounds of the whole graph's time.
+
+    Rounds in which a device was clearly slower than in its fastest quarter do not count for it:
+    while others use the hardware that a core shares, all of its operators take up to 1.6 times
+    as long, and that may be most of the rounds.
+    """
+    whole: Floats = rounds.sum(axis=1)
+    disturbed = whole > (1 + _SPREAD) * np.percentile(whole, 25, axis=0)
+    kept = np.where(disturbed[:, None], np.nan, rounds)
+    middle = np.nanmedian(kept, axis=0)
+    total: Floats = np.nanmedian(np.where(disturbed, np.nan, whole), axis=0)
+    return middle * (total / middle.sum(axis=0))
+
+
+def load_or_measure(
+    graph: OpGraph,
+    cluster: Cluster,
+    *,
+    repeats: int | None = None,
+    progress: Progress | None = None,
+    folder: str | Path | None = None,
+) -> Profile:
+    """The saved profile of this graph on this cluster's devices, or a new one, then saved.
+
+    ``repeats`` asks for a profile of at least so many rounds: one of fewer is measured again. None
+    is content with any, and measures 10 where there is none.
+
+    A cluster may hold devices that are described in terms of a measured one (``like``); those
+    that are measured must be on this machine. A profile that cannot be saved (no space, no
+    permission) is returned all the same, with a warning.
+    """
+    described = [d for d in cluster.devices if d.like is not None]
+    if described:
+        here = Cluster.detect()
+        return load_or_measure(
+            graph, here, repeats=repeats, progress=progress, folder=folder
+        ).for_cluster(cluster)
+    path = cached_path(graph, cluster, folder)
+    if path.exists():
+        profile = Profile.load(path)
+        profile.check(graph)
+        if repeats is None or profile.provenance.get("repeats", 0) >= repeats:
+            return profile.for_cluster(cluster)
+    profile = measure(graph, cluster, repeats=repeats or 10, progress=progress)
+    try:
+        profile.save(path)
+    except FileError as error:
+        warnings.warn(
+            f"the profile is not saved ({error}), so it will be measured again next time; or set "
+            "PLACEMENT_HOME to another folder",
+            stacklevel=2,
+        )
+    remember(graph, cluster, profile, folder)
+    return profile.for_cluster(cluster)
+
+
+def remember(
+    graph: OpGraph, cluster: Cluster, profile: Profile, folder: str | Path | None = None
+) -> None:
+    """Keep what was measured for predictions of other models; a warning where that fails."""
+    try:
+        Corpus(Path(folder or cache_folder()) / "corpus.sqlite").add(graph, cluster, profile)
+    except CorpusError as error:
+        warnings.warn(f"predictors will not know this profile: {error}", stacklevel=2)
+
+
+def cached_path(graph: OpGraph, cluster: Cluster, folder: str | Path | None = None) -> Path:
+    """Where ``load_or_measure`` keeps a profile: by fingerprint of graph and cluster.
+
+    And by the rules of the simulator, for which costs between devices are calibrated.
+    """
+    home = Path(folder or cache_folder())
+    name = f"{graph.fingerprint[:16]}-{cluster.fingerprint[:16]}-{_RULES}.npz"
+    return home / "profiles" / name
+
+
+def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:
+    """Latency and bandwidth of every ordered pair of devices, fitted over tensor sizes.
+
+    A chain of two operators runs on one device, and split over the pair; what the split costs
+    more is the transfer: handing over, waking the other worker, and reading memory that the
+    other device wrote. A line through the medians gives latency and bandwidth. How long waking
+    the receiver keeps the sender busy (``Link.wake_s``) shows in a longer chain whose every
+    operator has a quick reader on the other device, or none.
+    """
+    pairs = [(a, b) for a in range(cluster.num_devices) for b in range(cluster.num_devices)]
+    extra: dict[tuple[int, int], Floats] = {
+        (a, b): np.empty(len(_LINK_BYTES)) for a, b in pairs if a != b
+    }
+    for i, size in enumerate(_LINK_BYTES):
+        graph = capture(_Chain(), torch.ones(size // 4), name="link")
+        inputs = graph.program.timing_inputs()
+        apart = {pair: _placed(graph, cluster, list(pair)) for pair in extra}
+        together = {b: _placed(graph, cluster, [b, b]) for _, b in extra}
+        try:
+            spans: dict[Any, list[float]] = {key: [] for key in (*apart, *together)}
+            for _ in range(repeats + 1):
+                for key, runner in (*apart.items(), *together.items()):
+                    spans[key].append(_span(runner, inputs))
+            middle = {key: float(np.median(v[1:])) for key, v in spans.items()}
+        finally:
+            for runner in (*apart.values(), *together.values()):
+                runner.close()
+        for a, b in extra:
+            extra[a, b][i] = max(middle[a, b] - middle[b], 0.0)
+    wake_s = _wake_seconds(cluster, list(extra), repeats)
+    return tuple(
+        replace(
+            fit_link(cluster.device_names[a], cluster.device_names[b], _LINK_BYTES, seconds),
+            wake_s=wake_s[a, b],
+        )
+        for (a, b), seconds in extra.items()
+    )
+
+
+def _wake_seconds(
+    cluster: Cluster, pairs: list[tuple[int, int]], repeats: int
+) -> dict[tuple[int, int], float]:
+    """Seconds that waking an idle receiver keeps the sender busy, by (sender, receiver)."""
+    x = torch.ones(_CHAIN_SIZE)
+    watched = capture(_Watched(True), x, name="watched")
+    chain = [i for i, kind in enumerate(watched.op_kind) if "add" in kind]
+    waking, silent = {}, {}
+    found: dict[Any, list[float]] = {}
+    try:
+        for a, b in pairs:
+            placement = [a if i in chain else b for i in range(watched.num_ops)]
+            waking[a, b] = _placed(watched, cluster, placement)
+        plain = capture(_Watched(False), x, name="chain")
+        for a in {a for a, _ in pairs}:
+            silent[a] = on_one_device(plain, cluster, a, range(plain.num_ops))
+        for _ in range(repeats + 1):
+            for key, runner in (*waking.items(), *silent.items()):
+                ops = chain if key in waking else range(plain.num_ops)
+                # Nothing is sent before the first; the others each begin with sending.
+                seconds = run_seconds(runner, [x], 1)[list(ops)[1:]]
+                found.setdefault(key, []).append(float(np.median(seconds)))
+    finally:
+        for runner in (*waking.values(), *silent.values()):
+            runner.close()
+    middle = {key: float(np.median(v[1:])) for key, v in found.items()}
+    return {(a, b): max(middle[a, b] - middle[a], 0.0) for a, b in pairs}
+
+
+def _batch_seconds(cluster: Cluster, repeats: int) -> float:
+    """By how much the period of a tiny model on one device exceeds its latency.
+
+    Whoever lets micro-batches in and hands results out competes for the interpreter's lock.
+    """
+    graph = capture(_Watched(False), torch.ones(_STREAM_SIZE), name="chain")
+    shape = graph.num_ops, cluster.num_devices
+    nothing = Profile(cluster.device_names, np.zeros(shape), np.zeros(shape))
+    executor = Executor(Problem(graph, cluster, nothing, num_microbatches=_STREAMED))
+    more = []
+    for _ in range(3 * repeats):
+        for d in range(cluster.num_devices):
+            one = np.full(graph.num_ops, d, np.int32)
+            alone = executor.run(one, num_microbatches=_STREAMED // 4, max_in_flight=1).span_s
+            more.append(executor.run(one).period_s - float(np.median(alone)))
+    return max(0.0, float(np.median(more)))
+
+
+def fit_link(src: str, dst: str, sizes: Sequence[int], seconds: Floats) -> Link:
+    """Least squares of ``latency_s + bytes / bandwidth`` with both terms at least 0.
+
+    Relative errors count, so that the small transfers decide the latency.
+    """
+    from scipy.optimize import nnls
+
+    size = np.asarray(sizes, np.float64)
+    weight = 1.0 / np.maximum(seconds, 1e-6)
+    # Scaled columns: bytes and ones differ by seven orders of magnitude.
+    (latency, slope), _ = nnls(
+        np.stack([weight, weight * size / size.max()], axis=1), seconds * weight
+    )
+    per_byte = slope / size.max()
+    return Link(src, dst, float(latency), float(1.0 / per_byte) if per_byte > 0 else float("inf"))
+
+
+def provenance(**facts: Any) -> dict[str, Any]:
+    """When and where a measurement was made, with which versions."""
+    from placement.cluster import cpu_model
+
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "cores_stay_awake": cores_stay_awake(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **facts,
+    }
+
+
+class _Watched(nn.Module):
+    """A chain of operators; each but the last has a second, cheap reader if ``watched``."""
+
+    def __init__(self, watched: bool) -> None:
+        super().__init__()
+        self.watched = watched
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = []
+        for _ in range(_CHAIN_OPS):
+            x = x + 1.0
+            seen.append(x[:1])
+        return torch.cat(seen) if self.watched else x
+
+
+class _Chain(nn.Module):
+    """Produce a tensor, read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1.0).sum()
+
+
+def check_here(cluster: Cluster) -> None:
+    """Raises: ProfileError, this machine does not have one of the devices."""
+    can_tell = hasattr(os, "sched_getaffinity")
+    cores = os.sched_getaffinity(0) if can_tell else set(range(os.cpu_count() or 1))
+    for device in cluster.devices:
+        missing = sorted(set(device.cores) - cores) if device.kind == "cpu" else []
+        if missing:
+            raise ProfileError(
+                f"device {device.name!r} uses cores {missing}, this machine offers {sorted(cores)}"
+                ": describe it with 'like: <measured device>' and 'speed: <factor>'"
+            )
+        if device.kind == "cuda" and not torch.cuda.is_available():
+            raise ProfileError(
+                f"device {device.name!r}: torch {torch.__version__} sees no CUDA device here: "
+                "describe it with 'like: <measured device>' and 'speed: <factor>'"
+            )
+        if device.kind == "cuda" and not is_cuda_here(device.name):
+            raise ProfileError(
+                f"device {device.name!r} is not one of the {torch.cuda.device_count()} CUDA "
+                "devices here: name it cuda:0, cuda:1, ...; or describe it with 'like: <measured "
+                "device>' and 'speed: <factor>'"
+            )
+        if device.kind not in ("cpu", "cuda"):
+            raise ProfileError(
+                f"device {device.name!r} of kind {device.kind!r} cannot be measured: describe it "
+                "with 'like: <measured device>' and 'speed: <factor>'"
+            )
+
+
+def better_order(
+    graph: OpGraph, cluster: Cluster, inputs: Sequence[Tensor]
+) -> tuple[str, NDArray[np.int32]]:
+    """The order in which a pipeline will run the operators, and int32 ``[N]`` their positions.
+
+    The order decides what the caches hold. An unrolled LSTM run time step by time step, which
+    is what upward ranks do, takes up to twice as long as layer by layer, because every step
+    reads the weights of all layers. So upward rank, the better order across devices, is left
+    where reading parameters again while they are cached is clearly faster on the first device.
+    """
+    with on_one_device(graph, cluster, 0, range(graph.num_ops)) as runner:
+        seconds = run_seconds(runner, inputs, 2)[:, None]
+    one = Cluster("one", cluster.devices[:1])
+    rank = Problem(graph, one, Profile(one.device_names, seconds, seconds * 0)).rank_position
+    if np.bincount(graph.param_use).max(initial=0) < 2:
+        return "rank", rank  # nothing is read twice
+    reuse = reuse_position(graph)
+    with on_one_device(graph, cluster, 0, rank) as a, on_one_device(graph, cluster, 0, reuse) as b:
+        ratios = [
+            run_seconds(b, inputs, 2).sum() / run_seconds(a, inputs, 2).sum()
+            for _ in range(_ORDER_ROUNDS)
+        ]
+    return ("reuse", reuse) if np.median(ratios) < _CLEARLY else ("rank", rank)
+
+
+def on_one_device(
+    graph: OpGraph, cluster: Cluster, device: int, priority: Sequence[int] | NDArray[np.int32]
+) -> Runner:
+    """A runner of everything on one device, in the order of ``priority`` ``[N]``."""
+    return _placed(graph, cluster, [device] * graph.num_ops, priority)
+
+
+def _placed(
+    graph: OpGraph,
+    cluster: Cluster,
+    placement: list[int],
+    priority: Sequence[int] | NDArray[np.int32] | None = None,
+) -> Runner:
+    return Runner(graph, cluster, placement, max_in_flight=1, priority=priority, record=True)
+
+
+def run_seconds(runner: Runner, inputs: Sequence[Tensor], times: int) -> Floats:
+    """float64 ``[N]`` seconds of each operator in the last of ``times`` runs."""
+    for _ in runner.stream_tensors(inputs for _ in range(times)):
+        pass
+    return _last_seconds(runner, runner.next_batch - 1)
+
+
+def _last_seconds(runner: Runner, batch: int) -> Floats:
+    seconds = np.zeros(runner.graph.num_ops)
+    for worker in runner.workers:
+        clock = worker.backend.resolve_ns
+        for b, op, begin, end in batched(worker.slices, 4):
+            if b == batch:
+                seconds[op] = (clock(end) - clock(begin)) * 1e-9
+        worker.slices.clear()
+        worker.arrivals.clear()
+    return seconds
+
+
+def _run_together(
+    runners: list[Runner], inputs: Sequence[Tensor], times: int, whole_s: float
+) -> Floats:
+    """float64 ``[N, D]`` seconds in the middle of ``times`` runs that all devices do at once.
+
+    Each is at another place of the graph, which takes ``whole_s``, as in a pipeline. In step they
+    would read the same parameters at the same time, and one would find in the cache that they
+    share what the other has just fetched.
+    """
+    found = np.empty((runners[0].graph.num_ops, len(runners)))
+    gate = threading.Barrier(len(runners))
+
+    def work(d: int) -> None:
+        gate.wait()
+        time.sleep(whole_s * d / len(runners))
+        for _ in runners[d].stream_tensors(inputs for _ in range(times)):
+            pass
+        found[:, d] = _last_seconds(runners[d], runners[d].next_batch - 1 - times // 2)
+
+    with ThreadPoolExecutor(len(runners)) as pool:
+        try:
+            for future in [pool.submit(work, d) for d in range(len(runners))]:
+                future.result()
+        except BaseException:  # Ctrl-C too: nobody may be left waiting for the others
+            gate.abort()
+            for runner in runners:
+                runner.close()
+            raise
+    return found
+
+
+def _span(runner: Runner, inputs: Sequence[Tensor]) -> float:
+    """Seconds from the end of the first operator to the end of the second."""
+    for _ in runner.stream_tensors([inputs]):
+        pass
+    end = {}
+    for worker in runner.workers:
+        for _, op, _, until in batched(worker.slices, 4):
+            end[op] = worker.backend.resolve_ns(until)
+        worker.slices.clear()
+        worker.arrivals.clear()
+    return (end[1] - end[0]) * 1e-9

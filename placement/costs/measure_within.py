@@ -1,0 +1,303 @@
+"""Profiles that are predicted, or measured only where that tells most.
+
+A profile within a time budget measures the operators whose predictions are least certain, all
+others are predicted from what was measured before on this machine (``placement.costs.predictors``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils import _pytree as pytree
+
+from placement.cluster import Cluster, Device, Link
+from placement.costs.corpus import Corpus, this_machine
+from placement.costs.features import features
+from placement.costs.measure import (
+    Progress,
+    measure_links,
+    on_one_device,
+    provenance,
+    run_seconds,
+    typical,
+)
+from placement.costs.predictors import Floats, LatencyError, Method, Predictor, Sample, profile_of
+from placement.costs.predictors.polynomial import Polynomial
+from placement.costs.predictors.roofline import Roofline
+from placement.graph import OpGraph
+from placement.profile import Profile
+from placement.program import Param, Program, Ref, Step, fill
+
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 10
+_FEWEST = 3  # operators of a class that tell how fast the machine is now
+
+
+def predict_here(
+    graph: OpGraph, cluster: Cluster, method: Method | None = None, corpus: Corpus | None = None
+) -> Profile:
+    """A predicted profile from what this machine has measured so far.
+
+    Operators whose signature was measured in any graph have that time. Links are those of
+    earlier profiles; where there are none they are measured now, in seconds.
+
+    Args:
+        method: None: ``Polynomial``, or ``Roofline`` where nothing was measured yet.
+        corpus: None: that of all profiles of this user.
+
+    Raises:
+        LatencyError: nothing was measured that ``method`` could learn from.
+        CorpusError: the store is damaged.
+    """
+    corpus = corpus or Corpus.default()
+    predictor, samples = _predictor(method, corpus)
+    profile = profile_of(graph, cluster, predictor, links=_links(cluster, corpus), samples=samples)
+    facts = {"num_samples": len(samples), "machine": this_machine()}
+    return replace(profile, provenance=provenance(**profile.provenance, **facts))
+
+
+def measure_within(
+    graph: OpGraph,
+    cluster: Cluster,
+    seconds: float,
+    *,
+    method: Method | None = None,
+    corpus: Corpus | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """A profile of which as much is measured as ``seconds`` allow, where it tells most.
+
+    Operators are chosen by the seconds that their predictions may err, over all operators of the
+    same signature and all devices. Those chosen take turns, in the order of the graph, with the
+    inputs that they have in the model. What else operators of their class took, relative to the
+    predictions, corrects those that were not chosen.
+
+    Args:
+        seconds: for measuring; one run of the model comes on top. Others: see ``predict_here``.
+
+    Raises:
+        LatencyError: not a positive time, a described device, or a graph of a training step.
+        CorpusError: the store is damaged.
+    """
+    if not seconds > 0:
+        raise LatencyError(f"seconds = {seconds}: the time to measure must be positive")
+    if not isinstance(graph.program, Program) or graph.program.gradients:
+        raise LatencyError(
+            f"graph {graph.name!r} has no program of an inference, so that its operators cannot "
+            "be measured one by one; measure it as a whole: placement profile without --seconds"
+        )
+    say = progress or (lambda what, share: None)
+    corpus = corpus or Corpus.default()
+    began = time.monotonic()
+    say("predicting", 0.0)
+    predictor, samples = _predictor(method, corpus)
+    found = [predictor.predict(graph, device) for device in cluster.devices]
+    predicted = np.stack([s for s, _ in found], axis=1)
+    spread = np.stack([s for _, s in found], axis=1)
+    ops = choose(graph, predicted, spread, seconds)
+    compute, within = predicted.copy(), spread.copy()
+    is_predicted = np.ones(predicted.shape, bool)
+    rounds = 0
+    if len(ops):
+        say(f"measuring {len(ops)} of {graph.num_ops} operators", 0.1)
+        samples_s = _measure(part(graph, ops), cluster, seconds)
+        rounds = len(samples_s)
+        low, high = np.percentile(samples_s, [25, 75], axis=0)
+        at = {graph.op_signature[n]: i for i, n in enumerate(ops.tolist())}
+        row = np.array([at.get(s, -1) for s in graph.op_signature])
+        known = row >= 0
+        compute[known] = typical(samples_s)[row[known]]
+        within[known] = (high - low)[row[known]]
+        is_predicted[known] = False
+        compute[~known] *= correction(graph, compute, predicted, known)[~known]
+    facts = {
+        "repeats": rounds,
+        "measured_signatures": len(ops),
+        "seconds": round(time.monotonic() - began, 2),
+    }
+    measured = Profile(
+        cluster.device_names,
+        compute,
+        within,
+        predicted=is_predicted,
+        graph_fingerprint=graph.fingerprint,
+        provenance=provenance(predictor=type(predictor).__name__, **facts),
+    )
+    answer = profile_of(
+        graph,
+        cluster,
+        _Told(compute, within, cluster),
+        links=_links(cluster, corpus),
+        samples=samples,
+        known=measured,
+    )
+    return replace(answer, provenance=measured.provenance)
+
+
+def choose(graph: OpGraph, predicted: Floats, spread: Floats, seconds: float) -> NDArray[np.int64]:
+    """Operators to measure, one of each signature, int ``[K]`` in the order of the graph.
+
+    Args:
+        predicted, spread: float64 ``[N, D]``.
+        seconds: all chosen ones, on all devices, ``_FEWEST_ROUNDS`` times and once to warm up,
+            are expected to take no longer.
+    """
+    _, first, row = np.unique(graph.op_signature, return_index=True, return_inverse=True)
+    gain = np.bincount(row, spread.sum(axis=1))
+    cost = (1 + _FEWEST_ROUNDS) * predicted.sum(axis=1)[first]
+    order = np.argsort(-gain, kind="stable")
+    affordable = np.cumsum(cost[order]) <= seconds
+    return np.sort(first[order[affordable]])
+
+
+def part(graph: OpGraph, ops: Sequence[int] | NDArray[np.int64]) -> OpGraph:
+    """A graph of these operators alone; its inputs are what they read when the model runs."""
+    program: Program = graph.program
+    chosen = [int(n) for n in ops]
+    wanted = {t for n in chosen for t in _read(graph, n).tolist()}
+    values = _values(graph, wanted)
+    number = {t: i for i, t in enumerate(sorted(values))}
+    refs = {t: Ref(i) for t, i in number.items()}
+    params = [Param(i) for i in range(len(program.params))]
+    made: list[int] = []  # tensors that the operators produce, none of which is read
+    steps, sources = [], [-1] * len(number)
+    for i, n in enumerate(chosen):
+        step = program.steps[n]
+        outputs = tuple(range(len(sources), len(sources) + len(step.outputs)))
+        made += step.outputs
+        sources += [i] * len(outputs)
+        args, kwargs = fill(step.args, refs, params), fill(step.kwargs, refs, params)  # type: ignore[arg-type]
+        steps.append(Step(step.target, args, kwargs, outputs, step.multi, step.output_index))
+    inputs = [values[t] for t in sorted(values)]
+    names = tuple(f"input{i}" for i in range(len(inputs)))
+    position = {n: i for i, n in enumerate(chosen)}
+    uses = np.isin(graph.param_use_op, chosen)
+    return OpGraph.build(
+        f"part of {graph.name}",
+        [graph.op_name[n] for n in chosen],
+        sources,
+        graph.tensor_bytes[[*sorted(values), *made]],
+        [(number[t], i) for i, n in enumerate(chosen) for t in _read(graph, n).tolist()],
+        op_kind=[graph.op_kind[n] for n in chosen],
+        op_signature=[graph.op_signature[n] for n in chosen],
+        param_bytes=graph.param_bytes,
+        param_uses=[
+            (position[int(n)], p)
+            for n, p in zip(graph.param_use_op[uses], graph.param_use[uses], strict=True)
+        ],
+        program=replace(
+            program,
+            steps=tuple(steps),
+            input_tensors=tuple(range(len(inputs))),
+            input_names=names,
+            arg_names=names,
+            leaf_names=names,
+            example_leaves=tuple(inputs),
+            output_leaves=(),
+            in_tree=pytree.tree_flatten(inputs)[1],
+            out_tree=pytree.tree_flatten([])[1],
+        ),
+    )
+
+
+def _read(graph: OpGraph, n: int) -> NDArray[np.int32]:
+    return graph.in_tensor[graph.in_ptr[n] : graph.in_ptr[n + 1]]
+
+
+def _values(graph: OpGraph, wanted: set[int]) -> dict[int, torch.Tensor]:
+    """Tensors of one run of the program, by number; each that is not wanted is freed early."""
+    program: Program = graph.program
+    live = dict(zip(program.input_tensors, program.timing_inputs(), strict=True))
+    left = np.diff(graph.use_ptr)
+    missing = wanted - live.keys()
+    with torch.inference_mode():
+        for n, step in enumerate(program.steps):
+            if not missing:
+                break
+            value = step.target(
+                *fill(step.args, live, program.params), **fill(step.kwargs, live, program.params)
+            )
+            for tensor, index in zip(step.outputs, step.output_index, strict=True):
+                live[tensor] = value[index] if step.multi else value
+                missing.discard(tensor)
+            for t in _read(graph, n).tolist():
+                left[t] -= 1
+                if not left[t] and t not in wanted:
+                    live.pop(t, None)
+    return {t: live[t] for t in wanted}
+
+
+def _measure(graph: OpGraph, cluster: Cluster, seconds: float) -> Floats:
+    """float64 ``[R, N, D]`` seconds of every operator; devices take turns."""
+    inputs = graph.program.timing_inputs()
+    order = range(graph.num_ops)
+    runners = [on_one_device(graph, cluster, d, order) for d in range(cluster.num_devices)]
+    rounds: list[Floats] = []
+    try:
+        for runner in runners:
+            run_seconds(runner, inputs, 1)
+        began = time.monotonic()
+        while len(rounds) < _FEWEST_ROUNDS or (
+            len(rounds) < _MOST_ROUNDS and time.monotonic() - began < seconds
+        ):
+            rounds.append(np.stack([run_seconds(runner, inputs, 1) for runner in runners], axis=1))
+    finally:
+        for runner in runners:
+            runner.close()
+    return np.stack(rounds)
+
+
+def correction(
+    graph: OpGraph, compute: Floats, predicted: Floats, known: NDArray[np.bool_]
+) -> Floats:
+    """float64 ``[N, D]``: what measured operators of the same class took over their prediction."""
+    factor = np.ones_like(predicted)
+    op_class = features(graph).op_class
+    for c in np.unique(op_class):
+        at = op_class == c
+        if (at & known).sum() >= _FEWEST:
+            factor[at] = compute[at & known].sum(axis=0) / predicted[at & known].sum(axis=0)
+    return factor
+
+
+class _Remembering:
+    """A predictor that knows what was measured: of equal operators it gives their time."""
+
+    def __init__(self, predictor: Predictor, corpus: Corpus, machine: str) -> None:
+        self.predictor, self.corpus, self.machine = predictor, corpus, machine
+
+    def predict(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
+        seconds, spread = self.predictor.predict(graph, device)
+        known, within = self.corpus.known(graph, device, self.machine)
+        there = np.isfinite(known)
+        return np.where(there, known, seconds), np.where(there, within, spread)
+
+
+class _Told:
+    """What is known already, by device."""
+
+    def __init__(self, seconds: Floats, spread: Floats, cluster: Cluster) -> None:
+        self.seconds, self.spread, self.cluster = seconds, spread, cluster
+
+    def predict(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
+        d = self.cluster.index(device.name)
+        return self.seconds[:, d], self.spread[:, d]
+
+
+def _predictor(method: Method | None, corpus: Corpus) -> tuple[Predictor, tuple[Sample, ...]]:
+    machine = this_machine()
+    samples = corpus.samples(machine)
+    chosen = method or (Polynomial() if samples else Roofline())
+    return _Remembering(chosen.fit(samples), corpus, machine), samples
+
+
+def _links(cluster: Cluster, corpus: Corpus) -> tuple[Link, ...]:
+    """Of the measured devices: from earlier profiles, or measured now."""
+    devices = tuple(d for d in cluster.devices if d.like is None)
+    if len(devices) < 2 or any(d.kind not in ("cpu", "cuda") for d in devices):
+        return ()
+    return corpus.links(cluster, this_machine()) or measure_links(Cluster("here", devices))

@@ -1,0 +1,153 @@
+"""Seconds from work, bytes and the peak rates of a device: nothing of the model runs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from placement.cluster import Device
+from placement.costs.features import features
+from placement.costs.predictors import Floats, LatencyError, Sample
+from placement.graph import OpGraph
+
+_SPREAD = 0.7  # standard deviation of the logarithm: within a factor of 2, two times of three
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches at most, and what any operator costs.
+
+    Attributes:
+        flops_per_s: floating-point operations, float32 matrix products.
+        bytes_per_s: read and written, from memory.
+        call_s: to start an operator.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    call_s: float
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The roofline model (Williams et al., CACM 52(4), 2009): the static predictor.
+
+    An operator takes ``call_s`` and the longer of its operations at the peak rate and its bytes
+    at the memory's. It needs no measured model: rates are given as data, or measured once on
+    this machine by a calibration of a second. Rates that are given hold for every device.
+
+    It is what a static split works with (Wang et al., Computer Engineering and Science 42(9),
+    2020: operations over peak rates; bytes and calls are ours).
+
+    Attributes:
+        flops_per_s, bytes_per_s, call_s: see ``Rates``; None: as measured here.
+    """
+
+    flops_per_s: float | None = None
+    bytes_per_s: float | None = None
+    call_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_s", "bytes_per_s", "call_s"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 or (name == "call_s" and value == 0)):
+                raise LatencyError(f"roofline: {name} = {value} must be positive")
+
+    def fit(self, samples: Sequence[Sample]) -> Roofline:
+        """Itself: it learns nothing."""
+        return self
+
+    def predict(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
+        """See ``placement.costs.predictors.Predictor``."""
+        rates, found = self._rates(device), features(graph)
+        moved = (found.read_bytes + found.written_bytes) / rates.bytes_per_s
+        seconds = rates.call_s + np.maximum(found.flops / rates.flops_per_s, moved)
+        return seconds, _SPREAD * seconds
+
+    def _rates(self, device: Device) -> Rates:
+        given = {
+            name: value
+            for name in ("flops_per_s", "bytes_per_s", "call_s")
+            if (value := getattr(self, name)) is not None
+        }
+        if len(given) == 3:
+            return Rates(**given)
+        return replace(calibrate(device), **given)
+
+
+@lru_cache(maxsize=64)
+def calibrate(device: Device) -> Rates:
+    """Measure the rates of a device of this machine, in about a second; once in a process.
+
+    Raises:
+        LatencyError: the device is not on this machine.
+    """
+    _check_here(device)
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(_calibrate(device))
+        except Exception as error:  # goes on in the thread that asked
+            found.append(error)
+
+    thread = threading.Thread(target=work, name="placement-calibrate")  # pinned while it runs
+    thread.start()
+    thread.join()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    rates: Rates = found[0]
+    return rates
+
+
+def _calibrate(device: Device) -> Rates:
+    """In the calling thread, which belongs to the device afterwards."""
+    import torch
+
+    from placement.executor.backend import backend_for
+
+    backend = backend_for(device)
+    with ExitStack() as stack, torch.inference_mode():
+        backend.enter(stack)
+
+        def best_s(call: Callable[[], Any], times: int) -> float:
+            """Least seconds of a call, over rounds of so many."""
+            call()
+            spans = []
+            for _ in range(_ROUNDS):
+                begin = backend.mark()
+                for _ in range(times):
+                    call()
+                spans.append(backend.resolve_ns(backend.mark()) - backend.resolve_ns(begin))
+            return max(min(spans), 1) * 1e-9 / times
+
+        size, long = (512, 2**24) if device.kind == "cpu" else (4096, 2**28)
+        a = torch.ones(size, size, device=backend.torch_device)
+        x = torch.ones(long, device=backend.torch_device)
+        y, one = torch.empty_like(x), torch.ones(1, device=backend.torch_device)
+        product_s = best_s(lambda: torch.mm(a, a), 4)
+        copy_s = best_s(lambda: y.copy_(x), 1)
+        call_s = best_s(lambda: one + one, 200)
+    return Rates(2.0 * size**3 / product_s, 2 * 4 * long / copy_s, call_s)
+
+
+def _check_here(device: Device) -> None:
+    import torch
+
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(device.cores)
+    here = {"cpu": set(device.cores) <= cores, "cuda": torch.cuda.is_available()}
+    if not here.get(device.kind, False):
+        raise LatencyError(
+            f"device {device.name!r} ({device.kind}) is not on this machine, so its peak rates "
+            "cannot be measured: state them in Python, Roofline(flops_per_s=..., bytes_per_s=..., "
+            "call_s=...), "
+            "or describe the device with 'like: <measured device>' and 'speed: <factor>'"
+        )

@@ -1,0 +1,723 @@
+"""Every planner on every problem, equal budgets, predicted and measured: one table.
+
+Nothing is excluded to look good: every single-device placement is a row of its own, a planner
+that fails is a row with the reason, and gains are reported against the best single device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.problem import Placement, Planner, Problem, Solution, lower_bound
+from placement.runs.row import SINGLE, Row
+from placement.runs.trials import LATENCY_RUNS
+from placement.schedule import Schedule
+from placement.search.budget import NO_LIMIT, Budget
+from placement.simulator import as_simulated, evaluate, score, value_of
+from placement.timeline import Timeline
+from placement.tools.files import parse_json, short, write_atomic
+from placement.tools.parallel import parallel_map
+
+Floats = NDArray[np.float64]
+Progress = Callable[[str], None]  # told what is being done
+
+
+class CompareError(ValueError):
+    """The comparison as asked for makes no sense; the message says what to change."""
+
+
+class Runtime(Protocol):
+    """What ``compare`` asks of an executor (``placement.executor.Executor`` is one)."""
+
+    def run(
+        self, placement: ArrayLike, *, num_microbatches: int, max_in_flight: int | None = None
+    ) -> Timeline: ...
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How well the simulator predicts, over ``num_placements`` distinct measured placements.
+
+    ``..._mape``: mean absolute error relative to the measurement; ``..._spearman``: mean over
+    the workloads of the rank correlation, nan where no workload has two distinct placements.
+    """
+
+    num_placements: int
+    latency_mape: float
+    period_mape: float
+    latency_spearman: float
+    period_spearman: float
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A planner's speed-up over the best single device: geometric mean over workloads x seeds.
+
+    ``low``, ``high``: bootstrap 95 % interval, resampling ``num_cells`` (workload, seed) cells.
+    """
+
+    planner: str
+    num_cells: int
+    mean: float
+    low: float
+    high: float
+
+
+def on_one_device(rows: Iterable[Row]) -> set[str]:
+    """The workloads that a single device holds and runs: the others have no speed-up."""
+    return {r.workload for r in rows if r.planner.startswith(SINGLE) and r.feasible}
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """All rows, and ``solutions[workload, planner, seed]`` of those that have an answer."""
+
+    rows: tuple[Row, ...]
+    solutions: Mapping[tuple[str, str, int | None], Solution]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the tables that the terminal shows."""
+        from placement.report.table import tables
+        from placement.tools import shown
+
+        return "".join(shown.table(t.title, t.header, t.cells) for t in tables(self))
+
+    def best(self, workload: str) -> Row:
+        """The feasible row with the best measured objective, or predicted if none was measured.
+
+        Joules of a comparison are always predicted.
+
+        Raises:
+            CompareError: no planner has a feasible answer.
+        """
+        rows = [r for r in self.rows if r.workload == workload and r.feasible]
+        if not rows:
+            raise CompareError(
+                f"{workload}: no planner found a placement that fits on this cluster"
+            )
+        measured = [r for r in rows if r.measured_s is not None]
+        return min(measured or rows, key=lambda r: r.reached_s)
+
+    def fidelity(self) -> Fidelity | None:
+        """Prediction errors over all measured placements; None if nothing was measured."""
+        seen = {(r.workload, r.placement_id): r for r in self.rows if r.num_rounds}
+        rows = list(seen.values())
+        if not rows:
+            return None
+        errors, ranks = {}, {}
+        for what in ("latency_s", "period_s"):
+            said = np.array([getattr(r, what) for r in rows])
+            found = np.array([getattr(r, f"measured_{what}") for r in rows])
+            errors[what] = mape(said, found)
+            of = np.array([r.workload for r in rows])
+            each = [spearman(said[of == w], found[of == w]) for w in dict.fromkeys(of)]
+            known = [x for x in each if not np.isnan(x)]
+            ranks[what] = float(np.mean(known)) if known else float("nan")
+        return Fidelity(
+            len(rows),
+            errors["latency_s"],
+            errors["period_s"],
+            ranks["latency_s"],
+            ranks["period_s"],
+        )
+
+    def gains(self) -> tuple[Gain, ...]:
+        """One per planner, best first; measured where every workload was, else predicted.
+
+        A planner without an answer somewhere counts as the best single device there: that is
+        what its user would run. Where no single device fits (``without_single``) there is
+        nothing to compare with, and the workload is left out.
+        """
+        what = "measured_speedup" if self.is_measured else "speedup"
+        left_out = self.without_single()
+        cells: dict[str, list[float]] = {}
+        for row in self.rows:
+            if not row.planner.startswith(SINGLE) and row.workload not in left_out:
+                cells.setdefault(row.planner, []).append(getattr(row, what) or 1.0)
+        gains = [
+            Gain(name, len(v), float(np.exp(np.mean(np.log(v)))), *geometric_interval(v))
+            for name, v in cells.items()
+        ]
+        return tuple(sorted(gains, key=lambda g: -g.mean))
+
+    def without_single(self) -> list[str]:
+        """The workloads that no single device can hold or run: they have no speed-up."""
+        held = on_one_device(self.rows)
+        return [w for w in dict.fromkeys(r.workload for r in self.rows) if w not in held]
+
+    def reference(self, workload: str) -> tuple[float, float]:
+        """Best value found, and what a missing answer counts as: the best single device.
+
+        Where no single device fits, it counts as the worst answer. inf without any answer.
+        """
+        rows = [r for r in self.rows if r.workload == workload]
+        found = [r.value_s for r in rows if np.isfinite(r.value_s)]
+        singles = [r.value_s for r in rows if r.planner.startswith(SINGLE)]
+        alone = min((v for v in singles if np.isfinite(v)), default=max(found, default=np.inf))
+        return min(found, default=np.inf), alone
+
+    def ratios(self) -> dict[str, dict[str, float]]:
+        """Value over the best found, by planner and workload: geometric mean over the seeds.
+
+        Workloads without any answer are left out.
+        """
+        logs: dict[str, dict[str, list[float]]] = {}
+        for workload in dict.fromkeys(r.workload for r in self.rows):
+            best, otherwise = self.reference(workload)
+            for row in self.rows:
+                if row.workload == workload and 0 < best < np.inf:
+                    value = row.value_s if np.isfinite(row.value_s) else otherwise
+                    mine = logs.setdefault(row.planner, {}).setdefault(workload, [])
+                    mine.append(float(np.log(value / best)))
+        return {
+            planner: {w: float(np.exp(np.mean(v))) for w, v in by_workload.items()}
+            for planner, by_workload in logs.items()
+        }
+
+    @property
+    def is_measured(self) -> bool:
+        """Every workload was run on real devices."""
+        workloads = {r.workload for r in self.rows}
+        return workloads == {r.workload for r in self.rows if r.num_rounds}
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``compare.csv`` and ``compare.md``.
+
+        Raises:
+            FileError: the folder cannot be written.
+        """
+        from placement.report import table
+
+        write_atomic(Path(folder) / "compare.csv", table.to_csv(self))
+        write_atomic(Path(folder) / "compare.md", table.to_markdown(self))
+
+
+def compare(
+    problems: Mapping[str, Problem],
+    planners: Mapping[str, Planner],
+    seeds: Sequence[int] = (0,),
+    *,
+    out_dir: str | Path,
+    executor: Callable[[Problem], Runtime | None] | None = None,
+    rounds: int = 5,
+    budget: Budget = NO_LIMIT,
+    progress: Progress | None = None,
+    parallel: str = "serial",
+) -> Comparison:
+    """Run every planner with every seed on every problem, and measure what they answer.
+
+    An interrupted comparison continues where it stopped when it is started again with the same
+    ``out_dir``: what is finished lies in ``out_dir/cells`` and ``out_dir/measured`` under a
+    digest of the problem, the planner with its parameters, and the seed. ``compare.csv`` and
+    ``compare.md`` are written after every workload. ``out_dir/problems`` and the timelines of
+    the last round in ``out_dir/measured`` are for ``placement.report.html``.
+
+    Args:
+        executor: makes the runtime of a problem (``placement.executor.Executor``), or None for
+            one that cannot be run; None: only predict. All placements of a workload take turns,
+            ``rounds`` times; equal ones share one measurement.
+        budget: of every planner that has such fields; what is not limited is left to its own.
+        parallel: where planners run: ``serial``, ``processes`` or ``ray`` (see
+            ``placement.tools.parallel``). The answers are the same, unless a budget of seconds ends
+            a search; measurements never run side by side.
+
+    Raises:
+        CompareError: no problems, no seeds, or a planner named like a single device.
+        FileError: ``out_dir`` cannot be written.
+    """
+    if not problems or not seeds or rounds < 1:
+        raise CompareError("compare needs at least one problem, one seed and one round")
+    wrong = [name for name in planners if name.startswith(SINGLE)]
+    if wrong:
+        raise CompareError(f"planner {wrong[0]!r}: names with {SINGLE!r} are taken, rename it")
+    folder, say = Path(out_dir), progress or (lambda _: None)
+    comparison = Comparison((), {})
+    for workload, problem in problems.items():
+        cells = _plan_all(workload, problem, planners, seeds, budget, folder, say, parallel)
+        placements = {c.placement_id: c.solution.placement for c in cells if c.solution}
+        samples: dict[str, Any] = {}
+        if executor is not None:
+            samples = _measure(workload, problem, placements, executor, rounds, folder, say)
+        comparison = Comparison(
+            (*comparison.rows, *_rows(workload, problem, cells, samples)),
+            {
+                **comparison.solutions,
+                **{(workload, c.planner, c.seed): c.solution for c in cells if c.solution},
+            },
+        )
+        comparison.save(folder)
+    return comparison
+
+
+@dataclass(frozen=True, eq=False)
+class _Cell:
+    """What one planner answered."""
+
+    planner: str
+    seed: int | None
+    solution: Solution | None
+    plan_s: float
+    note: str = ""
+
+    @property
+    def placement_id(self) -> str:
+        assert self.solution is not None
+        return placement_id(self.solution.placement)
+
+
+def _plan_all(
+    workload: str,
+    problem: Problem,
+    planners: Mapping[str, Planner],
+    seeds: Sequence[int],
+    budget: Budget,
+    folder: Path,
+    say: Progress,
+    parallel: str,
+) -> list[_Cell]:
+    from placement import importers
+
+    cells = _single_devices(problem)
+    fingerprint = problem_fingerprint(problem)
+    saved_problem = folder / "problems" / f"{fingerprint[:12]}.json"
+    if not saved_problem.is_file():
+        importers.save(problem, saved_problem)
+    found: list[_Cell | None] = []
+    todo: list[tuple[int, Path, str, _Task]] = []
+    for name, planner in planners.items():
+        for seed in seeds if "seed" in _fields(planner) else (None,):
+            ready = prepared(planner, seed, budget)
+            key = _digest(fingerprint, workload, name, describe(ready), seed)
+            path = folder / "cells" / f"{_slug(workload)}-{_slug(name)}-{key[:12]}.json"
+            found.append(_saved_cell(_read(path, key), name, seed, problem))
+            if found[-1] is None:
+                todo.append((len(found) - 1, path, key, (name, seed, ready, problem)))
+
+    def keep(number: int, cell: _Cell) -> None:
+        at, path, key, (_, _, ready, _) = todo[number]
+        head = {"key": key, "workload": workload, "problem": fingerprint}
+        head |= {"parameters": describe(ready)}
+        write_atomic(path, _json({**head, **asdict(cell)}))
+        found[at] = cell
+
+    def told() -> Iterator[_Task]:
+        for *_, task in todo:
+            name, seed, ready, _ = task
+            say(f"{workload}: {name}" + ("" if seed is None else f", seed {seed}"))
+            # Workers take no program: it cannot be sent, and planners decide on data.
+            bare = replace(problem, graph=problem.graph.without_program())
+            yield task if parallel == "serial" else (name, seed, ready, bare)
+
+    parallel_map(_plan_task, told(), parallel, done=keep)
+    return cells + [cell for cell in found if cell is not None]
+
+
+def _saved_cell(
+    saved: dict[str, Any] | None, name: str, seed: int | None, problem: Problem
+) -> _Cell | None:
+    """What ``_read`` found as a cell; None if there is nothing, or it is damaged."""
+    if saved is None:
+        return None
+    try:
+        solution = None if saved["solution"] is None else solution_of(saved["solution"])
+        if solution is not None:
+            problem.check_placement(solution.placement)
+        return _Cell(name, seed, solution, float(saved["plan_s"]), str(saved["note"]))
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+_Task = tuple[str, int | None, Planner, Problem]
+
+
+def _plan_task(task: _Task) -> _Cell:
+    return _plan(*task)
+
+
+def _plan(name: str, seed: int | None, planner: Planner, problem: Problem) -> _Cell:
+    began = time.perf_counter()
+    try:
+        solution = planner(problem)
+        took_s = time.perf_counter() - began
+        # What is reported is what the simulator says of a placement that holds what it must.
+        solution = replace(solution, placement=problem.check_placement(solution.placement))
+        solution = as_simulated(problem, solution)
+    except ValueError as error:  # infeasible, or a planner that cannot do this objective
+        return _Cell(name, seed, None, time.perf_counter() - began, str(error))
+    return _Cell(name, seed, solution, took_s)
+
+
+def _single_devices(problem: Problem) -> list[_Cell]:
+    cells = []
+    for d, device in enumerate(problem.cluster.device_names):
+        placement = np.full(problem.num_ops, d, np.int32)
+        stuck = np.flatnonzero(~problem.supported[:, d])
+        if len(stuck):
+            note = f"operator {problem.graph.op_name[stuck[0]]!r} cannot run on it"
+            cells.append(_Cell(SINGLE + device, None, None, 0.0, note))
+        else:
+            value = float(score(problem, placement)[0])
+            cells.append(_Cell(SINGLE + device, None, Solution(placement, value), 0.0))
+    return cells
+
+
+def _measure(
+    workload: str,
+    problem: Problem,
+    placements: Mapping[str, Placement],
+    executor: Callable[[Problem], Runtime | None],
+    rounds: int,
+    folder: Path,
+    say: Progress,
+) -> dict[str, Any]:
+    """Samples of latency and period of every feasible placement, by placement id.
+
+    The key holds the whole set of placements: ratios compare only what took turns.
+    """
+    todo = {k: p for k, p in placements.items() if evaluate(problem, p).feasible[0]}
+    key = _digest(problem_fingerprint(problem), sorted(todo))
+    path = folder / "measured" / f"{_slug(workload)}-{key[:12]}.json"
+    saved = _read(path, key)
+    samples = _saved_samples(saved, todo) or {k: {"latency_s": [], "period_s": []} for k in todo}
+    runtime: Runtime | None = None
+    for r in range(rounds):
+        for number, (name, placement) in enumerate(todo.items(), 1):
+            if len(samples[name]["latency_s"]) > r:
+                continue
+            say(f"{workload}: round {r + 1} of {rounds}, placement {number} of {len(todo)}")
+            runtime = runtime or executor(problem)
+            if runtime is None:
+                return {}
+            alone = runtime.run(placement, num_microbatches=LATENCY_RUNS, max_in_flight=1)
+            pipelined = runtime.run(placement, num_microbatches=problem.num_microbatches)
+            samples[name]["latency_s"].append(float(np.median(alone.span_s)))
+            samples[name]["period_s"].append(pipelined.period_s)
+            pipelined.save(path.with_name(f"{path.stem}-{name}.npz"))
+            write_atomic(path, _json({"key": key, "workload": workload, "samples": samples}))
+    return samples
+
+
+def _saved_samples(
+    saved: dict[str, Any] | None, ids: Iterable[str]
+) -> dict[str, dict[str, list[float]]] | None:
+    """What ``_read`` found as samples of these placements; None if it is not that, or nothing."""
+    try:
+        return {
+            k: {what: [float(x) for x in saved["samples"][k][what]] for what in _SAMPLED}  # type: ignore[index]
+            for k in ids
+        }
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+_SAMPLED = ("latency_s", "period_s")
+
+
+def _rows(
+    workload: str, problem: Problem, cells: Sequence[_Cell], samples: Mapping[str, Any]
+) -> list[Row]:
+    proved = [lower_bound(problem)]
+    proved += [
+        c.solution.lower_bound_s
+        for c in cells
+        if c.solution is not None and c.solution.lower_bound_s is not None
+    ]
+    rows = [_row(workload, problem, cell, samples, max(proved)) for cell in cells]
+    # Speed-ups are ratios of times that can be measured, also for the analytic objectives.
+    what = "latency_s" if "latency" in problem.objective else "period_s"
+
+    def best(column: str) -> float | None:
+        singles = [getattr(r, column) for r in rows if r.planner.startswith(SINGLE) and r.feasible]
+        return min((x for x in singles if x is not None), default=None)
+
+    said, found = best(what), best(f"measured_{what}")
+    on_front = pareto_front(_values(rows))
+    return [
+        replace(
+            row,
+            pareto=bool(front),
+            speedup=_ratio(said, getattr(row, what) if row.feasible else None),
+            measured_speedup=_ratio(found, getattr(row, f"measured_{what}")),
+        )
+        for row, front in zip(rows, on_front, strict=True)
+    ]
+
+
+def _values(rows: Sequence[Row]) -> Floats:
+    """float64 ``[K, 3]`` latency, period and energy; inf where infeasible, 0 where not known."""
+    known = [(r.latency_s, r.period_s, 0.0 if r.energy_j is None else r.energy_j) for r in rows]
+    feasible = np.array([r.feasible for r in rows])
+    return np.where(feasible[:, None], np.array(known, float), np.inf)
+
+
+def pareto_front(values: ArrayLike) -> NDArray[np.bool_]:
+    """bool ``[K]``: which rows of ``values [K, V]``, all to be small, no other row dominates.
+
+    A row dominates another if none of its values is larger and one is smaller; so of equal rows
+    all are on the front, or none. A row with an infinite value is not.
+    """
+    v = np.asarray(values, float)
+    no_worse = (v[:, None] <= v[None]).all(axis=2)
+    better = (v[:, None] < v[None]).any(axis=2)
+    return np.isfinite(v).all(axis=1) & ~(no_worse & better).any(axis=0)
+
+
+def _row(
+    workload: str, problem: Problem, cell: _Cell, samples: Mapping[str, Any], bound_s: float
+) -> Row:
+    row = Row(
+        workload=workload,
+        planner=cell.planner,
+        seed=cell.seed,
+        objective=problem.objective,
+        num_ops=problem.num_ops,
+        num_devices=problem.num_devices,
+        placement_id=None,
+        feasible=False,
+        value_s=np.inf,
+        latency_s=np.inf,
+        period_s=np.inf,
+        bound_s=bound_s,
+        plan_s=cell.plan_s,
+        note=cell.note,
+    )
+    if cell.solution is None:
+        return row
+    values = evaluate(problem, cell.solution.placement)
+    value_s, feasible = value_of(problem, cell.solution), bool(values.feasible[0])
+    ordered = cell.solution.schedule is not None and problem.objective == "latency"
+    feasible = feasible and (np.isfinite(value_s) or not ordered)  # memory, in its own order
+    row = replace(
+        row,
+        placement_id=cell.placement_id,
+        evaluations=cell.solution.stats.get("evaluations"),
+        note=cell.note or _said(cell.solution, feasible, value_s),
+    )
+    if not feasible:  # the seconds of what cannot run are no prediction
+        return row
+    row = replace(
+        row,
+        feasible=True,
+        value_s=value_s,
+        latency_s=value_s if ordered else float(values.latency_s[0]),
+        period_s=float(values.period_s[0]),
+        energy_j=None if values.energy_j is None else float(values.energy_j[0]),
+        energy_source=problem.cluster.power_source,
+        gap=value_s / bound_s - 1 if bound_s > 0 and np.isfinite(value_s) else None,
+    )
+    sample = samples.get(cell.placement_id)
+    if sample is None:
+        return row
+    latency_s, latency_iqr_s = _median_iqr(sample["latency_s"])
+    period_s, period_iqr_s = _median_iqr(sample["period_s"])
+    return replace(
+        row,
+        measured_latency_s=latency_s,
+        measured_latency_iqr_s=latency_iqr_s,
+        measured_period_s=period_s,
+        measured_period_iqr_s=period_iqr_s,
+        num_rounds=len(sample["latency_s"]),
+        latency_error=row.latency_s / latency_s - 1,
+        period_error=row.period_s / period_s - 1,
+    )
+
+
+def _said(solution: Solution, feasible: bool, value_s: float) -> str:
+    """What a planner says of its answer: that it fell back, or why it does not fit."""
+    said = [solution.stats.get("message", "")]
+    if not feasible:
+        said.append(solution.stats.get("infeasible") or "does not fit in memory")
+    elif not np.isfinite(
+        value_s
+    ):  # objectives without a timeline: see placement.simulator.analytic
+        said.append("cannot run: its pieces wait for each other, or do not fit in memory")
+    return "; ".join(x for x in said if x)
+
+
+def mape(predicted: ArrayLike, measured: ArrayLike) -> float:
+    """Mean absolute error relative to the measurement, a fraction."""
+    p, m = np.asarray(predicted, float), np.asarray(measured, float)
+    return float(np.abs(p / m - 1).mean())
+
+
+def spearman(a: ArrayLike, b: ArrayLike) -> float:
+    """Rank correlation, ties at their mean rank; nan for fewer than two distinct values."""
+    from scipy.stats import rankdata
+
+    x, y = rankdata(a), rankdata(b)
+    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return float("nan")
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def geometric_interval(values: ArrayLike, num_resamples: int = 10_000) -> tuple[float, float]:
+    """Bootstrap 95 % interval of the geometric mean of positive values ``[K]`` (percentiles)."""
+    logs = np.log(np.asarray(values, float))
+    rng = np.random.default_rng(0)
+    means = logs[rng.integers(len(logs), size=(num_resamples, len(logs)))].mean(axis=1)
+    low, high = np.exp(np.percentile(means, [2.5, 97.5]))
+    return float(low), float(high)
+
+
+def placement_id(placement: Placement) -> str:
+    """Equal for equal placements, int32 ``[N]``: 12 hexadecimal digits."""
+    return _digest(placement)[:12]
+
+
+def problem_fingerprint(problem: Problem) -> str:
+    """SHA-256 (hex) of everything that a planner's answer or a measurement depends on."""
+    profile = problem.profile
+    given = {f.name: getattr(profile, f.name) for f in fields(profile)}
+    del given["provenance"], given["spread_s"]
+    # What is already known of problems without costs that were added later stays known.
+    given["links"] = [
+        {k: v for k, v in asdict(x).items() if not k.startswith("send_s") or v}
+        for x in profile.links
+    ]
+    if not given["batch_s"]:
+        del given["batch_s"]
+    costs = [part for item in given.items() for part in item]
+    return _digest(
+        problem.graph.fingerprint,
+        problem.cluster.fingerprint,
+        *costs,
+        problem.objective,
+        problem.num_microbatches,
+        problem.max_in_flight,
+        # What is already known of problems that are simulated as usual stays known.
+        *(() if problem.contention else ("no contention",)),
+        *(() if problem.ready_order == "priority" else (problem.ready_order,)),
+        *(("second", problem.second_j) if problem.second_j else ()),
+    )
+
+
+def describe(planner: Any) -> Any:
+    """A planner as JSON: its class and all its parameters, planners inside it included.
+
+    Weights of a network, and the content of a file that a parameter names, count by digest: a
+    policy trained further is another planner.
+    """
+    if is_dataclass(planner) and not isinstance(planner, type):
+        kind = type(planner)
+        inside = {f.name: describe(getattr(planner, f.name)) for f in fields(planner) if f.init}
+        return {"class": f"{kind.__module__}.{kind.__qualname__}", **inside}
+    if isinstance(planner, list | tuple):
+        return [describe(x) for x in planner]
+    if isinstance(planner, Mapping):
+        return {str(k): describe(v) for k, v in planner.items()}
+    if isinstance(planner, np.ndarray):
+        return _digest(planner)
+    if hasattr(planner, "state_dict"):  # a torch module; torch is not imported here
+        weights = {k: v.detach().cpu().numpy() for k, v in planner.state_dict().items()}
+        return {"network": str(planner), "weights": describe(weights)}
+    if isinstance(planner, str | Path) and Path(planner).is_file():
+        return {"file": str(planner), "sha256": _file_digest(Path(planner))}
+    if planner is None or isinstance(planner, bool | int | float | str):
+        return planner
+    name = getattr(planner, "__qualname__", None)
+    return f"{planner.__module__}.{name}" if name else str(planner)
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _fields(planner: Planner) -> set[str]:
+    return {f.name for f in fields(planner) if f.init} if is_dataclass(planner) else set()
+
+
+def prepared(planner: Planner, seed: int | None, budget: Budget = NO_LIMIT) -> Planner:
+    """The planner with this seed and this budget, where it has such fields."""
+    wanted = {"seed": seed, **asdict(budget)}
+    known = _fields(planner)
+    given = {k: v for k, v in wanted.items() if v is not None and k in known}
+    return replace(planner, **given) if given else planner  # type: ignore[type-var]
+
+
+def solution_of(saved: Mapping[str, Any]) -> Solution:
+    """A solution that was written as JSON with its arrays as lists.
+
+    Raises:
+        ValueError, LookupError, TypeError: it is none.
+    """
+    order, given = saved.get("schedule"), dict(saved)
+    if order is not None:
+        rows = tuple(_whole(r).reshape(-1, 2) for r in order["order"])
+        given["schedule"] = Schedule(rows, int(_whole(order["num_microbatches"])))
+    for what in ("value_s", "lower_bound_s"):
+        value: Any = given.get(what)
+        if value is None and what == "lower_bound_s":
+            continue
+        if type(value) not in (int, float) or not value >= 0:  # comparisons with NaN are false
+            raise ValueError(f"{what} = {short(value)} is no number of seconds")
+    stats = given.get("stats", {})
+    if not isinstance(stats, dict):
+        raise ValueError(f"stats = {short(stats)} is no object")
+    curve = np.array(stats.get("curve") or [], np.float64)
+    if curve.size and (curve.ndim != 2 or curve.shape[1] != 3):
+        raise ValueError("stats: curve must have rows of seconds, evaluations and value")
+    return Solution(**given | {"placement": _whole(saved["placement"]).reshape(-1)})
+
+
+def _whole(values: Any) -> NDArray[np.int32]:
+    """Nested lists of numbers from 0 to 2**31 - 1; of no numbers too."""
+    found = np.array(values)
+    if found.size and (found.dtype.kind != "i" or found.min() < 0 or found.max() >= 2**31):
+        raise ValueError(f"{short(values)} are not all numbers of operators, devices or batches")
+    return found.astype(np.int32)
+
+
+def _digest(*parts: Any) -> str:
+    """SHA-256 (hex) of arrays, and of anything JSON can write."""
+    h = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            h.update(f"{part.dtype.str}{part.shape}".encode())
+            h.update(np.ascontiguousarray(part).tobytes())
+        else:
+            h.update(_json(part).encode())
+        h.update(b"|")
+    return h.hexdigest()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+def _read(path: Path, key: str) -> dict[str, Any] | None:
+    """What was saved under ``key``; None if nothing was, or if the file is damaged."""
+    try:
+        saved = parse_json(path.read_text(encoding="utf-8"), infinite=True)
+    except (OSError, ValueError):
+        return None
+    return saved if isinstance(saved, dict) and saved.get("key") == key else None
+
+
+def _slug(name: str) -> str:
+    """A name as part of a file name; the digest beside it keeps names apart."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip(".-")[:40]
+
+
+def _median_iqr(samples: Iterable[float]) -> tuple[float, float]:
+    low, middle, high = np.percentile(np.fromiter(samples, float), [25, 50, 75])
+    return float(middle), float(high - low)
+
+
+def _ratio(base: float | None, value: float | None) -> float | None:
+    return None if base is None or not value else base / value

@@ -1,0 +1,220 @@
+"""Search with few real measurements: the simulator proposes, measurement decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.planners import PlannerError, load
+from placement.planners.macro_search import MacroSearch
+from placement.problem import Placement, Solution
+from placement.runs.trials import TrialError, Trials
+from placement.search.evaluation import (
+    Choice,
+    can_move,
+    moves,
+    random_placements,
+    single_devices,
+)
+from placement.simulator import score
+
+Floats = NDArray[np.float64]
+Progress = Callable[[str, float | None], None]  # (what is being done, share done)
+
+BATCH = 4  # new measurements of a round, beside the incumbent
+_START = 8  # times as many simulated placements go into the first answer as into a round
+# Placements of other kinds than a search's, which are many small pieces: the simulator may be
+# wrong about what these have in common.
+_OTHERS = ("contiguous_dp", "balanced_split", "pipedream", "level_balance", "heft")
+_TYPICAL = 100  # measurements, where only seconds limit them
+_DESIGN = 0.12  # of the measurements are for those, and for random ones, before anything is chosen
+_DRAWN = 0.25  # of the proposals of a round are random placements
+_PARENTS = 16  # the best so far, from which proposals come
+_CHILDREN = 64  # proposals between two looks at who is best
+_FINAL = 0.3  # of the measurements are for the finalists, who take turns
+_FINALISTS = 5
+
+
+def search_measured(
+    trials: Trials,
+    start: ArrayLike | None = None,
+    *,
+    evaluations: int = 1024,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Solution:
+    """The fastest placement that the budget of ``trials`` finds.
+
+    First run: what was given to start with, the answer of ``macro_search`` on the simulator, every
+    single device, and an eighth of the budget of other kinds: constructed placements, and the
+    best simulated of random cuts and scatterings. Then, round after round, ``evaluations``
+    placements, random ones and macro moves around the best, are simulated, and the fastest of
+    those that have not run are measured beside the incumbent. The rest of the budget is for the
+    finalists, who take turns. The answer has the lowest median of those that have run. (To choose
+    by a learned ratio of measured to simulated time was no better: experiments/LOG.md.)
+
+    No decision depends on the clock: with a file, ``Trials`` continue where they were.
+
+    Args:
+        trials: with a budget, of a problem whose objective is measured.
+        start: int32 ``[K, N]`` placements to begin with, e.g. a planner's answer.
+        evaluations: simulated placements per round.
+        seed: of the proposals.
+        progress: told what is being done.
+
+    Returns:
+        Solution: ``value_s`` is simulated; ``stats`` has ``measured_s`` and
+        ``measured_single_s`` (of the best single device, inf if none fits), ``measurements``,
+        ``seconds``, ``evaluations`` (simulated ones) and ``curve`` (measurements, measured
+        seconds of the incumbent then).
+
+    Raises:
+        TrialError: no budget, or nothing fits in memory.
+    """
+    if trials.measurements is None and trials.seconds is None:
+        raise TrialError("trials need a budget: Trials(..., measurements=100)")
+    state = _State(trials, evaluations, seed)
+    say = progress or (lambda what, share: None)
+    first = state.first(start)
+    singles = {p.tobytes() for p in single_devices(trials.problem)[:, trials.problem.graph.group]}
+    say("measuring the starts", 0.0)
+    trials.measure(first)
+    state.learn()
+    while trials.used < 1.0 - _FINAL and can_move(trials.problem):
+        say(f"{trials.num_measurements} measurements, fastest {state.best_s:.4g} s", trials.used)
+        chosen = state.choose()
+        if not len(chosen):
+            break
+        trials.measure(np.stack([state.incumbent, *chosen]))
+        state.learn()
+    while trials.num_left >= 1:
+        say(f"finalists, fastest {state.best_s:.4g} s", trials.used)
+        trials.measure(state.finalists())
+        state.learn()
+    placements, levels = trials.samples.placements, state.levels
+    single_s = [s for p, s in zip(placements, levels, strict=True) if p.tobytes() in singles]
+    told = {
+        "measured_s": state.best_s,
+        "measured_single_s": min(single_s, default=np.inf),
+        "measurements": trials.num_measurements,
+        "seconds": time.perf_counter() - state.began,
+        "evaluations": state.num_evaluations,
+        "curve": state.curve,
+    }
+    value_s = float(score(trials.problem, state.incumbent)[0])
+    return Solution(state.incumbent, value_s, None, told)
+
+
+class _State:
+    """What is known in the middle of a search.
+
+    Attributes:
+        levels: float64 ``[K]`` measured seconds of the placements that ran.
+        incumbent: int32 ``[N]`` the lowest of them, ``best_s``.
+    """
+
+    def __init__(self, trials: Trials, evaluations: int, seed: int) -> None:
+        self.began = time.perf_counter()
+        self.trials = trials
+        self.evaluations = evaluations
+        self.rng = np.random.default_rng(seed)
+        self.seed = seed
+        self.num_evaluations = 0
+        self.curve: list[tuple[int, float]] = []
+        self.levels: Floats = np.zeros(0)
+        self.incumbent: Placement
+        self.best_s = np.inf
+        self._propose = moves(trials.problem) if can_move(trials.problem) else None
+
+    def first(self, start: ArrayLike | None) -> Placement:
+        """int32 ``[K, N]`` what is measured first, without repetitions and what does not fit."""
+        problem = self.trials.problem
+        answer = MacroSearch(evaluations=_START * self.evaluations, seed=self.seed)(problem)
+        self.num_evaluations += int(answer.stats["evaluations"])
+        given = [] if start is None else list(np.atleast_2d(start))
+        singles = list(single_devices(problem)[:, problem.graph.group])
+        rows = [*given, answer.placement, *singles, *self.others()]
+        rows = [problem.check_placement(p) for p in rows]
+        distinct = list({p.tobytes(): p for p in rows}.values())
+        fit = np.isfinite(self.simulate(distinct))
+        if not fit.any():
+            why = answer.stats.get("infeasible", "no placement that fits was found")
+            raise TrialError(f"nothing to measure: {why}")
+        return np.array(distinct)[fit]
+
+    def others(self) -> list[Placement]:
+        """Constructed placements, and of random cuts and scatterings those simulated best."""
+        problem, left = self.trials.problem, self.trials.num_left
+        most = int(_DESIGN * (left if np.isfinite(left) else _TYPICAL))
+        rows: list[Placement] = []
+        for name in _OTHERS[:most]:
+            with suppress(PlannerError):
+                rows.append(load(name)(problem).placement)
+        drawn = random_placements(problem, self.evaluations, self.rng)
+        order = np.argsort(self.simulate(list(drawn)), kind="stable")
+        for kind in range(2):
+            rows += list(drawn[order[order % 2 == kind][: max(0, most - len(_OTHERS)) // 2]])
+        return rows
+
+    def simulate(self, placements: Sequence[Placement]) -> Floats:
+        """float64 ``[B]`` the simulator's seconds, worked out once each."""
+        before = self.trials.num_simulated
+        seconds = self.trials.simulate(placements)
+        self.num_evaluations += self.trials.num_simulated - before
+        return seconds
+
+    def learn(self) -> None:
+        """Note what has been measured."""
+        placements, self.levels = self.trials.samples.placements, self.trials.levels
+        best = int(np.argmin(self.levels))
+        self.incumbent, self.best_s = placements[best], float(self.levels[best])
+        self.curve.append((self.trials.num_measurements, self.best_s))
+
+    def finalists(self) -> Placement:
+        """int32 ``[K, N]`` the lowest that ran."""
+        return self.trials.samples.placements[np.argsort(self.levels, kind="stable")[:_FINALISTS]]
+
+    def choose(self) -> list[Placement]:
+        """What to measure next beside the incumbent: the best ``BATCH`` that have not run.
+
+        Proposals come from the best so far, at first those that measured fastest.
+        """
+        assert self._propose is not None
+        group = self.trials.problem.graph.group
+        first = np.unique(group, return_index=True)[1]
+        ran = self.trials.samples.placements
+        costs: dict[bytes, float] = {}
+        choices: dict[bytes, Choice] = {}
+
+        def add(rows: list[Choice]) -> None:
+            new = {c.tobytes(): c for c in rows if c.tobytes() not in costs}
+            if new:
+                choices.update(new)
+                simulated = self.simulate(list(np.array(list(new.values()))[:, group]))
+                costs.update(zip(new, simulated.tolist(), strict=True))
+
+        add(list(ran[np.argsort(self.levels, kind="stable")[:_PARENTS]][:, first]))
+        drawn = int(_DRAWN * self.evaluations)
+        add(list(random_placements(self.trials.problem, drawn, self.rng)[:, first]))
+        left = self.evaluations - drawn
+        while left > 0:
+            parents = sorted(costs, key=costs.__getitem__)[:_PARENTS]
+            rows = []
+            for _ in range(min(_CHILDREN, left)):
+                # The better half of the parents has three quarters of the children.
+                choice = choices[parents[int(len(parents) * self.rng.random() ** 2)]].copy()
+                for _ in range(min(4, self.rng.geometric(0.6))):
+                    groups, device = self._propose(self.rng, choice)
+                    choice[groups] = device
+                rows.append(choice)
+            add(rows)
+            left -= len(rows)
+        barred = {p.tobytes() for p in ran}
+        best = sorted((k for k in costs if np.isfinite(costs[k])), key=costs.__getitem__)
+        fastest = (np.ascontiguousarray(choices[k][group]) for k in best)
+        return list(islice((p for p in fastest if p.tobytes() not in barred), BATCH))

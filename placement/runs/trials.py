@@ -1,0 +1,464 @@
+"""``Trials``: placements run for real, as an objective that environments and searches share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.cluster import LONGEST_S
+from placement.problem import Placement, Problem
+from placement.simulator import score
+from placement.timeline import Timeline
+from placement.tools.files import parse_json, short, write_atomic
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+LATENCY_RUNS = 4  # micro-batches alone, one after another; their median is the latency
+_BATCH = 16  # new placements between two looks at the incumbent
+_STEPS = 30  # of reweighting; ratios of medians are good to 1e-4 by then
+_DRIFT_PENALTY = 0.5  # below 1: what a placement alone in its round shows is taken for drift
+_EXPECTED = 0.3  # below that: unless several new ones there took as long as was expected of them
+
+
+class TrialError(ValueError):
+    """Placements cannot be tried as asked for, or the budget is spent; see the message."""
+
+
+class BudgetSpent(TrialError):
+    """No placement can be tried any more; what has run stays known."""
+
+
+class Runtime(Protocol):
+    """What tries placements: ``placement.executor.Executor`` is one."""
+
+    def run(
+        self, placement: ArrayLike, *, num_microbatches: int, max_in_flight: int | None = None
+    ) -> Timeline: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """Placements that ran one after another: int32 ``[K, N]``, and float64 ``[K]`` seconds."""
+
+    placements: Placement
+    seconds: Floats
+    took_s: float
+
+    @property
+    def keys(self) -> list[bytes]:
+        """``[K]``: equal for equal placements."""
+        return [p.tobytes() for p in self.placements]
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """``S`` runs of ``K`` distinct placements in ``R`` rounds.
+
+    Attributes:
+        placements: int32 ``[K, N]`` in order of their first run.
+        index: int64 ``[S]`` which of them ran.
+        round: int64 ``[S]`` in which round, ascending.
+        seconds: float64 ``[S]`` the objective, inf where memory was exceeded.
+    """
+
+    placements: Placement
+    index: Ints
+    round: Ints
+    seconds: Floats
+
+    def of(self, placement: Placement) -> Floats:
+        """float64 ``[runs]``: what the runs of this placement took, in their order."""
+        same = (self.placements == placement).all(axis=1)
+        return self.seconds[same[self.index]]
+
+
+class Trials:
+    """The latency or period of placements, measured; a callable ``[B, N] -> [B]`` seconds.
+
+    Placements run in *rounds*, one after another. Every round holds the incumbent (the fastest
+    so far), so what slows the machine down for a while shows in the incumbent too and cancels
+    in the ratio to it (see ``levels``). A placement that has run is not run again unless
+    ``measure`` is asked to: its value is kept. A placement that the simulator knows not to fit
+    is worth inf and never runs. One run of one placement, re-measured incumbents included, is
+    one *measurement* of the budget.
+
+    After every round the runs so far are in the file at ``path``. Trials that are made again
+    with the same file play them back as long as the same rounds are asked for, so whatever
+    decides by measured values alone (``search_measured``) continues where it was interrupted.
+    If other rounds are asked for, all that the file holds is known at once.
+
+    Args:
+        problem: objective ``latency`` (the median of ``LATENCY_RUNS`` micro-batches, each
+            alone) or ``period`` (of ``problem.num_microbatches``).
+        runtime: ``Executor(problem)``, or whatever runs placements.
+        rounds: a call measures every new placement so often.
+        measurements: most runs. None: no limit.
+        seconds: no round begins after so many seconds of running. None: no limit.
+        path: of the file (JSON lines). None: nothing is kept.
+
+    Raises:
+        TrialError: another objective, a budget that is not positive, or a file of trials of
+            another problem.
+        FileError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        runtime: Runtime,
+        *,
+        rounds: int = 1,
+        measurements: int | None = None,
+        seconds: float | None = None,
+        path: str | Path | None = None,
+    ) -> None:
+        if problem.objective not in ("period", "latency"):
+            raise TrialError(
+                f"a runtime measures period and latency, not {problem.objective}; use "
+                f"problem.with_objective('period')"
+            )
+        limits = (("rounds", rounds), ("measurements", measurements), ("seconds", seconds))
+        for what, limit in limits:
+            if limit is not None and not limit > 0:
+                raise TrialError(f"{what} = {limit} must be positive; leave it out for no limit")
+        self.problem = problem
+        self.runtime = runtime
+        self.rounds = rounds
+        self.measurements = measurements
+        self.seconds = seconds
+        self.path = None if path is None else Path(path)
+        self._rounds = [] if self.path is None else list(_load(self.path, problem))
+        self._played = 0  # rounds that count; those behind are played back when asked for
+        if self.path is not None:  # without what an interruption cut off
+            text = _line({"problem": fingerprint(problem)})
+            write_atomic(self.path, text + "".join(map(_round_line, self._rounds)))
+        self._known: tuple[int, Samples, Floats, Floats] | None = None
+        self._simulated: dict[bytes, float] = {}
+
+    @property
+    def num_measurements(self) -> int:
+        """Runs so far."""
+        return sum(len(r.seconds) for r in self._rounds[: self._played])
+
+    @property
+    def seconds_used(self) -> float:
+        """Seconds of all rounds so far."""
+        return sum(r.took_s for r in self._rounds[: self._played])
+
+    @property
+    def num_left(self) -> float:
+        """Runs that may still be made; inf where nothing limits their number."""
+        if self.seconds is not None and self.seconds_used >= self.seconds:
+            return 0
+        return np.inf if self.measurements is None else self.measurements - self.num_measurements
+
+    @property
+    def used(self) -> float:
+        """Share of the budget that is spent, 0..1 (the scarcer of the two)."""
+        runs = self.num_measurements / (self.measurements or np.inf)
+        return min(1.0, max(runs, self.seconds_used / (self.seconds or np.inf)))
+
+    @property
+    def samples(self) -> Samples:
+        """All runs."""
+        return self._facts()[0]
+
+    @property
+    def levels(self) -> Floats:
+        """float64 ``[K]`` seconds of ``samples.placements``, without what drift did to them.
+
+        ``log seconds = level + drift of the round``, with the least sum of absolute errors, of
+        half the absolute drifts, and of a third of how far levels are from what the simulator says
+        (up to a factor for all): the median where the machine is steady, and the ratio to the
+        placements that ran in other rounds too, times their median, where it is not. Whether it
+        was the machine or an interruption of one run, the new placements beside it tell.
+        """
+        return self._facts()[1]
+
+    @property
+    def drift(self) -> Floats:
+        """float64 ``[R]``: how many times slower than usual the machine was in each round."""
+        return self._facts()[2]
+
+    @property
+    def incumbent(self) -> Placement | None:
+        """int32 ``[N]`` with the lowest level, None before the first run."""
+        known = self.samples.placements
+        return known[np.argmin(self.levels)] if len(known) else None
+
+    def measure(self, placements: ArrayLike) -> None:
+        """Run placements int32 ``[K, N]``, each once, as one round; as many as the budget allows.
+
+        Raises:
+            TrialError: the budget is spent.
+            ProblemError: a placement is not one of this problem.
+        """
+        rows = np.stack([self.problem.check_placement(p) for p in np.atleast_2d(placements)])
+        allowed = self.num_left
+        if allowed < 1:
+            raise BudgetSpent(
+                f"the budget is spent: {self.num_measurements} of {self.measurements} runs, "
+                f"{self.seconds_used:.1f} s of {self.seconds}; allow more, or use the simulator"
+            )
+        rows = rows[: int(min(allowed, len(rows)))]
+        if self._played < len(self._rounds):
+            if self._is_next(rows):
+                self._played += 1
+                return
+            self._played = len(self._rounds)
+            return self.measure(rows)
+        began = time.perf_counter()
+        seconds = np.empty(len(rows))
+        # Every second round backwards: who follows whom, and who is first, changes.
+        for i in np.arange(len(rows))[:: -1 if self._played % 2 else 1]:
+            seconds[i] = self._run(rows[i])
+        made = Round(rows, seconds, time.perf_counter() - began)
+        self._rounds.append(made)
+        self._played += 1
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_round_line(made))
+                file.flush()
+                os.fsync(file.fileno())
+
+    def __call__(self, placements: ArrayLike) -> Floats:
+        """Seconds float64 ``[B]`` of placements int32 ``[B, N]``; inf where they do not fit.
+
+        What has not run yet runs now, ``rounds`` times, together with the incumbent.
+
+        Raises:
+            TrialError: the budget does not suffice.
+            ProblemError: a placement is not one of this problem.
+        """
+        rows = self.problem.as_batch(placements)
+        known = {p.tobytes() for p in self.samples.placements}
+        distinct = {p.tobytes(): p for p in rows if p.tobytes() not in known}
+        fits = np.isfinite(self.simulate(list(distinct.values())))
+        new = [p for p, good in zip(distinct.values(), fits, strict=True) if good]
+        for at in range(0, len(new), _BATCH):
+            part, first = new[at : at + _BATCH], self.incumbent
+            batch = part if first is None else [first, *part]
+            if self._played < len(self._rounds) and not self._is_next(batch):
+                self._played = len(self._rounds)
+                return self(rows)
+            for _ in range(self.rounds):
+                self.measure(batch)
+        found = dict(zip((p.tobytes() for p in self.samples.placements), self.levels, strict=True))
+        short = len(new) - sum(p.tobytes() in found for p in new)
+        if short:
+            raise BudgetSpent(
+                f"the budget is spent before {short} placements have run: allow more than "
+                f"{self.measurements} measurements"
+            )
+        return np.array([found.get(p.tobytes(), np.inf) for p in rows])
+
+    def _is_next(self, placements: Sequence[Placement] | Placement) -> bool:
+        """Whether the file goes on with a round of these."""
+        return self._rounds[self._played].keys == [p.tobytes() for p in placements]
+
+    def _run(self, placement: Placement) -> float:
+        if self.problem.objective == "latency":
+            line = self.runtime.run(placement, num_microbatches=LATENCY_RUNS, max_in_flight=1)
+            seconds = float(np.median(line.span_s))
+        else:
+            line = self.runtime.run(placement, num_microbatches=self.problem.num_microbatches)
+            seconds = line.period_s
+        peak = line.peak_bytes
+        fits = peak is None or bool((peak <= self.problem.memory_bytes).all())
+        return seconds if fits else np.inf
+
+    def _facts(self) -> tuple[Samples, Floats, Floats]:
+        """Samples, levels and drift, worked out once per round."""
+        if self._known is None or self._known[0] != self._played:
+            samples = _samples(self._rounds[: self._played], self.problem.num_ops)
+            expected = self.simulate(samples.placements)
+            self._known = (self._played, samples, *_levels(samples, self._played, expected))
+        return self._known[1:]
+
+    def simulate(self, placements: Sequence[Placement] | Placement) -> Floats:
+        """float64 ``[K]`` the simulator's seconds of placements, worked out once each."""
+        keys = [p.tobytes() for p in placements]
+        new = {k: p for k, p in zip(keys, placements, strict=True) if k not in self._simulated}
+        if new:
+            values = score(self.problem, np.array(list(new.values())))
+            self._simulated.update(zip(new, values.tolist(), strict=True))
+        return np.array([self._simulated[k] for k in keys])
+
+    @property
+    def num_simulated(self) -> int:
+        """Placements that were simulated."""
+        return len(self._simulated)
+
+
+def fingerprint(problem: Problem) -> str:
+    """SHA-256 (hex) of what a measurement depends on: no prediction is part of it."""
+    parts: tuple[str, ...] = (
+        problem.graph.fingerprint,
+        problem.cluster.fingerprint,
+        problem.objective,
+        str(problem.num_microbatches),
+        str(problem.max_in_flight),
+    )
+    if problem.profile.order != "rank":  # as it was before there was another
+        parts += (problem.profile.order,)
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()
+
+
+def two_way(
+    index: Ints, round: Ints, values: Floats, expected: Floats | None = None
+) -> tuple[Floats, Floats]:
+    """Levels float64 ``[K]`` and drifts ``[R]`` so that ``values[s]`` is about their sum.
+
+    Minimises ``sum |value - level - drift| + 0.5 sum |drift| + 0.3 sum |level - expected|`` by
+    iteratively reweighted least squares: medians, where an average would follow every
+    interruption. The last sum is up to a constant, and none where nothing is expected.
+
+    Args:
+        index, round: int64 ``[S]`` of each value, each 0..K-1 and 0..R-1.
+        values: float64 ``[S]``.
+        expected: float64 ``[K]``, not finite where nothing is expected.
+    """
+    count, rounds = int(index.max()) + 1, int(round.max()) + 1
+    drift, weight, shrink = np.zeros(rounds), np.ones(len(values)), np.ones(rounds)
+    smallest = 1e-6 + 1e-4 * float(np.ptp(values))
+    near, prior, trust = np.zeros(count), np.zeros(count), np.zeros(count)
+    if expected is None:
+        expected = np.full(count, np.nan)
+    known = np.isfinite(expected)
+    if known.any():
+        # All that are new in a round together weigh no more than a run that is made again.
+        here = np.unique(np.stack([index, round]), axis=1)
+        once = np.bincount(here[0], minlength=count) == 1
+        new = np.bincount(here[1][once[here[0]]], minlength=rounds)
+        last = np.zeros(count, np.int64)
+        last[here[0]] = here[1]
+        trust = known * np.where(
+            once, np.minimum(_EXPECTED, 1.0 / np.maximum(new[last], 1)), _EXPECTED
+        )
+        expected = np.where(known, expected, 0.0)
+        near, prior = trust, expected + np.median((values - expected[index])[known[index]])
+    for _ in range(_STEPS):
+        both = np.zeros((count, rounds))
+        np.add.at(both, (index, round), weight)
+        each = both.sum(axis=1) + near
+        value = np.bincount(index, weight * values, count) + near * prior
+        left = np.diag(both.sum(axis=0) + _DRIFT_PENALTY * shrink) - both.T @ (both / each[:, None])
+        right = np.bincount(round, weight * values, rounds) - both.T @ (value / each)
+        drift = np.linalg.solve(left, right)
+        level = (value - both @ drift) / each
+        weight = 1 / np.maximum(np.abs(values - level[index] - drift[round]), smallest)
+        shrink = 1 / np.maximum(np.abs(drift), smallest)
+        if known.any():
+            prior = expected + np.median((level - expected)[known])
+            near = trust / np.maximum(np.abs(level - prior), smallest)
+    return level, drift
+
+
+def _levels(samples: Samples, rounds: int, expected_s: Floats) -> tuple[Floats, Floats]:
+    levels, drift = np.full(len(samples.placements), np.inf), np.zeros(rounds)
+    good = np.isfinite(samples.seconds)
+    if good.any():
+        kept, index = np.unique(samples.index[good], return_inverse=True)
+        there, number = np.unique(samples.round[good], return_inverse=True)
+        expected = np.log(expected_s[kept])
+        levels[kept], drift[there] = two_way(index, number, np.log(samples.seconds[good]), expected)
+        levels[kept] = np.exp(levels[kept])
+        levels[samples.index[~good]] = np.inf
+    return levels, np.exp(drift)
+
+
+def _samples(rounds: Sequence[Round], num_ops: int) -> Samples:
+    number: dict[bytes, int] = {}
+    placements, index, where = [], [], []
+    for r, made in enumerate(rounds):
+        for p, key in zip(made.placements, made.keys, strict=True):
+            if key not in number:
+                number[key] = len(number)
+                placements.append(p)
+            index.append(number[key])
+            where.append(r)
+    return Samples(
+        np.array(placements, np.int32).reshape(-1, num_ops),
+        np.array(index, np.int64),
+        np.array(where, np.int64),
+        np.concatenate([np.zeros(0), *(r.seconds for r in rounds)]),
+    )
+
+
+def _round_line(made: Round) -> str:
+    seconds = made.seconds.tolist()
+    return _line(
+        {"took_s": made.took_s, "seconds": seconds, "placements": made.placements.tolist()}
+    )
+
+
+def _line(value: object) -> str:
+    return json.dumps(value, separators=(",", ":")) + "\n"
+
+
+def _load(path: Path, problem: Problem) -> Iterator[Round]:
+    """The whole rounds in the file; none if there is no file."""
+    if not path.exists():
+        return
+    try:
+        head, *lines = path.read_text(encoding="utf-8").split("\n")
+        if parse_json(head)["problem"] != fingerprint(problem):
+            raise TrialError(
+                f"{path} holds trials of another problem (model, devices, objective, "
+                f"micro-batches); name another file, or delete it"
+            )
+    except (ValueError, TypeError, KeyError) as error:
+        if isinstance(error, TrialError):
+            raise
+        raise TrialError(f"{path} holds no trials: {error}; name another file") from error
+    if lines and not _is_json(lines[-1]):
+        del lines[-1]  # an interruption cut it off, or it is the end of the line before
+    for i, line in enumerate(lines, start=2):
+        try:
+            yield _round(parse_json(line, infinite=True), problem)
+        except ValueError as error:
+            raise TrialError(
+                f"{path}, line {i}: {error}; delete the line, or name another file"
+            ) from error
+
+
+def _is_json(text: str) -> bool:
+    try:
+        parse_json(text, infinite=True)
+    except ValueError:
+        return False
+    return True
+
+
+def _round(row: Any, problem: Problem) -> Round:
+    """Raises: ValueError, it is no round of this problem."""
+    if not isinstance(row, dict) or row.keys() != {"took_s", "seconds", "placements"}:
+        raise ValueError(f"{short(row)} is no object of took_s, seconds and placements")
+    took_s, seconds, placements = row["took_s"], row["seconds"], row["placements"]
+    if not _is_time(took_s) or not isinstance(seconds, list) or not all(map(_is_time, seconds)):
+        raise ValueError(f"took_s = {short(took_s)} and seconds = {short(seconds)} must be times")
+    if not isinstance(placements, list) or not 0 < len(placements) == len(seconds):
+        raise ValueError(f"there must be a placement for each of {len(seconds)} seconds")
+    checked = [_placement(p, problem) for p in placements]
+    return Round(np.stack(checked), np.array(seconds, np.float64), float(took_s))
+
+
+def _placement(given: Any, problem: Problem) -> Placement:
+    if not isinstance(given, list) or not all(type(d) is int and abs(d) < 2**31 for d in given):
+        raise ValueError(f"placement {short(given)} is no list of device numbers")
+    return problem.check_placement(given)
+
+
+def _is_time(value: Any) -> bool:
+    """Seconds above 0; infinite ones are of what did not fit."""
+    return type(value) in (int, float) and (0 < value <= LONGEST_S or value == np.inf)

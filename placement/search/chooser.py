@@ -1,0 +1,76 @@
+"""Numba kernels that choose among offered moves: a network, and a draw from its softmax."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from placement.search.macro import uniform
+from placement.tools.jit import allocating, kernel, largest
+
+
+def no_network(num_search: int, num_move: int) -> tuple[Any, ...]:
+    """``net`` of ``network`` where nobody asks it: of so many features, and zeros."""
+    shapes = ((num_search, 1), (num_move, 1), (0, 1), (0, 1), (1,), (1, 1), (1,), (1,))
+    return tuple(np.zeros(shape, np.float32) for shape in shapes)
+
+
+@allocating
+def network(net, search, offered, which, group, device, width, logits):
+    """Logits ``[width + 1]`` of a policy: hand score plus a network of two hidden layers.
+
+    ``net``: (by_search [S, H], by_move [F, H], by_group [G, H], by_device [D, H], bias [H],
+    hidden [H, H], hidden_bias [H], out [H]), float32; ``by_group`` and ``by_device`` have no
+    rows where the policy knows the graph from the features alone. Choice 0 is to stay; ``which``
+    ``[C + 1]`` is negative where there is no move, ``group`` and ``device`` say what goes where.
+    """
+    by_search, by_move, by_group, by_device, bias, hidden, hidden_bias, out = net
+    size = len(bias)
+    common = bias.copy()
+    for i in range(len(by_search)):
+        a = search[i]
+        for j in range(size):
+            common[j] += a * by_search[i, j]
+    first, second = np.empty(size, np.float32), np.empty(size, np.float32)
+    for k in range(width + 1):
+        logits[k] = -np.inf
+        if k > 0 and which[k] < 0:
+            continue
+        first[:] = common
+        for i in range(len(by_move)):
+            a = offered[k, i]
+            if a != 0.0:
+                for j in range(size):
+                    first[j] += a * by_move[i, j]
+        if k > 0 and len(by_group) > 0:
+            g, d = group[k], device[k]
+            for j in range(size):
+                first[j] += by_group[g, j] + by_device[d, j]
+        second[:] = hidden_bias
+        for i in range(size):
+            a = first[i]
+            if a > 0.0:
+                for j in range(size):
+                    second[j] += a * hidden[i, j]
+        score = offered[k, 0]
+        for j in range(size):
+            score += max(second[j], np.float32(0.0)) * out[j]
+        logits[k] = score
+
+
+@kernel
+def choose(random, logits, width):
+    """One of 0..width with the probabilities of a softmax."""
+    best = largest(logits, width + 1)
+    total = 0.0
+    for k in range(width + 1):
+        total += np.exp(logits[k] - logits[best])
+    left = uniform(random) * total
+    for k in range(width + 1):
+        left -= np.exp(logits[k] - logits[best])
+        if left < 0.0:
+            return k
+    return best

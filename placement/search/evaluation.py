@@ -1,0 +1,626 @@
+"""What planners share: scoring under a budget, symmetry of devices, moves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.planners import PlannerError, load
+from placement.problem import Objective, Placement, Planner, Problem, Solution, host_of
+from placement.profile import Profile
+from placement.schedule import Schedule, in_sequence
+from placement.search.budget import Budget
+from placement.search.macro import Neighbours
+from placement.simulator import analytic, evaluate, score, simulate, value_of
+from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves
+from placement.tools.jit import loading_s, loads
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+Choice = NDArray[np.int32]  # [G] device of each colocation group
+
+DEFAULT_EVALUATIONS = 2000
+START_SHARE = 0.25  # of a budget, for the planner that a search starts from
+NO_PROOF = (
+    "that does not prove that no placement fits: a search, or a longer one, may find one, "
+    "e.g. --planner local_search --seconds 60"
+)
+INFEASIBLE = 1e30  # costs above this do not fit: INFEASIBLE * (1 + overflow)
+
+
+class Search:
+    """Scores placements within a budget and remembers the best one and when it was found.
+
+    Planners move whole colocation groups, so a candidate is a *choice* int32 ``[G]``: the
+    device of each group. Its *cost* is the objective in seconds where it fits in memory, and
+    otherwise larger than every objective and growing with the bytes that do not fit.
+
+    The first evaluation is always made, so that there is always an answer. The clock stands
+    still while kernels are loaded.
+
+    Raises:
+        PlannerError: a budget that is not positive.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        seconds: float | None = None,
+        evaluations: int | None = None,
+        default_evaluations: int | None = None,
+    ) -> None:
+        """``default_evaluations`` holds where neither budget is given; None is no limit."""
+        Budget(seconds, evaluations)  # or it says which is not positive
+        self._given = evaluations
+        if seconds is None and evaluations is None:
+            evaluations = default_evaluations
+        self.problem = problem
+        self.allowed: NDArray[np.bool_] = np.isfinite(problem.group_compute_s)  # [G, D]
+        self.num_evaluations = 0
+        self.best: Choice | None = None
+        self.best_cost = np.inf
+        self.schedule: Schedule | None = None  # of the best, where it is better than any list's
+        self.curve: list[tuple[float, int, float]] = []
+        self._max_seconds = np.inf if seconds is None else seconds
+        self._max_evaluations = np.inf if evaluations is None else evaluations
+        self._seconds_per_evaluation = 0.0
+        # The same run as the objective's, but one that also tells the peak memory.
+        self._run = (
+            replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
+        )
+        load_kernels(problem.objective)
+        self._started = time.perf_counter() - loading_s()
+
+    @property
+    def best_s(self) -> float:
+        """The best objective in seconds; inf where nothing fits so far."""
+        return self.best_cost if self.best_cost < INFEASIBLE else np.inf
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the search began, without those in which kernels were loaded."""
+        return time.perf_counter() - loading_s() - self._started
+
+    @property
+    def used(self) -> float:
+        """Share of the budget that is spent, 0..1 (the scarcer of the two)."""
+        return min(
+            1.0,
+            max(self.num_evaluations / self._max_evaluations, self.seconds / self._max_seconds),
+        )
+
+    @property
+    def left(self) -> bool:
+        """Whether another evaluation may be made."""
+        return self.num_evaluations == 0 or self.used < 1.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the budget, however many evaluations were made; inf without one."""
+        return max(0.0, self._max_seconds - self.seconds)
+
+    @property
+    def num_left(self) -> float:
+        """Evaluations that may still be made; inf where only time is limited."""
+        return self._max_evaluations - self.num_evaluations
+
+    def costs(self, choices: ArrayLike) -> Floats:
+        """Costs float64 ``[B]`` of choices int32 ``[B, G]``.
+
+        Fewer than ``B`` where the budget ended: the first of them were scored.
+        """
+        rows = np.atleast_2d(np.asarray(choices, dtype=np.int32))
+        done: list[Floats] = []
+        at = 0
+        while at < len(rows) and self.left:
+            part = rows[at : at + self._chunk()]
+            before = time.perf_counter()
+            cost = self._cost(part)
+            took = (time.perf_counter() - before) / len(part)
+            self._seconds_per_evaluation = max(took, 0.9 * self._seconds_per_evaluation)
+            at += len(part)
+            i = int(np.argmin(cost))
+            self._keep(part[i], float(cost[i]), self.num_evaluations + i + 1)
+            self.num_evaluations += len(part)
+            done.append(cost)
+        return np.concatenate(done) if done else np.zeros(0)
+
+    def cost(self, choice: Choice) -> float:
+        """Cost of one choice; inf where the budget has ended."""
+        found = self.costs(choice)
+        return float(found[0]) if len(found) else np.inf
+
+    def run(
+        self, planner: str | Planner, share: float = 1.0, share_of_evaluations: float = 1.0
+    ) -> Solution:
+        """Run another planner on what is left of this budget, and consider its answer.
+
+        Of the seconds that are left it gets a ``share``, where it has such a budget, and of the
+        evaluations alike.
+        """
+        callee: Any = load(planner) if isinstance(planner, str) else planner
+        limits: dict[str, float | int] = {}
+        if np.isfinite(self._max_seconds):
+            limits["seconds"] = max(1e-3, share * (self._max_seconds - self.seconds))
+        if np.isfinite(self._max_evaluations):
+            limits["evaluations"] = max(1, int(share_of_evaluations * self.num_left))
+        if is_dataclass(callee) and not isinstance(callee, type):
+            own = {f.name for f in fields(callee)}
+            callee = replace(callee, **{k: v for k, v in limits.items() if k in own})
+        answer: Solution = callee(self.problem)
+        self.num_evaluations += int(answer.stats.get("evaluations", 1))
+        choice = self.choice(answer.placement)
+        # What ours say is the simulator's: a large problem is not simulated twice.
+        ours = type(callee).__module__.startswith("placement.planners.")
+        cost, schedule = answer.value_s, answer.schedule
+        if not (ours and np.isfinite(cost)):
+            cost, schedule = float(self._cost(choice[None])[0]), None
+            in_order = np.inf if answer.schedule is None else value_of(self.problem, answer)
+            if in_order < cost:
+                cost, schedule = in_order, answer.schedule
+        self._keep(choice, cost, self.num_evaluations, schedule)
+        return answer
+
+    def run_start(self, planner: str | Planner, option: str = "start") -> Solution:
+        """Run where a search starts from, with ``START_SHARE`` of what is limited.
+
+        Raises:
+            PlannerError: it cannot be run with its share, which names the ``option`` it is.
+        """
+        try:
+            return self.run(planner, START_SHARE, START_SHARE)
+        except PlannerError as error:
+            if self._given is None:
+                raise
+            raise PlannerError(
+                f"{option} = {planner!r} gets {START_SHARE:.0%} of evaluations = "
+                f"{self._given}, and at least one: {error}"
+            ) from error
+
+    def limit(self, more: int) -> None:
+        """Allow so many evaluations more, where neither they nor the seconds are limited."""
+        if not np.isfinite(self._max_evaluations) and not np.isfinite(self._max_seconds):
+            self._max_evaluations = self.num_evaluations + more
+
+    def consider(self, choice: Choice, evaluations: int) -> None:
+        """A choice that the planner found with so many evaluations of its own."""
+        self.num_evaluations += evaluations
+        self._keep(choice, float(self._cost(choice[None])[0]), self.num_evaluations)
+
+    def consider_order(self, placement: Placement, sequence: Ints, cost: float) -> None:
+        """A placement whose devices run their operators in ``sequence`` int32 ``[N]``.
+
+        The evaluations that found it are counted already.
+        """
+        if cost < self.best_cost * (1.0 - 1e-12):
+            schedule = in_sequence(self.problem, placement, sequence)
+            self._keep(self.choice(placement), cost, self.num_evaluations, schedule)
+
+    def choice(self, placement: Placement) -> Choice:
+        """The choice int32 ``[G]`` of a placement that obeys colocation."""
+        choice = np.zeros(self.problem.graph.num_groups, np.int32)
+        choice[self.problem.graph.group] = self.problem.check_placement(placement)
+        return choice
+
+    def solution(self, lower_bound_s: float | None = None, **stats: Any) -> Solution:
+        """The best that was found, with ``seconds``, ``evaluations``, ``curve`` and ``stats``.
+
+        Where nothing fits in memory the least violating placement, worth inf, and a text
+        ``infeasible`` with the bytes; for ``piecewise_latency`` it may be the pieces that wait
+        for each other.
+        """
+        assert self.best is not None, "the first evaluation is always made"
+        placement = self.best[self.problem.graph.group]
+        curve = [*self.curve, (self.seconds, self.num_evaluations, self.best_s)]
+        if self.best_s == np.inf:
+            stats["infeasible"] = why_infinite(self._run, placement)
+        told: dict[str, Any] = {
+            "seconds": self.seconds,
+            "evaluations": self.num_evaluations,
+            "curve": curve,
+        }
+        if self.schedule is not None:
+            told["list_order_value_s"] = float(score(self.problem, placement)[0])
+        return Solution(placement, self.best_s, lower_bound_s, told | stats, self.schedule)
+
+    def _keep(
+        self, choice: Choice, cost: float, evaluation: int, schedule: Schedule | None = None
+    ) -> None:
+        if self.best is None or cost < self.best_cost:
+            self.best, self.best_cost, self.schedule = choice.copy(), cost, schedule
+            self.curve.append((self.seconds, evaluation, self.best_s))
+
+    def _chunk(self) -> int:
+        """How many evaluations to make before looking at the clock again."""
+        size = min(256.0, max(1.0, self._max_evaluations - self.num_evaluations))
+        if np.isfinite(self._max_seconds):
+            # A tenth of what is left: the last chunks are single evaluations.
+            affordable = 0.1 * (self._max_seconds - self.seconds)
+            known = self._seconds_per_evaluation
+            size = min(size, max(1.0, affordable / known if known else 1.0))
+        return int(size)
+
+    def _cost(self, choices: Choice) -> Floats:
+        placements = choices[:, self.problem.graph.group]
+        if not self._run.memory_may_bind:
+            return score(self.problem, placements)
+        if self.problem.objective in analytic.ANALYTIC:
+            value_s, need = analytic.evaluate(self.problem, placements)
+        else:
+            values = evaluate(self._run, placements)
+            assert values.peak_bytes is not None, "memory is tracked where it may bind"
+            value_s, need = values.period_s, values.peak_bytes
+            if self.problem.objective == "energy":
+                assert values.priced_j is not None, "the problem was checked"
+                value_s = values.priced_j
+        capacity = self.problem.memory_bytes
+        overflow = (np.maximum(need - capacity, 0) / capacity).sum(axis=1)
+        return np.where(overflow > 0, INFEASIBLE * (1 + overflow), value_s)
+
+
+class Position:
+    """Where a search stands that changes a placement move by move.
+
+    For ``max_load`` a move is scored from the loads of the two devices concerned
+    (``analytic.LoadMoves``), otherwise as a whole placement. Every trial is one evaluation.
+
+    Attributes:
+        choice: int32 ``[G]``.
+        cost: of the choice, as ``Search.costs`` tells it.
+    """
+
+    def __init__(self, search: Search) -> None:
+        """Begin at the best choice so far."""
+        assert search.best is not None, "a start is always scored"
+        self._search = search
+        self._moves: analytic.LoadMoves | None = None
+        if search.problem.objective == "max_load":
+            placement = search.best[search.problem.graph.group]
+            self._moves = analytic.LoadMoves(search.problem, placement)
+        self.choice, self.cost = search.best.copy(), search.best_cost
+        self._then, self._then_cost = self.choice, self.cost
+
+    def go(self, choice: Choice, cost: float) -> None:
+        """Stand at a choice whose cost is known."""
+        self.choice, self.cost = choice.copy(), cost
+        if self._moves is not None:
+            self._moves.state.device[:] = choice
+            fill_state(self._moves.tables, self._moves.state)
+
+    def trial(self, groups: NDArray[np.intp], device: int) -> float:
+        """Cost if ``groups``, which share a device, were on ``device``; ``keep`` makes it so."""
+        self._then = self.choice.copy()
+        self._then[groups] = device
+        if self._moves is None:
+            self._then_cost = self._search.cost(self._then)
+        else:
+            self._then_cost = self._load_cost(groups, device)
+            if self._then_cost < self._search.best_cost:
+                self._search.consider(self._then, 1)
+            else:
+                self._search.num_evaluations += 1
+        return self._then_cost
+
+    def keep(self) -> None:
+        """Make the move that was tried last."""
+        if self._moves is not None:
+            moved = np.flatnonzero(self._then != self.choice)
+            apply_moves(*self._moves_args(moved, self._then[moved]))
+        self.choice, self.cost = self._then, self._then_cost
+
+    def _moves_args(self, groups: NDArray[np.intp], devices: Choice) -> tuple[Any, ...]:
+        assert self._moves is not None
+        return self._moves.tables, self._moves.state, groups.astype(np.int32), devices, len(groups)
+
+    def _load_cost(self, groups: NDArray[np.intp], device: int) -> float:
+        assert self._moves is not None
+        old = int(self.choice[groups[0]])
+        load_s, held = self._moves.state.load, self._moves.state.held
+        before = load_s.copy(), held.copy()
+        arguments = self._moves_args(groups, np.full(len(groups), device, np.int32))
+        apply_moves(*arguments)
+        capacity = self._search.problem.memory_bytes
+        overflow = float((np.maximum(held - capacity, 0) / capacity).sum())
+        cost = INFEASIBLE * (1 + overflow) if overflow > 0 else float(load_s.max())
+        undo_moves(*arguments, old, device)
+        load_s[:], held[:] = before
+        return cost
+
+
+def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
+    """The search and the draws of a planner with a budget, a ``seed`` and a ``start``.
+
+    ``start`` is a planner or its name, or ``random``; it is scored, its evaluations count. Of
+    what is limited it gets ``START_SHARE``.
+
+    Raises:
+        PlannerError: a budget that is not positive, or a start that cannot be run with its share.
+    """
+    search = Search(problem, planner.seconds, planner.evaluations, DEFAULT_EVALUATIONS)
+    rng = np.random.default_rng(planner.seed)
+    if planner.start == "random":
+        search.cost(random_choice(rng, search.allowed))
+    else:
+        search.run_start(planner.start)
+    return search, rng
+
+
+def two_operators() -> Problem:
+    """The smallest problem that has moves: what kernels are loaded with."""
+    graph = OpGraph.build("two", ["a", "b"], [0], [1], [(0, 1)])
+    cluster = Cluster("two", tuple(Device(name, busy_w=1.0, idle_w=0.0) for name in "ab"))
+    zeros = np.zeros((2, 2))
+    links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
+    return Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "latency")
+
+
+@loads
+def load_kernels(objective: Objective) -> None:
+    """What scores are made with."""
+    problem = two_operators().with_objective(objective)
+    score(problem, [[0, 0]])
+    if objective == "max_load":
+        position = analytic.LoadMoves(problem, [0, 0])
+        none = np.zeros(0, np.int32), np.zeros(0, np.int32), 0
+        apply_moves(position.tables, position.state, *none)
+        undo_moves(position.tables, position.state, *none, 0, 0)
+
+
+def why_infinite(problem: Problem, placement: Placement) -> str:
+    """Why a placement is worth inf: what does not fit, in bytes, or which pieces cannot run."""
+    formula = problem.objective in analytic.ANALYTIC
+    peak = None if formula else simulate(problem, placement).peak_bytes
+    if formula:
+        peak = problem.param_bytes_on(placement)
+    assert peak is not None, "a prediction tracks memory"
+    over = [
+        f"device {device.name!r} needs {int(need)} bytes, has {device.memory_bytes}"
+        for device, need in zip(problem.cluster.devices, peak, strict=True)
+        if need > device.memory_bytes
+    ]
+    if over:
+        proof, closest = cannot_fit(problem), ", ".join(over)
+        if proof:
+            return f"{proof}; the closest placement: {closest}"
+        return f"no placement found that fits in memory; the closest: {closest}; {NO_PROOF}"
+    names, devices = problem.graph.op_name, problem.cluster.device_names
+    waiting = analytic.circle(problem, placement)
+    assert waiting, "what fits and can run has a value"
+    told = [
+        f"{len(ops)} operators of {devices[d]!r} from {int(ops[0])} ({names[ops[0]]!r})"
+        for d, ops in waiting[:3]
+    ]
+    return (
+        f"no placement found that can run: {len(waiting)} pieces wait for each other in a circle, "
+        f"each for the next: {', '.join(told)}{', ...' if len(waiting) > 3 else ''}; "
+        "use ideal_dp, whose stages do not, or macro_search, which begins with them"
+    )
+
+
+def cannot_fit(problem: Problem) -> str:
+    """Why no placement whatever fits in memory; empty where arithmetic alone does not prove it.
+
+    All parameters against all memory, and each colocation group against every device that can
+    run it: its parameters and, where activations count, the largest tensor that it produces.
+    """
+    g, memory = problem.graph, problem.memory_bytes
+    need = int(g.param_bytes[np.unique(g.param_use)].sum())
+    have = sum(map(int, memory))
+    if need > have:
+        return (
+            f"nothing can fit in memory: the parameters take {need} bytes, "
+            f"all devices together have {have}"
+        )
+    pairs = np.unique(np.stack([g.group[g.param_use_op], g.param_use], axis=1), axis=0)
+    needs = np.zeros(g.num_groups, np.int64)
+    np.add.at(needs, pairs[:, 0], g.param_bytes[pairs[:, 1]])
+    if problem.objective not in analytic.ANALYTIC:
+        largest = np.zeros(g.num_groups, np.int64)
+        own = np.flatnonzero((g.tensor_src >= 0) & (g.tensor_root == np.arange(g.num_tensors)))
+        np.maximum.at(largest, g.group[g.tensor_src[own]], g.tensor_bytes[own])
+        needs += largest
+    most = np.where(np.isfinite(problem.group_compute_s), memory, -1).max(axis=1)
+    if (needs <= most).all():
+        return ""
+    group = int((needs - most).argmax())
+    first, *others = np.flatnonzero(g.group == group).tolist()
+    with_it = f" with the {len(others)} that must share its device" if others else ""
+    return (
+        f"nothing can fit in memory: operator {first} ({g.op_name[first]!r}){with_it} needs "
+        f"{int(needs[group])} bytes, the largest device that can run it has {int(most[group])}"
+    )
+
+
+def device_classes(problem: Problem) -> NDArray[np.int32]:
+    """int32 ``[D]``: devices of the same class may be swapped and nothing changes.
+
+    Classes are numbered by first appearance.
+    """
+    known = problem.__dict__.get("_device_classes")
+    if known is not None:
+        return known
+    count, power, latency = problem.num_devices, problem.cluster.power, problem.link_latency_s
+    host, kinds = host_of(problem)
+    by_device = [problem.compute_s, problem.loaded_s, problem.memory_bytes, kinds]
+    by_device += [power.sleep_after_s, power.sleep_exit_s]
+    if problem.profile.io_s is not None:
+        by_device.append(problem.profile.io_s)
+    # Of those that share host memory only the first sends model inputs to those that do not.
+    simulated = problem.objective not in analytic.ANALYTIC
+    if simulated and not kinds.all() and (problem.graph.tensor_src < 0).any():
+        by_device.append(np.arange(count) == host)
+    if problem.objective == "energy":
+        by_device += [power.busy_w, power.idle_w, power.sleep_w]
+    columns: NDArray[Any] = np.vstack(by_device).T
+    alike = np.array([hash(column.tobytes()) for column in columns])
+    by_pair: list[NDArray[Any]] = [problem.link_blocking, problem.link_wake_s, problem.link_send_s]
+    by_pair += [latency, problem.link_s_per_byte, problem.link_send_s_per_byte]
+    if problem.profile.transfer_s is not None:
+        by_pair.append(problem.profile.transfer_s)
+    uses = np.bincount(problem.link_channel.ravel())
+    classes = np.arange(count, dtype=np.int32)
+    for b in range(count):
+        first = np.flatnonzero((classes[:b] == np.arange(b)) & (alike[:b] == alike[b]))
+        # Their rows differ at most at themselves: this leaves few of many devices.
+        near = first[(latency[first] != latency[b]).sum(axis=1) <= 2]
+        for a in near.tolist():
+            others = np.delete(np.arange(count), [a, b])
+            if all(_same(x, a, b, others) for x in by_pair) and _same_channels(
+                problem.link_channel, uses, a, b, others
+            ):
+                classes[b] = a
+                break
+    found = np.unique(classes, return_inverse=True)[1].astype(np.int32)
+    problem.__dict__["_device_classes"] = found
+    return found
+
+
+def _same(x: NDArray[Any], a: int, b: int, others: NDArray[np.intp]) -> bool:
+    """Whether ``x [.., D, D]`` is the same with ``a`` and ``b`` swapped."""
+    return (
+        np.array_equal(x[..., a, others], x[..., b, others])
+        and np.array_equal(x[..., others, a], x[..., others, b])
+        and np.array_equal(x[..., a, b], x[..., b, a])
+        and np.array_equal(x[..., a, a], x[..., b, b])
+    )
+
+
+def _same_channels(
+    channel: NDArray[np.int32], uses: NDArray[np.int64], a: int, b: int, others: NDArray[np.intp]
+) -> bool:
+    """Whether with ``a`` and ``b`` swapped the same pairs share channels, by whatever names.
+
+    ``uses``: pairs of each channel. A channel that other pairs use too must stay what it is, any
+    other may become one other.
+    """
+
+    def touched(a: int, b: int) -> NDArray[np.int32]:
+        own = [channel[a, a], channel[b, b], channel[a, b], channel[b, a]]
+        rows = (channel[a, others], channel[b, others], channel[others, a], channel[others, b])
+        return np.concatenate([*rows, own])
+
+    before, after = touched(a, b), touched(b, a)
+    renamed = np.unique(np.stack([before, after], axis=1), axis=0)
+    names, counts = np.unique(before, return_counts=True)
+    if len(names) != len(renamed):
+        return False
+    stays = counts < uses[names]
+    return np.array_equal(renamed[stays, 1], names[stays])
+
+
+def single_devices(problem: Problem) -> Choice:
+    """int32 ``[D, G]``: everything on one device; what it cannot run, on the first that can."""
+    allowed = np.isfinite(problem.group_compute_s)
+    first = allowed.argmax(axis=1)
+    rows = [np.where(allowed[:, d], d, first) for d in range(problem.num_devices)]
+    return np.array(rows, np.int32)
+
+
+def supported_choice(problem: Problem, choice: Choice) -> Choice:
+    """``choice``, with what has no device, or cannot run on it, on the first that can run it."""
+    able = np.isfinite(problem.group_compute_s)
+    bad = (choice < 0) | ~able[np.arange(len(choice)), choice]
+    return np.where(bad, able.argmax(axis=1), choice).astype(np.int32)
+
+
+def random_placements(problem: Problem, count: int, rng: np.random.Generator) -> Placement:
+    """int32 ``[count, N]``: every second scattered, the others cut in operator order.
+
+    Both draw a share of the colocation groups for each device from a flat Dirichlet
+    distribution. Groups that cannot run where they were put go to the first device that can.
+    """
+    allowed = np.isfinite(problem.group_compute_s)
+    groups, devices = allowed.shape
+    choices = np.empty((count, groups), np.int32)
+    for i in range(count):
+        choice = rng.choice(devices, groups, p=rng.dirichlet(np.ones(devices)))
+        if i % 2:
+            choice = rng.permutation(devices)[np.sort(choice)]
+        legal = allowed[np.arange(groups), choice]
+        choices[i] = np.where(legal, choice, allowed.argmax(axis=1))
+    return choices[:, problem.graph.group]
+
+
+def random_choice(rng: np.random.Generator, allowed: NDArray[np.bool_]) -> Choice:
+    """int32 ``[G]``: every group on a device drawn uniformly from those that can run it."""
+    return np.where(allowed, rng.random(allowed.shape), -1.0).argmax(axis=1).astype(np.int32)
+
+
+Move = tuple[NDArray[np.intp], int]  # the groups that move, the device they move to
+Moves = Callable[[np.random.Generator, Choice], Move]
+
+
+def moves(problem: Problem) -> Moves:
+    """``propose(rng, choice)`` -> a random move from ``choice``.
+
+    A move changes the device of one group, or (every second time) of a run: consecutive
+    groups, in operator order, that share its device, of a length drawn log-uniformly. The
+    new device is one that a producer or consumer of the group is on (every second time), or
+    any other that can run it. Groups that cannot run there stay.
+    """
+    allowed = np.isfinite(problem.group_compute_s)
+    num_groups = len(allowed)
+    movable = np.flatnonzero(allowed.sum(axis=1) > 1)
+    graph = neighbours(problem)
+    start, near = graph.near_ptr, graph.near
+    log_groups = np.log(num_groups + 1)
+
+    def propose(rng: np.random.Generator, choice: Choice) -> Move:
+        group = int(movable[rng.integers(len(movable))])
+        old = choice[group]
+        target = old
+        if rng.random() < 0.5 and start[group] < start[group + 1]:
+            target = choice[near[rng.integers(start[group], start[group + 1])]]
+        if target == old or not allowed[group, target]:
+            others = np.flatnonzero(allowed[group])
+            others = others[others != old]
+            target = others[rng.integers(len(others))]
+        last = group + 1
+        if rng.random() < 0.5:
+            stop = min(num_groups, group + int(np.exp(rng.random() * log_groups)))
+            while last < stop and choice[last] == old:
+                last += 1
+        body = np.arange(group, last)
+        return body[allowed[body, target]], int(target)
+
+    return propose
+
+
+def neighbours(problem: Problem) -> Neighbours:
+    """Groups that an edge joins, each int32."""
+    g = problem.graph
+    pairs = g.group[g.edges] if len(g.edges) else np.zeros((0, 2), np.int32)
+    after = distinct_pairs(pairs, g.num_groups)
+    both = distinct_pairs(np.concatenate([pairs, pairs[:, ::-1]]), g.num_groups)
+    numbers = np.arange(g.num_groups + 1)
+
+    def starts(edges: NDArray[np.int64]) -> Ints:
+        return np.searchsorted(edges[:, 0], numbers).astype(np.int32)
+
+    return Neighbours(
+        near_ptr=starts(both),
+        near=both[:, 1].astype(np.int32),
+        after_ptr=starts(after),
+        after=after[:, 1].astype(np.int32),
+    )
+
+
+def distinct_pairs(pairs: NDArray[np.int32], count: int) -> NDArray[np.int64]:
+    """int64 ``[P, 2]``: the pairs of unlike numbers below ``count``, sorted, each once."""
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+    # One number for each is sorted many times faster than rows are.
+    codes = np.sort(pairs[:, 0] * np.int64(count) + pairs[:, 1])
+    new = np.append(True, codes[1:] != codes[:-1])[: len(codes)]
+    return np.stack(np.divmod(codes[new], count), axis=1)
+
+
+def can_move(problem: Problem) -> bool:
+    """Whether any group has a choice of devices."""
+    return bool((np.isfinite(problem.group_compute_s).sum(axis=1) > 1).any())

@@ -1,0 +1,268 @@
+"""A schedule that grows operator by operator: what the list-scheduling planners share."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.problem import Problem, host_of
+from placement.search import list_kernels
+from placement.search.evaluation import Choice, Search, two_operators
+from placement.tools.jit import loads
+
+Floats = NDArray[np.float64]
+Devices = NDArray[np.intp]  # [K], in order
+
+
+class ListSchedule:
+    """Operators placed so far, and when they run; transfers do not wait for each other.
+
+    A colocation group is fixed to the device of its first operator. Operators must be placed
+    after those they depend on.
+
+    Attributes:
+        choice: int32 ``[G]`` device of each group, -1 where none yet.
+        finish_s: float64 ``[N]`` end of each placed operator.
+    """
+
+    def __init__(self, problem: Problem, activations: int = 0) -> None:
+        """``activations``: how often a device must hold what its groups produce (see ``fits``)."""
+        n, d, g = problem.num_ops, problem.num_devices, problem.graph
+        self._tables = _tables_of(problem, activations)
+        self._state = list_kernels.State(
+            choice=np.full(g.num_groups, -1, np.int32),
+            finish_s=np.zeros(n),
+            free_s=np.zeros(d),
+            used=np.zeros(d, np.int64),
+            missing=np.ones((d, len(g.param_bytes) if problem.memory_may_bind else 0), bool),
+            head=np.full((2, d), -1, np.int32),
+            tail=np.full((2, d), -1, np.int32),
+            begin_s=np.empty((2, n)),
+            end_s=np.empty((2, n)),
+            before=np.empty((2, n), np.int32),
+            after=np.empty((2, n), np.int32),
+        )
+        self.choice: Choice = self._state.choice
+        self.finish_s: Floats = self._state.finish_s
+
+    @property
+    def makespan_s(self) -> float:
+        """End of the last operator."""
+        return float(self.finish_s.max())
+
+    def place(
+        self,
+        order: ArrayLike,
+        extra_s: Floats | None = None,
+        wanted: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Place operators ``order`` one by one, each in the earliest gap that is long enough.
+
+        Each goes to the device where it ends first; the first of a colocation group to where
+        the group would, if the others followed it.
+
+        Args:
+            extra_s: float64 ``[N, D]`` seconds to add to that end.
+            wanted: int32 ``[N]`` the device of an operator if it may go there; -1 is none.
+        """
+        shape = self._tables.compute_s.shape
+        extra_s = np.zeros(shape) if extra_s is None else extra_s
+        no_device = np.full(len(self.finish_s), -1)
+        to = no_device if wanted is None else wanted.astype(np.int64)
+        ops = np.asarray(order, np.int64)
+        _load("place_in_order")
+        list_kernels.place_in_order(self._tables, self._state, ops, extra_s, to)
+
+    def place_first_to_start(self, rank_s: Floats, favourite: NDArray[np.int32]) -> None:
+        """Place all operators, each time the one that can start first, on the device where it can.
+
+        Nothing is placed in gaps. Of equal starts the operator of highest ``rank_s`` float64
+        ``[N]`` wins, then the device where it (with its group) ends first. ``favourite`` is
+        int32 ``[N]``: the consumer that each operator wants beside it, or -1. As long as that
+        is not placed, another operator gets the device only once it is *urgent*: its inputs
+        have arrived everywhere, so that no other device needs be waited for.
+        """
+        _load("place_first_to_start")
+        list_kernels.place_first_to_start(self._tables, self._state, rank_s, favourite)
+
+    def balance(
+        self, order: ArrayLike, level: NDArray[np.int32], team: NDArray[np.bool_] | None
+    ) -> None:
+        """Fill ``choice`` so that the seconds of each level are even over the devices.
+
+        Each group goes to where the load *in this level* stays least, then the load of all.
+
+        Args:
+            order: all operators, level by level; the first of a group places it.
+            level: int32 ``[N]``.
+            team: bool ``[L, D]`` the devices of each level, all of them if None; a group that
+                none of them can run goes to any that can.
+        """
+        if team is None:
+            team = np.ones((int(level.max()) + 1, len(self._state.free_s)), bool)
+        ops = np.asarray(order, np.int64)
+        _load("balance_levels")
+        list_kernels.balance_levels(self._tables, self._state, ops, level, team)
+
+
+@loads
+def _load(kernel: str) -> None:
+    """One of the three."""
+    problem = two_operators()
+    empty = ListSchedule(problem)
+    order, seconds = np.arange(2), np.zeros((2, 2))
+    arguments = {
+        "place_in_order": (order, seconds, order - 2),
+        "place_first_to_start": (seconds[0], order.astype(np.int32) - 2),
+        "balance_levels": (order, order.astype(np.int32), np.ones((2, 2), bool)),
+    }
+    getattr(list_kernels, kernel)(empty._tables, empty._state, *arguments[kernel])
+
+
+def _tables_of(problem: Problem, activations: int) -> list_kernels.Tables:
+    g, matrix_s = problem.graph, problem.profile.transfer_s
+    host, shares_host = host_of(problem)
+    param_ptr, param = _group_params(problem)
+
+    return list_kernels.Tables(
+        group=g.group,
+        in_ptr=g.in_ptr,
+        in_tensor=g.in_tensor,
+        user_ptr=np.searchsorted(g.edges[:, 0], np.arange(g.num_ops + 1)),
+        user=np.ascontiguousarray(g.edges[:, 1]),
+        tensor_src=g.tensor_src,
+        tensor_bytes=g.tensor_bytes.astype(np.float64),
+        compute_s=problem.compute_s,
+        group_s=problem.group_compute_s,
+        latency_s=problem.link_latency_s,
+        s_per_byte=problem.link_s_per_byte,
+        matrix_s=np.zeros((0, 0, 0)) if matrix_s is None else matrix_s,
+        host=host,
+        shares_host=shares_host,
+        may_bind=problem.memory_may_bind,
+        capacity=problem.memory_bytes,
+        param_ptr=param_ptr,
+        param=param,
+        param_bytes=g.param_bytes,
+        produced=activations * produced_bytes(problem),
+    )
+
+
+class Memory:
+    """Bytes each device holds while groups are placed on it one by one.
+
+    A group needs its parameters (tied ones once per device) and ``activations`` times the
+    tensors it produces, those that share memory once.
+    """
+
+    def __init__(self, problem: Problem, activations: int = 0) -> None:
+        g = problem.graph
+        self._allowed = np.isfinite(problem.group_compute_s)
+        self._may_bind = problem.memory_may_bind  # otherwise nothing need be counted
+        if not self._may_bind:
+            return
+        self._capacity = problem.memory_bytes
+        self._param_bytes = g.param_bytes
+        self._missing = np.ones((problem.num_devices, len(g.param_bytes)), bool)
+        self._used = np.zeros(problem.num_devices, np.int64)
+        self._produced = activations * produced_bytes(problem)
+        self._param_ptr, self._param = _group_params(problem)
+
+    def able(self, group: int) -> Devices:
+        """Devices that can run ``group``: those with room, or all of them where none has."""
+        can = np.flatnonzero(self._allowed[group])
+        if not self._may_bind:
+            return can
+        room = can[(self._need(group) <= self._capacity)[can]]
+        return room if len(room) else can
+
+    def hold(self, group: int, device: int) -> None:
+        """``group`` is on ``device`` from now on."""
+        if self._may_bind:
+            self._used[device] = self._need(group)[device]
+            self._missing[device, self._params(group)] = False
+
+    def _params(self, group: int) -> NDArray[np.int64]:
+        return self._param[self._param_ptr[group] : self._param_ptr[group + 1]]
+
+    def _need(self, group: int) -> NDArray[np.int64]:
+        """int64 ``[D]``: bytes on each device if ``group`` went there too."""
+        params = self._params(group)
+        new = self._missing[:, params] @ self._param_bytes[params]
+        return self._used + new + self._produced[group]
+
+
+def _group_params(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """int64 ``[G + 1]`` and what it points into: the distinct parameters of each group."""
+    g = problem.graph
+    count = max(len(g.param_bytes), 1)
+    pairs = np.unique(g.group[g.param_use_op] * np.int64(count) + g.param_use)
+    return np.searchsorted(pairs // count, np.arange(g.num_groups + 1)), pairs % count
+
+
+def produced_bytes(problem: Problem) -> NDArray[np.int64]:
+    """int64 ``[G]``: the tensors that the operators of each group produce, views left out."""
+    g = problem.graph
+    total = np.zeros(g.num_groups, np.int64)
+    own = np.flatnonzero((g.tensor_src >= 0) & (g.tensor_root == np.arange(g.num_tensors)))
+    np.add.at(total, g.group[g.tensor_src[own]], g.tensor_bytes[own])
+    return total
+
+
+def held_bytes(problem: Problem, activations: int) -> NDArray[np.int64]:
+    """int64 ``[G]``: parameters (a tied one at its first group) and what is produced, so often."""
+    g = problem.graph
+    need = activations * produced_bytes(problem)
+    first = np.full(len(g.param_bytes), g.num_groups)
+    np.minimum.at(first, g.param_use, g.group[g.param_use_op])
+    used = first < g.num_groups
+    np.add.at(need, first[used], g.param_bytes[used])
+    return need
+
+
+def first_that_fits(search: Search, plan: Callable[[int], Choice]) -> None:
+    """Score ``plan(activations)`` until one fits: activations are not counted, then once, ...
+
+    How long a tensor lives depends on the schedule, so a planner begins with parameters alone;
+    where the simulator finds that too optimistic, it counts what is produced in one
+    micro-batch, then in every micro-batch in flight.
+    """
+    problem = search.problem
+    flights = problem.max_in_flight if problem.is_pipelined else 1
+    counts = [0, 1, flights] if problem.memory_may_bind else [0]
+    for activations in dict.fromkeys(counts):
+        search.costs(plan(activations))
+        if search.best_s < np.inf:
+            return
+
+
+def schedule_that_fits(search: Search, fill: Callable[[ListSchedule], None]) -> ListSchedule:
+    """What ``fill`` makes of an empty schedule; made and scored again until it fits."""
+    made: list[ListSchedule] = []
+
+    def plan(activations: int) -> Choice:
+        made.append(ListSchedule(search.problem, activations))
+        fill(made[-1])
+        return made[-1].choice
+
+    first_that_fits(search, plan)
+    return made[-1]
+
+
+def ready_order(problem: Problem, priority: Floats) -> Iterator[int]:
+    """Every operator, each time the ready one of highest ``priority`` float64 ``[N]``."""
+    g = problem.graph
+    missing = np.bincount(g.edges[:, 1], minlength=problem.num_ops)
+    start = np.searchsorted(g.edges[:, 0], np.arange(problem.num_ops + 1))
+    heap = [(-priority[n], int(n)) for n in np.flatnonzero(missing == 0)]
+    heapq.heapify(heap)
+    while heap:
+        op = heapq.heappop(heap)[1]
+        yield op
+        for n in g.edges[start[op] : start[op + 1], 1]:
+            missing[n] -= 1
+            if missing[n] == 0:
+                heapq.heappush(heap, (-priority[n], int(n)))

@@ -1,0 +1,373 @@
+"""Numba kernels of ``macro_search``: macro moves, and annealing with exact deltas on max load."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.simulator.analytic_kernels import (
+    apply_move,
+    apply_moves,
+    fill_state,
+    load_change,
+    piecewise_one,
+    undo_moves,
+)
+from placement.tools.jit import Struct, copy, inlined, kernel, largest
+
+Array = NDArray[Any]
+
+SINGLE, RUN, CHAIN, GROWTH = range(4)  # the fifth is a swap
+_MANTISSA = 1.0 / (1 << 53)
+_TRIES = 16  # to hit a group on a wanted device
+_NEAR = 0.6  # of the moves go to a neighbour's device
+
+
+@inlined
+def uniform(random):
+    """A float in [0, 1) from ``random`` uint64 ``[1]`` (xorshift64*, Vigna 2016)."""
+    x = random[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    random[0] = x
+    return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) * _MANTISSA
+
+
+@inlined
+def below(random, n):
+    """An integer in [0, n)."""
+    return np.int64(uniform(random) * n)
+
+
+class Neighbours(Struct):
+    """Groups that an edge joins: ``near[near_ptr[g]:near_ptr[g + 1]]``, and ``after`` alike."""
+
+    near_ptr: Array  # int32 [G + 1]
+    near: Array  # int32 before and after each group
+    after_ptr: Array  # int32 [G + 1]
+    after: Array  # int32 after each group
+
+
+class Draws(Struct):
+    """What random moves of ``G`` groups are drawn with."""
+
+    random: Array  # uint64 [1], the generator's state
+    compute_s: Array  # float64 [G, D]; inf = cannot run there
+    graph: Neighbours
+    share: Array  # float64 [5] cumulated probabilities of single, run, chain, growth, swap
+    cut: float  # probability of a part of a stage instead
+    body: int  # most groups that a move has
+    group: Array  # int32 [G] groups that move
+    where: Array  # int32 [G] their new devices
+    mark: Array  # int32 [G] scratch, zeros before and after
+    term: Array  # float64 [D] energy of each device
+
+
+def draws_of(
+    compute_s: Array, graph: Neighbours, seed: int, share: Array, cut: float, body: int
+) -> Draws:
+    """Draws that begin with ``seed``, and room."""
+    groups, devices = compute_s.shape
+    group, where, mark = np.zeros((3, groups), np.int32)
+    return Draws(
+        # Never 0.
+        random=np.random.default_rng(seed).integers(1, 2**64, 1, dtype=np.uint64),
+        compute_s=compute_s,
+        graph=graph,
+        share=share,
+        cut=cut,
+        body=body,
+        group=group,
+        where=where,
+        mark=mark,
+        term=np.zeros(devices),
+    )
+
+
+@kernel
+def propose(w, device, source):
+    """A random macro move off ``device`` int32 ``[G]``; returns how many groups it moves.
+
+    They are in ``w.group``, their new devices in ``w.where``. ``source``: the group it starts
+    from comes from this device, -1: from any. With probability ``w.cut`` it is a part of a stage
+    (``_cut``), otherwise ``propose_from``.
+    """
+    num_groups = len(w.compute_s)
+    g = below(w.random, num_groups)
+    if source >= 0:
+        for _ in range(_TRIES):
+            if device[g] == source:
+                break
+            g = below(w.random, num_groups)
+    if w.cut > 0.0 and uniform(w.random) < w.cut:
+        return _cut(w, device, g)
+    return propose_from(w, device, g, w.group[: w.body], w.where[: w.body])
+
+
+@kernel
+def propose_from(w, device, g, group, where):
+    """A random macro move that begins with group ``g``; returns how many groups it moves.
+
+    ``group`` and ``where``, int32 ``[L]``, are filled with them and with their new devices.
+    """
+    random, compute_s, share, mark = w.random, w.compute_s, w.share, w.mark
+    near_ptr, near = w.graph.near_ptr, w.graph.near
+    num_groups, num_devices = compute_s.shape
+    old = device[g]
+    new = old
+    degree = near_ptr[g + 1] - near_ptr[g]
+    if degree > 0 and uniform(random) < _NEAR:
+        new = device[near[near_ptr[g] + below(random, degree)]]
+    if new == old:
+        new = below(random, num_devices - 1)
+        new += new >= old
+    if compute_s[g, new] == np.inf:
+        return 0
+    group[0], where[0] = g, new
+    kind = uniform(random)
+    if kind < share[SINGLE] or len(group) < 2:
+        return 1
+    if kind >= share[GROWTH]:
+        for _ in range(_TRIES):
+            h = below(random, num_groups)
+            if device[h] == new:
+                if compute_s[h, old] == np.inf:
+                    return 1
+                group[1], where[1] = h, old
+                return 2
+        return 1
+    most = min(len(group), num_groups)
+    length = max(2, int(np.exp(uniform(random) * np.log(most + 1.0))))
+    length = min(length, most)
+    count = 1
+    if kind < share[RUN]:
+        step = 1 if uniform(random) < 0.5 else -1
+        h = g + step
+        while count < length and 0 <= h < num_groups and device[h] == old:
+            if compute_s[h, new] < np.inf:
+                group[count], where[count] = h, new
+                count += 1
+            h += step
+        return count
+    mark[g] = 1
+    ptr, edge = near_ptr, near
+    if kind < share[CHAIN]:
+        ptr, edge = w.graph.after_ptr, w.graph.after
+    at = 0
+    while at < count and count < length:
+        h = group[at]
+        degree = ptr[h + 1] - ptr[h]
+        first = below(random, degree) if degree > 0 else 0
+        for i in range(degree):
+            j = edge[ptr[h] + (first + i) % degree]
+            if device[j] == old and mark[j] == 0 and compute_s[j, new] < np.inf:
+                mark[j] = 1
+                group[count], where[count] = j, new
+                count += 1
+                if count == length or kind < share[CHAIN]:
+                    break
+        at += 1
+    for i in range(count):
+        mark[group[i]] = 0
+    return count
+
+
+@kernel
+def _cut(w, device, g):
+    """``g`` and what it needs on its device, or all the rest there, moves to where it touches.
+
+    Needs are neighbours of smaller number, and theirs: of a stage this is all up to ``g``.
+    """
+    random, compute_s, group, where, mark = w.random, w.compute_s, w.group, w.where, w.mark
+    ptr, near = w.graph.near_ptr, w.graph.near
+    num_groups, num_devices = compute_s.shape
+    old = device[g]
+    group[0], mark[g] = g, 1
+    count = 1
+    at = 0
+    while at < count:
+        h = group[at]
+        for i in range(ptr[h], ptr[h + 1]):
+            j = near[i]
+            if j < h and device[j] == old and mark[j] == 0:
+                mark[j] = 1
+                group[count] = j
+                count += 1
+        at += 1
+    marked = count
+    if uniform(random) < 0.5:
+        for h in range(num_groups):  # behind the marked ones, and then over them
+            if device[h] == old and mark[h] == 0:
+                group[count] = h
+                count += 1
+        for i in range(marked):
+            mark[group[i]] = 0
+        count -= marked
+        for i in range(count):
+            group[i] = group[marked + i]
+    else:
+        for i in range(marked):
+            mark[group[i]] = 0
+    if count == 0:
+        return 0
+    new = below(random, num_devices - 1)
+    new += new >= old
+    for _ in range(_TRIES):
+        h = group[below(random, count)]
+        if ptr[h + 1] > ptr[h]:
+            e = device[near[ptr[h] + below(random, ptr[h + 1] - ptr[h])]]
+            if e != old:
+                new = e
+                break
+    able = 0
+    for i in range(count):
+        if compute_s[group[i], new] < np.inf:
+            group[able], where[able] = group[i], new
+            able += 1
+    return able
+
+
+@inlined
+def energy_term(load, held, memory, scale, squarings):
+    """What a device adds to the energy: (load * scale) ** 2 ** squarings, more if too full."""
+    x = load * scale
+    for _ in range(squarings):
+        x *= x
+    if held > memory:
+        x += 1e3 * (1.0 + (held - memory) / memory)
+    return x
+
+
+@kernel
+def anneal(t, s, w, best, best_s, steps, hot, temperature, power):
+    """``steps`` random moves, each made with probability ``min(1, exp(-delta / temperature))``.
+
+    Starts from ``s`` and leaves it where it ends. The energy is ``sum_d (load / best) **
+    2 ** power``, so that not the slowest device alone counts.
+
+    Args:
+        t, s: of ``objective_kernels.move_tables``, ``move_state``.
+        w: of ``draws_of``.
+        best: int32 ``[G]`` best placement so far, overwritten where a better one is met.
+        best_s: its largest load; inf if it does not fit in memory.
+        hot: probability that a move starts on the device with the largest load.
+        temperature: in energies.
+
+    Returns:
+        largest load of ``best``.
+    """
+    own_bytes, memory = t.own_bytes, t.memory
+    device, load, held = s.device, s.load, s.held
+    random, group, where, term = w.random, w.group, w.where, w.term
+    num_devices = len(load)
+    fill_state(t, s)
+    hottest = largest(load, num_devices)
+    scale = 1.0 / max(load[hottest] if best_s == np.inf else best_s, 1e-300)
+    for d in range(num_devices):
+        term[d] = energy_term(load[d], held[d], memory[d], scale, power)
+    for _ in range(steps):
+        source = hottest if uniform(random) < hot else -1
+        count = propose(w, device, np.int64(source))
+        if count == 0:
+            continue
+        limit = -temperature * np.log(1.0 - uniform(random))
+        g, new = np.int64(group[0]), np.int64(where[0])
+        old = np.int64(device[g])
+        limit += term[old] + term[new]
+        if count == 1 and len(t.tied_bytes) == 0:  # most often: nothing to undo
+            at_old, at_new = load_change(t, s, g, new)
+            own = own_bytes[g]
+            term_old = energy_term(load[old] + at_old, held[old] - own, memory[old], scale, power)
+            term_new = energy_term(load[new] + at_new, held[new] + own, memory[new], scale, power)
+            if term_old + term_new > limit:
+                continue
+            apply_move(t, s, g, new)
+        else:
+            load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
+            apply_moves(t, s, group, where, count)
+            term_old = energy_term(load[old], held[old], memory[old], scale, power)
+            term_new = energy_term(load[new], held[new], memory[new], scale, power)
+            if term_old + term_new > limit:
+                undo_moves(t, s, group, where, count, old, new)
+                load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+                continue
+        term[old], term[new] = term_old, term_new
+        hottest = 0
+        fits = held[0] <= memory[0]
+        for d in range(1, num_devices):
+            if load[d] > load[hottest]:
+                hottest = d
+            fits &= held[d] <= memory[d]
+        if fits and load[hottest] < best_s * (1 - 1e-12):
+            best_s = load[hottest]
+            copy(best, device)
+    return best_s
+
+
+class Members(Struct):
+    """The operators of each group, and room for the device of each operator."""
+
+    ptr: Array  # int32 [G + 1]
+    op: Array  # int32 [N]
+    device: Array  # int32 [N]
+
+
+@kernel
+def anneal_pieces(t, s, w, pieces, members, best, best_s, steps, temperature):
+    """Like ``anneal`` for ``piecewise_latency``, with a ``temperature`` in seconds.
+
+    ``pieces``: of ``objective_kernels.piecewise_tables``. Returns the latency of ``best``.
+    """
+    memory, device, load, held = t.memory, s.device, s.load, s.held
+    random, group, where = w.random, w.group, w.where
+    ptr, op, p = members.ptr, members.op, members.device
+    num_groups = len(device)
+    fill_state(t, s)
+    for g in range(num_groups):
+        for i in range(ptr[g], ptr[g + 1]):
+            p[op[i]] = device[g]
+    over = _overflow(held, memory)
+    value = piecewise_one(pieces, p, np.inf)
+    far = 10.0 * (value if best_s == np.inf else best_s)  # what too many bytes cost
+    if far == np.inf:  # pieces wait for each other: every move may be made (inf * 0 is no number)
+        far = 1e30
+    for _ in range(steps):
+        count = propose(w, device, np.int64(-1))
+        if count == 0:
+            continue
+        old, new = np.int64(device[group[0]]), np.int64(where[0])
+        load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
+        apply_moves(t, s, group, where, count)
+        for k in range(count):
+            for i in range(ptr[group[k]], ptr[group[k] + 1]):
+                p[op[i]] = where[k]
+        over_then = _overflow(held, memory)
+        limit = value - temperature * np.log(1.0 - uniform(random)) + far * (over - over_then)
+        then = piecewise_one(pieces, p, limit)
+        if then <= limit:
+            value, over = then, over_then
+            if over == 0.0 and value < best_s * (1 - 1e-12):
+                best_s = value
+                copy(best, device)
+            continue
+        undo_moves(t, s, group, where, count, old, new)
+        load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+        for k in range(count):
+            for i in range(ptr[group[k]], ptr[group[k] + 1]):
+                p[op[i]] = device[group[k]]
+    return best_s
+
+
+@inlined
+def _overflow(held, memory):
+    """Bytes that do not fit, as shares of the devices' memory; each device adds one more."""
+    total = 0.0
+    for d in range(len(held)):
+        if held[d] > memory[d]:
+            total += 1.0 + (held[d] - memory[d]) / memory[d]
+    return total

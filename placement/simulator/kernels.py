@@ -1,0 +1,948 @@
+"""The simulator's numba kernels. What they compute is defined in ``placement.simulator``.
+
+``tables`` lays a problem out as flat arrays once (cached on the problem); ``run`` simulates
+one placement, ``run_batch`` many. Both work in a ``State`` that is allocated once.
+
+What makes it fast: the operators that are ready on a device are a two-level bit set in
+priority order, those whose inputs are still on the way a nearly sorted queue; a local
+delivery is a transfer over a link that costs nothing, so that no branch depends on the
+placement; of more than 64 devices those are passed over, 64 at a time, to which nothing has
+happened; memory is counted by references while the run goes on, so that nothing is sorted.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numba as nb
+import numpy as np
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from placement.problem import Problem, host_of
+from placement.tools.jit import Struct, inlined, kernel
+
+Array = NDArray[Any]
+
+_FAR = 1e300  # later than any event
+_LIVE = 1 << 30  # bit of a reference count: the bytes are counted as held
+_SMALL = 1 << 15  # micro-batches times operators times devices of a run whose room is kept
+_MANY = 64  # devices in a block of those that are passed over together
+
+
+class Tables(Struct):
+    """One problem. Deliveries and links have the model inputs as one more sender, the last."""
+
+    edge_ptr: Array  # int32 [N + 2] deliveries of each operator, by tensor and consumer
+    edge_tensor: Array  # int32 [E]
+    edge_dst: Array  # int32 [E] consumer
+    edge_bytes: Array  # float64 [E]
+    num_inputs: Array  # int32 [N]
+    priority: Array  # int32 [N]
+    by_priority: Array  # int32 [N]
+    link_latency_s: Array  # float64 [(D + 1) D], as are the other links
+    link_s_per_byte: Array  # float64
+    link_blocking: Array  # bool
+    link_channel: Array  # int32
+    link_wake_s: Array  # float64
+    link_send_s: Array  # float64
+    link_send_s_per_byte: Array  # float64
+    local_channel: int  # of pairs that share memory, which costs nothing; the last channel
+    transfer_s: Array  # float64 [T (D + 1) D] where a profile states them, or [0]
+    contention: bool
+    by_arrival: bool  # operators run in the order in which they become ready
+    host: int  # the device that model inputs come from
+    out_ptr: Array  # int32 [N + 1]
+    out_tensor: Array  # int32
+    in_ptr: Array  # int32 [N + 1]
+    in_tensor: Array  # int32
+    use_ptr: Array  # int32 [T + 1]
+    use_dst: Array  # int32
+    tensor_src: Array  # int32 [T]
+    tensor_root: Array  # int32 [T]
+    tensor_bytes: Array  # int64 [T]
+    output_tensor: Array  # int32 outputs of the model that operators produce
+    output_count: Array  # int32 [T] how often each tensor is one of those
+    workspace_bytes: Array  # int64 [N], or [0]: unknown
+    compute_s: Array  # float64 [N, D]
+    loaded_s: Array  # float64 [N, D] beside busy devices
+    batch_s: float  # seconds that a micro-batch of a pipelined run takes longer
+    sleep_after_s: Array  # float64 [D]
+    sleep_exit_s: Array  # float64 [D]
+
+
+def tables(problem: Problem) -> Tables:
+    """The problem for ``run``: graph (CSR), priorities, links, memory."""
+    cached: Tables | None = problem.__dict__.get("_kernel_tables")
+    if cached is not None:
+        return cached
+    g, n, d = problem.graph, problem.num_ops, problem.num_devices
+    host, shares = host_of(problem)
+    # Deliveries of an operator, by tensor and consumer; those of model inputs stand last.
+    src = g.tensor_src[g.use_tensor]
+    producer = np.where(src >= 0, src, n)
+    order = np.lexsort((g.use_dst, g.use_tensor, producer))
+    edge_tensor = g.use_tensor[order]
+
+    def with_inputs(a: Array, local: Any) -> Array:
+        """``a [.., D, D]`` with the row of model inputs, and ``local`` where memory is shared."""
+        rows = np.concatenate([a, a[..., host : host + 1, :]], axis=-2).astype(a.dtype)
+        rows[..., np.arange(d), np.arange(d)] = local
+        rows[..., d, shares] = local
+        return rows
+
+    given = problem.profile.transfer_s
+    matrix = np.zeros(0) if given is None else with_inputs(np.asarray(given, np.float64), 0.0)
+    blocking = with_inputs(problem.link_blocking, False)
+    blocking[d] = False
+    sending = [problem.link_wake_s, problem.link_send_s, problem.link_send_s_per_byte]
+    wake_s, send_s, send_s_per_byte = with_inputs(np.stack(sending), 0.0)
+    wake_s[d] = send_s[d] = send_s_per_byte[d] = 0.0
+    produced_outputs = g.output_tensor[g.tensor_src[g.output_tensor] >= 0]
+    workspace = problem.profile.workspace_bytes
+    cached = Tables(
+        edge_ptr=np.searchsorted(producer[order], np.arange(n + 2)).astype(np.int32),
+        edge_tensor=edge_tensor,
+        edge_dst=g.use_dst[order],
+        edge_bytes=g.tensor_bytes[edge_tensor].astype(np.float64),
+        num_inputs=np.diff(g.in_ptr).astype(np.int32),
+        priority=problem.priority,
+        by_priority=np.argsort(problem.priority).astype(np.int32),
+        link_latency_s=with_inputs(problem.link_latency_s, 0.0).ravel(),
+        link_s_per_byte=with_inputs(problem.link_s_per_byte, 0.0).ravel(),
+        link_blocking=blocking.ravel(),
+        link_channel=with_inputs(problem.link_channel, problem.num_channels).ravel(),
+        link_wake_s=wake_s.ravel(),
+        link_send_s=send_s.ravel(),
+        link_send_s_per_byte=send_s_per_byte.ravel(),
+        local_channel=problem.num_channels,
+        transfer_s=matrix.ravel(),
+        contention=problem.contention,
+        by_arrival=problem.ready_order == "arrival",
+        host=host,
+        out_ptr=g.out_ptr,
+        out_tensor=g.out_tensor,
+        in_ptr=g.in_ptr,
+        in_tensor=g.in_tensor,
+        use_ptr=g.use_ptr,
+        use_dst=g.use_dst,
+        tensor_src=g.tensor_src,
+        tensor_root=g.tensor_root,
+        tensor_bytes=g.tensor_bytes,
+        output_tensor=produced_outputs,
+        output_count=np.bincount(produced_outputs, minlength=g.num_tensors).astype(np.int32),
+        workspace_bytes=np.zeros(0, np.int64) if workspace is None else workspace.astype(np.int64),
+        compute_s=problem.compute_s,
+        loaded_s=problem.loaded_s,
+        batch_s=problem.profile.batch_s,
+        sleep_after_s=problem.cluster.power.sleep_after_s,
+        sleep_exit_s=problem.cluster.power.sleep_exit_s,
+    )
+    problem.__dict__["_kernel_tables"] = cached
+    return cached
+
+
+class State(Struct):
+    """One run: what is given, what comes of it, and room; ``W`` micro-batches are in flight.
+
+    A micro-batch in flight has a *slot*, 0..W - 1. One run leaves the room ready for the next.
+    """
+
+    # Given.
+    placement: Array  # int32 [N]
+    seconds: Array  # float64 [N] of each operator
+    beside_s: Array  # float64 [N] more for each other device that runs, of one micro-batch
+    order: Array  # int32 [K, 2] operators and micro-batches of a schedule, or empty
+    order_ptr: Array  # int32 [D + 1] where each device's begin there
+    num_batches: int
+    window: int  # W
+    track: bool  # memory
+    record: bool  # when everything begins and ends
+    # What comes of it.
+    finish: Array  # float64 [M]
+    busy: Array  # float64 [D]
+    asleep: Array  # float64 [D]
+    peak: Array  # int64 [D] the most bytes of tensors and workspace held
+    start: Array  # float64 [M, N], recorded, as are the next
+    end: Array  # float64 [M, N]
+    transfers: Array  # int32 [X, 4] tensor, micro-batch, from, to
+    transfer_start: Array  # float64 [X]
+    transfer_end: Array  # float64 [X]
+    # The clock.
+    now: float
+    to_do: int  # operators that have not ended
+    admitted: int  # micro-batches
+    num_free: int  # slots
+    num_active: int  # slots
+    num_running: int  # devices, in a run of one micro-batch
+    num_sent: int  # transfers recorded
+    num_events: int  # of memory, waiting
+    # Micro-batches and slots.
+    slot_of: Array  # int32 [M]
+    free_slots: Array  # int32 [W]
+    active: Array  # int32 [W] slots in the order of their micro-batches
+    batch_of: Array  # int32 [W]
+    left: Array  # int32 [W] operators that have not ended
+    missing: Array  # int32 [W N] inputs that were not sent yet
+    arrival: Array  # float64 [W N] of the last input
+    # What waits for a device.
+    low: Array  # uint64 [D W words] sets of ready operators, by priority
+    high: Array  # uint64 which words of ``low`` are not 0
+    num_ready: Array  # int64 [D]
+    base: Array  # int64 [D + 1] where the queue of each device has its room
+    head: Array  # int64 [D]
+    tail: Array  # int64 [D]
+    later_s: Array  # float64 [2 W N] queues of those whose inputs are on the way
+    later: Array  # int64 [2 W N] micro-batch and operator
+    next_entry: Array  # int32 [D] of ``order``
+    # Devices and channels.
+    running: Array  # int64 [D] operator; -1: none
+    running_slot: Array  # int64 [D]
+    wake_s: Array  # float64 [D] next time something happens on the device
+    begun: Array  # int64 [D] devices that begin something at this moment
+    soon_s: Array  # float64 [D / 64] the first ``wake_s`` of 64 devices
+    blocked_s: Array  # float64 [D + 1] end of what keeps the worker from its next operator
+    told_s: Array  # float64 [D] arrival of the last that was sent there
+    ended_s: Array  # float64 [D] of the last operator
+    channel_s: Array  # float64 [channels + 1] when each is free
+    arrives: Array  # float64 [D] when what ``stamp`` names is there
+    stamp: Array  # int64 [D] the micro-batch and tensor that were sent there last
+    # Memory.
+    refs: Array  # int32 [W T D] users of each stored tensor, and ``_LIVE``
+    held: Array  # int64 [D] bytes now
+    event_s: Array  # float64 [2 W E] heap of begins and ends of transfers
+    event: Array  # int64 [2 W E]
+    load: Array  # float64 [D] seconds per micro-batch
+
+
+def state_of(
+    problem: Problem,
+    num_batches: int,
+    window: int,
+    track: bool,
+    order: tuple[Array, Array] | None = None,
+    num_transfers: int = -1,
+) -> State:
+    """Room for a run; where ``num_transfers`` is not negative times are recorded.
+
+    ``order``: the fields ``order`` and ``order_ptr`` of a schedule; None: list scheduling.
+    """
+    g, n, d = problem.graph, problem.num_ops, problem.num_devices
+    record, words = num_transfers >= 0, (n + 63) >> 6
+    times, sent = (num_batches if record else 0, n), max(num_transfers, 0)
+    copies = window * g.num_tensors * d if track else 0
+    events = 2 * window * len(g.use_dst) if track else 0
+    rows, row_ptr = order or (np.empty((0, 2), np.int32), np.zeros(d + 1, np.int32))
+    return State(
+        placement=np.empty(n, np.int32),
+        seconds=np.empty(n),
+        beside_s=np.empty(n),
+        order=rows,
+        order_ptr=row_ptr,
+        num_batches=num_batches,
+        window=window,
+        track=track,
+        record=record,
+        finish=np.empty(num_batches),
+        busy=np.empty(d),
+        asleep=np.empty(d),
+        peak=np.empty(d, np.int64),
+        start=np.empty(times),
+        end=np.empty(times),
+        transfers=np.empty((sent, 4), np.int32),
+        transfer_start=np.empty(sent),
+        transfer_end=np.empty(sent),
+        now=0.0,
+        to_do=0,
+        admitted=0,
+        num_free=0,
+        num_active=0,
+        num_running=0,
+        num_sent=0,
+        num_events=0,
+        slot_of=np.empty(num_batches, np.int32),
+        free_slots=np.empty(window, np.int32),
+        active=np.empty(window, np.int32),
+        batch_of=np.empty(window, np.int32),
+        left=np.empty(window, np.int32),
+        missing=np.empty(window * n, np.int32),
+        arrival=np.empty(window * n),
+        low=np.zeros(d * window * words, np.uint64),
+        high=np.zeros(d * window * ((words + 63) >> 6), np.uint64),
+        num_ready=np.empty(d, np.int64),
+        base=np.empty(d + 1, np.int64),
+        head=np.empty(d, np.int64),
+        tail=np.empty(d, np.int64),
+        later_s=np.empty(2 * window * n),
+        later=np.empty(2 * window * n, np.int64),
+        next_entry=np.empty(d, np.int32),
+        running=np.empty(d, np.int64),
+        running_slot=np.empty(d, np.int64),
+        wake_s=np.empty(d),
+        begun=np.empty(d, np.int64),
+        soon_s=np.empty((d + _MANY - 1) // _MANY),
+        blocked_s=np.empty(d + 1),
+        told_s=np.empty(d),
+        ended_s=np.empty(d),
+        channel_s=np.empty(problem.num_channels + 1),
+        arrives=np.empty(d),
+        stamp=np.empty(d, np.int64),
+        refs=np.zeros(copies, np.int32),
+        held=np.empty(d, np.int64),
+        event_s=np.empty(events),
+        event=np.empty(events, np.int64),
+        load=np.empty(d),
+    )
+
+
+@contextmanager
+def room(
+    problem: Problem, num_batches: int, window: int, track: bool, record: bool = False
+) -> Iterator[State]:
+    """A ``State`` that nobody else uses meanwhile; a small one is kept for the problem's next run.
+
+    If it is to ``record``, there is room for as many transfers as there can be.
+    """
+    key = num_batches, window, track, record
+    spare = problem.__dict__.setdefault("_kernel_rooms", {}).setdefault(key, [])
+    try:
+        state = spare.pop()
+    except IndexError:
+        sent = len(problem.graph.use_dst) * num_batches if record else -1
+        state = state_of(problem, num_batches, window, track, None, sent)
+    yield state
+    if num_batches * problem.num_ops * problem.num_devices < _SMALL:
+        spare.append(state)
+
+
+@intrinsic
+def _lowest_bit(typingctx: Any, x: Any) -> Any:
+    """Number of the lowest set bit of a uint64 that is not 0 (one machine instruction)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        from llvmlite import ir
+
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return nb.int64(nb.uint64), codegen
+
+
+@kernel
+def _push_event(s, time, key):
+    """Insert into the binary min-heap of memory events."""
+    times, keys = s.event_s, s.event
+    i = s.num_events
+    s.num_events += 1
+    while i > 0:
+        parent = (i - 1) >> 1
+        if times[parent] <= time:
+            break
+        times[i] = times[parent]
+        keys[i] = keys[parent]
+        i = parent
+    times[i] = time
+    keys[i] = key
+
+
+@kernel
+def _pop_event(s):
+    """Remove the earliest memory event and return its key."""
+    times, keys = s.event_s, s.event
+    top = keys[0]
+    s.num_events -= 1
+    size = s.num_events
+    time, key = times[size], keys[size]
+    i = 0
+    while True:
+        child = 2 * i + 1
+        if child >= size:
+            break
+        if child + 1 < size and times[child + 1] < times[child]:
+            child += 1
+        if times[child] >= time:
+            break
+        times[i] = times[child]
+        keys[i] = keys[child]
+        i = child
+    times[i] = time
+    keys[i] = key
+    return top
+
+
+@kernel
+def _await(s, d, time, batch, op):
+    """``op`` of ``batch`` can run on ``d`` from ``time`` on: into the device's sorted queue.
+
+    Equal times stand by key. Times come nearly in order, so the walk from the back is short.
+    The queue has twice the room of the most that can wait: moving it to its front is rare.
+    """
+    times, keys = s.later_s, s.later
+    key = (np.int64(batch) << 32) | op
+    head, tail = s.head[d], s.tail[d]
+    if tail == s.base[d + 1]:
+        begin = s.base[d]
+        for i in range(tail - head):
+            times[begin + i] = times[head + i]
+            keys[begin + i] = keys[head + i]
+        tail = begin + tail - head
+        head = begin
+        s.head[d] = head
+    i = tail
+    while i > head and (times[i - 1] > time or (times[i - 1] == time and keys[i - 1] > key)):
+        times[i] = times[i - 1]
+        keys[i] = keys[i - 1]
+        i -= 1
+    times[i] = time
+    keys[i] = key
+    s.tail[d] = tail + 1
+
+
+@kernel
+def _set_ready(t, s, d, slot, op):
+    """``op`` of the micro-batch in ``slot`` can run on ``d`` now."""
+    low, high, bit = s.low, s.high, t.priority[op]
+    words = (len(t.priority) + 63) >> 6
+    row = d * s.window + slot
+    one = np.uint64(1)
+    low[row * words + (bit >> 6)] |= one << np.uint64(bit & 63)
+    tops = (words + 63) >> 6
+    high[row * tops + (bit >> 12)] |= one << np.uint64((bit >> 6) & 63)  # one bit per word of low
+    s.num_ready[d] += 1
+
+
+@kernel
+def _pop_ready(t, s, row):
+    """Remove and return the lowest bit of the bit set ``row``; -1 if it is empty."""
+    low, high = s.low, s.high
+    words = (len(t.priority) + 63) >> 6
+    one = np.uint64(1)
+    tops = (words + 63) >> 6
+    for v in range(tops):
+        top = high[row * tops + v]
+        if top != 0:
+            w = (v << 6) + _lowest_bit(top)
+            word = low[row * words + w]
+            bit = _lowest_bit(word)
+            word &= word - one
+            low[row * words + w] = word
+            high[row * tops + v] = top if word != 0 else top & (top - one)
+            return (w << 6) + bit
+    return -1
+
+
+@inlined
+def _key(t, s, slot, tensor, device):
+    """Where ``refs`` counts a stored tensor."""
+    return np.uint64((slot * len(t.tensor_src) + tensor) * len(s.held) + device)
+
+
+@kernel
+def _hold(t, s, slot, tensor, device, users):
+    """So many users more of a stored tensor, whose bytes count once."""
+    key = _key(t, s, slot, tensor, device)
+    count = s.refs[key] + users
+    if count < _LIVE:
+        count += _LIVE
+        s.held[device] += t.tensor_bytes[tensor]
+    s.refs[key] = count
+
+
+@kernel
+def _release(t, s, slot, tensor, device, users):
+    """So many users less; the last one frees the bytes."""
+    key = _key(t, s, slot, tensor, device)
+    count = s.refs[key] - users
+    if count == _LIVE:
+        count = 0
+        s.held[device] -= t.tensor_bytes[tensor]
+    s.refs[key] = count
+
+
+@kernel
+def _num_users(t, s, tensor, device):
+    """How many operators on ``device`` use ``tensor``."""
+    use_dst, placement = t.use_dst, s.placement
+    count = 0
+    for u in range(t.use_ptr[tensor], t.use_ptr[tensor + 1]):
+        count += placement[use_dst[u]] == device
+    return count
+
+
+@kernel
+def _stored(t, s, tensor, device):
+    """At home a tensor lives in its root's memory; a copy sent elsewhere is its own."""
+    src = t.tensor_src[tensor]
+    return np.int64(t.tensor_root[tensor]) if src < 0 or s.placement[src] == device else tensor
+
+
+@kernel
+def _push_transfer(s, time, slot, tensor, device, is_begin):
+    """Remember that a transfer begins or ends at ``time``."""
+    _push_event(s, time, (((np.int64(tensor) << 24) | slot) << 15 | device << 1) | is_begin)
+
+
+@kernel
+def _hold_local(t, s, slot, tensor, device, is_input):
+    """Memory, when a tensor is delivered where it is: one user more; a model input begins."""
+    root = np.int64(t.tensor_root[tensor])
+    if is_input:
+        _hold(t, s, slot, root, device, 1)
+    else:
+        s.refs[_key(t, s, slot, root, device)] += 1
+
+
+@kernel
+def _hold_sent(t, s, slot, tensor, src, dst, begin, arrives_s):
+    """Memory, when a tensor is sent: a copy there from its begin, its sender's until its end."""
+    root, is_input = np.int64(t.tensor_root[tensor]), src == len(s.held)
+    if begin > s.now:
+        _push_transfer(s, begin, slot, tensor, dst, 1)
+    else:
+        stored = root if is_input else tensor
+        _hold(t, s, slot, stored, dst, _num_users(t, s, tensor, dst))
+    if not is_input:
+        s.refs[_key(t, s, slot, root, src)] += 1
+        _push_transfer(s, arrives_s, slot, root, src, 0)
+
+
+@kernel
+def _record_transfer(t, s, tensor, batch, src, dst, begin, arrives_s):
+    x = s.num_sent
+    s.num_sent += 1
+    s.transfers[x, 0] = tensor
+    s.transfers[x, 1] = batch
+    s.transfers[x, 2] = t.host if src == len(s.held) else src
+    s.transfers[x, 3] = dst
+    s.transfer_start[x] = begin
+    s.transfer_end[x] = arrives_s
+
+
+@kernel
+def _begin(t, s):
+    """Nothing has happened yet."""
+    num_devices = len(s.running)
+    for i in range(s.window):
+        s.free_slots[i] = s.window - 1 - i
+    s.num_free = s.window
+    # Device d queues at most its operators in every flight, in [base[d], base[d + 1]).
+    s.base[:] = 0
+    for i in range(len(s.placement)):
+        s.base[s.placement[i] + 1] += 2 * s.window
+    for d in range(num_devices):
+        s.base[d + 1] += s.base[d]
+        s.head[d] = s.base[d]
+        s.tail[d] = s.base[d]
+        s.num_ready[d] = 0
+        s.running[d] = -1
+        s.wake_s[d] = _FAR
+        s.blocked_s[d] = 0.0
+        s.told_s[d] = -1.0
+        s.ended_s[d] = 0.0
+        s.busy[d] = 0.0
+        s.asleep[d] = 0.0
+        s.stamp[d] = -1
+        s.next_entry[d] = s.order_ptr[d]
+        s.held[d] = 0
+        s.peak[d] = 0
+    s.channel_s[:] = 0.0
+    s.soon_s[:] = 0.0
+    s.num_active = s.num_running = s.num_sent = s.num_events = s.admitted = 0
+    s.to_do = len(s.placement) * s.num_batches
+    s.now = 0.0
+
+
+@inlined
+def _deliver(t, s, op, src, slot):
+    """What ``op`` on device ``src`` has made goes to all that use it (N on D: the model inputs).
+
+    The devices that get it are told when it arrives; the sender is kept for as long as it takes.
+    """
+    edge_tensor, edge_dst, edge_bytes = t.edge_tensor, t.edge_dst, t.edge_bytes
+    channel_s, blocked_s = s.channel_s, s.blocked_s
+    num_devices, num_tensors, n = len(s.running), len(t.tensor_src), len(t.priority)
+    now, batch, track = s.now, np.int64(s.batch_of[slot]), s.track
+    has_matrix, many = len(t.transfer_s) > 0, num_devices > _MANY
+    fixed, local_channel = len(s.order) > 0, np.uint64(t.local_channel)
+    sending_s = 0.0
+    # Unsigned indices spare numba's test for negative ones: 10 % of the run.
+    for e in range(t.edge_ptr[op], t.edge_ptr[op + 1]):
+        tensor, user = np.int64(edge_tensor[e]), np.uint64(edge_dst[e])
+        dst = np.uint64(s.placement[user])
+        to = np.int64(dst)  # a kernel is compiled for every integer type that it is given
+        pair = np.uint64(src * num_devices) + dst
+        c = np.uint64(t.link_channel[pair])
+        if has_matrix:
+            cost = t.transfer_s[(tensor * (num_devices + 1) + src) * num_devices + dst]
+        else:
+            cost = t.link_latency_s[pair] + edge_bytes[e] * t.link_s_per_byte[pair]
+        # Sent once per device: the consumers after the first only look up when it arrives.
+        mark = batch * num_tensors + tensor
+        first = s.stamp[dst] != mark
+        free_s = channel_s[c]
+        begin = max(now, free_s) if t.contention else now
+        arrives_s = begin + cost if first else s.arrives[dst]
+        channel_s[c] = arrives_s if first else free_s
+        s.arrives[dst] = arrives_s
+        s.stamp[dst] = mark
+        if t.link_blocking[pair]:
+            blocked_s[src] = max(blocked_s[src], arrives_s)
+        if first and c != local_channel:
+            sending_s += t.link_send_s[pair] + edge_bytes[e] * t.link_send_s_per_byte[pair]
+            if s.running[dst] < 0 and blocked_s[dst] <= now and s.told_s[dst] < now:
+                sending_s += t.link_wake_s[pair]
+            s.told_s[dst] = arrives_s
+            if s.record:
+                _record_transfer(t, s, tensor, batch, src, to, begin, arrives_s)
+        if track:
+            if c == local_channel:
+                _hold_local(t, s, slot, tensor, to, op == n)
+            elif first:
+                _hold_sent(t, s, slot, tensor, src, to, begin, arrives_s)
+        if many:
+            s.soon_s[dst >> np.uint64(6)] = now
+        at = np.uint64(slot * n) + user
+        ready_s = max(s.arrival[at], arrives_s)
+        s.arrival[at] = ready_s
+        s.missing[at] -= 1
+        if s.missing[at] == 0 and not fixed:
+            if ready_s <= now and not t.by_arrival:
+                _set_ready(t, s, to, slot, user)
+            else:
+                _await(s, to, ready_s, batch, user)
+    if sending_s > 0.0:
+        blocked_s[src] = max(blocked_s[src], now + sending_s)
+
+
+@kernel
+def _admit(t, s):
+    """A micro-batch takes a free slot, which is returned."""
+    n = len(t.priority)
+    batch = s.admitted
+    s.admitted += 1
+    s.num_free -= 1
+    slot = np.int64(s.free_slots[s.num_free])
+    s.slot_of[batch] = slot
+    s.batch_of[slot] = batch
+    s.left[slot] = n
+    s.active[s.num_active] = slot
+    s.num_active += 1
+    s.soon_s[:] = s.now
+    for i in range(n):
+        s.missing[slot * n + i] = t.num_inputs[i]
+        s.arrival[slot * n + i] = s.now
+        if t.num_inputs[i] == 0 and len(s.order) == 0:
+            d = np.int64(s.placement[i])
+            if t.by_arrival:
+                _await(s, d, s.now, batch, np.uint64(i))
+            else:
+                _set_ready(t, s, d, slot, np.uint64(i))
+    return slot
+
+
+@kernel
+def _free(t, s, op, d, slot):
+    """Memory, when an operator ends: its workspace, its inputs, and outputs that nobody uses."""
+    if len(t.workspace_bytes) > 0:
+        s.held[d] -= t.workspace_bytes[op]
+    for j in range(t.out_ptr[op], t.out_ptr[op + 1]):
+        tensor = t.out_tensor[j]
+        root = np.int64(t.tensor_root[tensor])
+        _release(t, s, slot, root, d, 1 - np.int64(t.output_count[tensor]))
+    for j in range(t.in_ptr[op], t.in_ptr[op + 1]):
+        _release(t, s, slot, _stored(t, s, np.int64(t.in_tensor[j]), d), d, 1)
+
+
+@kernel
+def _finish(t, s, slot):
+    """A micro-batch has ended: its slot is free."""
+    s.finish[s.batch_of[slot]] = s.now
+    s.free_slots[s.num_free] = slot
+    s.num_free += 1
+    s.num_active -= 1
+    k = 0
+    while s.active[k] != slot:
+        k += 1
+    while k < s.num_active:
+        s.active[k] = s.active[k + 1]
+        k += 1
+    if s.track:
+        for j in range(len(t.output_tensor)):
+            tensor = t.output_tensor[j]
+            home = np.int64(s.placement[t.tensor_src[tensor]])
+            _release(t, s, slot, np.int64(t.tensor_root[tensor]), home, 1)
+
+
+@inlined
+def _sender(t, s, d):
+    """Who delivers now: operator, device and slot; operator -1: nobody.
+
+    From device ``d`` on those whose operator ends, then model inputs (N on D) that are admitted.
+    """
+    running, wake_s = s.running, s.wake_s
+    num_devices, many, now = len(running), len(running) > _MANY, s.now
+    while d < num_devices:
+        if many and d & 63 == 0 and s.soon_s[d >> 6] != now:
+            d = min(d + _MANY, num_devices)
+        elif running[d] < 0 or wake_s[d] != now:
+            d += 1
+        else:
+            break
+    op, slot = np.int64(-1), np.int64(0)
+    if d < num_devices:
+        op, slot = running[d], s.running_slot[d]
+    elif s.num_free > 0 and s.admitted < s.num_batches:
+        op, slot = np.int64(len(t.priority)), _admit(t, s)
+    return op, d, slot
+
+
+@inlined
+def _end(s, op, d, slot):
+    """An operator has ended."""
+    s.running[d] = -1
+    s.num_running -= s.num_batches == 1
+    s.ended_s[d] = s.now
+    if s.record:
+        s.end[s.batch_of[slot], op] = s.now
+
+
+@inlined
+def _leave(t, s, op, d, slot):
+    """What an operator made is delivered."""
+    if s.track:
+        _free(t, s, op, d, slot)
+    s.to_do -= 1
+    s.left[slot] -= 1
+    if s.left[slot] == 0:
+        _finish(t, s, slot)
+
+
+@inlined
+def _choose(t, s, d):
+    """The operator that an idle device takes now, and its slot; -1: none, ``wake_s`` says when.
+
+    The smallest micro-batch is first, then the highest priority, or who was ready first, or what
+    the schedule says.
+    """
+    n, now = len(t.priority), s.now
+    op, slot = np.int64(-1), np.int64(0)
+    if len(s.order) > 0:
+        if s.next_entry[d] < s.order_ptr[d + 1]:
+            i = np.int64(s.order[s.next_entry[d], 0])
+            slot = np.int64(s.slot_of[s.order[s.next_entry[d], 1]])
+            if s.missing[slot * n + i] == 0:
+                if s.arrival[slot * n + i] <= now:
+                    s.next_entry[d] += 1
+                    op = i
+                else:
+                    s.wake_s[d] = s.arrival[slot * n + i]
+    elif t.by_arrival:
+        if s.head[d] < s.tail[d]:
+            if s.later_s[s.head[d]] <= now:
+                at = s.later[s.head[d]]
+                s.head[d] += 1
+                op = at & 0xFFFFFFFF
+                slot = np.int64(s.slot_of[at >> 32])
+            else:
+                s.wake_s[d] = s.later_s[s.head[d]]
+    else:
+        while s.head[d] < s.tail[d] and s.later_s[s.head[d]] <= now:
+            at = s.later[s.head[d]]
+            s.head[d] += 1
+            _set_ready(t, s, d, np.int64(s.slot_of[at >> 32]), np.uint64(at & 0xFFFFFFFF))
+        if s.num_ready[d] > 0:
+            s.num_ready[d] -= 1
+            for k in range(s.num_active):
+                slot = np.int64(s.active[k])
+                bit = _pop_ready(t, s, d * s.window + slot)
+                if bit >= 0:
+                    op = np.int64(t.by_priority[bit])
+                    break
+        elif s.head[d] < s.tail[d]:
+            s.wake_s[d] = s.later_s[s.head[d]]
+    return op, slot
+
+
+@inlined
+def _start(t, s):
+    """Idle devices begin what they can; of 64 to which nothing has happened none can."""
+    running, wake_s = s.running, s.wake_s
+    many, now, slows, num_begun = len(running) > _MANY, s.now, s.num_batches == 1, 0
+    for d in range(len(running)):
+        if running[d] >= 0 or (many and s.soon_s[d >> 6] != now):
+            continue
+        if s.blocked_s[d] > now:
+            wake_s[d] = s.blocked_s[d]
+            continue
+        wake_s[d] = _FAR
+        op, slot = _choose(t, s, d)
+        if op < 0:
+            continue
+        running[d] = op
+        s.running_slot[d] = slot
+        if slows:
+            s.begun[num_begun] = d
+            num_begun += 1
+        begin = now
+        if now - s.ended_s[d] > t.sleep_after_s[d]:
+            s.asleep[d] += now - s.ended_s[d] - t.sleep_after_s[d]
+            begin = now + t.sleep_exit_s[d]
+        wake_s[d] = begin + s.seconds[op]
+        s.busy[d] += s.seconds[op]
+        if s.record:
+            s.start[s.batch_of[slot], op] = begin
+        if s.track:
+            if len(t.workspace_bytes) > 0:
+                s.held[d] += t.workspace_bytes[op]
+            for j in range(t.out_ptr[op], t.out_ptr[op + 1]):
+                _hold(t, s, slot, np.int64(t.tensor_root[t.out_tensor[j]]), d, 1)
+    s.num_running += num_begun
+    for k in range(num_begun if s.num_running > 1 else 0):
+        d = s.begun[k]
+        longer = (s.num_running - 1) * s.beside_s[running[d]]
+        wake_s[d] += longer
+        s.busy[d] += longer
+
+
+@inlined
+def _next(s):
+    """The next moment at which anything happens."""
+    wake_s, soon_s, num_devices = s.wake_s, s.soon_s, len(s.wake_s)
+    now = _FAR
+    if num_devices > _MANY:
+        for block in range(len(soon_s)):
+            if soon_s[block] == s.now:
+                soon_s[block] = _FAR
+                for d in range(block << 6, min((block + 1) << 6, num_devices)):
+                    soon_s[block] = min(soon_s[block], wake_s[d])
+            now = min(now, soon_s[block])
+    else:
+        for d in range(num_devices):
+            now = min(now, wake_s[d])
+    return now
+
+
+@inlined
+def _raise_peak(s):
+    for d in range(len(s.peak)):
+        s.peak[d] = max(s.peak[d], s.held[d])
+
+
+@kernel
+def _remember(t, s, before):
+    """Memory, when the clock has moved on from ``before``: transfers begin and end meanwhile.
+
+    What is held when it moves is what counts: at equal times the order of allocations and frees
+    does not matter.
+    """
+    while s.num_events > 0 and s.event_s[0] <= s.now:
+        if s.event_s[0] > before:
+            before = s.event_s[0]
+            _raise_peak(s)
+        code = _pop_event(s)
+        tensor, slot, d = code >> 39, (code >> 15) & 0xFFFFFF, (code >> 1) & 0x3FFF
+        stored = np.int64(t.tensor_root[tensor]) if t.tensor_src[tensor] < 0 else tensor
+        if code & 1:
+            _hold(t, s, slot, stored, d, _num_users(t, s, tensor, d))
+        else:
+            _release(t, s, slot, stored, d, 1)
+    if s.now > before:
+        _raise_peak(s)
+
+
+@kernel
+def run(t, s):
+    """Simulate one placement; returns 0, or 1 if nothing could move although work was left."""
+    n = len(t.priority)
+    _begin(t, s)
+    while True:
+        d = 0
+        while True:  # all ends come first, then admissions, then starts
+            op, d, slot = _sender(t, s, d)
+            if op < 0:
+                break
+            if op < n:
+                _end(s, op, d, slot)
+            _deliver(t, s, op, d, slot)
+            if op < n:
+                _leave(t, s, op, d, slot)
+        _start(t, s)
+        if s.to_do == 0:
+            break
+        before = s.now
+        s.now = _next(s)
+        if s.now == _FAR:
+            return 1
+        if s.track:
+            _remember(t, s, before)
+    for d in range(len(s.running)):
+        s.asleep[d] += max(0.0, s.now - s.ended_s[d] - t.sleep_after_s[d])
+    return 0
+
+
+@kernel
+def durations(t, s):
+    """As ``simulator.durations``: fills ``seconds``, and ``load`` per micro-batch.
+
+    Of a run of one micro-batch also ``beside_s``, which is not read in others. Returns the
+    largest load, inf where an operator cannot run on its device: then there is nothing to run.
+    """
+    placement, seconds, load = s.placement, s.seconds, s.load
+    compute_s, loaded_s = t.compute_s, t.loaded_s
+    num_devices, n = len(load), len(placement)
+    load[:] = 0.0
+    for i in range(n):
+        seconds[i] = compute_s[i, placement[i]]
+        load[placement[i]] += seconds[i]
+    total, most = 0.0, load[0]
+    for d in range(num_devices):
+        total += load[d]
+        most = max(most, load[d])
+    if not np.isfinite(total):
+        return most
+    if s.num_batches == 1:
+        for i in range(n):
+            slower = loaded_s[i, placement[i]] - seconds[i]
+            s.beside_s[i] = slower / max(num_devices - 1, 1)
+        return most
+    if most == 0.0:
+        return most
+    whole = 0.0
+    for i in range(n):
+        d = placement[i]
+        share = (total - load[d]) / most / max(num_devices - 1, 1)
+        seconds[i] += share * (loaded_s[i, d] - seconds[i])
+        whole += seconds[i]
+    stretch = 1.0 + t.batch_s / whole
+    load[:] = 0.0
+    for i in range(n):
+        seconds[i] *= stretch
+        load[placement[i]] += seconds[i]
+    most = load[0]
+    for d in range(num_devices):
+        most = max(most, load[d])
+    return most
+
+
+@kernel
+def run_batch(t, s, placements, finish, busiest, busy, asleep, peak):
+    """``run`` for placements ``[B, N]``: fills ``finish [B, M]``, ``busiest [B]``, and
+    ``busy [B, D]``, ``asleep [B, D]`` and ``peak [B, D]`` (where it is tracked) of the whole run.
+
+    ``busiest`` is the seconds per micro-batch of the busiest device, inf where an operator
+    cannot run on its device.
+    """
+    for b in range(len(placements)):
+        for i in range(len(s.placement)):
+            s.placement[i] = placements[b, i]
+        busiest[b] = durations(t, s)
+        if not np.isfinite(busiest[b]):
+            continue
+        run(t, s)
+        for m in range(len(s.finish)):
+            finish[b, m] = s.finish[m]
+        for d in range(len(s.busy)):
+            busy[b, d], asleep[b, d], peak[b, d] = s.busy[d], s.asleep[d], s.peak[d]

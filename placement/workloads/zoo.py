@@ -1,0 +1,376 @@
+"""Small variants of many models, from their configurations: what the data set is made of.
+
+Each is a class of ``transformers`` with random weights, a few layers of a width that fits into a
+small machine, and inputs of any size. Nothing is downloaded. ``small`` makes one of them like a
+function of ``placement.workloads`` does; its name there is ``placement.workloads.zoo:small``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from placement.workloads import WorkloadError, import_transformers, seeded
+
+Kind = Literal["cnn", "vit", "encoder", "decoder", "encoder-decoder", "audio", "moe"]
+Size = tuple[int, int]  # batch, and tokens, pixels of a side, or samples of sound
+
+# Names that configurations of one kind have in common; those a class does not know do no harm.
+TEXT: dict[str, Any] = {
+    "vocab_size": 2000,
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PAIR: dict[str, Any] = {  # encoder and decoder
+    "vocab_size": 2000,
+    "d_model": 256,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 1024,
+    "decoder_ffn_dim": 1024,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+}
+PATCHES: dict[str, Any] = {
+    "hidden_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 3,
+    "intermediate_size": 768,
+}
+STAGES: dict[str, Any] = {"hidden_sizes": [32, 64, 128, 256], "depths": [1, 1, 2, 1]}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "experts_implementation": "batched_mm",
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "head_dim": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+SOUND: dict[str, Any] = {
+    "hidden_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 768,
+    "conv_dim": (64,) * 7,
+    "num_conv_pos_embeddings": 32,
+    "num_conv_pos_embedding_groups": 4,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One configuration.
+
+    Attributes:
+        kind: what sort of model it is.
+        name: of its class: ``Bert`` for ``BertModel`` and ``BertConfig``.
+        config: what differs from the defaults of ``kind``.
+        model, settings: names of the two classes where they are others.
+        inputs: ``tokens``, ``image``, ``sound``, ``pair`` (tokens for encoder and decoder), or
+            ``mel`` (a spectrogram of so many frames).
+        sizes: of the inputs in the data set.
+    """
+
+    kind: Kind
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
+    settings: str = ""
+    inputs: Literal["tokens", "image", "sound", "pair", "mel"] = "tokens"
+    sizes: tuple[Size, Size] = ((1, 64), (2, 128))
+
+
+def _cnn(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
+    given: Any = {"inputs": "image", "sizes": ((1, 96), (2, 160))} | more
+    return Model("cnn", name, config or {}, **given)
+
+
+def _vit(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
+    given: Any = {"inputs": "image", "sizes": ((1, 96), (2, 160))} | more
+    return Model("vit", name, PATCHES | (config or {}), **given)
+
+
+def _pyramid(name: str, config: dict[str, Any], **more: Any) -> Model:
+    """A vision transformer whose stages differ."""
+    return Model("vit", name, config, **{"inputs": "image", "sizes": ((1, 96), (2, 160))} | more)
+
+
+def _encoder(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
+    return Model("encoder", name, TEXT | (config or {}), **more)
+
+
+def _decoder(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
+    return Model("decoder", name, TEXT | (config or {}), **more)
+
+
+def _both(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
+    return Model("encoder-decoder", name, PAIR | (config or {}), inputs="pair", **more)
+
+
+def _audio(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
+    given: Any = {"inputs": "sound", "sizes": ((1, 8000), (2, 16000))} | more
+    return Model("audio", name, SOUND | (config or {}), **given)
+
+
+def _moe(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
+    return Model("moe", name, TEXT | EXPERTS | (config or {}), **more)
+
+
+MODELS: tuple[Model, ...] = (
+    _cnn("ResNet", {"embedding_size": 32, **STAGES, "layer_type": "bottleneck"}),
+    _cnn("ConvNext", STAGES),
+    _cnn("ConvNextV2", STAGES),
+    _cnn("DINOv3ConvNext", STAGES),
+    _cnn("RegNet", {"embedding_size": 32, **STAGES, "groups_width": 16}),
+    _cnn("MobileNetV1", {"depth_multiplier": 0.5}),
+    _cnn("MobileNetV2", {"depth_multiplier": 0.5}),
+    _cnn("EfficientNet", {"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 640}),
+    _cnn("Bit", {"embedding_size": 32, **STAGES, "num_groups": 8}),
+    _cnn("PoolFormer", {**STAGES, "num_encoder_blocks": 4}),
+    _cnn("TextNet"),
+    _cnn("FocalNet", {"embed_dim": 32, "depths": [1, 1, 2, 1], "image_size": 96}),
+    _cnn("SwiftFormer", {"depths": [1, 1, 2, 1], "embed_dims": [32, 64, 128, 256]}),
+    _vit("ViT"),
+    _vit("DeiT"),
+    _pyramid(
+        "Swin",
+        {"embed_dim": 48, "depths": [1, 1, 2, 1], "num_heads": [2, 4, 8, 16]},
+        sizes=((1, 224), (2, 224)),
+    ),
+    _pyramid("Swinv2", {"embed_dim": 48, "depths": [1, 1, 2, 1], "num_heads": [2, 4, 8, 16]}),
+    _vit("Beit"),
+    _vit("Data2VecVision"),
+    _vit("ViTMSN"),
+    _vit("ViTMAE"),
+    _vit("Dinov2", {"patch_size": 16}),
+    _vit("Dinov2WithRegisters", {"patch_size": 16}),
+    _vit("DINOv3ViT", {"patch_size": 16}),
+    _vit("IJepa", {"patch_size": 16}),
+    _pyramid("Pvt", {"hidden_sizes": [32, 64, 160, 256], "depths": [1, 1, 1, 1]}),
+    _pyramid("PvtV2", {"hidden_sizes": [32, 64, 160, 256], "depths": [1, 1, 1, 1]}),
+    _pyramid("Segformer", {"hidden_sizes": [32, 64, 160, 256], "depths": [1, 1, 1, 1]}),
+    _pyramid("GLPN", {"hidden_sizes": [32, 64, 160, 256], "depths": [1, 1, 1, 1]}),
+    _pyramid(
+        "Hiera",
+        {"embed_dim": 48, "depths": [1, 1, 2, 1], "image_size": [224, 224]},
+        sizes=((1, 224), (2, 224)),
+    ),
+    _pyramid("Levit", {"hidden_sizes": [64, 128, 192], "num_attention_heads": [2, 4, 6]}),
+    _vit("MobileViT", {"hidden_sizes": [96, 120, 144]}),
+    _vit("MobileViTV2"),
+    _vit("Yolos", {"num_detection_tokens": 20, "image_size": [96, 96]}),
+    _vit("DPT", {"image_size": 96}),
+    _vit("SiglipVision", {"patch_size": 16}),
+    _vit("CLIPVision", {"patch_size": 16}),
+    _vit("Aimv2Vision", {"patch_size": 16}),
+    _vit("VitDet", {"image_size": 96}),
+    _encoder("Bert"),
+    _encoder("Roberta"),
+    _encoder("DistilBert", {"dim": 256, "hidden_dim": 1024, "n_layers": 3, "n_heads": 4}),
+    _encoder("Electra", {"embedding_size": 128}),
+    _encoder("Albert", {"embedding_size": 128}),
+    _encoder("Deberta", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    _encoder("DebertaV2", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    _encoder("MPNet"),
+    _encoder("MobileBert", {"embedding_size": 64, "intra_bottleneck_size": 64}),
+    _encoder("SqueezeBert", {"embedding_size": 256}),
+    _encoder("XLMRoberta"),
+    _encoder("Camembert"),
+    _encoder("ConvBert", {"embedding_size": 256}),
+    _encoder("FNet"),
+    _encoder("Nystromformer"),
+    _encoder("RoFormer", {"embedding_size": 256}),
+    _encoder("LayoutLM"),
+    _encoder("Ernie"),
+    _encoder("MegatronBert"),
+    _encoder("RemBert", {"input_embedding_size": 128, "output_embedding_size": 128}),
+    Model(
+        "encoder",
+        "Funnel",
+        {"vocab_size": 2000, "d_model": 256, "n_head": 4, "d_inner": 1024, "block_sizes": [1, 1]},
+    ),
+    Model(
+        "encoder",
+        "XLNet",
+        {"vocab_size": 2000, "d_model": 256, "n_layer": 3, "n_head": 4, "d_inner": 1024},
+    ),
+    _encoder("BigBird", {"attention_type": "original_full"}),
+    _encoder("ModernBert"),
+    _encoder("NomicBert"),
+    _encoder("EuroBert"),
+    _encoder("Esm", {"token_dropout": False, "mask_token_id": 3}),
+    _encoder("Yoso"),
+    _encoder("Canine"),
+    _encoder("CLIPText"),
+    _encoder("Splinter"),
+    _encoder("IBert"),
+    _decoder("GPT2"),
+    _decoder("GPTNeo", {"attention_types": [[["global", "local"], 2]], "num_hidden_layers": 4}),
+    _decoder("GPTJ", {"rotary_dim": 32}),
+    _decoder("GPTNeoX"),
+    _decoder("GPTBigCode"),
+    _decoder("OPT", {"ffn_dim": 1024, "word_embed_proj_dim": 256}),
+    _decoder("Bloom"),
+    _decoder("Llama"),
+    _decoder("Mistral"),
+    _decoder("Ministral"),
+    _decoder("Qwen2"),
+    _decoder("Qwen3"),
+    _decoder("Phi"),
+    _decoder("Phi3"),
+    _decoder("Gemma"),
+    _decoder("Gemma2"),
+    _decoder("Gemma3Text"),
+    Model("decoder", "Falcon", {k: v for k, v in TEXT.items() if k != "head_dim"}),
+    _decoder("Starcoder2"),
+    _decoder("StableLm"),
+    _decoder("Cohere"),
+    _decoder("Cohere2"),
+    _decoder("Olmo"),
+    _decoder("Olmo2"),
+    _decoder("Granite"),
+    _decoder("CodeGen", {"rotary_dim": 32}),
+    _decoder("Mpt", {"d_model": 256, "n_heads": 4, "n_layers": 3, "max_seq_len": 512}),
+    _decoder("Persimmon"),
+    _decoder("BioGpt"),
+    _decoder("XGLM", {"d_model": 256, "ffn_dim": 1024, "attention_heads": 4, "num_layers": 3}),
+    _decoder("OpenAIGPT"),
+    _decoder("SmolLM3"),
+    _decoder("Glm"),
+    _decoder("Helium"),
+    _decoder("Nemotron"),
+    _decoder("Arcee"),
+    _decoder("Apertus"),
+    _decoder("BitNet"),
+    _decoder("SeedOss"),
+    _decoder("Mamba", {"state_size": 8}, sizes=((1, 16), (2, 32))),
+    _decoder("ImageGPT"),
+    _both("T5", {"d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 4}),
+    _both("MT5", {"d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 4}),
+    _both("UMT5", {"d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 4}),
+    _both("Bart"),
+    _both("MBart"),
+    _both("PLBart"),
+    _both("Pegasus"),
+    _both("PegasusX"),
+    _both("Marian"),
+    _both("Blenderbot"),
+    _both("BlenderbotSmall"),
+    _both("M2M100"),
+    _both("BigBirdPegasus", {"attention_type": "original_full"}),
+    _audio("Wav2Vec2"),
+    _audio("Hubert"),
+    _audio("WavLM"),
+    _audio("UniSpeech"),
+    _audio("UniSpeechSat"),
+    _audio("SEW", {"squeeze_factor": 2, "conv_dim": (64,) * 13}),
+    _audio("SEWD", {"squeeze_factor": 2, "conv_dim": (64,) * 13}),
+    _audio("Data2VecAudio"),
+    _audio("Wav2Vec2Conformer"),
+    _audio(
+        "WhisperEncoder",
+        {
+            "d_model": 192,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 3,
+            "num_mel_bins": 80,
+            "max_source_positions": 100,
+        },
+        model="models.whisper.modeling_whisper.WhisperEncoder",
+        settings="WhisperConfig",
+        inputs="mel",
+        sizes=((1, 200), (2, 200)),
+    ),
+    _audio(
+        "AST", {"num_mel_bins": 64, "max_length": 128}, inputs="mel", sizes=((1, 128), (2, 128))
+    ),
+    _moe("Mixtral"),
+    _moe("Qwen2Moe", {"shared_expert_intermediate_size": 512}),
+    _moe("Qwen3Moe"),
+    _moe("Olmoe"),
+    _moe("Phimoe"),
+    _moe("GraniteMoe"),
+    _moe("DeepseekV2", LATENT),
+    _moe("DeepseekV3", LATENT),
+    _moe("GptOss"),
+    _moe("Dots1", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
+    _moe("Glm4Moe", {"n_group": 1, "topk_group": 1}),
+    _moe("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2}),
+    _moe("Jamba", {"use_mamba_kernels": False}, sizes=((1, 16), (2, 32))),
+    Model("moe", "NllbMoe", PAIR | {"num_experts": 4}, inputs="pair"),
+)
+
+
+def small(model: str, batch: int = 1, size: int = 64) -> tuple[Any, Any]:
+    """The small variant of ``model`` (a name in ``MODELS``), and example inputs.
+
+    Args:
+        size: tokens, pixels of a side, samples of sound, or frames of a spectrogram.
+
+    Raises:
+        WorkloadError: no such model, or transformers is missing or of another version.
+    """
+    found = {m.name: m for m in MODELS}.get(model)
+    if found is None:
+        raise WorkloadError(
+            f"model {model!r} is unknown; there are {', '.join(m.name for m in MODELS)}"
+        )
+    transformers = import_transformers()
+    settings = _class(transformers, found.settings or f"{found.name}Config")
+    module = _class(transformers, found.model or f"{found.name}Model")
+    with seeded():
+        options = {"image_size": size} if found.inputs == "image" else {}
+        config = settings(**options | found.config | {"use_cache": False, "return_dict": True})
+        return module(config).eval(), _inputs(found, config, batch, size)
+
+
+def _class(transformers: Any, path: str) -> Any:
+    found = transformers
+    for part in path.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            raise WorkloadError(f"transformers {transformers.__version__} has no {path}")
+    return found
+
+
+def _inputs(model: Model, config: Any, batch: int, size: int) -> Any:
+    import torch
+
+    if model.inputs == "image":
+        return {"pixel_values": torch.randn(batch, 3, size, size)}
+    if model.inputs == "sound":
+        return {"input_values": torch.randn(batch, size)}
+    if model.inputs == "mel":
+        shape = (batch, config.num_mel_bins, size)
+        if model.name == "AST":
+            return {"input_values": torch.randn(batch, size, config.num_mel_bins)}
+        return {"input_features": torch.randn(shape)}
+    tokens = torch.randint(3, 1000, (batch, size))
+    if model.inputs == "tokens":
+        return {"input_ids": tokens}
+    return {"input_ids": tokens, "decoder_input_ids": tokens.clone()}

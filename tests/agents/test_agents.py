@@ -1,0 +1,736 @@
+"""Features, network, saved policies and ``PolicyPlanner``: what does not need learning."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_envs import chain
+from test_learning import layered
+
+from agents.encoder import (
+    ILLEGAL,
+    NetworkConfig,
+    PlacementNet,
+    PolicyError,
+    greedy,
+    sample,
+)
+from agents.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, features
+from agents.planner import PolicyPlanner, _load_mode
+from agents.policy import PlacementPolicy
+from agents.store import GraphStore
+from agents.trained import TrainedPolicy, actions, make_net
+from agents.training import TrainConfig, train
+from envs.guided import GuidedSearchRules
+from envs.placement import OneShotRules
+from envs.problems import ProblemSet, canonical
+from envs.select_place import SelectPlaceRules
+from envs.sequential import SequentialRules
+from placement.cluster import Cluster
+from placement.graph import OpGraph
+from placement.planners import PlannerError, load
+from placement.problem import Problem
+from placement.search.chooser import network
+from placement.search.evaluation import Search
+from placement.simulator import score
+from placement.testing import check_planner
+from placement.workloads.synthetic import giph
+from tests.problems import problems, random_placement, random_problem
+
+FORMULATIONS = ("one_shot", "sequential", "select_place")
+
+
+def untrained(formulation: Any = "sequential", **config: Any) -> TrainedPolicy:
+    torch.manual_seed(0)
+    return TrainedPolicy(make_net(NetworkConfig(hidden=16, layers=2, **config), formulation))
+
+
+def scaled(problem: Problem, seconds: float, size: int) -> Problem:
+    """Everything takes ``seconds`` times as long and weighs ``size`` times as much."""
+    g, profile, cluster = problem.graph, problem.profile, problem.cluster
+    graph = replace(g, tensor_bytes=g.tensor_bytes * size, param_bytes=g.param_bytes * size)
+    devices = tuple(replace(d, memory_bytes=d.memory_bytes * size) for d in cluster.devices)
+    links = tuple(
+        replace(
+            x,
+            latency_s=x.latency_s * seconds,
+            bandwidth_bytes_per_s=x.bandwidth_bytes_per_s * size / seconds,
+        )
+        for x in profile.links
+    )
+    given_s = profile.transfer_s
+    return replace(
+        problem,
+        graph=graph,
+        cluster=Cluster(cluster.name, devices),
+        profile=replace(
+            profile,
+            compute_s=profile.compute_s * seconds,
+            links=links,
+            transfer_s=None if given_s is None else given_s * seconds,
+        ),
+    )
+
+
+@settings(max_examples=30)
+@given(problem=problems(grouped=True, unsupported=True))
+def test_features_are_finite_bounded_and_free_of_scale(problem: Problem) -> None:
+    groups, devices = problem.group_compute_s.shape
+    warm = load("single_device")(problem).placement
+    f = features(problem, warm)
+    assert f.group.shape == (groups, len(GROUP_FEATURES))
+    assert f.device.shape == (devices, len(DEVICE_FEATURES))
+    assert f.pair.shape == (groups, devices, len(PAIR_FEATURES))
+    for array in (f.group, f.device, f.pair):
+        assert np.isfinite(array).all()
+        assert np.abs(array).max(initial=0) < 50
+    other = features(scaled(problem, 1e-3, 7), warm)
+    for name in ("group", "device", "pair"):
+        assert getattr(other, name) == pytest.approx(getattr(f, name), abs=1e-4)
+
+
+def test_features_by_hand() -> None:
+    # Groups a = {op0, op2} and b = {op1}: the chain goes a -> b -> a.
+    problem = chain([[1, 2], [4, 2], [1, 2]], group=[0, 1, 0])
+    f = features(problem, np.array([0, 1, 0], np.int32))
+    assert f.edges.tolist() == [[0, 1], [1, 0]]
+    assert f.warm.tolist() == [0, 1]
+    named = dict(zip(PAIR_FEATURES, f.pair.transpose(2, 0, 1), strict=True))
+    assert named["1 if the warm start puts it here"].tolist() == [[1, 0], [0, 1]]
+    here = named["log seconds here over the fastest device"]
+    assert here == pytest.approx(np.log([[1, 2], [2, 1]]))
+    # Each group has all its neighbours on the other's device.
+    assert named["share of the neighbours' bytes that the warm start has here"].tolist() == [
+        [0, 1],
+        [1, 0],
+    ]
+    top = f.group[:, GROUP_FEATURES.index("top level over the critical path (longest way here)")]
+    # Mean seconds 1.5, 3, 1.5 and two transfers of 0.5: the path is 7; b begins at 2.
+    assert top[1] == pytest.approx(2 / 7)
+    slack = f.group[:, GROUP_FEATURES.index("slack over the critical path")]
+    assert slack == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_a_policy_sees_the_objective() -> None:
+    """The same graph is placed otherwise for a latency than for a pipeline of four in flight."""
+    expected = {
+        "latency": [0, 0, 0],
+        "piecewise_latency": [0, 1, 0],
+        "max_load": [1, 1, 0],
+        "period": [1, 0, np.log(4)],
+    }
+    problem = chain([[1, 2], [4, 2]])
+    for objective, row in expected.items():
+        f = features(replace(problem, objective=objective, max_in_flight=4))
+        assert f.group[:, -3:] == pytest.approx(np.array([row, row]))
+        assert f.device[:, -3:] == pytest.approx(np.array([row, row]))
+
+
+def test_graphs_do_not_see_their_neighbours_or_their_padding() -> None:
+    small, large = random_problem(1, 4, 2), random_problem(2, 12, 4)
+    net = untrained().net
+    alone, both = GraphStore([small]), GraphStore([large, small])
+    with torch.no_grad():
+        a = net.all_logits(alone, torch.tensor([0]), net.encode(alone, torch.tensor([0])))
+        ids = torch.tensor([0, 1])
+        b = net.all_logits(both, ids, net.encode(both, ids))[1:]
+    g, d = small.group_compute_s.shape
+    assert b[:, :g, :d].numpy() == pytest.approx(a.numpy(), abs=1e-5)
+    assert (b[:, :g, d:] == ILLEGAL).all()
+    # A group that is only padding has one device, so it weighs nothing in a log-probability.
+    assert torch.log_softmax(b[:, g:], dim=-1)[..., 0].abs().max() < 1e-6
+
+
+def test_samples_follow_the_softmax_and_never_the_illegal() -> None:
+    logits = torch.tensor([1.0, 0.0, ILLEGAL]).expand(20_000, 3)
+    drawn = sample(logits, torch.Generator().manual_seed(0))
+    share = torch.bincount(drawn, minlength=3) / len(drawn)
+    assert share.numpy() == pytest.approx([0.7311, 0.2689, 0.0], abs=0.01)
+    assert greedy(logits).unique().tolist() == [0]
+
+
+def test_log_probabilities_are_means_over_the_real_groups() -> None:
+    chosen = ProblemSet.build([chain([[1, 1]] * 3), chain([[1, 1, 1]] * 5)])
+    rules = OneShotRules(chosen, 2)
+    rules.start(np.arange(2), np.arange(2))
+    net, store = untrained("one_shot").net, GraphStore(chosen.problems)
+    policy = PlacementPolicy(
+        rules.observation_space, rules.action_space, lambda _: 1e-3, net=net, store=store
+    )
+    obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
+    actions, values, log_prob = policy(obs)
+    again, same, entropy = policy.evaluate_actions(obs, actions)
+    assert torch.allclose(same, log_prob, atol=1e-5)
+    assert torch.allclose(again, values, atol=1e-5)
+    # Nearly uniform when untrained: log 2 with two devices, log 3 with three.
+    assert entropy.detach().numpy() == pytest.approx(np.log([2, 3]), abs=0.02)
+    assert (actions[0, 3:] == 0).all()
+
+
+def test_the_encoding_is_kept_until_the_network_changes() -> None:
+    chosen = ProblemSet.build([chain([[1, 2]] * 3)])
+    rules = SequentialRules(chosen, 2)
+    rules.start(np.arange(2), np.zeros(2, np.int64))
+    store, calls = GraphStore(chosen.problems), []
+    net = untrained().net
+    encode = net.encode
+    net.encode = lambda *a: calls.append(1) or encode(*a)  # type: ignore[method-assign]
+    policy = PlacementPolicy(
+        rules.observation_space, rules.action_space, lambda _: 0.1, net=net, store=store
+    )
+    obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
+    with torch.no_grad():
+        before = policy(obs)[1]
+        policy(obs)
+    assert len(calls) == 1
+    policy.evaluate_actions(obs, torch.zeros(2))[0].sum().backward()
+    policy.optimizer.step()
+    with torch.no_grad():
+        after = policy(obs)[1]
+    assert len(calls) == 3
+    assert not torch.allclose(before, after)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 1000), warm=st.booleans())
+def test_the_kernel_decodes_as_the_network_does(seed: int, warm: bool) -> None:
+    """Whole placements in one kernel equal those that torch scores one group at a time."""
+    rng = np.random.default_rng(seed)
+    problems = [random_problem(seed), chain(rng.random((7, 4)))]
+    plans = [random_placement(p, seed) for p in problems]
+    starts = [canonical(p, x) if warm else None for p, x in zip(problems, plans, strict=True)]
+    chosen, store = ProblemSet.build(problems), GraphStore(problems, starts)
+    torch.manual_seed(seed)
+    net = PlacementNet(NetworkConfig(hidden=16, layers=1), "sequential")
+    torch.nn.init.normal_(net.score[-1].weight)  # far from its start
+    ids = np.array([0, 1, 1])
+    rules = SequentialRules(chosen, 3)
+    rules.start(np.arange(3), ids)
+    done = np.zeros(3, bool)
+    for taken in actions(net, store, rules, torch.ones(3, dtype=torch.bool), None):
+        done = rules.decide(taken)
+        if done.all():
+            break
+    fast = SequentialRules(chosen, 3)
+    fast.start(np.arange(3), ids)
+    every, none = np.ones(3, bool), np.random.default_rng(0)
+    fast.construct(net.weights(store), store.pair.numpy(), store.warm.numpy(), every, none)
+    assert np.array_equal(fast.choices, rules.choices)
+
+
+class Last(PlacementNet):
+    """Takes the last device that is legal, whatever the group."""
+
+    def step_logits(self, *args: Any) -> torch.Tensor:
+        logits = super().step_logits(*args)
+        return torch.where(logits > ILLEGAL, torch.arange(logits.shape[1]) * 1.0, logits)
+
+
+def test_a_network_that_scores_differently_is_asked() -> None:
+    problem = chain(np.ones((3, 3)) * [1, 2, 3])
+    policy = TrainedPolicy(Last(NetworkConfig(hidden=16, layers=1), "sequential"))
+    assert policy.place(problem).tolist() == [[2, 2, 2]]
+
+
+def test_the_kernel_draws_from_the_softmax() -> None:
+    problem = chain(np.ones((1, 2)) * [1, 2])
+    net = untrained().net
+    store, chosen = GraphStore([problem]), ProblemSet.build([problem])
+    rules = SequentialRules(chosen, 20_000)
+    rules.start(np.arange(20_000), np.zeros(20_000, np.int64))
+    obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
+    every = torch.tensor([0])
+    with torch.no_grad():
+        row, encoded = torch.from_numpy(rules.ids), net.encode(store, every)
+        logits = net.evaluate(store, every, encoded, row, obs)[0]
+    rng = np.random.default_rng(0)
+    drawn = np.zeros(20_000, bool)
+    rules.construct(net.weights(store), store.pair.numpy(), store.warm.numpy(), drawn, rng)
+    expected = torch.softmax(logits, dim=-1)[0, 1].item()
+    assert (rules.choices[:, 0] == 1).mean() == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+@settings(max_examples=15)
+@given(seed=st.integers(0, 1000))
+def test_an_untrained_policy_starts_at_its_warm_start(formulation: Any, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n, d = int(rng.integers(1, 20)), int(rng.integers(1, 5))
+    problem = chain(rng.random((n, 1)) * rng.integers(1, 3, d))
+    warm = rng.integers(0, d, n).astype(np.int32)
+    placements = untrained(formulation).place(problem, warm, num_samples=3, seed=seed)
+    assert placements.shape == (4, n)
+    assert np.array_equal(placements[0], canonical(problem, warm))
+    for row in placements:
+        problem.check_placement(row)
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+def test_samples_stay_near_the_warm_start_whatever_the_size(formulation: Any) -> None:
+    for n in (40, 160):
+        problem = chain(np.ones((n, 4)) * [1, 2, 3, 4])  # four kinds: no symmetry
+        warm = np.arange(n, dtype=np.int32) * 4 // n
+        rows = untrained(formulation, changes=4.0).place(problem, warm, num_samples=60)
+        changed = (rows[1:] != warm).sum(axis=1).mean()
+        assert 3 < changed < 5.5
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+def test_other_sizes_and_numbers_of_devices(formulation: Any) -> None:
+    """Trained on 6 groups and 2 devices, it acts on 15 and 4, and the other way round."""
+    sizes = [(6, 2), (15, 4)]
+    for (n, d), (m, e) in (sizes, sizes[::-1]):
+        config = TrainConfig(
+            total_steps=200, formulation=formulation, network=NetworkConfig(hidden=8, layers=1)
+        )
+        policy = train([random_problem(0, n, d)], config=config)
+        other = random_problem(1, m, e, grouped=True, unsupported=True)
+        for row in policy.place(other, num_samples=2):
+            other.check_placement(row)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    policy = replace(untrained("one_shot"), card={"note": "x"})
+    policy.save(tmp_path / "new" / "policy.safetensors")
+    again = TrainedPolicy.load(tmp_path / "new" / "policy.safetensors")
+    assert again.formulation == "one_shot"
+    assert again.card == {"note": "x"}
+    problem = random_problem(5, 12, 3)
+    before = policy.place(problem, num_samples=5, seed=1)
+    assert np.array_equal(again.place(problem, num_samples=5, seed=1), before)
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["policy.safetensors"]
+
+
+def test_files_that_are_not_policies(tmp_path: Path) -> None:
+    path = tmp_path / "p.safetensors"
+    with pytest.raises(PolicyError, match=r"not a readable policy.*placement-train"):
+        TrainedPolicy.load(path)
+    untrained().save(path)
+    whole = path.read_bytes()
+    for part in (whole[: len(whole) // 2], whole[:4], b"", whole + b"more"):
+        path.write_bytes(part)
+        with pytest.raises(PolicyError, match="not a readable policy"):
+            TrainedPolicy.load(path)
+
+
+class Trap:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.mkdir, (self.path,)
+
+
+def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
+    path, sprung = tmp_path / "p.safetensors", tmp_path / "sprung"
+    with path.open("wb") as file:
+        np.savez(file, head=np.array([Trap(sprung)], dtype=object))
+    with pytest.raises(PolicyError, match="not a readable policy"):
+        TrainedPolicy.load(path)
+    torch.save(Trap(sprung), path)
+    with pytest.raises(PolicyError, match="not a readable policy"):
+        TrainedPolicy.load(path)
+    assert not sprung.exists()
+
+
+HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "layers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("change", "weights", "message"),
+    [
+        ({"format": 99}, {}, "format 99, this version reads 3; train again"),
+        ({"formulation": "other"}, {}, "formulation 'other' is unknown"),
+        ({"formulation": None}, {}, "formulation None is unknown"),
+        ({}, {"more": np.zeros(3)}, r"weights do not fit .*other layers: \['more'\]"),
+        ({"network": {"hidden": 4000000000}}, {}, "weights do not fit"),  # nothing is allocated
+        ({"network": {"layers": 10**9}}, {}, "layers = 1000000000 must be 0..64"),
+        ({"network": {"changes": 0.0}}, {}, "changes = 0.0 must be a number of groups"),
+        ({"network": {"hidden": "16"}}, {}, "weights do not fit"),
+        ({"network": {"width": 1}}, {}, "unexpected keyword argument 'width'"),
+        ({"network": []}, {}, "weights do not fit"),
+        ({"card": 3}, {}, "weights do not fit"),
+        ({"card": {"config": []}}, {}, "the card's config is no object"),
+        ({"card": {"config": {"width": -1}}}, {}, r"the card's width = -1 must be 1\.\.4096"),
+        ({"card": {"config": {"width": 10**9}}}, {}, "the card's width = 1000000000"),
+        ({"card": {"config": {"width": "16"}}}, {}, "the card's width = '16'"),
+        ({"card": {"config": {"groups": True}}}, {}, "the card's groups = True"),
+        ({"network": {"finish_weight": "4"}}, {}, "finish_weight = '4' must be a weight"),
+        ({}, {"value.2.bias": np.zeros(2, np.float32)}, r"value.2.bias is .*\[2\], not .*\[1\]"),
+        ({}, {"value.2.bias": np.zeros(1)}, "value.2.bias is torch.float64"),
+        (
+            {},
+            {"value.2.bias": np.full(1, np.nan, np.float32)},
+            "value.2.bias has a weight that is no number",
+        ),
+    ],
+)
+def test_heads_and_weights_that_do_not_fit(
+    tmp_path: Path, change: dict[str, Any], weights: dict[str, Any], message: str
+) -> None:
+    from safetensors.numpy import save_file
+
+    good = {k: v.numpy() for k, v in untrained().net.state_dict().items()}
+    head = {**HEAD, "card": {}, **change}
+    path = tmp_path / "p.safetensors"
+    save_file({**good, **weights}, path, {"policy": json.dumps(head)})
+    with pytest.raises(PolicyError, match=message):
+        TrainedPolicy.load(path)
+    save_file(good, path)
+    with pytest.raises(PolicyError, match="not a readable policy"):
+        TrainedPolicy.load(path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "zero_shot"},
+        {"mode": "best_of_k", "k": 40, "evaluations": 30},
+        {"mode": "finetune", "steps": 40, "k": 4, "evaluations": 60},
+    ],
+)
+def test_the_planner_contract(options: dict[str, Any]) -> None:
+    check_planner(PolicyPlanner(policy=untrained("one_shot"), **options))
+
+
+@settings(max_examples=25)
+@given(
+    problem=problems(grouped=True, unsupported=True),
+    mode=st.sampled_from(["zero_shot", "best_of_k"]),
+    formulation=st.sampled_from(FORMULATIONS),
+)
+def test_never_worse_than_the_baseline(problem: Problem, mode: Any, formulation: Any) -> None:
+    """Even a policy of nonsense weights: the baseline is a candidate, and counted."""
+    policy = untrained(formulation)
+    with torch.no_grad():
+        for weights in policy.net.parameters():
+            weights.mul_(10.0)
+    baseline = load("best_of")(problem)
+    answer = PolicyPlanner(policy, mode, k=5)(problem)
+    assert answer.value_s <= baseline.value_s
+    assert answer.value_s == score(problem, answer.placement)[0]
+    stats = answer.stats
+    assert stats["baseline_value_s"] == baseline.value_s
+    assert stats["best_value_s"] == answer.value_s
+    best = stats["greedy_value_s"] if mode == "zero_shot" else stats["best_of_k_value_s"]
+    assert answer.value_s == min(best, baseline.value_s)
+    made = 1 if mode == "zero_shot" else stats["best_of_k_evaluations"]
+    assert stats["evaluations"] == stats["baseline_evaluations"] + made
+    assert made == (1 if mode == "zero_shot" else 6)
+
+
+@pytest.mark.parametrize("mode", ["guided_search", "best_of_k"])
+def test_less_than_predictions_err_is_no_gain(mode: Any) -> None:
+    problem = random_problem(3, 20, 3)
+    options: dict[str, Any] = {
+        "policy": "untrained",
+        "mode": mode,
+        "evaluations": 400,
+        "baseline": "round_robin",
+    }
+    start = load("round_robin")(problem)
+    best = PolicyPlanner(**options)(problem)
+    gain = 1 - best.value_s / start.value_s
+    assert gain > 0.05
+    for error, taken in ((0.9 * gain, True), (1.1 * gain, False)):
+        profile = replace(problem.profile, provenance={"error": error})
+        answer = PolicyPlanner(**options)(replace(problem, profile=profile))
+        assert answer.stats["best_value_s"] == best.value_s
+        expected = best if taken else start
+        assert answer.value_s == expected.value_s
+        np.testing.assert_array_equal(answer.placement, expected.placement)
+        assert ("margin" in answer.stats) is not taken
+        assert answer.stats["curve"][-1][2] == answer.value_s
+        # Whoever asks for it gets the best in any case, or another margin.
+        anyway = PolicyPlanner(**options, margin=0.0)(replace(problem, profile=profile))
+        assert anyway.value_s == best.value_s
+    assert PolicyPlanner(**options, margin=1.1 * gain)(problem).value_s == start.value_s
+    # Predictions that err by more than everything tell no gain; what fits they tell.
+    profile = replace(problem.profile, provenance={"error": 1.5})
+    assert PolicyPlanner(**options)(replace(problem, profile=profile)).value_s == start.value_s
+    search, nowhere, stats = PolicyPlanner(**options)._start(problem, "untrained")
+    search.problem = replace(problem, profile=profile)
+    nowhere = replace(nowhere, value_s=np.inf)
+    assert PolicyPlanner(**options)._answer(search, nowhere, stats).value_s == start.value_s
+    ordered = {"seed_policy": None, "margin": 0.99, "chooser": "hand"}
+    answer = PolicyPlanner(**options | ordered)(layered(133, 3, 3, 2).with_objective("latency"))
+    assert "list_order_value_s" not in answer.stats
+    for margin in (-0.1, 1.0):
+        with pytest.raises(PolicyError, match=f"margin = {margin} must be a share, 0 <= margin"):
+            PolicyPlanner(margin=margin)
+
+
+def test_finetune_keeps_the_best_of_training(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    problem = chain(rng.random((12, 3)), latency_s=0.01)
+    answer = PolicyPlanner("untrained", "finetune", k=4, steps=300, baseline="single_device")(
+        problem
+    )
+    stats = answer.stats
+    assert stats["training_evaluations"] > 0
+    assert answer.value_s == stats["best_value_s"]
+    assert answer.value_s <= min(stats["best_of_k_value_s"], stats["greedy_value_s"])
+    assert answer.value_s < 0.95 * stats["baseline_value_s"]
+
+
+def test_the_planner_from_a_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "policy.safetensors"
+    untrained().save(path)
+    planner = load("agents.planner:PolicyPlanner", policy=str(path), mode="zero_shot", seconds="30")
+    assert planner(random_problem(3)).stats["mode"] == "zero_shot"
+    with pytest.raises(PlannerError, match="mode"):
+        load("agents.planner:PolicyPlanner", mode="magic")
+    with pytest.raises(PolicyError, match="mode 'magic' is unknown; use one of"):
+        PolicyPlanner(mode="magic")  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="not a readable policy"):
+        PolicyPlanner(tmp_path / "none.safetensors")(random_problem(3))
+
+
+def test_a_graph_without_tensors_or_devices_to_choose_from() -> None:
+    graph = OpGraph.build("one", ["op"], [], [], [])
+    lone = chain([[1.0]])
+    problem = replace(lone, graph=graph)
+    for formulation in FORMULATIONS:
+        assert untrained(formulation).place(problem).tolist() == [[0]]
+
+
+ENCODERS = ("sage", "gat", "dag")
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("deep", [False, True])
+def test_every_encoder_sees_the_graph_alone(encoder: Any, deep: bool) -> None:
+    small, large = random_problem(1, 4, 2, grouped=True), random_problem(2, 12, 4)
+    if deep:  # more levels than there are waves
+        small, large = chain(np.ones((40, 2))), chain(np.ones((200, 2)))
+    net = untrained(encoder=encoder).net
+    alone, both = GraphStore([small]), GraphStore([large, small])
+    with torch.no_grad():
+        a = net.encode(alone, torch.tensor([0]))
+        b = net.encode(both, torch.tensor([0, 1]))
+    g, d = small.group_compute_s.shape
+    assert torch.allclose(a.groups[0], b.groups[1, :g], atol=1e-5)
+    assert torch.allclose(a.graph[0], b.graph[1], atol=1e-5)
+    assert torch.allclose(a.devices[0], b.devices[1, :d], atol=1e-5)
+
+
+def test_one_layer_of_dag_sees_every_ancestor_and_descendant() -> None:
+    """In a chain of 10 what is told of the first reaches the last, and the other way round."""
+    problem = chain(np.ones((10, 2)))
+    for encoder, reaches in (("dag", 9), ("sage", 1), ("gat", 1)):
+        torch.manual_seed(0)
+        config = NetworkConfig(encoder=encoder, hidden=16, layers=1)
+        net, store = make_net(config, "sequential"), GraphStore([problem])
+        with torch.no_grad():
+            for end in (0, 9):
+                before = net.encode(store, torch.tensor([0])).groups[0].clone()
+                store.batch((0,)).x[end] += 5.0
+                change = (net.encode(store, torch.tensor([0])).groups[0] - before).abs().amax(1)
+                store.batch((0,)).x[end] -= 5.0
+                far = torch.arange(10) if end == 0 else torch.arange(9, -1, -1)
+                assert (change[far[: reaches + 1]] > 0).all()
+                assert (change[far[reaches + 1 :]] == 0).all()
+
+
+def test_waves_follow_the_levels() -> None:
+    # a -> b -> d, a -> c -> d: waves {a}, {b, c}, {d}, and back.
+    graph = OpGraph.build(
+        "diamond", list("abcd"), range(4), [1] * 4, [(0, 1), (0, 2), (1, 3), (2, 3)]
+    )
+    lone = chain([[1, 1]] * 4)
+    store = GraphStore([replace(lone, graph=graph)])
+    along, against = store.waves((0,))
+    assert [nodes.tolist() for nodes, _, _ in along] == [[0], [1, 2], [3]]
+    assert [nodes.tolist() for nodes, _, _ in against] == [[3], [1, 2], [0]]
+    _, sources, targets = along[1]
+    assert sorted(zip(sources.tolist(), targets.tolist(), strict=True)) == [(0, 0), (0, 1)]
+    _, sources, targets = against[2]
+    assert sorted(zip(sources.tolist(), targets.tolist(), strict=True)) == [(1, 0), (2, 0)]
+    # However deep a graph is, there are not more waves than that.
+    deep = GraphStore([chain(np.ones((500, 2)))])
+    assert len(deep.waves((0,))[0]) == 48
+
+
+def test_cut_costs_by_hand() -> None:
+    # a -> b -> c, and a -> c: after a one tensor is alive, after b two, after c none.
+    graph = OpGraph.build("skip", list("abc"), range(3), [10] * 3, [(0, 1), (1, 2), (0, 2)])
+    lone = chain([[1, 1]] * 3)
+    f = features(replace(lone, graph=graph))
+    names = [text.split(" (")[0] for text in GROUP_FEATURES]
+    cut = f.group[:, names.index("log transfer seconds of all that is alive after it")]
+    assert np.exp(cut) == pytest.approx([0.5, 1.0, 1e-3], rel=1e-4)
+    so_far = f.group[:, names.index("share of the seconds up to it")]
+    assert so_far == pytest.approx([1 / 3, 2 / 3, 1])
+    assert f.edge.shape == (3, 2)
+    assert np.exp(f.edge[:, 0]) == pytest.approx([0.5] * 3)
+    assert f.level.tolist() == [0, 1, 2]
+
+
+def test_select_place_is_a_group_then_its_device() -> None:
+    """The probabilities of all pairs are those of the groups times those of the devices."""
+    chosen = ProblemSet.build([random_problem(s, 8, 3, unsupported=True) for s in range(4)])
+    rules = SelectPlaceRules(chosen, 4, window=5)
+    rules.start(np.arange(4), np.arange(4))
+    net, store = untrained("select_place").net, GraphStore(chosen.problems)
+    obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
+    ids = torch.arange(4)
+    with torch.no_grad():
+        logits = net.evaluate(store, ids, net.encode(store, ids), ids, obs)[0]
+    p = logits.exp().reshape(obs["mask"].shape)
+    assert p.sum(dim=(1, 2)).numpy() == pytest.approx(np.ones(4), abs=1e-5)
+    assert (p[obs["mask"] == 0] == 0).all()
+    # Untrained, of those that are ready the first is the most likely.
+    ready = obs["mask"].bool().any(dim=2)
+    assert (p.sum(dim=2).argmax(dim=1) == 0).all() and ready[:, 0].all()
+
+
+@pytest.mark.parametrize("embed", [False, True])
+@pytest.mark.parametrize("objective", ["latency", "max_load"])
+def test_the_kernel_scores_moves_as_the_network_does(embed: bool, objective: Any) -> None:
+    problem = random_problem(3, 15, 3, objective=objective)
+    rules = GuidedSearchRules(ProblemSet.build([problem]), 1)
+    rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
+    net, store = untrained("guided_search", embed=embed).net, GraphStore([problem])
+    with torch.no_grad():
+        for weights in net.parameters():
+            weights.add_(0.3 * torch.randn(weights.shape))
+    for _ in range(3):
+        obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
+        ids = torch.zeros(1, dtype=torch.long)
+        with torch.no_grad():
+            logits = net.evaluate(store, ids, net.encode(store, ids), ids, obs)[0][0].numpy()
+        found = np.empty(17)
+        state = rules._state(0)
+        body, where = state.body[:, 0], state.where[:, 0]
+        offered, moves = state.offered, state.count - 1
+        network(net.weights(store), state.search, offered, moves, body, where, 16, found)
+        legal = rules.masks()[0]
+        assert found[legal] == pytest.approx(logits[legal], rel=1e-3, abs=1e-3)
+        rules.act(np.array([int(np.argmax(legal[::-1]))]))
+
+
+@pytest.mark.parametrize("chooser", ["policy", "hand", "uniform"])
+def test_guided_search_keeps_the_planner_contract(chooser: Any) -> None:
+    policy = untrained("guided_search") if chooser == "policy" else None
+    check_planner(PolicyPlanner(policy, "guided_search", chooser=chooser, evaluations=200, k=2))
+
+
+def test_guided_search_spends_its_budget_and_beats_its_start() -> None:
+    problem = chain(np.random.default_rng(0).random((20, 3)), latency_s=0.01)
+    for objective, per_step in (("latency", 1), ("max_load", 4)):
+        made = problem.with_objective(objective)
+        planner = PolicyPlanner("untrained", evaluations=1500, baseline="single_device")
+        answer = planner(made)
+        stats = answer.stats
+        assert answer.value_s == score(made, answer.placement)[0]
+        assert answer.value_s < 0.95 * stats["baseline_value_s"]
+        assert 1500 - 2 * per_step <= stats["evaluations"] <= 1500
+        assert stats["steps"] * per_step <= 1500
+        again = planner(made)
+        assert np.array_equal(answer.placement, again.placement)
+        # The untrained policy is the hand-written score, but for rounding.
+        hand = replace(planner, chooser="hand")(made)
+        assert hand.value_s == answer.value_s
+    seeded = replace(planner, seed_policy=untrained("sequential"), k=3)(made)
+    assert seeded.stats["best_of_k_evaluations"] == 4
+
+
+def test_a_small_graph_is_constructed_before_it_is_searched(monkeypatch) -> None:
+    problem = giph(3).with_objective("latency")
+    planner = PolicyPlanner(evaluations=40, baseline="heft")
+    stats = planner(problem).stats
+    # 40 evaluations: HEFT's one, the greedy placement, and half of the 39 that were left.
+    assert (stats["baseline_evaluations"], stats["best_of_k_evaluations"]) == (1, 1 + 19)
+    assert stats["seed_policy"] == "sequential-latency.safetensors"
+    assert stats["evaluations"] <= 40 and stats["steps"] > 0
+    assert replace(planner, k=5)(problem).stats["best_of_k_evaluations"] == 6
+    assert "seed_policy" not in replace(planner, k=0)(problem).stats
+    assert "seed_policy" not in planner(problem.with_objective("period")).stats
+    monkeypatch.setattr("agents.planner.SMALL", problem.graph.num_groups - 1)
+    assert "seed_policy" not in planner(problem).stats
+    given = replace(planner, seed_policy=untrained("sequential"))(problem).stats
+    assert given["seed_policy"] == "given"
+    new = replace(planner, seed_policy="untrained")(problem).stats
+    assert new["seed_policy"] == "untrained" and new["best_of_k_evaluations"] == 1 + 19
+    with pytest.raises(PolicyError, match="k = -1 must be at least 0"):
+        replace(planner, k=-1)
+
+
+@pytest.mark.parametrize("mode", ["zero_shot", "best_of_k", "finetune", "refine"])
+def test_what_a_mode_needs_is_loaded_before_the_clock_runs(mode: Any, monkeypatch) -> None:
+    """It does all of its work once on the smallest problem: once per process and formulation."""
+    seen: list[str] = []
+
+    class Recorded(Search):
+        def __init__(self, problem: Problem, *budget: Any) -> None:
+            seen.append(f"begin {problem.graph.name}")
+            super().__init__(problem, *budget)
+
+        def solution(self, *found: Any, **stats: Any) -> Any:
+            seen.append(f"end {self.problem.graph.name}")
+            return super().solution(*found, **stats)
+
+    monkeypatch.setattr("agents.planner.Search", Recorded)
+    _load_mode.cache_clear()
+    planner = PolicyPlanner("untrained", mode, k=2, steps=8, seconds=1, baseline="single_device")
+    problem = chain([[1, 2]] * 3)
+    mine = [f"begin {problem.graph.name}", f"end {problem.graph.name}"]
+    planner(problem)
+    planner(problem)
+    assert seen == ["begin two", "end two", *mine, *mine]
+
+
+def test_finetuning_goes_on_as_the_training_began(monkeypatch) -> None:
+    """A policy trained cold has never seen a warm start."""
+    given: list[TrainConfig] = []
+
+    def record(problems: Any, *, config: TrainConfig, policy: TrainedPolicy, **_: Any) -> Any:
+        given.append(config)
+        return policy
+
+    monkeypatch.setattr("agents.training.train", record)
+    problem = chain([[1, 2], [2, 1]] * 3)
+    for cold in (True, False):
+        policy = replace(untrained("sequential"), card={"config": {"cold": cold}})
+        PolicyPlanner(policy, "finetune", k=2, baseline="heft")(problem)
+    # What is loaded before takes one step.
+    assert [config.cold for config in given if config.total_steps > 1] == [True, False]
+
+
+def test_refine_planner() -> None:
+    problem = chain(np.random.default_rng(0).random((12, 3)), latency_s=0.01)
+    answer = PolicyPlanner(untrained("refine"), "refine", steps=50, baseline="round_robin")(problem)
+    assert answer.value_s < answer.stats["baseline_value_s"]
+    assert answer.stats["evaluations"] == answer.stats["baseline_evaluations"] + 51
+    few = PolicyPlanner(untrained("refine"), "refine", evaluations=20)(problem)
+    assert few.stats["evaluations"] <= 20
+
+
+def test_policies_of_the_wrong_formulation() -> None:
+    problem = chain([[1, 2]] * 3)
+    with pytest.raises(PolicyError, match="a sequential policy cannot choose moves"):
+        PolicyPlanner(untrained(), "guided_search")(problem)
+    with pytest.raises(PolicyError, match="a sequential policy cannot refine"):
+        PolicyPlanner(untrained(), "refine")(problem)
+    with pytest.raises(PolicyError, match="mode='guided_search'"):
+        PolicyPlanner(untrained("guided_search"), "zero_shot")(problem)
+    with pytest.raises(PolicyError, match="encoder 'other' is unknown; use one of"):
+        NetworkConfig(encoder="other")  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="hidden = 6 must be a positive multiple of 4"):
+        NetworkConfig(hidden=6)
+    for changes in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(PolicyError, match=f"changes = {changes} must be a positive number"):
+            NetworkConfig(changes=changes)
+    for share in (0.0, 1.0, float("nan")):
+        with pytest.raises(PolicyError, match=f"max_change = {share} must be a share above 0"):
+            NetworkConfig(max_change=share)

@@ -1,0 +1,529 @@
+"""Every YAML composes and instantiates; the two Hydra commands end to end."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.utils import get_object, instantiate
+
+import agents.compare
+import agents.train
+import conf
+from agents.app import AppError, explain, make_planner, with_lists
+from agents.expert import load_solutions
+from agents.trained import TrainedPolicy
+from placement import planners, workloads
+from placement.planners import PlannerError
+from placement.problem import Problem, Solution
+from placement.testing import small_problems
+
+CONF = Path(__file__).parents[2] / "conf"
+FROM_CODE = ("planner", "workload")
+GROUPS = {
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in CONF.iterdir()
+    if folder.is_dir() and folder.name != "__pycache__"
+} | {group: conf.names(group) for group in FROM_CODE}
+
+
+@pytest.fixture
+def hydra_conf() -> Iterator[None]:
+    with initialize_config_module("conf", version_base="1.3"):
+        yield
+
+
+@pytest.mark.usefixtures("hydra_conf")
+def test_entries_have_the_defaults_of_the_code() -> None:
+    """The policy's are in a file, as importing it takes seconds; arguments of models are read."""
+    assert GROUPS["planner"] == sorted([*planners.names(), "policy"])
+    assert GROUPS["workload"] == list(workloads.names())
+    cfg = compose("compare", ["planner=policy", "workload=bert_base"])
+    kind = planners.find("policy")
+    assert cfg.planner.policy == {
+        "_target_": f"{kind.__module__}.{kind.__qualname__}",
+        **{f.name: f.default for f in fields(kind) if f.init},
+    }
+    family = importlib.import_module("placement.workloads.bert")
+    defaults = {n: p.default for n, p in inspect.signature(family.bert_base).parameters.items()}
+    assert cfg.workload.bert_base == {
+        "_target_": "placement.workloads.load",
+        "spec": "bert_base",
+        **defaults,
+    }
+
+
+@pytest.mark.usefixtures("hydra_conf")
+def test_entries_compose_with_every_option_of_every_group() -> None:
+    assert {path.stem for path in CONF.glob("*.yaml")} == {"compare", "train"}
+    lists = {group: f"{group}=[{','.join(GROUPS[group])}]" for group in FROM_CODE}
+    cfg = compose("compare", list(lists.values()))
+    for group in FROM_CODE:
+        assert sorted(cfg[group]) == GROUPS[group]
+        for node in cfg[group].values():
+            get_object(node._target_)
+    cfg = compose("train", [lists["workload"], "planner@baseline=local_search"])
+    assert sorted(cfg.workload) == GROUPS["workload"] and "planner" not in cfg
+    assert cfg.baseline._target_.endswith(".LocalSearch")
+    # These: tests/agents/test_sweeps.py, tests/agents/test_published.py
+    for group in set(GROUPS) - {*FROM_CODE, "launcher", "sweep", "experiment"}:
+        for option in GROUPS[group]:
+            get_object(compose("compare", [f"{group}={option}"])[group]._target_)
+
+
+@pytest.mark.usefixtures("hydra_conf")
+def test_every_planner_instantiates_as_its_defaults() -> None:
+    cfg = compose("compare", [f"planner=[{','.join(GROUPS['planner'])}]"])
+    assert sorted(cfg.planner) == GROUPS["planner"]
+    for name, node in cfg.planner.items():
+        made = make_planner(node)
+        if is_dataclass(made):
+            assert made == planners.load(name)
+
+
+def test_the_learned_planner_has_a_name_like_the_others() -> None:
+    assert planners.load("policy", k="4") == planners.load("agents.planner:PolicyPlanner", k=4)
+    start = planners.load("policy", policy="untrained", mode="zero_shot", baseline="round_robin")
+    for given in (start, "policy"):
+        answer = planners.load("local_search", start=given, evaluations=40)(small_problems()[0])
+        assert np.isfinite(answer.value_s)
+    with pytest.raises(
+        PlannerError, match=r"no planner 'polcy'; did you mean 'policy'\?.* policy,"
+    ):
+        planners.load("polcy")
+    with pytest.raises(
+        PlannerError, match=r"mode = 'guided' is not one of 'zero_shot', .*mean 'guided_search'\?"
+    ):
+        planners.load("policy", mode="guided")
+
+
+@pytest.mark.usefixtures("hydra_conf")
+def test_clusters_trackers_training_and_a_workload_instantiate(tmp_path: Path) -> None:
+    from agents.training import TrainConfig
+    from placement.runs.tracking import LocalTracker, Tracker, WandbTracker
+
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\ndevices: [{name: a}, {name: b}]\n")
+    words = ["cluster=file", f"cluster.path={file}", "workload=tiny_mlp"]
+    cfg = compose("train", [*words, "workload.tiny_mlp.batch=7"])
+    assert instantiate(cfg.cluster).device_names == ("a", "b")
+    assert instantiate(cfg.tracker) == WandbTracker()
+    assert instantiate(cfg.training, _convert_="all") == TrainConfig()
+    _, (inputs,) = instantiate(cfg.workload.tiny_mlp)
+    assert len(inputs) == 7
+    assert instantiate(compose("compare", ["tracker=local"]).tracker) == LocalTracker()
+    cfg = compose("compare", ["cluster.max_cpu_devices=1", "tracker=none"])
+    assert instantiate(cfg.cluster).num_devices == 1
+    assert type(instantiate(cfg.tracker)) is Tracker
+
+
+@pytest.mark.usefixtures("hydra_conf")
+def test_planner_nodes_are_checked() -> None:
+    # Types are those of the fields, and a planner may hold a planner.
+    cfg = compose("compare", ["planner=local_search", "planner.local_search.start=heft"])
+    cfg.planner.local_search.start = {"_target_": "placement.planners.heft.Heft"}
+    assert make_planner(cfg.planner.local_search) == planners.load(
+        "local_search", start=planners.load("heft")
+    )
+    cfg.planner.local_search.patience = "soon"
+    with pytest.raises(PlannerError, match=r"patience = 'soon' is not of type float"):
+        make_planner(cfg.planner.local_search)
+
+
+def test_a_glob_is_a_list_in_one_job_and_a_sweep_in_many() -> None:
+    tiny = [n for n in workloads.names() if n.startswith("tiny_")]
+    words = ["workload=glob(tiny_*)", "planner=glob(*,exclude=[p*,b*])", "seed=1"]
+    first, second, third = with_lists(words)
+    assert first == f"workload=[{','.join(tiny)}]"
+    chosen = second.removeprefix("planner=[").removesuffix("]").split(",")
+    assert chosen == [n for n in GROUPS["planner"] if n[0] not in "pb"]
+    assert third == "seed=1"
+    assert with_lists(["-m", *words]) == ["-m", *words]
+    assert with_lists(["sweep=planners", *words]) == ["--multirun", "sweep=planners", *words]
+    assert with_lists(["sweep=null", "seed=1"]) == ["sweep=null", "seed=1"]
+    with pytest.raises(AppError, match=r"nothing matches; there are .*heft"):
+        with_lists(["planner=glob(x*)"])
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., int]:
+    """A command in this process, in a new folder; profiles are shared by the tests."""
+    home = tmp_path_factory.getbasetemp() / "profiles"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLACEMENT_HOME", str(home))
+    monkeypatch.delenv("HYDRA_FULL_ERROR")
+
+    def call(command: str, *words: str) -> int:
+        monkeypatch.setattr(sys, "argv", [f"placement-{command}", *words])
+        module = {"compare": agents.compare, "train": agents.train}[command]
+        code: int = module.main()
+        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+        return code
+
+    return call
+
+
+TINY = ("workload=tiny_mlp", "planner=[heft,local_search]", "evaluations=9", "repeats=1")
+PREDICT = (*TINY, "execute=false", "tracker=none")
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "compare.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_compare_from_the_shell(tmp_path: Path) -> None:
+    # Two workloads, two planners, run for real: one job, one table, and everything in the folder.
+    words = ["workload=[tiny_mlp,tiny_branches]", "planner=glob([heft,round_robin])", "rounds=1"]
+    words += ["repeats=1", "num_microbatches=4", "tracker=none", "hydra.run.dir=out"]
+    env = os.environ | {"PLACEMENT_HOME": str(tmp_path / "home"), "PYTHONPATH": str(CONF.parent)}
+    command = [sys.executable, "-m", "agents.compare", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "tiny_branches, measured" in done.stdout
+    out = tmp_path / "out"
+    rows = rows_of(out)
+    for workload in ("tiny_mlp", "tiny_branches"):
+        mine = [r for r in rows if r["workload"] == workload]
+        assert {r["planner"] for r in mine} >= {"heft", "round_robin", "single:cpu:0"}
+        assert all(float(r["measured_period_s"]) > 0 for r in mine if r["feasible"] == "True")
+        plan = json.loads((out / workload / "plan.json").read_text())
+        assert plan["graph"]["workload"] == workload and plan["measured"]["n"] == 1
+        trace = json.loads((out / workload / "trace.json").read_text())["traceEvents"]
+        assert {e["args"]["name"] for e in trace if e["name"] == "process_name"} == {
+            "predicted",
+            "measured",
+        }
+        for name in ("gantt.png", "profile.npz"):
+            assert (out / workload / name).stat().st_size > 0
+    assert "seed: 0" in (out / ".hydra" / "config.yaml").read_text()
+    assert "torch" in json.loads((out / "versions.json").read_text())
+    assert (out / "compare.md").exists() and (out / "curves.png").stat().st_size > 0
+    # Profiles are measured once: both are saved, and nothing else was written beside the folder.
+    assert len(list((tmp_path / "home").rglob("*.npz"))) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"home", "out"}
+
+
+def test_multirun(run: Callable[..., int], tmp_path: Path) -> None:
+    words = ["workload=tiny_mlp", "planner=heft,local_search", "seed=3", *PREDICT[2:]]
+    assert run("compare", "-m", *words, "hydra.sweep.dir=sweep") == 0
+    found = [
+        (number, row["planner"], row["seed"])
+        for number in range(2)
+        for row in rows_of(tmp_path / f"sweep/{number}")
+        if not row["planner"].startswith("single:")
+    ]
+    assert found == [(0, "heft", ""), (1, "local_search", "3")]  # heft has no seed
+
+
+def test_an_interrupted_comparison_continues(
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from placement.planners.heft import Heft
+    from placement.planners.random_search import RandomSearch
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    words = (*PREDICT, "planner=[heft,random_search]", "hydra.run.dir=out")
+    with monkeypatch.context() as patch:
+        patch.setattr(RandomSearch, "__call__", interrupted)
+        assert run("compare", *words) == 130
+    assert f"the same command with hydra.run.dir={tmp_path / 'out'}\n" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(Heft, "__call__", interrupted)  # its answer is there already
+        assert run("compare", *words) == 0
+    assert {"heft", "random_search"} <= {r["planner"] for r in rows_of(tmp_path / "out")}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["planner=heft", "planner.heft.sead=3"], "Key 'sead' is not in struct"),
+        (["planner=heft", "+planner.heft.sead=3"], "has no option 'sead'"),
+        (["planner.local_search.patience=soon"], "patience = 'soon' is not of type float"),
+        (["planner=hefd"], "Could not find 'planner/hefd'"),
+        (["planner=heft,expert"], "add --multirun"),
+        (["planner=[]"], "no planner: add e.g. planner=heft"),
+        (["workload=tiny_mlq"], "Could not find 'workload/tiny_mlq'"),
+        (["+workload.tiny_mlp.depth=3"], "got an unexpected keyword argument 'depth'"),
+        (["objective=speed"], "objective 'speed' is unknown"),
+        (["rounds=many"], "'many' of type 'str' could not be converted to Integer"),
+        (["rounds=0"], "rounds = 0 must be at least 1"),
+        (["seconds=-3"], "seconds = -3 must be positive; leave it out for no limit"),
+        (["evaluations=0"], "evaluations = 0 must be positive; leave it out for no limit"),
+        (["planner=local_search", "planner.local_search.patience=-1"], "must be at least 0"),
+        (["seed=x"], "seed = x: must be a whole number"),
+        (["hydra.run.dir=/dev/null/x"], "another run folder: hydra.run.dir="),
+        (["cluster=file", "cluster.path=none.yaml"], "none.yaml"),
+    ],
+)
+def test_what_a_wrong_command_says(
+    run: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    assert run("compare", *PREDICT, *words) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_a_run_folder_without_permission(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    try:
+        (locked / "probe").touch()
+    except PermissionError:
+        pass
+    else:
+        pytest.skip("this user may write everywhere")
+    assert run("compare", *PREDICT, f"hydra.run.dir={locked}/out") == 2
+    assert f"cannot use {locked}/out: Permission denied" in capsys.readouterr().err
+
+
+CHAIN = """{"problem_version": 1, "model": "chain", "objective": "max_load",
+ "cluster": {"name": "two", "devices": [{"name": "x"}, {"name": "y"}]},
+ "operators": [{"name": "a", "compute_s": [3, 4]}, {"name": "b", "compute_s": [3, 2]}],
+ "tensors": [{"producer": "a", "bytes": 8, "consumers": ["b"]}]}"""
+GRAPH_TXT = """\
+n1 -- Conv -- forward_compute_time=2, backward_compute_time=0, activation_size=9, parameter_size=0
+n2 -- Conv -- forward_compute_time=2, backward_compute_time=0, activation_size=9, parameter_size=0
+\tn1 -- n2
+"""
+
+
+def test_full_memory_and_files_without_a_name_are_no_defects_of_ours() -> None:
+    """As in ``placement``: one line and exit code 2."""
+    assert explain(MemoryError()) == "not enough memory for a problem of this size"
+    assert explain(OSError("no route to host")) == "no route to host"
+    assert explain(ZeroDivisionError()) is None
+
+
+def test_files_among_workloads_move_to_files() -> None:
+    words = ["seed=0,1", "workload=[tiny_mlp,/data/a b.json,x.onnx]"]
+    moved = ["seed=0,1", "workload=[tiny_mlp]", 'files=["/data/a b.json", "x.onnx"]']
+    assert with_lists(words) == moved
+    assert with_lists(["-m", *words]) == ["-m", *moved]
+    assert with_lists(["workload=graph.txt"]) == ["workload=[]", 'files=["graph.txt"]']
+    for word in ("workload=[tiny_mlp,tiny_cnn]", "workload=tiny_mlp,tiny_cnn", "planner=x.json"):
+        assert with_lists([word]) == [word]
+    both = ["workload=[a.json]", "files=[{path: 'b c.txt', devices: 8}]", "seed=0"]
+    assert with_lists(both) == [
+        "workload=[]",
+        "seed=0",
+        "files=[\"a.json\",{path:'b c.txt',devices:8}]",
+    ]
+    with pytest.raises(AppError, match="must be one list"):
+        with_lists(["-m", "workload=[a.json]", "files=[b.json],[c.json]"])
+
+
+MINE = """
+from torch import nn, zeros
+def build():
+    return nn.Linear(8, 8), (zeros(2, 8),)
+"""
+
+
+def test_functions_and_configurations_of_ones_own(
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    moved = with_lists(["workload=[tiny_mlp,my_models.net:build,x.json]"])
+    assert moved[0] == "workload=[tiny_mlp]" and 'files=["x.json"]' in moved
+    for twice in ("old:build,new:build", "build,old:build"):
+        with pytest.raises(AppError, match=r"two workloads are called 'build'.*'\+workload.NAME="):
+            with_lists([f"workload=[{twice}]"])
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["planner=heft", "hydra.run.dir=out", *PREDICT[2:]]
+    assert run("compare", "workload=[mine:build]", *words) == 0
+    assert {r["workload"] for r in rows_of(tmp_path / "out")} == {"build"}
+
+    (tmp_path / "conf" / "workload").mkdir(parents=True)
+    (tmp_path / "conf" / "planner").mkdir()
+    (tmp_path / "conf/workload/mine.yaml").write_text("_target_: x.load\nspec: mine:build\n")
+    (tmp_path / "conf/planner/mine.yaml").write_text("_target_: mine.Planner\n")
+    capsys.readouterr()
+    for words in (["workload=[mine]", "planner=heft"], ["workload=tiny_mlp", "planner=[mine]"]):
+        assert run("compare", "--config-dir", "conf", *words, *PREDICT[2:]) == 2
+        (line,) = [x for x in capsys.readouterr().err.splitlines() if "header" in x]
+        group = "workload" if "workload=[mine]" in words else "planner"
+        assert f"its first line must be '# @package {group}.NAME'" in line and "=[mine]" in line
+
+
+def test_problem_files_are_workloads(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my chain.json").write_text(CHAIN)
+    (tmp_path / "graph.txt").write_text(GRAPH_TXT)
+    words = ["planner=heft", "repeats=1", "rounds=1", "tracker=none"]
+    # A file beside a model that is run: both in one table, and only the model is measured.
+    both = "workload=[tiny_mlp,'my chain.json']"
+    assert run("compare", both, *words, "hydra.run.dir=out") == 0
+    rows = {(r["workload"], r["planner"]): r for r in rows_of(tmp_path / "out")}
+    assert float(rows["my chain", "heft"]["period_s"]) == pytest.approx(3.0)
+    assert float(rows["my chain", "single:y"]["period_s"]) == pytest.approx(6.0)
+    assert not rows["my chain", "heft"]["measured_period_s"]
+    assert float(rows["tiny_mlp", "heft"]["measured_period_s"]) > 0
+    plan = json.loads((tmp_path / "out" / "my chain" / "plan.json").read_text())
+    assert plan["graph"]["workload"] is None and plan["objective"] == "period"
+    # Files alone, with options.
+    files = "files=[{path: graph.txt, name: two, devices: 2, mode: inference}]"
+    assert run("compare", "workload=[]", files, *words, "hydra.run.dir=two") == 0
+    assert {(r["workload"], r["num_ops"], r["num_devices"]) for r in rows_of(tmp_path / "two")} == {
+        ("two", "2", "2")
+    }
+    capsys.readouterr()
+    for given, message in (
+        (["workload=[graph.txt,none.json]"], "none.json: cannot be read"),
+        (["workload=[graph.txt]", "files=[{path: graph.txt}]"], "two workloads are called"),
+        (["workload=[]", "files=[{path: graph.txt, device: 2}]"], "any of ['bandwidth'"),
+        (["workload=[]", "files=[{path: graph.txt, devices: two}]"], "of the wrong type"),
+        (["workload=[]", "files=[3]"], "files: 3 must be a path"),
+        (["workload=[]"], "no workload: add e.g."),
+    ):
+        assert run("compare", *given, *words, "hydra.run.dir=wrong") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_described_devices_cannot_run(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "twice.yaml").write_text(
+        "name: twice\ndevices:\n- {name: slow, like: 'cpu:0'}\n"
+        "- {name: fast, like: 'cpu:0', speed: 2}\nlinks:\n"
+        "- {src: slow, dst: fast, latency_s: 1e-6}\n- {src: fast, dst: slow, latency_s: 1e-6}\n"
+    )
+    words = (*PREDICT, "cluster=file", "cluster.path=twice.yaml", "hydra.run.dir=out")
+    assert run("compare", *words, "execute=true") == 2
+    assert "add execute=false" in capsys.readouterr().err
+    assert run("compare", *words) == 0
+    latency = {r["planner"]: float(r["latency_s"]) for r in rows_of(tmp_path / "out")}
+    assert latency["single:slow"] == pytest.approx(2 * latency["single:fast"])
+
+
+def test_train(run: Callable[..., int], tmp_path: Path) -> None:
+    words = ["workload=tiny_branches", "repeats=1", "tracker=none", "hydra.run.dir=out"]
+    words += ["training.total_steps=60", "+training.num_envs=2", "+training.network.hidden=8"]
+    assert run("train", *words) == 0
+    value = {r["planner"]: float(r["value_s"]) for r in rows_of(tmp_path / "out")}
+    assert value["policy"] <= value["baseline"]
+    assert (tmp_path / "out" / "metrics.csv").exists()
+    # The policy goes on from its file, and is a planner of a comparison like any other.
+    more = [*words, "policy=out/policy.safetensors", "hydra.run.dir=more", "parallel=processes"]
+    assert run("train", *more, "training.workers=3") == 2
+    assert run("train", *more, "training.workers=2") == 0  # a program is not sent to them
+    again = [
+        "planner=policy",
+        "planner.policy.policy=more/policy.safetensors",
+        "planner.policy.k=2",
+    ]
+    assert run("compare", *PREDICT, *again, "hydra.run.dir=last") == 0
+    assert "policy" in {r["planner"] for r in rows_of(tmp_path / "last")}
+
+
+def test_an_interrupted_training_says_how_it_goes_on(
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agents.training.train", interrupted)
+    words = ("workload=[]", "synthetic=[giph]", "tracker=none", "hydra.run.dir=out")
+    assert run("train", *words) == 130
+    wanted = f"the same command with hydra.run.dir={tmp_path / 'out'} resume=true\n"
+    said = capsys.readouterr().err
+    assert wanted in said and "nothing to resume" not in said
+    assert run("train", *words, "resume=true") == 130
+    assert f"nothing to resume in {tmp_path / 'out'}: there is no" in capsys.readouterr().err
+    (tmp_path / "out" / "checkpoint.pt").touch()
+    assert run("train", *words, "resume=true") == 130
+    assert "nothing to resume" not in capsys.readouterr().err
+
+
+def test_train_on_synthetic_problems(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["workload=[]", "synthetic=[{family: giph, seeds: [0, 1]}]", "tracker=none"]
+    words += ["training.total_steps=64", "+training.num_envs=2", "+training.network.hidden=8"]
+    words += ["num_microbatches=1", "objective=max_load", "evaluations=200", "variants=1"]
+    assert run("train", *words, "training.formulation=guided_search", "hydra.run.dir=g") == 0
+    rows = rows_of(tmp_path / "g")
+    assert {r["workload"] for r in rows} == {"giph-0", "giph-1"}
+    card = TrainedPolicy.load(tmp_path / "g" / "policy.safetensors").card
+    assert len(card["problems"]) == 4  # and each on another machine
+    # Finished: resuming changes nothing.
+    again = [*words, "training.formulation=guided_search", "hydra.run.dir=g", "resume=true"]
+    assert run("train", *again) == 0
+    values = [(r["workload"], r["planner"], r["value_s"]) for r in rows]
+    assert [(r["workload"], r["planner"], r["value_s"]) for r in rows_of(tmp_path / "g")] == values
+    imitate = ["warm_start=imitation", "planner@expert=heft", "+training.imitation_epochs=2"]
+    one = ["training.formulation=one_shot", "training.network.encoder=dag", "hydra.run.dir=i"]
+    assert run("train", *words, *imitate, *one, "+training.groups=5") == 0
+    assert sorted(load_solutions(tmp_path / "i" / "solutions.npz")) == [
+        "giph-0",
+        "giph-0/0",
+        "giph-1",
+        "giph-1/0",
+    ]
+    assert run("train", *words, "warm_start=magic", "hydra.run.dir=x") == 2
+    assert "use baseline or imitation" in capsys.readouterr().err
+    for seed, message in (
+        ("-1", "seed = -1: must be a whole number"),
+        ("x", "seed = x: a training has one"),
+        ("[0,1]", "several: placement-train -m seed=0,1"),
+    ):
+        assert run("train", *words, f"seed={seed}", "hydra.run.dir=x") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_resumed_training_begins_where_it_began(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its baseline may have a clock, so that it answers differently each time."""
+    from placement.planners.random_search import RandomSearch
+
+    words = ["workload=[]", "synthetic=[giph]", "tracker=none", "training.total_steps=64"]
+    words += ["+training.network.hidden=8", "objective=latency", "seed=7", "hydra.run.dir=out"]
+    words += ["planner@baseline=random_search", "baseline.evaluations=5", "evaluations=20"]
+    seeds: list[int] = []
+    search = RandomSearch.__call__
+
+    def noted(self: RandomSearch, problem: Problem) -> Solution:
+        seeds.append(self.seed)
+        return search(self, problem)
+
+    monkeypatch.setattr(RandomSearch, "__call__", noted)
+    assert run("train", *words) == 0
+    assert set(seeds) == {7}  # the training's own: the baseline that it is compared with
+    # As if the clock had ended it elsewhere.
+    monkeypatch.setattr(
+        RandomSearch, "__call__", lambda self, problem: search(replace(self, seed=3), problem)
+    )
+    assert run("train", *words, "resume=true") == 0

@@ -1,0 +1,437 @@
+"""Sweeps: jobs that have finished are not run again, launchers agree, many jobs are one table."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
+
+import agents.compare
+import agents.sweep_report
+import agents.train
+from agents import sweeps
+from agents.sweeps import (
+    SweepError,
+    SweepJob,
+    aggregate,
+    geometric_mean,
+    read_sweep,
+    to_csv,
+    to_json,
+    to_table,
+)
+from placement.report import table
+from placement.runs.compare import Comparison
+from placement.runs.row import Row
+from placement.tools.files import write_atomic
+
+CONF = Path(__file__).parents[2] / "conf"
+ENTRY = {"planners": "compare", "formulations": "train", "hyperparameters": "train"}
+PLUGIN = {
+    "joblib": "hydra_joblib_launcher",
+    "submitit_local": "hydra_submitit_launcher",
+    "submitit_slurm": "hydra_submitit_launcher",
+    "ray": "hydra_ray_launcher",
+    "hyperparameters": "hydra_optuna_sweeper",
+}
+
+
+def need(name: str) -> None:
+    """Skip, visibly, where the plugin of a configuration is not installed."""
+    plugin = PLUGIN.get(name)
+    # hydra_plugins is a namespace that exists only if some plugin is installed.
+    has_any = importlib.util.find_spec("hydra_plugins") is not None
+    if plugin and not (has_any and importlib.util.find_spec(f"hydra_plugins.{plugin}")):
+        pytest.skip(f"{plugin} is not installed")
+
+
+def names(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("launcher", names("launcher"))
+def test_every_launcher_composes_and_instantiates(launcher: str) -> None:
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.launcher import Launcher
+
+    need(launcher)
+    for entry in ("compare", "train"):
+        with initialize_config_module("conf", version_base="1.3"):
+            cfg = compose(entry, [f"launcher={launcher}"], return_hydra_config=True)
+        assert cfg.hydra.runtime.choices["hydra/launcher"] == launcher
+        assert "launcher" not in cfg
+        made = Plugins.instance()._instantiate(cfg.hydra.launcher)  # instantiate() refuses these
+        assert isinstance(made, Launcher)
+
+
+@pytest.mark.parametrize("sweep", names("sweep"))
+def test_every_sweep_composes_and_instantiates(sweep: str) -> None:
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.sweeper import Sweeper
+
+    need(sweep)
+    with initialize_config_module("conf", version_base="1.3"):
+        cfg = compose(ENTRY[sweep], [f"sweep={sweep}"], return_hydra_config=True)
+        assert isinstance(Plugins.instance()._instantiate(cfg.hydra.sweeper), Sweeper)
+        # The folder has no date in it: the same command continues.
+        assert cfg.hydra.sweep.dir == f"runs/sweep/{sweep}"
+        for key, values in cfg.hydra.sweeper.params.items():  # and every job of it composes
+            if "(" not in values:
+                for value in values.split(","):
+                    compose(ENTRY[sweep], [f"sweep={sweep}", f"{key}={value}"])
+            else:
+                compose(ENTRY[sweep], [f"sweep={sweep}", f"{key}=1"])
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., int]:
+    """A sweep of predictions in a new folder; the profile is shared by the tests."""
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path_factory.getbasetemp() / "profiles"
+    monkeypatch.setenv("PLACEMENT_HOME", str(home))
+    monkeypatch.setenv("PYTHONPATH", str(CONF.parent))  # for processes of launchers
+
+    def call(*words: str, module: Any = agents.compare) -> int:
+        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+        monkeypatch.setattr(sys, "argv", ["placement", *words])
+        code: int = module.main()
+        return code
+
+    return call
+
+
+SWEEP = ("sweep=planners", "workload=tiny_mlp", "planner=heft,random_search", "seed=0,1")
+SWEEP = (*SWEEP, "evaluations=20", "repeats=1", "tracker=none")
+
+
+def values(folder: Path) -> dict[tuple[str, str], float]:
+    """What every job of two planners and two seeds found."""
+    jobs = read_sweep(folder)
+    assert [job.status for job in jobs] == ["finished"] * 4
+    return {
+        (row.planner, job.overrides["seed"]): row.value_s
+        for job in jobs
+        for row in job.rows
+        if not row.planner.startswith("single:")
+    }
+
+
+class Work:
+    """Stands for a comparison: ``ends`` says of which jobs (planner, seed) how they end."""
+
+    def __init__(self, **ends: BaseException) -> None:
+        self.ran: list[str] = []
+        self.ends = ends
+
+    def __call__(self, cfg: Any) -> float:
+        job = f"{next(iter(cfg.planner))}_{cfg.seed}"
+        self.ran.append(job)
+        if job in self.ends:
+            raise self.ends.pop(job)
+        found = row(next(iter(cfg.planner)), cfg.seed, 1.0 + cfg.seed)
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        write_atomic(folder / "compare.csv", table.to_csv(Comparison((found,), {})))
+        return found.value_s
+
+
+def test_an_interrupted_sweep_continues_with_the_same_command(
+    run: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = Work(random_search_1=KeyboardInterrupt())
+    monkeypatch.setattr(agents.compare, "_compare", work)
+    assert run(*SWEEP, "hydra.sweep.dir=s") == 130
+    assert [job.status for job in read_sweep("s")] == ["finished"] * 3 + ["unfinished"]
+    capsys.readouterr()
+    assert agents.sweep_report.main(["s"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 of 4 jobs" in said and "unfinished: job 3 seed=1" in said
+    assert run(*SWEEP, "hydra.sweep.dir=s") == 0
+    assert work.ran == ["heft_0", "random_search_0", "heft_1", *["random_search_1"] * 2]
+    assert capsys.readouterr().err.count("has finished before") == 3
+    assert set(values(Path("s")).values()) == {1.0, 2.0}
+    # How it is tracked is no other configuration; a new seed is two more jobs.
+    assert run(*SWEEP, "tracker=local", "seed=0,1,2", "hydra.sweep.dir=s") == 0
+    assert work.ran[5:] == ["heft_2", "random_search_2"]
+    # Another configuration does not replace results.
+    capsys.readouterr()
+    assert run(*SWEEP, "evaluations=21", "hydra.sweep.dir=s") == 2
+    assert "holds the result of another configuration" in capsys.readouterr().err
+
+
+def test_a_changed_file_is_another_configuration(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work()
+    monkeypatch.setattr(agents.compare, "_compare", work)
+    words = ["sweep=planners", "workload=[]", "files=[p.json]", "planner=heft", "seed=0"]
+    (tmp_path / "p.json").write_text("one")
+    assert run(*words, "hydra.sweep.dir=s") == run(*words, "hydra.sweep.dir=s") == 0
+    (tmp_path / "p.json").write_text("two")
+    assert run(*words, "hydra.sweep.dir=s") == 2
+    assert work.ran == ["heft_0"]
+
+
+def test_a_failed_job_is_named_and_run_again(
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = Work(heft_0=RuntimeError("no luck"))
+    monkeypatch.setattr(agents.compare, "_compare", work)
+    assert run(*SWEEP, "hydra.sweep.dir=s") == 70  # a defect; the other jobs are run
+    assert "RuntimeError: no luck" in capsys.readouterr().err
+    assert [job.status for job in read_sweep("s")] == ["failed"] + ["finished"] * 3
+    capsys.readouterr()
+    assert agents.sweep_report.main(["s", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [job["error"] for job in found["jobs"]] == ["RuntimeError: no luck", "", "", ""]
+    assert [(a["planner"], a["num_seeds"]) for a in found["aggregates"]] == [
+        ("random_search", 2),
+        ("heft", 1),
+    ]
+    assert "failed: job 0 " in (tmp_path / "s" / "sweep.md").read_text()
+    assert run(*SWEEP, "hydra.sweep.dir=s") == 0
+    assert len(values(tmp_path / "s")) == 4 and work.ran[4:] == ["heft_0"]
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
+def test_launchers_find_the_same(
+    run: Callable[..., int], tmp_path: Path, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(launcher)
+    assert run(*SWEEP, "hydra.sweep.dir=basic") == 0
+    if launcher != "ray":
+        assert run(*SWEEP, f"launcher={launcher}", f"hydra.sweep.dir={launcher}") == 0
+    else:
+        import ray
+
+        monkeypatch.setenv("RAY_health_check_failure_threshold", "100")  # a busy machine is alive
+        more = ["launcher=ray", "hydra.launcher.ray.init.num_cpus=2", "hydra.sweep.dir=ray"]
+        try:
+            assert run(*SWEEP, *more) == 0
+        finally:
+            ray.shutdown()  # it lasts as long as this process, and other tests start their own
+    assert values(tmp_path / launcher) == values(tmp_path / "basic")
+
+
+def test_optuna_goes_on_from_what_it_was_told(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("hyperparameters")
+    asked: list[float] = []
+
+    def train(cfg: Any) -> float:
+        asked.append(cfg.training.learning_rate)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return abs(math.log(cfg.training.learning_rate) - math.log(1e-3))
+
+    words = ["sweep=hyperparameters", "hydra.sweeper.n_trials=5", "workload=tiny_mlp"]
+    with monkeypatch.context() as patch:
+        patch.setattr(agents.train, "_train", train)
+        assert run(*words, "hydra.sweep.dir=a", module=agents.train) == 130
+        assert run(*words, "hydra.sweep.dir=a", module=agents.train) == 0
+        interrupted, asked[:] = asked[:2] + asked[3:], [0.0] * 3
+        assert run(*words, "hydra.sweep.dir=b", module=agents.train) == 0
+    assert interrupted == asked[3:] and len(set(interrupted)) == 5
+    best = (tmp_path / "a" / "optimization_results.yaml").read_text()
+    assert best == (tmp_path / "b" / "optimization_results.yaml").read_text()
+
+
+def row(planner: str, seed: int | None, value_s: float, workload: str = "net") -> Row:
+    return Row(
+        workload,
+        planner,
+        seed,
+        "period",
+        num_ops=3,
+        num_devices=2,
+        placement_id=None,
+        feasible=bool(np.isfinite(value_s)),
+        value_s=value_s,
+        latency_s=value_s,
+        period_s=value_s,
+        speedup=1.0 / value_s if np.isfinite(value_s) else None,
+    )
+
+
+def finished(name: str, *rows: Row, **overrides: str) -> SweepJob:
+    return SweepJob(name, overrides, "finished", 1.0, rows=rows)
+
+
+def test_geometric_means_and_student_intervals() -> None:
+    # Logarithms 0, 1, 2: mean 1, deviation 1; Student's t for 2 degrees of freedom is 4.3027.
+    mean, low, high = geometric_mean([1.0, math.e, math.e**2])
+    assert mean == pytest.approx(math.e)
+    assert low == pytest.approx(math.exp(1 - 4.30265 / math.sqrt(3)), rel=1e-5)
+    assert high == pytest.approx(math.exp(1 + 4.30265 / math.sqrt(3)), rel=1e-5)
+    assert geometric_mean([3.0]) == (pytest.approx(3.0), None, None)
+
+
+def test_aggregation_over_seeds_and_workloads() -> None:
+    single = row("single:cpu:0", None, 1.0), row("single:cpu:0", None, 1.0, "other")
+    jobs = [
+        finished(
+            str(seed),
+            *single,
+            row("walk", seed, 0.5 * (1 + seed)),  # 0.5, 1.0
+            row("walk", seed, 0.125, "other"),
+            row("fixed", None, 0.25),  # the same cell in both jobs of a seed: counted once
+            row("fixed", None, 0.25),
+            row("fails", seed, np.inf if seed else 0.5),
+            seed=str(seed),
+            planner="whatever",
+        )
+        for seed in (0, 1)
+    ]
+    report = aggregate(jobs)
+    found = {(a.planner, a.workload): a for a in report.aggregates}
+    assert found["walk", "net"].value_s == pytest.approx(math.sqrt(0.5))
+    assert found["walk", "net"].num_seeds == 2
+    # Over workloads, a value of each seed: sqrt(0.5 * 0.125) = 0.25 and sqrt(1 * 0.125).
+    over = found["walk", None]
+    assert over.value_s == pytest.approx(math.sqrt(0.25 * math.sqrt(0.125)))
+    assert over.value_low_s is not None and over.value_low_s < over.value_s
+    assert found["fixed", "net"].num_seeds == 2 and found["fixed", "net"].speedup == 4.0
+    assert found["fixed", "net"].speedup_low == found["fixed", "net"].speedup_high == 4.0
+    assert ("fixed", None) not in found  # it has no answer for the other workload
+    # What has no answer counts as the best single device, and is told.
+    assert found["fails", "net"].value_s == pytest.approx(math.sqrt(0.5))
+    assert found["fails", "net"].num_unanswered == 1
+    assert any("fails, net: 1 without an answer" in note for note in to_table(report).notes)
+    assert not any(a.planner.startswith("single:") for a in report.aggregates)
+
+
+def test_a_workload_that_no_single_device_holds_has_no_speedup() -> None:
+    """It is left out of the means: on "net" 4.0, on "split" nothing to compare with."""
+    split = replace(row("walk", 0, 0.5, "split"), speedup=None)
+    alone = row("single:cpu:0", None, 1.0), row("single:cpu:0", None, np.inf, "split")
+    rows = *alone, row("walk", 0, 0.25), split, row("fails", 0, np.inf, "split")
+    report = aggregate([finished("0", *rows, seed="0")])
+    found = {(a.planner, a.workload): a.speedup for a in report.aggregates}
+    assert found["walk", "net"] == found["walk", None] == 4.0
+    assert np.isnan(found["walk", "split"]) and np.isnan(found["fails", "split"])
+    assert next(line for line in to_table(report).cells if line[1] == "split")[-2] == "–"
+    said = {a["workload"]: a["speedup"] for a in to_json(report)["aggregates"]}
+    assert said["split"] is None and ",nan," not in to_csv(report)
+
+
+def test_what_else_was_swept_is_a_setting_of_its_own() -> None:
+    jobs = [
+        finished(
+            str(i),
+            row("walk", 0, value_s),
+            seed="0",
+            evaluations="9",
+            **{"planner.walk.patience": patience},
+        )
+        for i, (patience, value_s) in enumerate((("1", 0.5), ("2", 0.25)))
+    ]
+    found = {a.label: a.value_s for a in aggregate(jobs).aggregates}
+    assert found == {"walk patience=1": pytest.approx(0.5), "walk patience=2": pytest.approx(0.25)}
+
+
+def test_measured_speedups_are_reported_where_all_are_measured() -> None:
+    measured = replace(row("walk", 0, 0.5), measured_speedup=1.5, num_rounds=3)
+    assert aggregate([finished("0", measured, seed="0")]).aggregates[0].speedup == 1.5
+    both = [finished("0", measured, row("heft", None, 0.5), seed="0")]
+    assert {a.speedup for a in aggregate(both).aggregates} == {2.0}
+
+
+def test_measured_speedups_beside_a_workload_that_fits_on_no_device() -> None:
+    """It was measured, and has no speed-up over one device: the others keep theirs."""
+    one = replace(row("walk", 0, 0.5), measured_speedup=1.5, num_rounds=3)
+    split = replace(row("walk", 0, 0.5, "split"), speedup=None, num_rounds=3)
+    report = aggregate([finished("0", one, split, seed="0")])
+    assert report.is_measured
+    assert next(a.speedup for a in report.aggregates if a.workload == "net") == 1.5
+
+
+def test_jobs_of_another_command_in_the_same_folder() -> None:
+    """What one of them was given and the other was not."""
+    jobs = [
+        finished("0", row("walk", 0, 0.5), seed="0"),
+        finished("1", row("walk", 0, 0.25), seed="0", evaluations="9"),
+    ]
+    found = {a.setting: a.value_s for a in aggregate(jobs).aggregates}
+    assert found == {"": 0.5, "evaluations=9": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("other", "is_best"),
+    [
+        ({"value_s": 0.25}, False),
+        ({"value_s": 0.25, "objective": "latency"}, True),  # seconds of something else
+        ({"value_s": 0.25, "workload": "other"}, True),
+        ({"value_s": 0.25, "num_rounds": 3, "measured_period_s": 0.1}, True),  # measured
+        ({"value_s": 0.75}, True),
+    ],
+)
+def test_the_best_of_a_sweep_is_the_best_of_what_was_asked(
+    other: dict[str, Any], is_best: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    mine = row("walk", 0, 0.5)
+    monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=sweeps.RunMode.MULTIRUN))
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / sweeps.RESULT).write_text('{"status": "finished"}')
+    theirs = finished("1", replace(mine, **other))
+    monkeypatch.setattr(sweeps, "_read_job", lambda folder: theirs)
+    assert sweeps.is_best_of_sweep(tmp_path / "0", mine) is is_best
+
+
+def test_the_table_fits_and_jobs_that_have_not_begun_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "multirun.yaml").write_text(
+        "hydra: {sweeper: {params: {seed: '0,1'}}, overrides: {task: ['planner=a,b', x=1]}}"
+    )
+    report = aggregate(read_sweep(tmp_path))
+    assert [j.overrides for j in report.named("not started")] == [
+        {"seed": s, "planner": p, "x": "1"} for s in "01" for p in "ab"
+    ]
+    assert agents.sweep_report.main([str(tmp_path)]) == 1
+    assert "not started: job 3 seed=1 planner=b x=1" in " ".join(capsys.readouterr().out.split())
+    rows = [row("simulated_annealing", s, 0.1 + 1e-3 * s, "tiny_branches") for s in range(3)]
+    jobs = [finished(str(r.seed), r, seed=str(r.seed)) for r in rows]
+    table.print_tables([to_table(aggregate(jobs))])
+    out = capsys.readouterr().out
+    assert "simulated_annealing" in out and max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"status": "finished"}'])
+def test_damaged_results_are_not_believed(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "0"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text("- seed=0\n")
+    (folder / sweeps.RESULT).write_text(text)
+    (job,) = read_sweep(tmp_path)
+    assert job.status in ("unfinished", "failed") and not job.rows
+
+
+def test_a_folder_without_jobs_is_an_error(tmp_path: Path, capsys: Any) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(SweepError):
+            read_sweep(folder)
+        assert agents.sweep_report.main([str(folder)]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_launcher_without_its_plugin_says_what_to_install(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*SWEEP, "hydra/launcher=nowhere") == 2
+    assert "pip install 'device-placement-rl[sweep]'" in capsys.readouterr().err

@@ -1,0 +1,937 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import weakref
+from collections import UserDict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from placement import workloads
+from placement.capturing import capture
+from placement.program import (
+    CaptureError,
+    InputError,
+    Param,
+    Ref,
+    fill,
+    input_spec,
+    inputs_from_spec,
+    leaves_of,
+    run_program,
+    split_inputs,
+)
+
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+
+class Module(nn.Module):
+    """A module whose forward is a function of (self, inputs...)."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(4))
+        self.plain = torch.ones(4)
+        self.function = function
+
+    def forward(self, x, *args):
+        return self.function(self, x, *args)
+
+
+def check(module, inputs):
+    """Capture, run, compare with the module; the graph."""
+    graph = capture(module, inputs)
+    program = graph.program
+    args, kwargs = split_inputs(inputs)
+    training = module.training
+    with torch.no_grad():
+        expected = module.eval()(*args, **kwargs)
+    module.train(training)
+    got = program.unflatten_outputs(run_program(program, program.flatten_inputs(args, kwargs)))
+    a, structure = pytree.tree_flatten(got)
+    b, expected_structure = pytree.tree_flatten(expected)
+    assert structure == expected_structure
+    for x, y in zip(a, b, strict=True):
+        if isinstance(y, torch.Tensor):
+            torch.testing.assert_close(x, y)
+        else:
+            assert x == y and type(x) is type(y)
+    assert_memory_is_shared_as_stated(graph)
+    return graph
+
+
+def assert_memory_is_shared_as_stated(graph):
+    """Two live tensors have one storage exactly where ``tensor_root`` says so."""
+    program = graph.program
+    inputs = [x.clone() for x in program.timing_inputs()]
+    live = dict(zip(program.input_tensors, inputs, strict=True))
+    params = {p.untyped_storage().data_ptr() for p in program.params}
+    with torch.no_grad():
+        for step in program.steps:
+            args = fill(step.args, live, program.params)
+            value = step.target(*args, **fill(step.kwargs, live, program.params))
+            for t, i in zip(step.outputs, step.output_index, strict=True):
+                live[t] = value[i] if step.multi else value
+    owner = {}
+    for t, x in sorted(live.items()):
+        memory = x.untyped_storage().data_ptr()
+        if memory in params or x.numel() == 0:
+            assert graph.tensor_root[t] == t
+            continue
+        assert graph.tensor_root[t] == owner.setdefault(memory, t), f"tensor {t}"
+        n, base = graph.tensor_src[t], graph.tensor_src[graph.tensor_root[t]]
+        if base >= 0:
+            assert graph.group[n] == graph.group[base]
+
+
+def kinds(graph):
+    return [kind.split(".")[1] for kind in graph.op_kind]
+
+
+# ---------------------------------------------------------------- structure
+
+
+def test_a_chain_is_numbered_weighed_and_named():
+    module = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    graph = check(module, X)
+    assert graph.name == "Sequential"
+    assert graph.op_kind == ("aten.linear.default", "aten.relu.default")
+    assert graph.op_module == ("0", "1")
+    assert graph.op_name == ("linear", "relu")
+    assert graph.op_signature == (
+        "aten.linear.default(f32[2,4], f32[3,4], f32[3])",
+        "aten.relu.default(f32[2,3])",
+    )
+    # tensor 0 is the input, 1 the linear's output, 2 the relu's
+    assert graph.tensor_src.tolist() == [-1, 0, 1]
+    assert graph.tensor_bytes.tolist() == [32, 24, 24]
+    assert graph.use_tensor.tolist() == [0, 1]
+    assert graph.use_dst.tolist() == [0, 1]
+    assert graph.param_bytes.tolist() == [48, 12]
+    assert graph.output_tensor.tolist() == [2]
+    assert graph.num_groups == 2
+    program = graph.program
+    assert program.params[0] is module[0].weight
+    assert program.param_names == ("0.weight", "0.bias")
+    assert program.steps[0].args == (Ref(0), Param(0), Param(1))
+    assert program.steps[1].outputs == (2,)
+    assert program.output_leaves == (Ref(2),)
+
+
+def test_a_function_without_a_module_belongs_to_the_module_that_calls_it():
+    class Inner(nn.Module):
+        def forward(self, x):
+            return x.exp()
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(self.inner(x)).sin()
+
+    graph = check(Outer(), X)
+    assert graph.op_module == ("inner", "inner", "")
+
+
+@pytest.mark.parametrize("name", [n for n in workloads.names() if n.startswith("tiny_")])
+def test_tiny_workloads(name):
+    check(*workloads.load(name))
+
+
+@pytest.mark.parametrize("name", ["bert_tiny", "gpt2_tiny", "t5_tiny", "resnet_tiny", "lstm_tiny"])
+def test_views_and_in_place_operators_of_real_models(name):
+    if name != "lstm_tiny":
+        pytest.importorskip("transformers")
+    graph = capture(*workloads.load(name))
+    assert_memory_is_shared_as_stated(graph)
+    assert graph.num_groups < graph.num_ops
+
+
+def test_views_share_the_group_of_their_base_and_views_of_inputs_are_free():
+    graph = check(Module(lambda m, x: m.linear(x.t().t()).view(-1).view(4, 2) + 1), X)
+    assert kinds(graph) == ["t", "t", "linear", "view", "view", "add"]
+    assert graph.group.tolist() == [0, 1, 2, 2, 2, 3]
+    assert graph.tensor_root.tolist() == [0, 0, 0, 3, 3, 3, 6]
+
+
+def test_views_of_parameters_are_free():
+    graph = check(Module(lambda m, x: x @ m.linear.weight.t() + x @ m.linear.weight.view(4, 4)), X)
+    assert graph.num_groups == graph.num_ops
+    assert (graph.tensor_root == np.arange(graph.num_tensors)).all()
+    assert graph.param_bytes.tolist() == [64]
+    assert graph.param_use.tolist() == [0, 0]
+
+
+def test_one_tensor_given_as_two_inputs_is_two_tensors():
+    graph = check(Module(lambda m, x, y: x.view(-1) + y.view(-1)), (X, X))
+    assert graph.tensor_root.tolist() == [0, 1, 0, 1, 4]
+    program = graph.program
+    sub = capture(Module(lambda m, x, y: x - y), (X, X)).program
+    assert torch.equal(run_program(sub, [X + 3, X])[0], torch.full((2, 4), 3.0))
+    assert program.example_tensors[0] is program.example_tensors[1] is X
+
+
+def test_one_operator_that_views_two_bases_joins_their_groups():
+    def forward(m, x):
+        a, b = torch.broadcast_tensors(x.exp(), x.sin())
+        return a - b
+
+    graph = check(Module(forward), X)
+    assert kinds(graph) == ["exp", "sin", "broadcast_tensors", "sub"]
+    assert graph.group.tolist() == [0, 0, 0, 1]
+
+
+def test_unused_inputs_and_parameters():
+    graph = check(Module(lambda m, x, y: x.exp()), (X, X))
+    assert graph.tensor_src.tolist() == [-1, -1, 0]
+    assert graph.program.params == ()
+    assert len(graph.param_bytes) == 0
+
+
+# ---------------------------------------------------------------- in place
+
+
+def test_in_place_operators_stay_where_nobody_can_notice():
+    def forward(m, x):
+        y = torch.relu_(m.linear(x))
+        y += x
+        return y * 2
+
+    graph = check(Module(forward), X)
+    assert kinds(graph) == ["linear", "relu_", "add_", "mul"]
+    assert graph.group.tolist() == [0, 0, 0, 1]
+    assert graph.tensor_root.tolist() == [0, 1, 1, 1, 4]
+
+
+def relu_with_two_readers(m, x):
+    y = m.linear(x)
+    z = y.exp()
+    y.relu_()
+    return y + z
+
+
+def write_through_a_view(m, x):
+    y = m.linear(x)
+    y[0] = 7.0
+    y.view(-1)[3:5].mul_(2)
+    return y
+
+
+def write_to_one_of_several_outputs(m, x):
+    values, where = m.linear(x).sort(1)
+    values += 1
+    return values, where
+
+
+def view_taken_before_the_write(m, x):
+    y = m.linear(x)
+    row = y[0]
+    y.mul_(3)
+    return row + 1
+
+
+def write_to_the_input_of_an_idle_dropout(m, x, p=0.5, training=False):
+    y = m.linear(x)
+    z = nn.functional.dropout(y, p, training)
+    z += 1
+    return y, z
+
+
+def write_to_the_input_of_a_dropout_of_nothing(m, x):
+    return write_to_the_input_of_an_idle_dropout(m, x, p=0.0, training=True)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        write_to_the_input_of_an_idle_dropout,
+        write_to_the_input_of_a_dropout_of_nothing,
+        relu_with_two_readers,
+        write_through_a_view,
+        write_to_one_of_several_outputs,
+        view_taken_before_the_write,
+    ],
+)
+def test_in_place_operators_that_others_could_notice_are_functionalised(forward):
+    graph = check(Module(forward), X)
+    assert not any(kind.endswith("_") for kind in kinds(graph))
+    assert_any_order_gives_the_same(graph)
+
+
+@pytest.mark.parametrize("name", ["tiny_cnn", "tiny_views", "inception_tiny", "dlrm_tiny"])
+def test_every_order_that_the_edges_allow_gives_the_same(name):
+    assert_any_order_gives_the_same(capture(*workloads.load(name)))
+
+
+def assert_any_order_gives_the_same(graph):
+    program = graph.program
+    inputs = program.timing_inputs()
+    expected = run_program(program, inputs)
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        live = dict(zip(program.input_tensors, inputs, strict=True))
+        waiting = list(range(graph.num_ops))
+        with torch.no_grad():
+            while waiting:
+                ready = [
+                    n
+                    for n in waiting
+                    if all(
+                        x.tensor in live
+                        for x in leaves_of((program.steps[n].args, program.steps[n].kwargs))
+                        if isinstance(x, Ref)
+                    )
+                ]
+                n = int(rng.choice(ready))
+                waiting.remove(n)
+                step = program.steps[n]
+                value = step.target(
+                    *fill(step.args, live, program.params),
+                    **fill(step.kwargs, live, program.params),
+                )
+                for t, i in zip(step.outputs, step.output_index, strict=True):
+                    live[t] = value[i] if step.multi else value
+        for a, b in zip(
+            fill(list(program.output_leaves), live, program.params), expected, strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x.contiguous().as_strided((3, 4), (4, 2)) * 2,
+        lambda x: x.contiguous().view(2, -1) * 2,
+        lambda x: x.unsqueeze(0).as_strided((2, 3), x.stride()) + 1,
+    ],
+)
+def test_inputs_with_other_strides(forward):
+    """What was captured relies on those of the example: others are copied."""
+    x = torch.randn(4, 6)
+    other = torch.randn(6, 4).t()
+    program = capture(Module(lambda m, x: forward(x)), x).program
+    (out,) = run_program(program, program.flatten_inputs((other,)))
+    torch.testing.assert_close(out, forward(other), rtol=0, atol=0)
+
+
+def test_the_callers_inputs_and_parameters_are_not_changed_by_a_run():
+    module, inputs = workloads.load("tiny_views")
+    program = capture(module, inputs).program
+    flat = program.flatten_inputs((), inputs)
+    before = [x.clone() for x in [*flat, *program.params]]
+    run_program(program, flat)
+    for a, b in zip([*flat, *program.params], before, strict=True):
+        assert torch.equal(a, b)
+
+
+# ---------------------------------------------------------------- outputs
+
+
+def test_several_outputs_of_one_operator():
+    def forward(m, x):
+        a, _, c = x.split([1, 2, 1], 1)
+        return a + c
+
+    graph = check(Module(forward), X)
+    assert kinds(graph) == ["split_with_sizes", "add"]
+    step = graph.program.steps[0]
+    assert step.multi and step.output_index == (0, 2)
+    assert graph.tensor_src[list(step.outputs)].tolist() == [0, 0]
+
+
+def test_lstm_module():
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(4, 3, num_layers=2)
+
+        def forward(self, x):
+            return self.lstm(x)
+
+    module = Wrapped()
+    graph = check(module, torch.randn(5, 2, 4))
+    assert "aten.lstm.input" in graph.op_kind
+    assert module(torch.randn(5, 2, 4))[0].shape == (5, 2, 3)
+
+
+def test_nested_outputs_constants_inputs_parameters_and_buffers():
+    def forward(m, x):
+        y = m.linear(x)
+        return {
+            "nested": (y, [y + m.plain, {"deep": y.shape[0]}]),
+            "input": x,
+            "parameter": m.linear.weight,
+            "buffer": m.count,
+            "none": None,
+            "text": "three",
+            "twice": y,
+        }
+
+    module = Module(forward)
+    graph = check(module, X)
+    program = graph.program
+    got = program.unflatten_outputs(run_program(program, [X]))
+    assert got["input"] is X
+    assert got["parameter"] is module.linear.weight
+    assert got["buffer"] is module.count
+    assert graph.output_tensor.tolist() == [0, 1, 2]
+
+
+def test_constants_made_in_the_forward_are_not_parameters_of_the_module():
+    graph = check(Module(lambda m, x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]) + m.plain), X)
+    assert sorted(graph.param_bytes.tolist()) == [16, 16]
+
+
+def test_tied_parameters_count_once_and_slices_of_one_memory_by_themselves():
+    module, inputs = workloads.load("tiny_views", width=8)
+    graph = check(module, inputs)
+    assert module.one.weight is module.two.weight
+    # one weight of 8 x 8, two biases and the buffer of 8
+    assert sorted(graph.param_bytes.tolist()) == [32, 32, 32, 256]
+
+    flat = torch.randn(2, 4, 4)
+    half = Module(lambda m, x: m.a(x) + m.b(x))
+    half.a, half.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    half.a.weight, half.b.weight = nn.Parameter(flat[0]), nn.Parameter(flat[1])
+    assert check(half, X).param_bytes.tolist() == [64, 64]
+
+
+# ---------------------------------------------------------------- regions
+
+
+@pytest.mark.parametrize(
+    "region", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad]
+)
+def test_autocast_and_gradient_regions_become_plain_operators(region):
+    def forward(m, x):
+        with region():
+            y = m.linear(x)
+        return y + 1
+
+    graph = check(Module(forward), X)
+    assert {"linear", "add"} < set(kinds(graph)) <= {"linear", "add", "_to_copy", "detach"}
+
+
+def test_a_capture_that_fails_leaves_statistics_and_random_numbers_alone():
+    """What is wrong is found by calling the module itself, in training mode too."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
+
+        def forward(self, x):
+            y = self.drop(self.norm(x))
+            return y.sum() if y.sum() > 0 else y.mean()
+
+    module = Branches()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    torch.manual_seed(5)
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        capture(module, X, mode="training")
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_inputs_to_measure_with_lie_in_memory_as_the_example_does():
+    class Flat(nn.Module):
+        def forward(self, x):
+            return x.permute(0, 2, 3, 1).view(x.shape[0], -1) + 1  # of channels_last only
+
+    x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    program = capture(Flat(), x).program
+    (made,) = program.timing_inputs()
+    assert made.stride() == x.stride()
+    run_program(program, [made])
+
+
+def test_dropout_and_batch_norm_are_captured_in_evaluation_mode_and_the_mode_is_kept():
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
+    module[1].eval()
+    before = module[0].running_mean.clone()
+    graph = check(module, X)
+    assert module.training and module[0].training
+    assert torch.equal(module[0].running_mean, before)
+    assert kinds(graph) == ["batch_norm", "dropout"]
+    assert graph.group.tolist() == [0, 0]  # dropout hands its input on
+
+
+@pytest.mark.parametrize(
+    ("function", "is_random"),
+    [
+        (torch.rand_like, True),
+        (torch.bernoulli, True),
+        (lambda x: nn.functional.dropout(x, 0.5), True),
+        (lambda x: nn.functional.dropout(x, 0.0), False),
+        (lambda x: nn.functional.dropout(x, 0.5, training=False), False),
+        (lambda x: nn.functional.rrelu(x, training=True), True),
+        (nn.functional.rrelu, False),
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5), True),
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x), False),
+    ],
+)
+def test_what_draws_random_numbers_is_known(function, is_random):
+    x = torch.full((1, 2, 4), 0.5)
+    program = capture(Module(lambda m, x: function(m.linear(x).sigmoid())), x).program
+    assert program.is_random == is_random
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_recurrent_layer_draws_random_numbers_in_training_mode_with_dropout(dropout):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4, num_layers=2, dropout=dropout)
+
+        def forward(self, x):
+            return self.lstm(x)[0].sum()
+
+    x = torch.randn(3, 2, 4)
+    assert not capture(Last(), x).program.is_random
+    assert capture(Last(), x, mode="training").program.is_random == (dropout > 0)
+
+
+def test_attributes_set_during_the_trace_are_removed():
+    def forward(m, x):
+        m.left_over = m.linear(x)
+        return m.left_over + 1
+
+    module = Module(forward)
+    graph = capture(module, X)
+    assert not hasattr(module, "left_over")
+    torch.testing.assert_close(run_program(graph.program, [X])[0], module.linear(X) + 1)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_tensors_kept_in_a_dict_or_a_buffer_during_the_trace_are_removed(nested):
+    """What is made once and kept is a fake tensor in a trace, which later calls would find."""
+
+    def forward(m, x):
+        if len(x) not in m.cache:
+            m.cache[len(x)] = torch.arange(len(x))
+            m.log[0].append(m.cache[len(x)])
+        if nested and m.mask is None:
+            m.register_buffer("mask", torch.ones(4), persistent=False)
+        return x + m.cache[len(x)][:, None]
+
+    inner = Module(forward)
+    inner.cache, inner.log = {}, ([],)
+    inner.register_buffer("mask", None)
+    check(nn.Sequential(inner) if nested else inner, X)
+    assert list(inner.cache) == [2] and len(inner.log[0]) == 1  # of the plain call only
+    inner.cache.clear()
+    capture(nn.Sequential(inner) if nested else inner, X)
+    assert inner.cache == {} and len(inner.log[0]) == 1
+    assert (type(inner.mask) is torch.Tensor) == nested
+
+
+def test_a_capture_that_fails_leaves_what_the_module_keeps_alone():
+    def forward(m, x):
+        m.cache["x"] = x + 1
+        return x if m.cache["x"].sum() > 0 else -x
+
+    module = Module(forward)
+    module.cache = {}
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        capture(module, X)
+    assert module.cache == {}
+
+
+# ---------------------------------------------------------------- inputs
+
+
+class Named(nn.Module):
+    def forward(self, a, b=None, scale=2.0):
+        return (a if b is None else a - b["value"][0]) * scale
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        X,
+        (X, {"value": [X + 1]}),
+        {"a": X, "b": {"value": [X + 1]}},
+        {"b": {"value": [X + 1]}, "a": X, "scale": 3.0},
+        ((X,), {"b": {"value": [X + 1]}}),
+        ((X,), {"b": None}),
+        UserDict(a=X),
+    ],
+)
+def test_every_form_of_inputs(inputs):
+    graph = check(Named(), inputs)
+    args, kwargs = split_inputs(inputs)
+    assert input_spec((args, kwargs)) == graph.program.input_spec
+
+
+def test_any_number_of_positional_inputs():
+    class Sum(nn.Module):
+        def forward(self, first, *rest, scale=1.0):
+            return first * scale + sum(rest)
+
+    graph = check(Sum(), ((X, X + 1, X + 2), {"scale": 3.0}))
+    assert graph.program.input_names == ("first", "rest[0]", "rest[1]", "scale")
+
+
+def test_arguments_may_be_given_by_position_or_by_name():
+    program = capture(Named(), {"b": {"value": [X]}, "a": X}).program
+    b, a = program.flatten_inputs((X, {"value": [X + 1]}))
+    assert a is X and torch.equal(b, X + 1)
+    assert list(program.leaf_names) == ["b['value'][0]", "a"]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((X[:1],), {"b": 3}, r"'a' is f32\[1,4\], but was captured as f32\[2,4\]"),
+        ((X.double(),), {"b": 3}, r"'a' is f64\[2,4\], but was captured as f32\[2,4\]"),
+        ((X,), {"b": 4}, "'b' is 4, but was captured with the constant 3"),
+        ((X,), {"b": True}, "'b' is True, but was captured with the constant 3"),
+        ((X,), {"b": X}, r"'b' is f32\[2,4\], but was captured with the constant 3"),
+        (([X],), {"b": 3}, "nested as"),
+        ((3.0,), {"b": 3}, "'a' must be a tensor, got float"),
+        ((X,), {}, r"'b' is missing: the module was captured with \(a, b\)"),
+        ((X,), {"a": X, "b": 3}, "'a' is given twice"),
+        ((X,), {"b": 3, "scale": 1.0}, "'scale' is unknown"),
+        ((X, 3, 2.0, X), {}, r"4 positional inputs given, expected \(a, b\)"),
+    ],
+)
+def test_inputs_of_a_call_are_checked(args, kwargs, message):
+    class Constant(nn.Module):
+        def forward(self, a, b, scale=2.0):
+            return a * b
+
+    program = capture(Constant(), ((X,), {"b": 3})).program
+    with pytest.raises(InputError, match=message):
+        program.flatten_inputs(args, kwargs)
+
+
+def test_input_specification_is_json_and_captures_the_same_graph():
+    inputs = ((X, (X, [X.int()])), {"mask": X > 0, "n": 2, "mode": "sum"})
+    spec = input_spec(inputs)
+    assert (
+        json.loads(json.dumps(spec))
+        == spec
+        == {
+            "args": [
+                {"shape": [2, 4], "dtype": "float32"},
+                {
+                    "tuple": [
+                        {"shape": [2, 4], "dtype": "float32"},
+                        [{"shape": [2, 4], "dtype": "int32"}],
+                    ]
+                },
+            ],
+            "kwargs": {"mask": {"shape": [2, 4], "dtype": "bool"}, "n": 2, "mode": "sum"},
+        }
+    )
+    args, kwargs = inputs_from_spec(spec)
+    assert torch.equal(args[0], torch.ones(2, 4))
+    assert type(args[1]) is tuple and torch.equal(args[1][1][0], torch.zeros(2, 4).int())
+    assert kwargs["mask"].all()
+
+    module, inputs = workloads.load("dlrm_tiny")
+    graph = capture(module, inputs)
+    again = capture(module, inputs_from_spec(graph.program.input_spec))
+    assert again.fingerprint == graph.fingerprint
+
+
+def test_constants_that_json_has_no_word_for_come_back():
+    constants = {"low": -math.inf, "high": [math.inf], "none": math.nan, "float": 1.0}
+    spec = input_spec(((X,), {"a": constants}))
+    _, kwargs = inputs_from_spec(json.loads(json.dumps(spec, allow_nan=False)))
+    assert repr(kwargs["a"]) == repr(constants)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"args": []},
+        {"args": [], "kwargs": []},
+        {"args": [{"shape": [2], "dtype": "float33"}], "kwargs": {}},
+        {"args": [{"shape": [2], "dtype": "load"}], "kwargs": {}},
+        {"args": [{"shape": [-1], "dtype": "int8"}], "kwargs": {}},
+        {"args": [{"shape": "2", "dtype": "int8"}], "kwargs": {}},
+    ],
+)
+def test_a_damaged_input_specification_is_refused(spec):
+    with pytest.raises(InputError, match=r"expected e\.g\.|must have a list"):
+        inputs_from_spec(spec)
+
+
+def test_inputs_to_measure_with_are_copies_of_the_example():
+    module, inputs = workloads.load("dlrm_tiny")
+    for made, given in zip(capture(module, inputs).program.timing_inputs(), inputs, strict=True):
+        assert torch.equal(made, given) and made.data_ptr() != given.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("forward", "x"),
+    [
+        (lambda m, x: m.linear.weight[x[:, 0].long()], torch.ones(2, 4)),
+        (lambda m, x: torch.linalg.cholesky(x), torch.eye(4)),
+        (lambda m, x: torch.bernoulli(x), torch.full((4,), 0.5)),
+    ],
+)
+def test_operators_that_take_some_numbers_only_can_be_measured(forward, x):
+    program = capture(Module(forward), x).program
+    run_program(program, program.timing_inputs())
+
+
+@pytest.mark.parametrize("size", [400, 161])
+def test_inputs_like_frames_that_overlap(size):
+    """In memory like the example's, one frame would overwrite another."""
+    frames = torch.randn(1, 1600).unfold(-1, size, 160)
+    program = capture(Module(lambda m, x: x * 2), frames).program
+    other = torch.randn(frames.shape)
+    assert torch.equal(program.flatten_inputs((other,))[0], other)
+    assert torch.equal(program.timing_inputs()[0], frames)
+
+
+# ---------------------------------------------------------------- running
+
+
+def test_tensors_are_freed_after_their_last_use():
+    # a -> exp -> sin -> cos: never more than two of the four tensors are alive.
+    graph = capture(Module(lambda m, x: x.exp().sin().cos()), torch.ones(1000))
+    program = graph.program
+    alive, peak = set(), 0
+
+    def watch(target):
+        def call(*args):
+            nonlocal peak
+            value = target(*args)
+            token = object()
+            alive.add(token)
+            weakref.finalize(value, alive.discard, token)
+            peak = max(peak, len(alive))
+            return value
+
+        return call
+
+    steps = [SimpleNamespace(**{**vars(s), "target": watch(s.target)}) for s in program.steps]
+    run_program(SimpleNamespace(**{**vars(program), "steps": steps}), [torch.ones(1000)])
+    assert peak == 2
+
+
+def test_devices_in_a_template_can_be_replaced():
+    graph = capture(Module(lambda m, x: x + torch.arange(4)), X)
+    step = graph.program.steps[graph.op_kind.index("aten.arange.default")]
+    assert fill(step.kwargs, {}, ())["device"] == torch.device("cpu")
+    meta = torch.device("meta")
+    assert step.target(*step.args, **fill(step.kwargs, {}, (), meta)).device == meta
+    assert not any("cpu" in signature for signature in graph.op_signature)
+
+
+# ---------------------------------------------------------------- fingerprint
+
+
+def test_fingerprint_ignores_weights_and_minds_shapes_and_dtypes():
+    def make(seed, batch=2, dtype=torch.float32, width=4):
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Linear(width, 3), nn.ReLU()).to(dtype)
+        return capture(module, torch.randn(batch, width, dtype=dtype)).fingerprint
+
+    assert make(0) == make(1)
+    assert len({make(0), make(0, batch=3), make(0, dtype=torch.float64), make(0, width=5)}) == 4
+
+
+def test_fingerprint_minds_constants_of_operators():
+    one = capture(Module(lambda m, x: m.linear(x).softmax(0)), X)
+    other = capture(Module(lambda m, x: m.linear(x).softmax(1)), X)
+    assert one.fingerprint != other.fingerprint
+
+
+def test_fingerprint_is_the_same_in_another_process():
+    code = (
+        "from placement import workloads\nfrom placement.capturing import capture\n"
+        "print(capture(*workloads.load('inception_tiny')).fingerprint)"
+    )
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == capture(*workloads.load("inception_tiny")).fingerprint
+
+
+def test_signatures_hold_no_addresses_and_no_names():
+    graph = capture(*workloads.load("inception_tiny"))
+    assert "0x" not in " ".join(graph.op_signature)
+    # 12 blocks of convolution, normalisation and relu: equal work has one signature
+    assert len(set(graph.op_signature)) < graph.num_ops
+
+
+# ---------------------------------------------------------------- errors
+
+
+def branch(m, x):
+    if x.sum() > 0:
+        return m.linear(x)
+    return x
+
+
+def number(m, x):
+    return m.linear(x) * x.sum().item()
+
+
+def count_calls(m, x):
+    m.count.add_(1)
+    return m.linear(x) + m.count
+
+
+def replace_buffer(m, x):
+    m.count = m.count + 1
+    return m.linear(x) + m.count
+
+
+def keep_state(m, x):
+    m.plain = m.plain + x.sum(0)
+    return x + m.plain
+
+
+def statistics_of_every_batch(m, x):
+    return nn.functional.batch_norm(x, m.count, m.count + 1, training=True)
+
+
+def statistics_of_every_instance(m, x):
+    return nn.functional.instance_norm(x.t()[None], m.count, m.count + 1, use_input_stats=True)
+
+
+def change_input(m, x):
+    x.add_(1)
+    return m.linear(x)
+
+
+def change_constant(m, x):
+    m.plain.add_(1)
+    return x + m.plain
+
+
+def change_parameter(m, x):
+    m.linear.weight.detach().mul_(0.5)
+    return m.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (branch, r"branch.*depends on the values.*test_capture\.py:\d+ `if x\.sum\(\) > 0:`"),
+        (number, r"aten\.item\.default gives a number.*test_capture\.py:\d+ `"),
+        (lambda m, x: x.nonzero(), r"aten\.nonzero\.default gives .* a shape that depends"),
+        (
+            lambda m, x: torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,)),
+            "construct 'cond'.*torch.where",
+        ),
+        (count_calls, "changes its buffer 'count' .*self.training"),
+        (replace_buffer, "changes its buffer 'count' .*self.training"),
+        (statistics_of_every_batch, "changes its buffer 'count' .*self.training"),
+        (statistics_of_every_instance, r"aten\.instance_norm\.default cannot be made one plain"),
+        (keep_state, "keeps state between calls in its attribute 'plain'"),
+        (change_input, r"changes its input 'x' in place.*x = x\.clone\(\)"),
+        (change_constant, "in-place operator.*Constant plain"),
+        (change_parameter, "changes its parameter 'linear.weight' when it is called"),
+        (lambda m, x: {1, x}, "returns a set: let it return tensors"),
+        (lambda m, x: m.linear(x) + torch.from_numpy(x.numpy()), r"cannot trace.*numpy"),
+        (lambda m, x: x @ torch.ones(3, 3), r"itself fails.*shapes cannot be multiplied"),
+        (lambda m, x: x, "no operators"),
+    ],
+)
+def test_what_cannot_be_captured_is_named(forward, message, capfd):
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture(Module(forward), X.clone())
+    assert "\n" not in str(caught.value)
+    out, err = capfd.readouterr()
+    assert out == err == ""  # torch's own report of the failed trace is kept back
+
+
+def test_a_buffer_of_a_submodule_that_is_assigned_to_is_named():
+    """Torch follows such assignments on the module that it exports only."""
+    nested = nn.Sequential(nn.Linear(4, 4), Module(replace_buffer))
+    with pytest.raises(CaptureError, match=r"changes its buffer '1\.count' .*self\.training"):
+        capture(nested, X)
+    assert torch.equal(nested[1].count, torch.zeros(4))
+    loss = nn.functional.mse_loss
+    with pytest.raises(CaptureError, match=r"in place \(self\.count\.copy_\(\.\.\.\)\)"):
+        capture(Module(replace_buffer), (X, X), mode="training", loss=loss)
+
+    def in_place(m, x):
+        m.count.copy_(m.count + 1)
+        return m.linear(x) + m.count
+
+    graph = capture(Module(in_place), (X, X), mode="training", loss=loss)
+    assert len(graph.program.new_buffers) == 1
+
+
+@pytest.mark.parametrize("kept", [[torch.zeros(2, 4)], {0: torch.zeros(2, 4)}])
+@pytest.mark.parametrize("nested", [False, True])
+def test_state_in_a_list_or_dict_is_named(kept, nested):
+    def forward(m, x):
+        m.kept[0] = m.kept[0] + x
+        return m.kept[0] * 2
+
+    inner = Module(forward)
+    inner.kept, before = kept, kept[0]
+    with pytest.raises(CaptureError, match=r"keeps state .* attribute '(0\.)?kept'"):
+        capture(nn.Sequential(inner) if nested else inner, X)
+    assert inner.kept is kept and kept[0] is before
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_an_attribute_that_every_call_sets_anew_is_no_state():
+    module = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.ReLU())
+    before = module[0].weight
+    graph = check(module, X)
+    assert {"0.weight_g", "0.weight_v"} < set(graph.program.param_names)
+    capture(module, X)
+    assert module[0].weight is not before and type(module[0].weight) is torch.Tensor
+
+
+def test_a_kept_tensor_that_is_replaced_before_it_is_read_is_no_state():
+    def forward(m, x):
+        m.kept["last"] = m.linear(x)
+        return m.kept["last"] + 1
+
+    module = Module(forward)
+    module.kept = {"last": (last := torch.ones(2, 4))}
+    capture(module, X)
+    assert module.kept["last"] is last
+
+
+def test_a_key_value_cache_says_how_to_switch_it_off():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_embd=8, n_layer=1, n_head=1, vocab_size=10, bos_token_id=0, eos_token_id=0
+    )
+    module = transformers.GPT2LMHeadModel(config).eval()
+    with pytest.raises(CaptureError, match=r"Cache.*config\.use_cache = False"):
+        capture(module, {"input_ids": torch.zeros(1, 4, dtype=torch.long)})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([X], "got list"),
+        (3, "got int"),
+        ((X, object()), r"input args\[1\] is a builtins\.object"),
+        ({"x": {"a": [X, {1}]}}, r"input x\['a'\]\[1\] is a builtins\.set"),
+        ((X, X, X), "itself fails on the example inputs"),
+    ],
+)
+def test_inputs_that_cannot_be_captured(inputs, message):
+    with pytest.raises(CaptureError, match=message):
+        capture(nn.Linear(4, 4), inputs)
+
+
+def test_errors_keep_the_original_as_their_cause():
+    with pytest.raises(CaptureError) as caught:
+        capture(Module(branch), X)
+    assert "GuardOnDataDependent" in type(caught.value.__cause__).__name__

@@ -1,0 +1,662 @@
+"""Training: gradients and updated parameters are those of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from agents.trained import one_thread
+from placement.capturing import capture
+from placement.capturing.training import plain_step as plain_pytorch_step
+from placement.cluster import Cluster, Device
+from placement.costs.measure import measure
+from placement.executor import Executor, RunnerError, Trainer
+from placement.plan import PlanMismatch, load_plan, make_plan
+from placement.problem import Problem, Solution
+from placement.profile import Profile
+from placement.program import CaptureError, InputError, fill
+from placement.schedule import Schedule, ScheduleError
+from placement.simulator import list_schedule, simulate
+
+CORES = sorted(os.sched_getaffinity(0))
+CLUSTER = Cluster(
+    "tests", tuple(Device(f"cpu:{i}", "cpu", (CORES[i % len(CORES)],)) for i in range(2))
+)
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+
+
+class Net(nn.Module):
+    """Convolution, batch normalisation, in-place operators, views, tied and unused parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.one = nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+        self.head = nn.Linear(4, 5)
+        self.unused = nn.Linear(2, 2)
+        self.frozen = nn.Parameter(torch.full((4,), 0.5), requires_grad=False)
+
+    def forward(self, x):
+        y = F.relu(self.norm(self.conv(x)), inplace=True)
+        y = y.mean((2, 3)) * self.frozen
+        z = y + self.one(y).tanh()
+        z[:, 0] *= 2
+        return self.head(self.two(z.view(-1, 4)))
+
+
+def data(count, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(2, 3, 6, 6, generator=g), torch.randint(5, (2,), generator=g))
+        for _ in range(count)
+    ]
+
+
+def made(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def plain_step(module, optimizer, microbatches, loss=F.cross_entropy):
+    """The same step in plain PyTorch; a module that returns its loss has none beside it.
+
+    In one thread, as devices here have: the bias before a norm has a gradient of nothing but
+    rounding, which Adam makes as large as any.
+    """
+    if not isinstance(microbatches[0], tuple) or isinstance(microbatches[0][1], dict):
+        loss = None
+    with one_thread():
+        return plain_pytorch_step(module, optimizer, microbatches, loss)
+
+
+def random_placement(graph, seed):
+    groups = np.random.default_rng(seed).integers(0, 2, graph.num_groups)
+    return groups[graph.group].astype(np.int32)
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_equal_plain_pytorch(name, colocate):
+    module = made()
+    plain = copy.deepcopy(module).train()
+    optimizer, expected = (
+        OPTIMIZERS[name](module.parameters()),
+        OPTIMIZERS[name](plain.parameters()),
+    )
+    batches = data(12)
+    graph = capture(
+        module,
+        batches[0],
+        mode="training",
+        loss=F.cross_entropy,
+        optimizer=optimizer,
+        colocate_backward=colocate,
+    )
+    with Trainer(graph, CLUSTER, random_placement(graph, 3), optimizer) as trainer:
+        for i in range(3):
+            mine = batches[4 * i : 4 * i + 4]
+            losses = trainer.accumulate(mine)
+            gradients = trainer.gradients()
+            trainer.update()
+            seen = {}
+            hook = expected.register_step_pre_hook(
+                lambda *_, seen=seen: seen.update(
+                    {n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None}
+                )
+            )
+            torch.testing.assert_close(losses, plain_step(plain, expected, mine))
+            hook.remove()
+            assert gradients.keys() == seen.keys()
+            for key, value in gradients.items():
+                torch.testing.assert_close(value, seen[key])
+    for (key, a), b in zip(module.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=key)
+    assert module.norm.num_batches_tracked == 12
+
+
+# ---------------------------------------------------------------- the graph
+
+
+def test_a_chain_is_numbered_weighed_and_named():
+    module = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(module.parameters())
+    example = (torch.randn(5, 4), torch.zeros(5, dtype=torch.long))
+    graph = capture(
+        module, example, mode="training", loss=F.cross_entropy, optimizer=optimizer, name="chain"
+    )
+    names = ["linear", "relu", "linear_1", "cross_entropy_loss"]
+    assert graph.op_name == (*names, *(f"{x}_backward" for x in reversed(names)))
+    assert graph.op_module == ("0", "1", "2", "", "", "2", "1", "0")
+    assert graph.is_backward.tolist() == [False] * 4 + [True] * 4
+    assert graph.group.tolist() == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert graph.op_signature[0] == "aten.linear.default(f32[5,4], f32[3,4], f32[3])"
+    assert graph.op_signature[7] == "backward of aten.linear.default(f32[5,4], f32[3,4], f32[3])"
+    program = graph.program
+    assert program.optimizer == "AdamW" and not program.is_random
+    assert dict(zip(program.param_names, graph.param_bytes.tolist(), strict=False)) == {
+        "0.weight": 48,
+        "0.bias": 12,
+        "2.weight": 24,
+        "2.bias": 8,
+    }
+    # Beside the parameters: gradient, two moments and a counter of AdamW, where gradients are.
+    assert graph.param_bytes[4:].sum() == 3 * (48 + 12 + 24 + 8) + 4 * 4
+    keepers = graph.param_use_op[graph.param_use >= 4]
+    assert sorted({graph.op_name[op] for op in keepers}) == ["linear_1_backward", "linear_backward"]
+    # The relu's result is stored for two backward operators; nothing else of the forward is.
+    relu = int(graph.out_tensor[graph.out_ptr[1]])
+    readers = graph.use_dst[graph.use_ptr[relu] : graph.use_ptr[relu + 1]]
+    assert [graph.op_name[op] for op in readers] == [
+        "linear_1",
+        "linear_1_backward",
+        "relu_backward",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "factor"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=1.0), 0),
+        (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), 1),
+        (lambda p: torch.optim.RMSprop(p), 1),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
+    ],
+)
+def test_memory_counts_what_the_optimizer_keeps(make, factor):
+    module = nn.Linear(8, 8, bias=False)
+    graph = capture(
+        module,
+        (torch.randn(2, 8), torch.randn(2, 8)),
+        mode="training",
+        loss=F.mse_loss,
+        optimizer=make(module.parameters()),
+    )
+    weight, kept = graph.param_bytes.tolist()
+    counter = 4 if factor in (3,) or "RMSprop" in graph.program.optimizer else 0
+    assert (weight, kept) == (256, 256 * (1 + factor) + counter)
+
+
+def test_backward_may_be_placed_apart():
+    module = made()
+    example = data(1)[0]
+    together = capture(module, example, mode="training", loss=F.cross_entropy)
+    apart = capture(module, example, mode="training", loss=F.cross_entropy, colocate_backward=False)
+    assert apart.op_name == together.op_name
+    assert together.num_groups < apart.num_groups == apart.num_ops
+
+
+def test_gradients_of_weights_may_be_operators_of_their_own():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    example = (torch.randn(2, 3, 6, 6), torch.tensor([0, 1]))
+    graph = capture(module, example, mode="training", loss=F.cross_entropy, split_backward=True)
+    backward = [name for name in graph.op_name if name.endswith("backward")]
+    assert backward == [
+        "cross_entropy_loss_backward",
+        "linear_backward",
+        "linear_weight_backward",
+        "conv2d_1_backward",
+        "conv2d_1_weight_backward",
+        "conv2d_weight_backward",  # nobody needs the gradient of the image
+    ]
+    assert graph.num_groups == 4
+    weights = [i for i, name in enumerate(graph.op_name) if "_weight_" in name]
+    assert not np.isin(graph.tensor_src[graph.use_tensor], weights).any()
+    F.cross_entropy(module(example[0]), example[1]).backward()
+    _, gradients = run_in_any_order(graph, np.random.default_rng(0))
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad)
+
+
+def run_in_any_order(graph, rng):
+    """Loss and gradients, by name, of one micro-batch in a random order that the edges allow."""
+    program = graph.program
+    live = dict(zip(program.input_tensors, program.example_tensors, strict=True))
+    waiting = set(range(graph.num_ops))
+    with torch.no_grad():
+        while waiting:
+            ready = [
+                op
+                for op in waiting
+                if all(t in live for t in graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]])
+            ]
+            op = int(rng.choice(ready))
+            waiting.remove(op)
+            step = program.steps[op]
+            value = step.target(*fill(step.args, live, program.params))
+            for t, i in zip(step.outputs, step.output_index, strict=True):
+                live[t] = value[i] if step.multi else value
+                size = live[t].numel() * live[t].element_size()
+                # The trace does not know the size of an LSTM's workspace.
+                assert graph.tensor_bytes[t] == size or "lstm" in graph.op_name[op]
+    gradients = {program.param_names[p]: live[t] for p, t in program.gradients}
+    return live[program.output_leaves[0].tensor], gradients
+
+
+class Branches(nn.Module):
+    """One tensor feeds an operator directly and through another; several outputs; splits."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.lstm = nn.LSTM(4, 3)
+
+    def forward(self, x):
+        u = self.a(x).tanh()
+        v = (
+            F.scaled_dot_product_attention(u, self.b(u), u)
+            + F.cosine_similarity(u, self.b(u))[..., None]
+        )
+        left, right = v.split([1, 3], -1)
+        out, (h, _) = self.lstm(torch.cat([right, left], -1))
+        with torch.no_grad():
+            scale = out.abs().max()
+        return (out / scale).sum() + h.sum() + u.detach().sum() + u.expand(2, *u.shape).mean()
+
+
+class Autocast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.a(x)
+        return self.b(y.float() + x).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Branches, Autocast])
+def test_every_order_that_the_edges_allow_gives_autograds_gradients(kind):
+    torch.manual_seed(0)
+    module, x = kind(), torch.randn(3, 4)
+    graph = capture(module, x, mode="training")
+    loss = module(x)
+    loss.backward()
+    for seed in range(5):
+        got, gradients = run_in_any_order(graph, np.random.default_rng(seed))
+        torch.testing.assert_close(got, loss.detach())
+        assert gradients.keys() == dict(module.named_parameters()).keys()
+        for name, p in module.named_parameters():
+            torch.testing.assert_close(gradients[name], p.grad)
+
+
+# ---------------------------------------------------------------- what a step may hold
+
+
+def check_steps(module, examples, loss=None, *, seed=0, make=OPTIMIZERS["sgd"], steps=2, **options):
+    """Steps on two devices against plain PyTorch, from the same parameters; the trainer's graph."""
+    plain = copy.deepcopy(module).train()
+    optimizer, expected = make(module.parameters()), make(plain.parameters())
+    graph = capture(module, examples[0], mode="training", loss=loss, optimizer=optimizer)
+    count = len(examples) // steps
+    with Trainer(graph, CLUSTER, random_placement(graph, seed), optimizer, **options) as trainer:
+        for i in range(steps):
+            mine = examples[i * count : (i + 1) * count]
+            torch.testing.assert_close(trainer.step(mine), plain_step(plain, expected, mine, loss))
+    for (key, a), b in zip(module.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=key)
+    return graph
+
+
+def test_a_residual_network_and_a_transformer_with_tied_embeddings():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(
+        layer_type="basic", embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], num_labels=3
+    )
+    images = [(torch.randn(2, 3, 16, 16), torch.tensor([i % 3, 2])) for i in range(6)]
+    check_steps(
+        transformers.ResNetForImageClassification(config),
+        images,
+        lambda out, target: F.cross_entropy(out.logits, target),
+    )
+    config = transformers.GPT2Config(
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        vocab_size=20,
+        n_positions=8,
+        use_cache=False,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    texts = [{"input_ids": (x := torch.randint(20, (2, 8))), "labels": x} for _ in range(4)]
+    module = transformers.GPT2LMHeadModel(config)
+    graph = check_steps(module, texts, make=OPTIMIZERS["adamw"])  # its own loss, from labels
+    name = graph.program.param_names.index("transformer.wte.weight")
+    readers = {graph.op_name[op] for op in graph.param_use_op[graph.param_use == name]}
+    assert {"embedding", "linear", "linear_backward"} <= readers
+    assert sum(p == name for p, _ in graph.program.gradients) == 1
+
+
+class Norms(nn.Module):
+    """Buffers that several operators read, and that change in other ways than running means."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.norm = nn.BatchNorm1d(4)
+        self.still = nn.BatchNorm1d(4).eval()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.still(self.norm(self.linear(x)))
+        before = self.seen.exp()
+        self.seen.lerp_(y.detach().mean(0), 0.5)
+        return ((y * before + self.seen).square()).mean()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_buffers_change_in_the_order_of_micro_batches(seed):
+    torch.manual_seed(0)
+    module = Norms()
+    module.train()
+    module.still.eval()
+    batches = [torch.randn(8, 4) for _ in range(16)]
+    still = copy.deepcopy(module.still.state_dict())
+    plain = copy.deepcopy(module)
+    optimizer, expected = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, plain))
+    graph = capture(module, batches[0], mode="training")
+    with Trainer(graph, CLUSTER, random_placement(graph, seed), optimizer) as trainer:
+        for mine in (batches[:8], batches[8:]):
+            torch.testing.assert_close(trainer.step(mine), plain_step(plain, expected, mine))
+    for (key, a), b in zip(module.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=key)
+    for key, value in still.items():
+        if "running" in key:
+            assert torch.equal(module.still.state_dict()[key], value)
+    assert module.seen.abs().sum() > 0
+
+
+def test_dropout_uses_one_mask_for_forward_and_backward():
+    module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    graph = capture(module, (torch.eye(64), None), mode="training", loss=lambda y, _: y.sum())
+    assert graph.program.is_random
+    with Trainer(graph, CLUSTER, random_placement(graph, 1), optimizer) as trainer:
+        losses = trainer.accumulate([(torch.eye(64), None)] * 2)
+        gradient = trainer.gradients()["0.weight"] * 2
+    # Each micro-batch gives every weight a gradient of 0 or 2, and its loss is their product.
+    assert set(gradient.unique().tolist()) == {0.0, 2.0, 4.0}
+    expected = (gradient * module[0].weight.detach()).sum()
+    torch.testing.assert_close(losses.sum(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [lambda x: x, lambda x: (x, x + 1), lambda x: {"other": 3, "loss": x}],
+)
+def test_the_module_may_return_its_loss(result):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+
+        def forward(self, x, scale=1.0):
+            return result(self.linear(x).mean() * scale)
+
+    check_steps(Own(), [((torch.randn(2, 3),), {"scale": 2.0}) for _ in range(2)], steps=1)
+
+
+# ---------------------------------------------------------------- schedules and steps
+
+
+def problem_of(graph, **options):
+    seconds = np.full((graph.num_ops, 2), 1e-5)
+    return Problem(graph, CLUSTER, Profile(CLUSTER.device_names, seconds, seconds * 0), **options)
+
+
+def gpipe(graph, placement, count):
+    """All forwards in order, then all backwards in reverse order of the micro-batches."""
+    forward = [(n, b) for b in range(count) for n in np.flatnonzero(~graph.is_backward)]
+    backward = [(n, b) for b in reversed(range(count)) for n in np.flatnonzero(graph.is_backward)]
+    rows = np.array([*forward, *backward], np.int32)
+    return Schedule(tuple(rows[placement[rows[:, 0]] == d] for d in range(2)), count)
+
+
+def test_a_schedule_is_followed_step_after_step():
+    module = made()
+    plain = copy.deepcopy(module).train()
+    optimizer, expected = (OPTIMIZERS["sgd"](m.parameters()) for m in (module, plain))
+    batches = data(9)
+    graph = capture(module, batches[0], mode="training", loss=F.cross_entropy)
+    placement = random_placement(graph, 5)
+    schedule = gpipe(graph, placement, 3)
+    with Trainer(graph, CLUSTER, placement, optimizer, schedule=schedule, record=True) as trainer:
+        for i in range(3):
+            mine = batches[3 * i : 3 * i + 3]
+            plain_step(plain, expected, mine)
+            trainer.step(iter(mine))
+        ran = np.array(trainer.runner.workers[0].slices, object).reshape(-1, 4)[:, :2].astype(int)
+        order = schedule.order[0][:, ::-1]
+        assert (ran == np.concatenate([order + np.array([3 * i, 0]) for i in range(3)])).all()
+        with pytest.raises(RunnerError, match="2 micro-batches given, but the schedule is for 3"):
+            trainer.step(batches[:2])
+        before = copy.deepcopy(module.state_dict())
+        trainer.step(batches[:3])  # and goes on
+        assert not torch.equal(module.head.weight, before["head.weight"])
+
+
+def test_a_schedule_that_changes_buffers_out_of_order_is_refused():
+    module = made()
+    graph = capture(module, data(1)[0], mode="training", loss=F.cross_entropy)
+    placement = np.zeros(graph.num_ops, np.int32)
+    rows = np.array([(n, b) for b in (1, 0) for n in range(graph.num_ops)], np.int32)
+    schedule = Schedule((rows, rows[:0]), 2)
+    optimizer = torch.optim.SGD(module.parameters())
+    with pytest.raises(ScheduleError, match=r"micro-batch 1 is scheduled before .* changes"):
+        Trainer(graph, CLUSTER, placement, optimizer, schedule=schedule)
+
+
+def test_settings_are_read_at_every_step_and_training_goes_on_where_it_stopped():
+    module = made()
+    plain = copy.deepcopy(module).train()
+    optimizer, expected = (OPTIMIZERS["adamw"](m.parameters()) for m in (module, plain))
+    batches = data(8)
+    graph = capture(module, batches[0], mode="training", loss=F.cross_entropy, optimizer=optimizer)
+    for i in range(2):
+        with Trainer(graph, CLUSTER, random_placement(graph, i), optimizer) as trainer:
+            for j in range(2):
+                mine = batches[4 * i + 2 * j : 4 * i + 2 * j + 2]
+                for o in (optimizer, expected):
+                    o.param_groups[0]["lr"] = 0.1 / (1 + 2 * i + j)
+                trainer.step(mine)
+                plain_step(plain, expected, mine)
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+    for a, b in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    mine = optimizer.state_dict()["state"]
+    for key, value in expected.state_dict()["state"].items():
+        torch.testing.assert_close(mine[key]["exp_avg_sq"], value["exp_avg_sq"])
+
+
+def test_a_loader_is_read_step_by_step():
+    module = made()
+    plain = copy.deepcopy(module).train()
+    optimizer, expected = (OPTIMIZERS["sgd"](m.parameters()) for m in (module, plain))
+    batches = data(7)
+    graph = capture(module, batches[0], mode="training", loss=F.cross_entropy)
+    placement = random_placement(graph, 2)
+    loader = [list(x) for x in batches]  # as torch.utils.data.DataLoader gives them
+    with Trainer(graph, CLUSTER, placement, optimizer) as trainer:
+        losses = list(trainer.train(loader, 3))
+    assert [len(x) for x in losses] == [3, 3, 1]
+    for i, got in enumerate(losses):
+        mine = batches[3 * i : 3 * i + 3]
+        torch.testing.assert_close(got, plain_step(plain, expected, mine))
+    schedule = gpipe(graph, placement, 3)
+    with Trainer(graph, CLUSTER, placement, optimizer, schedule=schedule) as trainer:
+        assert len(list(trainer.train(iter(loader), 3))) == 2
+
+
+def test_failures_leave_the_module_as_after_the_last_step():
+    module = made()
+    plain = copy.deepcopy(module).train()
+    optimizer, expected = (OPTIMIZERS["sgd"](m.parameters()) for m in (module, plain))
+    batches = data(4)
+    graph = capture(module, batches[0], mode="training", loss=F.cross_entropy)
+
+    def stop_early():
+        yield batches[0]
+        raise OSError("no more data")
+
+    x, y = batches[1]
+    with Trainer(graph, CLUSTER, random_placement(graph, 4), optimizer) as trainer:
+        trainer.step(batches[:2])
+        plain_step(plain, expected, batches[:2])
+        buffers = {k: v.clone() for k, v in module.named_buffers()}
+        for wrong, kind, message in (
+            ([batches[0], (x, y + 100)], IndexError, "out of bounds"),
+            ([batches[0], (x[:1], y)], InputError, "captured as f32"),
+            ([x], InputError, "pair"),
+            ([], RunnerError, "no micro-batches given"),
+            (stop_early(), OSError, "no more data"),
+        ):
+            with pytest.raises(kind, match=message):
+                trainer.step(wrong)
+        with pytest.raises(RunnerError, match="no gradients"):
+            trainer.update()
+        for key, value in module.named_buffers():  # running statistics saw some micro-batches
+            value.copy_(buffers[key])
+        torch.testing.assert_close(
+            trainer.step(batches[2:]), plain_step(plain, expected, batches[2:])
+        )
+    for a, b in zip(module.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# ---------------------------------------------------------------- the rest of the house
+
+
+def test_measuring_and_executing_leave_the_module_alone():
+    module = made()
+    before = copy.deepcopy(module.state_dict())
+    optimizer = OPTIMIZERS["adamw"](module.parameters())
+    graph = capture(module, data(1)[0], mode="training", loss=F.cross_entropy, optimizer=optimizer)
+    problem = Problem(graph, CLUSTER, measure(graph, CLUSTER, repeats=1), num_microbatches=4)
+    placement = random_placement(graph, 1)
+    timeline = Executor(problem).run(placement, list_schedule(problem, placement, 4))
+    assert timeline.num_microbatches == 4
+    predicted = simulate(problem, placement)
+    kept = problem.param_bytes_on(placement)
+    assert (predicted.peak_bytes > kept).all() and (timeline.peak_bytes > kept).all()
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_stored_activations_bound_the_micro_batches_in_flight():
+    layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    example = (torch.randn(4, 16), torch.randn(4, 16))
+    graph = capture(nn.Sequential(*layers), example, mode="training", loss=F.mse_loss)
+    placement = np.zeros(graph.num_ops, np.int32)
+    peaks = []
+    for schedule in (
+        list_schedule(problem_of(graph), placement, 4),  # one micro-batch after the other
+        gpipe(graph, placement, 4),
+    ):
+        peaks.append(int(simulate(problem_of(graph), placement, schedule).peak_bytes[0]))
+    # The results of the 6 tanh are stored for backward, of 3 more micro-batches.
+    assert peaks[1] - peaks[0] >= 3 * 6 * 4 * 16 * 4
+
+
+def test_a_plan_of_a_training_step(tmp_path):
+    module = made()
+    plain = copy.deepcopy(module).train()
+    optimizer, expected = (OPTIMIZERS["sgd"](m.parameters()) for m in (module, plain))
+    batches = data(4)
+    graph = capture(module, batches[0], mode="training", loss=F.cross_entropy, optimizer=optimizer)
+    problem = problem_of(graph, num_microbatches=2)
+    placement = random_placement(graph, 6)
+    schedule = list_schedule(problem, placement, 2)
+    solution = Solution(placement, 1.0)
+    plan = make_plan(problem, solution, planner="mine", schedule=schedule)
+    assert (plan.graph.mode, plan.graph.optimizer) == ("training", "SGD")
+    plan.save(tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json")
+    with plan.bind_training(module, optimizer, loss=F.cross_entropy) as trainer:
+        for mine in (batches[:2], batches[2:]):
+            torch.testing.assert_close(trainer.step(mine), plain_step(plain, expected, mine))
+    with pytest.raises(PlanMismatch, match="bind_training"):
+        plan.bind(module)
+    with pytest.raises(PlanMismatch, match="parameter sizes"):
+        plan.bind_training(module, torch.optim.SGD(module.parameters()), loss=F.cross_entropy)
+
+
+class Branch(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def write_to_parameter(m, x):
+    with torch.no_grad():
+        m.linear.bias.add_(1)
+    return m.linear(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda m, x: m.linear(x), r"one floating-point number.*tensor of shape \(2, 4\)"),
+        (lambda m, x: {"logits": m.linear(x)}, r"got a NoneType"),
+        (lambda m, x: m.linear(x).argmax(), r"got a tensor of shape \(\)"),
+        (lambda m, x: x.sum(), r"nothing to train"),
+        (lambda m, x: m.linear(x).sum().detach(), r"depends on no parameter"),
+        (lambda m, x: m.linear(x.mul_(2)).sum(), r"changes its input"),
+        (write_to_parameter, r"changes its parameter 'linear.bias'"),
+        (lambda m, x: m.linear(x).sum() if x.sum() > 0 else x, r"Python branch"),
+    ],
+)
+def test_what_cannot_be_trained_is_named(function, message):
+    with pytest.raises(CaptureError, match=message):
+        capture(Branch(function), torch.ones(2, 4), mode="training")
+
+
+def test_misuse_is_explained():
+    class Target(nn.Module):
+        def forward(self, target):
+            return target
+
+    module = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    for call, message in (
+        (lambda: capture(module, x, loss=F.mse_loss), "for training"),
+        (lambda: capture(module, x, mode="train"), "'inference' or 'training'"),
+        (lambda: capture(module, x, mode="training", loss=F.mse_loss), r"pair \(inputs, target\)"),
+        (lambda: capture(Target(), (x, x), mode="training", loss=F.mse_loss), "argument 'target'"),
+    ):
+        with pytest.raises(CaptureError, match=message):
+            call()
+    graph = capture(module, (x, x), mode="training", loss=F.mse_loss)
+    place = np.zeros(graph.num_ops, np.int32)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(RunnerError, match="LBFGS"):
+        Trainer(graph, CLUSTER, place, torch.optim.LBFGS(module.parameters()))
+    with pytest.raises(RunnerError, match="no training step"):
+        Trainer(capture(module, x), CLUSTER, [0], other)
+    with (
+        Trainer(graph, CLUSTER, place, other) as trainer,
+        pytest.raises(RunnerError, match=r"parameters\(\) of the captured module"),
+    ):
+        trainer.step([(x, x)])

@@ -1,0 +1,886 @@
+"""The ``placement`` command: what it prints, what it writes, and how it says no."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement import cli
+from placement.__main__ import VERBS, main
+from placement.cli import DEFECT, NO, OK, interruptible, says_when_compiling, seconds
+from placement.cluster import Cluster, Device
+from placement.plan import Plan, load_plan
+from placement.profile import Profile
+from placement.tools.files import FileError
+
+ROOT = Path(__file__).parents[2]
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+KEYS = [
+    "planner",
+    "objective",
+    "value_s",
+    "lower_bound_s",
+    "seconds",
+    "evaluations",
+    "feasible",
+    "assignment",
+]
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a cluster of two workers on this machine, and a made-up profile of tiny_mlp.
+
+    Every operator takes 1 ms on ``a`` and on ``b``, transfers are free: 6 operators.
+    """
+    from placement.cli import capture_workload
+
+    folder = tmp_path_factory.mktemp("cli")
+    cluster = Cluster("two", (Device("a", cores=(CORES[0],)), Device("b", cores=(CORES[-1],))))
+    lines = [f"- {{name: {d.name}, cores: {list(d.cores)}}}" for d in cluster.devices]
+    (folder / "two.yaml").write_text("devices:\n" + "\n".join(lines) + "\n")
+    graph = capture_workload("tiny_mlp", lambda what, share: None)
+    profile = Profile(
+        ("a", "b"),
+        np.full((6, 2), 1e-3),
+        np.zeros((6, 2)),
+        graph_fingerprint=graph.fingerprint,
+    )
+    profile.save(folder / "profile.npz")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def plan_path(home: Path) -> Path:
+    """A plan of tiny_mlp: the first half on ``a``, the second on ``b``."""
+    path = home / "plan.json"
+    assert main(plan_args(home, "contiguous_dp", "--out", str(path))) == OK
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "cache"))
+
+
+def plan_args(home: Path, planner: str, *more: str) -> list[str]:
+    given = ["--cluster", str(home / "two.yaml"), "--profile", str(home / "profile.npz")]
+    return ["plan", "tiny_mlp", "--planner", planner, *given, *more]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int = OK) -> Any:
+    """The one JSON object that a command prints on standard output."""
+    assert main([*map(str, argv), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def error(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
+    """The one line that a refused command prints on standard error."""
+    assert main(list(map(str, argv))) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("placement: error: ")]
+    assert len(lines) == 1 and "Traceback" not in err and out == ""
+    return lines[0]
+
+
+def ran(trace: Path) -> dict[str, list[list[Any]]]:
+    """What each device ran, one after another, as [operator, micro-batch]."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found: dict[str, list[list[Any]]] = {}
+    for e in sorted((e for e in events if "operator" in e["args"]), key=lambda e: e["ts"]):
+        found.setdefault(tracks[e["tid"]], []).append([e["name"], e["args"]["micro_batch"]])
+    return found
+
+
+def changed(path: Path, to: Path, **top: Any) -> Path:
+    to.write_text(json.dumps(json.loads(path.read_text()) | top))
+    return to
+
+
+# -- plan ------------------------------------------------------------------------------------
+
+
+def test_plan_for_machines(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    got = answer(capsys, *plan_args(home, "contiguous_dp"))
+    assert list(got) == KEYS
+    assert got["planner"] == "contiguous_dp" and got["objective"] == "period"
+    assert got["value_s"] == pytest.approx(3e-3) and got["lower_bound_s"] == pytest.approx(3e-3)
+    assert got["feasible"] is True
+    assert sorted(got["assignment"].values()) == ["a"] * 3 + ["b"] * 3
+    assert next(iter(got["assignment"])) == "linear"
+
+
+def test_plan_for_latency(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    got = answer(capsys, *plan_args(home, "heft", "--objective", "latency"))
+    assert got["value_s"] == got["lower_bound_s"] == pytest.approx(6e-3)
+
+
+def test_plan_options_seed_and_budget(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [*plan_args(home, "local_search", "--evaluations", "30", "seconds=60"), "--seed", "3"]
+    first, again = answer(capsys, *args), answer(capsys, *args)
+    assert 0 < first["evaluations"] <= 30
+    assert first["assignment"] == again["assignment"]
+
+
+def test_budget_of_a_planner_without_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan_args(home, "heft", "--seed", "1")) == OK
+    assert "planner 'heft' has no seed: --seed 1 is not used" in capsys.readouterr().err
+
+
+def test_plan_nothing_fits(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text("devices: [{name: a, memory_bytes: 10}, {name: b, memory_bytes: 10}]")
+    args = plan_args(home, "heft", "--cluster", str(small), "--out", str(tmp_path / "plan.json"))
+    assert main([*args, "--json"]) == NO
+    out, err = capsys.readouterr()
+    got = json.loads(out)
+    assert list(got) == KEYS and got["feasible"] is False and got["value_s"] is None
+    assert "nothing can fit in memory: the parameters take" in err and "have 20" in err
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_plan_writes_plan_and_trace(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    args = plan_args(home, "round_robin", "--out", str(out), "--trace", str(trace))
+    assert main([*args, "--microbatches", "4"]) == OK
+    plan = load_plan(out)
+    assert plan.num_microbatches == 4 and plan.graph.workload == "tiny_mlp"
+    assert plan.graph.input_spec == {
+        "args": [{"shape": [2, 16], "dtype": "float32"}],
+        "kwargs": {},
+    }
+    slices = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert sum("operator" in e["args"] for e in slices) == 4 * 6
+    assert f"placement run {out}" in capsys.readouterr().err
+
+
+def test_plan_of_a_problem_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A chain of two operators, 3 ms on an accelerator or 6 ms on a processor each."""
+    node = {"supportedOnFpga": 1, "cpuLatency": 6.0, "fpgaLatency": 3.0, "isBackwardNode": 0}
+    nodes = [node | {"id": i, "name": f"n{i}", "colorClass": i, "size": 1.0} for i in (7, 8)]
+    file = tmp_path / "problem.json"
+    edges = [{"sourceId": 7, "destId": 8, "cost": 0.5, "size": 1.0}]
+    limits = {"maxSizePerFPGA": 10.0, "maxFPGAs": 1, "maxCPUs": 1}
+    file.write_text(json.dumps({"nodes": nodes, "edges": edges} | limits))
+    got = answer(capsys, "plan", file, "--planner", "single_device")
+    assert list(got) == KEYS and got["objective"] == "max_load"
+    assert got["value_s"] == pytest.approx(6e-3)
+    assert set(got["assignment"].values()) == {"acc:0"} and len(got["assignment"]) == 2
+    # Its authors' latency is the analytic one; the answer names what was asked for.
+    got = answer(capsys, "plan", file, "--planner", "single_device", "--objective", "latency")
+    assert got["objective"] == "latency"
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(file), "--planner", "single_device", "--out", str(out)]) == OK
+    assert "max_load" in capsys.readouterr().out
+    checked = answer(capsys, "validate", out)
+    assert checked["valid"] is True and "made from a problem file" in checked["notes"][0]
+    assert "exists in the simulator only" in checked["notes"][1]
+    assert "there is no model to run" in error(capsys, "run", out)
+    assert "--profile is for workloads" in error(
+        capsys, "plan", file, "--planner", "heft", "--profile", "x.npz"
+    )
+    file.write_text("{}")
+    assert "unknown JSON format" in error(capsys, "plan", file, "--planner", "heft")
+
+
+def test_plan_of_public_workloads(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = shared / "data" / "pipedream" / "alexnet.txt"
+    args = ["plan", file, "--planner", "single_device", "--devices", "2", "--bandwidth", "1e9"]
+    got = answer(capsys, *args, "--memory", str(2**40))
+    assert got["feasible"] and 0 < got["lower_bound_s"] <= got["value_s"]
+
+
+def test_plan_says_that_a_network_is_untrained(home: Path, capsys: Any) -> None:
+    said = "no policy is released for period in this mode: the network is untrained"
+    words = plan_args(home, "policy", "mode=zero_shot", "--json")
+    assert main(words) == OK and said in capsys.readouterr().err
+    assert main([*words, "policy=untrained"]) == OK and said not in capsys.readouterr().err
+
+
+def test_commands_to_type_next_are_quoted(home: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "my plans" / "plan.json"
+    assert main(plan_args(home, "heft", "--out", str(out))) == OK
+    assert f"; next: placement run '{out}'\n" in capsys.readouterr().err
+
+
+def test_plan_says_when_a_gain_is_less_than_predictions_err(tmp_path: Path, capsys: Any) -> None:
+    from placement.importers.problem_file import save
+    from tests.problems import random_problem
+
+    problem = random_problem(3, 20, 3)
+    profile = replace(problem.profile, provenance={"error": 0.95})
+    save(replace(problem, profile=profile), tmp_path / "p.json")
+    plan = ["plan", str(tmp_path / "p.json"), "--planner", "policy", "baseline=round_robin"]
+    assert main([*plan, "--evaluations", "200"]) == OK
+    said = capsys.readouterr().err
+    assert "kept the baseline's placement: the search's is predicted" in said
+    assert "predictions err by 95.0%; margin=0 takes it" in said
+    assert main([*plan, "--evaluations", "200", "margin=0"]) == OK
+    assert "kept" not in capsys.readouterr().err
+
+
+def test_plan_does_not_repeat_what_a_planner_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from placement.importers.problem_file import save
+    from tests.problems import random_problem
+
+    save(random_problem(3, 6, 2), tmp_path / "p.json")
+    claims = """
+from placement.planners import load
+from dataclasses import replace
+def liar(problem):
+    return replace(load("heft")(problem), value_s=1e-9, lower_bound_s=1e9)
+"""
+    (tmp_path / "claims.py").write_text(claims)
+    monkeypatch.chdir(tmp_path)
+    heft = answer(capsys, "plan", "p.json", "--planner", "heft")
+    assert main(["plan", "p.json", "--planner", "claims:liar", "--json", "--out", "o.json"]) == OK
+    out, err = capsys.readouterr()
+    got = json.loads(out)
+    assert got["value_s"] == heft["value_s"] and got["lower_bound_s"] == heft["lower_bound_s"]
+    assert "warning: planner 'claims:liar' answered value_s = 1e-09 (simulator: " in err
+    assert "lower_bound_s = 1000000000.0 (simulator: at most " in err
+    assert load_plan(tmp_path / "o.json").lower_bound_s["period"] == heft["lower_bound_s"]
+
+
+def test_a_log_has_a_sign_of_life_though_nothing_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "LIFE_SIGN_S", 0.02)
+    threads = threading.active_count()
+    with cli.progress() as report:
+        report("planning with slow", None)
+        time.sleep(0.2)  # a planner that says nothing
+        report("measuring", 0.5)
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "placement: planning with slow, 0 min since the begin" and len(lines) >= 3
+    assert lines[-1] == "placement: measuring (50%), 0 min since the begin"
+    assert threading.active_count() == threads
+
+
+def test_a_bar_keeps_answers_and_names_as_they_are() -> None:
+    """On a terminal: standard output is a pipe, and a name has what rich takes for markup."""
+    code = (
+        "import time; from placement import cli\n"
+        "with cli.progress() as report:\n"
+        "    report('loading x[/y] [red]\\r', 0.5); time.sleep(0.5)\n"
+        "    cli.print_json({'what': 'w' * 200})"
+    )
+    terminal, side = os.openpty()
+    answer = subprocess.check_output(
+        [sys.executable, "-c", code], stderr=side, cwd=ROOT, timeout=60
+    )
+    os.close(side)
+    assert json.loads(answer) == {"what": "w" * 200}
+    with os.fdopen(terminal, "rb") as drawn:
+        assert b"loading x[/y] [red]?" in drawn.read1()
+
+
+# -- show, diff, schema ----------------------------------------------------------------------
+
+
+def test_show(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(plan_path)]) == OK
+    text = capsys.readouterr().out
+    assert "contiguous_dp" in text and "3 ms" in text and "6 ms" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert answer(capsys, "show", plan_path)["planner"]["name"] == "contiguous_dp"
+
+
+def test_show_hostile_names(
+    plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = json.loads(plan_path.read_text())["graph"]
+    graph["name"] = "[red]<script>:smile: ../../x[/red]"
+    hostile = changed(plan_path, tmp_path / "h.json", graph=graph)
+    assert main(["show", str(hostile)]) == OK
+    assert graph["name"] in " ".join(capsys.readouterr().out.split()), "shown as it is"
+
+
+def test_show_needs_no_torch(plan_path: Path, tmp_path: Path) -> None:
+    # A module that fails when it is imported stands in torch's place, and in others'.
+    for name in ("torch", "numba", "scipy", "matplotlib", "gymnasium"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('must not be imported')")
+    result = subprocess.run(
+        [sys.executable, "-m", "placement", "show", str(plan_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "contiguous_dp" in result.stdout and result.stderr == ""
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf"])
+def test_a_timeout_that_is_none(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], seconds: str
+) -> None:
+    said = error(capsys, "run", plan_path, f"--timeout={seconds}")
+    assert f"--timeout {seconds}: must be positive seconds" in said
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_full_output_is_said_to_be_the_output(plan_path: Path) -> None:
+    command = [sys.executable, "-m", "placement", "show", str(plan_path)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "placement: error: cannot write standard output: No space left on device; "
+        "send it elsewhere\n"
+    )
+
+
+def test_diff(home: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "diff", plan_path, plan_path) == {
+        "moved": {},
+        "settings": {},
+        "metrics_s": {
+            "predicted latency": pytest.approx([6e-3, 6e-3]),
+            "predicted period": pytest.approx([3e-3, 3e-3]),
+        },
+    }
+    other = home / "other.json"
+    main(plan_args(home, "single_device", "--out", str(other)))
+    capsys.readouterr()
+    got = answer(capsys, "diff", plan_path, other)
+    assert len(got["moved"]) == 3 and set(map(tuple, got["moved"].values())) <= {
+        ("a", "b"),
+        ("b", "a"),
+    }
+    assert got["settings"] == {"planner": ["contiguous_dp", "single_device"]}
+    assert got["metrics_s"]["predicted period"] == pytest.approx([3e-3, 6e-3])
+    assert main(["diff", str(plan_path), str(other)]) == OK
+    assert "3 operators moved" in (text := capsys.readouterr().out) and "+100.0%" in text
+
+
+def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == OK
+    assert json.loads(capsys.readouterr().out)["additionalProperties"] is False
+
+
+# -- validate --------------------------------------------------------------------------------
+
+
+def test_validate(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "validate", plan_path)["valid"] is True
+    assert main(["validate", str(plan_path)]) == OK
+    assert capsys.readouterr().out.endswith("plan.json: valid\n")
+
+
+def test_validate_lists_every_failure(
+    plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads(plan_path.read_text())
+    data["assignment"] |= {"linear": "x", "relu": "y"}
+    bad = changed(plan_path, tmp_path / "bad.json", assignment=data["assignment"])
+    got = answer(capsys, "validate", bad, code=NO)
+    assert not got["valid"] and len(got["failures"]) == 4  # two devices, stages, modules
+    assert got["failures"][0].startswith("assignment['linear'] = 'x': no such device")
+
+
+def test_validate_against_another_model_and_cluster(
+    plan_path: Path, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got = answer(capsys, "validate", plan_path, "--model", "tiny_cnn", code=NO)
+    assert "the model 'tiny_cnn'" in got["failures"][0]
+    other = tmp_path / "other.yaml"
+    other.write_text((home / "two.yaml").read_text().replace("name: b", "name: b, threads: 2"))
+    got = answer(capsys, "validate", plan_path, "--cluster", other, code=NO)
+    assert got["failures"] == ["device 'b' has threads 2, planned 1"]
+    assert main(["validate", str(plan_path), "--cluster", str(other)]) == NO
+    assert capsys.readouterr().out.endswith(": not valid, 1 failure\n")
+
+
+def test_validate_finds_an_order_that_deadlocks(
+    plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = load_plan(plan_path)
+    ops = {d: [op for op, on in plan.assignment.items() if on == d] for d in ("a", "b")}
+    order = {d: [[op, 0] for op in names] for d, names in ops.items()}
+    good = changed(plan_path, tmp_path / "good.json", order=order, num_microbatches=1)
+    assert answer(capsys, "validate", good)["failures"] == []
+    order["b"].reverse()
+    bad = changed(plan_path, tmp_path / "bad.json", order=order, num_microbatches=1)
+    (failure,) = answer(capsys, "validate", bad, code=NO)["failures"]
+    assert "schedule deadlocks: device 1 waits at" in failure
+
+
+def test_code_that_a_plan_names_is_not_run(
+    plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hostile.py").write_text("open('was_run', 'w')")
+    graph = json.loads(plan_path.read_text())["graph"] | {"workload": "hostile:make"}
+    path = changed(plan_path, tmp_path / "plan.json", graph=graph)
+    (note,) = answer(capsys, "validate", path)["notes"]
+    assert note == "not checked against its model; name it: --model hostile:make"
+    assert "--model hostile:make" in error(capsys, "run", path)
+    assert not (tmp_path / "was_run").exists()
+
+
+# -- profile and run: on real devices --------------------------------------------------------
+
+
+def test_profile(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "profile.npz"
+    args = ["profile", "tiny_mlp", "--cluster", home / "two.yaml", "--repeats", "1"]
+    got = answer(capsys, *args, "--out", out)
+    assert len(got["most_expensive"]) == 6 and got["most_different"] == []
+    assert set(got["most_expensive"][0]["compute_s"]) == {"a", "b"}
+    assert Profile.load(out).compute_s.shape == (6, 2)
+    assert Profile.load(out).graph_fingerprint == got["graph_fingerprint"]
+
+
+def test_profile_that_cannot_be_saved_is_still_shown(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    profile = Profile.load(home / "profile.npz")
+    monkeypatch.setattr("placement.costs.measure.measure", lambda *_, **__: profile)
+    args = ["profile", "tiny_mlp", "--cluster", str(home / "two.yaml")]
+
+    def full(self: Profile, path: Path) -> None:
+        raise FileError(f"cannot write {path}: no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Profile, "save", full)
+        assert main([*args, "--out", str(tmp_path / "profile.npz")]) == 2
+    out, err = capsys.readouterr()
+    assert "all operators" in out and "6 ms" in out
+    assert "error: the profile above was not saved" in err
+
+
+def test_where_nothing_can_be_saved_nothing_is_measured(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("placement.costs.measure.measure", None)
+    (tmp_path / "file").write_text("")
+    args = ["profile", "tiny_mlp", "--cluster", str(home / "two.yaml")]
+    said = error(capsys, *args, "--out", str(tmp_path / "file" / "profile.npz"))
+    assert "a part of" in said and "PLACEMENT_HOME" not in said
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "file"))
+    assert "set PLACEMENT_HOME to another folder" in error(capsys, *args)
+
+
+def test_profile_shows_where_unlike_devices_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    from placement.cli.profiled import show
+    from placement.graph import OpGraph
+
+    graph = OpGraph.build("g", ["x", "y"], [0, 1], [8, 8], [(0, 1)])
+    cluster = Cluster("c", (Device("cpu:0"), Device("cuda:0", kind="cuda")))
+    times = np.array([[4e-3, 1e-3], [3e-3, 9e-3]])
+    show(graph, cluster, Profile(cluster.device_names, times, times * 0), as_json=False)
+    text = capsys.readouterr().out
+    y, x = (line.split() for line in text.split("differ most")[1].splitlines() if "ms" in line)
+    assert (y[0], y[-1]) == ("y", "1") and (x[0], x[-1]) == ("x", "4")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_profiles_of_many_devices_fit_into_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from placement.cli.profiled import show
+    from placement.graph import OpGraph
+
+    graph = OpGraph.build("g", ["block.0.linear_projection" * 3], [0], [8], [])
+    cluster = Cluster("c", tuple(Device(f"cpu:{i}") for i in range(40)))
+    times = np.full((1, 40), 1e-3)
+    show(graph, cluster, Profile(cluster.device_names, times, times * 0), as_json=False)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80 and "4 of 40 devices are shown" in text
+    assert text.count("1 ms") == 2 * 4, "no figure is cut"
+
+
+def test_run(plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, out = tmp_path / "trace.json", tmp_path / "measured.json"
+    got = answer(
+        capsys,
+        *("run", plan_path, "--against-single-device", "--batches", "4"),
+        *("--trace", trace, "--out", out),
+    )
+    assert got["numerics_equal"] is True
+    assert got["measured"]["latency_s"]["median_s"] > 0 and got["measured"]["n"] == 5
+    assert got["single_device"]["device"] == load_plan(plan_path).fallback.device  # type: ignore[union-attr]
+    assert set(got["speedup_over_single_device"]) == {"latency", "period"}
+    slices = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert sum("operator" in e["args"] for e in slices) == 4 * 6
+    measured = load_plan(out).measured
+    assert measured is not None and measured.model_dump() == got["measured"]
+
+
+def test_run_follows_the_order_of_the_plan(home: Path, tmp_path: Path, capsys: Any) -> None:
+    # All of a micro-batch before the next, latest first: no list rule would do that.
+    path, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    assert main(plan_args(home, "contiguous_dp", "--microbatches", "3", "--out", str(path))) == OK
+    plan = load_plan(path)
+    order = {
+        d: [[op, m] for m in (2, 0, 1) for op, at in plan.assignment.items() if at == d]
+        for d in ("a", "b")
+    }
+    changed(path, path, order=order)
+    capsys.readouterr()
+    got = answer(capsys, "run", path, "--trace", trace)
+    assert got["numerics_equal"] is True and got["measured"]["period_s"]["median_s"] > 0
+    assert ran(trace) == order
+    assert "the plan's order is for 3 micro-batches" in error(capsys, "run", path, "--batches", "4")
+
+
+def test_what_a_model_prints_is_not_in_the_answer(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    (tmp_path / "talkative.py").write_text(
+        "from placement.workloads import load\n"
+        "from placement.planners.heft import Heft\n"
+        "def build():\n    print('loading')\n    return load('tiny_mlp')\n"
+        "def planner(problem):\n    print('planning')\n    return Heft()(problem)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = plan_args(home, "talkative:planner", "--json")
+    words[words.index("tiny_mlp")] = "talkative:build"
+    assert main(words) == OK
+    out, err = capsys.readouterr()
+    assert json.loads(out)["feasible"] is True and "loading\n" in err and "planning\n" in err
+
+
+def test_plans_on_described_devices_find_what_was_measured(tmp_path: Path, capsys: Any) -> None:
+    """The profile of devices ``like`` this machine's is the machine's: planned, then exported."""
+    from placement.costs.measure import cached_path
+
+    graph = cli.capture_workload("tiny_mlp", lambda what, share: None)
+    here = Cluster.detect()
+    seconds = np.full((graph.num_ops, here.num_devices), 1e-3)
+    fingerprint = graph.fingerprint
+    profile = Profile(here.device_names, seconds, seconds * 0, graph_fingerprint=fingerprint)
+    profile.save(cached_path(graph, here))
+    like, cluster = here.device_names[0], tmp_path / "twice.yaml"
+    cluster.write_text(f"devices: [{{name: a, like: '{like}'}}, {{name: b, like: '{like}'}}]")
+    plan, out = str(tmp_path / "plan.json"), str(tmp_path / "plan.csv")
+    words = ["tiny_mlp", "--cluster", str(cluster), "--planner", "heft", "--out", plan]
+    assert main(["plan", *words]) == OK
+    assert main(["export", plan, "--to", "csv", "--model", "tiny_mlp", "--out", out]) == OK
+    assert main(["replan", plan, "--without", "b", "--evaluations", "1"]) == OK
+
+
+def test_run_refuses_wrong_results(plan_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    import torch
+
+    from placement.executor import Runner
+
+    monkeypatch.setattr(Runner, "__call__", lambda self, x: torch.zeros_like(x))
+    assert main(["run", str(plan_path)]) == NO
+    assert "the results differ from those of the plain module" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "layer", "equal"),
+    [("my_model_file", "nn.ReLU()", True), ("my_noisy_file", "Noise()", None)],
+)
+def test_run_of_the_users_own_module(
+    home: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
+    file: str,
+    layer: str,
+    equal: bool | None,
+) -> None:
+    """From the user's file to an executed plan, with devices described by measured ones."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{file}.py").write_text(
+        "from torch import nn, ones, rand_like\n"
+        "class Noise(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x + rand_like(x)\n"
+        "def make():\n"
+        f"    return nn.Sequential(nn.Linear(4, 4), {layer}).eval(), ones(1, 4)\n"
+    )
+    cluster = str(home / "two.yaml")
+    plan = ["plan", f"{file}:make", "--planner", "heft", "--cluster", cluster]
+    assert main([*plan, "--out", "plan.json"]) == OK
+    assert len(list((tmp_path / "cache").rglob("*.npz"))) == 1, "the profile is kept"
+    capsys.readouterr()
+    got = answer(capsys, "run", "plan.json", "--model", f"{file}:make", "--batches", "4")
+    assert got["numerics_equal"] is equal and got["single_device"] is None
+
+
+# -- how it says no --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([verb, "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert f"placement {verb}" in text.split("example", 1)[1] and "exit codes" in text
+    assert "--json" in text
+
+
+def test_errors_are_one_line(home: Path, tmp_path: Path, capsys: Any) -> None:
+    def plan(planner: str, *more: str) -> str:
+        return error(capsys, *plan_args(home, planner, *more))
+
+    assert "nowhere.json: cannot be read: No such file" in error(capsys, "show", "nowhere.json")
+    assert "no planner 'magic'" in plan("magic")
+    assert "has no option 'sed'; did you mean 'seed'? its" in plan("local_search", "sed=1")
+    assert "'seed': planner options are given as option=value" in plan("heft", "seed")
+    assert "unknown workload 'resnet'" in error(capsys, "plan", "resnet", "--planner", "heft")
+    assert "no such file" in error(capsys, "plan", "x/y.json", "--planner", "heft")
+    assert "--repeats 0" in error(capsys, "profile", "tiny_mlp", "--repeats", "0")
+    assert "--objective speed is unknown; use one of" in plan("heft", "--objective", "speed")
+    assert "--devices is for problem files" in plan("heft", "--devices", "2")
+    assert "--microbatches 0: must be from 1" in plan("heft", "--microbatches", "0")
+    assert "no_such.yaml" in plan("heft", "--cluster", "no_such.yaml")
+    assert "not a readable profile" in plan("heft", "--profile", str(home / "two.yaml"))
+    (tmp_path / "file").write_text("")
+    assert main(plan_args(home, "heft", "--out", str(tmp_path / "file" / "p.json"))) == 2
+    assert "is a file, not a folder" in capsys.readouterr().err
+
+
+def test_profile_of_another_model(home: Path, capsys: Any) -> None:
+    args = [*plan_args(home, "heft")]
+    args[1] = "tiny_cnn"
+    assert "profile has 6 operators" in error(capsys, *args)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "the verb is missing; verbs are profile, features, "),
+        ("fly", "no verb 'fly'; verbs are profile, "),
+        ("pln x", "no verb 'pln'; did you mean 'plan'? verbs are profile, "),
+        ("--verson", "no option '--verson'; did you mean '--version'? see: placement --help"),
+        ("show", "required: plan.json; see: placement show --help"),
+        ("show a --seed", "no option '--seed'; see: placement show --help"),
+        ("show a -x", "no option '-x'; see: placement show --help"),
+        ("plan x", "required: --planner; see: placement plan --help"),
+        ("plan", "required: --planner, workload; see: placement plan --help"),
+        (
+            "plan x --planer heft",
+            "no option '--planer'; did you mean '--planner'? see: placement p",
+        ),
+        ("plan x --planner heft a=1 --sed=3", "no option '--sed'; did you mean '--seed'? see: "),
+        ("plan x --planner heft --seed x", "--seed: invalid int value: 'x'; see: placement plan"),
+        ("dataset buld x", "no action 'buld'; did you mean 'build'? actions are build, show, load"),
+    ],
+)
+def test_usage_errors(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and out == "" and said in err
+    assert err.startswith("placement: error: ") and err.count("\n") == 1
+
+
+def test_what_may_have_been_meant(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine_near.py").write_text("def multi(): ...\n")
+    assert "no option 'sead'; did you mean 'seed'? its options are" in error(
+        capsys, *plan_args(home, "local_search", "sead=3")
+    )
+    assert "latncy is unknown; did you mean 'latency'? use" in error(
+        capsys, *plan_args(home, "heft", "--objective", "latncy")
+    )
+    for args in (["mine_near:mult", "--planner", "heft"], ["x", "--planner", "mine_near:mult"]):
+        said = error(capsys, "plan", *args)
+        assert said.endswith("has no attribute 'mult'; did you mean 'multi'?")
+    assert "unknown workload 'nosuch'; choose one of" in error(
+        capsys, "plan", "nosuch", "--planner", "heft"
+    )
+
+
+def test_another_distribution_owns_agents(plan_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(
+        "placement.tools.ownership._claims", lambda: iter([("openai-agents", "agents")])
+    )
+    assert main(["show", str(plan_path)]) == 2
+    assert "'openai-agents' also installs a package 'agents'" in capsys.readouterr().err
+
+
+def test_interrupt_leaves_nothing(
+    home: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)  # half-way through the writing
+    folder = tmp_path / "out"
+    folder.mkdir()
+    assert main(plan_args(home, "heft", "--out", str(folder / "plan.json"))) == 130
+    _, err = capsys.readouterr()
+    assert "placement: interrupted" in err and "Traceback" not in err
+    assert list(folder.iterdir()) == []
+
+
+def test_ctrl_c_in_a_callback_of_c_comes_again(capsys: Any) -> None:
+    @ctypes.CFUNCTYPE(None)
+    def callback() -> None:
+        signal.raise_signal(signal.SIGINT)  # no exception passes through C
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        callback()
+        time.sleep(10)
+    assert "KeyboardInterrupt" not in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        callback()
+        raise RuntimeError("what the callback left half done")
+    with interruptible():
+        callback()
+    time.sleep(0.1)  # what has ended goes on
+
+
+def test_our_own_mistakes_are_not_hidden(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Plan, "inconsistencies", broken)
+    assert main(["show", str(plan_path)]) == DEFECT
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err and "Traceback" in err and "please report" in err
+
+
+def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "nowhere.json", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_warnings_are_one_line(plan_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    import warnings
+
+    def warn(self: Plan) -> list[str]:
+        warnings.warn("look out", stacklevel=1)
+        return []
+
+    monkeypatch.setattr(Plan, "inconsistencies", warn)
+    assert main(["show", str(plan_path)]) == OK
+    assert capsys.readouterr().err == "placement: warning: look out\n"
+
+
+def test_reader_that_leaves_early(plan_path: Path) -> None:
+    code = (
+        "import sys; from placement.__main__ import main; "
+        f"sys.exit(main(['show', {str(plan_path)!r}, '--json']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 0
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("how", ["| true", ">&-", "| cat"])
+def test_files_are_written_whatever_becomes_of_the_output(
+    how: str, home: Path, tmp_path: Path
+) -> None:
+    """A reader that is gone, no output at all, one that cannot print a micro sign."""
+    out = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "placement", *plan_args(home, "heft", "--out", str(out))]
+    result = subprocess.run(
+        f"set -o pipefail; {shlex.join(command)} {how}",
+        shell=True,
+        executable="/bin/bash",
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == OK and "Traceback" not in result.stderr
+    assert load_plan(out).planner.name == "heft"
+
+
+def test_a_plan_is_no_problem_and_names_of_devices_are_needed(
+    plan_path: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert "is a plan, not a problem: placement show" in error(
+        capsys, "plan", plan_path, "--planner", "heft"
+    )
+    assert "--without names no device; devices are" in error(
+        capsys, "replan", plan_path, "--without", ""
+    )
+    other = changed(plan_path, tmp_path / "version.json", version="1")
+    assert "did you mean 'version'" not in error(capsys, "show", other)
+
+
+def test_a_module_in_training_mode_is_told_of(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    (tmp_path / "unready.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def net(): return nn.Sequential(nn.Linear(2, 2), nn.Dropout()), (torch.ones(1, 2),)\n"
+        "def ready(): m, x = net(); return m.eval(), x\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["features", "unready:net"]) == OK
+    assert "unready:net is in training mode" in capsys.readouterr().err
+    assert main(["features", "unready:ready"]) == OK
+    assert "training mode" not in capsys.readouterr().err
+
+
+def test_seconds_have_a_fitting_unit() -> None:
+    shown = [seconds(x) for x in (0.0, 3e-7, 4.2e-5, 0.01234, 0.9996, 1.5, 2000.0)]
+    assert shown == ["0 µs", "0.3 µs", "42 µs", "12.3 ms", "1 s", "1.5 s", "2000 s"]
+
+
+def test_the_plain_module_runs_with_the_threads_of_the_devices():
+    """Otherwise ResNet-50 differs beyond the tolerance on any machine of several cores."""
+    import torch
+
+    from placement.cli.ways import difference
+    from placement.cluster import Cluster, Device
+
+    seen = []
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            seen.append(torch.get_num_threads())
+            return x + 1
+
+    class FakeRunner:
+        cluster = Cluster("two", (Device("cpu:0", threads=2), Device("cpu:1", threads=2)))
+
+        def __call__(self, x):
+            return x + 1 + (x > 0)
+
+    before = torch.get_num_threads()
+    assert difference(FakeRunner(), Module(), torch.zeros(2)) == ""
+    assert "not close" in difference(FakeRunner(), Module(), torch.ones(2))
+    nothing = torch.full((2,), torch.nan)  # e.g. of a row of attention that is masked altogether
+    assert difference(FakeRunner(), Module(), nothing) == ""
+    assert seen == [2, 2, 2] and torch.get_num_threads() == before
+
+
+def test_compiling_kernels_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    import numba
+
+    with says_when_compiling():
+        for kernel in (lambda x: x + 1, lambda x: x - 1):
+            assert numba.njit(kernel)(1) in (0, 2)
+    assert numba.njit(lambda x: x)(1) == 1  # outside
+    assert capsys.readouterr().err.count("placement: compiling kernels") == 1

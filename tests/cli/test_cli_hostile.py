@@ -1,0 +1,414 @@
+"""Every verb with every bad input: one line on standard error, exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.__main__ import VERBS, main
+from placement.cli import BAD_INPUT, DEFECT, INTERRUPTED, OK
+from placement.cluster import Cluster, Device
+from placement.graph import OpGraph
+from placement.importers import save
+from placement.plan import make_plan
+from placement.planners.contiguous_dp import ContiguousDp
+from placement.planners.heft import Heft
+from placement.problem import Problem, Solution
+from placement.profile import Profile
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = [
+    "../../x",
+    "<script>alert(1)</script>",
+    "[bold]b[/bold]",
+    ":smile:",
+    "a'b\"c`d`$(e)",
+    "é",
+]
+
+# How a verb is given the file in question; OUT is a file that must not be written.
+READERS = {
+    "show": ["show", "FILE"],
+    "validate": ["validate", "FILE"],
+    "run": ["run", "FILE", "--out", "OUT"],
+    "diff": ["diff", "plan.json", "FILE"],
+    "export": ["export", "FILE", "--to", "csv", "--out", "OUT"],
+    "plan": ["plan", "FILE", "--planner", "heft", "--out", "OUT"],
+    "import": ["import", "FILE", "--out", "OUT"],
+    "profile": ["profile", "FILE", "--out", "OUT"],
+    "features": ["features", "FILE", "--csv", "OUT"],
+    "replan": ["replan", "FILE", "--without", "a", "--out", "OUT"],
+    "schedule": ["schedule", "FILE", "--case", "a", "--micro-batches", "2"],
+    "cluster": ["plan", "tiny_mlp", "--planner", "heft", "--cluster", "FILE", "--out", "OUT"],
+    "measured": ["plan", "tiny_mlp", "--planner", "heft", "--profile", "FILE", "--out", "OUT"],
+}
+# The last four have tests of their own.
+WITHOUT_A_FILE = {"schema", "doctor", "completion", "report", "pull", "dataset", "power"}
+
+
+def problem(names: list[str] | None = None, num_ops: int = 6) -> Problem:
+    """A chain on two devices that can only be simulated."""
+    names = names or [f"op{i}" for i in range(num_ops)]
+    n = len(names)
+    edges = [(i, i + 1) for i in range(n - 1)]
+    graph = OpGraph.build("g", names, range(n), [8] * n, edges)
+    cluster = Cluster("two", (Device("a", kind="npu"), Device("b", kind="npu")))
+    seconds = np.full((n, 2), 1e-3)
+    return Problem(graph, cluster, Profile(("a", "b"), seconds, seconds * 0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that are wrong, each in its own way, beside ``plan.json`` and ``problem.json``."""
+    home = tmp_path_factory.mktemp("hostile")
+    good = problem()
+    plan = make_plan(good, ContiguousDp()(good), planner="contiguous_dp")
+    plan.save(home / "plan.json")
+    save(good, home / "problem.json")
+    text = (home / "plan.json").read_text()
+    (home / "version.json").write_text(json.dumps(json.loads(text) | {"schema_version": 99}))
+    (home / "latin.json").write_bytes(text.replace("op1", "op\xe9").encode("latin-1"))
+    (home / "half.json").write_text(text[: len(text) // 2])
+    (home / "empty.json").write_text("")
+    (home / "folder.json").mkdir()
+    (home / "array.json").write_text("[1, 2]")
+    (home / "deep.json").write_text("[" * 200_000)
+    return home
+
+
+def refused(capsys: Any, argv: list[str]) -> str:
+    assert main(argv) == BAD_INPUT, argv
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and len(lines) == 1, err
+    assert lines[0].startswith("placement: error: ") and "Traceback" not in err
+    return lines[0]
+
+
+def test_every_verb_is_tried() -> None:
+    assert {argv[0] for argv in READERS.values()} | WITHOUT_A_FILE == set(VERBS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["missing", "version", "latin", "half", "empty", "folder", "array", "deep", "unreadable"],
+)
+@pytest.mark.parametrize("verb", READERS)
+def test_bad_files(
+    verb: str, name: str, folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
+    file = folder / f"{name}.json"
+    if name == "unreadable":  # also for root, who may read everything
+        _forbid(monkeypatch, file)
+    before = sorted(p.name for p in folder.iterdir())
+    said = refused(capsys, [_filled(word, str(file)) for word in READERS[verb]])
+    assert name in said, "the file is named"
+    assert sorted(p.name for p in folder.iterdir()) == before, "nothing is left behind"
+
+
+def _filled(word: str, file: str) -> str:
+    return {"FILE": file, "OUT": "out.file"}.get(word, word)
+
+
+def _forbid(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """Opening ``file`` fails as it does for a user without the permission."""
+    import builtins
+    import io
+
+    real = io.open
+
+    def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(path, str | Path) and Path(path) == file:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "open", opened)
+    monkeypatch.setattr(io, "open", opened)
+    if not file.exists():
+        real_exists, real_stat = os.path.exists, Path.stat
+        monkeypatch.setattr(os.path, "exists", lambda p: p == str(file) or real_exists(p))
+        plain = file.with_name("plan.json")
+        monkeypatch.setattr(
+            Path, "stat", lambda self, **k: real_stat(plain if self == file else self, **k)
+        )
+
+
+@pytest.mark.parametrize(
+    ("argv", "what"),
+    [
+        (["plan", "problem.json", "--planner", "heft", "--out"], "plan"),
+        (["plan", "problem.json", "--planner", "heft", "--trace"], "trace"),
+        (["import", "problem.json", "--out"], "problem"),
+        (["export", "plan.json", "--to", "csv", "--out"], "table"),
+        (["run", "plan.json", "--out"], "measured plan"),
+        (["run", "plan.json", "--trace"], "measured trace"),
+        (["profile", "tiny_mlp", "--out"], "profile"),
+    ],
+)
+@pytest.mark.parametrize("where", ["folder.json", "empty.json/x.json", "/proc/nowhere/x.json"])
+def test_outputs_are_checked_before_the_work(
+    argv: list[str], what: str, where: str, folder: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(folder)
+    for work in ("cli.plan.load_problem", "plan.load_plan", "cli.capture_workload"):
+        monkeypatch.setattr(f"placement.{work}", lambda *_, **__: pytest.fail("too late"))
+    if argv[0] == "run":
+        monkeypatch.undo()
+        monkeypatch.chdir(folder)
+    assert f"cannot write {where}" in refused(capsys, [*argv, where])
+
+
+def test_no_permission_for_the_folder(folder: Path, capsys: Any, monkeypatch: Any) -> None:
+    def denied(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(Path, "touch", denied)
+    argv = ["plan", "problem.json", "--planner", "heft", "--out", "x.json"]
+    assert "no permission to write in ." in refused(capsys, argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["plan", "problem.json", "--planner", "magic"], "no planner 'magic'"),
+        (["plan", "problem.json", "--planner", "heftt"], "did you mean 'heft'?"),
+        (["plan", "tiny_mpl", "--planner", "heft"], "did you mean 'tiny_mlp'?"),
+        (["plan", "problem.json", "--planner", "heft", "--objective", "x"], "--objective x"),
+        (["plan", "problem.json", "--planner", "heft", "--microbatches", str(10**9)], "1,000,000"),
+        (["plan", "problem.json", "--planner", "heft", "--in-flight", "-1"], "--in-flight -1"),
+        (["plan", "problem.json", "--planner", "local_search", "--seconds", "nan"], "--seconds"),
+        (["plan", "problem.json", "--planner", "mip", "--seconds", "-1"], "--seconds -1.0"),
+        (["plan", "problem.json", "--planner", "brkga", "--seed", "-1"], "--seed -1 must be at"),
+        (["plan", "problem.json", "--planner", "heft", "x=1"], "has no option 'x'"),
+        (["plan", "problem.json", "--planner", "heft", "x"], "option=value"),
+        (["run", "plan.json", "--batches", str(10**30)], "--batches"),
+        (["export", "plan.json", "--to", "nowhere", "--out", "x"], "no exporter 'nowhere'"),
+        (["export", "plan.json", "--to", "csv", "--out", "plan.json"], "is in use"),
+        (["profile", "tiny_mlp", "--mode", "training", "--optimizer", "Optimizer"], "no such opt"),
+        (["profile", "tiny_mlp", "--mode", "training", "--optimizer", "lr_scheduler"], "no such"),
+        (["profile", "tiny_mlp", "--mode", "training", "--optimizer", "LBFGS"], "LBFGS cannot"),
+        (["profile", "tiny_mlp", "--mode", "training", "--optimizer", "SparseAdam"], "SparseAdam"),
+        (["plan", "plan.json", "--planner", "heft"], "plan.json"),
+        (["show", "problem.json"], "schema_version"),
+    ],
+)
+def test_bad_values(
+    argv: list[str], said: str, folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
+    assert said in refused(capsys, argv)
+
+
+# -- hostile names and large files ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("names") / "plan.json"
+    given = problem(HOSTILE)
+    make_plan(given, ContiguousDp()(given), planner="<b>heft</b>").save(path)
+    return path
+
+
+@pytest.mark.parametrize("verb", [["show"], ["validate"], ["diff"], ["export"]])
+def test_hostile_names_are_text(
+    verb: list[str], hostile: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    more = {
+        "diff": [str(hostile)],
+        "export": ["--to", "csv", "--out", "o.csv"],
+    }.get(verb[0], [])
+    assert main([*verb, str(hostile), *more]) == OK
+    assert max(map(len, capsys.readouterr().out.splitlines()), default=0) <= max(
+        80, len(str(hostile)) + 20
+    )
+    assert sorted(p.name for p in tmp_path.rglob("*")) == sorted(
+        ["work", "o.csv"] if verb == ["export"] else ["work"]
+    )
+
+
+def test_names_of_a_problem_file_do_not_reach_the_terminal(tmp_path: Path, capsys: Any) -> None:
+    """They may have any characters; a terminal obeys some of them."""
+    save(problem(), tmp_path / "p.json")
+    record = json.loads((tmp_path / "p.json").read_text())
+    record["model"] = "\x1b[31mred\x1b]0;title\x07\u202ereversed"
+    (tmp_path / "p.json").write_text(json.dumps(record))
+    assert main(["import", str(tmp_path / "p.json"), "--out", str(tmp_path / "q.json")]) == OK
+    out, err = capsys.readouterr()
+    assert "?[31mred?]0;title??reversed" in out
+    assert not set("\x1b\x07\u202e") & set(out + err)
+
+
+def test_numbers_too_large_for_anything(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """Integers of 400 digits, and decimal ones that Python reads as infinite."""
+    monkeypatch.chdir(tmp_path)
+    node = {"id": 0, "cpuLatency": 1, "fpgaLatency": 1, "supportedOnFpga": 1, "isBackwardNode": 0}
+    dnn = {"nodes": [node], "edges": [], "maxFPGAs": 1, "maxCPUs": 1, "maxSizePerFPGA": 1e19}
+    Path("doppler.txt").write_text("1" * 5000 + "\n0,\n")
+    save(problem(), "p.json")
+    made = make_plan(problem(), ContiguousDp()(problem()), planner="x", parameters={"a": 0.25})
+    made.save("plan.json")
+    text = Path("plan.json").read_text()
+    assert "0.25" in text
+    Path("plan.json").write_text(text.replace("0.25", "1e999"))
+    said = json.loads(Path("p.json").read_text())
+    said["provenance"] = {"a": 0.25}
+    Path("inf.json").write_text(json.dumps(said).replace("0.25", "1e999"))
+    for name in ("doppler.txt", "inf.json"):
+        refused(capsys, ["import", name, "--out", "out.json"])
+    assert "1e999 is too large a number" in refused(capsys, ["show", "plan.json"])
+    Path("wide.json").write_text(json.dumps(dnn))  # memory beyond 64 bits is just enough memory
+    assert main(["import", "wide.json", "--out", "out.json"]) == OK
+    assert main(["plan", "out.json", "--planner", "heft"]) == OK
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes file descriptors in a shell")
+@pytest.mark.parametrize(
+    ("shell", "code"),
+    [
+        ("{} validate bad.json | true", 1),  # nobody reads it, and it is no all the same
+        ("{} validate bad.json --json 2>&-", 1),
+        ("{} show plan.json --json 2>&- | {{ grep -q assignment && cat > seen; }}", 0),
+    ],
+)
+def test_closed_outputs(shell: str, code: int, folder: Path, tmp_path: Path) -> None:
+    text = (folder / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(text)
+    wrong = json.loads(text)
+    wrong["device_map"] = {"": "b"}
+    (tmp_path / "bad.json").write_text(json.dumps(wrong))
+    command = shell.format(f"{sys.executable} -m placement")
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_large_plan(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """4 MB here; 40 MB take ten times as long, two seconds on an idle core."""
+    monkeypatch.chdir(tmp_path)
+    given = problem([f"block.{i // 100}.{'x' * 150}.{i}" for i in range(20_000)])
+    from placement.problem import Solution
+
+    placement = np.arange(given.num_ops, dtype=np.int32) // 100 % 2
+    make_plan(given, Solution(placement, 1.0), planner="mine").save("plan.json")
+    assert os.path.getsize("plan.json") > 3e6
+    for argv in (
+        ["show", "plan.json"],
+        ["validate", "plan.json"],
+        ["diff", "plan.json", "plan.json"],
+        ["export", "plan.json", "--to", "csv", "--out", "plan.csv"],
+    ):
+        assert main(argv) == OK
+        assert max(map(len, capsys.readouterr().out.splitlines()), default=0) <= 80
+
+
+# -- Ctrl-C -----------------------------------------------------------------------------------
+
+
+def test_ctrl_c_in_a_search_leaves_nothing_and_the_profile(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    argv = ["plan", "problem.json", "--planner", "local_search", "--seconds", "60", "patience=60"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    # A line says when the search has begun.
+    code = (
+        "import sys; from placement.planners.local_search import LocalSearch as L\n"
+        "call = L.__call__\n"
+        "L.__call__ = lambda s, p: (print('begun', file=sys.stderr), call(s, p))[1]\n"
+        "from placement.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *argv, "--out", str(out)],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "begun\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED, err
+    assert "placement: interrupted; no file is half written" in err and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- the Hydra commands -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def compared(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """``placement-compare`` in this process; ``problem.json`` is in the folder."""
+    import agents.compare
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
+    (tmp_path / "problem.json").write_bytes((folder / "problem.json").read_bytes())
+
+    def call(*words: str) -> int:
+        given = [*words, "planner=[heft]", "execute=false", "tracker=none", "hydra.run.dir=out"]
+        monkeypatch.setattr(sys, "argv", ["placement-compare", *given])
+        code: int = agents.compare.main()
+        return code
+
+    return call
+
+
+def test_a_comparison_for_machines(
+    compared: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    plan = Heft.__call__
+
+    def talk(self: Heft, problem: Problem) -> Solution:
+        logging.getLogger("a.library").info("generated new fonts")
+        return plan(self, problem)
+
+    monkeypatch.setattr(Heft, "__call__", talk)
+    assert compared("workload=[problem.json]", "--json") == OK
+    out, err = capsys.readouterr()
+    assert "generated new fonts" in err
+    found = json.loads(out)
+    assert found["folder"].endswith("out")
+    assert {row["planner"] for row in found["rows"]} == {"single:a", "single:b", "heft"}
+    assert found["rows"][0]["value_s"] == pytest.approx(6e-3)
+
+
+def test_names_of_problems_stay_in_the_folder(compared: Any, tmp_path: Path, capsys: Any) -> None:
+    for name in ("../../evil", "/tmp/evil", "..", "a/b"):
+        assert compared("workload=[]", f"files=[{{path: problem.json, name: {name}}}]") == BAD_INPUT
+        assert "cannot name a folder of the run" in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {"problem.json", "out"}
+    assert not list(tmp_path.rglob("*evil*"))
+
+
+def test_a_defect_of_a_comparison_has_its_own_exit_code(compared: Any, monkeypatch: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("agents.compare.make_problems", broken)
+    assert compared("workload=[problem.json]") == DEFECT

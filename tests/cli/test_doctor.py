@@ -1,0 +1,183 @@
+"""``placement doctor`` says what is missing, and the Tab key knows what may come next."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement.__main__ import VERBS, build_parser, main
+from placement.cli import NO, OK, completion, doctor
+
+ROOT = Path(__file__).parents[2]
+GOOD: dict[str, Any] = {
+    "version": "1.0",
+    "python": "3.11.7",
+    "platform": "Linux",
+    "cpu": {
+        "model": "Processor",
+        "logical": 8,
+        "usable": 4,
+        "physical": 4,
+        "sockets": 1,
+        "quota_cores": None,
+        "load": 0.1,
+        "governor": "performance",
+    },
+    "memory": {"total_bytes": 2**34, "free_bytes": 2**33, "limit_bytes": None},
+    "devices": ["cpu:0", "cpu:1"],
+    "gpus": [],
+    "cuda_build": None,
+    "torch_error": None,
+    "kernels_cached": True,
+    "cache": {"folder": "/c", "writable": True, "free_bytes": 2**40, "num_profiles": 3},
+    "required": {"numpy": "2.4"},
+    "extras": {"cp": {"ortools": "9.15"}, "dev": {"pytest": None}},
+    "noise": {"fast_s": 1e-3, "slow_s": 1e-3, "slow_over_fast": 1.0},
+}
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    found = copy.deepcopy(GOOD)
+    for key, value in parts.items():
+        found[key] = found[key] | value if isinstance(found[key], dict) else value
+    return found
+
+
+def test_nothing_to_say_of_a_good_machine() -> None:
+    assert doctor.advice(GOOD) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (changed(required={"torch": None}), "not installed: torch: pip install"),
+        (changed(torch_error="OSError: no libcuda"), "cannot be imported: OSError: no libcuda"),
+        (changed(cache={"writable": False}), "export PLACEMENT_HOME="),
+        (changed(cache={"free_bytes": 2**29}), "0.5 GiB free in /c"),
+    ],
+)
+def test_problems(found: dict[str, Any], problem: str) -> None:
+    problems, hints = doctor.advice(found)
+    assert len(problems) == 1 and problem in problems[0] and hints == []
+
+
+@pytest.mark.parametrize(
+    ("found", "hint"),
+    [
+        (changed(kernels_cached=False), "NUMBA_CACHE_DIR"),
+        (changed(cpu={"quota_cores": 1.5}), "a limit of 1.5 cores is shared by 4"),
+        (changed(cpu={"usable": 1, "load": 0.0}), "a pipeline needs two cores"),
+        (changed(cpu={"load": 3.0}), "keep 3.0 of 4 cores busy"),
+        (changed(noise={"slow_over_fast": 2.0}), "up to 2.0 times as long"),
+        (changed(cpu={"governor": "powersave"}), "governor powersave"),
+        (changed(extras={"ray": {"ray": None}}), "[ray]' into an environment of its own, if"),
+        (changed(platform="macOS-15.1-arm64"), "macOS-15.1-arm64 is not supported, Linux is"),
+        (changed(extras={"cp": {"ortools": None}}), "pip install 'device-placement-rl[cp]'"),
+    ],
+)
+def test_hints(found: dict[str, Any], hint: str) -> None:
+    problems, hints = doctor.advice(found)
+    assert problems == [] and len(hints) == 1 and hint in hints[0]
+
+
+def test_noise_is_slow_over_fast() -> None:
+    assert doctor.noise([1.0] * 50)["slow_over_fast"] == 1.0
+    assert doctor.noise([1.0] * 50 + [3.0] * 50)["slow_over_fast"] == 3.0
+
+
+def test_doctor_of_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "new" / "folder"))
+    monkeypatch.setattr(doctor, "NEEDED_BYTES", 0)
+    assert main(["doctor"]) == OK
+    text = capsys.readouterr().out
+    assert "cpu:0" in text and "torch" in text and "next: placement profile" in text
+    assert not (tmp_path / "new").exists(), "looking leaves no trace"
+    assert main(["doctor", "--json"]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and found["cpu"]["usable"] >= 1 and found["required"]["torch"]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "file"))
+    assert main(["doctor", "--json"]) == NO
+    assert json.loads(capsys.readouterr().out)["cache"]["writable"] is False
+
+
+def test_packages_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required, extras = doctor.packages()
+    names = {re.split(r"[<>=\[ ;]", line)[0] for line in project["dependencies"]}
+    assert {name.lower() for name in required} == names
+    assert set(extras) == set(project["optional-dependencies"])
+
+
+# -- completion ------------------------------------------------------------------------------
+
+
+def words(*typed: str) -> list[str]:
+    return [word for word, _ in completion.candidates(build_parser(), list(typed))]
+
+
+def test_what_may_come_next() -> None:
+    assert set(words("")) == set(VERBS)
+    assert words("pro") == ["profile"] and words("nosuch", "") == []
+    assert "--planner" in words("plan", "--") and "--words" not in words("completion", "bash", "--")
+    assert words("plan", "--planner", "macro") == ["macro_search"]
+    assert "policy" in words("plan", "--planner", "")
+    assert words("plan", "resnet5") == ["resnet50"]
+    assert "seed=" in words("plan", "resnet50", "--planner", "local_search", "")
+    assert words("plan", "--planner", "heft", "resnet50", "sec") == ["seconds="]
+    assert words("plan", "resnet50", "--objective", "l") == ["latency"]
+    assert words("plan", "resnet50", "--mode", "") == ["inference", "training"]
+    assert words("export", "plan.json", "--to", "v") == ["vllm"]
+    assert words("completion", "") == ["bash", "fish", "zsh"]
+    assert words("show", "") == words("plan", "x", "--out", "") == [], "files: the shell's own"
+
+
+def test_every_position_of_every_verb_has_an_answer() -> None:
+    parser = build_parser()
+    for name, verb in completion._subparsers(parser):
+        for option, _ in completion._options(verb):
+            completion.candidates(parser, [name, option, ""])
+        completion.candidates(parser, [name, "a", "b", "c", ""])
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == OK
+    script = capsys.readouterr().out
+    assert main(["completion", shell, "--json"]) == OK
+    assert json.loads(capsys.readouterr().out) == {"shell": shell, "script": script}
+    assert main(["completion", shell, "--words", "plan", "--planner", "macro"]) == OK
+    assert capsys.readouterr().out == "macro_search\n"
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} here to read the script")
+    subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
+
+
+def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash here")
+    command = tmp_path / "placement"
+    command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m placement "$@"\n')
+    command.chmod(0o755)
+    assert main(["completion", "bash"]) == OK
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    lines = (
+        f"source {tmp_path}/script\n"
+        f"COMP_WORDS=({command} plan resnet50 --planner sim) COMP_CWORD=4\n"
+        f"_placement {command}\n"
+        'printf "%s\\n" "${COMPREPLY[@]}"\n'
+    )
+    done = subprocess.run([bash, "-c", lines], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "simulated_annealing\n", done.stderr

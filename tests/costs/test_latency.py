@@ -1,0 +1,376 @@
+"""Predictors find known laws again, and know what they do not; the store of measurements."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.cluster import Cluster, Device, Link
+from placement.costs import predictors
+from placement.costs.corpus import Corpus, CorpusError, device_signature, machine_of
+from placement.costs.features import CLASSES, features
+from placement.costs.predictors import LatencyError, Sample
+from placement.costs.predictors.roofline import Roofline
+from placement.graph import OpGraph
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.simulator import simulate
+
+CPU = Device("any", "cpu", (0,), 1, model="a processor")
+HERE = {"cpu": "a processor", "cores": 2, "torch": "2.13.0", "repeats": 5, "when": "2026-01-01"}
+
+
+def model(seed: int, layers: int = 12) -> OpGraph:
+    """A chain of products of random shapes, each with a cheap operator behind it."""
+    rng = np.random.default_rng(seed)
+    signatures, sizes = [], []
+    for _ in range(layers):
+        rows, inner, outer = (int(2 ** rng.integers(4, 10)) for _ in range(3))
+        signatures += [
+            f"aten.linear.default(f32[{rows},{inner}], f32[{outer},{inner}])",
+            f"aten.relu.default(f32[{rows},{outer}])",
+        ]
+        sizes += [4 * rows * outer] * 2
+    n = len(signatures)
+    return OpGraph.build(
+        f"model {seed}",
+        [f"op{i}" for i in range(n)],
+        range(n),
+        sizes,
+        [(i, i + 1) for i in range(n - 1)],
+        op_kind=[s.partition("(")[0] for s in signatures],
+        op_signature=signatures,
+    )
+
+
+def law(graph: OpGraph, threads: int = 1) -> np.ndarray:
+    """Seconds on a processor that reaches 10 GFLOP/s a thread, 5 GB/s, 4 us an operator."""
+    found = features(graph)
+    moved = found.read_bytes + found.written_bytes
+    return 4e-6 + found.flops / 1e10 / threads + moved / 5e9
+
+
+def sample(seed: int, threads: int = 1, layers: int = 12) -> Sample:
+    graph = model(seed, layers)
+    seconds = law(graph, threads)
+    device = replace(CPU, threads=threads)
+    return Sample(graph, device, seconds, 0.01 * seconds, 1.5 * seconds)
+
+
+def profile_of(graph: OpGraph, seconds: np.ndarray, **facts: object) -> Profile:
+    return Profile(("any",), seconds[:, None], 0.01 * seconds[:, None], provenance=HERE | facts)
+
+
+# --- predictors ----------------------------------------------------------------------------------
+
+
+def test_methods_are_found_by_name() -> None:
+    assert predictors.names() == ["polynomial", "roofline", "trees"]
+    with pytest.raises(LatencyError, match="did you mean 'polynomial'"):
+        predictors.load("polynom")
+    with pytest.raises(LatencyError, match="ridge: float"):
+        predictors.load("polynomial", degree=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "tolerance"),
+    [
+        ("polynomial", {}, 0.05),
+        ("trees", {"iterations": 60}, 0.15),
+    ],
+)
+def test_a_law_is_found_again_in_unseen_models(
+    name: str, options: dict[str, int], tolerance: float
+) -> None:
+    if name == "trees":
+        pytest.importorskip("sklearn")
+    predictor = predictors.load(name, **options).fit([sample(seed) for seed in range(15)])
+    for seed in (100, 101, 102):
+        graph = model(seed)
+        seconds, spread = predictor.predict(graph, CPU)
+        assert seconds.shape == spread.shape == (graph.num_ops,)
+        assert (seconds > 0).all() and (spread > 0).all()
+        assert seconds.sum() == pytest.approx(law(graph).sum(), rel=tolerance)
+
+
+def test_threads_are_a_parameter() -> None:
+    samples = [sample(seed, threads) for seed in range(12) for threads in (1, 4)]
+    predictor = predictors.load("polynomial").fit(samples)
+    graph = model(100)
+    for threads in (1, 4):
+        seconds, _ = predictor.predict(graph, replace(CPU, threads=threads))
+        assert seconds.sum() == pytest.approx(law(graph, threads).sum(), rel=0.08)
+
+
+def test_what_is_unlike_anything_measured_is_less_certain() -> None:
+    predictor = predictors.load("polynomial").fit([sample(seed) for seed in range(10)])
+
+    def relative(signature: str) -> float:
+        size = 4 * 64 * 64
+        graph = OpGraph.build("one", ["op"], [0], [size], [], op_signature=[signature])
+        seconds, spread = predictor.predict(graph, CPU)
+        return float(spread[0] / seconds[0])
+
+    like = relative("aten.linear.default(f32[64,64], f32[64,64])")
+    unlike = relative("aten.linear.default(f64[7,3,64,99999], f64[64,99999])")
+    assert unlike > 2 * like
+
+
+def test_far_from_what_was_measured_times_go_on_in_proportion() -> None:
+    predictor = predictors.load("polynomial").fit([sample(seed, layers=3) for seed in range(4)])
+    for rows, inner, outer in ((2**14, 2**12, 2**12), (2**16, 16, 2**13), (1, 2**15, 2**15)):
+        signature = f"aten.linear.default(f32[{rows},{inner}], f32[{outer},{inner}])"
+        graph = OpGraph.build(
+            "large", ["op"], [0], [4 * rows * outer], [], op_signature=[signature]
+        )
+        seconds, spread = predictor.predict(graph, CPU)
+        assert 1 / 5 < seconds[0] / law(graph)[0] < 5
+        assert spread[0] < 4 * seconds[0]
+
+
+def test_a_kind_that_was_never_measured_is_predicted_like_its_class() -> None:
+    predictor = predictors.load("polynomial").fit([sample(seed) for seed in range(15)])
+    graph = model(100)
+    renamed = replace(
+        graph, op_signature=tuple(s.replace("linear", "matmul") for s in graph.op_signature)
+    )
+    # matmul takes the second operand the other way round, so make it square
+    square = [s for s in renamed.op_signature if "matmul" in s]
+    assert square
+    seconds, _ = predictor.predict(renamed, CPU)
+    assert np.isfinite(seconds).all() and (seconds > 0).all()
+
+
+def test_more_kinds_than_trees_tell_apart() -> None:
+    n = 300
+    graph = OpGraph.build(
+        "kinds",
+        [f"op{i}" for i in range(n)],
+        range(n),
+        [4096] * n,
+        [(i, i + 1) for i in range(n - 1)],
+        op_kind=["op"] * n,
+        op_signature=[f"aten.kind{i}.default(f32[1024])" for i in range(n)],
+    )
+    seconds = law(graph)
+    samples = [Sample(graph, CPU, seconds, 0.01 * seconds, 1.5 * seconds)] * 3
+    found, _ = predictors.load("trees", iterations=20).fit(samples).predict(graph, CPU)
+    assert found == pytest.approx(seconds, rel=0.2)
+
+
+def test_other_kinds_of_devices_are_not_guessed() -> None:
+    for name in ("polynomial", "trees"):
+        predictor = predictors.load(name).fit([sample(0), sample(1)])
+        with pytest.raises(LatencyError, match=r"'gpu' is of kind 'cuda'.*only \['cpu'\]"):
+            predictor.predict(model(0), Device("gpu", "cuda"))
+        with pytest.raises(LatencyError, match=r"nothing was measured.*placement profile MODEL"):
+            predictors.load(name).fit([])
+
+
+def test_roofline_with_given_rates() -> None:
+    graph = model(0)
+    found = features(graph)
+    roofline = Roofline(flops_per_s=1e10, bytes_per_s=5e9, call_s=4e-6)
+    seconds, spread = roofline.predict(graph, Device("anything", "npu"))
+    moved = (found.read_bytes + found.written_bytes) / 5e9
+    assert seconds == pytest.approx(4e-6 + np.maximum(found.flops / 1e10, moved))
+    assert (spread > 0.5 * seconds).all()
+    with pytest.raises(LatencyError, match=r"bytes_per_s = -1\.0 must be positive"):
+        Roofline(bytes_per_s=-1.0)
+    with pytest.raises(LatencyError, match=r"'npu'.*not on this machine.*Roofline\(flops_per_s="):
+        Roofline().predict(graph, Device("npu", "npu"))
+    with pytest.raises(LatencyError, match="not on this machine"):
+        Roofline().predict(graph, Device("far", "cpu", cores=(10**6,)))
+
+
+# --- profiles ------------------------------------------------------------------------------------
+
+
+def test_a_predicted_profile_is_one_for_simulator_and_planners() -> None:
+    graph = model(100)
+    cluster = Cluster(
+        "two", (replace(CPU, name="a"), replace(CPU, name="b"), Device("fast", like="a", speed=2.0))
+    )
+    links = (Link("a", "b", 1e-5, 1e9), Link("b", "a", 1e-5, 1e9))
+    samples = [sample(seed) for seed in range(10)]
+    predictor = predictors.load("polynomial").fit(samples)
+    profile = predictors.profile_of(graph, cluster, predictor, links=links, samples=samples)
+    assert profile.device_names == ("a", "b", "fast")
+    assert profile.predicted is not None and profile.predicted.all()
+    assert profile.compute_s[:, 2] == pytest.approx(profile.compute_s[:, 0] / 2)
+    assert profile.loaded_s == pytest.approx(1.5 * profile.compute_s)  # as in the samples
+    timeline = simulate(Problem(graph, cluster, profile), np.zeros(graph.num_ops, np.int32))
+    assert timeline.latency_s == pytest.approx(profile.compute_s[:, 0].sum())
+
+
+def test_measured_entries_stay() -> None:
+    graph = model(0)
+    seconds = law(graph)
+    mask = np.zeros((graph.num_ops, 1), bool)
+    mask[3:] = True
+    cluster = Cluster("one", (CPU,))
+    known = replace(profile_of(graph, 7.0 * seconds), predicted=mask)
+    roofline = Roofline(flops_per_s=1e10, bytes_per_s=5e9, call_s=4e-6)
+    profile = predictors.profile_of(graph, cluster, roofline, known=known)
+    assert profile.predicted is not None
+    assert profile.predicted.tolist() == mask.tolist()
+    assert profile.compute_s[:3, 0] == pytest.approx(7.0 * seconds[:3])
+    assert profile.compute_s[3:, 0] == pytest.approx(roofline.predict(graph, CPU)[0][3:])
+
+
+def test_devices_like_one_that_is_not_there() -> None:
+    cluster = Cluster("far", (Device("x", like="cpu:0"),))
+    with pytest.raises(LatencyError, match=r"'cpu:0'.*add them"):
+        predictors.profile_of(model(0), cluster, Roofline(1e10, 1e9, 1e-6))
+
+
+def test_slowdown_by_class() -> None:
+    first = sample(0)
+    product = features(first.graph).op_class == CLASSES.index("product")
+    loaded = np.where(product, 3.0, 0.5) * first.compute_s
+    found = predictors.slowdown([replace(first, loaded_s=loaded)])
+    assert found[CLASSES.index("product")] == pytest.approx(3.0)
+    assert found[CLASSES.index("other")] == 1.0  # nobody runs faster beside others
+    assert found[CLASSES.index("attention")] == 1.0
+
+
+# --- the store -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    return Corpus(tmp_path / "corpus.sqlite")
+
+
+def test_what_is_added_is_there_again(corpus: Corpus) -> None:
+    assert corpus.samples() == ()
+    graph, cluster = model(0), Cluster("one", (CPU,))
+    seconds = law(graph)
+    assert corpus.add(graph, cluster, profile_of(graph, seconds)) == len(set(graph.op_signature))
+    (found,) = corpus.samples(machine_of(HERE))
+    assert found.graph.fingerprint == graph.fingerprint
+    assert found.device == CPU
+    assert found.compute_s == pytest.approx(seconds)
+    assert np.isnan(found.loaded_s).all()
+    # Measured again: replaced, not doubled.
+    corpus.add(graph, cluster, profile_of(graph, 2 * seconds))
+    (found,) = corpus.samples()
+    assert found.compute_s == pytest.approx(2 * seconds)
+
+
+def test_equal_operators_of_other_graphs_are_known(corpus: Corpus) -> None:
+    cluster, machine = Cluster("one", (CPU,)), machine_of(HERE)
+    graph, other = model(0), model(1)
+    corpus.add(graph, cluster, profile_of(graph, law(graph)))
+    seconds, spread = corpus.known(graph, replace(CPU, name="renamed"), machine)
+    assert seconds == pytest.approx(law(graph))
+    assert np.isfinite(spread).all()
+    shared = np.array([s in graph.op_signature for s in other.op_signature])
+    seconds, _ = corpus.known(other, CPU, machine)
+    assert (np.isfinite(seconds) == shared).all()
+    seconds, _ = corpus.known(graph, replace(CPU, threads=2), machine)
+    assert np.isnan(seconds).all()
+
+
+def test_two_machines_of_one_name_are_two(corpus: Corpus) -> None:
+    graph, cluster = model(0), Cluster("this-machine", (CPU,))
+    here, there = HERE | {"host": "node"}, HERE | {"host": "node", "cpu": "another processor"}
+    corpus.add(graph, cluster, profile_of(graph, law(graph), **here))
+    corpus.add(graph, cluster, profile_of(graph, 9 * law(graph), **there))
+    for facts, factor in ((here, 1), (there, 9)):
+        machine = machine_of(facts)
+        (found,) = corpus.samples(machine)
+        assert found.compute_s == pytest.approx(factor * law(graph))
+        assert corpus.known(graph, CPU, machine)[0] == pytest.approx(factor * law(graph))
+    assert machine_of(here) == machine_of(here | {"host": "renamed"})
+    assert device_signature(CPU, "a") != device_signature(CPU, "b")
+    assert len(corpus.samples()) == 2
+
+
+def test_predicted_entries_and_described_devices_are_no_measurements(corpus: Corpus) -> None:
+    graph = model(0)
+    mask = np.ones((graph.num_ops, 1), bool)
+    profile = replace(profile_of(graph, law(graph)), predicted=mask)
+    assert corpus.add(graph, Cluster("one", (CPU,)), profile) == 0
+    described = Cluster("far", (replace(CPU, like="cpu:0"),))
+    assert corpus.add(graph, described, profile_of(graph, law(graph))) == 0
+    mask[0] = False
+    assert corpus.add(graph, Cluster("one", (CPU,)), profile) == 1
+    assert corpus.samples() == ()  # not all of its operators are known
+
+
+def test_trees_leave_out_whole_graphs_to_learn_how_far_they_miss() -> None:
+    """The same graph on another device tells everything about it: no spread would be left."""
+    pytest.importorskip("sklearn")
+    rng = np.random.default_rng(0)
+    factor = np.exp(rng.normal(0.0, 0.5, 8))  # of each graph, which nothing could predict
+
+    def missed(copies: int) -> float:
+        samples = []
+        for seed in range(8):
+            graph = model(seed)
+            seconds = law(graph) * factor[seed]
+            for k in range(copies):
+                device = replace(CPU, name=f"c{k}")
+                samples.append(Sample(graph, device, seconds, seconds * 0.01, seconds))
+        fitted: Any = predictors.load("trees").fit(samples)
+        return float(fitted.fitted["cpu"].noise.mean())
+
+    assert missed(2) == pytest.approx(missed(1), rel=0.3)
+
+
+def test_links_are_medians_over_graphs(corpus: Corpus) -> None:
+    cluster = Cluster("two", (replace(CPU, name="a"), replace(CPU, name="b")))
+    for seed, latency_s in enumerate((1e-6, 3e-6, 9e-6)):
+        graph = model(seed)
+        seconds = np.repeat(law(graph)[:, None], 2, axis=1)
+        links = (Link("a", "b", latency_s, 1e9, send_s=latency_s, send_s_per_byte=latency_s),)
+        corpus.add(graph, cluster, Profile(("a", "b"), seconds, seconds, links, provenance=HERE))
+    (link,) = corpus.links(cluster, machine_of(HERE))
+    assert link == Link("a", "b", 3e-6, 1e9, send_s=3e-6, send_s_per_byte=3e-6)
+    assert corpus.links(cluster, "another machine") == ()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a database", b"SQLite format 3\0" + b"\xff" * 2000])
+def test_a_damaged_store(corpus: Corpus, content: bytes) -> None:
+    corpus.path.write_bytes(content)
+    if not content:  # what a full disk leaves
+        assert corpus.samples() == ()
+        return
+    with pytest.raises(CorpusError, match=r"corpus.sqlite: not a readable store.*move it away"):
+        corpus.samples()
+    with pytest.raises(CorpusError, match="not a readable store"):
+        corpus.add(model(0), Cluster("one", (CPU,)), profile_of(model(0), law(model(0))))
+    assert corpus.path.read_bytes() == content
+
+
+def test_a_damaged_graph_in_the_store(corpus: Corpus) -> None:
+    graph = model(0)
+    corpus.add(graph, Cluster("one", (CPU,)), profile_of(graph, law(graph)))
+    with sqlite3.connect(corpus.path) as store:
+        store.execute("UPDATE graphs SET arrays = X'0102'")
+    with pytest.raises(CorpusError, match="graph 'model 0' is damaged"):
+        corpus.samples()
+
+
+def test_a_store_of_another_version(corpus: Corpus) -> None:
+    graph = model(0)
+    corpus.add(graph, Cluster("one", (CPU,)), profile_of(graph, law(graph)))
+    with sqlite3.connect(corpus.path) as store:
+        store.execute("PRAGMA user_version = 99")
+    with pytest.raises(CorpusError, match="version 99, this program reads 1"):
+        corpus.samples()
+
+
+def test_a_store_where_none_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    graph = model(0)
+    with pytest.raises(CorpusError, match="PLACEMENT_HOME"):
+        Corpus(tmp_path / "file" / "corpus.sqlite").add(
+            graph, Cluster("one", (CPU,)), profile_of(graph, law(graph))
+        )

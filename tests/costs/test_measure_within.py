@@ -1,0 +1,150 @@
+"""Profiles of which only a part is measured, and what the commands make of predictions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from placement.__main__ import main
+from placement.capturing import capture
+from placement.cluster import Cluster
+from placement.costs.corpus import Corpus, this_machine
+from placement.costs.measure import measure
+from placement.costs.measure_within import choose, measure_within, part, predict_here
+from placement.costs.predictors import LatencyError
+from placement.costs.predictors.roofline import Roofline
+from placement.program import run_program
+from placement.workloads import load
+
+RATES = Roofline(flops_per_s=1e10, bytes_per_s=5e9, call_s=5e-6)
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "home"))
+
+
+def graph_of(workload: str):  # type: ignore[no-untyped-def]
+    module, inputs = load(workload)
+    return capture(module, inputs, name=workload)
+
+
+def one_device() -> Cluster:
+    return Cluster("one", Cluster.detect().devices[:1])
+
+
+def test_the_least_certain_are_chosen_once_per_signature() -> None:
+    graph = graph_of("tiny_branches")  # equal products in several branches
+    seconds, spread = np.full((graph.num_ops, 1), 1e-3), np.full((graph.num_ops, 1), 1e-6)
+    products = [n for n, kind in enumerate(graph.op_kind) if "linear" in kind]
+    spread[products] = 1e-3
+    ops = choose(graph, seconds, spread, seconds=4.5e-3)  # one operator, 1 + 3 times
+    assert ops.tolist() == products[:1]
+    everything = choose(graph, seconds, spread, seconds=100.0)
+    signatures = [graph.op_signature[n] for n in everything]
+    assert sorted(signatures) == sorted(set(graph.op_signature))
+    assert len(choose(graph, seconds, spread, seconds=1e-9)) == 0
+
+
+@pytest.mark.parametrize("workload", ["tiny_views", "tiny_cnn", "bert_tiny"])
+def test_a_part_computes_what_it_does_in_the_model(workload: str) -> None:
+    graph = graph_of(workload)
+    ops = range(0, graph.num_ops, 2)
+    smaller = part(graph, ops)
+    assert smaller.op_signature == tuple(graph.op_signature[n] for n in ops)
+    assert smaller.op_param_bytes.tolist() == graph.op_param_bytes[list(ops)].tolist()
+    # Inputs have the shapes and dtypes that the operators read in the model.
+    sizes = [x.nbytes for x in smaller.program.example_tensors]
+    assert sizes == smaller.tensor_bytes[: len(sizes)].tolist() and sizes
+    assert run_program(smaller.program, smaller.program.timing_inputs()) == []
+
+
+def test_a_profile_within_seconds() -> None:
+    graph, cluster = graph_of("bert_tiny"), one_device()
+    profile = measure_within(graph, cluster, 0.01, method=RATES)
+    profile.check(graph)
+    assert profile.predicted is not None
+    measured = ~profile.predicted[:, 0]
+    assert measured.any()
+    # Equal operators are one measurement.
+    told = {s for s, m in zip(graph.op_signature, measured, strict=True) if m}
+    assert all(m == (s in told) for s, m in zip(graph.op_signature, measured, strict=True))
+    assert profile.provenance["measured_signatures"] == len(told)
+    nothing = measure_within(graph, cluster, 1e-9, method=RATES)
+    assert nothing.predicted is not None and nothing.predicted.all()
+    assert nothing.compute_s[:, 0] == pytest.approx(RATES.predict(graph, cluster.devices[0])[0])
+    with pytest.raises(LatencyError, match=r"seconds = -1.*positive"):
+        measure_within(graph, cluster, -1)
+    with pytest.raises(LatencyError, match="no program"):
+        measure_within(graph.without_program(), cluster, 1.0)
+
+
+def test_what_was_measured_in_one_model_is_known_in_the_next(tmp_path: Path) -> None:
+    corpus, cluster = Corpus(tmp_path / "corpus.sqlite"), one_device()
+    graph = graph_of("bert_tiny")
+    measured = measure(graph, cluster, repeats=2)
+    assert corpus.add(graph, cluster, measured) > 0
+    again = predict_here(graph, cluster, RATES, corpus)
+    assert again.predicted is not None and again.predicted.all()
+    assert again.compute_s.sum() == pytest.approx(measured.compute_s.sum())
+    assert again.provenance["machine"] == this_machine()
+    # Without a method: learned from what is there.
+    other = predict_here(graph_of("vit_tiny"), cluster, corpus=corpus)
+    assert other.provenance["predictor"] == "_Remembering"
+    assert np.isfinite(other.compute_s).all()
+
+
+def test_plan_from_predictions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    devices = ", ".join(f"{{name: '{d}', kind: cpu, cores: [0]}}" for d in "a")
+    path = tmp_path / "one.yaml"
+    path.write_text(f"devices: [{devices}]")
+    command = ["plan", "tiny_mlp", "--planner", "heft", "--cluster", str(path), "--json"]
+    assert main([*command, "--predict", "polynomial"]) == 2  # nothing was measured yet
+    assert "nothing was measured on this machine yet" in capsys.readouterr().err
+    assert main([*command, "--predict", "roofline"]) == 0
+    out = capsys.readouterr()
+    assert json.loads(out.out)["feasible"]
+    assert "predicted from their description, not measured" in out.err
+    assert main(["profile", "tiny_mlp", "--cluster", str(path), "--repeats", "2"]) == 0
+    assert Corpus.default().samples(this_machine())
+    assert main([*command, "--predict", "polynomial"]) == 0
+    capsys.readouterr()
+    for wrong, message in (
+        (["--predict", "nonsense"], "no predictor 'nonsense'"),
+        (["--predict", "roofline", "--profile", "x.npz"], "either predicted or measured"),
+    ):
+        assert main([*command, *wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_profile_within_seconds_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    out = Path.cwd() / "unused"
+    assert main(["profile", "tiny_mlp", "--seconds", "0"]) == 2
+    assert "must be positive" in capsys.readouterr().err
+    assert main(["profile", "tiny_mlp", "--seconds", "1", "--mode", "training"]) == 2
+    assert not out.exists()
+
+
+def test_a_damaged_store_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Corpus.default().path
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"no store at all")
+    command = ["plan", "tiny_mlp", "--planner", "heft", "--predict", "roofline"]
+    assert main(command) == 2
+    assert "not a readable store" in capsys.readouterr().err
+
+
+def test_features_as_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    csv = tmp_path / "features.csv"
+    assert main(["features", "tiny_cnn", "--json", "--csv", str(csv)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_ops"] == len(found["operators"]) == len(csv.read_text().splitlines()) - 1
+    first = found["operators"][0]
+    assert first["class"] == "convolution" and first["flops"] > 0
+    assert any(row["critical"] for row in found["operators"])
+    assert main(["features", "tiny_cnn"]) == 0
+    assert "on the critical path" in capsys.readouterr().out
+    assert main(["features", "no_such.json"]) == 2

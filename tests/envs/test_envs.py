@@ -1,0 +1,557 @@
+"""Environments: the checkers, known rewards, masks, and that one episode equals many."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env as gymnasium_check
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stable_baselines3.common.env_checker import check_env as sb3_check
+
+from envs.perturbation import Perturbation
+from envs.placement import DevicePlacementEnv, OneShotRules
+from envs.problems import (
+    INFEASIBLE_REWARD,
+    WORST_REWARD,
+    EnvError,
+    Measured,
+    ProblemSet,
+    canonical,
+    group_order,
+)
+from envs.refine import RefineRules
+from envs.select_place import SelectPlaceDevicePlacementEnv
+from envs.sequential import SequentialDevicePlacementEnv, SequentialRules
+from envs.sequential_kernels import DEVICE_FEATURES
+from envs.vec import PlacementVecEnv
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.planners import load
+from placement.problem import Objective, Problem
+from placement.profile import Profile
+from placement.runs.trials import TrialError
+from placement.search.evaluation import can_move
+from placement.simulator import score, simulate
+from tests.problems import random_problem
+
+BUILDING = (
+    "envs:DevicePlacement-v0",
+    "envs:SequentialDevicePlacement-v0",
+    "envs:SelectPlaceDevicePlacement-v0",
+    "envs:GroupPlaceDevicePlacement-v0",
+)
+IDS = (*BUILDING, "envs:RefineDevicePlacement-v0", "envs:GuidedSearch-v0")
+
+
+def chain(
+    compute_s: Any,
+    *,
+    memory_bytes: int = 10**9,
+    group: list[int] | None = None,
+    objective: Objective = "latency",
+    latency_s: float = 0.5,
+) -> Problem:
+    """A chain; every link takes half a second, every operator has 100 bytes of parameters."""
+    seconds = np.array(compute_s, dtype=np.float64)
+    n, d = seconds.shape
+    graph = OpGraph.build(
+        "chain",
+        [f"op{i}" for i in range(n)],
+        range(n),
+        [10] * n,
+        [(i, i + 1) for i in range(n - 1)],
+        param_bytes=[100] * n,
+        param_uses=[(i, i) for i in range(n)],
+        group=group,
+    )
+    cluster = Cluster("c", tuple(Device(f"cpu:{i}", memory_bytes=memory_bytes) for i in range(d)))
+    names = cluster.device_names
+    links = tuple(Link(a, b, latency_s) for a in names for b in names if a != b)
+    profile = Profile(names, seconds, np.zeros((n, d)), links)
+    return Problem(graph, cluster, profile, objective, num_microbatches=4)
+
+
+def mixed() -> list[Problem]:
+    return [random_problem(s, grouped=s % 2 == 0, unsupported=s % 3 == 0) for s in range(12)]
+
+
+def movable() -> list[Problem]:
+    """Those with something to search."""
+    return [p for p in mixed() if can_move(p)]
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_both_checkers_pass(name: str) -> None:
+    problems = movable() if "Guided" in name else mixed()
+    env = gym.make(name, problems=problems, render_mode="ansi").unwrapped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # A policy of ours reads the two-dimensional observation; SB3's default ones would not.
+        warnings.filterwarnings("ignore", message=".*(unconventional shape|image).*")
+        gymnasium_check(env)
+        sb3_check(env)
+
+
+@pytest.mark.parametrize("name", BUILDING)
+def test_episodes_over_problems_of_different_sizes(name: str) -> None:
+    problems = mixed()
+    env = gym.make(name, problems=problems)
+    rng = np.random.default_rng(0)
+    seen = set()
+    for seed in range(30):
+        _, info = env.reset(seed=seed)
+        seen.add(info["problem"])
+        problem = problems[info["problem"]]
+        sequential = isinstance(env.action_space, gym.spaces.Discrete)
+        steps = 0
+        while True:
+            mask = env.unwrapped.action_masks()
+            rows = mask[None] if sequential else mask.reshape(env.action_space.shape[0], -1)
+            picked = [rng.choice(np.flatnonzero(row)) for row in rows]
+            obs, reward, over, truncated, info = env.step(picked[0] if sequential else picked)
+            assert obs in env.observation_space
+            assert not truncated
+            steps += 1
+            if over:
+                break
+            assert reward == 0
+        grouping = 2 if "GroupPlace" in name else 1
+        assert steps == (problem.graph.num_groups if sequential else grouping)
+        value = score(problem, info["placement"])[0]
+        assert info["value_s"] == value
+        problem.check_placement(info["placement"])
+        if not np.isfinite(value):
+            assert reward == INFEASIBLE_REWARD
+    assert len(seen) > 5
+
+
+def test_reset_is_seeded_and_takes_a_problem() -> None:
+    env = DevicePlacementEnv(mixed())
+    first = [env.reset(seed=3)[1]["problem"] for _ in range(3)]
+    assert len(set(first)) == 1
+    env.reset(seed=3)
+    drawn = [env.reset()[1]["problem"] for _ in range(20)]
+    assert len(set(drawn)) > 3
+    assert env.reset(options={"problem": 7})[0]["problem"].tolist() == [7]
+    with pytest.raises(EnvError, match=r"= 12, there are 12 \(0\.\.11\)"):
+        env.reset(options={"problem": 12})
+
+
+def test_rewards_by_hand() -> None:
+    # device 0: 2 + 2 = 4 s; device 1: 1 + 4 = 5 s. Best single device: 4 s.
+    problem = chain([[2, 1], [2, 4]])
+    env = DevicePlacementEnv([problem])
+    for action, value_s in (([0, 0], 4.0), ([1, 1], 5.0), ([1, 0], 3.5), ([0, 1], 6.5)):
+        env.reset(seed=0)
+        _, reward, over, _, info = env.step(np.array(action))
+        assert over
+        assert info["value_s"] == pytest.approx(value_s)
+        assert reward == pytest.approx(np.log(4.0 / value_s))
+
+
+def test_reference_from_numbers_or_a_baseline() -> None:
+    problem = chain([[2, 1], [2, 4]])
+    env = DevicePlacementEnv([problem], reference_s=[7.0])
+    env.reset(seed=0)
+    assert env.step(np.array([1, 0]))[1] == pytest.approx(np.log(2.0))
+    best = DevicePlacementEnv([problem], baseline=load("best_of"))
+    best.reset(seed=0)
+    assert best.step(np.array([1, 0]))[1] == pytest.approx(0.0)
+
+
+def test_rewards_are_bounded() -> None:
+    slow = DevicePlacementEnv([chain([[1e-6, 1e6]])])
+    slow.reset(seed=0)
+    assert slow.step(np.array([1]))[1] == WORST_REWARD
+    # 200 bytes of parameters do not fit in 150: every single device is infeasible, a split is not.
+    tight = DevicePlacementEnv([chain([[1, 1], [1, 1]], memory_bytes=150)])
+    tight.reset(seed=0)
+    assert tight.step(np.array([0, 0]))[1] == INFEASIBLE_REWARD
+    tight.reset(seed=0)
+    assert tight.step(np.array([0, 1]))[1] == pytest.approx(np.log(2.0 / 2.5))
+
+
+def test_only_supported_placements_reach_the_evaluator() -> None:
+    seen: list[np.ndarray] = []
+
+    def evaluator(problem: Problem, placements: np.ndarray) -> np.ndarray:
+        seen.append(placements)
+        return np.ones(len(placements))
+
+    wide = chain([[1, 1, 1]])
+    narrow = chain([[1, np.inf], [1, 1]])
+    env = DevicePlacementEnv([narrow, wide], evaluator=evaluator, reference_s=[1, 1])
+    for action in ([1, 0], [0, 2]):  # unsupported; a device that only the other problem has
+        env.reset(options={"problem": 0})
+        assert env.step(np.array(action))[1] == INFEASIBLE_REWARD
+    assert seen == []
+    env.reset(options={"problem": 0})
+    assert env.step(np.array([0, 1]))[1] == 0.0
+    assert np.array_equal(seen[0], [[0, 1]])
+
+
+def test_a_group_is_one_action() -> None:
+    problem = chain([[1, 2], [1, 2], [1, 2]], group=[0, 1, 0])
+    env = DevicePlacementEnv([problem])
+    assert env.action_space.shape == (2,)
+    env.reset(seed=0)
+    info = env.step(np.array([1, 0]))[4]
+    assert info["placement"].tolist() == [1, 0, 1]
+
+
+def test_a_runtime_as_back_end(tmp_path: Path) -> None:
+    class Runtime:
+        """Runs everything twice as slowly as predicted."""
+
+        def __init__(self, problem: Problem) -> None:
+            self.problem = problem
+            self.runs = 0
+
+        def run(self, placement: Any, *, num_microbatches: int, max_in_flight: int | None = None):
+            self.runs += 1
+            window = max_in_flight or self.problem.max_in_flight
+            machine = replace(self.problem, max_in_flight=window)
+            timeline = simulate(machine, placement, num_microbatches=num_microbatches)
+            start, end = 2 * timeline.start_s, 2 * timeline.end_s
+            return type(timeline)(timeline.device_names, timeline.placement, start, end)
+
+    for objective in ("latency", "period"):
+        problem = chain([[2, 1], [2, 4]], objective=objective, latency_s=0.0)
+        runtime = Runtime(problem)
+        env = DevicePlacementEnv([problem], evaluator=runtime, reference_s=[1.0])
+        for _ in range(2):  # the second time it is known
+            env.reset(seed=0)
+            info = env.step(np.array([1, 0]))[4]
+            assert info["value_s"] == pytest.approx(2 * score(problem, [1, 0])[0])
+            assert runtime.runs == 1
+    # Three rounds of one placement; then another and the first, for which no run is left.
+    few = Measured(Runtime, repeats=3, measurements=3, folder=tmp_path)
+    known = few(problem, np.array([[0, 0]]))
+    assert few.trials(problem).num_measurements == 3
+    with pytest.raises(TrialError, match="the budget is spent: 3 of 3 runs"):
+        few(problem, np.array([[0, 1]]))
+    again = Measured(Runtime, repeats=3, folder=tmp_path)
+    assert again(problem, np.array([[0, 0]])) == pytest.approx(known)
+    made = again.trials(problem).runtime
+    assert isinstance(made, Runtime) and made.runs == 0
+    with pytest.raises(EnvError, match="one problem, and there are 2 problems: give Measured"):
+        DevicePlacementEnv([problem, chain([[2, 1]] * 2)], evaluator=runtime)
+    with pytest.raises(EnvError, match="one problem, and a perturbation makes others"):
+        DevicePlacementEnv([problem], evaluator=runtime, perturbation=Perturbation())
+    with pytest.raises(TrialError, match=r"not max_load; use problem.with_objective\('period'\)"):
+        DevicePlacementEnv([problem.with_objective("max_load")], evaluator=runtime)
+
+
+def test_sequential_masks() -> None:
+    # Three equal devices: of the empty ones only the first is legal.
+    env = SequentialDevicePlacementEnv([chain([[1, 1, 1]] * 4)], render_mode="ansi")
+    env.reset(seed=0)
+    assert env.action_masks().tolist() == [True, False, False]
+    env.step(0)
+    assert env.action_masks().tolist() == [True, True, False]
+    env.step(1)
+    assert env.action_masks().tolist() == [True, True, True]
+    _, reward, over, _, info = env.step(0)
+    assert not over
+    _, reward, over, _, info = env.step(2)
+    assert over
+    assert info["placement"].tolist() == [0, 1, 0, 2]
+
+    # An illegal device ends the episode; the rest is not decided.
+    env.reset(seed=0)
+    _, reward, over, _, info = env.step(2)
+    assert over
+    assert reward == INFEASIBLE_REWARD
+    assert info["placement"].tolist() == [-1, -1, -1, -1]
+    assert "cannot run" in env.render()
+
+    # 250 bytes hold two operators of 100; when nothing fits any more everything is legal.
+    tight = SequentialDevicePlacementEnv([chain([[1, 2]] * 5, memory_bytes=250)])
+    tight.reset(seed=0)
+    for mask, action in (([1, 1], 0), ([1, 1], 0), ([0, 1], 1), ([0, 1], 1), ([1, 1], 0)):
+        assert tight.action_masks().tolist() == [bool(m) for m in mask]
+        tight.step(action)
+
+
+def test_sequential_features_by_hand() -> None:
+    # op0 on device 0 ends at 2. Then op1: device 0 ends at 2 + 2, device 1 at 2 + 0.5 + 4.
+    problem = chain([[2, 1], [2, 4]])
+    env = SequentialDevicePlacementEnv([problem])
+    env.reset(seed=0)
+    obs = env.step(0)[0]
+    unit, path, work = 1.5, 3.0, 3.0  # fastest: 1 and 2 seconds
+    expected = {
+        "log cost": [0.0, np.log1p((6.5 - 4.0) / unit)],
+        "finish": [4.0 / path, 6.5 / path],
+        "load": [4.0 * 2 / work, 4.0 * 2 / work],
+        "load growth": [np.log1p(2.0 / unit), np.log1p(2.0 / unit)],
+        "transfer": [0.0, np.log1p(0.5 / unit)],
+        "local": [1.0, 0.0],
+        "memory": [200 / 1e9, 100 / 1e9],
+        "empty": [0.0, 1.0],
+        "progress": [0.5, 0.5],
+    }
+    names = [text.split(":")[0] for text in DEVICE_FEATURES]
+    assert names == list(expected)
+    rows = np.array([expected[name] for name in names])
+    assert pytest.approx(rows, rel=1e-5) == obs["devices"].T
+
+
+def test_what_a_device_costs_a_throughput_by_hand() -> None:
+    # Three operators, 2 s on device 0 and 4 s on device 1; moving one's output takes 0.5 s.
+    # All on 0 would be 6 s, all on 1 12 s: equally busy at 1 / (1/6 + 1/12) = 4 s.
+    problem = chain([[2, 4], [2, 4], [2, 4]], objective="max_load")
+    env = SequentialDevicePlacementEnv([problem])
+    expected = [
+        [0.0, 2.0],  # nothing moves and nothing is full, but device 1 is 2 s slower
+        [0.0, 2.5],  # 4 s on device 0 are even; to device 1 the tensor has to move
+        [0.0, 0.5],  # 6 s on device 0 are 2 s too many: 2 against 2.5
+    ]
+    obs = env.reset(seed=0)[0]
+    for cost in expected:
+        assert obs["devices"][:, 0] == pytest.approx(np.log1p(np.array(cost) / 2.0), rel=1e-5)
+        obs = env.step(0)[0]
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10_000))
+def test_the_last_finish_time_is_the_latency_where_nothing_contends(seed: int) -> None:
+    """A chain has no contention, so the incremental estimate must equal the simulator."""
+    rng = np.random.default_rng(seed)
+    n, d = int(rng.integers(1, 8)), int(rng.integers(1, 4))
+    problem = chain(rng.random((n, d)))
+    rules = SequentialRules(ProblemSet.build([problem]), 1)
+    rules.start(np.array([0]), np.array([0]))
+    finish = 0.0
+    for _ in range(n):
+        obs = rules.observe()
+        action = int(rng.choice(np.flatnonzero(obs["mask"][0])))
+        finish = float(obs["devices"][0, action, 1]) * rules._tables.path_s[0]
+        rules.act(np.array([action]))
+    placement = rules.problems.placements(0, rules.choices)[0]
+    if finish < 20 * rules._tables.path_s[0]:
+        assert finish == pytest.approx(simulate(problem, placement, None, 1).latency_s, rel=1e-5)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10_000))
+def test_canonical_can_be_replayed(seed: int) -> None:
+    """Whatever a planner answers, the sequential environment can express its equivalent."""
+    rng = np.random.default_rng(seed)
+    n, d = int(rng.integers(1, 8)), int(rng.integers(1, 5))
+    kinds = rng.integers(1, 3, d)  # two kinds of device, some of them equal
+    problem = chain(rng.random((n, 1)) * kinds)
+    placement = rng.integers(0, d, n).astype(np.int32)
+    same = canonical(problem, placement)
+    assert score(problem, same)[0] == pytest.approx(score(problem, placement)[0])
+    env = SequentialDevicePlacementEnv([problem])
+    env.reset(seed=0)
+    for group in group_order(problem):
+        _, _, over, _, info = env.step(int(same[problem.graph.group == group][0]))
+    assert over
+    assert np.array_equal(info["placement"], same)
+
+
+@pytest.mark.parametrize("rules", [OneShotRules, SequentialRules])
+def test_many_episodes_at_once_equal_single_ones(rules: Any) -> None:
+    problems = mixed()
+    env = {OneShotRules: DevicePlacementEnv, SequentialRules: SequentialDevicePlacementEnv}[rules]
+    one = env(problems)
+    vec = PlacementVecEnv(rules(ProblemSet.build(problems), 5), seed=1)
+    rng = np.random.default_rng(0)
+    obs = vec.reset()
+    actions: list[list[Any]] = [[] for _ in range(5)]
+    began = [int(i) for i in obs["problem"][:, 0]]
+    finished: list[int] = []
+    best = np.full(len(problems), np.inf)
+    for _ in range(60):
+        masks = np.stack(vec.env_method("action_masks")).reshape(
+            5, -1, vec.rules.problems.max_devices
+        )
+        taken = np.array([[rng.choice(np.flatnonzero(row)) for row in m] for m in masks])
+        taken = taken if rules is OneShotRules else taken[:, 0]
+        obs, rewards, done, infos = vec.step(taken)
+        for b in range(5):
+            actions[b].append(taken[b])
+            if done[b]:
+                assert infos[b]["problem"] == began[b]
+                one.reset(options={"problem": began[b]})
+                for action in actions[b]:
+                    _, reward, over, _, info = one.step(action)
+                assert over
+                assert rewards[b] == pytest.approx(reward)
+                assert infos[b]["value_s"] == info["value_s"]
+                assert infos[b]["episode"]["l"] == len(actions[b])
+                best[began[b]] = min(best[began[b]], info["value_s"])
+                finished.append(began[b])
+                actions[b] = []
+                began[b] = int(obs["problem"][b, 0])
+    assert np.array_equal(vec.rules.best_s, best)
+    assert vec.rules.num_evaluations == len(finished)
+    for i in np.flatnonzero(np.isfinite(best)):
+        placement = vec.rules.problems.placements(i, vec.rules.best_choices[i : i + 1])[0]
+        assert score(problems[i], placement)[0] == best[i]
+    # Dealt like cards: after every deck each problem has had its turn.
+    if rules is OneShotRules:
+        assert set(finished[: len(problems)]) == set(range(len(problems)))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_problem_is_dealt_several_times_in_a_row(workers: int) -> None:
+    problems = ProblemSet.build(mixed())
+    count = len(problems.problems)
+    shares = [SequentialRules(problems, 2 * count) for _ in range(workers)]
+    vec = PlacementVecEnv(shares if workers > 1 else shares[0], repeats=2)
+    dealt = vec.reset()["problem"].reshape(workers * count, 2)
+    assert (dealt[:, 0] == dealt[:, 1]).all()
+    for deck in dealt[:, 0].reshape(workers, count):
+        assert sorted(deck) == list(range(count))
+
+
+def test_observations_are_never_shared() -> None:
+    vec = PlacementVecEnv(SequentialRules(ProblemSet.build(mixed()), 3))
+    first = vec.reset()
+    copies = {k: v.copy() for k, v in first.items()}
+    for _ in range(5):
+        obs = vec.step(np.argmax(np.stack(vec.env_method("action_masks")), axis=1))[0]
+        assert not any(np.shares_memory(obs[k], first[k]) for k in obs)
+    assert all(np.array_equal(first[k], copies[k]) for k in first)
+
+
+def test_render_shows_the_last_placement() -> None:
+    env = DevicePlacementEnv([chain([[2, 1], [2, 4]])], render_mode="ansi")
+    env.reset(seed=0)
+    assert "no placement yet" in env.render()
+    env.step(np.array([1, 0]))
+    assert "cpu:1" in env.render()
+    assert DevicePlacementEnv([chain([[1]])]).render() is None
+
+
+def test_what_users_get_wrong() -> None:
+    problem = chain([[1, 2]])
+    with pytest.raises(EnvError, match=r"problems=\[problem\]"):
+        DevicePlacementEnv([])
+    with pytest.raises(EnvError, match=r"problems=\[problem\]"):
+        DevicePlacementEnv(problem)  # type: ignore[arg-type]
+    with pytest.raises(EnvError, match="render_mode = 'human'"):
+        DevicePlacementEnv([problem], render_mode="human")
+    with pytest.raises(EnvError, match="each of the 1 problems"):
+        SequentialDevicePlacementEnv([problem], reference_s=[1.0, 2.0])
+    with pytest.raises(EnvError, match="positive"):
+        SequentialDevicePlacementEnv([problem], reference_s=[np.inf])
+
+
+def test_select_place_offers_what_is_ready() -> None:
+    """op0 and op1 feed op2; op2 is ready when both are placed. Two kinds of device."""
+    graph = OpGraph.build("v", ["a", "b", "c"], [0, 1, 2], [1, 1, 1], [(0, 2), (1, 2)])
+    lone = chain([[1, 2]] * 3)
+    problem = Problem(graph, lone.cluster, lone.profile, "latency")
+    env = SelectPlaceDevicePlacementEnv([problem], window=4)
+    obs, _ = env.reset(seed=0)
+    assert obs["mask"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+    assert obs["group"].tolist() == [0, 1, 0, 0]
+    obs = env.step(1 * 2 + 0)[0]  # b on device 0
+    assert obs["mask"].tolist() == [[1, 1], [0, 0], [0, 0], [0, 0]]
+    assert obs["group"][0] == 0
+    obs, reward, over, _, _ = env.step(0 * 2 + 1)  # a on device 1
+    assert (obs["group"][0], reward, over) == (2, 0.0, False)
+    _, reward, over, _, info = env.step(0)
+    assert over
+    assert info["placement"].tolist() == [1, 0, 0]
+    # a ends at 2 on device 1, is sent in 0.5, c takes 1: 3.5; the best single device takes 3.
+    assert reward == pytest.approx(np.log(3 / 3.5))
+    env.reset(seed=0)
+    assert env.step(2 * 2)[1:3] == (INFEASIBLE_REWARD, True)  # c is not ready
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10_000))
+def test_select_place_in_any_order_sees_what_the_sequential_one_does(seed: int) -> None:
+    """With a window of one it is the sequential environment, where nothing waits in a circle."""
+    problem = random_problem(seed, unsupported=True)
+    one = SelectPlaceDevicePlacementEnv([problem], window=1)
+    other = SequentialDevicePlacementEnv([problem])
+    rng = np.random.default_rng(seed)
+    (a, _), (b, _) = one.reset(seed=0), other.reset(seed=0)
+    for _ in range(problem.graph.num_groups):
+        assert a["group"][0] == b["group"][0]
+        assert np.array_equal(a["devices"][0], b["devices"])
+        assert np.array_equal(a["mask"][0], b["mask"])
+        action = int(rng.choice(np.flatnonzero(b["mask"])))
+        (a, r, over, _, _), (b, r2, over2, _, _) = one.step(action), other.step(action)
+        assert (r, over) == (r2, over2)
+    assert over
+
+
+@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("objective", ["latency", "period", "max_load"])
+def test_observations_stay_in_their_space(name: str, objective: Objective) -> None:
+    """Whatever takes how long: operators far less than transfers, or nothing."""
+    rng = np.random.default_rng(0)
+    seconds = 10.0 ** rng.uniform(-9, -2, (9, 3)) * (rng.random((9, 3)) < 0.9)
+    env: Any = gym.make(name, problems=[chain(seconds, objective=objective)], reference_s=[1.0])
+    for seed in range(8):
+        obs, done = env.reset(seed=seed)[0], False
+        while not done:
+            assert env.observation_space.contains(obs)
+            masks = env.unwrapped.action_masks().reshape(*env.action_space.shape, -1)
+            legal = masks * rng.random(masks.shape)
+            obs, _, done, _, _ = env.step(legal.argmax(axis=-1))
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+def test_a_refine_episode_that_is_over_evaluates_nothing(sweep: bool) -> None:
+    problems = ProblemSet.build([chain([[1, 2]] * n) for n in (2, 7)])
+    rules = RefineRules(problems, 2, [np.zeros(n, np.int32) for n in (2, 7)], sweep=sweep)
+    rules.start(np.arange(2), np.arange(2))
+    moves, over = (7, 2) if sweep else (14, 4), []
+    for _ in range(moves[0]):
+        over.append(rules.act(rules.masks().argmax(axis=1))[1].tolist())
+        assert all(rules.observation_space[k].contains(v[0]) for k, v in rules.observe().items())
+    assert over == [[i >= moves[1], i >= moves[0]] for i in range(1, moves[0] + 1)]
+    assert rules.num_evaluations == 2 + sum(moves)
+
+
+def test_perturbed_machines() -> None:
+    problem = chain([[1, 2, np.inf, 4]] * 5, memory_bytes=10**6)
+    seen = Perturbation(drop=0.5, speed=0.2, bandwidth=0.5, variants=20, seed=1)([problem])
+    assert seen[0] is problem and len(seen) == 21
+    sizes = {p.num_devices for p in seen}
+    assert min(sizes) == 2 and len(sizes) == 3
+    for p in seen[1:]:
+        assert p.graph is problem.graph
+        kept = [problem.cluster.index(name) for name in p.cluster.device_names]
+        with np.errstate(invalid="ignore"):
+            factor = problem.compute_s[:, kept] / p.compute_s
+        finite = np.isfinite(p.compute_s)
+        assert np.array_equal(finite, np.isfinite(problem.compute_s[:, kept]))
+        assert np.ptp(factor[:, finite[0]], axis=0) == pytest.approx(0)
+        assert np.isfinite(load("best_of")(p).value_s)
+    # Nothing changes where nothing may.
+    same = Perturbation(0.0, 0.0, 0.0, 1)([problem])[1]
+    assert np.array_equal(same.compute_s, problem.compute_s)
+    linked = random_problem(1, 6, 4)
+    before = {(x.src, x.dst): x.bandwidth_bytes_per_s for x in linked.profile.links}
+    for p in Perturbation(variants=5)([linked])[1:]:
+        links = p.profile.links
+        factor = [x.bandwidth_bytes_per_s / before[x.src, x.dst] for x in links]
+        assert factor == pytest.approx(factor[:1] * len(links))
+        assert {d for x in links for d in (x.src, x.dst)} <= set(p.cluster.device_names)
+    with pytest.raises(EnvError, match="variants = -1 must be at least 0"):
+        Perturbation(variants=-1)
+    alone = DevicePlacementEnv([problem], perturbation=Perturbation(variants=0))
+    assert alone.problems.problems == (problem,)
+    # Only device 0 runs this group: it always stays.
+    picky = chain([[1, np.inf, np.inf]] * 2)
+    drawn = Perturbation(drop=1.0, variants=10)([picky])
+    assert all("cpu:0" in p.cluster.device_names and p.num_devices == 2 for p in drawn[1:])
+    env = DevicePlacementEnv([problem], perturbation=Perturbation(variants=3))
+    assert env.reset(options={"problem": 3})[1] == {"problem": 3}
+    assert env.action_space.nvec.tolist() == [4] * 5

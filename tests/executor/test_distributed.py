@@ -1,0 +1,692 @@
+"""Plans over processes: equal results, any order, no deadlock, and an end whatever fails.
+
+The processes are forked from a server that has imported torch, so that a rank costs little. The
+time limit is what turns a deadlock into a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from placement import workloads
+from placement.capturing import capture
+from placement.capturing.training import plain_step
+from placement.cli.show import costless_problem
+from placement.cluster import Cluster, ClusterError, Device, Link
+from placement.costs.links import hosts_of_ranks, join, measure_ranks
+from placement.executor import RunnerError
+from placement.executor.distributed import (
+    DistributedRunner,
+    DistributedTrainer,
+    direct,
+    pin,
+    ranks_of,
+    save_weights,
+    with_weights,
+)
+from placement.executor.distributed_world import Direct, RankError, World, dense
+from placement.executor.executor import measured_timeline
+from placement.plan import make_plan
+from placement.problem import Problem, Solution
+from placement.profile import Profile
+from placement.schedule import Schedule
+
+pytestmark = pytest.mark.timeout(300)
+
+CLUSTER = Cluster("tests", tuple(Device(f"cpu:{i}") for i in range(4)))  # not pinned
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+HANGS_S = 3.0  # what the tests of faults wait for a sign of life
+
+
+class Forks(nn.Module):
+    """Branches that meet again, and a tensor that several read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.unused = nn.Linear(6, 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.first(x).relu()
+        b, c = self.left(a).sigmoid(), self.right(a).tanh()
+        return (b + c) @ a.flip(0).T + b.sum()
+
+
+class Tied(nn.Module):
+    """One weight that is read at both ends, dropout-free, with running statistics between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.middle = nn.Linear(5, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(ids))
+        return torch.tanh(self.middle(x)) @ self.embed.weight.T
+
+
+def items(num: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 6, generator=generator) for _ in range(num)]
+
+
+torch.manual_seed(0)
+MODULE = Forks().eval()  # made and captured once, in the process that all ranks are forked from
+GRAPH = capture(MODULE, items(1)[0])
+
+
+def batches(num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    draw = lambda: torch.randint(7, (4,), generator=generator)  # noqa: E731
+    return [(draw(), draw()) for _ in range(num)]
+
+
+def scattered(graph: Any, seed: int, num_devices: int) -> np.ndarray[Any, Any]:
+    """A random device for each colocation group."""
+    groups, member = np.unique(graph.group, return_inverse=True)
+    on = np.random.default_rng(seed).integers(0, num_devices, len(groups))
+    return on[member].astype(np.int32)
+
+
+def random_schedule(graph: Any, placement: Any, num_microbatches: int, seed: int) -> Schedule:
+    """Any order that a machine could run: repeatedly one of all operators that are ready."""
+    rng = np.random.default_rng(seed)
+    order: list[list[tuple[int, int]]] = [[] for _ in range(CLUSTER.num_devices)]
+    before = [
+        {int(s) for s in graph.tensor_src[graph.in_tensor[a:b]] if s >= 0}
+        for a, b in zip(graph.in_ptr[:-1], graph.in_ptr[1:], strict=True)
+    ]
+    left = {(op, m) for op in range(graph.num_ops) for m in range(num_microbatches)}
+    while left:
+        ready = sorted((n, m) for n, m in left if not any((s, m) in left for s in before[n]))
+        op, m = ready[rng.integers(len(ready))]
+        left.remove((op, m))
+        order[placement[op]].append((op, m))
+    rows = tuple(np.array(x, np.int32).reshape(-1, 2) for x in order)
+    return Schedule(rows, num_microbatches)
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def _rank(work: Callable[..., Any], rank: int, env: dict[str, str], pipe: Any, args: Any) -> None:
+    os.environ.update(env, RANK=str(rank))
+    torch.set_num_threads(1)
+    try:
+        pipe.send(("value", work(rank, *args)))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send((type(error).__name__, str(error)))
+        os._exit(1)
+
+
+class Ranks:
+    """Processes that run ``work(rank, *args)``; none is left when the ``with`` ends."""
+
+    def __init__(self, work: Callable[..., Any], size: int, *args: Any, size_said: int = 0) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        self.env = env | {"WORLD_SIZE": str(size_said or size)}
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            self.add(work, rank, *args)
+
+    def add(self, work: Callable[..., Any], rank: int, *args: Any) -> None:
+        here, there = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_rank, args=(work, rank, self.env, there, args))
+        process.start()
+        there.close()
+        self.pipes.append(here)
+        self.processes.append(process)
+
+    def answer(self, i: int, limit_s: float = 150.0) -> tuple[str, Any]:
+        """("value", what it returned) or the exception; ("", None) if it ended without a word."""
+        assert self.pipes[i].poll(limit_s), f"process {i} has not answered for {limit_s} s"
+        try:
+            return self.pipes[i].recv()
+        except EOFError:
+            return "", None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.join(10)
+            alive = process.is_alive()
+            process.kill()
+            process.join()
+            assert not alive, "a process was left running"
+
+
+@pytest.mark.parametrize("content", [None, b"\x10\0\0\0\0\0\0\0{}", b"text"])
+def test_weights_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "half.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RunnerError, match=r"half.safetensors: cannot be read as safetensors"):
+        with_weights(GRAPH, path, [0])
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def equal_results(rank: int, folder: str, direct: Direct | None) -> int:
+    """Everything that inference promises, in one start of two or four ranks."""
+    graph = GRAPH
+    expected = [MODULE(x).detach() for x in items(8)]
+    weights = Path(folder) / "weights.safetensors"
+    with World.join(120, direct) as world:
+        for seed in range(6):
+            place = scattered(graph, seed, world.size if seed % 2 else 4)
+            order = random_schedule(graph, place, 4, seed) if seed > 2 else None
+            used = graph
+            if seed == 2:  # every rank reads what is its own, and has nothing else
+                if rank == 0:
+                    save_weights(graph, weights)
+                    (Path(folder) / "ready").touch()
+                while not (Path(folder) / "ready").exists():
+                    time.sleep(0.01)
+                own = DistributedRunner(graph, CLUSTER, place, world=world).own_params()
+                used = with_weights(graph, weights, own)
+                held = [not p.is_meta for p in used.program.params]
+                assert [q for q, here in enumerate(held) if here] == own
+                num_held = sum(held)
+            runner = DistributedRunner(
+                used, CLUSTER, place, world=world, schedule=order, record=seed == 1,
+                max_in_flight=4 if order is not None else 3,
+            )  # fmt: skip
+            if rank:
+                runner.serve()
+                continue
+            for got, wanted in zip(runner.stream(items(8)), expected, strict=True):
+                torch.testing.assert_close(got, wanted)
+            if order is None and seed != 1:
+                torch.testing.assert_close(runner(items(1)[0]), expected[0])
+            if seed == 1:
+                runner.collect()
+                timeline = measured_timeline(costless_problem(graph, CLUSTER), runner, 0, 8)
+                error_s = 2 * runner.clock_error_s
+                # Nothing arrives before it was sent, nor is it used before it arrived.
+                for (t, m, _, there), sent, came in zip(
+                    timeline.transfers.tolist(),
+                    timeline.transfer_start_s,
+                    timeline.transfer_end_s,
+                    strict=True,
+                ):
+                    assert timeline.end_s[m, graph.tensor_src[t]] <= sent + error_s
+                    assert sent <= came + error_s
+                    users = graph.use_dst[graph.use_ptr[t] : graph.use_ptr[t + 1]]
+                    users = users[place[users] == there]
+                    assert came <= timeline.start_s[m, users].min() + error_s
+                tracks = timeline.to_trace(graph.op_name)["traceEvents"]
+                names = [e["args"]["name"] for e in tracks if e["ph"] == "M"]
+                assert names[:4] == list(CLUSTER.device_names)  # of all ranks in one file
+            runner.close()
+            with pytest.raises(RunnerError, match="closed"):
+                runner(items(1)[0])
+    return num_held
+
+
+@pytest.mark.parametrize(
+    "size, direct_ranks", [(2, ()), (4, ()), (2, (0, 1)), (4, (0, 2, 3))]
+)  # as with NCCL, but for the backend
+def test_outputs_equal_the_plain_module_for_random_placements_and_schedules(
+    size, direct_ranks, tmp_path
+):
+    direct = Direct("gloo", direct_ranks, torch.device("cpu")) if direct_ranks else None
+    with Ranks(equal_results, size, str(tmp_path), direct) as ranks:
+        answers = [ranks.answer(r) for r in range(size)]
+    assert [kind for kind, _ in answers] == ["value"] * size, answers
+    num_held = [num for _, num in answers]
+    assert sum(num_held) >= 6 and max(num_held) < 6  # together all of it, nobody everything
+
+
+def test_a_rank_stays_on_the_cores_of_its_devices(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: chosen.append(cores))
+    four = Cluster("four", tuple(Device(f"cpu:{i}", cores=(i, i + 4)) for i in range(4)))
+    monkeypatch.delenv("RANK", raising=False)
+    pin(four)  # not started by torchrun: ``join`` says so
+    for rank, size in ((1, 2), (0, 4), (0, 5)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        pin(four)  # of five one would have no device: the runner says so
+    pin(Cluster("free", (*four.devices, Device("cpu:4"))))  # its first names cores
+    assert chosen == [{2, 3, 6, 7}, {0, 4}, {0, 4}]
+    monkeypatch.setenv("RANK", "4")
+    pin(Cluster("free", (*four.devices, Device("cpu:4"))))
+    assert len(chosen) == 3
+
+
+def measured_links(rank: int) -> dict[tuple[int, int], Link]:
+    join()
+    direct = Direct("gloo", (0, 1), torch.device("cpu"))
+    found = measure_ranks(hosts_of_ranks(), repeats=2, direct=direct)
+    torch.distributed.destroy_process_group()
+    return dict(found.links)
+
+
+def test_links_between_gpus_are_measured_on_the_way_that_tensors_take():
+    with Ranks(measured_links, 2) as ranks:
+        (kind, found), other = ranks.answer(0), ranks.answer(1)
+    assert kind == "value" and other == (kind, found)
+    for pair in ((0, 1), (1, 0)):
+        assert found[pair].bandwidth_bytes_per_s > 1e6 and found[pair].send_s > 0
+
+
+def test_tensors_go_from_gpu_to_gpu_between_ranks_that_have_one_each(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    names = ("a/cuda:0", "a/cuda:1", "b/cuda:0", "b/cpu:0")
+    cluster = Cluster("mixed", tuple(Device(n, n.split("/")[1].split(":")[0]) for n in names))
+
+    def of(rank: int, size: int) -> Direct | None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        return direct(cluster)
+
+    assert of(1, 4) == Direct("nccl", (0, 1, 2), torch.device("cuda:1"))
+    assert of(2, 4) == Direct("nccl", (0, 1, 2), torch.device("cuda:0"))
+    assert of(3, 4) == Direct("nccl", (0, 1, 2), torch.device("cpu"))  # takes no part
+    # Two ranks have two devices each; of three, one has a GPU of its own; five are too many.
+    assert [of(0, size) for size in (2, 3, 5)] == [None] * 3
+    monkeypatch.delenv("RANK")
+    assert direct(cluster) is None
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert of(1, 4) is None
+
+
+def test_devices_go_to_ranks_in_order_and_no_rank_is_without_one():
+    # 5 devices on 2 ranks: | 0 0 0 | 1 1 |; the last rank must have one too.
+    five = Cluster("five", tuple(Device(f"cpu:{i}") for i in range(5)))
+    assert ranks_of(five, 2) == (0, 0, 0, 1, 1)
+    assert ranks_of(five, 3) == (0, 0, 1, 1, 2)
+    assert ranks_of(five, 5) == (0, 1, 2, 3, 4)
+    with pytest.raises(ClusterError, match="6 processes for 5 devices"):
+        ranks_of(five, 6)
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def train(rank: int, folder: str, died_after: int | None) -> list[list[float]]:
+    """Six steps, a checkpoint after each second one; or the rest of them, from the last one."""
+    torch.manual_seed(0)
+    module = Tied()
+    loss = nn.functional.cross_entropy
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    graph = capture(module, batches(1)[0], mode="training", loss=loss, optimizer=optimizer)
+    # The table is read on both ranks: another placement after the restart.
+    seed = 8 if died_after is None else 9
+    place = scattered(graph, seed, 4)
+    assert len({int(d) // 2 for d in place[graph.param_use_op[graph.param_use == 0]]}) == 2
+    data = batches(18)
+    with World.join(120) as world:
+        trainer = DistributedTrainer(graph, CLUSTER, place, optimizer, world=world)
+        begin = trainer.load(folder)
+        if rank:
+            trainer.serve()
+            return []
+        losses = []
+        for step in range(begin, 6):
+            if step == died_after:
+                raise KeyboardInterrupt
+            optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)  # what a scheduler does
+            losses.append(trainer.step(data[3 * step : 3 * step + 3]).tolist())
+            if step % 2:
+                trainer.save(folder, step + 1)
+        trainer.close()
+        torch.save(module.state_dict(), Path(folder) / "trained.pt")
+        return losses
+
+
+def plain_training() -> tuple[nn.Module, list[list[float]]]:
+    torch.manual_seed(0)
+    module = Tied().train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    data, losses = batches(18), []
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)
+        taken = data[3 * step : 3 * step + 3]
+        losses.append(plain_step(module, optimizer, taken, nn.functional.cross_entropy).tolist())
+    return module, losses
+
+
+def test_training_equals_plain_pytorch_also_after_a_restart_with_another_placement(tmp_path):
+    module, expected = plain_training()
+    with Ranks(train, 2, str(tmp_path), 5) as ranks:
+        assert ranks.answer(0)[0] == "KeyboardInterrupt"
+        assert "rank 0 has ended with KeyboardInterrupt" in ranks.answer(1)[1]
+    assert json.loads((tmp_path / "checkpoint.json").read_text())["step"] == 4
+    with Ranks(train, 2, str(tmp_path), None) as ranks:
+        kind, losses = ranks.answer(0)
+        assert kind == "value", losses
+    np.testing.assert_allclose(losses, expected[4:], rtol=1e-5)
+    trained = torch.load(tmp_path / "trained.pt")
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(trained[name], value, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("marker", "shape", "message"),
+    [
+        ("{", (10, 4), r"checkpoint\.json: cannot be read as a checkpoint \(JSONDecodeError"),
+        ("[]", (10, 4), r"checkpoint\.json: cannot be read as a checkpoint \(TypeError"),
+        ('{"step": 3}', (10, 4), r"cannot be read as a checkpoint \(KeyError: 'files'\)"),
+        (None, (1, 4), r"'weight' has shape \(1, 4\), the model needs \(10, 4\)"),
+        (None, (9, 4), r"'weight' has shape \(9, 4\), the model needs \(10, 4\)"),
+        (None, None, r"step3\.safetensors: cannot be read as safetensors"),
+        (None, (10, 4), None),
+    ],
+)
+def test_a_checkpoint_that_is_damaged_or_of_another_model(tmp_path, marker, shape, message):
+    module = nn.Linear(4, 10, bias=False)
+    before = module.weight.detach().clone()
+    file = tmp_path / "step3.safetensors"
+    file.write_bytes(b"text" if shape is None else save({"value/weight": torch.ones(shape)}))
+    known = json.dumps({"step": 3, "files": [file.name]})
+    (tmp_path / "checkpoint.json").write_text(marker or known)
+    trainer = SimpleNamespace(
+        _program=SimpleNamespace(params=(module.weight,), param_names=("weight",)),
+        runner=SimpleNamespace(own_params=lambda: [0]),
+        world=SimpleNamespace(rank=0),
+        _has_any={0},
+    )
+    if message is None:
+        assert DistributedTrainer.load(trainer, tmp_path) == 3
+        assert torch.equal(module.weight, torch.ones(10, 4))
+        return
+    with pytest.raises(RunnerError, match=message):
+        DistributedTrainer.load(trainer, tmp_path)
+    assert torch.equal(module.weight, before)
+
+
+class Attend(nn.Module):
+    """Attention: what it gives is seen through strides that are not those of its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).view(2, 5, 2, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(2, 5, 8))
+
+
+def attend(rank: int) -> list[float]:
+    """One step with the last projection on the other rank."""
+    torch.manual_seed(0)
+    module = Attend()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    example = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    graph = capture(module, example, mode="training", loss=nn.functional.mse_loss)
+    place = np.where(np.array(graph.op_module) == "out", 2, 0)
+    place = place[np.unique(graph.group, return_index=True)[1]][graph.group].astype(np.int32)
+    with World.join(120) as world:
+        trainer = DistributedTrainer(graph, CLUSTER, place, optimizer, world=world)
+        if rank:
+            trainer.serve()
+            return []
+        losses = trainer.step([example] * 2).tolist()
+        trainer.close()
+        return losses
+
+
+def test_tensors_arrive_with_their_strides():
+    torch.manual_seed(0)
+    module = Attend()
+    x, y = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    expected = nn.functional.mse_loss(module(x), y).item()
+    with Ranks(attend, 2) as ranks:
+        kind, losses = ranks.answer(0)
+        assert kind == "value", losses
+        assert ranks.answer(1)[0] == "value"
+    np.testing.assert_allclose(losses, [expected] * 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(24.0).view(2, 3, 4),
+        torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
+        torch.arange(24.0).view(2, 3, 4)[:, ::2],  # with gaps
+        torch.arange(3.0).expand(4, 3),  # one on another
+        torch.arange(96.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.view_as_complex(torch.ones(3, 2)).conj(),
+        torch.tensor(5.0),
+        torch.empty(0, 3),
+    ],
+)
+def test_elements_in_the_order_of_memory(value):
+    elements, strides = dense(value)
+    assert elements.is_contiguous() and elements.shape == (value.numel(),)
+    again = elements.as_strided(value.shape, strides)
+    assert torch.equal(again, value.resolve_conj())
+    if value.is_contiguous() or value.dim() == 4:
+        assert again.stride() == value.stride()
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+def leave_early(rank: int) -> int:
+    """Twenty streams that rank 0 leaves while the other sends: late tensors are no fault."""
+    place = scattered(GRAPH, 0, 4)
+    assert any(place[a] >= 2 > place[b] for a, b in GRAPH.edges.tolist())
+    with World.join(60) as world:
+        for _ in range(20):
+            runner = DistributedRunner(GRAPH, CLUSTER, place, world=world)
+            if rank:
+                runner.serve()
+                continue
+            for number, _ in enumerate(runner.stream(items(1) * 1000)):
+                if number == 5:
+                    break
+            runner.close()
+    return 0
+
+
+def test_leaving_a_stream_early_is_no_fault():
+    with Ranks(leave_early, 2) as ranks:
+        assert [ranks.answer(r) for r in (0, 1)] == [("value", 0)] * 2
+
+
+class Failing(torch.optim.SGD):
+    """Has no memory for its state, on rank 1."""
+
+    def step(self, closure: Any = None) -> Any:
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)
+            raise RuntimeError("no memory")
+        return super().step(closure)
+
+
+def fail_in_update(rank: int, dies: bool) -> int:
+    torch.manual_seed(0)
+    module = Tied()
+    make = torch.optim.SGD if dies else Failing
+    optimizer = make(module.parameters(), lr=0.1)
+    loss = nn.functional.cross_entropy
+    graph = capture(module, batches(1)[0], mode="training", loss=loss)
+    place = scattered(graph, 8, 4)
+    with World.join(HANGS_S) as world:
+        trainer = DistributedTrainer(graph, CLUSTER, place, optimizer, world=world)
+        assert trainer._home, "each rank updates something, or this shows nothing"
+        if dies and any(trainer._spread_to.values()):
+            trainer._apply = lambda *arguments: os._exit(1)  # the one with the tied weight
+        if rank:
+            trainer.serve()
+        else:
+            trainer.step(batches(2))
+    return 0
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_update_that_fails_elsewhere_ends_the_step(dies):
+    with Ranks(fail_in_update, 2, dies) as ranks:
+        kinds = {ranks.answer(r, 60)[0] for r in (0, 1)}
+        assert "value" not in kinds and "RankError" in kinds
+
+
+def slowly(item: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Without end; the other processes need the cores too."""
+    while True:
+        time.sleep(0.003)
+        yield item
+
+
+def stream(rank: int, folder: str, timeout_s: float) -> int:
+    """A stream without end over two devices."""
+    graph = GRAPH
+    with World.join(timeout_s) as world:
+        place = scattered(graph, 0, 4)
+        runner = DistributedRunner(graph, CLUSTER, place, world=world)
+        (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
+        if rank:
+            runner.serve()
+            return 0
+        for n, _ in enumerate(runner.stream(slowly(items(1)[0]))):
+            if n == 20:
+                (Path(folder) / "flowing").touch()
+        return 0
+
+
+def flowing(folder: Path, num_ranks: int) -> list[int]:
+    """Processes of the ranks, once results flow."""
+    began = time.monotonic()
+    while not (folder / "flowing").exists():
+        assert time.monotonic() - began < 150, "no results"
+        time.sleep(0.02)
+    return [int((folder / f"pid{r}").read_text()) for r in range(num_ranks)]
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "said"),
+    [
+        (1, signal.SIGKILL, "rank 1 .* has ended, or its connection broke"),
+        (1, signal.SIGSTOP, "rank 1 .* no sign of life for 3 s"),
+        (0, signal.SIGSTOP, "rank 0 .* no sign of life for 3 s|rank 1 cannot reach the store"),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_ends_the_run_on_every_rank_in_time(victim, how, said, tmp_path):
+    with Ranks(stream, 2, str(tmp_path), HANGS_S) as ranks:
+        pids = flowing(tmp_path, 2)
+        began = time.monotonic()
+        os.kill(pids[victim], how)
+        kind, text = ranks.answer(1 - victim)
+        assert kind == "RankError"
+        assert re.search(said, text), text
+        if victim == 1:
+            # The stream tells what it has given out.
+            found = re.search(r"(\d+) of (\d+) micro-batches that were begun", text)
+            assert found and 20 < int(found[1]) < int(found[2]) <= int(found[1]) + 4
+        for process in ranks.processes:
+            process.join(10)  # also the one that was stopped
+            assert not process.is_alive()
+        assert time.monotonic() - began < HANGS_S + 15
+
+
+def join_only(rank: int, timeout_s: float) -> str:
+    with World.join(timeout_s) as world:
+        return f"{world.rank} of {world.size}"
+
+
+def test_a_rank_that_does_not_come_and_one_that_comes_too_late(tmp_path):
+    with Ranks(join_only, 1, 1.0, size_said=2) as ranks:
+        kind, text = ranks.answer(0)
+        assert kind == "RankError" and "of 2 ranks, rank 1 did not join within 1 s" in text
+        ranks.add(join_only, 1, 1.0)  # the store has gone with rank 0
+        kind, text = ranks.answer(1)
+        assert kind == "RankError" and "cannot reach the store" in text
+    with Ranks(stream, 2, str(tmp_path), HANGS_S) as ranks:
+        flowing(tmp_path, 2)
+        ranks.add(join_only, 1, 1.0)
+        kind, text = ranks.answer(2)
+        assert kind == "RankError" and "rank 1 has joined this run already" in text
+        ranks.processes[1].kill()
+        assert ranks.answer(0)[0] == "RankError"
+
+
+def test_without_torchrun_the_message_says_how_to_start(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RankError, match="torchrun --nproc-per-node"):
+        World.join()
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["inference", "inference in order", "training in order"])
+def test_the_command_starts_torchrun_compares_and_writes_one_trace(what, tmp_path):
+    name = "tiny_branches" if "inference" in what else "tiny_mlp"
+    if "inference" in what:
+        graph = capture(*workloads.load(name), name=name)
+    else:
+        module, example, loss = workloads.load_training(name)
+        optimizer = torch.optim.AdamW(module.parameters())
+        options = {"mode": "training", "loss": loss, "optimizer": optimizer}
+        graph = capture(module, example, name=name, **options)
+    two = Cluster("two", CLUSTER.devices[:2])
+    seconds = np.full((graph.num_ops, 2), 1e-5)
+    problem = Problem(graph, two, Profile(two.device_names, seconds, seconds), num_microbatches=4)
+    place = scattered(graph, 0, 2)
+    assert set(place.tolist()) == {0, 1}
+    order = random_schedule(graph, place, 4, 0) if "order" in what else None
+    if order is not None:
+        order = Schedule(order.order[:2], 4)
+    plan = make_plan(
+        problem, Solution(place, 0.0), planner="by hand", workload=name, schedule=order
+    )
+    plan.save(tmp_path / "plan.json")
+    command = [sys.executable, "-m", "placement", "run", "plan.json", "--distributed", "--json"]
+    command += ["--batches", "4", "--trace", "trace.json", "--timeout", "120"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["numerics_equal"] is True
+    assert "torchrun --nnodes HOSTS" in done.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["tid"] for e in events if e["ph"] == "X"} >= {0, 1}
+    if order is not None:
+        for d in (0, 1):
+            mine = [e for e in events if e["tid"] == d and "operator" in e["args"]]
+            mine.sort(key=lambda e: e["ts"])
+            rows = [(e["args"]["operator"], e["args"]["micro_batch"]) for e in mine]
+            assert rows == list(map(tuple, order.order[d].tolist()))
+    if "training" in what:
+        refused = [*command[:5], "--distributed", "--against-single-device"]
+        done = subprocess.run(
+            refused, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2 and "not with --distributed and training" in done.stderr
+    refused = [*command[:5], "--distributed", "--processes", "3"]
+    done = subprocess.run(
+        refused, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "--processes 3: the plan has 2 devices" in done.stderr

@@ -1,0 +1,590 @@
+"""The executor: the plain module's numbers, the simulator's rules, and clean ends."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import threading
+import time
+import weakref
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import placement.executor.executor as executor_module
+import placement.executor.runner as runner_module
+from placement.capturing import capture
+from placement.cluster import Cluster, Device
+from placement.executor import Executor, Runner, RunnerError
+from placement.executor.backend import Courier, CpuBackend, backend_for
+from placement.graph import OpGraph
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.program import InputError, run_program, split_inputs
+from placement.schedule import Schedule, ScheduleError
+from placement.simulator import list_schedule, simulate
+from placement.workloads import tiny
+
+CORES = sorted(os.sched_getaffinity(0))
+# Three devices even where there are fewer cores: what they compute must not depend on it.
+CLUSTER = Cluster(
+    "tests", tuple(Device(f"cpu:{i}", "cpu", (CORES[i % len(CORES)],)) for i in range(3))
+)
+
+
+def problem_of(graph: OpGraph, cluster: Cluster = CLUSTER, **options: int) -> Problem:
+    seconds = np.full((graph.num_ops, cluster.num_devices), 1e-5)
+    return Problem(graph, cluster, Profile(cluster.device_names, seconds, seconds * 0), **options)
+
+
+def random_placement(graph: OpGraph, seed: int, num_devices: int = 3) -> np.ndarray:
+    groups = np.random.default_rng(seed).integers(0, num_devices, graph.num_groups)
+    return groups[graph.group].astype(np.int32)
+
+
+def alive() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("placement-")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running():
+    yield
+    gc.collect()
+    assert alive() == []
+
+
+@pytest.mark.parametrize(
+    "make", [tiny.tiny_mlp, tiny.tiny_cnn, tiny.tiny_branches, tiny.tiny_views]
+)
+def test_random_placements_compute_what_the_module_computes(make):
+    module, inputs = make()
+    args, kwargs = split_inputs(inputs)
+    with torch.no_grad():
+        expected = module(*args, **kwargs)
+    graph = capture(module, inputs)
+    for seed in range(4):
+        with Runner(graph, CLUSTER, random_placement(graph, seed)) as runner:
+            torch.testing.assert_close(runner(*args, **kwargs), expected)
+            for outputs in runner.stream([inputs] * 5):
+                torch.testing.assert_close(outputs, expected)
+
+
+def test_results_come_in_order_and_inputs_are_taken_as_there_is_room():
+    module, _ = tiny.tiny_mlp(batch=1)
+    items = [torch.full((1, 16), float(i)) for i in range(20)]
+    graph = capture(module, items[0])
+    taken = []
+
+    def source():
+        for i, x in enumerate(items):
+            taken.append(i)
+            yield x
+
+    with Runner(graph, CLUSTER, random_placement(graph, 0), max_in_flight=3) as runner:
+        # Loading in this thread, however slow the machine makes it look.
+        for i, y in enumerate(runner.stream(source(), workers=0)):
+            torch.testing.assert_close(y, module(items[i]).detach())
+            # Three in flight, and three finished ones at most that wait to be handed out.
+            assert len(taken) <= i + 1 + 2 * 3
+    assert len(taken) == 20
+
+
+def test_the_process_of_a_data_loader_ends_with_the_stream():
+    """After the last item, where the stream is left, and after an error here or there."""
+    module, _ = tiny.tiny_mlp(batch=1)
+    data = TensorDataset(torch.randn(20, 1, 16))
+    graph = capture(module, data[0][0])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])  # once for all
+
+    def loader(indices) -> DataLoader:
+        options = {"num_workers": 1, "multiprocessing_context": "forkserver"}
+        return DataLoader(data, batch_size=None, sampler=indices, **options)
+
+    with Runner(graph, CLUSTER, random_placement(graph, 0)) as runner:
+        results = list(runner.stream(loader(range(20))))
+        torch.testing.assert_close(results, [module(x).detach() for (x,) in data])
+        assert multiprocessing.active_children() == []
+
+        stream = runner.stream(loader(range(20)))
+        next(stream)
+        assert len(multiprocessing.active_children()) == 1
+        stream.close()
+        assert multiprocessing.active_children() == []
+
+        with pytest.raises(ZeroDivisionError) as caught:
+            list(runner.stream(loader(range(20)), preprocess=lambda x: 1 / 0))
+        assert multiprocessing.active_children() == [], f"for as long as we have {caught}"
+
+        results = []
+        try:
+            results.extend(runner.stream(loader([3, 1, 99, 2])))
+        except IndexError as error:
+            assert error.__notes__ == ["raised for micro-batch 2 of the stream"]
+        torch.testing.assert_close(results, [module(data[i][0]).detach() for i in (3, 1)])
+        gc.collect()  # torch keeps it with the error, which others may still look at
+        assert multiprocessing.active_children() == []
+
+
+def test_each_micro_batch_alone_when_one_is_in_flight():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    problem = problem_of(graph, num_microbatches=6, max_in_flight=1)
+    timeline = Executor(problem).run(random_placement(graph, 1))
+    assert (timeline.start_s[1:].min(axis=1) >= timeline.end_s[:-1].max(axis=1)).all()
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids).relu())
+
+
+def test_an_operator_that_raises_ends_the_stream_with_its_own_error_and_name():
+    graph = capture(Fails(), torch.zeros(2, dtype=torch.long))
+    good, bad = torch.tensor([0, 3]), torch.tensor([0, 9])
+    with Runner(graph, CLUSTER, [0, 1, 2]) as runner:
+        stream = runner.stream([good, good, bad, good])
+        with pytest.raises(IndexError) as caught:
+            list(stream)
+        assert caught.value.__notes__ == [
+            "raised on device 'cpu:0' in operator 'embedding' (module 'table')"
+        ]
+        assert alive() == []
+        assert runner(good).shape == (2, 2)  # and the runner works again
+
+
+def test_a_source_that_raises_passes_its_error_on():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+
+    def source():
+        yield inputs
+        raise OSError("disk on fire")
+
+    with Runner(graph, CLUSTER, random_placement(graph, 0)) as runner:
+        with pytest.raises(OSError, match="disk on fire"):
+            list(runner.stream(source()))
+        assert alive() == []
+
+
+def test_inputs_of_another_shape_are_refused_and_leave_the_runner_usable():
+    module, inputs = tiny.tiny_mlp()
+    with Runner(capture(module, inputs), CLUSTER, np.zeros(6, int)) as runner:
+        with pytest.raises(InputError, match=r"f32\[3,16\]"):
+            runner(torch.zeros(3, 16))
+        with pytest.raises(InputError):
+            list(runner.stream([inputs, (torch.zeros(3, 16),)]))
+        assert runner(*inputs).shape == (2, 16)
+
+
+def test_a_closed_stream_stops_the_workers():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    runner = Runner(graph, CLUSTER, random_placement(graph, 2))
+    stream = runner.stream(inputs for _ in range(10**9))
+    next(stream)
+    assert alive()
+    stream.close()
+    assert alive() == []
+    runner.close()
+    with pytest.raises(RunnerError, match="closed"):
+        runner(*inputs)
+
+
+def test_a_slow_consumer_only_slows_the_stream():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    with Runner(graph, CLUSTER, random_placement(graph, 0), max_in_flight=2) as runner:
+        seen = 0
+        for _ in runner.stream([inputs] * 6):
+            time.sleep(0.01)
+            seen += 1
+        assert seen == 6
+
+
+def test_one_user_at_a_time():
+    module, inputs = tiny.tiny_mlp()
+    with Runner(capture(module, inputs), CLUSTER, np.zeros(6, int)) as runner:
+        stream = runner.stream([inputs, inputs])
+        next(stream)
+        with pytest.raises(RunnerError, match="in use"):
+            runner(*inputs)
+        stream.close()
+
+
+def test_workers_stay_for_the_next_call():
+    module, inputs = tiny.tiny_mlp()
+    with Runner(capture(module, inputs), CLUSTER, [0, 1, 2, 0, 1, 2]) as runner:
+        runner(*inputs)
+        workers = list(runner.workers)
+        assert len(alive()) == 3
+        runner(*inputs)
+        assert list(runner.stream([inputs] * 2)) and runner.workers == workers
+
+
+def test_workers_whose_start_is_interrupted_end(monkeypatch):
+    """Ctrl-C after the first of three has started."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    module, inputs = tiny.tiny_mlp()
+    with Runner(capture(module, inputs), CLUSTER, [0, 1, 2, 0, 1, 2]) as runner:
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner(*inputs)
+        monkeypatch.undo()
+        assert alive() == []
+        assert runner(*inputs).shape == (2, 16)
+
+
+def test_a_second_interrupt_while_the_workers_end_leaves_the_runner_usable(monkeypatch):
+    end = runner_module._stop_workers
+
+    def interrupted(workers):
+        end(workers)
+        raise KeyboardInterrupt
+
+    graph = capture(*tiny.tiny_mlp(layers=2))
+    (x,) = graph.program.example_tensors
+    with Runner(graph, CLUSTER, random_placement(graph, 0)) as runner:
+        monkeypatch.setattr(runner_module, "_stop_workers", interrupted)
+        stream = runner.stream([x] * 10)
+        next(stream)
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+        monkeypatch.setattr(runner_module, "_stop_workers", end)
+        torch.testing.assert_close(runner(x), run_program(graph.program, [x])[0])
+
+
+def test_a_parameter_without_values_is_named():
+    with torch.device("meta"):
+        module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    graph = capture(module, x)
+    with (
+        Runner(graph, CLUSTER, np.zeros(graph.num_ops)) as runner,
+        pytest.raises(RunnerError, match=r"parameter '0\.weight' has no values .*--predict"),
+    ):
+        runner(x)
+
+
+def test_an_idle_worker_holds_no_tensor():
+    module, inputs = tiny.tiny_mlp()
+    with Runner(capture(module, inputs), CLUSTER, [0, 1, 2, 0, 1, 2]) as runner:
+        x = inputs[0].clone()
+        gone = weakref.ref(x)
+        runner(x)
+        del x
+        assert gone() is None
+
+
+def test_a_call_between_operators_that_fails_later_reaches_the_caller(monkeypatch):
+    class Broken(Staged):
+        def ship(self, value, deliver, *, stay=False) -> None:
+            deliver(RuntimeError("device-side assert"))
+
+    monkeypatch.setattr(runner_module, "backend_for", Broken)
+    module, inputs = tiny.tiny_mlp()
+    with Runner(capture(module, inputs), CLUSTER, np.zeros(6, int)) as runner:
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            runner.call_on({0: lambda: None})
+        assert alive() == []
+
+
+def test_a_forgotten_runner_ends_its_threads():
+    module, inputs = tiny.tiny_mlp()
+    runner = Runner(capture(module, inputs), CLUSTER, np.zeros(6, int))
+    runner(*inputs)
+    gone = weakref.ref(runner)
+    del runner
+    gc.collect()
+    assert gone() is None
+    assert alive() == []
+
+
+def test_tensors_are_freed_after_their_last_use():
+    """Memory stays flat over many micro-batches: nothing of an old one is kept anywhere."""
+    module, inputs = tiny.tiny_branches()
+    graph = capture(module, inputs)
+    with Runner(graph, CLUSTER, random_placement(graph, 3)) as runner:
+
+        def count() -> int:
+            for _ in runner.stream([inputs] * 50):
+                pass
+            gc.collect()
+            return sum(type(x) is torch.Tensor for x in gc.get_objects())
+
+        assert count() + 50 > count()  # one of each micro-batch would show
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_measured_timeline_obeys_the_model(seed):
+    """Serial devices, producers before consumers, and exactly the simulator's transfers."""
+    module, inputs = tiny.tiny_views() if seed % 2 else tiny.tiny_branches()
+    graph = capture(module, inputs)
+    problem = problem_of(graph, num_microbatches=5, max_in_flight=3)
+    placement = random_placement(graph, seed)
+    timeline = Executor(problem).run(placement)
+    for d in range(problem.num_devices):
+        mine = placement == d
+        start, end = timeline.start_s[:, mine].ravel(), timeline.end_s[:, mine].ravel()
+        order = np.argsort(start, kind="stable")
+        assert (start[order][1:] >= end[order][:-1]).all()
+    for a, b in graph.edges:
+        assert (timeline.start_s[:, b] >= timeline.end_s[:, a]).all()
+    predicted = simulate(problem, placement)
+    assert sorted(map(tuple, timeline.transfers)) == sorted(map(tuple, predicted.transfers))
+    assert timeline.measured and timeline.period_s > 0
+
+
+@pytest.mark.parametrize(("limit_s", "before"), [(np.inf, 8), (0.0, 1)])
+def test_what_is_measured_begins_warm(monkeypatch, limit_s, before):
+    """Eight micro-batches run first; of a model too slow for that, one."""
+    ran = []
+    whole = Runner.stream_tensors
+
+    def counted(runner, inputs):
+        ran.append(0)
+        for result in whole(runner, inputs):
+            ran[-1] += 1
+            yield result
+
+    monkeypatch.setattr(Runner, "stream_tensors", counted)
+    monkeypatch.setattr(executor_module, "_WARM_UP_S", limit_s)
+    problem = problem_of(capture(*tiny.tiny_mlp()))
+    line = Executor(problem).run(np.zeros(problem.num_ops, int), num_microbatches=3)
+    assert ran == [before, 3]
+    assert line.start_s.shape == (3, problem.num_ops)
+
+
+def test_a_schedule_is_followed_to_the_letter():
+    """
+    Two branches on one device. The list scheduler would run micro-batch 0 first; the schedule
+    runs the first operators of both, then the second ones:
+
+        cpu:0   a0 a1 b0 b1 ...        (letters: operators, digits: micro-batches)
+    """
+    module, inputs = tiny.tiny_mlp(layers=2)
+    graph = capture(module, inputs)
+    problem = problem_of(graph)
+    placement = np.zeros(graph.num_ops, np.int32)
+    rows = [(op, batch) for op in range(graph.num_ops) for batch in range(2)]
+    nothing = np.zeros((0, 2), np.int32)
+    schedule = Schedule((np.array(rows, np.int32), nothing, nothing), 2)
+    timeline = Executor(problem).run(placement, schedule)
+    order = np.argsort(timeline.start_s.T.ravel(), kind="stable")
+    assert order.tolist() == list(range(len(rows)))
+
+
+def test_a_list_schedule_made_explicit_runs():
+    module, inputs = tiny.tiny_branches()
+    graph = capture(module, inputs)
+    problem = problem_of(graph, num_microbatches=4)
+    placement = random_placement(graph, 1)
+    schedule = list_schedule(problem, placement, 4)
+    timeline = Executor(problem).run(placement, schedule)
+    for d, rows in enumerate(schedule.order):
+        start = [timeline.start_s[b, op] for op, b in rows]
+        assert start == sorted(start), f"device {d}"
+
+
+class Staged(CpuBackend):
+    """A CPU that behaves like a GPU: what leaves it is copied by a courier, late.
+
+    It drives the code that every device behind its launching thread uses.
+    """
+
+    def enter(self, stack: ExitStack) -> None:
+        super().enter(stack)
+        self.courier = Courier()
+        stack.callback(self.courier.close)
+
+    def receive(self, value):
+        return value.clone()
+
+    def ship(self, value, deliver, *, stay=False) -> None:
+        copy = value.clone() if isinstance(value, torch.Tensor) else value
+        self.courier.send(lambda: time.sleep(1e-3), copy, deliver)
+
+
+def test_devices_that_run_behind_their_thread_use_the_same_path(monkeypatch):
+    made = {"cpu:1": Staged}
+    monkeypatch.setattr(runner_module, "backend_for", lambda d: made.get(d.name, CpuBackend)(d))
+    module, inputs = tiny.tiny_views()
+    graph = capture(module, inputs)
+    args, kwargs = split_inputs(inputs)
+    with torch.no_grad():
+        expected = module(*args, **kwargs)
+    for seed in range(3):
+        with Runner(graph, CLUSTER, random_placement(graph, seed)) as runner:
+            for outputs in runner.stream([inputs] * 4):
+                torch.testing.assert_close(outputs, expected)
+
+
+def test_an_error_that_shows_only_later_reaches_the_caller(monkeypatch):
+    """A GPU reports a failed kernel when somebody waits for its result."""
+
+    class Broken(Staged):
+        def ship(self, value, deliver, *, stay=False) -> None:
+            def wait() -> None:
+                raise RuntimeError("device-side assert")
+
+            self.courier.send(wait, value, deliver)
+
+    made = {"cpu:1": Broken}
+    monkeypatch.setattr(runner_module, "backend_for", lambda d: made.get(d.name, CpuBackend)(d))
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    for placement in ([0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 0, 1]):  # on the way, and at the end
+        with (
+            Runner(graph, CLUSTER, placement) as runner,
+            pytest.raises(RuntimeError, match="device-side assert"),
+        ):
+            runner(*inputs)
+
+
+def test_a_runner_that_another_thread_closes_ends_its_stream():
+    """The thread waits for results that do not come."""
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    runner = Runner(graph, CLUSTER, random_placement(graph, 2))
+    ended = []
+
+    def run() -> None:
+        with pytest.raises(RunnerError, match="closed while it was in use"):
+            for out in runner.stream(inputs for _ in range(10**9)):
+                ended.append(out)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while not ended:
+        time.sleep(0.001)
+    runner.close()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_an_order_that_deadlocks_is_refused():
+    module, inputs = tiny.tiny_mlp(layers=2)
+    graph = capture(module, inputs)
+    rows = np.array([(op, 0) for op in range(graph.num_ops)], np.int32)
+    nothing = np.zeros((0, 2), np.int32)
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        Runner(
+            graph,
+            CLUSTER,
+            np.zeros(graph.num_ops, int),
+            schedule=Schedule((rows[::-1], nothing, nothing), 1),
+        )
+
+
+def test_an_order_has_room_for_all_its_micro_batches():
+    """One that runs an operator of all of them before the next needs more than the usual four."""
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    rows = np.array([(op, m) for op in range(graph.num_ops) for m in range(8)], np.int32)
+    order = Schedule((rows, rows[:0], rows[:0]), 8)
+    with Runner(graph, CLUSTER, np.zeros(graph.num_ops, int), schedule=order) as runner:
+        found = list(runner.stream([inputs] * 8))
+    assert len(found) == 8
+    torch.testing.assert_close(found[0], module(*inputs))
+
+
+def test_any_order_of_preference_gives_the_results():
+    """Runs of operators in that order would wait for each other: 0 and 2 for 1, 1 for 0."""
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    placement = np.array([0, 1, 0, 0, 1, 0])[: graph.num_ops]
+    order = np.arange(graph.num_ops)[::-1]
+    with Runner(graph, CLUSTER, placement, priority=order) as runner:
+        torch.testing.assert_close(runner(*inputs), module(*inputs))
+    with pytest.raises(RunnerError, match=r"each of 0\.\.5 once"):
+        Runner(graph, CLUSTER, placement, priority=[0] * 6)
+
+
+def test_what_cannot_run_says_so():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    with pytest.raises(RunnerError, match="no program"):
+        Runner(graph.without_program(), CLUSTER, np.zeros(6, int))
+    with pytest.raises(RunnerError, match=r"expected \(6,\)"):
+        Runner(graph, CLUSTER, [0, 1])
+    with pytest.raises(RunnerError, match="max_in_flight = 0"):
+        Runner(graph, CLUSTER, np.zeros(6, int), max_in_flight=0)
+    for device in (-1, 3):
+        with pytest.raises(
+            RunnerError, match=rf"operator 2 .* on device {device}; devices are 0\.\.2"
+        ):
+            Runner(graph, CLUSTER, [0, 1, device, 0, 0, 0])
+    with pytest.raises(ValueError, match="simulated, not run"):
+        backend_for(Device("tpu:0", "tpu"))
+
+
+def test_workers_are_pinned_and_keep_the_callers_threads():
+    """The thread count of a device is the worker's own; the caller's does not change."""
+    before = torch.get_num_threads(), os.sched_getaffinity(0)
+    seen = {}
+
+    class Spy(CpuBackend):
+        def enter(self, stack: ExitStack) -> None:
+            super().enter(stack)
+            seen["threads"] = torch.get_num_threads()
+            seen["cores"] = os.sched_getaffinity(0)
+
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    device = Device("cpu:0", "cpu", (CORES[-1],), threads=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner_module, "backend_for", Spy)
+        with Runner(graph, Cluster("one", (device,)), np.zeros(6, int)) as runner:
+            runner(*inputs)
+    assert seen == {"threads": 2, "cores": {CORES[-1]}}
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
+
+
+def test_new_threads_of_the_process_get_the_callers_thread_count():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        module, inputs = tiny.tiny_mlp()
+        with Runner(capture(module, inputs), CLUSTER, [0, 1, 2, 0, 1, 2]) as runner:
+            runner(*inputs)
+        seen: list[int] = []
+        new = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        new.start()
+        new.join()
+        assert seen == [3]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_runner_keeps_the_modules_own_parameters():
+    """No copies on a CPU: a changed weight shows in the next call."""
+    module, inputs = tiny.tiny_mlp()
+    with Runner(capture(module, inputs), CLUSTER, [0, 1, 2, 0, 1, 2]) as runner:
+        before = runner(*inputs)
+        with torch.no_grad():
+            module[0].weight.zero_()
+            torch.testing.assert_close(runner(*inputs), module(*inputs))
+        assert not torch.equal(runner(*inputs), before)
+
+
+def test_memory_limits_do_not_matter_to_the_executor():
+    """It runs what it is told; refusing is the planner's and the plan's business."""
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    small = Cluster("small", tuple(replace(d, memory_bytes=1) for d in CLUSTER.devices))
+    timeline = Executor(problem_of(graph, small)).run(np.zeros(6, int), num_microbatches=1)
+    assert timeline.num_microbatches == 1

@@ -1,0 +1,228 @@
+"""Runs of operators: where a device's share is cut, what a run keeps, who is to blame."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from placement.capturing import capture
+from placement.cluster import Cluster, Device
+from placement.executor.runner import Runner
+from placement.executor.share import compile_runs, fused, runs_of, shares
+from placement.graph import OpGraph
+
+CLUSTER = Cluster("two", (Device("cpu:a", "cpu"), Device("cpu:b", "cpu")))
+
+
+class Diamond(nn.Module):
+    """x -> relu -> sin -> cos ; sin -> exp ; cos + exp -> tanh -> y"""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = torch.sin(torch.relu(x))
+        return torch.tanh(torch.cos(a) + torch.exp(a))
+
+
+def diamond() -> OpGraph:
+    graph = capture(Diamond(), torch.randn(4, 3))
+    kinds = [name.split(".")[1] for name in graph.op_kind]
+    assert kinds == ["relu", "sin", "cos", "exp", "add", "tanh"]
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        # relu sin cos exp add tanh
+        ((0, 0, 0, 0, 0, 0), [[(0, 1, 2, 3, 4, 5)], []]),
+        # One cut: what leaves (sin) ends a run; exp reads only what the first run awaited.
+        ((0, 0, 1, 1, 1, 1), [[(0, 1)], [(2, 3, 4, 5)]]),
+        # exp goes out and comes back: add waits for it, cos must not.
+        ((0, 0, 0, 1, 0, 0), [[(0, 1), (2,), (4, 5)], [(3,)]]),
+        # Every operator sends or awaits.
+        ((0, 1, 0, 1, 0, 1), [[(0,), (2,), (4,)], [(1,), (3,), (5,)]]),
+    ],
+)
+def test_runs_are_cut_where_something_arrives_or_leaves(
+    placement: tuple[int, ...], expected: list[list[tuple[int, ...]]]
+) -> None:
+    graph = diamond()
+    found = shares(graph, np.array(placement), 2)
+    assert [runs_of(share, range(6)) for share in found] == expected
+
+
+class Fork(nn.Module):
+    """x -> relu -> sin -> neg -> y; x -> cos -> exp -> z; y + z"""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.neg(torch.sin(torch.relu(x))) + torch.exp(torch.cos(x))
+
+
+FORK = ["relu", "sin", "neg", "cos", "exp", "add"]
+
+
+def fork() -> OpGraph:
+    graph = capture(Fork(), torch.randn(4, 3))
+    assert [name.split(".")[1] for name in graph.op_kind] == FORK
+    return graph
+
+
+def test_what_is_ready_before_something_comes_back_is_no_part_of_a_run() -> None:
+    """sin elsewhere: neg and add wait until it comes back; cos and exp, in between, must not."""
+    there_and_back = shares(fork(), np.array([1, 0, 1, 1, 1, 1]), 2)[1]
+    assert len(there_and_back.returning) == 1
+    assert runs_of(there_and_back, range(6)) == [(0,), (2,), (3, 4), (5,)]
+    # Where neg comes after them, nothing lies between it and add.
+    assert runs_of(there_and_back, [0, 1, 4, 2, 3, 5]) == [(0,), (3, 4), (2, 5)]
+    # relu elsewhere: nothing there waits for this device, so one function does.
+    downstream = shares(fork(), np.array([0, 1, 1, 1, 1, 1]), 2)[1]
+    assert downstream.returning == frozenset()
+    assert runs_of(downstream, range(6)) == [(1, 2, 3, 4, 5)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 30), st.integers(1, 3))
+def test_operators_of_a_run_wait_for_the_same_and_neighbours_do_not(
+    seed: int, num_ops: int, num_devices: int
+) -> None:
+    """By brute force, on random graphs: what comes back for an operator, through others here."""
+    rng = np.random.default_rng(seed)
+    edges = [(u, v) for v in range(num_ops) for u in range(v) if rng.random() < 2 / num_ops]
+    names = [f"op{i}" for i in range(num_ops)]
+    graph = OpGraph.build("random", names, range(num_ops), [4] * num_ops, edges)
+    place = rng.integers(0, num_devices, num_ops)
+    before = [{u} for u in range(num_ops)]
+    for u, v in edges:  # in order of v
+        before[v] |= before[u]
+    for d, share in enumerate(shares(graph, place, num_devices)):
+
+        def far(op: int, d: int = d) -> set[int]:
+            return {u for u, v in edges if v == op and place[u] != d}
+
+        def awaited(op: int, d: int = d) -> set[int]:
+            back = {u for u in far(op) if d in place[list(before[u])]}
+            return back.union(*(awaited(u) for u, v in edges if v == op and place[u] == d))
+
+        runs = runs_of(share, range(num_ops))
+        assert [op for run in runs for op in run] == np.flatnonzero(place == d).tolist()
+        sends = {u for u, v in edges if place[v] != place[u]}
+        sends |= {u for u in range(num_ops) if share.results[u]}
+        for run in runs:
+            assert all(awaited(op) == awaited(run[0]) for op in run)
+            assert all(far(op) <= far(run[0]) for op in run)
+            assert sends.isdisjoint(run[:-1])
+        for run, (op, *_) in pairwise(runs):
+            assert run[-1] in sends or awaited(op) != awaited(run[0]) or not far(op) <= far(run[0])
+
+
+def test_a_run_lets_what_arrives_go_first() -> None:
+    """The rule holds between the operators of a run: of what is ready, the highest rank.
+
+    cpu:a       sin ──┐         is done once cos has begun
+    cpu:b  relu ┘ cos ─┴─ neg exp  cos ends once sin is back; without a look around: cos exp neg
+    """
+    graph = fork()
+    began, done = threading.Event(), list[str]()
+    runner = Runner(graph, CLUSTER, np.array([1, 0, 1, 1, 1, 1]))
+
+    def watched(name: str, target: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if name == "sin":
+                assert began.wait(10)
+            if name == "cos":
+                began.set()
+                until = time.monotonic() + 10
+                while runner.workers[1].inbox.empty():
+                    assert time.monotonic() < until
+                    time.sleep(1e-3)
+            done.append(name)
+            return target(*args)
+
+        return call
+
+    for name, step in zip(FORK, graph.program.steps, strict=True):
+        object.__setattr__(step, "target", watched(name, step.target))
+    x = torch.randn(4, 3)
+    with runner:
+        torch.testing.assert_close(runner(x), Fork()(x))
+    assert [name for name in done if name != "sin"] == ["relu", "cos", "neg", "exp", "add"]
+
+
+def test_a_fused_share_speaks_of_runs() -> None:
+    graph = diamond()
+    share = shares(graph, np.array([0, 0, 0, 1, 0, 0]), 2)[0]
+    whole = fused(share, runs_of(share, range(6)))
+    sin, cos, exp, tanh = (graph.program.steps[i].outputs[0] for i in (1, 2, 3, 5))
+    x = graph.program.input_tensors[0]
+    assert whole.ops == (0, 2, 4)
+    assert [whole.inputs[op] for op in whole.ops] == [(x,), (sin,), (cos, exp)]
+    assert [whole.outputs[op] for op in whole.ops] == [(sin,), (cos,), (tanh,)]
+    assert [whole.num_inputs[op] for op in whole.ops] == [1, 1, 2]
+    assert (whole.users[x], whole.users[sin], whole.users[exp]) == ((0,), (2,), (4,))
+    assert whole.num_uses[sin] == 1 and whole.sources == ()
+
+
+def test_a_run_lets_tensors_go_after_their_last_reader() -> None:
+    """Every tensor of a chain is alone in memory but for the one made from it."""
+    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(5)]), torch.randn(8))
+    (share, _) = shares(graph, np.zeros(5, np.int32), 2)
+    runs = runs_of(share, range(5))
+    assert runs == [(0, 1, 2, 3, 4)]
+    alive, most = WeakIdKeyDictionary(), []
+
+    def watched(target: Any) -> Any:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            y = target(x)
+            alive[y] = True
+            most.append(len(alive))
+            return y
+
+        return call
+
+    for step in graph.program.steps:
+        object.__setattr__(step, "target", watched(step.target))
+    compiled = compile_runs(graph.program, runs, share, {}, {}, torch.device("cpu"))
+    env: list[Any] = [None] * graph.num_tensors
+    env[graph.program.input_tensors[0]] = torch.randn(8)
+    assert list(compiled.calls[0](env, lambda: True) or ()) == []
+    assert most == [1, 2, 2, 2, 2]
+    assert [i for i, x in enumerate(env) if x is not None] == [graph.program.steps[4].outputs[0]]
+
+
+def test_the_operator_of_a_run_that_fails_is_named() -> None:
+    graph = diamond()
+    bad = graph.program.steps[3]
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no exp today")
+
+    object.__setattr__(bad, "target", fail)
+    with (
+        Runner(graph, CLUSTER, np.zeros(6, np.int32)) as runner,
+        pytest.raises(ArithmeticError) as caught,
+    ):
+        runner(torch.randn(4, 3))
+    assert any(graph.op_name[3] in note for note in caught.value.__notes__)
+
+
+def test_random_placements_and_priorities_never_wait_for_each_other() -> None:
+    """Two devices, any placement, any topological order: the same numbers, no deadlock."""
+    graph = diamond()
+    rng = np.random.default_rng(0)
+    x = torch.randn(4, 3)
+    expected = Diamond()(x)
+    orders = ([0, 1, 2, 3, 4, 5], [0, 1, 3, 2, 4, 5])  # position of every operator
+    for i in range(20):
+        placement = rng.integers(0, 2, 6)
+        with Runner(graph, CLUSTER, placement, priority=orders[i % 2]) as runner:
+            for y in runner.stream([x, x, x]):
+                torch.testing.assert_close(y, expected)

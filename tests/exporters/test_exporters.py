@@ -1,0 +1,955 @@
+"""Exporters: what real programs read is what the plan says; what they cannot say is refused."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import json
+import operator
+import os
+import subprocess
+import sys
+from itertools import combinations_with_replacement
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement import exporters, planners, schedulers
+from placement.__main__ import main
+from placement.cluster import Cluster, Device
+from placement.costs import predictors
+from placement.exporters import Exported, ExportError, Inexpressible, moved
+from placement.graph import OpGraph
+from placement.plan import Plan, make_plan
+from placement.problem import Problem, Solution
+from placement.profile import Profile
+from placement.schedulers import load as load_scheduler
+from placement.testing import ContractError, check_exporter
+from tests import consumers
+
+ROOT = Path(__file__).parents[2]
+GPUS = ("cuda:0", "cuda:1")
+
+# A decoder of two layers, as capture gives it: operators in the order in which they run.
+MODULES = (
+    "",  # 0: positions, made by the model itself
+    "embed",
+    "layers.0.attn",  # 2
+    "layers.0",  # 3: a residual addition
+    "layers.0.mlp",
+    "layers.1.attn",  # 5
+    "layers.1",
+    "layers.1.mlp",
+    "norm",  # 8
+    "",  # 9: a view
+    "head",
+)
+PARAMETERS = {f"{m}.weight": (i,) for i, m in enumerate(MODULES) if m and i not in (3, 6)}
+
+
+def problem(
+    modules: tuple[str, ...] = MODULES,
+    devices: tuple[str, ...] = GPUS,
+    names: tuple[str, ...] | None = None,
+    num_backward: int = 0,
+    heavy: tuple[int, ...] = (),
+) -> Problem:
+    """A chain of operators of 1 s on every device; the last ``num_backward`` are backward.
+
+    ``heavy`` operators have 6 parts in 10 of a device's memory as parameters.
+    """
+    n = len(modules)
+    graph = OpGraph.build(
+        "decoder",
+        names or [f"op{i}" for i in range(n)],
+        list(range(n)),
+        [8] * n,
+        [(i, i + 1) for i in range(n - 1)],
+        op_module=modules,
+        is_backward=[i >= n - num_backward for i in range(n)],
+        param_bytes=[600_000] * len(heavy),
+        param_uses=[(op, i) for i, op in enumerate(heavy)],
+    )
+    cluster = Cluster(
+        "two", tuple(Device(d, d.partition(":")[0], memory_bytes=10**6) for d in devices)
+    )
+    seconds = np.ones((n, len(devices)))
+    return Problem(
+        graph,
+        cluster,
+        Profile(cluster.device_names, seconds, np.zeros_like(seconds)),
+        num_microbatches=4,
+    )
+
+
+def plan_of(on: list[int], p: Problem | None = None, **changes: Any) -> Plan:
+    """The plan with operators on devices of these numbers; it knows its parameters."""
+    p = p or problem()
+    plan = make_plan(p, Solution(np.array(on, np.int32), 1.0), planner="by hand", **changes)
+    known = plan.graph.model_copy(update={"parameters": PARAMETERS})
+    return plan.model_copy(update={"graph": known})
+
+
+def export(name: str, plan: Plan, problem: Problem | None = None, **options: Any) -> Exported:
+    return exporters.load(name, **options)(plan, problem)
+
+
+CUT = [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]  # between the layers
+INSIDE = [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1]  # in layer 0, before its mlp
+TURNS = [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]  # embedding | layer 0 | layer 1 | the rest
+
+
+# What every exporter promises
+
+
+def test_found_by_file_name() -> None:
+    assert {"huggingface", "vllm", "csv"} <= set(exporters.names())
+    for name in exporters.names():
+        assert exporters.find(name).__doc__.splitlines()[0]
+        assert "Format: " in exporters.find(name).__doc__  # where the grammar is from
+    with pytest.raises(ExportError, match="no exporter 'vlm'; did you mean 'vllm'"):
+        exporters.load("vlm")
+    with pytest.raises(ExportError, match=r"has no option 'layer'.* layers: str"):
+        exporters.load("vllm", layer="x")
+
+
+BY_MODULE = ["huggingface", "vllm", "megatron", "llama_cpp", "torchtitan", "torch_pipelining"]
+
+
+@pytest.mark.parametrize("name", BY_MODULE)
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 1), min_size=len(MODULES), max_size=len(MODULES)))
+def test_the_nearest_plan_is_expressible(name: str, on: list[int]) -> None:
+    check_exporter(exporters.load(name), [plan_of(on)])
+
+
+def test_contract_finds_what_is_broken() -> None:
+    def refuses(plan: Plan, problem: Problem | None = None) -> Exported:
+        raise Inexpressible("never", dict.fromkeys(plan.assignment, "cuda:0"))
+
+    def nameless(plan: Plan, problem: Problem | None = None) -> Exported:
+        return Exported({".json": ""}, "")
+
+    with pytest.raises(ContractError, match="its own nearest plan is refused: never"):
+        check_exporter(refuses, [plan_of(CUT)])
+    with pytest.raises(ContractError, match=r"writes only \['\.json'\]"):
+        check_exporter(nameless, [plan_of(CUT)])
+
+
+@pytest.mark.parametrize("name", BY_MODULE)
+def test_plans_without_modules_are_refused(name: str) -> None:
+    plan = plan_of([0, 1], problem(("", "")))
+    with pytest.raises(ExportError, match="does not know to which modules"):
+        export(name, plan)
+
+
+def test_nearest_moves_as_few_operators_as_possible() -> None:
+    """Against every way to cut the units between two devices in the plan's order."""
+    from placement.exporters._modules import Forward
+
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        on = random.integers(2, size=len(MODULES)).tolist()
+        forward = Forward.of(plan_of(on))
+        unit = [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+        try:
+            forward.chain(unit, "abcd", "x", max_turns=1)
+            continue
+        except Inexpressible as error:
+            found = sum(error.nearest[op] != d for op, d in forward.plan.assignment.items())
+        order = forward._by_position(unit)
+        best = min(
+            sum(order[row[u]] != d for u, d in zip(unit, forward.device, strict=True))
+            for row in combinations_with_replacement(range(len(order)), 4)
+        )
+        assert found == best
+
+
+def test_error_says_which_operator_is_in_the_way() -> None:
+    with pytest.raises(Inexpressible) as found:
+        export("vllm", plan_of(INSIDE))
+    assert str(found.value) == (
+        "VLLM_PP_LAYER_PARTITION cannot express this plan: it keeps layer 0 of 'layers' and what "
+        "runs before it on one device; operator 'op4' of module 'layers.0.mlp' is planned on "
+        "'cuda:1', it would run on 'cuda:0'. --nearest exports the nearest plan it can express"
+    )
+    assert [op for op, d in found.value.nearest.items() if d == "cuda:0"] == [
+        f"op{i}" for i in range(5)
+    ]
+
+
+def test_backward_goes_with_its_forward() -> None:
+    names = ("a", "b", "b_backward", "a_backward")
+    p = problem(("layers.0", "layers.1", "layers.1", "layers.0"), names=names, num_backward=2)
+    assert export("vllm", plan_of([0, 1, 1, 0], p)).files[""].endswith("=1,1\n")
+    with pytest.raises(Inexpressible, match=r"'b_backward' of module 'layers\.1'") as found:
+        export("vllm", plan_of([0, 1, 0, 0], p))
+    assert list(found.value.nearest.values()) == ["cuda:0", "cuda:1", "cuda:1", "cuda:0"]
+
+
+# Tables and traces
+
+
+def test_csv_is_a_row_per_operator() -> None:
+    text = export("csv", plan_of(CUT)).files[""]
+    rows = list(csv.DictReader(io.StringIO(str(text))))
+    assert [r["operator"] for r in rows] == [f"op{i}" for i in range(11)]
+    assert [r["module"] for r in rows] == list(MODULES)
+    assert [GPUS.index(r["device"]) for r in rows] == CUT
+    assert [int(r["stage"]) for r in rows] == CUT
+
+
+def test_csv_holds_no_formulas() -> None:
+    names = ("=1+1", '@x,"y"', "-z")
+    rows = list(
+        csv.reader(
+            io.StringIO(
+                str(export("csv", plan_of([0] * 3, problem(("m",) * 3, names=names))).files[""])
+            )
+        )
+    )
+    assert [r[1] for r in rows[1:]] == ["'=1+1", '\'@x,"y"', "'-z"]
+
+
+# Hugging Face
+
+
+def test_device_map_covers_every_parameter() -> None:
+    def entries(on: list[int], **parameters: tuple[int, ...]) -> Any:
+        plan = plan_of(on)
+        known = plan.graph.model_copy(update={"parameters": PARAMETERS | parameters})
+        return json.loads(export("huggingface", plan.model_copy(update={"graph": known})).files[""])
+
+    assert entries([0] * 11) == {"": "cuda:0"}
+    assert entries(CUT) == {
+        **dict.fromkeys(["embed", "layers.0"], "cuda:0"),
+        **dict.fromkeys(["layers.1", "norm", "head"], "cuda:1"),
+    }
+    more = {
+        "layers.0.spare": (),  # nobody reads it, in a module that is split itself
+        "layers.1.attn.bias": (),  # nobody reads it, in a module that is mapped
+        "pooler.dense.weight": (),  # of a module that never runs: with the last operator
+        "spare": (),
+    }
+    found = entries(INSIDE, **more)
+    assert found["layers.0.attn"] == "cuda:0"
+    assert found["layers.0.mlp"] == found["pooler"] == found["spare"] == "cuda:1"
+    assert found["layers.0.spare"] == "cuda:1" and "layers.1.attn.bias" not in found
+    assert "layers.0" not in found
+
+
+def test_device_map_keeps_modules_with_parameters_whole() -> None:
+    plan = plan_of([0, 1, 1], problem(("a", "a", "b")))
+    split = {"a.weight": (0,), "b.weight": (2,)}
+    known = plan.graph.model_copy(update={"parameters": split})
+    with pytest.raises(Inexpressible, match="a module with parameters has one device") as found:
+        export("huggingface", plan.model_copy(update={"graph": known}))
+    assert list(found.value.nearest.values()) == ["cuda:0", "cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "on", "nearest"),
+    [
+        (("cpu:0", "cpu:1"), CUT, ["cpu:1"] * 11),  # torch has one CPU device
+        (("cpu:0", "cuda:0"), CUT, ["cuda:0"] * 11),  # accelerate would offload, not compute
+    ],
+)
+def test_device_map_has_one_host(
+    devices: tuple[str, ...], on: list[int], nearest: list[str]
+) -> None:
+    with pytest.raises(Inexpressible, match="torch has one CPU device") as found:
+        export("huggingface", plan_of(on, problem(devices=devices)))
+    assert list(found.value.nearest.values()) == nearest
+
+
+def captured(name: str, cut: str | None) -> tuple[Any, Any, Problem, Plan]:
+    """A shipped model on two GPUs that need not be there: from module ``cut`` on the second."""
+    from placement.capturing import capture
+    from placement.workloads import load
+
+    module, inputs = load(name)
+    graph = capture(module, inputs, name=name)
+    cluster = Cluster("two", tuple(Device(d, "cuda", memory_bytes=10**9) for d in GPUS))
+    seconds = np.ones((graph.num_ops, 2))
+    p = Problem(graph, cluster, Profile(GPUS, seconds, np.zeros_like(seconds)), num_microbatches=4)
+    at = [m == cut or m.startswith(f"{cut}.") for m in graph.op_module]
+    first = at.index(True) if cut else graph.num_ops
+    on = np.array([int(i >= first) for i in range(graph.num_ops)], np.int32)
+    on = on[np.unique(graph.group, return_index=True)[1]][graph.group]  # as a group's first
+    return module, inputs, p, make_plan(p, Solution(on, 1.0), planner="by hand", workload=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"), [("tiny_mlp", "2"), ("tiny_cnn", "head"), ("tiny_views", None)]
+)
+def test_accelerate_takes_the_device_map(name: str, cut: str | None) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    import torch
+
+    module, inputs, _, plan = captured(name, cut)
+    where = json.loads(export("huggingface", plan).files[""])
+    accelerate.utils.check_device_map(module, where)  # raises where a parameter is not covered
+    assert set(where.values()) == ({*GPUS} if cut else {"cuda:0"})
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    with torch.no_grad():
+        expected = module(*args, **kwargs)
+        here = dict.fromkeys(where, "cpu")
+        accelerate.dispatch_model(module, here, main_device="cpu", force_hooks=True)
+        actual = module(*args, **kwargs)
+    torch.testing.assert_close(actual, expected)
+    modules = dict(module.named_modules())
+    assert all(hasattr(modules[path], "_hf_hook") for path in where)
+
+
+@pytest.mark.parametrize("name", consumers.FAMILIES)
+def test_accelerate_runs_any_cut(name: str, monkeypatch: Any) -> None:
+    """A sample of all contiguous cuts, on pretended GPUs; and both in turns."""
+    accelerate = pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    import torch
+
+    from placement.capturing import capture
+
+    module, inputs = consumers.family(name)
+    p = consumers.problem_of(capture(module, inputs))
+    with torch.no_grad():
+        expected = consumers.tensors(module(**inputs))
+    random = np.random.default_rng(0)
+    plans = [*consumers.cuts(p, random.integers(1, p.num_ops, 12))]
+    turns = np.cumsum(random.random(p.num_ops) < 0.05) % 2
+    plans.append(consumers.placed(p, turns))
+    maps = {str(export("huggingface", nearest_of("huggingface", plan)).files[""]) for plan in plans}
+    assert len(maps) > 2
+    for text in maps:
+        where, again = json.loads(text), consumers.family(name)[0]
+        accelerate.utils.check_device_map(again, where)
+        found = consumers.run_in_accelerate(again, where, (), inputs, monkeypatch)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def nearest_of(name: str, plan: Plan, problem: Problem | None = None) -> Plan:
+    """The plan itself where it can be expressed, else the nearest."""
+    try:
+        export(name, plan, problem)
+    except Inexpressible as error:
+        return moved(plan, error.nearest)
+    return plan
+
+
+# Layers: vLLM, Megatron-LM, llama.cpp
+
+
+def test_vllm() -> None:
+    assert export("vllm", plan_of(CUT)).files[""] == (
+        "# rank 0: cuda:0\n# rank 1: cuda:1\n"
+        "CUDA_VISIBLE_DEVICES=0,1\nVLLM_PP_LAYER_PARTITION=1,1\n"
+    )
+    turned = export("vllm", plan_of([1 - d for d in CUT]))
+    assert "CUDA_VISIBLE_DEVICES=1,0\n" in str(turned.files[""])
+    with pytest.raises(Inexpressible, match="one device; operator 'op"):
+        export("vllm", plan_of(TURNS))
+    with pytest.raises(ExportError, match="no list of layers 'h'; there are layers: layers=NAME"):
+        export("vllm", plan_of(CUT), layers="h")
+
+
+def test_names_of_devices_are_no_shell_code() -> None:
+    """The file is read by a shell; names are free, and only ``cuda:N`` says which GPU it is."""
+    for names in (("cuda:0;touch x;", "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "h1/cuda:0")):
+        text = str(export("vllm", plan_of(CUT, problem(devices=names))).files[""])
+        said = [line for line in text.splitlines() if not line.startswith("# rank ")]
+        assert said == ["VLLM_PP_LAYER_PARTITION=1,1"], names
+    for name in ("cuda:0,.*=CPU", "cuda", "npu:0"):
+        with pytest.raises(ExportError, match=r"no buffer type of llama\.cpp is known for"):
+            export("llama_cpp", plan_of(CUT, problem(devices=(name, "cuda:1"))))
+
+
+@pytest.mark.parametrize("name", ["huggingface", "torch_pipelining"])
+def test_devices_that_torch_does_not_have_are_refused(name: str) -> None:
+    for device in ("fast", "cuda", "cuda:x", "npu:0"):
+        with pytest.raises(ExportError, match=f"torch has no device '{device}' of kind"):
+            export(name, plan_of(CUT, problem(devices=(device, "cuda:1"))))
+    # A device that is not in use is nothing that anybody must know.
+    assert export(name, plan_of([1] * 11, problem(devices=("npu:0", "cuda:1"))))
+
+
+def test_a_list_with_other_modules_beside_its_layers() -> None:
+    p = problem(("0", "1", "head"))  # nn.Sequential with add_module("head", ...)
+    assert "VLLM_PP_LAYER_PARTITION=1,1\n" in str(export("vllm", plan_of([0, 1, 1], p)).files[""])
+
+
+def test_layers_must_run_in_order() -> None:
+    with pytest.raises(ExportError, match="do not run one after the other"):
+        export("vllm", plan_of([0, 0, 0], problem(("layers.0", "layers.1", "layers.0"))))
+
+
+def megatron_stages(layout: str) -> list[str]:
+    """As Megatron-LM reads it: commas are nothing, ``x*n`` is n times x, ``|`` ends a stage."""
+    import re
+
+    unrolled = re.sub(r"(.)\*(\d+)", lambda x: x[1] * int(x[2]), layout.strip().replace(",", ""))
+    assert set(unrolled) <= set("EtL|")
+    return unrolled.split("|")
+
+
+def test_megatron() -> None:
+    def stages(on: list[int]) -> list[str]:
+        return megatron_stages(str(export("megatron", plan_of(on)).files[""]))
+
+    assert stages([0] * 11) == ["EttL"]
+    assert stages(CUT) == ["Et", "tL"]
+    assert stages(TURNS) == ["E", "t", "t", "L"]  # virtual stages: ranks 0, 1, 0, 1
+    assert stages([0] * 8 + [1] * 3) == ["Ett", "L"]
+    with pytest.raises(Inexpressible, match="keeps layer 0 of 'layers'"):
+        stages(INSIDE)
+
+
+def test_llama_cpp() -> None:
+    import re
+
+    def where(text: str, tensor: str) -> str | None:
+        """As llama.cpp does it: the first rule whose pattern is found in the name."""
+        rules = [rule.rpartition("=") for rule in text.strip().split(",")]
+        return next((buffer for pattern, _, buffer in rules if re.search(pattern, tensor)), None)
+
+    text = str(export("llama_cpp", plan_of(TURNS, problem(devices=("cpu:0", "cuda:1")))).files[""])
+    assert text == "^blk\\.(1)\\.=CPU,^token_embd=CPU,^blk\\.(0)\\.=CUDA1,^output=CUDA1\n"
+    assert where(text, "token_embd.weight") == where(text, "blk.1.attn_q.weight") == "CPU"
+    assert where(text, "output_norm.weight") == where(text, "blk.0.ffn_up.weight") == "CUDA1"
+    assert where(text, "blk.10.ffn_up.weight") is None
+    with pytest.raises(Inexpressible, match="one CPU device"):
+        export("llama_cpp", plan_of(CUT, problem(devices=("cpu:0", "cpu:1"))))
+    with pytest.raises(ExportError, match=r"no buffer type of llama\.cpp is known for 'npu:0'"):
+        export("llama_cpp", plan_of(CUT, problem(devices=("npu:0", "cpu:0"))))
+
+
+# torchtitan and torch.distributed.pipelining
+
+
+def test_torchtitan() -> None:
+    def config(on: list[int]) -> Any:
+        return json.loads(export("torchtitan", plan_of(on)).files[""])
+
+    assert config(CUT) == {
+        "module_fqns_per_model_part": [["embed", "layers.0"], ["layers.1", "norm", "head"]],
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "1F1B",
+    }
+    turns = config(TURNS)
+    assert turns["module_fqns_per_model_part"] == [
+        ["embed"],
+        ["layers.0"],
+        ["layers.1"],
+        ["norm", "head"],
+    ]
+    assert turns["pipeline_parallel_schedule"] == "Interleaved1F1B"
+    with pytest.raises(Inexpressible, match=r"keeps 'layers\.0' on one device"):
+        config(INSIDE)
+
+
+def training(*, scheduler: str) -> tuple[Problem, Plan]:
+    """Two layers, forward and backward, of which a scheduler makes the order."""
+    names = ("a", "b", "b_backward", "a_backward")
+    p = problem(("layers.0", "layers.1", "layers.1", "layers.0"), names=names, num_backward=2)
+    on = np.array([0, 1, 1, 0], np.int32)
+    schedule = load_scheduler(scheduler)(p, on, p.num_microbatches)
+    return p, plan_of(on.tolist(), p, schedule=schedule)
+
+
+def test_order_as_actions_of_torch() -> None:
+    _, plan = training(scheduler="one_f_one_b")
+    exported = export("torchtitan", plan)
+    # a: |0F0 0F1 0B0 0F2 0B1 ...|  with the last stage one forward, one backward
+    assert str(exported.files[".csv"]).splitlines() == [
+        "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3",
+        "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3",
+    ]
+    assert (
+        json.loads(exported.files[""])["pipeline_parallel_schedule"] == "_PipelineScheduleRuntime"
+    )
+
+
+@pytest.mark.parametrize("scheduler", ["gpipe", "one_f_one_b"])
+def test_torch_accepts_the_schedule(scheduler: str) -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    _, plan = training(scheduler=scheduler)
+    rows = str(export("torchtitan", plan).files[".csv"]).splitlines()
+    actions = {
+        rank: [schedules._Action.from_str(x) for x in row.split(",")]
+        for rank, row in enumerate(rows)
+    }
+    assert schedules._validate_schedule(actions, 2, 2, plan.num_microbatches) == {0: 0, 1: 1}
+
+
+def test_an_order_that_leaves_a_stage_half_way_is_refused() -> None:
+    p = problem(("layers.0", "layers.0", "layers.1", ""), num_backward=1)
+    plan = plan_of([0, 0, 1, 1], p)
+    order = {
+        "cuda:0": tuple((op, m) for op in ("op0", "op1") for m in range(4)),
+        "cuda:1": tuple((op, m) for m in range(4) for op in ("op2", "op3")),
+    }
+    plan = plan.model_copy(update={"order": order})
+    with pytest.raises(Inexpressible, match="leaves 0F0 on 'cuda:0' half-way") as found:
+        export("torchtitan", plan)
+    assert ".csv" not in export("torchtitan", moved(plan, found.value.nearest)).files
+
+
+def test_split_points() -> None:
+    def points(on: list[int]) -> Any:
+        data = json.loads(export("torch_pipelining", plan_of(on)).files[".json"])
+        return data["split_points"], data["schedule"]
+
+    assert points(CUT) == (["layers.1.attn"], "GPipe")
+    assert points(INSIDE) == (["layers.0.mlp"], "GPipe")
+    assert points(TURNS) == (["layers.0.attn", "layers.1.attn", "norm"], "LoopedBFS")
+    with pytest.raises(Inexpressible, match=r"it keeps what runs from 'layers\.0\.attn' to the"):
+        points([0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1])  # no module begins at the addition
+
+
+@pytest.mark.parametrize("name", consumers.FAMILIES)
+def test_torch_pipelining_splits_any_cut(name: str) -> None:
+    """A sample of all contiguous cuts: torch finds the stages; they compute what the model does."""
+    pytest.importorskip("transformers")
+    import torch
+    from torch.distributed.pipelining import SplitPoint, pipeline
+
+    from placement.capturing import capture
+    from placement.exporters._torchrun import past_a_stage, send_contiguous
+
+    module, inputs = consumers.family(name)
+    p = consumers.problem_of(capture(module, inputs), ("cpu:0", "cpu:1"))
+    with torch.no_grad():
+        expected = consumers.tensors(module(**inputs))
+    random, seen = np.random.default_rng(1), set()
+    for plan in consumers.cuts(p, random.integers(1, p.num_ops, 3)):
+        exported = export("torch_pipelining", nearest_of("torch_pipelining", plan))
+        seen.add(tuple(json.loads(exported.files[".json"])["split_points"]))
+    for points in seen:
+        with torch.no_grad():
+            split = dict.fromkeys(points, SplitPoint.BEGINNING)
+            pipe = pipeline(consumers.family(name)[0], (), inputs, split_spec=split)
+            for i in range(pipe.num_stages):
+                send_contiguous(pipe.get_stage_module(i))
+            found = consumers.tensors(pipe(**inputs))
+        assert pipe.num_stages == len(points) + 1 and past_a_stage(pipe.split_gm.graph) is None
+        torch.testing.assert_close(found, expected)
+        stages = [n for n in pipe.split_gm.graph.nodes if n.op == "call_module"]
+        assert all(x.op != "placeholder" for n in stages[1:] for x in n.all_input_nodes)
+
+
+HOSTILE = "x'); __import__('os').system('touch pwned'); ('"
+
+
+def test_hostile_names_are_data_in_scripts() -> None:
+    p = problem(("a", f'{HOSTILE}"', "c"), names=("a", '"""', f"${{{HOSTILE}}}"))
+    exported = export("torch_pipelining", plan_of([0, 1, 1], p))
+    script = str(exported.files[""])
+    ast.parse(script)
+    assert script == str(export("torch_pipelining", plan_of(CUT)).files[""])  # the same for all
+    assert json.loads(exported.files[".json"])["split_points"] == [f'{HOSTILE}"']
+
+
+def cores_plan(mode: str) -> Plan:
+    """The three layers of a small model on two cores: in turns, or to be trained by 1F1B."""
+    from placement.capturing import capture
+    from placement.workloads import load_training
+
+    module, example, loss = load_training("tiny_mlp")
+    if mode == "training":
+        graph = capture(module, example, mode="training", loss=loss)
+    else:
+        graph = capture(module, example[0])
+    cores = tuple(Device(f"cpu:{i}", "cpu", memory_bytes=10**9) for i in range(2))
+    zeros = np.zeros((graph.num_ops, 2))
+    profile = Profile(("cpu:0", "cpu:1"), zeros + 1.0, zeros)
+    p = Problem(graph, Cluster("cores", cores), profile, num_microbatches=4)
+    first = {"0", "1", "4"} if mode == "inference" else {"0", "1", "2"}
+    on = np.array([int(m not in first) for m in graph.op_module], np.int32)
+    return make_plan(p, Solution(on, 1.0), planner="by hand")
+
+
+@pytest.mark.parametrize(
+    ("mode", "points", "schedule"),
+    [("inference", ["2", "4", "5"], "LoopedBFS"), ("training", ["3"], "1F1B")],
+)
+def test_torchrun_computes_what_the_module_does(
+    mode: str, points: list[str], schedule: str, tmp_path: Path
+) -> None:
+    """Two processes over gloo; in training their losses are those of the plain module."""
+    plan, script = tmp_path / "plan.json", tmp_path / "run.py"
+    cores_plan(mode).save(plan)
+    assert main(["export", str(plan), "--to", "torch_pipelining", "--out", str(script)]) == 0
+    assert json.loads(script.with_suffix(".json").read_text())["split_points"] == points
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, str(script), "placement.workloads.tiny:tiny_mlp"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert (answer["stages"], answer["schedule"]) == (len(points) + 1, schedule)
+    assert answer["equal"]
+
+
+def test_connections_past_a_stage_are_found() -> None:
+    from torch import fx
+
+    from placement.exporters._torchrun import past_a_stage
+
+    def stages(*reads: tuple[int, ...]) -> fx.Graph:
+        """Stage i + 1 reads one of the outputs of each of the stages ``reads[i]``."""
+        graph = fx.Graph()
+        made = [graph.call_module("submod_0", (graph.placeholder("x"),))]
+        for i, sources in enumerate(reads):
+            parts = [graph.call_function(operator.getitem, (made[s], 0)) for s in sources]
+            made.append(graph.call_module(f"submod_{i + 1}", tuple(parts)))
+        graph.output(made[-1])
+        return graph
+
+    assert past_a_stage(stages((0,), (1,), (2,))) is None
+    assert past_a_stage(stages((0,), (1,), (2, 0))) == (0, 3)
+    assert past_a_stage(stages((0,), (1, 0), (2,))) == (0, 2)
+
+
+def test_every_device_has_one_stage_if_asked() -> None:
+    assert len(json.loads(export("torch_pipelining", plan_of(TURNS)).files[".json"])["ranks"]) == 2
+    with pytest.raises(Inexpressible) as found:
+        export("torch_pipelining", plan_of(TURNS), once="true")
+    names = list(found.value.nearest.values())
+    again = plan_of([GPUS.index(name) for name in names])
+    data = json.loads(export("torch_pipelining", again, once="true").files[".json"])
+    assert len(data["split_points"]) == 1 and data["schedule"] == "GPipe"
+
+
+def test_plans_of_training_know_modules_and_parameters() -> None:
+    graph = cores_plan("training").graph
+    assert [graph.modules[i] for i in graph.backward][-3:] == ["2", "1", "0"]
+    assert graph.parameters["0.weight"] == (graph.modules.index("0"),)
+    assert set(graph.parameters) == {f"{i}.{x}" for i in (0, 2, 4) for x in ("weight", "bias")}
+
+
+# ONNX files
+
+
+def onnx_plan(folder: Path, devices: tuple[str, ...], on: list[int]) -> tuple[str, Plan]:
+    """Gemm, Relu, Gemm with a constant in between, named as a hostile file would; and its plan."""
+    onnx = pytest.importorskip("onnx")
+    from onnx import helper, numpy_helper
+
+    from placement import importers
+
+    weight = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
+    scale = helper.make_node(
+        "Constant", [], ["scale"], value=numpy_helper.from_array(np.full(4, 0.5, np.float32))
+    )
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["a"], name="first);cpu(=x"),
+            scale,
+            helper.make_node("Relu", ["a"], ["b"], name="$(touch pwned)"),
+            helper.make_node("Mul", ["b", "scale"], ["c"]),
+            helper.make_node("MatMul", ["c", "w"], ["y"], name="last"),
+        ],
+        "small",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 4])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2, 4])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    path = str(folder / "model.onnx")
+    onnx.save(model, path)
+    described = (Device(d, d.partition(":")[0], like=None, memory_bytes=10**9) for d in devices)
+    p = importers.load(path, cluster=Cluster("any", tuple(described)))
+    return path, make_plan(p, Solution(np.array(on, np.int32), 1.0), planner="by hand")
+
+
+X = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+
+def test_onnx_file_says_where_its_nodes_run(tmp_path: Path) -> None:
+    path, plan = onnx_plan(tmp_path, GPUS, [0, 1, 1, 0])
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    model = onnx.load_from_string(export("onnx", plan, model=path).files[""])
+    onnx.checker.check_model(model, full_check=True)
+    assert model.ir_version == 11
+    assert [(c.name, c.num_devices, list(c.device)) for c in model.configuration] == [
+        ("placement", 2, [*GPUS])
+    ]
+    found = [
+        [
+            (c.pipeline_stage, s.tensor_name, *s.device)
+            for c in n.device_configurations
+            for s in c.sharding_spec
+        ]
+        for n in model.graph.node
+    ]
+    assert found == [[(0, "a", 0)], [], [(1, "b", 1)], [(1, "c", 1)], [(2, "y", 0)]]
+    before, after = (ReferenceEvaluator(m).run(None, {"x": X}) for m in (onnx.load(path), model))
+    np.testing.assert_array_equal(before, after)
+    # Written again, the configuration is replaced, another one is kept.
+    onnx.save(model, path)
+    other = export("onnx", plan, model=path, configuration="other").files[""]
+    assert [c.name for c in onnx.load_from_string(other).configuration] == ["placement", "other"]
+    again = export("onnx", plan, model=path).files[""]
+    assert onnx.load_from_string(again) == model
+
+
+@pytest.mark.parametrize("name", ["model.json", "model.pbtxt", "model.onnxtxt", "model"])
+def test_an_onnx_file_may_have_any_name(tmp_path: Path, name: str) -> None:
+    path, plan = onnx_plan(tmp_path, GPUS, [0, 1, 1, 0])
+    Path(path).rename(tmp_path / name)
+    assert export("onnx", plan, model=str(tmp_path / name)).files
+    (tmp_path / name).write_bytes(b"\xff{")
+    with pytest.raises(ExportError, match="cannot be read as an ONNX file"):
+        export("onnx", plan, model=str(tmp_path / name))
+
+
+def test_onnx_errors(tmp_path: Path) -> None:
+    path, plan = onnx_plan(tmp_path, GPUS, [0, 1, 1, 0])
+    with pytest.raises(ExportError, match=r"name the ONNX file .* model=model\.onnx"):
+        export("onnx", plan)
+    with pytest.raises(ExportError, match="is about another model: 11 of its 11 operators"):
+        export("onnx", plan_of(CUT), model=path)
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(b"no model")
+    with pytest.raises(ExportError, match="cannot be read as an ONNX file"):
+        export("onnx", plan, model=str(broken))
+
+
+def test_functions_of_an_onnx_file_are_inlined_as_by_the_importer(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    from onnx import helper
+
+    from placement import importers
+
+    twice = helper.make_function(
+        "own",
+        "Twice",
+        ["a"],
+        ["c"],
+        [
+            helper.make_node("Relu", ["a"], ["b"], name="inner"),
+            helper.make_node("Neg", ["b"], ["c"], name="outer"),
+        ],
+        [helper.make_opsetid("", 18)],
+    )
+    values = [helper.make_tensor_value_info(v, onnx.TensorProto.FLOAT, [2, 4]) for v in "xy"]
+    node = helper.make_node("Twice", ["x"], ["y"], name="call", domain="own")
+    graph = helper.make_graph([node], "g", values[:1], values[1:])
+    sets = [helper.make_opsetid("", 18), helper.make_opsetid("own", 1)]
+    model = helper.make_model(graph, ir_version=10, opset_imports=sets, functions=[twice])
+    path = str(tmp_path / "model.onnx")
+    onnx.save(model, path)
+    cluster = Cluster("any", tuple(Device(d, "cuda", memory_bytes=10**9) for d in GPUS))
+    p = importers.load(path, cluster=cluster)
+    plan = make_plan(p, Solution(np.array([0, 1], np.int32), 1.0), planner="by hand")
+    written = onnx.load_from_string(export("onnx", plan, model=path).files[""])
+    assert [n.op_type for n in written.graph.node] == ["Relu", "Neg"] and not written.functions
+
+
+def test_onnxruntime_settings(tmp_path: Path) -> None:
+    path, plan = onnx_plan(tmp_path, ("cpu:0", "cuda:1"), [0, 1, 1, 0])
+    import onnx
+
+    exported = export("onnxruntime", plan, model=path)
+    assert json.loads(exported.files[".json"]) == {
+        "session.layer_assignment_settings": "cpu(=placement_0); gpu:1(=placement_1)"
+    }
+    nodes = onnx.load_from_string(exported.files[""]).graph.node
+    assert [{p.key: p.value for p in n.metadata_props}.get("layer_ann") for n in nodes] == [
+        "placement_0",
+        None,
+        "placement_1",
+        "placement_1",
+        "placement_0",
+    ]
+    _, two = onnx_plan(tmp_path, GPUS, [0, 1, 1, 1])
+    with pytest.raises(Inexpressible, match="are one device") as found:
+        export("onnxruntime", two, model=path)
+    assert set(found.value.nearest.values()) == {"cuda:1"}
+    _, far = onnx_plan(tmp_path, ("h1/cuda:1",), [0, 0, 0, 0])
+    known = far.cluster.model_copy(
+        update={
+            "devices": tuple(d.model_copy(update={"kind": "cuda"}) for d in far.cluster.devices)
+        }
+    )
+    with pytest.raises(ExportError, match="knows GPUs by number: device 'h1/cuda:1'"):
+        export("onnxruntime", far.model_copy(update={"cluster": known}), model=path)
+    _, odd = onnx_plan(tmp_path, ("npu:0",), [0, 0, 0, 0])
+    with pytest.raises(ExportError, match="no execution provider is known for 'npu:0'"):
+        export("onnxruntime", odd, model=path)
+
+
+def test_onnxruntime_runs_the_annotated_model(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    path, plan = onnx_plan(tmp_path, ("cpu:0",), [0, 0, 0, 0])
+    exported = export("onnxruntime", plan, model=path)
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4
+    for key, value in json.loads(exported.files[".json"]).items():
+        options.add_session_config_entry(key, value)  # a wrong grammar raises below
+    here = ["CPUExecutionProvider"]
+    session = runtime.InferenceSession(exported.files[""], options, providers=here)
+    plain = runtime.InferenceSession(path, providers=here)
+    np.testing.assert_array_equal(session.run(None, {"x": X}), plain.run(None, {"x": X}))
+
+
+def test_openvino_takes_the_affinities(tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    core = openvino.Core()
+    path, plan = onnx_plan(tmp_path, ("cpu:0",), [0, 0, 0, 0])
+    model = core.read_model(path)
+    expected = core.compile_model(path, "CPU")([X])[0]
+    affinity = json.loads(export("openvino", plan, model=path).files[""])
+    for node in model.get_ordered_ops():
+        node.get_rt_info()["affinity"] = affinity[node.get_friendly_name()]
+    np.testing.assert_allclose(core.compile_model(model, "HETERO:CPU")([X])[0], expected)
+
+
+def test_openvino_covers_every_node(tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    path, plan = onnx_plan(tmp_path, ("cpu:0", "gpu:1"), [0, 1, 1, 0])
+    exported = export("openvino", plan, model=path)
+    assert "HETERO:CPU,GPU.1" in exported.note or "HETERO:GPU.1,CPU" in exported.note
+    affinity = json.loads(exported.files[""])
+    model = openvino.Core().read_model(path)
+    of = {x.get_friendly_name(): affinity[x.get_friendly_name()] for x in model.get_ordered_ops()}
+    of_type = {x.get_type_name(): of[x.get_friendly_name()] for x in model.get_ordered_ops()}
+    assert of_type["Relu"] == of_type["Multiply"] == of["scale"] == "GPU.1"
+    assert of_type["Parameter"] == of_type["Result"] == of["last" if "last" in of else "y"] == "CPU"
+    with pytest.raises(ExportError, match="knows no device 'cuda:0'"):
+        export("openvino", onnx_plan(tmp_path, GPUS, [0, 0, 1, 1])[1], model=path)
+    named = onnx_plan(tmp_path, GPUS, [0, 0, 1, 1])[1]
+    both = export("openvino", named, model=path, devices="cuda:0=GPU.0,cuda:1=CPU")
+    assert set(json.loads(both.files[""]).values()) == {"GPU.0", "CPU"}
+    with pytest.raises(Inexpressible, match=r"are one device \(CPU\)"):
+        export("openvino", named, model=path, devices="cuda:0=CPU,cuda:1=CPU")
+
+
+# The command
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Path]:
+    """A plan that vLLM cannot express, and the problem it is for."""
+    from placement import importers
+
+    p = problem()
+    plan_of(INSIDE, p).save(tmp_path / "plan.json")
+    importers.save(p, tmp_path / "problem.json")
+    return tmp_path / "plan.json", tmp_path / "problem.json"
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["exporters"]
+    assert [row["name"] for row in listed] == exporters.names()
+    assert main(["export", "--list"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_command(saved: tuple[Path, Path], capsys: Any) -> None:
+    plan, model = saved
+    out = plan.with_name("out.env")
+    assert main(["export", str(plan), "--to", "vllm", "--out", str(out)]) == 1
+    assert "operator 'op4'" in capsys.readouterr().err
+    assert main(["export", str(plan), "--to", "vllm", "--out", str(out), "--json"]) == 1
+    refused = json.loads(capsys.readouterr().out)
+    assert refused["files"] == [] and "operator 'op4'" in refused["note"]
+    assert not out.exists()
+    nearest = ["export", str(plan), "--to", "vllm", "--out", str(out), "--nearest", "--json"]
+    assert main([*nearest, "layers=layers"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["moved"] == {"op4": "cuda:0"}
+    assert json.loads(said.out)["predicted"] is None  # never a figure that nobody computed
+    assert "1 of 11 operators move; what that costs is not known" in said.err
+    assert out.read_text().endswith("VLLM_PP_LAYER_PARTITION=1,1\n")
+    assert main([*nearest, "--model", str(model)]) == 0
+    # 4 + 7 operators of 1 s against 5 + 6
+    predicted = json.loads(capsys.readouterr().out)["predicted"]
+    assert predicted == {"latency_s": [11.0, 11.0], "period_s": [7.0, 6.0]}
+
+
+def test_a_profile_is_for_models(tmp_path: Path, capsys: Any) -> None:
+    from placement import importers
+
+    plan, model = tmp_path / "plan.json", tmp_path / "problem.json"
+    plan_of(CUT, problem()).save(plan)
+    importers.save(problem(), model)
+    command = ["export", str(plan), "--to", "csv", "--model", str(model)]
+    assert main([*command, "--out", str(tmp_path / "x.csv"), "--profile", "x.npz"]) == 2
+    assert "--profile is for models" in capsys.readouterr().err
+
+
+def test_an_option_may_have_any_name() -> None:
+    for package in (exporters, planners, schedulers, predictors):
+        for option in ("name", "self"):
+            with pytest.raises(ValueError, match=f"has no option '{option}'"):
+                package.load(package.names()[0], **{option: "x"})
+
+
+def test_nearest_that_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> None:
+    from placement import importers
+
+    p = problem(heavy=(0, 4))  # operator 4 would join operator 0
+    plan, model, out = (tmp_path / x for x in ("plan.json", "problem.json", "out"))
+    plan_of(INSIDE, p).save(plan)
+    importers.save(p, model)
+    command = ["export", str(plan), "--to", "vllm", "--out", str(out), "--nearest"]
+    assert main([*command, "--model", str(model), "--json"]) == 1
+    answer = capsys.readouterr()
+    assert "does not fit: device 'cuda:0' needs 1,200,0" in answer.err
+    assert json.loads(answer.out)["files"] == [] and json.loads(answer.out)["note"] in answer.err
+    assert not out.exists()
+
+
+def test_usage_errors(saved: tuple[Path, Path], capsys: Any, monkeypatch: Any) -> None:
+    plan, _ = saved
+
+    def error(*words: str) -> str:
+        assert main(["export", *words]) == 2
+        return str(capsys.readouterr().err)
+
+    out = str(plan.with_name("x.json"))
+    assert "missing: --to NAME, --out FILE; exporters: placement export --list" in error(str(plan))
+    assert "no exporter 'x'; exporters are" in error(str(plan), "--to", "x", "--out", out)
+    assert "exporter options are given as option=value" in error(
+        str(plan), "layers", "--to", "vllm", "--out", out
+    )
+    # Never over the plan itself, nor two contents into one file.
+    for name in ("plan.py", "x.json"):
+        there = str(plan.with_name(name))
+        assert f"a .json is written beside it, and {plan.with_name(name).stem}" in error(
+            str(plan), "--to", "torch_pipelining", "--out", there
+        ).replace(f"{plan.parent}{os.sep}", "")
+    assert "name it with --model" in error(
+        str(plan), "--to", "csv", "--out", out, "--profile", "x.npz"
+    )
+    assert "is in use; name another file" in error(str(plan), "--to", "csv", "--out", str(plan))
+    assert not Path(out).exists()
+    read = plan.with_name("net.onnx")
+    read.write_bytes(b"a model")
+    monkeypatch.setattr("placement.exporters.onnx.Onnx.__call__", lambda *_: Exported({"": ""}, ""))
+    words = [f"model={read}", "--to", "onnx", "--out", str(read)]
+    assert "net.onnx is in use; name another file" in error(str(plan), *words)
+    assert read.read_bytes() == b"a model"
+
+
+def test_export_needs_no_torch(saved: tuple[Path, Path]) -> None:
+    code = (
+        "import sys; from placement.__main__ import main; "
+        f"code = main(['export', {str(saved[0])!r}, '--to', 'huggingface', '--out', "
+        f"{str(saved[0].with_name('map.json'))!r}]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,191 @@
+"""Exact planners against brute force, and what they prove."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_planners import every_placement, make, random_small
+
+from placement.importers import load as load_workload
+from placement.planners import PlannerError, load
+from placement.planners.ideal_dp import contract
+from placement.problem import Objective, Problem
+from placement.simulator import score
+from placement.simulator.analytic import device_loads
+from placement.testing import check_planner
+
+pytest.importorskip("ortools")
+
+EXACT = ("cp_sat", "mip")
+
+
+def small(seed: int, **settings) -> Problem:
+    return random_small(seed, objective="max_load", **settings)
+
+
+def tight(seed: int) -> Problem:
+    return small(seed, param_bytes=10, memory_bytes=40)
+
+
+def exact(name: str, **options):
+    return load(name, **({"seconds": 20, "start": "single_device"} | options))
+
+
+def contiguous_optimum(problem: Problem) -> float:
+    """Brute force over chains of ideals: devices in some order, items never go back."""
+    item, edges = contract(problem)
+    n = int(item.max()) + 1
+    best = np.inf
+    for order in itertools.permutations(range(problem.num_devices)):
+        for stage in itertools.product(range(problem.num_devices), repeat=n):
+            if all(stage[a] <= stage[b] for a, b in edges):
+                placement = np.array([order[stage[i]] for i in item], np.int32)
+                if np.isfinite(problem.compute_s[np.arange(len(item)), placement]).all():
+                    best = min(best, float(score(problem, placement)[0]))
+    return best
+
+
+@pytest.mark.parametrize("name", EXACT)
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6), kind=st.sampled_from([small, tight]))
+def test_any_split_equals_brute_force(name: str, seed: int, kind) -> None:
+    problem = kind(seed)
+    best = score(problem, every_placement(problem)).min()
+    solution = exact(name)(problem)
+    if np.isinf(best):
+        assert np.isinf(solution.value_s)
+        return
+    assert solution.value_s == pytest.approx(best, rel=2e-6)
+    assert best * (1 - 1e-4) <= solution.lower_bound_s <= best * (1 + 1e-9)
+    assert solution.value_s <= load("ideal_dp")(problem).value_s * (1 + 2e-6)
+    assert solution.value_s <= load("heft")(problem).value_s * (1 + 2e-6)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6))
+def test_contiguous_split_equals_brute_force_and_the_dynamic_program(name: str, seed: int) -> None:
+    problem = small(seed, num_ops=5)
+    best = contiguous_optimum(problem)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load("ideal_dp")(problem).value_s == pytest.approx(best)
+    solution = exact(name, contiguous=True)(problem)
+    assert solution.value_s == pytest.approx(best, rel=2e-6)
+    bound = solution.stats["contiguous_bound_s"]
+    assert best * (1 - 1e-4) <= bound <= best * (1 + 1e-9)
+    any_split = score(problem, every_placement(problem)).min()
+    assert solution.lower_bound_s <= any_split * (1 + 1e-9)  # holds for all splits
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_exact_planners_keep_the_contract(name: str, contiguous: bool) -> None:
+    planner = exact(name, seconds=1, start="single_device", contiguous=contiguous)
+    problems = [
+        f(s).with_objective(o)
+        for s in range(2)
+        for f in (small, tight)
+        for o in ("max_load", "period")
+    ]
+    check_planner(planner, problems)
+
+
+@pytest.mark.parametrize("name", [*EXACT, "macro_search"])
+@pytest.mark.parametrize("objective", ["max_load", "piecewise_latency", "period"])
+def test_what_takes_no_time(name: str, objective: Objective) -> None:
+    problem = make(np.zeros((2, 2)), [(0, 1)]).with_objective(objective)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (
+            load(name, **({"seconds": 1} if name in EXACT else {"evaluations": 64}))(
+                problem
+            ).value_s
+            == 0
+        )
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_memory_and_tied_parameters(name: str) -> None:
+    # Three equal operators of 1 s; two of them share one parameter of 60 bytes, the third has
+    # its own of 60: with 100 bytes a device the sharers stay together, 2 s against 1 s.
+    from placement.cluster import Cluster, Device
+    from placement.graph import OpGraph
+    from placement.profile import Profile
+
+    graph = OpGraph.build(
+        "tied",
+        ["a", "b", "c"],
+        [],
+        [],
+        [],
+        param_bytes=[60, 60],
+        param_uses=[(0, 0), (1, 0), (2, 1)],
+    )
+    for capacity, best in ((100, 2.0), (120, 2.0), (59, np.inf)):
+        cluster = Cluster("two", tuple(Device(f"d{i}", memory_bytes=capacity) for i in range(2)))
+        profile = Profile(
+            cluster.device_names,
+            np.ones((3, 2)),
+            np.zeros((3, 2)),
+            make(np.ones((3, 2))).profile.links,
+        )
+        problem = Problem(graph, cluster, profile, "max_load")
+        assert exact(name)(problem).value_s == best
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_start_that_does_not_fit_is_not_called_not_contiguous(name: str) -> None:
+    """Everything on one device is one stage; nothing fits on any device."""
+    problem = make([[1, 1], [1, 1]], [(0, 1)], param_bytes=60, memory_bytes=50).with_objective(
+        "max_load"
+    )
+    found = exact(name, contiguous=True)(problem)
+    assert found.value_s == np.inf
+    assert found.stats["message"] == "no contiguous split that fits was found: this is the start"
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_same_seed_gives_the_same(name: str) -> None:
+    problem = small(3)
+    a, b = (exact(name)(problem) for _ in range(2))
+    assert np.array_equal(a.placement, b.placement) and a.lower_bound_s == b.lower_bound_s
+
+
+@pytest.mark.parametrize("name", ["cp_sat", "mip"])
+@pytest.mark.parametrize("objective", ["max_load", "piecewise_latency"])
+def test_a_program_there_is_no_time_for_is_not_written(
+    name: str, objective: Objective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = small(0).with_objective(objective)
+    start = load("single_device")(problem)
+    clock = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    found = exact(name, seconds=8, start="single_device")(problem)
+    # Every look at the clock takes a second: one at each block of the program would be too many.
+    assert "too few to write" in found.stats["status"]
+    assert found.value_s == start.value_s
+    assert next(clock) < 40
+
+
+def test_a_missing_solver_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(PlannerError, match=r"pip install 'device-placement-rl\[cp\]'"):
+        exact("cp_sat")(small(0))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_start_that_is_the_optimum_is_kept_and_proved(name: str, shared: Path) -> None:
+    path = shared / "data/dnn_partitioning/throughput/operator/bert_l-3_inference.json"
+    problem = load_workload(path)
+    solution = load(name, seconds=20)(problem)
+    assert solution.value_s == pytest.approx(21.908376105693748e-3, rel=1e-6)
+    assert device_loads(problem, solution.placement).max() == pytest.approx(solution.value_s)
+    assert solution.lower_bound_s <= 21.908376105693748e-3 * (1 + 1e-9)

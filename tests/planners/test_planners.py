@@ -1,0 +1,1000 @@
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from placement import importers
+from placement.cluster import LONGEST_S, Cluster, Device, Link
+from placement.graph import MOST_BYTES, OpGraph
+from placement.planners import PlannerError, load, names
+from placement.planners.contiguous_dp import merge_blocks, stage_costs
+from placement.problem import Objective, Problem, ProblemError, host_of, lower_bounds
+from placement.profile import Profile
+from placement.search.evaluation import (
+    Position,
+    Search,
+    can_move,
+    device_classes,
+    distinct_pairs,
+    moves,
+)
+from placement.simulator import score
+from placement.testing import check_planner
+from tests.problems import random_problem
+
+# Not these: they need a file or an optional package, take seconds for each proof, or are for one
+# objective; each has contract tests of its own.
+ELSEWHERE = ("expert", "metis", "cp_sat", "mip", "coarsened", "order_search")
+PLANNERS = [name for name in names() if name not in ELSEWHERE]
+SEARCHES = (
+    "random_search",
+    "local_search",
+    "simulated_annealing",
+    "macro_search",
+    "brkga",
+    "cross_entropy",
+)
+
+
+def make(
+    compute_s,
+    edges=(),
+    *,
+    tensor_bytes=0,
+    links=None,
+    latency_s=0.0,
+    bandwidth=1.0,
+    blocking=False,
+    group=None,
+    param_bytes=0,
+    memory_bytes=10**12,
+    objective="period",
+    num_microbatches=32,
+    max_in_flight=8,
+) -> Problem:
+    """A problem with one tensor per operator; ``edges`` are (producer, consumer)."""
+    compute_s = np.array(compute_s, dtype=np.float64)
+    n, d = compute_s.shape
+    graph = OpGraph.build(
+        "small",
+        [f"op{i}" for i in range(n)],
+        tensor_src=range(n),
+        tensor_bytes=np.broadcast_to(tensor_bytes, n),
+        uses=np.array(edges, dtype=np.int32).reshape(-1, 2),
+        group=group,
+        param_bytes=np.broadcast_to(param_bytes, n),
+        param_uses=[(i, i) for i in range(n)],
+    )
+    memory = np.broadcast_to(memory_bytes, d)
+    cluster = Cluster("c", tuple(Device(f"d{i}", memory_bytes=int(memory[i])) for i in range(d)))
+    if links is None:
+        links = tuple(
+            Link(a, b, latency_s, bandwidth, blocking)
+            for a, b in itertools.permutations(cluster.device_names, 2)
+        )
+    profile = Profile(cluster.device_names, compute_s, np.zeros_like(compute_s), links)
+    return Problem(graph, cluster, profile, objective, num_microbatches, max_in_flight)
+
+
+def chain(n: int) -> list[tuple[int, int]]:
+    return [(i, i + 1) for i in range(n - 1)]
+
+
+def random_small(seed: int, num_ops: int | None = None, **settings) -> Problem:
+    """At most 6 operators on 2 or 3 unlike devices, with groups, skips and slow links."""
+    rng = np.random.default_rng(seed)
+    n, d = num_ops or int(rng.integers(1, 7)), int(rng.integers(2, 4))
+    compute_s = rng.random((n, d)) + 0.1
+    if rng.random() < 0.5:
+        compute_s[rng.random((n, d)) < 0.2] = np.inf
+        compute_s[:, 0] = np.where(np.isinf(compute_s).any(axis=1), 1.0, compute_s[:, 0])
+    edges = [(a, b) for a in range(n) for b in range(a + 1, n) if rng.random() < 0.5]
+    settings = {
+        "tensor_bytes": rng.integers(0, 40, n),
+        "latency_s": 0.01,
+        "bandwidth": 100.0,
+        "blocking": bool(rng.random() < 0.5),
+        "group": rng.integers(0, n, n) if rng.random() < 0.5 else None,
+        "objective": ["period", "latency"][int(rng.integers(2))],
+        "num_microbatches": 32,
+        "max_in_flight": 2,
+    } | settings
+    return make(compute_s, edges, **settings)
+
+
+def every_placement(problem: Problem) -> np.ndarray:
+    """int32 ``[B, N]``: all placements that obey support and colocation."""
+    devices = [np.flatnonzero(row) for row in np.isfinite(problem.group_compute_s)]
+    choices = np.array(list(itertools.product(*devices)), np.int32)
+    return choices[:, problem.graph.group]
+
+
+def quick(name: str):
+    """The planner with a budget that keeps the tests short."""
+    options = {"evaluations": 60} if name in SEARCHES else {}
+    options |= {"max_states": 60} if name == "antichain_dp" else {}
+    return load(name, **options)
+
+
+# --- what every planner promises ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_every_planner_keeps_the_contract(name: str) -> None:
+    check_planner(quick(name))
+    check_planner(quick(name), [random_small(seed) for seed in range(10)])
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_every_planner_keeps_the_contract_where_memory_is_tight(name: str) -> None:
+    problems = [random_small(seed, param_bytes=10, memory_bytes=60) for seed in range(10)]
+    check_planner(quick(name), problems)
+
+
+@pytest.mark.parametrize("name", ["single_device", "contiguous_dp", "best_of", *SEARCHES])
+@pytest.mark.parametrize("evaluations", [1, 2, 7])
+def test_a_small_budget_is_obeyed(name: str, evaluations: int) -> None:
+    check_planner(load(name, evaluations=evaluations))
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6))
+def test_nothing_beats_brute_force_and_bounds_hold(seed: int) -> None:
+    problem = random_small(seed)
+    best = score(problem, every_placement(problem)).min()
+    assert lower_bounds(problem)[problem.objective] <= best * (1 + 1e-9)
+    for name in PLANNERS:
+        solution = quick(name)(problem)
+        assert solution.value_s >= best * (1 - 1e-9), name
+        assert (solution.lower_bound_s or 0.0) <= best * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("local_search", {}), ("simulated_annealing", {"accept": 0.3})]
+)
+@pytest.mark.parametrize("start", ["best_of", "random"])
+def test_searches_find_the_optimum_of_small_problems(name: str, options: dict, start: str) -> None:
+    for seed in range(10):
+        problem = random_small(seed, num_ops=5)
+        best = score(problem, every_placement(problem)).min()
+        planner = load(name, start=start, evaluations=600, **options)
+        assert planner(problem).value_s == pytest.approx(best), seed
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6), order=st.permutations(range(3)))
+def test_renaming_devices_changes_no_value(seed: int, order: list[int]) -> None:
+    problem = random_small(seed)
+    order = [d for d in order if d < problem.num_devices]
+    cluster = Cluster("renamed", tuple(problem.cluster.devices[d] for d in order))
+    renamed = replace(problem, cluster=cluster, profile=problem.profile.for_cluster(cluster))
+    for name in ("single_device", "contiguous_dp", "heft"):
+        if name == "single_device" and np.isinf(problem.compute_s).any():
+            continue  # "the first device that can" depends on the order
+        value = load(name)(problem).value_s
+        assert load(name)(renamed).value_s == pytest.approx(value, rel=1e-9), name
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_the_same_seed_gives_the_same_curve(name: str) -> None:
+    problem = random_small(3, num_ops=6)
+    runs = [load(name, evaluations=150, seed=s)(problem) for s in (1, 1)]
+    first, second = ([row[1:] for row in s.stats["curve"]] for s in runs)
+    assert first == second
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("objective", ["period", "max_load", "piecewise_latency"])
+def test_every_search_takes_a_start_a_seed_and_both_budgets(name: str, objective: str) -> None:
+    problem = random_small(5, num_ops=6, objective=objective)
+    for start in ("heft", "random", load("round_robin")):
+        both = {"evaluations": 50, "seconds": 1e6}  # the scarcer one ends it
+        first, again = (load(name, start=start, seed=4, **both)(problem) for _ in range(2))
+        assert first.stats["evaluations"] <= 50
+        assert np.array_equal(first.placement, again.placement)
+        curve, same = ([row[1:] for row in s.stats["curve"]] for s in (first, again))
+        assert curve == same
+        assert curve[-1] == (first.stats["evaluations"], first.value_s)
+        if start != "random":
+            planner = load(start) if isinstance(start, str) else start
+            assert first.value_s <= planner(problem).value_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_budgets_are_used_to_the_end(name: str) -> None:
+    problem = random_small(3, num_ops=6)
+    assert load(name, evaluations=137)(problem).stats["evaluations"] == 137
+    assert load(name)(problem).stats["evaluations"] == 2000
+    assert load(name, seconds=0.05)(problem).stats["seconds"] >= 0.05
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6), bytes_each=st.sampled_from([0, 10]))
+def test_moves_are_scored_incrementally_as_whole_placements_are(seed: int, bytes_each: int) -> None:
+    problem = random_small(
+        seed, num_ops=6, objective="max_load", param_bytes=bytes_each, memory_bytes=35
+    )
+    search, whole = Search(problem), Search(problem)
+    start = np.zeros(problem.graph.num_groups, np.int32)
+    start[:] = search.allowed.argmax(axis=1)
+    search.cost(start)
+    assume(can_move(problem))
+    here, rng = Position(search), np.random.default_rng(seed)
+    propose = moves(problem)
+    for step in range(40):
+        groups, device = propose(rng, here.choice)
+        then = here.choice.copy()
+        then[groups] = device
+        assert here.trial(groups, device) == pytest.approx(whole.cost(then), rel=1e-12)
+        if step % 3 == 0:
+            here.keep()
+            assert np.array_equal(here.choice, then)
+        if step == 20:
+            here.go(start, whole.cost(start))
+    assert search.num_evaluations == 41
+    assert search.best_cost <= whole.best_cost * (1 + 1e-12)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6))
+def test_brute_force_is_at_most_the_program_over_ideals_and_that_at_most_greedy(seed: int) -> None:
+    equal = np.random.default_rng(seed).random((int(seed % 7) + 2, 1)) + 0.1
+    rng = np.random.default_rng(seed)
+    edges = [(a, b) for a in range(len(equal)) for b in range(a + 1, len(equal))]
+    edges = [e for e in edges if rng.random() < 0.4]
+    problem = make(
+        np.repeat(equal, 2, axis=1),
+        edges,
+        tensor_bytes=rng.integers(0, 40, len(equal)),
+        bandwidth=100.0,
+        objective="max_load",
+    )
+    best = score(problem, every_placement(problem)).min()
+    found = load("ideal_dp")(problem).value_s
+    greedy = min(load(n)(problem).value_s for n in ("single_device", "m_topo", "balanced_split"))
+    assert best <= found * (1 + 1e-9)
+    assert found <= greedy * (1 + 1e-9)
+    assert max(lower_bounds(problem)["max_load"], 0.0) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["local_search", "simulated_annealing"])
+@pytest.mark.parametrize("start", ["single_device", "random"])
+def test_a_search_is_never_worse_than_its_start(name: str, start: str) -> None:
+    problem = random_small(11, num_ops=6)
+    value = load(name, start=start, evaluations=100)(problem).value_s
+    if start != "random":
+        assert value <= load(start)(problem).value_s
+    given_planner = load(name, start=load("heft"), evaluations=100)(problem)
+    assert given_planner.value_s <= load("heft")(problem).value_s
+
+
+def test_seconds_are_shared_among_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_small(5, num_ops=6)
+    run, shares, rows = Search.run, [], []
+    monkeypatch.setattr(
+        Search,
+        "run",
+        lambda s, p, share=1.0, *rest: shares.append(share) or run(s, p, share, *rest),
+    )
+    score_rows = Search._cost
+    monkeypatch.setattr(Search, "_cost", lambda s, x: rows.append(len(x)) or score_rows(s, x))
+    best = load("best_of", planners=("single_device", "heft", "contiguous_dp", "round_robin"))(
+        problem
+    )
+    assert shares == [1 / 2, 1 / 2, 1 / 2, 1]
+    assert sum(rows) == best.stats["evaluations"]  # what a planner said is not scored again
+    shares.clear()
+    load("local_search", start="single_device", evaluations=10)(problem)
+    assert shares == [1 / 4]
+
+
+def test_heft_deals_out_what_it_had_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make(np.ones((40, 4)), chain(40), tensor_bytes=10)
+    clock = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("placement.planners.heft._AT_ONCE", 1)
+    found = load("heft", seconds=10)(problem)
+    assert next(clock) < 30  # looks at the clock: one for each operator that was placed
+    assert "ended before 3" in found.stats["message"]
+    # The chain stays on one device while there is time; the rest are runs of equal length.
+    rest = found.placement[10:]
+    assert (np.diff(rest) >= 0).all() and np.ptp(np.bincount(rest)) <= 2
+    assert found.value_s == score(problem, found.placement)[0]
+
+
+@given(seed=st.integers(0, 10**6))
+def test_distinct_pairs_are_numpys_unique_rows(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pairs = rng.integers(0, 5, (int(rng.integers(0, 20)), 2)).astype(np.int32)
+    unlike = pairs[pairs[:, 0] != pairs[:, 1]]
+    np.testing.assert_array_equal(distinct_pairs(pairs, 5), np.unique(unlike, axis=0))
+
+
+# --- memory ------------------------------------------------------------------------------
+
+
+def test_nothing_fits_and_the_bytes_are_told() -> None:
+    # Three operators with 100 bytes of parameters each; 2 x 90 bytes of memory.
+    problem = make([[1, 1]] * 3, chain(3), param_bytes=100, memory_bytes=90)
+    for name in PLANNERS:
+        solution = quick(name)(problem)
+        assert solution.value_s == np.inf
+        assert "90" in solution.stats["infeasible"], name
+    # The least violating is an uneven split (200 and 100 bytes), and it is what is returned.
+    local = load("local_search", evaluations=60)(problem)
+    assert "needs 200 bytes" in local.stats["infeasible"]
+
+
+def test_contiguous_dp_counts_activations_where_they_decide() -> None:
+    # Parameters (10 bytes each) fit anywhere, but op0's and op1's tensors of 50 bytes do not
+    # fit beside each other on the fast device d0, which has 80 bytes.
+    problem = make(
+        [[1, 4], [1, 4], [1, 4]],
+        chain(3),
+        tensor_bytes=[50, 50, 0],
+        bandwidth=1e6,
+        param_bytes=10,
+        memory_bytes=[80, 1000],
+        objective="latency",
+    )
+    assert np.isinf(score(problem, [[0, 0, 0]])[0])
+    solution = load("contiguous_dp")(problem)
+    best = min(score(problem, every_placement(problem)))
+    assert solution.value_s < np.inf
+    assert solution.value_s >= best
+
+
+def test_local_search_leaves_an_infeasible_start() -> None:
+    problem = make([[1, 5]] * 4, chain(4), param_bytes=100, memory_bytes=[210, 10**6])
+    start = load("heft")(problem)
+    found = load("local_search", start="single_device", evaluations=200)(problem)
+    best = score(problem, every_placement(problem)).min()
+    assert found.value_s == pytest.approx(best)
+    assert start.value_s >= best
+
+
+# --- single device, round robin, random -----------------------------------------------------
+
+
+def test_single_device_sends_the_rest_to_the_first_that_can() -> None:
+    # d1 is the fastest but cannot run op1, whose group is {op1, op2}.
+    problem = make(
+        [[9, 1, 5], [9, np.inf, 5], [9, 1, 5]], chain(3), group=[0, 1, 1], objective="latency"
+    )
+    solution = load("single_device")(problem)
+    assert solution.placement.tolist() == [2, 2, 2]  # 15 beats 27 and 1 + 18
+    assert solution.value_s == 15
+    assert solution.stats["device"] == "d2"
+    assert solution.stats["evaluations"] == 3
+
+
+def test_round_robin_deals_groups_and_skips_devices_that_cannot() -> None:
+    compute_s = np.ones((5, 3))
+    compute_s[2, 2] = np.inf
+    problem = make(compute_s, group=[0, 1, 2, 0, 3])
+    # Groups 0, 1, 2, 3 -> d0, d1, d2 (cannot: next is d0), d0.
+    assert load("round_robin")(problem).placement.tolist() == [0, 1, 0, 0, 0]
+
+
+def test_random_search_tries_every_single_device() -> None:
+    # 30 operators in a chain with dear transfers: no random placement is competitive.
+    problem = make([[3, 2, 4]] * 30, chain(30), tensor_bytes=100, objective="latency")
+    solution = load("random_search", evaluations=50)(problem)
+    assert solution.value_s == 60
+    assert set(solution.placement) == {1}
+
+
+# --- HEFT --------------------------------------------------------------------------------
+
+# The example of Topcuoglu, Hariri, Wu (2002): figure 2 and table 1.
+TOPCUOGLU_COMPUTE = [
+    [14, 16, 9], [13, 19, 18], [11, 13, 19], [13, 8, 17], [12, 13, 10],
+    [13, 16, 9], [7, 15, 11], [5, 11, 14], [18, 12, 20], [21, 7, 16],
+]  # fmt: skip
+TOPCUOGLU_EDGES = [
+    (1, 2, 18), (1, 3, 12), (1, 4, 9), (1, 5, 11), (1, 6, 14), (2, 8, 19), (2, 9, 16), (3, 7, 23),
+    (4, 8, 27), (4, 9, 23), (5, 9, 13), (6, 8, 15), (7, 10, 17), (8, 10, 11), (9, 10, 13),
+]  # fmt: skip
+
+
+def topcuoglu() -> Problem:
+    graph = OpGraph.build(
+        "topcuoglu",
+        [f"n{i}" for i in range(1, 11)],
+        tensor_src=[a - 1 for a, _, _ in TOPCUOGLU_EDGES],
+        tensor_bytes=[cost for _, _, cost in TOPCUOGLU_EDGES],
+        uses=[(t, b - 1) for t, (_, b, _) in enumerate(TOPCUOGLU_EDGES)],
+    )
+    cluster = Cluster("three", (Device("P1"), Device("P2"), Device("P3")))
+    links = tuple(Link(a, b, 0.0, 1.0) for a, b in itertools.permutations(cluster.device_names, 2))
+    compute_s = np.array(TOPCUOGLU_COMPUTE, dtype=np.float64)
+    profile = Profile(cluster.device_names, compute_s, np.zeros_like(compute_s), links)
+    return Problem(graph, cluster, profile, "latency")
+
+
+def test_heft_reproduces_the_example_of_its_paper() -> None:
+    problem = topcuoglu()
+    # Table 2 of the paper, upward ranks.
+    ranks = [108, 77, 80, 80, 69, 63.333, 42.667, 35.667, 44.333, 14.667]
+    assert problem.upward_rank_s == pytest.approx(ranks, abs=1e-3)
+    # Figure 3 (a), makespan 80:
+    #   P1 | ........................... n2 27-40 ................. n8 57-62
+    #   P2 | .................. n4 18-26  n6 26-42 ............. n9 56-68 ..... n10 73-80
+    #   P3 | n1 0-9  n3 9-28  n5 28-38  n7 38-49
+    solution = load("heft")(problem)
+    assert solution.stats["makespan_s"] == 80
+    assert solution.placement.tolist() == [2, 0, 2, 1, 2, 1, 2, 0, 1, 1]
+
+
+def test_heft_inserts_into_gaps() -> None:
+    # Ranks: op0 9.5, op1 8.5, op2 6, op3 1 (transfers take 4, half of the pairs are free).
+    #   d0 | op0 0-1 | op3 1-2 |
+    #   d1 | ....... op1 ..............
+    # op3 comes last in rank but fits before what waits for a transfer.
+    problem = make(
+        [[2, 9], [9, 3], [3, 9], [1, 9]],
+        [(0, 1), (1, 2)],
+        tensor_bytes=4,
+        objective="latency",
+    )
+    # d0: op0 0-2, [op3 2-3 in the gap], op2 13-16; d1: op1 6-9.
+    solution = load("heft")(problem)
+    assert solution.placement.tolist() == [0, 1, 0, 0]
+    assert solution.stats["makespan_s"] == 16
+    assert solution.value_s == 16
+
+
+def test_heft_weighs_the_whole_group() -> None:
+    # op0 alone would finish first on d0, but its colleague op1 takes 9 s there.
+    problem = make([[1, 2], [9, 1]], [(0, 1)], group=[0, 0], objective="latency")
+    assert load("heft")(problem).placement.tolist() == [1, 1]
+    assert load("heft")(make([[1, 2], [9, 1]], [(0, 1)])).placement.tolist() == [0, 1]
+
+
+def test_heft_passes_over_a_device_whose_parameters_are_full() -> None:
+    problem = make([[1, 9]] * 3, chain(3), param_bytes=100, memory_bytes=[250, 10**6])
+    assert load("heft")(problem).placement.tolist() == [0, 0, 1]
+
+
+# --- contiguous dynamic program ---------------------------------------------------------------
+
+
+def contiguous_splits(problem: Problem) -> set[tuple[tuple[int, int, int], ...]]:
+    """Every way to cut groups 0..G-1 into runs on distinct devices: (device, begin, end)."""
+    groups, devices = problem.graph.num_groups, range(problem.num_devices)
+    found = set()
+    for k in range(1, problem.num_devices + 1):
+        for cuts in itertools.combinations(range(1, groups), k - 1):
+            ends = [*cuts, groups]
+            for order in itertools.permutations(devices, k):
+                found.add(tuple(zip(order, [0, *cuts], ends, strict=True)))
+    return found
+
+
+def bottleneck(problem: Problem, placement: np.ndarray) -> float:
+    """The slowest device, from the definition: compute and blocking sends, or receptions."""
+    g = problem.graph
+    work = np.zeros(problem.num_devices)
+    received = np.zeros(problem.num_devices)
+    for n, d in enumerate(placement):
+        work[d] += problem.compute_s[n, d]
+    for t in range(g.num_tensors):
+        src = placement[g.tensor_src[t]]
+        targets = {placement[u] for u in g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]} - {src}
+        for dst in targets:
+            received[dst] += problem.transfer_s(t, src, dst)
+        if targets and problem.link_blocking[src, min(targets)]:
+            work[src] += problem.transfer_s(t, src, min(targets))
+    return float(np.maximum(work, received).max())
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**6))
+def test_contiguous_dp_is_optimal_among_contiguous_splits(seed: int) -> None:
+    problem = random_small(seed, objective="period")
+    best = np.inf
+    for stages in contiguous_splits(problem):
+        choice = np.zeros(problem.graph.num_groups, np.int32)
+        for d, begin, end in stages:
+            choice[begin:end] = d
+        best = min(best, bottleneck(problem, choice[problem.graph.group]))
+    assert load("contiguous_dp")(problem).stats["bottleneck_s"] == pytest.approx(best, rel=1e-9)
+
+
+def test_contiguous_dp_balances_a_chain() -> None:
+    # 1 2 3 | 4: the slowest stage takes 6; 1 2 | 3 4 would take 7.
+    problem = make([[1, 1], [2, 2], [3, 3], [4, 4]], chain(4))
+    solution = load("contiguous_dp")(problem)
+    assert solution.stats["bottleneck_s"] == 6
+    assert solution.placement.tolist() == [0, 0, 0, 1]
+    assert solution.value_s == pytest.approx(6)
+
+
+def test_contiguous_dp_uses_devices_in_any_order_and_leaves_out_slow_ones() -> None:
+    # op0 is fast on d2 only, op1 and op2 on d0 only; d1 is slow at everything.
+    problem = make([[9, 9, 1], [1, 9, 9], [1, 9, 9]], chain(3))
+    solution = load("contiguous_dp")(problem)
+    assert solution.placement.tolist() == [2, 0, 0]
+    assert solution.stats["bottleneck_s"] == 2
+
+
+def test_contiguous_dp_does_not_cut_where_the_transfer_is_dear() -> None:
+    # The balanced cut (after op1) sends 10 bytes at 1 byte/s; the next one is free.
+    problem = make([[2, 2]] * 4, chain(4), tensor_bytes=[0, 10, 0, 0])
+    assert load("contiguous_dp")(problem).stats["bottleneck_s"] == 6
+
+
+def test_contiguous_dp_keeps_backward_beside_forward() -> None:
+    # f0 f1 f2 then b2 b1 b0, each pair colocated: stages are runs of pairs.
+    problem = make([[1, 1]] * 6, chain(6), group=[0, 1, 2, 2, 1, 0])
+    solution = load("contiguous_dp")(problem)
+    assert solution.stats["bottleneck_s"] == 4
+    assert sorted(np.bincount(solution.placement[:3])) == [1, 2]
+
+
+def test_contiguous_dp_equal_devices_collapse() -> None:
+    # Eight equal devices are nine sets, not 256; the result uses all of them.
+    problem = make(np.ones((16, 8)), chain(16))
+    solution = load("contiguous_dp")(problem)
+    assert solution.stats["evaluations"] == 8
+    assert np.bincount(solution.placement).tolist() == [2] * 8
+
+
+def test_contiguous_dp_with_too_many_sets_of_devices_says_so() -> None:
+    compute_s = np.ones((8, 4)) * [1.0, 1.1, 1.2, 1.3]
+    exact = load("contiguous_dp")(make(compute_s, chain(8)))
+    ordered = load("contiguous_dp", max_states=4)(make(compute_s, chain(8)))
+    assert exact.stats["all_orders"] and not ordered.stats["all_orders"]
+    assert ordered.stats["bottleneck_s"] >= exact.stats["bottleneck_s"]
+    assert np.bincount(ordered.placement, minlength=4).tolist() == [2, 2, 2, 2]
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10**6))
+def test_stage_costs_equal_their_definition(seed: int) -> None:
+    problem = random_small(seed, param_bytes=7)
+    costs = stage_costs(problem, np.arange(problem.graph.num_groups, dtype=np.int32))
+    g = problem.graph
+    for j, i in itertools.combinations(range(g.num_groups + 1), 2):
+        inside = (g.group >= j) & (g.group < i)
+        assert costs.param_bytes[j, i] == pytest.approx(7 * inside.sum())
+        seen = sum(
+            int(g.tensor_bytes[t])
+            for t in range(g.num_tensors)
+            if inside[g.tensor_src[t]] or inside[g.use_dst[g.use_tensor == t]].any()
+        )
+        assert costs.activation_bytes[j, i] == pytest.approx(seen)
+
+
+def test_merge_blocks_balances_seconds_and_keeps_the_order() -> None:
+    problem = make([[1, 1]] * 50 + [[25, 25]] * 2, chain(52))
+    block = merge_blocks(problem, 4)
+    assert (np.diff(block) >= 0).all()
+    assert sorted(set(block)) == list(range(block[-1] + 1))
+    assert block[-1] <= 3
+    assert merge_blocks(problem, 52).tolist() == list(range(52))
+    assert load("contiguous_dp", max_blocks=4)(problem).value_s < np.inf
+
+
+def test_a_last_operator_of_no_time_is_dealt_to_a_device_that_exists() -> None:
+    """Its part of the work is 1 when rounded; HEFT deals out what it has no time to place."""
+    problem = make(np.array([[1.0, 1.0], [0.0, 0.0]]), chain(2), tensor_bytes=10)
+    solution = load("heft", seconds=1e-9)(problem)
+    assert "ended before" in solution.stats["message"]
+    assert solution.placement.tolist() == [1, 1]
+
+
+# --- best of -----------------------------------------------------------------------------
+
+
+def test_best_of_is_the_minimum_and_names_the_winner() -> None:
+    for seed in range(6):
+        problem = random_small(seed)
+        solution = load("best_of")(problem)
+        values = {n: load(n)(problem).value_s for n in solution.stats["values_s"]}
+        assert solution.stats["values_s"] == values
+        assert solution.value_s == min(values.values())
+        assert values[solution.stats["winner"]] == solution.value_s
+
+
+def test_best_of_knows_every_planner_that_is_neither_a_search_nor_a_solver() -> None:
+    others = {"brkga", "cp_sat", "cross_entropy", "local_search", "macro_search", "mip"}
+    others |= {
+        "random_search",
+        "simulated_annealing",
+        "best_of",
+        "expert",
+        "policy",
+        "order_search",
+    }
+    others.add("replicated")  # plans several devices per operator, a placement is only its part
+    assert set(load("best_of").planners) == set(names()) - others
+
+
+SEARCHED = ("single_device", "heft", "critical_path_greedy")
+
+
+def test_best_of_leaves_evaluations_to_those_who_come_after() -> None:
+    """Of 100 the walker has a quarter, then 1 goes to heft and 3 to single_device."""
+    problem = make(np.random.default_rng(0).random((40, 3)), chain(40), tensor_bytes=10)
+    found = load("best_of", planners=SEARCHED, evaluations=100)(problem)
+    assert 4 < found.stats["evaluations"] <= 25 + 4
+    alone = load("best_of", planners=SEARCHED)(problem)
+    walk = load("critical_path_greedy")(problem)
+    assert alone.stats["evaluations"] == 4 + walk.stats["evaluations"]
+    assert alone.value_s <= walk.value_s
+
+
+def test_best_of_says_what_it_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_small(0)
+    monkeypatch.setitem(sys.modules, "pymetis", None)
+    found = load("best_of")(problem)
+    assert list(found.stats["skipped"]) == ["metis"]
+    assert "pip install" in found.stats["skipped"]["metis"]
+    with pytest.raises(PlannerError, match="needs the package pymetis"):
+        load("best_of", planners=("metis",))(problem)
+    found = load("best_of", evaluations=1)(problem)
+    assert found.stats["evaluations"] == 1
+    assert "peft" in found.stats["skipped"]
+
+
+def test_best_of_begins_no_slow_planner_without_a_clock_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """peft took 3 s of 8: m_etf could take more than what is left; heft comes first."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    run = Search.run
+
+    def slowly(self: Search, planner: Any, *rest: Any) -> Any:
+        now[0] += 3.0 if type(planner).__name__ == "Peft" else 0.0
+        return run(self, planner, *rest)
+
+    monkeypatch.setattr(Search, "run", slowly)
+    found = load("best_of", planners=("peft", "m_etf", "heft"), seconds=8)(random_small(0))
+    assert set(found.stats["values_s"]) == {"peft", "heft"}
+    found = load("best_of", planners=("peft", "m_etf", "heft"), seconds=20)(random_small(0))
+    assert set(found.stats["values_s"]) == {"peft", "m_etf", "heft"}
+
+
+def test_best_of_begins_with_what_wins_most_often_for_the_objective() -> None:
+    problem = random_small(0)
+    for objective, first in (("latency", ["heft", "peft", "m_etf"]),
+                             ("period", ["contiguous_dp", "level_pipeline"])):  # fmt: skip
+        found = load("best_of", planners=("round_robin", *reversed(first)))(
+            problem.with_objective(objective)
+        )
+        assert list(found.stats["values_s"]) == [*first, "round_robin"]
+
+
+def test_best_of_does_not_look_at_the_clock_unless_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = random_problem(3, 12, 3)
+    load("best_of")(problem)  # its kernels are loaded
+    clock = itertools.count(step=1e6)
+    expected = load("best_of")(problem)
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    found = load("best_of")(problem)
+    assert found.stats["values_s"] == expected.stats["values_s"]
+    assert np.array_equal(found.placement, expected.placement)
+
+
+def test_best_of_begins_with_what_takes_a_moment_where_seconds_are_limited() -> None:
+    problem = random_small(0, objective="period")
+    late, quick = ("m_sct", "antichain_dp", "coarsened"), ("heft", "m_topo", "level_balance")
+    chosen = (*late, "ideal_dp", "critical_path_greedy", *quick)
+    order = list(load("best_of", planners=chosen, seconds=60)(problem).stats["values_s"])
+    assert set(order[:3]) == set(quick) and set(order[-3:]) == set(late)
+    order = list(load("best_of", planners=chosen)(problem).stats["values_s"])
+    assert order[:2] == ["ideal_dp", "level_balance"]
+
+
+def test_best_of_goes_on_while_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft took 3 s of 5 for what does not fit: m_etf is begun although it may take as long."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    run = Search.run
+
+    def slowly(self: Search, planner: Any, *rest: Any) -> Any:
+        now[0] += 3.0 if type(planner).__name__ == "Peft" else 0.0
+        return run(self, planner, *rest)
+
+    monkeypatch.setattr(Search, "run", slowly)
+    full = make([[1, 1]] * 4, chain(4), param_bytes=10, memory_bytes=[15, 15])
+    found = load("best_of", planners=("peft", "m_etf"), seconds=5)(full)
+    assert set(found.stats["values_s"]) == {"peft", "m_etf"}
+
+
+def test_metis_says_nothing_on_standard_output(shared: Path, capfd: Any) -> None:
+    """Of 32 layers and 7 devices parts stay empty, and METIS complains; JSON must not suffer."""
+    pytest.importorskip("pymetis")
+    path = shared / "data/dnn_partitioning/latency/layer/gnmt_inference.json"
+    print("before")
+    load("metis")(importers.load(path))
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
+
+
+PUBLIC = (
+    "dnn_partitioning/throughput/layer/bert24_training.json",
+    "dnn_partitioning/throughput/operator/bert_l-3_training.json",
+    "dnn_partitioning/latency/operator/bert_l-3_inference.json",
+    "moirai/googlenet.json",
+)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("objective", ["own", "latency"])
+def test_best_of_is_never_worse_than_any_of_them_on_public_workloads(
+    shared: Path, name: str, objective: str
+) -> None:
+    problem = importers.load(shared / "data" / name)
+    problem = problem if objective == "own" else problem.with_objective("latency")
+    found = load("best_of")(problem)
+    assert set(found.stats["skipped"]) <= {"metis"}
+    quick = [n for n in found.stats["values_s"] if n not in ("ideal_dp", "critical_path_greedy")]
+    for planner in quick:
+        assert found.value_s <= load(planner)(problem).value_s, planner
+
+
+# --- symmetry, loading -------------------------------------------------------------------
+
+
+def test_device_classes() -> None:
+    compute_s = [[1, 1, 2, 1]]
+    assert device_classes(make(compute_s)).tolist() == [0, 0, 1, 0]
+    assert device_classes(make(compute_s, memory_bytes=[5, 5, 5, 6])).tolist() == [0, 0, 1, 2]
+    # d0 and d1 share a channel towards d2, d3 does not.
+    links = (Link("d0", "d2", 1, 1, channel="a"), Link("d1", "d2", 1, 1, channel="a"),
+             Link("d3", "d2", 1, 1))  # fmt: skip
+    assert device_classes(make(compute_s, links=links)).tolist() == [0, 0, 1, 2]
+    stated = make(compute_s, objective="max_load")
+    io_s = replace(stated.profile, io_s=np.array([[1.0, 2, 1, 1]]))
+    assert device_classes(replace(stated, profile=io_s)).tolist() == [0, 1, 2, 0]
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["latency", "period", "energy", "max_load"]))
+def test_devices_of_a_class_may_be_swapped(seed: int, objective: Objective) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = random_problem(seed, 8, 4)
+    names, kinds = drawn.cluster.device_names, rng.choice(["cpu", "other"], 4)
+    devices = tuple(
+        Device(x, str(kind), memory_bytes=10**9, busy_w=3.0, idle_w=1.0)
+        for x, kind in zip(names, kinds, strict=True)
+    )
+    links = tuple(Link(a, b, 0.3, 500.0) for a, b in itertools.permutations(names, 2))
+    equal = np.repeat(rng.random((8, 1)), 4, axis=1)
+    profile = replace(drawn.profile, compute_s=equal, loaded_s=None, links=links, transfer_s=None)
+    problem = replace(drawn, cluster=Cluster("c", devices), profile=profile, objective=objective)
+    placement = rng.integers(0, 4, 8)
+    classes = device_classes(problem)
+    for a, b in itertools.combinations(range(4), 2):
+        swap = np.arange(4)
+        swap[[a, b]] = b, a
+        one, other = score(problem, [placement, swap[placement]])
+        assert classes[a] != classes[b] or other == pytest.approx(one)
+
+
+def may_be_swapped(problem: Problem, a: int, b: int) -> bool:
+    """By definition: with ``a`` and ``b`` swapped nothing changes but the names of channels."""
+    swap = np.arange(problem.num_devices)
+    swap[[a, b]] = b, a
+    devices = problem.cluster.devices
+    if (devices[a].kind == "cpu") != (devices[b].kind == "cpu"):
+        return False
+    host, shares = host_of(problem)
+    inputs = (problem.graph.tensor_src < 0).any() and problem.objective == "period"
+    if host in (a, b) and inputs and not shares.all():
+        return False  # only the host sends them
+    power = problem.cluster.power
+    for x in (problem.compute_s, problem.loaded_s, problem.memory_bytes, power.sleep_after_s,
+              power.sleep_exit_s):  # fmt: skip
+        if not np.array_equal(x, x[..., swap]):
+            return False
+    pairs = [problem.link_latency_s, problem.link_s_per_byte, problem.link_blocking]
+    pairs += [problem.link_wake_s, problem.link_send_s, problem.link_send_s_per_byte]
+    if problem.profile.transfer_s is not None:
+        pairs.append(problem.profile.transfer_s)
+    if not all(np.array_equal(x, x[..., swap, :][..., swap]) for x in pairs):
+        return False
+    before, after = problem.link_channel.ravel(), problem.link_channel[swap][:, swap].ravel()
+    return np.array_equal(before[:, None] == before, after[:, None] == after)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 5))
+def test_device_classes_by_definition(seed: int, num_devices: int) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = random_problem(seed, 2, num_devices)
+    equal = np.repeat(drawn.compute_s[:, :1], num_devices, axis=1)  # else hardly any are
+    names = drawn.cluster.device_names
+    links = tuple(
+        Link(a, b, 1.0, 100.0, channel=[None, "x", "y"][rng.choice(3, p=[0.6, 0.2, 0.2])])
+        for a in names
+        for b in names
+        if rng.random() < 0.95
+    )
+    profile = replace(drawn.profile, compute_s=equal, loaded_s=None, links=links, transfer_s=None)
+    devices = tuple(Device(d.name, "cpu", memory_bytes=9) for d in drawn.cluster.devices)
+    problem = replace(drawn, cluster=Cluster("c", devices), profile=profile)
+    for p in (drawn, problem):
+        classes = device_classes(p)
+        for b in range(num_devices):
+            first = [
+                a for a in range(b) if classes[a] not in classes[:a] and may_be_swapped(p, a, b)
+            ]
+            assert (classes[b] == classes[first[0]]) if first else (classes[b] not in classes[:b])
+
+
+@pytest.mark.parametrize("name", ["heft", "local_search"])
+def test_the_longest_times_are_not_taken_for_infeasible(name: str) -> None:
+    seconds = np.full((3, 2), LONGEST_S)
+    seconds[1, 0] = seconds[2, 1] = np.inf
+    size = MOST_BYTES // 3
+    problem = make(seconds, chain(3), tensor_bytes=size, memory_bytes=2**62, bandwidth=2e-12)
+    assert 1e27 < load(name)(problem).value_s < np.inf
+
+
+def test_a_budget_must_be_positive() -> None:
+    problem = make([[1, 1]])
+    with pytest.raises(PlannerError, match="seconds = 0 must be positive"):
+        Search(problem, seconds=0)
+    with pytest.raises(PlannerError, match="evaluations = -3"):
+        load("local_search", evaluations=-3)(problem)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "antichain_dp max_states=-1",
+        "balanced_split max_orders=-1",
+        "best_of ideal_seconds=-1",
+        "brkga elite=nan",
+        "brkga elite=-1",
+        "brkga mutants=2",
+        "brkga bias=nan",
+        "contiguous_dp max_blocks=0",
+        "contiguous_dp max_states=-1",
+        "contiguous_dp candidates=-1",
+        "cp_sat threads=-3",
+        "critical_path_greedy dense=nan",
+        "ideal_dp memory_bytes=-1",
+        "ideal_dp max_states=0",
+        "ideal_dp seconds=-1",
+        "local_search patience=-1",
+        "m_sct threshold=nan",
+        "m_sct lp_seconds=-1",
+        "pipedream max_blocks=-1",
+        "replicated max_blocks=0",
+        "simulated_annealing accept=-1",
+        "simulated_annealing accept=nan",
+        "simulated_annealing accept=2",
+        "simulated_annealing accept=0",
+        "simulated_annealing last_temperature=-1",
+        "time_slices num_directions=-1",
+        *(f"{name} seed=-1" for name in (*SEARCHES, "cp_sat", "metis")),
+        "agents.planner:PolicyPlanner seed=-1",
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name(text: str) -> None:
+    name, option, value = text.replace("=", " ").split()
+    number = rf"{option} = {value}(\.0)? must be (at least [01]|within 0\.\.1|above 0 and below 1)$"
+    with pytest.raises(ValueError, match=number):
+        load(name, **{option: value})
+
+
+def test_the_least_that_options_can_be() -> None:
+    load("cp_sat", threads=0)  # all cores
+    load("local_search", patience="inf")  # never restart
+    load("macro_search", rounds=None, seed=0)
+    load("critical_path_greedy", dense=0)
+
+
+def test_names_lists_the_files_without_importing_them() -> None:
+    assert {"heft", "single_device", "contiguous_dp", "local_search"} <= set(names())
+    code = "import sys, placement.planners as p; p.names(); print('numba' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+COMPILED_WITHIN_BUDGET = """
+import sys
+from dataclasses import replace
+from numba.core.registry import CPUDispatcher
+from placement.planners import load
+from placement.search.evaluation import Search
+sys.path.insert(0, "tests")
+from tests.problems import random_problem
+
+begin, before = Search.__init__, {}
+
+def kernels():
+    ours = [m for name, m in list(sys.modules.items()) if name.startswith(("placement.", "envs."))]
+    return {f.py_func: len(f.signatures)
+            for m in ours for f in vars(m).values() if isinstance(f, CPUDispatcher)}
+
+def remember(self, *args, **limits):
+    begin(self, *args, **limits)
+    if self.problem is problem and not before:
+        before.update(kernels())
+
+Search.__init__ = remember
+problem = random_problem(5, 12, 3, objective=sys.argv[2])
+problem = replace(problem, profile=problem.profile.for_cluster(problem.cluster))
+if sys.argv[1] == "order_search":
+    from test_order_search import plain
+    problem = plain(problem)
+load(sys.argv[1], seconds=1.0)(problem)
+assert before
+print(*sorted(f.__name__ for f, count in kernels().items() if count != before.get(f, 0)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("planner", "objective"),
+    [("best_of", "latency"), ("local_search", "period"), ("order_search", "latency"),
+     ("agents.planner:PolicyPlanner", "latency"), ("agents.planner:PolicyPlanner", "max_load")],
+)  # fmt: skip
+def test_nothing_is_compiled_once_the_clock_runs(planner: str, objective: str) -> None:
+    """Nor read from its cache: each kernel has the types then that it has in the end."""
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILED_WITHIN_BUDGET, planner, objective],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
+
+
+def test_load_reads_strings_as_the_type_of_the_field() -> None:
+    planner = load("local_search", seconds="2.5", seed="3", evaluations="none", start="heft")
+    assert planner == load("local_search", seconds=2.5, seed=3, evaluations=None, start="heft")
+    assert load("best_of", planners="heft,round_robin").planners == ("heft", "round_robin")
+    assert load("local_search", patience=2).patience == 2.0
+    assert load("placement.planners.heft:Heft") == load("heft")
+
+
+def double(problem: Problem):
+    return load("heft")(problem)
+
+
+def test_load_takes_a_function_of_the_user() -> None:
+    check_planner(load(f"{__name__}:double"))
+    with pytest.raises(PlannerError, match="takes no options"):
+        load(f"{__name__}:double", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("hefty", {}, r"no planner 'hefty'; did you mean 'heft'\? planners are .*heft, "),
+        ("_search", {}, "no planner '_search'"),
+        ("no.such.module:Class", {}, "cannot be imported"),
+        ("placement.planners.heft:Gone", {}, "cannot be imported"),
+        ("placement.planners.heft:__doc__", {}, "is of type str, not a planner"),
+        ("m_topo", {"seed": 1}, "no option 'seed'; it has no options"),
+        ("local_search", {"sed": 1}, r"options are start: .*seed: int = 0"),
+        ("local_search", {"seed": "x"}, r"seed = 'x' is not of type int"),
+        ("local_search", {"seed": 1.5}, r"seed = 1.5 is not"),
+        ("local_search", {"seed": True}, r"seed = True is not"),
+        ("local_search", {"evaluations": "2.5"}, r"evaluations = '2.5' is not of type int \| None"),
+        ("local_search", {"start": 3}, r"start = 3 is not"),
+    ],
+)
+def test_load_names_what_is_wrong(name: str, options: dict, message: str) -> None:
+    with pytest.raises(PlannerError, match=message):
+        load(name, **options)
+
+
+def test_an_impossible_problem_is_refused_before_any_planner_runs() -> None:
+    with pytest.raises(ProblemError, match="no device can run every operator"):
+        make([[1, np.inf], [np.inf, 1]], group=[0, 0])

@@ -1,0 +1,482 @@
+"""Recurrent grids: recognised from structure, extrapolated, cut along time, layers, diagonals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from experiments.time_slices import fused, main
+from placement.capturing import capture
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.planners import load
+from placement.planners.time_slices import MAX_BLOCKS, blocks
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.search.grid import NoGrid, extrapolate, recognise
+from placement.testing import check_planner
+from placement.workloads import load as workload
+from placement.workloads.lstm import lstm
+
+
+def unrolled(
+    layers: int,
+    steps: int,
+    *,
+    step_major: bool = False,
+    hoisted: bool = False,
+    feedback: bool = False,
+    skip_first: bool = False,
+) -> OpGraph:
+    """A grid without PyTorch; every cell is ``w`` (reads W_l), ``u`` (reads U_l), ``f`` (none).
+
+    ::
+
+        split > w(l, t) > f(l, t) > w(l + 1, t)           f of the last layer > join
+                u(l, t) > f(l, t) > u(l, t + 1)
+
+    ``hoisted``: operators ``p`` of the parameters alone make U_l before the first step.
+    ``feedback``: the last layer leads to the first one of the next step. ``skip_first``: no
+    ``u`` at step 0, as there is no state.
+    """
+    cells = [(ly, t) for ly in range(layers) for t in range(steps)]
+    if step_major:
+        cells.sort(key=lambda cell: cell[::-1])
+    names, kinds, params = ["split"], ["split"], []
+    edges: list[tuple[str, str]] = []
+    for ly in range(layers if hoisted else 0):
+        names.append(f"p{ly}")
+        kinds.append("transpose")
+        params.append((f"p{ly}", 2 * ly + 1))
+    for ly, t in cells:
+        at = f"{ly},{t}"
+        edges.append((f"f{ly - 1},{t}" if ly else "split", f"w{at}"))
+        params.append((f"w{at}", 2 * ly))
+        edges.append((f"w{at}", f"f{at}"))
+        names.append(f"w{at}")
+        kinds.append("linear")
+        if t or not skip_first:
+            names.append(f"u{at}")
+            kinds.append("linear")
+            edges.append((f"u{at}", f"f{at}"))
+            if hoisted:
+                edges.append((f"p{ly}", f"u{at}"))
+            else:
+                params.append((f"u{at}", 2 * ly + 1))
+            if t:
+                edges.append((f"f{ly},{t - 1}", f"u{at}"))
+        if feedback and not ly and t:
+            edges.append((f"f{layers - 1},{t - 1}", f"w{at}"))
+        names.append(f"f{at}")
+        kinds.append("tanh")
+    edges += [(f"f{layers - 1},{t}", "join") for t in range(steps)]
+    names.append("join")
+    kinds.append("join")
+    number = {name: n for n, name in enumerate(names)}
+    return OpGraph.build(
+        "unrolled",
+        names,
+        tensor_src=range(len(names)),
+        tensor_bytes=[8] * len(names),
+        uses=[(number[a], number[b]) for a, b in edges],
+        op_kind=kinds,
+        param_bytes=[100] * (2 * layers),
+        param_uses=[(number[name], param) for name, param in params],
+        output_tensor=[number["join"]],
+    )
+
+
+def problem_of(graph: OpGraph, compute_s, send_s: float = 0.0, **options) -> Problem:
+    """``compute_s`` float ``[N]`` or ``[N, D]`` (two equal devices)."""
+    seconds = np.asarray(compute_s, dtype=np.float64)
+    if seconds.ndim == 1:
+        seconds = np.stack([seconds, seconds], axis=1)
+    cluster = Cluster("c", tuple(Device(f"d{i}") for i in range(seconds.shape[1])))
+    links = tuple(
+        Link(a, b, send_s, float("inf")) for a, b in itertools.permutations(cluster.device_names, 2)
+    )
+    profile = Profile(cluster.device_names, seconds, np.zeros_like(seconds), links)
+    return Problem(graph, cluster, profile)
+
+
+# --- grids -------------------------------------------------------------------------------------
+
+
+def test_a_grid_of_two_layers_and_three_steps() -> None:
+    #             step 0            step 1        step 2
+    #   layer 0   split w u f       w u f         w u f
+    #   layer 1   w u f             w u f         w u f join
+    grid = recognise(unrolled(2, 3))
+    assert (grid.num_layers, grid.num_steps) == (2, 3)
+    assert grid.layer.tolist() == [0, *[0] * 9, *[1] * 9, 1]
+    assert grid.step.tolist() == [0, *[0, 0, 0, 1, 1, 1, 2, 2, 2] * 2, 2]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    layers=st.integers(1, 5),
+    steps=st.integers(3, 9),
+    step_major=st.booleans(),
+    hoisted=st.booleans(),
+)
+def test_cells_are_found_whatever_the_size_and_the_order(
+    layers: int, steps: int, step_major: bool, hoisted: bool
+) -> None:
+    graph = unrolled(layers, steps, step_major=step_major, hoisted=hoisted)
+    grid = recognise(graph)
+    for name, layer, step in zip(graph.op_name, grid.layer, grid.step, strict=True):
+        expected = {"split": "s0,0", "join": f"j{layers - 1},{steps - 1}"}.get(name, name)
+        if expected.startswith("p"):
+            expected += ",0"  # a parameter's transpose is ready for the first step
+        assert f"{layer},{step}" == expected[1:], name
+    src, dst = graph.edges.T
+    assert (grid.layer[src] <= grid.layer[dst]).all()
+    assert (grid.step[src] <= grid.step[dst]).all()
+    assert (grid.num_layers, grid.num_steps) == (layers, steps)
+
+
+def test_layers_that_feed_back_are_one() -> None:
+    # f(1, t) > w(0, t + 1): both layers depend on each other.
+    grid = recognise(unrolled(2, 4, step_major=True, feedback=True))
+    assert (grid.num_layers, grid.num_steps) == (1, 4)
+
+
+def test_a_first_step_without_state_joins_the_second() -> None:
+    # u is read three times in four steps: the chain that counts has three.
+    graph = unrolled(2, 4, skip_first=True)
+    grid = recognise(graph)
+    assert (grid.num_layers, grid.num_steps) == (2, 3)
+    step = dict(zip(graph.op_name, grid.step.tolist(), strict=True))
+    assert [step[f"f1,{t}"] for t in range(4)] == [0, 0, 1, 2]
+
+
+class Loop(nn.Module):
+    """Cells in a loop as users write it: step by step, a different size per layer."""
+
+    def __init__(self, cell: type[nn.Module], sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        pairs = itertools.pairwise(sizes)
+        self.cells = nn.ModuleList(cell(a, b) for a, b in pairs)
+        self.head = nn.Linear(sizes[-1], 2)
+        self.sizes = sizes
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [x.new_zeros(x.shape[0], size) for size in self.sizes[1:]]
+        memory = list(states)
+        found = []
+        for t in range(x.shape[1]):
+            y = x[:, t]
+            for i, cell in enumerate(self.cells):
+                if isinstance(cell, nn.LSTMCell):
+                    states[i], memory[i] = cell(y, (states[i], memory[i]))
+                else:
+                    states[i] = cell(y, states[i])
+                y = states[i].relu()
+            found.append(self.head(y))
+        return torch.stack(found, 1)
+
+
+class Plain(nn.Module):
+    """Written out: bare parameters, a learned first state, a transpose in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(5, 4))
+        self.u = nn.Parameter(torch.randn(5, 5))
+        self.first = nn.Parameter(torch.randn(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first
+        for row in x.unbind(1):
+            h = torch.tanh(row @ self.w.T + h @ self.u.T)
+        return h
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_loops_over_cells_of_pytorch_are_grids(cell: type[nn.Module]) -> None:
+    graph = capture(Loop(cell, (4, 5, 3)).eval(), (torch.randn(2, 4, 4),))
+    grid = recognise(graph)
+    assert (grid.num_layers, grid.num_steps) == (2, 4)
+    at = [
+        (int(layer), int(step))
+        for kind, layer, step in zip(graph.op_kind, grid.layer, grid.step, strict=True)
+        if "_cell" in kind
+    ]
+    assert at == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (1, 3)]
+    # The head is applied in every step: it is in the cells of the last layer.
+    head = [n for n in range(graph.num_ops) if graph.op_module[n] == "head"]
+    assert grid.layer[head].tolist() == [1] * 4 and grid.step[head].tolist() == [0, 1, 2, 3]
+
+
+def test_a_loop_over_bare_parameters_is_a_grid() -> None:
+    grid = recognise(capture(Plain().eval(), (torch.randn(2, 6, 4),)))
+    assert (grid.num_layers, grid.num_steps) == (1, 6)
+
+
+def test_the_workload_is_a_grid_of_equal_cells() -> None:
+    graph = capture(*workload("lstm_tiny"))
+    grid = recognise(graph)
+    assert (grid.num_layers, grid.num_steps) == (2, 3)
+    layer_of_module = [int(m.split(".")[1]) if m else None for m in graph.op_module]
+    told = [n for n, layer in enumerate(layer_of_module) if layer is not None]
+    assert grid.layer[told].tolist() == [layer_of_module[n] for n in told]
+    # 13 operators in a cell; unbind and zeros before the first, stack after the last.
+    sizes = np.zeros((2, 3), int)
+    np.add.at(sizes, (grid.layer, grid.step), 1)
+    assert sizes.tolist() == [[15, 13, 13], [13, 13, 14]]
+
+
+# --- no grids ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["resnet_tiny", "bert_tiny", "gpt2_tiny", "tiny_branches"])
+def test_other_models_are_no_grids(name: str) -> None:
+    with pytest.raises(NoGrid, match="no parameter is read by a chain of at least 3"):
+        recognise(capture(*workload(name)))
+
+
+def test_two_uses_of_the_same_parameters_are_no_time() -> None:
+    with pytest.raises(NoGrid, match="unroll the cells"):
+        recognise(unrolled(2, 2))
+
+
+class TwoWays(nn.Module):
+    """Bidirectional layers: each reads both directions of the one before."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.GRUCell(4 if i < 2 else 8, 4) for i in range(2 * layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = list(x.unbind(1))
+        for i in range(0, len(self.cells), 2):
+            sides = []
+            for cell, sequence in ((self.cells[i], rows), (self.cells[i + 1], rows[::-1])):
+                h, out = x.new_zeros(x.shape[0], 4), []
+                for row in sequence:
+                    h = cell(row, h)
+                    out.append(h)
+                sides.append(out)
+            rows = [torch.cat(pair, 1) for pair in zip(sides[0], sides[1][::-1], strict=True)]
+        return torch.stack(rows, 1)
+
+
+def test_one_bidirectional_layer_is_two_rows_and_two_are_no_grid() -> None:
+    x = (torch.randn(1, 4, 4),)
+    # The directions do not depend on each other: both advance one cell per step.
+    assert recognise(capture(TwoWays(1).eval(), x)).num_layers == 2
+    # The second layer begins where a direction of the first one ends.
+    with pytest.raises(NoGrid, match=r"'gru_cell_\d+' of step 0 depends on step 3"):
+        recognise(capture(TwoWays(2).eval(), x))
+
+
+def test_cells_that_differ_are_no_grid() -> None:
+    graph = unrolled(1, 5)
+    kinds = list(graph.op_kind)
+    kinds[graph.op_name.index("f0,2")] = "relu"
+    with pytest.raises(
+        NoGrid, match=r"step 1\) and \(layer 0, step 2\) differ in {'tanh': 1, 'relu': 1}"
+    ):
+        recognise(replace(graph, op_kind=tuple(kinds)))
+
+
+def test_a_norm_shared_by_three_unlike_blocks_is_no_grid() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in (self.a, self.b, self.c):
+                x = self.norm(block(x))
+            return x
+
+    with pytest.raises(NoGrid, match="reads a parameter that other steps do not"):
+        recognise(capture(Shared().eval(), (torch.randn(1, 4),)))
+
+
+# --- extrapolation -----------------------------------------------------------------------------
+
+
+def profile_of(graph: OpGraph, cell_s: float, edge_s: float) -> Profile:
+    """Every operator of a cell takes ``cell_s``, ``split`` and ``join`` take ``edge_s``."""
+    ends = np.isin(graph.op_name, ("split", "join"))
+    seconds = np.where(ends, edge_s, cell_s)[:, None]
+    return Profile(("d0",), seconds, seconds / 10, graph_fingerprint=graph.fingerprint)
+
+
+@settings(max_examples=20, deadline=None)
+@given(layers=st.integers(1, 4), short=st.integers(3, 6), long=st.integers(3, 12))
+def test_one_slice_times_a_model_of_any_length(layers: int, short: int, long: int) -> None:
+    graph, longer = unrolled(layers, short), unrolled(layers, long, step_major=True)
+    profile = profile_of(graph, cell_s=2.0, edge_s=7.0)
+    found = extrapolate(profile, graph, longer)
+    assert found.compute_s.tolist() == profile_of(longer, 2.0, 7.0).compute_s.tolist()
+    assert found.predicted is not None and found.predicted.all()
+    assert found.provenance["extrapolated_from_steps"] == short
+    found.check(longer)
+
+
+def test_the_slice_in_the_middle_counts() -> None:
+    #   step          0   1   2   3   4
+    #   measured      5   4   3   9   6
+    #   of 7 steps    5   3   3   3   3   3   6
+    graph, longer = unrolled(1, 5), unrolled(1, 7)
+    profile = profile_of(graph, 1.0, 0.0)
+    slices = np.array([5, 4, 3, 9, 6])
+    names = [name[0] for name in graph.op_name]
+    seconds = np.where(np.array(names) == "f", slices[recognise(graph).step], 0.0)[:, None]
+    profile = replace(profile, compute_s=seconds)
+    found = extrapolate(profile, graph, longer).compute_s[:, 0]
+    assert np.bincount(recognise(longer).step, found).tolist() == [5, 3, 3, 3, 3, 3, 6]
+
+
+def test_extrapolation_is_for_the_same_model() -> None:
+    graph = unrolled(2, 3)
+    profile = profile_of(graph, 1.0, 1.0)
+    with pytest.raises(NoGrid, match="'w2,0' of graph 'unrolled' is not in graph"):
+        extrapolate(profile, graph, unrolled(3, 5))
+    with pytest.raises(NoGrid, match="capture the same module"):
+        extrapolate(profile, graph, unrolled(2, 5, hoisted=True))
+
+
+# --- the planner ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        (0.0, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        (0.5, [[0, 1, 2, 4], [3, 5, 6, 7]]),
+        (1.0, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+)
+def test_orders_of_the_cells(weight: float, expected: list[list[int]]) -> None:
+    graph = unrolled(2, 4)
+    problem = problem_of(graph, np.ones(graph.num_ops))
+    grid = recognise(graph)
+    block = blocks(problem, grid, weight)
+    cells = np.zeros((2, 4), int)
+    cells[grid.layer, grid.step] = block
+    assert cells.tolist() == expected
+
+
+@settings(max_examples=20, deadline=None)
+@given(layers=st.integers(1, 5), steps=st.integers(3, 9), weight=st.floats(0, 1))
+def test_orders_never_run_against_an_edge(layers: int, steps: int, weight: float) -> None:
+    graph = unrolled(layers, steps)
+    block = blocks(problem_of(graph, np.ones(graph.num_ops)), recognise(graph), weight)
+    src, dst = graph.edges.T
+    assert (block[src] <= block[dst]).all()
+    assert sorted(set(block)) == list(range(layers * steps))
+
+
+def test_many_cells_share_blocks() -> None:
+    graph = unrolled(3, 200)
+    block = blocks(problem_of(graph, np.ones(graph.num_ops)), recognise(graph), 0.0)
+    assert np.bincount(block).max() <= 2 * 3 + 1
+    assert int(block.max()) + 1 == MAX_BLOCKS
+
+
+def test_time_alone_cuts_into_slices_of_equal_time() -> None:
+    # 8 slices of 3 operators (split and join take nothing); a slice takes 3 s on d0, 4.8 on d1:
+    #   d0 | 0 1 2 3 4         15.0 s
+    #   d1 |           5 6 7   14.4 s
+    graph = unrolled(1, 8)
+    seconds = np.array([[1.0, 1.6]] * graph.num_ops)
+    seconds[[0, -1]] = 0.0
+    solution = load("time_slices", num_directions=1)(problem_of(graph, seconds))
+    step = recognise(graph).step
+    device = [set(solution.placement[step == t].tolist()) for t in range(8)]
+    assert all(len(d) == 1 for d in device)
+    assert sum(d == {0} for d in device) == 5
+    assert sum(a != b for a, b in itertools.pairwise(device)) == 1
+    assert solution.value_s == pytest.approx(15)
+    assert solution.stats["cut"] == "time"
+    assert (solution.stats["num_layers"], solution.stats["num_steps"]) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("layers", "steps", "sent", "cut"),
+    [
+        # Along time: the sequence, two states, and the outputs of three steps before the last;
+        # along layers it would be 8 outputs.
+        (2, 8, 6, "time"),
+        # Along layers: three outputs; along time the sequence and four states at least.
+        (4, 3, 3, "layers"),
+    ],
+)
+def test_the_cut_with_the_cheapest_transfers_wins(
+    layers: int, steps: int, sent: int, cut: str
+) -> None:
+    graph = unrolled(layers, steps)
+    problem = problem_of(graph, np.where(np.array(graph.op_kind) == "linear", 3.0, 0.0))
+    links = tuple(replace(x, latency_s=0.1, blocking=True) for x in problem.profile.links)
+    problem = replace(problem, profile=replace(problem.profile, links=links))
+    solution = load("time_slices")(problem)
+    assert solution.value_s == pytest.approx(3.0 * layers * steps + 0.1 * sent, rel=3e-3)
+    assert solution.stats["cut"] == cut
+
+
+def test_unequal_layers_are_cut_along_time() -> None:
+    # Layer 0 takes 9 of 12 seconds per step: no cut between the layers is balanced.
+    graph = unrolled(2, 4)
+    linear, layer = np.array(graph.op_kind) == "linear", recognise(graph).layer
+    seconds = np.where(linear, np.where(layer == 0, 4.5, 1.5), 0.0)
+    solution = load("time_slices")(problem_of(graph, seconds))
+    assert solution.value_s == pytest.approx(24)
+    assert solution.stats["cut"] == "time"
+
+
+def test_where_there_is_no_grid_the_best_single_device_is_the_answer() -> None:
+    graph = capture(*workload("tiny_branches"))
+    solution = load("time_slices")(problem_of(graph, np.ones(graph.num_ops)))
+    assert len(set(solution.placement)) == 1
+    assert "unroll the cells" in solution.stats["no_grid"]
+    assert solution.stats["cut"] == "none"
+
+
+def test_contract_on_grids() -> None:
+    graph = capture(*lstm(layers=3, steps=4, hidden=4)).without_program()
+    rng = np.random.default_rng(0)
+    problem = problem_of(graph, rng.random((graph.num_ops, 3)), send_s=0.1)
+    tight = replace(
+        problem, cluster=Cluster("c", tuple(Device(f"d{i}", memory_bytes=3000) for i in range(3)))
+    )
+    check_planner(load("time_slices"), [problem, problem.with_objective("latency"), tight])
+
+
+# --- the study -----------------------------------------------------------------------------------
+
+
+def test_the_fused_stack_is_the_same_function() -> None:
+    module, (x,) = lstm(batch=2, layers=3, steps=4, hidden=5)
+    torch.testing.assert_close(fused(module)(x)[0], module(x))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_the_study_runs_and_its_report_adds_up(tmp_path: Path) -> None:
+    sizes = ["--batches", "2", "--layers", "2", "--steps", "6", "--hidden", "4"]
+    budget = ["--rounds", "1", "--count", "4", "--repeats", "1", "--search-seconds", "0.1"]
+    assert main([*sizes, *budget, "--out", str(tmp_path), "--work", str(tmp_path)]) == 0
+    told = json.loads((tmp_path / "time_slices.json").read_text())
+    assert [row["batch"] for row in told["rows"]] == [2]
+    for row in told["rows"]:
+        assert row["ratio"]["time_slices"] == 1.0
+        assert min(row["seconds"].values()) > 0
+        assert row["predicted_s"]["time_slices"] <= row["predicted_s"]["one device"] * (1 + 1e-9)
+        guess = row["extrapolation"]
+        assert guess["error"] == pytest.approx(abs(guess["predicted_s"] / guess["measured_s"] - 1))
+    text = (tmp_path / "time_slices.md").read_text()
+    assert "14-19 %" in text and "| nn.LSTM, 2 threads |" in text

@@ -1,0 +1,494 @@
+"""Comparisons: known answers, honesty rules, interruption and resumption, files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.planners import PlannerError
+from placement.problem import Problem, Solution
+from placement.profile import Profile
+from placement.runs import compare as module
+from placement.runs.compare import (
+    CompareError,
+    Comparison,
+    compare,
+    describe,
+    geometric_interval,
+    mape,
+    problem_fingerprint,
+    spearman,
+)
+from placement.search.budget import Budget
+from placement.simulator import simulate
+from placement.timeline import Timeline
+from placement.tools.files import FileError
+from tests.problems import random_problem
+
+SPLIT = np.array([0, 0, 1, 1], np.int32)
+
+
+def chain(**changes: Any) -> Problem:
+    """Four operators of 1, 2, 3 and 2 s in a row, two equal devices, free transfers.
+
+    One device:  period 8, latency 8.
+    0 0 1 1:     period max(1 + 2, 3 + 2) = 5, latency 8.
+    Bounds:      period 8 / 2 = 4, latency 8.
+    """
+    graph = OpGraph.build("chain", list("abcd"), range(4), [8] * 4, [(0, 1), (1, 2), (2, 3)])
+    names = ("cpu:0", "cpu:1")
+    seconds = np.array([[1.0], [2.0], [3.0], [2.0]]) * np.ones((1, 2))
+    seconds = changes.pop("seconds", seconds)
+    devices = tuple(Device(n, memory_bytes=changes.get("memory", 2**40)) for n in names)
+    changes.pop("memory", None)
+    return Problem(
+        graph,
+        Cluster("two", devices),
+        Profile(names, seconds, 0 * np.ones((4, 2)), (Link(*names),)),
+        **{"num_microbatches": 16, **changes},
+    )
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Answers one placement; counts its calls in ``log``."""
+
+    placement: tuple[int, ...]
+    log: Any = None
+    lower_bound_s: float | None = None
+
+    def __call__(self, problem: Problem) -> Solution:
+        if self.log is not None:
+            self.log.calls.append(self.placement)
+        placement = np.array(self.placement, np.int32)
+        # A planner that flatters itself: its own value is not what is reported.
+        return Solution(placement, 1e-9, self.lower_bound_s, {"evaluations": 7})
+
+
+class Log:
+    """Not a dataclass: it is described by its name and does not make planners differ."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __str__(self) -> str:
+        return "log"
+
+
+@dataclass(frozen=True)
+class Seeded:
+    seed: int = 0
+    seconds: float | None = None
+    evaluations: int | None = None
+
+    def __call__(self, problem: Problem) -> Solution:
+        rng = np.random.default_rng(self.seed)
+        placement = rng.integers(problem.num_devices, size=problem.num_ops).astype(np.int32)
+        return Solution(placement, 0.0, stats={"evaluations": self.evaluations, "s": self.seconds})
+
+
+class Slower:
+    """Real devices that take ``factor`` times the prediction; writes down every run."""
+
+    def __init__(self, problem: Problem, factor: float, log: list[Any], fail_at: int = -1):
+        self.problem, self.factor, self.log, self.fail_at = problem, factor, log, fail_at
+
+    def run(
+        self, placement: Any, *, num_microbatches: int, max_in_flight: int | None = None
+    ) -> Timeline:
+        if len(self.log) == self.fail_at:
+            raise KeyboardInterrupt
+        self.log.append((tuple(np.asarray(placement).tolist()), num_microbatches))
+        profile = self.problem.profile
+        slow = replace(profile, compute_s=profile.compute_s * self.factor)
+        window = max_in_flight or self.problem.max_in_flight
+        problem = replace(self.problem, profile=slow, max_in_flight=window)
+        return replace(
+            simulate(problem, placement, num_microbatches=num_microbatches), measured=True
+        )
+
+
+def slower(
+    factor: float = 1.25, log: list[Any] | None = None, fail_at: int = -1
+) -> Callable[[Problem], Slower]:
+    runs: list[Any] = [] if log is None else log
+    return lambda problem: Slower(problem, factor, runs, fail_at)
+
+
+def row(comparison: Comparison, planner: str) -> module.Row:
+    (found,) = [r for r in comparison.rows if r.planner == planner]
+    return found
+
+
+def test_a_known_comparison(tmp_path: Path) -> None:
+    made = compare({"w": chain()}, {"split": Fixed((0, 0, 1, 1))}, out_dir=tmp_path)
+    single, split = row(made, "single:cpu:0"), row(made, "split")
+    assert (single.period_s, single.latency_s, single.speedup) == pytest.approx((8, 8, 1))
+    assert (split.period_s, split.latency_s, split.value_s) == pytest.approx((5, 8, 5))
+    assert split.speedup == pytest.approx(8 / 5)
+    assert split.bound_s == pytest.approx(4) and split.gap == pytest.approx(5 / 4 - 1)
+    assert split.evaluations == 7 and split.measured_period_s is None and not made.is_measured
+    assert made.best("w").planner == "split"
+
+
+@dataclass(frozen=True)
+class Says:
+    """Answers with a message, or with what does not fit."""
+
+    stats: Any
+    placement: tuple[int, ...] = (0, 0, 1, 1)
+
+    def __call__(self, problem: Problem) -> Solution:
+        return Solution(np.array(self.placement, np.int32), 5.0, stats=dict(self.stats))
+
+
+def test_the_note_is_what_the_planner_said(tmp_path: Path) -> None:
+    planners = {"fell back": Says({"message": "too little time"}), "silent": Says({})}
+    made = compare({"w": chain()}, planners, out_dir=tmp_path)
+    assert row(made, "fell back").note == "too little time" and row(made, "silent").note == ""
+
+
+def test_every_single_device_is_a_row_though_nobody_asked(tmp_path: Path) -> None:
+    made = compare({"w": chain()}, {}, out_dir=tmp_path)
+    assert [r.planner for r in made.rows] == ["single:cpu:0", "single:cpu:1"]
+
+
+def test_measurements_errors_and_ratios(tmp_path: Path) -> None:
+    made = compare(
+        {"w": chain()}, {"split": Fixed((0, 0, 1, 1))}, out_dir=tmp_path, executor=slower(1.25)
+    )
+    split = row(made, "split")
+    # Measured 6.25 s per micro-batch where 5 s were predicted: 5 / 6.25 - 1 = -20 %.
+    assert split.measured_period_s == pytest.approx(6.25)
+    assert split.period_error == pytest.approx(-0.2) == split.latency_error
+    assert split.measured_latency_s == pytest.approx(10)
+    assert split.measured_period_iqr_s == 0 and split.num_rounds == 5
+    assert split.measured_speedup == pytest.approx(10 / 6.25)
+    fidelity = made.fidelity()
+    assert fidelity is not None and fidelity.num_placements == 3
+    assert fidelity.period_mape == pytest.approx(0.2)
+    assert fidelity.period_spearman == pytest.approx(1) and np.isnan(fidelity.latency_spearman)
+    (gain,) = made.gains()
+    assert (gain.mean, gain.low, gain.high) == pytest.approx((1.6, 1.6, 1.6))
+
+
+def test_equal_placements_share_one_measurement_and_all_take_turns(tmp_path: Path) -> None:
+    runs: list[Any] = []
+    planners = {"a": Fixed((0, 0, 1, 1)), "b": Fixed((0, 0, 1, 1)), "c": Fixed((0, 0, 0, 0))}
+    compare({"w": chain()}, planners, out_dir=tmp_path, executor=slower(1, runs), rounds=2)
+    one = [(p, m) for p in ((0,) * 4, (1,) * 4, (0, 0, 1, 1)) for m in (4, 16)]
+    assert runs == one + one  # round by round, not placement by placement
+
+
+def test_speedup_of_latency_where_that_is_the_objective(tmp_path: Path) -> None:
+    slow_second = np.array([[1.0, 2], [2, 4], [3, 1], [2, 1]])
+    problem = chain(seconds=slow_second, objective="latency")
+    made = compare({"w": problem}, {"split": Fixed((0, 0, 1, 1))}, out_dir=tmp_path)
+    # 1 + 2 + 1 + 1 = 5 s, the best single device takes min(8, 8) s, the critical path 5 s.
+    split = row(made, "split")
+    assert (split.value_s, split.speedup, split.gap) == pytest.approx((5, 1.6, 0))
+
+
+def test_a_planner_without_answer_is_a_row_with_the_reason(tmp_path: Path) -> None:
+    planners = {"wrong": Fixed((0, 0, 1, 2)), "split": Fixed((0, 0, 1, 1))}
+    made = compare({"w": chain()}, planners, out_dir=tmp_path, executor=slower())
+    wrong = row(made, "wrong")
+    assert not wrong.feasible and np.isinf(wrong.value_s) and "device 2" in wrong.note
+    assert wrong.num_rounds == 0 and wrong.speedup is None
+    # It counts as the best single device: leaving it out would flatter it.
+    assert {g.planner: g.mean for g in made.gains()}["wrong"] == 1.0
+
+
+def test_a_bug_in_a_planner_is_not_swallowed(tmp_path: Path) -> None:
+    def broken(problem: Problem) -> Solution:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        compare({"w": chain()}, {"broken": broken}, out_dir=tmp_path)
+
+
+def test_what_does_not_fit_is_infeasible_and_never_run(tmp_path: Path) -> None:
+    runs: list[Any] = []
+    seconds = np.array([[1.0, 1], [2, 2], [3, 3], [2, np.inf]])
+    made = compare(
+        {"w": chain(seconds=seconds)}, {}, out_dir=tmp_path, executor=slower(1, runs), rounds=1
+    )
+    assert row(made, "single:cpu:1").note == "operator 'd' cannot run on it"
+    assert {p for p, _ in runs} == {(0, 0, 0, 0)}
+
+    tight = compare({"w": chain(memory=1)}, {}, out_dir=tmp_path, executor=slower(1, runs))
+    assert not any(r.feasible for r in tight.rows) and len(runs) == 2
+    assert row(tight, "single:cpu:0").note == "does not fit in memory"
+    alone = row(tight, "single:cpu:0")
+    assert (alone.period_s, alone.latency_s, alone.energy_j) == (inf, inf, None)
+    with pytest.raises(CompareError, match="no placement fits"):
+        tight.best("w")
+
+
+def test_a_workload_that_no_single_device_fits_has_no_speedup(tmp_path: Path) -> None:
+    # Either device lacks one operator: only a split can run, and there is nothing to compare with.
+    seconds = np.array([[1.0, 1], [2, np.inf], [np.inf, 3], [2, 2]])
+    planners = {"split": Fixed((0, 0, 1, 1)), "wrong": Fixed((0, 0, 0, 0))}
+    split_only = chain(seconds=seconds)
+    alone = compare({"w": split_only}, planners, out_dir=tmp_path / "a")
+    assert row(alone, "split").speedup is None and alone.gains() == ()
+
+    both = compare({"w": split_only, "v": chain()}, planners, out_dir=tmp_path / "b")
+    assert both.without_single() == ["w"]
+    means = {g.planner: (g.num_cells, g.mean) for g in both.gains()}
+    assert means == {"split": (1, pytest.approx(8 / 5)), "wrong": (1, pytest.approx(1.0))}
+    assert "left out: w" in (tmp_path / "b" / "compare.md").read_text()
+
+
+def test_a_proved_bound_of_one_planner_serves_all(tmp_path: Path) -> None:
+    planners = {"a": Fixed((0, 0, 1, 1), lower_bound_s=4.5), "b": Fixed((0, 1, 0, 1))}
+    made = compare({"w": chain()}, planners, out_dir=tmp_path)
+    assert {r.bound_s for r in made.rows} == {4.5}
+    # A bound above the value of its own answer (5 s) proves nothing: nobody's gap is of it.
+    planners |= {"liar": Fixed((0, 0, 1, 1), lower_bound_s=6.0)}
+    made = compare({"w": chain()}, planners, out_dir=tmp_path)
+    assert {r.bound_s for r in made.rows} == {4.5}
+    liar = made.solutions["w", "liar", None]
+    assert liar.value_s == pytest.approx(5.0) and liar.lower_bound_s is None
+
+
+def test_seeds_and_budgets_are_set_where_a_planner_has_them(tmp_path: Path) -> None:
+    planners = {"seeded": Seeded(), "fixed": Fixed((0, 0, 1, 1))}
+    made = compare({"w": chain()}, planners, (3, 5), budget=Budget(2.0, 9), out_dir=tmp_path)
+    keys = [(r.planner, r.seed, r.evaluations) for r in made.rows if r.planner in planners]
+    assert keys == [("seeded", 3, 9), ("seeded", 5, 9), ("fixed", None, 7)]
+    assert made.solutions["w", "seeded", 3].stats["s"] == 2.0
+    assert {g.planner: g.num_cells for g in made.gains()} == {"seeded": 2, "fixed": 1}
+
+
+def test_resume_after_an_interruption_in_planning(tmp_path: Path) -> None:
+    log = Log()
+    good = {f"p{i}": Fixed((0, 0, i, 1), log) for i in (0, 1)}
+
+    def interrupt(problem: Problem) -> Solution:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare({"w": chain()}, {**good, "stop": interrupt}, out_dir=tmp_path)
+    assert len(log.calls) == 2
+    again = compare({"w": chain()}, {**good, "stop": Fixed((0, 1, 1, 1))}, out_dir=tmp_path)
+    assert len(log.calls) == 2, "what was finished is not planned again"
+    fresh = compare(
+        {"w": chain()}, {**good, "stop": Fixed((0, 1, 1, 1))}, out_dir=tmp_path / "fresh"
+    )
+    assert [replace(r, plan_s=0) for r in again.rows] == [replace(r, plan_s=0) for r in fresh.rows]
+    assert again.solutions["w", "p1", None].placement.dtype == np.int32
+
+
+def test_resume_after_an_interruption_in_measuring(tmp_path: Path) -> None:
+    planners = {"split": Fixed((0, 0, 1, 1))}
+    runs: list[Any] = []
+    # 3 placements x 2 runs: the eighth run is the second one of round 2.
+    with pytest.raises(KeyboardInterrupt):
+        compare({"w": chain()}, planners, out_dir=tmp_path, executor=slower(1, runs, 7), rounds=3)
+    assert len(runs) == 7
+    again: list[Any] = []
+    made = compare({"w": chain()}, planners, out_dir=tmp_path, executor=slower(1, again), rounds=3)
+    # 9 samples in all, 3 of them complete before; the half of the fourth is repeated.
+    assert len(again) == 2 * (9 - 3)
+    assert {r.num_rounds for r in made.rows} == {3}
+
+
+def test_another_set_of_placements_is_measured_anew(tmp_path: Path) -> None:
+    # Ratios must not compare what ran today with what ran yesterday.
+    runs: list[Any] = []
+    one, two = {"a": Fixed((0, 0, 1, 1))}, {"b": Fixed((0, 1, 1, 1))}
+    compare({"w": chain()}, one, out_dir=tmp_path, executor=slower(1, runs), rounds=1)
+    before = len(runs)
+    compare({"w": chain()}, one | two, out_dir=tmp_path, executor=slower(1, runs), rounds=1)
+    assert len(runs) - before == 2 * 4
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: (chain(objective="latency"), Seeded()),
+        lambda: (chain(num_microbatches=8), Seeded()),
+        lambda: (chain(max_in_flight=2), Seeded()),
+        lambda: (chain(seconds=np.ones((4, 2))), Seeded()),
+        lambda: (chain(memory=2**41), Seeded()),
+        lambda: (chain(), Seeded(evaluations=1)),
+    ],
+)
+def test_another_problem_or_parameter_is_not_resumed(
+    tmp_path: Path, changed: Callable[[], Any]
+) -> None:
+    compare({"w": chain()}, {"p": Seeded()}, out_dir=tmp_path)
+    problem, planner = changed()
+    compare({"w": problem}, {"p": planner}, out_dir=tmp_path)
+    assert len(list((tmp_path / "cells").iterdir())) == 2
+
+
+def test_a_damaged_cell_is_planned_again(tmp_path: Path) -> None:
+    log = Log()
+    planners = {"p": Fixed((0, 0, 1, 1), log)}
+    compare({"w": chain()}, planners, out_dir=tmp_path)
+    (cell,) = (tmp_path / "cells").iterdir()
+    cell.write_text(cell.read_text()[:40])
+    compare({"w": chain()}, planners, out_dir=tmp_path)
+    assert len(log.calls) == 2 and json.loads(cell.read_text())["solution"]["placement"] == [
+        0,
+        0,
+        1,
+        1,
+    ]
+
+
+def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compare({"../../w": chain()}, {"/etc/p": Fixed((0, 0, 1, 1))}, out_dir=out, executor=slower())
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "cells",
+        "compare.csv",
+        "compare.md",
+        "measured",
+        "problems",
+    ]
+
+
+def test_a_policy_trained_further_is_another_planner(tmp_path: Path) -> None:
+    class Net:
+        def __init__(self, weight: float):
+            self.weight = weight
+
+        def state_dict(self) -> dict[str, Any]:
+            class Tensor:
+                def __init__(self, value: float):
+                    self.value = value
+
+                def detach(self) -> Any:
+                    return self
+
+                cpu = detach
+
+                def numpy(self) -> Any:
+                    return np.array([self.value])
+
+            return {"w": Tensor(self.weight)}
+
+        def __str__(self) -> str:
+            return "Net"  # as torch prints modules: without their weights
+
+    assert describe(Net(1.0)) == describe(Net(1.0)) != describe(Net(2.0))
+    file = tmp_path / "policy.npz"
+    file.write_bytes(b"one")
+    before = describe(str(file))
+    file.write_bytes(b"two")
+    assert describe(str(file)) != before
+
+
+def test_describe_goes_into_planners_and_names_functions() -> None:
+    @dataclass(frozen=True)
+    class Outer:
+        start: Any
+        names: tuple[str, ...] = ("a",)
+
+    made = describe(Outer(Seeded(seed=4)))
+    assert made["start"] == {
+        "class": f"{__name__}.Seeded", "seed": 4, "seconds": None, "evaluations": None
+    }  # fmt: skip
+    assert made["names"] == ["a"] and describe(chain) == f"{__name__}.chain"
+
+
+def test_fingerprint_ignores_names_and_provenance() -> None:
+    problem = chain()
+    again = replace(problem, profile=replace(problem.profile, provenance={"when": "now"}))
+    assert problem_fingerprint(problem) == problem_fingerprint(again)
+
+
+def test_csv_has_every_field_at_full_precision(tmp_path: Path) -> None:
+    problem = chain(seconds=np.full((4, 2), 1 / 3))
+    made = compare({"w": problem}, {"p": Seeded()}, (0, 1), out_dir=tmp_path, executor=slower())
+    with (tmp_path / "compare.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(made.rows) == 4
+    for line, made_row in zip(lines, made.rows, strict=True):
+        assert line["planner"] == made_row.planner
+        assert float(line["period_s"]) == made_row.period_s
+        assert line["seed"] == ("" if made_row.seed is None else str(made_row.seed))
+        assert float(line["measured_latency_s"]) == made_row.measured_latency_s
+
+
+@pytest.mark.parametrize("options", [{"seeds": ()}, {"rounds": 0}, {"problems": {}}])
+def test_nothing_to_compare(tmp_path: Path, options: dict[str, Any]) -> None:
+    given_ = {"problems": {"w": chain()}, "planners": {}, "out_dir": tmp_path, **options}
+    with pytest.raises(CompareError, match="at least one"):
+        compare(**given_)
+
+
+@pytest.mark.parametrize("budget", [{"seconds": -3.0}, {"seconds": np.nan}, {"evaluations": 0}])
+def test_budgets_are_positive(budget: dict[str, Any]) -> None:
+    with pytest.raises(PlannerError, match=f"{next(iter(budget))} = .* must be positive"):
+        Budget(**budget)
+
+
+def test_a_planner_may_not_pose_as_a_single_device(tmp_path: Path) -> None:
+    with pytest.raises(CompareError, match="single:"):
+        compare({"w": chain()}, {"single:cpu:0": Seeded()}, out_dir=tmp_path)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="not a folder"):
+        compare({"w": chain()}, {"p": Seeded()}, out_dir=tmp_path / "file")
+
+
+def test_mape_and_spearman_on_known_numbers() -> None:
+    assert mape([1, 2, 3], [2, 2, 2]) == pytest.approx((0.5 + 0 + 0.5) / 3)
+    # Two neighbours swapped among n: 1 - 6 * 2 / (n * (n^2 - 1)).
+    assert spearman([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(1 - 12 / 60)
+    assert spearman([1, 2, 3], [9, 4, 1]) == pytest.approx(-1)
+    # Ties at their mean rank: ranks 1.5 1.5 3 against 1 2 3.
+    assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(np.sqrt(3) / 2)
+    assert np.isnan(spearman([1], [1])) and np.isnan(spearman([1, 1], [1, 2]))
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=12))
+def test_the_interval_holds_the_mean(values: list[float]) -> None:
+    low, high = geometric_interval(values)
+    mean = float(np.exp(np.mean(np.log(values))))
+    assert min(values) * (1 - 1e-9) <= low <= high <= max(values) * (1 + 1e-9)
+    assert low <= mean * (1 + 1e-9) and mean <= high * (1 + 1e-9)
+
+
+def test_the_interval_covers_as_often_as_it_says(rng: np.random.Generator) -> None:
+    hits = 0
+    for _ in range(200):
+        low, high = geometric_interval(np.exp(rng.normal(0.3, 0.2, 40)), 500)
+        hits += low <= np.exp(0.3) <= high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32 - 1))
+def test_rows_agree_with_the_simulator(seed: int) -> None:
+    import tempfile
+
+    problem = random_problem(seed, grouped=True, unsupported=True)
+    with tempfile.TemporaryDirectory() as folder:
+        made = compare({"w": problem}, {"p": Seeded()}, out_dir=folder)
+    for found in made.rows:
+        if found.feasible:
+            placement = made.solutions["w", found.planner, found.seed].placement
+            one = simulate(problem, placement, num_microbatches=1)
+            assert found.latency_s == pytest.approx(one.latency_s)
+            assert found.period_s == pytest.approx(simulate(problem, placement).period_s)
+            assert found.gap is None or found.gap >= -1e-9

@@ -1,0 +1,173 @@
+"""Search with few real measurements, on machines that are not what the simulator thinks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.__main__ import main
+from placement.cli import BAD_INPUT, INTERRUPTED, OK
+from placement.plan import load_plan
+from placement.planners.macro_search import MacroSearch
+from placement.runs.measured_search import search_measured
+from placement.runs.trials import TrialError, Trials
+from placement.simulator import score
+from placement.timeline import Timeline
+from tests.runtimes import Biased, layered, with_errors
+
+
+def test_the_optimum_of_the_machine_is_found() -> None:
+    problem = layered(10)
+    hidden = with_errors(problem, 0.3, seed=1, link=50)
+    everything = np.array(list(product(range(2), repeat=10)), np.int32)
+    best_s = score(hidden, everything).min()
+    answer = search_measured(Trials(problem, Biased(hidden), measurements=60))
+    assert score(hidden, answer.placement)[0] == pytest.approx(best_s, rel=0.01)
+    assert answer.value_s == pytest.approx(score(problem, answer.placement)[0])
+    assert answer.stats["measurements"] == 60
+    assert answer.stats["measured_s"] == pytest.approx(best_s, rel=0.03)
+    singles = score(hidden, [[0] * 10, [1] * 10])
+    assert answer.stats["measured_single_s"] == pytest.approx(singles.min(), rel=0.03)
+
+
+def test_an_interrupted_search_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    problem = layered(14)
+    hidden = with_errors(problem, 0.2, seed=2)
+    drawn = np.exp(0.02 * np.random.default_rng(0).standard_normal(40))
+
+    def search(runtime: Biased, path: Path | None) -> object:
+        trials = Trials(problem, runtime, measurements=30, path=path)
+        return search_measured(trials, evaluations=64, seed=3)
+
+    def slow(run: int) -> float:
+        if run == 17:
+            raise KeyboardInterrupt
+        return float(drawn[run])
+
+    whole = Biased(hidden, lambda run: float(drawn[run]))
+    expected = search(whole, None)
+    first = Biased(hidden, slow)
+    path = tmp_path / "trials.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        search(first, path)
+    kept = sum(line.count(",[") + 1 for line in path.read_text().splitlines()[1:])
+    assert 0 < kept < 17
+    rest = Biased(hidden, lambda run: float(drawn[run + kept]))
+    again = search(rest, path)
+    assert whole.runs[kept:] == rest.runs
+    assert np.array_equal(again.placement, expected.placement)  # type: ignore[attr-defined]
+    assert again.stats["curve"] == expected.stats["curve"]  # type: ignore[attr-defined]
+
+
+def test_a_given_start_is_measured_first_and_nothing_slower_is_answered() -> None:
+    problem = layered(14)
+    hidden = with_errors(problem, 0.2, seed=2)
+    start = MacroSearch(evaluations=5000)(hidden).placement
+    runtime = Biased(hidden)
+    answer = search_measured(Trials(problem, runtime, measurements=20), start, evaluations=64)
+    assert runtime.runs[0] == tuple(start.tolist())
+    assert score(hidden, answer.placement)[0] <= score(hidden, start)[0] * (1 + 1e-6)
+    assert answer.stats["curve"][-1][0] == 20 and len(runtime.runs) == 20
+
+
+def test_a_budget_smaller_than_the_start_and_problems_without_a_choice() -> None:
+    problem = layered(6)
+    answer = search_measured(Trials(problem, Biased(problem), measurements=1))
+    assert answer.stats["measurements"] == 1
+    blocked = problem.profile.compute_s.copy()
+    blocked[:, 1] = np.inf
+    fixed = replace(problem, profile=replace(problem.profile, compute_s=blocked))
+    answer = search_measured(Trials(fixed, Biased(fixed), measurements=4))
+    assert answer.placement.tolist() == [0] * 6 and answer.stats["measurements"] == 4
+    tiny = layered(2)  # four placements: once all have run, the rest of the budget is for finals
+    assert search_measured(Trials(tiny, Biased(tiny), measurements=30)).stats["measurements"] == 30
+
+
+def test_errors() -> None:
+    problem = layered(6)
+    with pytest.raises(TrialError, match=r"need a budget: Trials\(\.\.\., measurements=100\)"):
+        search_measured(Trials(problem, Biased(problem)))
+    devices = tuple(replace(d, memory_bytes=1) for d in problem.cluster.devices)
+    full = replace(problem, cluster=replace(problem.cluster, devices=devices))
+    with pytest.raises(TrialError, match="nothing to measure: nothing can fit in memory"):
+        search_measured(Trials(full, Biased(full), measurements=9))
+
+
+def test_the_command_continues_what_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
+    trials, plan = str(tmp_path / "trials.jsonl"), str(tmp_path / "plan.json")
+    command = ["plan", "tiny_mlp", "--planner", "heft", "--microbatches", "2", "--json"]
+    command += ["--measurements", "8", "--trials", trials, "--out", plan]
+    from placement.executor import Executor
+
+    run, runs = Executor.run, list[int]()
+
+    def counted(self: Executor, *args: Any, **kwargs: Any) -> Timeline:
+        runs.append(1)
+        if len(runs) == 7:
+            raise KeyboardInterrupt
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Executor, "run", counted)
+    assert main(command) == INTERRUPTED
+    capsys.readouterr()
+    assert main(command) == OK
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert answer["measurements"] == 8 and answer["measured_s"] > 0
+    assert "measured" in err and "in 8 runs; the best single device" in err
+    saved = load_plan(plan)
+    # Who chose is the search, and what it measured is there.
+    assert saved.planner.name == answer["planner"] == "measured_search"
+    parameters: Any = saved.planner.parameters
+    assert parameters["measurements"] == 8 and parameters["start"]["planner"] == "heft"
+    found = saved.measured
+    assert found is not None and found.latency_s is None and 1 <= found.n <= 8
+    assert saved.measured_s("period") == answer["measured_s"]
+    assert main(["show", plan]) == OK
+    rows = {x.split()[0]: x.split() for x in capsys.readouterr().out.splitlines() if x.strip()}
+    assert rows["latency"][3] == "-" and rows["period"][3] != "-"
+    assert dict(saved.assignment) == answer["assignment"]
+    num_runs = len(runs)
+    assert main(command) == OK and len(runs) == num_runs  # all is known
+    again = json.loads(capsys.readouterr().out)
+    assert again["assignment"] == answer["assignment"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trials", "t.jsonl"], "--trials t.jsonl is for --measurements"),
+        (["--measurements", "0"], "--measurements 0 must be positive"),
+        (["--measurements", "9", "--objective", "energy"], "period or latency, not energy"),
+        (["--measurements", "9", "--cluster", "away.yaml"], "['far'] are described"),
+    ],
+)
+def test_commands_that_cannot_measure(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("away.yaml").write_text(
+        "devices:\n- {name: here}\n- {name: far, like: here, speed: 2.0}\n"
+    )
+    assert main(["plan", "tiny_mlp", "--planner", "heft", *options]) == BAD_INPUT
+    assert message in capsys.readouterr().err
+
+
+def test_a_problem_file_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "problem.json"
+    path.write_text("{}")
+    assert main(["plan", str(path), "--planner", "heft", "--measurements", "9"]) == BAD_INPUT
+    assert "--measurements is for models" in capsys.readouterr().err

@@ -1,0 +1,260 @@
+"""Real runs as an objective: cache, budget, drift, interruption."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.problem import ProblemError
+from placement.runs.trials import TrialError, Trials, fingerprint, two_way
+from placement.simulator import score
+from placement.timeline import Timeline
+from tests.runtimes import Biased, layered, noise
+
+A, B, C, D = np.eye(4, 6, dtype=np.int32)
+
+
+def test_latency_is_of_micro_batches_alone_and_period_of_many() -> None:
+    for objective in ("latency", "period"):
+        problem = layered(6, objective=objective)  # type: ignore[arg-type]
+        trials = Trials(problem, Biased(problem))
+        assert trials([A, B]) == pytest.approx(score(problem, [A, B]))
+
+
+def test_what_has_run_is_not_run_again_and_the_incumbent_is_with_every_batch() -> None:
+    problem = layered(6)
+    runtime = Biased(problem)
+    trials = Trials(problem, runtime)
+    first = trials([A, B, A])
+    assert runtime.runs == [tuple(A), tuple(B)] and first[0] == first[2]
+    best = tuple((A, B)[int(np.argmin(first[:2]))])
+    trials([B, C])
+    # The second round runs backwards: the new one, then the incumbent.
+    assert runtime.runs[2:] == [tuple(C), best]
+    trials([A, B, C])
+    assert len(runtime.runs) == 4 == trials.num_measurements
+    assert len(trials.samples.index) == 4 and len(trials.samples.placements) == 3
+
+
+def test_rounds_are_interleaved_and_their_median_counts() -> None:
+    problem = layered(6)
+    # Runs: A B | B A | A B. One of A is interrupted: its median does not notice.
+    runtime = Biased(problem, lambda run: 3.0 if run == 3 else 1.0)
+    found = Trials(problem, runtime, rounds=3)([A, B])
+    assert runtime.runs == [tuple(x) for x in (A, B, B, A, A, B)]
+    expected = score(problem, [A, B])
+    assert found == pytest.approx(expected, rel=5e-3)
+    assert found[1] / found[0] == pytest.approx(expected[1] / expected[0], rel=1e-3)
+
+
+def test_drift_cancels_in_the_ratio_to_the_incumbent() -> None:
+    problem = layered(6)
+    truth = score(problem, [A, B, C, D])
+    # From the third round on everything takes 1.5 times as long.
+    runtime = Biased(problem, lambda run: 1.0 if run < 5 else 1.5)
+    trials = Trials(problem, runtime)
+    for batch in ([A, B], [A, B, C], [A, D], [A, B]):
+        trials.measure(batch)
+    assert trials.levels / truth == pytest.approx(np.full(4, trials.levels[0] / truth[0]), rel=1e-3)
+    assert trials.drift[2:] / trials.drift[0] == pytest.approx([1.5, 1.5], rel=1e-3)
+
+
+def test_drift_cancels_where_the_incumbent_changes() -> None:
+    # Rounds:   0     1     2     3     4      of placements 0, 1, 2: 10, 8 and 5 seconds
+    #           0 1   0 1   1 2   1 2   2 3    on a machine that gets slower by 20 % each time
+    index = np.array([0, 1, 0, 1, 1, 2, 1, 2, 2, 3])
+    where = np.repeat(np.arange(5), 2)
+    seconds = np.array([10.0, 8.0, 5.0, 6.0])[index] * 1.2**where
+    level, drift = two_way(index, where, np.log(seconds))
+    assert np.exp(level - level[0]) == pytest.approx([1.0, 0.8, 0.5, 0.6], rel=1e-3)
+    assert np.exp(np.diff(drift)) == pytest.approx(np.full(4, 1.2), rel=1e-3)
+
+
+def test_another_order_is_another_problem() -> None:
+    problem = layered(6)
+    again = replace(problem, profile=replace(problem.profile, provenance={"order": "reuse"}))
+    assert fingerprint(problem) != fingerprint(again)
+
+
+@pytest.mark.parametrize("slow", [1.6, 0.8])
+def test_one_interrupted_run_is_not_taken_for_the_whole_round(slow: float) -> None:
+    """Round 2: placement 0 takes 1.6 times as long as before, new ones what is expected of them.
+
+    Were it the machine, they would be faster than anything that ran.
+    """
+    #  rounds   0        1        2              seconds of 0..5
+    index = np.array([0, 1, 0, 2, 0, 3, 4, 5])
+    where = np.array([0, 0, 1, 1, 2, 2, 2, 2])
+    usual = np.array([5.0, 6.0, 7.0, 7.5, 8.0, 6.5])
+    wrong = usual * np.array([1.0, 1.03, 0.98, 1.02, 0.97, 1.01]) / 2  # and half of all that
+    seconds = usual[index]
+    seconds[4] *= slow
+    level, drift = two_way(index, where, np.log(seconds), np.log(wrong))
+    assert np.exp(level) == pytest.approx(usual, rel=0.07)  # without what is expected 0.38
+    assert np.exp(drift) == pytest.approx(np.ones(3), rel=0.07)
+    # All of the round slower: it was the machine.
+    seconds[5:] *= slow
+    level, drift = two_way(index, where, np.log(seconds), np.log(wrong))
+    assert np.exp(level - level[0]) == pytest.approx(usual / usual[0], rel=0.02)
+    assert np.exp(drift[2] - drift[0]) == pytest.approx(slow, rel=0.2)
+
+
+def test_many_new_placements_do_not_outvote_the_one_that_ran_before() -> None:
+    """The simulator is 5 % off for all of the 16 that are new: that is not the machine."""
+    index = np.array([0, 1, 0, *range(2, 18)])
+    where = np.array([0, 0, *[1] * 17])
+    seconds = np.ones(18)
+    expected = np.where(np.arange(18) < 2, 1.0, 0.95)
+    level, drift = two_way(index, where, np.log(seconds[index]), np.log(expected))
+    assert drift[1] - drift[0] == pytest.approx(0.0, abs=0.005)
+    assert level - level[0] == pytest.approx(np.zeros(18), abs=0.005)
+    # Of what nothing is expected nothing follows.
+    unknown = np.where(np.arange(18) % 2, np.nan, np.log(seconds))
+    level, _ = two_way(index, where, np.log(seconds[index]), unknown)
+    assert level == pytest.approx(np.zeros(18), abs=0.005)
+
+
+@given(st.integers(0, 10_000))
+def test_levels_of_a_steady_machine_are_medians(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(3, 6))  # of two it may be the round as well
+    rounds = 2 * int(rng.integers(1, 4)) + 1
+    index = np.tile(np.arange(count), rounds)
+    values = np.array([3.0, 1.0, 2.0, 7.0, 5.0])[index]
+    spoiled = rng.permutation(rounds)[: rounds // 2]  # one placement, in fewer than half of them
+    values[spoiled * count] += rng.exponential(2.0, len(spoiled))
+    level, drift = two_way(index, np.repeat(np.arange(rounds), count), values)
+    assert level == pytest.approx([3.0, 1.0, 2.0, 7.0, 5.0][:count], abs=0.01)
+    assert drift == pytest.approx(np.zeros(rounds), abs=0.01)
+
+
+def test_a_budget_of_measurements_counts_incumbents() -> None:
+    problem = layered(6)
+    runtime = Biased(problem)
+    trials = Trials(problem, runtime, measurements=4)
+    trials([A, B])
+    assert trials.num_left == 2 and trials.used == 0.5
+    with pytest.raises(TrialError, match="before 1 placements have run: allow more than 4"):
+        trials([C, D])  # the incumbent and C use up what is left
+    assert len(runtime.runs) == 4 and trials.num_left == 0
+    assert np.isfinite(trials([A, B, C])).all()  # these are known
+    with pytest.raises(TrialError, match=r"the budget is spent: 4 of 4 runs"):
+        trials.measure([A])
+
+
+def test_a_budget_of_seconds_ends_between_rounds() -> None:
+    problem = layered(6)
+    trials = Trials(problem, Biased(problem), seconds=1e-9)
+    trials.measure([A, B])
+    assert trials.num_measurements == 2 and trials.used == 1.0
+    with pytest.raises(TrialError, match=r"s of 1e-09; allow more"):
+        trials.measure([C])
+
+
+def test_what_does_not_fit_never_runs_and_what_turns_out_not_to_is_worth_inf() -> None:
+    problem = layered(6)
+    blocked = problem.profile.compute_s.copy()
+    blocked[1, 1] = np.inf
+    devices = tuple(replace(d, memory_bytes=2**40) for d in problem.cluster.devices)
+    problem = replace(
+        problem,
+        cluster=replace(problem.cluster, devices=devices),
+        profile=replace(problem.profile, compute_s=blocked),
+    )
+
+    class Hungry(Biased):
+        def run(self, *args: Any, **kwargs: Any) -> Timeline:
+            line = super().run(*args, **kwargs)
+            much = np.full(2, 2**41 if self.runs[-1] == tuple(C) else 2**40)
+            return replace(line, peak_bytes=much)
+
+    runtime = Hungry(problem)
+    trials = Trials(problem, runtime)
+    found = trials([A, B, C])
+    assert np.isfinite(found).tolist() == [True, False, False]
+    assert runtime.runs == [tuple(A), tuple(C)]
+    assert (trials.incumbent == A).all()
+
+
+def test_interrupted_trials_continue(tmp_path: Path) -> None:
+    problem, path = layered(6), tmp_path / "trials.jsonl"
+
+    def batches(trials: Trials) -> None:
+        trials.measure([A, B])
+        trials.measure([B, C])
+        trials.measure([C, D])
+
+    whole = Trials(problem, Biased(problem, noise(0.1, 0.0, 0)))
+    batches(whole)
+
+    def interrupted(run: int) -> float:
+        if run == 3:
+            raise KeyboardInterrupt
+        return drawn(run)
+
+    drawn = noise(0.1, 0.0, 0)
+    with pytest.raises(KeyboardInterrupt):
+        batches(Trials(problem, Biased(problem, interrupted), path=path))
+    assert len(path.read_text().splitlines()) == 2  # what they are of, and one whole round
+    with path.open("a") as file:
+        file.write('{"took_s":1.0,"seco')  # as if it had been killed while it wrote
+    rest = Biased(problem)
+    again = Trials(problem, rest, path=path, measurements=6)
+    assert again.num_measurements == 0  # played back as it is asked for
+    batches(again)
+    assert rest.runs == [tuple(x) for x in (C, B, C, D)] and again.num_measurements == 6
+    assert again.samples.seconds[:2] == pytest.approx(whole.samples.seconds[:2])
+    none = Biased(problem)
+    third = Trials(problem, none, path=path)
+    batches(third)
+    assert not none.runs and np.array_equal(third.samples.seconds, again.samples.seconds)
+
+
+def test_other_rounds_than_the_file_has_are_run_and_what_it_has_is_known(tmp_path: Path) -> None:
+    problem, path = layered(6), tmp_path / "trials.jsonl"
+    Trials(problem, Biased(problem), path=path)([A, B])
+    runtime = Biased(problem)
+    trials = Trials(problem, runtime, path=path)
+    assert trials([B, C])[0] > 0  # not what came first in the file, but B is in it
+    assert trials.num_measurements == 4 and len(trials([A, B, C])) == 3
+    assert runtime.runs[0] == tuple(C) and runtime.runs[1] in (tuple(A), tuple(B))
+    other = Trials(problem, runtime, path=path)
+    other.measure([D])
+    assert other.num_measurements == 5
+
+
+def test_a_file_of_something_else(tmp_path: Path) -> None:
+    problem, path = layered(6), tmp_path / "trials.jsonl"
+    Trials(problem, Biased(problem), path=path).measure([A])
+    with pytest.raises(TrialError, match="another problem"):
+        Trials(problem.with_objective("latency"), Biased(problem), path=path)
+    path.write_text("hello\n")
+    with pytest.raises(TrialError, match="holds no trials"):
+        Trials(problem, Biased(problem), path=path)
+
+
+def test_errors() -> None:
+    problem = layered(6)
+    with pytest.raises(TrialError, match=r"not max_load; use problem.with_objective\('period'\)"):
+        Trials(problem.with_objective("max_load"), Biased(problem))
+    with pytest.raises(TrialError, match="measurements = 0 must be positive"):
+        Trials(problem, Biased(problem), measurements=0)
+
+
+def test_what_is_no_placement_is_refused_before_anything_runs() -> None:
+    problem = layered(6)
+    for device in (-1, problem.num_devices, 70):
+        with pytest.raises(ProblemError, match=f"is on device {device}"):
+            Trials(problem, Biased(problem))([[device] * 6])
+
+
+def test_samples_of_nothing() -> None:
+    trials = Trials(layered(6), Biased(layered(6)))
+    assert trials.incumbent is None and len(trials.levels) == 0
+    assert len(trials.samples.index) == 0 and trials.used == 0.0

@@ -1,0 +1,516 @@
+"""Placement and order searched together: exact timetables, estimates, moves, who chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations, product
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_envs import chain
+
+from agents.guided import GuidedNet
+from agents.planner import PolicyPlanner
+from agents.trained import TrainedPolicy, untrained_net
+from agents.training import TrainConfig, train
+from envs.order_search import OrderSearchEnv
+from envs.problems import EnvError
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.plan import load_plan, make_plan
+from placement.planners import PlannerError, load
+from placement.planners.order_search import (
+    NO_NETWORK,
+    OrderSearch,
+    anneal,
+    sequence_of,
+    start,
+    state_of,
+    tables_of,
+    why_not,
+)
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.report.run_folder import read_run
+from placement.runs.compare import compare
+from placement.schedule import in_sequence
+from placement.search import order
+from placement.search.evaluation import Search
+from placement.simulator import score, simulate, simulate_reference, value_of
+from placement.testing import check_planner
+from tests.problems import random_placement, random_problem
+
+RNG = np.random.default_rng
+
+
+def plain(problem: Problem) -> Problem:
+    """The problem without what makes times depend on what else happens."""
+    cluster = Cluster("plain", tuple(Device(d.name, d.kind) for d in problem.cluster.devices))
+    links = tuple(
+        Link(x.src, x.dst, x.latency_s, x.bandwidth_bytes_per_s) for x in problem.profile.links
+    )
+    profile = replace(problem.profile, links=links, loaded_s=None)
+    return replace(problem, cluster=cluster, profile=profile, objective="latency")
+
+
+def random_sequence(problem: Problem, seed: int) -> np.ndarray:
+    """int32 ``[N]``: operators in a random order with producers first."""
+    rng, g = RNG(seed), problem.graph
+    done: list[int] = []
+    while len(done) < problem.num_ops:
+        ready = [
+            i
+            for i in range(problem.num_ops)
+            if i not in done and all(s in done for s, d in g.edges.tolist() if d == i)
+        ]
+        done.append(int(rng.choice(ready)))
+    return np.array(done, np.int32)
+
+
+def started(problem: Problem, seed: int, width: int = 16) -> Any:
+    tables, state = tables_of(problem), state_of(problem, width)
+    start(tables, state, random_placement(problem, seed), random_sequence(problem, seed), RNG(seed))
+    return tables, state
+
+
+@settings(max_examples=200)
+@given(seed=st.integers(0, 100_000), contention=st.booleans())
+def test_timetables_are_the_simulators(seed: int, contention: bool) -> None:
+    problem = replace(
+        plain(random_problem(seed, grouped=True, unsupported=True)), contention=contention
+    )
+    assert not why_not(problem)
+    state = started(problem, seed)[1]
+    schedule = in_sequence(problem, state.place, state.sequence)
+    for run in (simulate, simulate_reference):
+        timeline = run(problem, state.place, schedule)
+        if not np.isfinite(timeline.end_s).all():
+            assert state.x[order.COST] == 1e30
+            return
+        np.testing.assert_allclose(state.end_s, timeline.end_s[0], rtol=1e-9)
+        np.testing.assert_allclose(state.start_s, timeline.start_s[0], rtol=1e-9)
+        assert state.x[order.COST] == pytest.approx(timeline.latency_s, rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 100_000),
+    num_ops=st.sampled_from([15, 15, 15, 130]),  # of 130 operators passes begin in the middle
+    chooser=st.sampled_from([order.HAND, order.UNIFORM]),
+)
+def test_moves_keep_an_order_that_can_run(seed: int, num_ops: int, chooser: int) -> None:
+    """After any number of moves the state is what it would be if it had begun there."""
+    problem = plain(random_problem(seed, num_ops, 3, grouped=True, unsupported=True))
+    tables, state = started(problem, seed)
+    steps = 40 if num_ops < 100 else 300  # the sequence is put in order of time, too
+    order.play(tables, state, order.SEARCH + chooser, steps, NO_NETWORK, 0.0, 0.5)
+    again = state_of(problem, 16)
+    again.place[:], again.sequence[:] = state.place, state.sequence
+    assert order._begin(tables, again) == state.x[order.COST]
+    assert state.position[state.sequence].tolist() == list(range(num_ops))
+    for name in (
+        "start_s", "end_s", "arrival_s", "lane", "lane_ptr", "in_lane", "load", "mark"
+    ):  # fmt: skip
+        np.testing.assert_array_equal(getattr(state, name), getattr(again, name), err_msg=name)
+    np.testing.assert_array_equal(state.row_s[0], again.row_s[0])
+    np.testing.assert_array_equal(state.try_arrival_s, state.arrival_s)
+    for name in ("after_s", "users_s", "from_s"):
+        np.testing.assert_array_equal(getattr(state, name), getattr(again, name), err_msg=name)
+    problem.check_placement(state.best_place)  # colocation, support
+    best = in_sequence(problem, state.best_place, state.best_sequence)
+    best.check(problem, state.best_place)
+    found = simulate(problem, state.best_place, best).latency_s
+    if np.isfinite(found):
+        assert found == pytest.approx(state.x[order.BEST], rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 100_000))
+def test_a_pass_that_begins_and_ends_in_the_middle_is_exact(seed: int) -> None:
+    """Its latency is that of a whole pass; it is given up only where that is above the limit."""
+    problem = plain(random_problem(seed, 130, 3))
+    tables, state = started(problem, seed)
+    whole, rng = state_of(problem, 16), RNG(seed)
+    for k in np.flatnonzero(state.which >= 0)[:8]:
+        i, old, at = state.which[k], state.place[state.which[k]], np.int64(state.at[k])
+        limit = state.x[order.COST] * rng.choice([0.99, 1.0, 1.01, np.inf])
+        num = order._members(tables, state, k)
+        first, moved = order._concerned(tables, state, k, num)
+        order._put(state, num, np.int64(state.to[k]))
+        back = order._shift(state, i, at) if at >= 0 else at
+        whole.place[:], whole.sequence[:] = state.place, state.sequence
+        latency = order._begin(tables, whole)
+        found = order.timetable(tables, state, first, moved, limit)
+        assert found == latency or (found == 1e30 and latency > limit)
+        order._forget(tables, state)
+        order._put(state, num, np.int64(old))
+        if at >= 0:
+            order._shift(state, i, back)
+        np.testing.assert_array_equal(state.try_arrival_s, state.arrival_s)
+
+
+def two_lanes() -> Problem:
+    """Operators a to e; a, c, e begin on device 0, b and d on 1. c uses a, d uses b, e uses c.
+
+    Sending takes 1 s::
+
+        0  aaaa cc e        a 4, c 2, e 1
+        1  b ddd            b 1, d 3
+    """
+    graph = OpGraph.build(
+        "lanes", list("abcde"), [0, 1, 2, 3, 4], [0] * 5, [(0, 2), (1, 3), (2, 4)]
+    )
+    cluster = Cluster("two", (Device("0"), Device("1")))
+    seconds = np.tile(np.array([[4.0], [1.0], [2.0], [3.0], [1.0]]), (1, 2))
+    links = (Link("0", "1", 1.0, 1.0), Link("1", "0", 1.0, 1.0))
+    return Problem(graph, cluster, Profile(("0", "1"), seconds, seconds * 0, links), "latency")
+
+
+def test_heads_tails_and_estimates_by_hand() -> None:
+    problem = two_lanes()
+    tables, state = tables_of(problem), state_of(problem, 4)
+    placement = np.array([0, 1, 0, 1, 0], np.int32)
+    start(tables, state, placement, np.arange(5, dtype=np.int32), RNG(0))
+    assert state.start_s.tolist() == [0, 0, 4, 1, 6]
+    assert state.x[order.COST] == 7
+    assert state.after_s.tolist() == [3, 3, 1, 0, 0]  # from the end of each to that of all
+    assert state.chain[: int(state.x[order.NUM_CHAIN])].tolist() == [4, 2, 0]
+    # e to device 1: c ends at 6, its tensor is there at 7, d has ended at 4: 8 s in all.
+    assert order._inputs_s(tables, state, 4, 1) == 7
+    assert order._elsewhere(tables, state, 4, 1, 7.0, 5) == (8, 7)
+    # c to device 1, before d (position 1 of that lane): a's tensor at 5, c until 7, then d: 10.
+    assert order._elsewhere(tables, state, 2, 1, 5.0, 4) == (10, 5)
+    # behind d: c from 5 to 7, its tensor back at 8, e until 9.
+    assert order._elsewhere(tables, state, 2, 1, 5.0, 5) == (9, 5)
+    # c and e together to device 1, where they are in the sequence, which is in order of time:
+    # behind d, c from 5 to 7, e to 8.
+    assert state.sequence.tolist() == [0, 1, 3, 2, 4]
+    state.room[:2] = [3, 4]
+    assert order._together(tables, state, 2, 1, 2) == (8, 5, 5)
+    state.room[:2] = [4, 3]  # in whatever order they are given
+    assert order._together(tables, state, 2, 1, 2) == (8, 5, 5) and list(state.room[:2]) == [3, 4]
+    for i, at, latency in ((2, 4, 9.0), (4, 5, 8.0)):  # and that is what they take
+        state.place[i] = 1
+        back = order._shift(state, i, at)
+        assert order.timetable(tables, state, -1, 99, np.inf) == latency
+        order._shift(state, i, back)
+        state.place[i] = 0
+        assert state.sequence.tolist() == [0, 1, 3, 2, 4]
+
+
+def test_another_order_by_hand() -> None:
+    """b (1 s) before a (4 s) on one device: who waits for b begins earlier; and back again."""
+    problem = two_lanes()
+    tables, state = tables_of(problem), state_of(problem, 4)
+    # 0  aaaa b cc e     d waits for b, which is sent until 6, and ends at 9.
+    # 1             ddd
+    start(tables, state, np.array([0, 0, 0, 1, 0], np.int32), np.arange(5, dtype=np.int32), RNG(0))
+    assert state.x[order.COST] == 9 and state.in_lane[1] == 1
+    # 0  b aaaa cc e     b first: d from 2 to 5, all else as it was: 8.
+    assert order._reordered(tables, state, 1, 0.0, 0) == 8
+    # a behind b is the same order.
+    assert order._reordered(tables, state, 0, 0.0, 1) == 8
+    back = order._shift(state, 1, 0)
+    assert state.sequence.tolist() == [1, 0, 2, 3, 4]
+    assert order.timetable(tables, state, -1, 99, np.inf) == 8
+    order._shift(state, 1, back)
+    assert state.sequence.tolist() == list(range(5))
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 100_000))
+def test_no_latency_is_below_the_estimate_where_channels_are_free(seed: int) -> None:
+    """Of one that stays where it is in the sequence: the path through it is one afterwards, too.
+
+    Nothing before it in the sequence begins earlier for it, and nothing after it has it on its way.
+    """
+    problem = replace(plain(random_problem(seed, 12, 3)), contention=False)
+    tables, state = started(problem, seed)
+    if state.x[order.COST] >= 1e30:
+        return
+    rng = RNG(seed)
+    for i in range(problem.num_ops):
+        old = state.place[i]
+        new = int((old + 1 + rng.integers(2)) % 3)
+        ready = order._inputs_s(tables, state, i, new)
+        place = order._first_in_lane(state, new, state.position, state.position[i])
+        estimate, begin = order._elsewhere(tables, state, i, new, ready, place)
+        state.room[0] = state.position[i]  # a body of one is the same
+        assert order._together(tables, state, i, new, 1) == pytest.approx((estimate, begin, ready))
+        state.place[i] = new
+        assert order.timetable(tables, state, -1, 99, np.inf) >= min(estimate, 1e30) * (1 - 1e-9)
+        state.place[i] = old
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 100_000))
+def test_off_the_critical_chain_no_move_is_said_to_gain(seed: int) -> None:
+    """However short the path through it: the chain is as long as before."""
+    state = started(plain(random_problem(seed, 15, 3)), seed)[1]
+    moves = np.flatnonzero(state.which >= 0)
+    off = moves[~state.on_chain[state.which[moves]]]
+    assert (state.offered[off, 0] <= 0).all()
+    assert (state.offered[off, 6] == 0).all()
+
+
+def test_the_best_of_all_placements_and_orders() -> None:
+    """Five operators on two devices: every placement in every order that can run."""
+    for seed in range(4):
+        problem = plain(random_problem(seed + 40, 5, 2))
+        g = problem.graph
+        orders = [
+            o
+            for o in permutations(range(5))
+            if all(o.index(s) < o.index(d) for s, d in g.edges.tolist())
+        ]
+        best = min(
+            simulate(problem, p, in_sequence(problem, p, np.array(o, np.int32))).latency_s
+            for p in (np.array(x, np.int32) for x in product(range(2), repeat=5))
+            for o in orders
+        )
+        found = OrderSearch(evaluations=2000)(problem)
+        assert found.value_s == pytest.approx(best, rel=1e-9)
+        assert value_of(problem, found) == pytest.approx(best, rel=1e-9)
+
+
+def test_the_contract() -> None:
+    check_planner(OrderSearch(evaluations=300), [plain(random_problem(s, 12, 3)) for s in range(3)])
+
+
+def test_it_begins_at_the_start_and_keeps_its_budget() -> None:
+    problem = plain(random_problem(7, 40, 3))
+    first = load("heft")(problem)
+    found = OrderSearch(evaluations=500, start="heft")(problem)
+    assert found.value_s <= first.value_s
+    assert found.stats["evaluations"] <= 500
+    again = OrderSearch(evaluations=500, start="heft")(problem)
+    assert np.array_equal(found.placement, again.placement) and found.value_s == again.value_s
+    if found.schedule is not None:
+        alone = float(score(problem, found.placement)[0])
+        assert found.stats["list_order_value_s"] == alone
+    other = OrderSearch(seconds=0.2, start="heft")(problem)
+    assert other.value_s <= first.value_s
+
+
+def test_a_search_begins_where_another_ended_with_its_order() -> None:
+    problem = plain(random_problem(7, 40, 3))
+    search = Search(problem, evaluations=3000)
+    answer = search.run(OrderSearch(evaluations=2000, start="heft"))
+    assert search.best_cost == answer.value_s
+    assert search.solution().schedule is answer.schedule
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"objective": "period"}, "not period"),
+        ({"ready_order": "arrival"}, "arrival"),
+    ],
+)
+def test_problems_that_have_no_exact_timetable(change: dict[str, Any], words: str) -> None:
+    problem = replace(plain(random_problem(3, 10, 3)), **change)
+    assert words in why_not(problem)
+    with pytest.raises(PlannerError, match=rf"order_search: .*{words}.*macro_search"):
+        OrderSearch(evaluations=10)(problem)
+    with pytest.raises(EnvError, match=words):
+        OrderSearchEnv([problem], reference_s=[1.0])
+
+
+def test_what_else_has_no_exact_timetable() -> None:
+    problem = plain(random_problem(3, 10, 3))
+    profile, links = problem.profile, problem.profile.links
+
+    def with_link(**change: Any) -> Problem:
+        changed = (replace(links[0], **change), *links[1:])
+        return replace(problem, profile=replace(profile, links=changed))
+
+    loaded = replace(problem, profile=replace(profile, loaded_s=profile.compute_s * 1.2))
+    assert "loaded_s" in why_not(loaded)
+    assert "block" in why_not(with_link(blocking=True))
+    assert "occupies" in why_not(with_link(send_s=1.0))
+    assert "wakes" in why_not(with_link(wake_s=1.0))
+    shared = tuple(replace(x, channel="bridge") for x in links)
+    assert "share" in why_not(replace(problem, profile=replace(profile, links=shared)))
+    few = tuple(replace(d, memory_bytes=10) for d in problem.cluster.devices)
+    assert "memory" in why_not(replace(problem, cluster=Cluster("few", few)))
+    # One micro-batch is all that is in flight, whatever a pipelined run may hold at a time.
+    g = problem.graph
+    once = int(g.param_bytes.sum() + g.tensor_bytes.sum())
+    for room, binds in ((once, False), (once - 1, True)):
+        tight = tuple(replace(d, memory_bytes=room) for d in problem.cluster.devices)
+        tighter = replace(problem, cluster=Cluster("tight", tight), max_in_flight=4)
+        assert tighter.memory_may_bind and ("memory" in why_not(tighter)) == binds
+        found = load("random_search", evaluations=2)(tighter)
+        assert found.value_s == score(tighter, found.placement)[0]
+    sleepy = replace(
+        problem.cluster.devices[0], idle_w=2.0, busy_w=3.0, sleep_w=1.0, sleep_exit_s=1.0
+    )
+    devices = (sleepy, *problem.cluster.devices[1:])
+    assert "sleep" in why_not(replace(problem, cluster=Cluster("sleepy", devices)))
+
+
+# --- the environment, and who chooses ------------------------------------------------------------
+
+
+def test_the_environment() -> None:
+    from gymnasium.utils.env_checker import check_env
+    from stable_baselines3.common.env_checker import check_env as check_sb3
+
+    problems = [plain(random_problem(s, 14, 3)) for s in range(3)]
+    env = gym.make("envs:OrderSearch-v0", problems=problems, moves=30, width=4)
+    check_env(env.unwrapped, skip_render_check=True)
+    check_sb3(env.unwrapped)
+    rng = RNG(0)
+    for i, problem in enumerate(problems):
+        obs, _ = env.reset(options={"problem": i})
+        first = env.unwrapped.rules._states[0][i].x[order.BEST]  # type: ignore[attr-defined]
+        total, over, steps = 0.0, False, 0
+        while not over:
+            assert obs in env.observation_space
+            action = int(rng.choice(np.flatnonzero(obs["mask"])))
+            obs, reward, over, _, info = env.step(action)
+            total, steps = total + float(reward), steps + 1
+        assert steps == 30
+        problem.check_placement(info["placement"])
+        if first < 1e30 and info["value_s"] > 0.4 * first:
+            assert total == pytest.approx(np.log(first / info["value_s"]), abs=1e-6)
+
+
+@pytest.mark.parametrize("embed", [False, True])
+def test_the_kernel_chooses_as_the_network_does(embed: bool) -> None:
+    """Logits of the kernel and of torch are the same, and so are searches step by step."""
+    from agents.encoder import NetworkConfig
+    from agents.store import GraphStore
+
+    problem = plain(random_problem(3, 15, 3))
+    config = NetworkConfig(embed=embed, hidden=8, layers=1, scorer=8)
+    net = untrained_net(config, "order_search")
+    assert isinstance(net, GuidedNet)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    store = GraphStore([problem], [None])
+    weights = net.weights(store)
+    tables, state = started(problem, 5)
+    logits = np.empty(17)
+    order.network(
+        weights, state.search, state.offered, state.which, state.group, state.to, 16, logits
+    )
+    encoded = net.encode(store, torch.tensor([0]))
+    obs = {
+        "moves": torch.from_numpy(state.offered)[None],
+        "search": torch.from_numpy(state.search)[None],
+        "mask": torch.from_numpy(state.which >= 0)[None],
+        "group": torch.from_numpy(np.maximum(state.group, 0)).long()[None],
+        "device": torch.from_numpy(state.to).long()[None],
+    }
+    row = torch.tensor([0])
+    with torch.no_grad():
+        found = net.evaluate(store, row, encoded, row, obs)[0][0].numpy()  # type: ignore[arg-type]
+    moves = state.which >= 0
+    np.testing.assert_allclose(logits[moves], found[moves], rtol=1e-4, atol=1e-4)
+    twin_tables, twin = started(problem, 5)
+    for i in range(30):
+        order.network(
+            weights, state.search, state.offered, state.which, state.group, state.to, 16, logits
+        )
+        logits[0] = -np.inf if state.which.max() >= 0 else 0.0
+        action = order.choose(state.random, logits, 16)
+        order.play(tables, state, order.TAKE, action, NO_NETWORK, 0.0, (i + 1) / 30)
+    order.play(twin_tables, twin, order.SEARCH + order.POLICY, 30, weights, 0.0, 1.0)
+    assert np.array_equal(state.sequence, twin.sequence)
+    assert np.array_equal(state.x, twin.x)
+
+
+@pytest.mark.parametrize("chooser", ["policy", "hand", "uniform"])
+def test_the_learned_planner_searches_orders(chooser: Any) -> None:
+    problem = plain(random_problem(11, 40, 3))
+    planner = PolicyPlanner(chooser=chooser, evaluations=1500, k=0, baseline="heft")
+    found, without = planner(problem), replace(planner, order=False)(problem)
+    assert found.stats["search"] == "order_search"
+    assert without.stats["search"] == "guided_search" and without.schedule is None
+    first = load("heft")(problem).value_s
+    assert found.value_s < first and without.value_s <= first
+    assert value_of(problem, found) == pytest.approx(found.value_s)
+    # Where orders cannot be searched it moves placements.
+    assert planner(problem.with_objective("period")).stats["search"] == "guided_search"
+
+
+def test_policies_of_the_other_kind() -> None:
+    problem = plain(random_problem(11, 20, 3))
+    moves = TrainedPolicy(untrained_net(None, "guided_search"))
+    orders = TrainedPolicy(untrained_net(None, "order_search"))
+    given = PolicyPlanner(moves, evaluations=100, k=0, baseline="heft")(problem)
+    assert given.stats["search"] == "guided_search" and given.schedule is None
+    with pytest.raises(ValueError, match="searches orders, and it is for objective latency"):
+        PolicyPlanner(orders, evaluations=100, k=0, baseline="heft")(
+            problem.with_objective("period")
+        )
+
+
+def test_it_is_trained_and_saved(tmp_path: Path) -> None:
+    problems = [plain(random_problem(s, 20, 3)) for s in range(2)]
+    config = TrainConfig(
+        total_steps=256, formulation="order_search", num_envs=2, steps_per_env=64, moves=32
+    )
+    trained = train(problems, config=config)
+    trained.save(tmp_path / "policy.safetensors")
+    loaded = TrainedPolicy.load(tmp_path / "policy.safetensors")
+    assert loaded.formulation == "order_search"
+    for solution, problem in zip(trained.best, problems, strict=True):
+        problem.check_placement(solution.placement)
+        assert solution.value_s == pytest.approx(score(problem, solution.placement)[0])
+    found = PolicyPlanner(loaded, evaluations=400, k=0, baseline="heft")(problems[0])
+    assert found.stats["search"] == "order_search"
+
+
+def test_a_plan_keeps_the_order(tmp_path: Path) -> None:
+    problem = chain(RNG(5).random((7, 3)) + 0.2, latency_s=0.1).with_objective("latency")
+    problem = plain(problem)
+    found = OrderSearch(evaluations=500)(problem)
+    sequence = sequence_of(problem, found.placement)
+    found = replace(found, schedule=in_sequence(problem, found.placement, sequence))
+    plan = make_plan(problem, found, planner="order_search")
+    assert plan.predicted.value_s == pytest.approx(found.value_s)
+    assert plan.predicted.latency_s == pytest.approx(found.value_s)
+    assert plan.num_microbatches == 1 and plan.order is not None
+    assert not plan.inconsistencies()
+    plan.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded.timeline(problem).latency_s == pytest.approx(found.value_s)
+    # What comes first in the order comes first in a pipeline, too.
+    assert np.argsort(loaded.priority).tolist() == sequence.tolist()
+
+
+def test_a_comparison_keeps_the_order(tmp_path: Path) -> None:
+    problem = plain(random_problem(7, 40, 3))
+    problems, planners = (
+        {"p": problem},
+        {"order_search": OrderSearch(evaluations=2000, start="heft")},
+    )
+    first = compare(problems, planners, [0], out_dir=tmp_path)
+    again = compare(problems, planners, [0], out_dir=tmp_path)  # what is finished is read
+    for comparison in (first, again):
+        (row,) = (r for r in comparison.rows if r.planner == "order_search")
+        solution = comparison.solutions["p", "order_search", 0]
+        assert solution.schedule is not None
+        assert row.value_s == row.latency_s == value_of(problem, solution) == solution.value_s
+    assert read_run(tmp_path).comparison is not None
+    assert make_plan(problem, solution, planner="order_search").order is not None
+
+
+def test_nothing_to_search() -> None:
+    graph = OpGraph.build("one", ["a"], [0], [1], [])
+    cluster = Cluster("two", (Device("0"), Device("1")))
+    ones = np.ones((1, 2))
+    problem = Problem(graph, cluster, Profile(("0", "1"), ones, 0 * ones), "latency")
+    assert OrderSearch(evaluations=10)(problem).value_s == 1.0
+    search = Search(problem, evaluations=10)
+    search.cost(np.zeros(1, np.int32))
+    assert anneal(search, NO_NETWORK, order.HAND, 4, 0) == 0

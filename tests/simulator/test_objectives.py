@@ -1,0 +1,298 @@
+"""Analytic objectives: drawn examples, and kernels against what they mean in plain Python."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement import importers, planners, simulator
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.problem import Problem, ProblemError, balance_bound, lower_bounds
+from placement.profile import Profile
+from placement.simulator import analytic
+from placement.simulator.analytic import LoadMoves, device_loads, piecewise_latency
+
+
+def make(
+    edges: list[tuple[int, int]],
+    acc_s: list[float],
+    cpu_s: list[float],
+    cost_s: list[float],
+    *,
+    num_acc: int = 2,
+    num_cpus: int = 1,
+    objective: str = "max_load",
+    **graph: object,
+) -> Problem:
+    """Operators 0, 1, ... on equal accelerators and CPUs; ``cost_s`` to move an output once."""
+    n, d = len(acc_s), num_acc + num_cpus
+    on_acc = np.arange(d) < num_acc
+    memory = graph.pop("memory_bytes", 2**40)
+    devices = [Device(f"acc:{i}", "acc", memory_bytes=memory) for i in range(num_acc)]
+    devices += [Device(f"cpu:{i}", "cpu") for i in range(num_cpus)]
+    profile = Profile(
+        tuple(x.name for x in devices),
+        np.where(on_acc, np.array(acc_s)[:, None], np.array(cpu_s)[:, None]),
+        np.zeros((n, d)),
+        io_s=np.array(cost_s)[:, None] * on_acc,
+    )
+    names = [str(i) for i in range(n)]
+    built = OpGraph.build("made", names, np.arange(n), np.zeros(n), edges, **graph)
+    return Problem(built, Cluster("made", tuple(devices)), profile, objective=objective)
+
+
+def draw_problem(seed: int, num_ops: int = 9, unlike: bool = True) -> Problem:
+    """Random: tensors with several users, model inputs, groups, tied parameters, links."""
+    rng = np.random.default_rng(seed)
+    n, d = int(rng.integers(2, num_ops + 1)), int(rng.integers(1, 5))
+    num_inputs = int(rng.integers(0, 3))
+    src = np.concatenate([np.full(num_inputs, -1), np.arange(n), rng.integers(0, n, 2)])
+    uses = [(t, v) for t, u in enumerate(src) for v in range(u + 1, n) if rng.random() < 0.3]
+    num_params = int(rng.integers(0, 4))
+    reads = [(v, p) for v in range(n) for p in range(num_params) if rng.random() < 0.4]
+    graph = OpGraph.build(
+        "random",
+        [f"op{i}" for i in range(n)],
+        src,
+        rng.integers(0, 100, len(src)),
+        np.array(uses, int).reshape(-1, 2),
+        param_bytes=rng.integers(1, 50, num_params),
+        param_uses=np.array(reads, int).reshape(-1, 2),
+        group=rng.integers(0, n, n) if rng.random() < 0.5 else None,
+    )
+    kinds = [str(rng.choice(["acc", "cpu"])) for _ in range(d)]
+    devices = tuple(
+        Device(f"d{i}", kinds[i], memory_bytes=int(rng.integers(60, 200))) for i in range(d)
+    )
+    links = tuple(
+        Link(a.name, b.name, float(rng.random()), float(rng.uniform(10, 100)))
+        for a, b in itertools.permutations(devices, 2)
+    )
+    compute = rng.uniform(0.1, 3.0, (n, d if unlike else 1)) * np.ones(d)
+    compute[:, 1:][rng.random((n, d - 1)) < 0.1] = np.inf
+    given = rng.random((len(src), d)) if rng.random() < 0.5 else None
+    profile = Profile(
+        tuple(x.name for x in devices), compute, np.zeros((n, d)), links=links, io_s=given
+    )
+    return Problem(graph, Cluster("random", devices), profile, objective="max_load")
+
+
+def draw_placements(problem: Problem, seed: int, count: int) -> np.ndarray:
+    """Supported placements int32 ``[B, N]`` that keep groups together."""
+    rng = np.random.default_rng(seed)
+    allowed = np.isfinite(problem.group_compute_s)
+    keys = np.where(allowed, rng.random((count, *allowed.shape)), -1.0)
+    return keys.argmax(axis=2).astype(np.int32)[:, problem.graph.group]
+
+
+def test_max_load_of_a_drawn_example() -> None:
+    #   0 --> 1 --> 3       costs 1, 2, 4, 8 to move the output of 0, 1, 2, 3 once
+    #    \--> 2 --> 3       acc:0 has 0, 1;  acc:1 has 2;  cpu:0 has 3
+    problem = make(
+        [(0, 1), (0, 2), (1, 3), (2, 3)], [10, 20, 30, 40], [100, 200, 300, 400], [1, 2, 4, 8]
+    )
+    placement = np.array([0, 0, 1, 2])
+    # acc:0: compute 30, sends 0 (to 2) and 1 (to 3): 33.  acc:1: 30, receives 0, sends 2: 35.
+    # The CPU computes 400 and never pays for a transfer.
+    assert device_loads(problem, placement).tolist() == [33, 35, 400]
+    assert simulator.score(problem, placement).tolist() == [400]
+    # Both consumers on one other device: 0 is sent once, and received once.
+    assert device_loads(problem, np.array([0, 1, 1, 1])).tolist() == [11, 91, 0]
+    # Consumers on two other devices: the producer still pays once, each receiver once.
+    three = make([(0, 1), (0, 2)], [10, 20, 30], [0, 0, 0], [1, 0, 0], num_acc=3)
+    assert device_loads(three, np.array([0, 1, 2])).tolist() == [11, 21, 31, 0]
+
+
+def test_piecewise_latency_of_drawn_examples() -> None:
+    chain = [(0, 1), (1, 2), (2, 3)]
+    times = ([1, 2, 3, 4], [10, 20, 30, 40], [0.1, 0.2, 0.3, 0.4])
+
+    def value(edges: list[tuple[int, int]], placement: list[int]) -> float:
+        problem = make(edges, *times, objective="piecewise_latency")
+        found = float(simulator.score(problem, placement)[0])
+        assert found == pytest.approx(piecewise_latency(problem, np.array(placement)))
+        return found
+
+    # One piece: nothing is moved.
+    assert value(chain, [0, 0, 0, 0]) == pytest.approx(1 + 2 + 3 + 4)
+    # acc:0 has 0 and 2, 3, cut by 1 on the CPU into two pieces of one accelerator:
+    # [0 computes 1, writes .1] [1 on the CPU 20] [reads .2, 2 and 3 compute 7]
+    assert value(chain, [0, 2, 0, 0]) == pytest.approx(1.1 + 20 + 0.2 + 7)
+    # CPUs run side by side however many operators they have.
+    assert value([(0, 3), (1, 3), (2, 3)], [2, 2, 2, 2]) == pytest.approx(30 + 40)
+    # 1 and 2 are one call, which waits for 0 although 1 needs nothing.
+    assert value([(0, 2), (1, 3), (2, 3)], [2, 0, 0, 0]) == pytest.approx(10 + 0.1 + 9)
+    # acc:0 {0, 3} waits for 2, acc:1 {1, 2} waits for 0: neither call can start.
+    assert value([(0, 1), (2, 3)], [0, 1, 1, 0]) == np.inf
+
+
+def test_pieces_that_wait_for_each_other_are_named() -> None:
+    # acc:0 {0, 3} waits for 2, acc:1 {1, 2} waits for 0; 4 only waits for them.
+    times = ([1] * 5, [1] * 5, [0] * 5)
+    problem = make([(0, 1), (2, 3), (3, 4)], *times, objective="piecewise_latency")
+    found = analytic.circle(problem, [0, 1, 1, 0, 2])
+    assert sorted((d, ops.tolist()) for d, ops in found) == [(0, [0, 3]), (1, [1, 2])]
+    # Dealt out like cards over three accelerators: 0 3 | 1 4 | 2 wait as 0 -> 4, 1 -> 3.
+    problem = make([(0, 4), (1, 3)], *times, num_acc=3, num_cpus=0, objective="piecewise_latency")
+    said = planners.load("round_robin")(problem).stats["infeasible"]
+    assert "2 pieces wait for each other" in said and "memory" not in said
+    assert "2 operators of 'acc:0' from 0 ('0')" in said and "'acc:1' from 1 ('1')" in said
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6))
+def test_a_circle_is_told_where_and_only_where_the_latency_is_inf(seed: int) -> None:
+    problem = draw_problem(seed).with_objective("piecewise_latency")
+    edges = set(map(tuple, problem.graph.edges.tolist()))
+    for placement in draw_placements(problem, seed, 5):
+        found = analytic.circle(problem, placement)
+        assert bool(found) == np.isinf(piecewise_latency(problem, placement))
+        for (_, piece), (_, awaited) in zip(found, [*found[1:], *found[:1]], strict=True):
+            assert any((int(a), int(b)) in edges for a in awaited for b in piece)
+            assert not set(piece) & set(awaited)
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 10**6))
+def test_kernels_equal_the_references(seed: int) -> None:
+    problem = draw_problem(seed)
+    rows = draw_placements(problem, seed, 5)
+    loads, held = analytic.evaluate(problem, rows)
+    expected = [device_loads(problem, p).max() for p in rows]
+    np.testing.assert_allclose(loads, expected, rtol=1e-12)
+    assert held.tolist() == [problem.param_bytes_on(p).tolist() for p in rows]
+    fits = (held <= problem.memory_bytes).all(axis=1)
+    scores = simulator.score(problem, rows)
+    np.testing.assert_array_equal(np.isfinite(scores), fits & np.isfinite(expected))
+
+    latency = analytic.evaluate(problem.with_objective("piecewise_latency"), rows)[0]
+    np.testing.assert_allclose(latency, [piecewise_latency(problem, p) for p in rows], rtol=1e-12)
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6))
+def test_moves_equal_evaluation_from_scratch(seed: int) -> None:
+    problem = draw_problem(seed)
+    rng = np.random.default_rng(seed)
+    moves = LoadMoves(problem, draw_placements(problem, seed, 1)[0])
+    capacity = problem.memory_bytes
+    for _ in range(12):
+        group = int(rng.integers(problem.graph.num_groups))
+        device = int(rng.integers(problem.num_devices))
+        moved = moves.placement.copy()
+        moved[problem.graph.group == group] = device
+        promised = moves.trial(group, device)
+        if not np.isfinite(problem.group_compute_s[group, device]):
+            assert promised == np.inf or problem.param_bytes_on(moved)[device] > capacity[device]
+            continue
+        # Only the device it moves to is checked: the others can but lose bytes.
+        fits = problem.param_bytes_on(moved)[device] <= capacity[device]
+        stays = moves.placement.tolist() == moved.tolist()
+        worth = device_loads(problem, moved).max()
+        assert promised == pytest.approx(worth if fits or stays else np.inf, rel=1e-12)
+        moves.apply(group, device)
+        np.testing.assert_allclose(moves.load_s, device_loads(problem, moved), atol=1e-12)
+        assert moves.held_bytes.tolist() == problem.param_bytes_on(moved).tolist()
+        assert moves.placement.tolist() == moved.tolist()
+
+
+def test_memory_and_support() -> None:
+    sizes = dict(param_bytes=[60, 50], param_uses=[(0, 0), (1, 1)], memory_bytes=100)
+    problem = make([(0, 1)], [1, 1], [5, 5], [0, 0], **sizes)
+    # Only accelerators are limited: 110 bytes do not fit on one, but do on the CPU.
+    assert simulator.score(problem, [[0, 0], [0, 1], [2, 2]]).tolist() == [np.inf, 1, 10]
+    moves = LoadMoves(problem, [0, 1])
+    assert moves.trial(1, 0) == np.inf
+    assert moves.trial(1, 2) == 5
+    only_cpu = make([(0, 1)], [np.inf, 1], [5, 5], [0, 0])
+    assert simulator.score(only_cpu, [[0, 0], [2, 0]]).tolist() == [np.inf, 5]
+    with pytest.raises(ProblemError, match="cannot run"):
+        LoadMoves(only_cpu, [0, 0])
+    with pytest.raises(ProblemError, match="unknown; use one of"):
+        problem.with_objective("speed")  # type: ignore[arg-type]
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6))
+def test_bounds_hold_for_every_placement(seed: int) -> None:
+    problem = draw_problem(seed, num_ops=5)
+    groups, devices = problem.graph.num_groups, range(problem.num_devices)
+    rows = np.array(list(itertools.product(devices, repeat=groups)))[:, problem.graph.group]
+    bounds = lower_bounds(problem)
+    for objective in analytic.ANALYTIC:
+        best = simulator.score(problem.with_objective(objective), rows).min()
+        assert bounds[objective] <= best * (1 + 1e-12)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6))
+def test_balance_bound_is_the_optimum_of_the_linear_program(seed: int) -> None:
+    from scipy.optimize import linprog
+
+    rng = np.random.default_rng(seed)
+    g, kinds = int(rng.integers(1, 7)), int(rng.integers(1, 4))
+    s = rng.random((g, kinds))
+    s[:, 1:][rng.random((g, kinds - 1)) < 0.3] = np.inf
+    s = np.repeat(s, rng.integers(1, 3, kinds), axis=1)
+    d = s.shape[1]
+    finite = np.where(np.isfinite(s), s, 0.0)
+    room = [(0, None if ok else 0) for ok in np.isfinite(s).ravel()] + [(0, None)]
+    load = np.zeros((d, g * d + 1))
+    for k in range(d):
+        load[k, k : g * d : d] = finite[:, k]
+    load[:, -1] = -1
+    once = np.zeros((g, g * d + 1))
+    for i in range(g):
+        once[i, i * d : (i + 1) * d] = 1
+    cost = np.zeros(g * d + 1)
+    cost[-1] = 1
+    primal = linprog(cost, load, np.zeros(d), once, np.ones(g), bounds=room).fun
+    assert balance_bound(s) == pytest.approx(primal, rel=1e-9)
+
+
+@pytest.mark.parametrize("objective", analytic.ANALYTIC)
+def test_search_planners_take_the_objective(objective: str) -> None:
+    problem = draw_problem(7).with_objective(objective)  # type: ignore[arg-type]
+    start = planners.load("single_device")(problem)
+    found = planners.load("local_search", evaluations=200)(problem)
+    assert found.value_s <= start.value_s
+    assert found.value_s == simulator.score(problem, found.placement)[0]
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[dict[str, object]]:
+    path = Path(__file__).parents[3] / "shared" / "data" / "dnn_partitioning" / "truth.json"
+    if not path.is_file():
+        pytest.skip(f"no reference data: {path} does not exist")
+    rows = json.loads(path.read_text())
+    return [{**row, "path": path.parent / str(row["file"])} for row in rows]
+
+
+def test_values_of_the_original_programs(truth: list[dict[str, object]]) -> None:
+    """Everything on one accelerator or on the CPUs, and both bounds, for every file."""
+    methods = ("one_accelerator", "all_cpu", "balance_bound", "critical_path_bound")
+    compared = 0
+    for row in truth:
+        if row["method"] not in methods:
+            continue
+        problem = importers.load(row["path"], objective=str(row["objective"]))
+        device = 0 if row["method"] == "one_accelerator" else problem.num_devices - 1
+        everything = np.full(problem.num_ops, device)
+        if row["method"] == "critical_path_bound":
+            found = lower_bounds(problem)["piecewise_latency"]
+        elif row["method"] == "balance_bound":
+            found = balance_bound(problem.group_compute_s)
+        else:
+            found = analytic.evaluate(problem, everything)[0][0]
+            fits = np.isfinite(simulator.score(problem, everything)[0])
+            assert fits == (row["status"] == "feasible")
+        assert found * 1e3 == pytest.approx(row["value"], rel=1e-9), row
+        compared += 1
+    assert compared >= 40

@@ -1,0 +1,83 @@
+"""The house: few files at the root, public rooms, no circles, functions that fit on a page."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import grimp
+import networkx
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("placement", "envs", "agents", "conf", "experiments")
+SOURCES = sorted(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))
+MOST_LINES, MOST_PARAMETERS, MOST_FILES = 120, 9, 18
+
+
+@cache
+def imports() -> grimp.ImportGraph:
+    """Imports inside functions count; those for type checkers alone do not."""
+    return grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
+
+
+def test_the_root_of_placement_shows_the_nouns() -> None:
+    assert len(list((ROOT / "placement").glob("*.py"))) <= MOST_FILES
+
+
+def test_what_others_import_is_public() -> None:
+    graph, wrong = imports(), []
+    for module in graph.modules:
+        package, _, name = module.rpartition(".")
+        if name.startswith("_") and name != "__main__":
+            users = graph.find_modules_that_directly_import(module)
+            wrong += [f"{u} -> {module}" for u in users if not u.startswith(package)]
+    assert not wrong
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = imports()
+    arrows = networkx.DiGraph(
+        (module, other)
+        for module in graph.modules
+        for other in graph.find_modules_directly_imported_by(module)
+    )
+    circles = [sorted(x) for x in networkx.strongly_connected_components(arrows) if len(x) > 1]
+    assert not circles
+
+
+def test_no_function_is_long() -> None:
+    long = [where for where, f in functions() if f.end_lineno - f.lineno >= MOST_LINES]  # type: ignore[operator]
+    assert not long
+
+
+def test_no_function_has_many_parameters() -> None:
+    def count(f: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+        names = [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
+        return len([x for x in names if x not in ("self", "cls")])
+
+    many = [f"{where}: {count(f)}" for where, f in functions() if count(f) > MOST_PARAMETERS]
+    assert not many
+
+
+@pytest.mark.parametrize("package", ["placement", "envs", "agents"])
+def test_the_walk_names_every_room(package: str) -> None:
+    """docs/architecture.md: every file at the root of a package, and every folder, once."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    there = {
+        f"{package}/{p.name}" + ("/" if p.is_dir() else "")
+        for p in (ROOT / package).iterdir()
+        if (p.suffix == ".py" or (p / "__init__.py").exists()) and not p.name.startswith("__")
+    }
+    told = set(re.findall(rf"`({package}/[\w.]+/?)`", page))
+    assert told == there

@@ -1,0 +1,80 @@
+"""Atomic writes: all or nothing, and errors that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement.tools.files import FileError, write_atomic
+
+
+def test_writes_text_and_bytes_and_makes_folders(tmp_path: Path) -> None:
+    path = write_atomic(tmp_path / "a" / "b" / "x.txt", "µs\n")
+    assert path.read_bytes() == "µs\n".encode()
+    write_atomic(path, b"\x00new")
+    assert path.read_bytes() == b"\x00new"
+    assert os.listdir(path.parent) == ["x.txt"], "no temporary file is left"
+
+
+def test_a_failed_write_leaves_the_old_content_and_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_atomic(tmp_path / "x", "old")
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(FileError, match="input/output error"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, r"no space left in .* \(3 bytes needed, \d+ free\)"),
+        (errno.EACCES, r"no permission to write in .*; choose a folder of yours"),
+        (errno.EROFS, r"no permission to write in"),
+    ],
+)
+def test_errors_name_the_file_the_cause_and_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "write_bytes", fails)
+    with pytest.raises(FileError, match=f"cannot write .*x.json: {says}"):
+        write_atomic(tmp_path / "x.json", "abc")
+
+
+def test_links_permissions_and_long_names_stay(tmp_path: Path) -> None:
+    target = write_atomic(tmp_path / ("x" * 250), "old")
+    target.chmod(0o600)
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    write_atomic(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o600 and len(os.listdir(tmp_path)) == 2
+
+
+def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("I am a file")
+    with pytest.raises(FileError, match="is a file, not a folder"):
+        write_atomic(tmp_path / "runs" / "x", "abc")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_not_a_file_is_never_replaced(tmp_path: Path) -> None:
+    # As with --out /dev/null: renaming over it would destroy the device for everybody.
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        with pytest.raises(FileError, match="it is not a file"):
+            write_atomic(path, "abc")
+    assert pipe.is_fifo() and os.listdir(tmp_path) == ["pipe"]

@@ -1,0 +1,119 @@
+"""How kernels are compiled: what those without reference counts can do, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from copy import deepcopy as copy_of
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numba.core.errors import NumbaError
+
+from placement.tools.jit import Struct, average, copy, kernel, largest
+
+
+@given(st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 2.5, np.inf]), min_size=1, max_size=9))
+def test_largest_is_argmax(values: list[float]) -> None:
+    """The first of equal ones, among those that count."""
+    a = np.array(values)
+    for count in range(1, len(a) + 1):
+        assert largest(a, count) == np.argmax(a[:count])
+
+
+def test_copy() -> None:
+    to = np.zeros(3)
+    copy(to, np.array([1, 2, 3], np.int32))
+    assert to.tolist() == [1, 2, 3]
+
+
+def test_average() -> None:
+    assert average(np.array([1.0, 2.0, 6.0])) == pytest.approx(3.0)
+
+
+def test_a_kernel_that_makes_an_array_is_refused() -> None:
+    """Nothing would free it."""
+
+    @kernel(cache=False)
+    def doubled(a):  # type: ignore[no-untyped-def]
+        return np.zeros(len(a))[0]
+
+    with pytest.raises(NumbaError):
+        doubled(np.ones(2))
+
+
+def test_without_numbas_private_option_kernels_still_run() -> None:
+    """In a process of its own: the option is looked for once."""
+    code = """
+from numba.core.options import DefaultOptions
+del DefaultOptions._nrt
+from placement import jit
+assert jit.kernel.keywords == {"cache": True, "nogil": True} == jit.allocating.keywords
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Inner(Struct):
+    weight: float
+    rows: Any  # float64 [M, 2]
+
+
+class Walk(Struct):
+    place: Any  # int32 [N]
+    steps: int
+    open: bool
+    inner: Inner
+
+
+def walk(dtype: Any = np.int32) -> Walk:
+    inner = Inner(weight=0.5, rows=np.arange(6.0).reshape(3, 2))
+    return Walk(place=np.arange(3).astype(dtype), steps=2, open=True, inner=inner)
+
+
+@kernel(cache=False)
+def step(s: Any, by: Any) -> Any:
+    s.steps += by
+    s.inner.weight *= 2
+    s.open = not s.open
+    for i in range(len(s.place)):
+        s.place[i] += s.inner.rows[i, 1]
+    return s.inner.rows.shape[0] * 10 + s.inner.rows.shape[1]
+
+
+def test_a_kernel_fills_arrays_and_changes_numbers_of_a_struct() -> None:
+    s = walk()
+    assert step(s, 3) == 32
+    assert (s.steps, s.open, s.inner.weight, s.place.tolist()) == (5, False, 1.0, [1, 4, 7])
+    s.steps, s.inner.weight = -7, 4.0
+    step(s, 0)
+    assert (s.steps, s.open, s.inner.weight) == (-7, True, 8.0)
+
+
+@pytest.mark.parametrize("again", [copy_of, lambda s: pickle.loads(pickle.dumps(s))])
+def test_a_copy_of_a_struct_is_another_one(again: Any) -> None:
+    first = walk()
+    second = again(first)
+    step(second, 1)
+    assert (first.steps, second.steps) == (2, 3)
+    assert first.place.tolist() == [0, 1, 2] and second.place.tolist() == [1, 4, 7]
+    assert second.inner.weight == 1.0 and first.inner.weight == 0.5
+
+
+def test_kernels_are_compiled_for_dtypes_and_dimensions_not_for_values() -> None:
+    kinds = {walk()._numba_type_, walk()._numba_type_, walk(np.int64)._numba_type_}
+    assert len(kinds) == 2
+
+
+def test_what_a_struct_does_not_take() -> None:
+    with pytest.raises(AssertionError):
+        Inner(weight=1.0)
+    with pytest.raises(AssertionError, match="as they lie"):
+        Inner(weight=1.0, rows=np.zeros((2, 3)).T)
+    with pytest.raises(AttributeError, match="colour"):
+        _ = walk().colour
+    with pytest.raises(NumbaError, match="colour"):
+        kernel(cache=False)(lambda s: s.colour)(walk())

@@ -1,0 +1,137 @@
+"""``parallel_map``: equal results, retries and errors, here, in processes and on Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.planners.local_search import LocalSearch
+from placement.planners.simulated_annealing import SimulatedAnnealing
+from placement.runs.compare import compare
+from placement.tools.parallel import ParallelError, parallel_map
+from tests.problems import random_problem
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="the package ray is not installed"
+)
+
+
+@pytest.fixture(scope="module", params=["processes", pytest.param("ray", marks=needs_ray)])
+def parallel(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each way, one after the other: a Ray of two workers lasts for all its tests."""
+    if request.param != "ray":
+        yield request.param
+        return
+    import ray
+
+    os.environ.setdefault("RAY_health_check_failure_threshold", "100")  # a busy machine is alive
+    found = os.pathsep.join(x for x in sys.path if x)  # workers import this file
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": found, "OMP_NUM_THREADS": "1"}},
+    )
+    try:
+        yield "ray"
+    finally:
+        ray.shutdown()
+
+
+def draw(seed: int) -> list[float]:
+    return np.random.default_rng(seed).random(3).tolist()
+
+
+def refuse(x: int) -> int:
+    if x == 2:
+        raise ParallelError("no 2")
+    return x
+
+
+def die_once(folder: str, x: int) -> int:
+    """Killed the first time that it gets a 1, as by a system that is out of memory."""
+    mark = Path(folder) / "died"
+    if x == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 10 * x
+
+
+def die(x: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def slow_first(x: int) -> int:
+    time.sleep(0.5 if x == 0 else 0.0)
+    return x
+
+
+def test_results_come_in_order(parallel: str) -> None:
+    told: dict[int, list[float]] = {}
+    found = parallel_map(draw, range(4), parallel, workers=2, done=told.__setitem__)
+    assert found == [draw(x) for x in range(4)]
+    assert sorted(told) == [0, 1, 2, 3] and [told[i] for i in range(4)] == found
+    assert parallel_map(draw, [], parallel) == []
+
+
+def test_who_is_slow_does_not_change_the_order(parallel: str) -> None:
+    assert parallel_map(slow_first, range(3), parallel, workers=2) == [0, 1, 2]
+
+
+def test_errors_are_the_function_s_own(parallel: str) -> None:
+    with pytest.raises(ParallelError, match=r"^no 2$"):
+        parallel_map(refuse, range(4), parallel, workers=2)
+
+
+def test_a_worker_that_died_is_replaced(parallel: str, tmp_path: Path) -> None:
+    call = partial(die_once, str(tmp_path))
+    assert parallel_map(call, range(3), parallel, workers=2) == [0, 10, 20]
+
+
+def test_not_for_ever(parallel: str) -> None:
+    with pytest.raises(ParallelError, match="died 2 times at item 0"):
+        parallel_map(die, [1], parallel, workers=1, retries=1)
+
+
+def test_here() -> None:
+    assert parallel_map(draw, range(3)) == [draw(x) for x in range(3)]
+    with pytest.raises(ParallelError, match=r"^no 2$"):
+        parallel_map(refuse, range(4))
+
+
+def test_unknown_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ParallelError, match="'threads' is unknown; use one of serial, processes"):
+        parallel_map(draw, [1], "threads")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ParallelError, match=r"pip install 'device-placement-rl\[ray\]'"):
+        parallel_map(draw, [1], "ray")
+
+
+def test_a_comparison_and_a_data_set_are_the_same(parallel: str, tmp_path: Path) -> None:
+    from agents.expert import solve  # here: workers import this file, and torch takes long
+
+    problems = {f"p{i}": random_problem(i, 8, 3) for i in range(2)}
+    planners = {"a": LocalSearch(evaluations=30), "b": SimulatedAnnealing(evaluations=30)}
+
+    def rows(way: str) -> list[Any]:
+        some = {"p0": problems["p0"]}  # workers start once per problem, and that takes long
+        found = compare(some, planners, seeds=(0, 1), out_dir=tmp_path / way, parallel=way)
+        return [(r.workload, r.planner, r.seed, r.placement_id, r.value_s) for r in found.rows]
+
+    assert rows(parallel) == rows("serial")
+    placements = [
+        [p.tolist() for p in solve(problems, planners["a"], tmp_path / f"{x}.npz", parallel=x)]
+        for x in ("serial", parallel)
+    ]
+    assert placements[0] == placements[1]

@@ -1,0 +1,152 @@
+"""Objects in a notebook: well-formed, escaped, small, and without colours of their own."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.cluster import Cluster, Device
+from placement.graph import OpGraph
+from placement.plan import make_plan
+from placement.planners.contiguous_dp import ContiguousDp
+from placement.problem import Problem, Solution
+from placement.profile import Profile
+from placement.runs.compare import compare
+from placement.simulator import simulate
+from placement.timeline import Timeline
+from placement.tools.shown import MAX_LANES, MAX_ROWS, count, lanes, mebibytes, seconds, table
+
+EVIL = '<script>alert("1")</script>'
+NAMES = [f"{EVIL}{i}" for i in range(6)]
+
+
+class Tags(HTMLParser):
+    """The tags of a page; fails where they do not match."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.found.append(tag)
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.found.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + " "
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    graph = OpGraph.build(EVIL, NAMES, range(6), [8] * 6, [(i, i + 1) for i in range(5)])
+    names = (f"{EVIL}a", f"{EVIL}b")
+    cluster = Cluster("two", tuple(Device(n, kind="npu") for n in names))
+    times = np.full((6, 2), 1e-3)
+    return Problem(graph, cluster, Profile(names, times, times * 0))
+
+
+@pytest.fixture(scope="module")
+def objects(problem: Problem, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    solution = ContiguousDp()(problem)
+    folder = tmp_path_factory.mktemp("compare")
+    comparison = compare({EVIL: problem}, {EVIL: ContiguousDp()}, (0,), out_dir=folder)
+    return {
+        "graph": problem.graph,
+        "solution": solution,
+        "timeline": simulate(problem, solution.placement),
+        "plan": make_plan(problem, solution, planner=EVIL),
+        "comparison": comparison,
+    }
+
+
+@pytest.mark.parametrize("name", ["graph", "solution", "timeline", "plan", "comparison"])
+def test_objects_show_themselves(name: str, objects: dict[str, Any]) -> None:
+    page = objects[name]._repr_html_()
+    tags = Tags(page)
+    assert "table" in tags.found and "script" not in tags.found
+    assert len(page) < 40_000
+    # Dark or light is the page's decision, and nothing is loaded from anywhere.
+    assert not re.search(r"(?<![-\w])(color|background):(?!transparent|inherit)", page)
+    assert "http" not in page and "src=" not in page
+    if name != "solution":  # which knows no names
+        assert EVIL in tags.text.replace(" ", ""), "shown, as text"
+
+
+def test_what_is_shown(objects: dict[str, Any]) -> None:
+    # Three operators of 1 ms on each of two devices, one after another: 6 ms, every 3 ms.
+    text = {name: " ".join(Tags(x._repr_html_()).text.split()) for name, x in objects.items()}
+    assert "operators 6 edges 5" in text["graph"] and "op 6" in text["graph"]
+    assert "objective 0.003" in text["solution"]
+    assert "operators on device 0 3 operators on device 1 3" in text["solution"]
+    assert "predicted: latency 6 ms, period 3 ms, 32 micro-batches" in text["timeline"]
+    assert "latency 6 ms" in text["plan"] and "period 3 ms" in text["plan"]
+    assert "single:" in text["comparison"] and "speed-up" in text["comparison"]
+
+
+def test_a_drawing_of_two_devices() -> None:
+    """0: the first half of the time micro-batch 0, then 1. 1: idle, then micro-batch 0."""
+    tracks = [
+        ("one", np.array([0.5, 0.0]), np.array([1.0, 0.5]), np.array([1, 0])),
+        ("two", np.array([0.5]), np.array([1.0]), np.array([0])),
+        ("idle", np.zeros(0), np.zeros(0), np.zeros(0, int)),
+    ]
+    drawn = lanes("<t>", tracks, 1.0)
+    Tags(drawn)
+    assert re.findall(r'd="([^"]*)"', drawn) == [
+        "M100 4h360v16h-360z",
+        "M460 4h360v16h-360z",
+        "M460 26h360v16h-360z",
+    ]
+    hues = re.findall(r'z" fill="(#\w+)"', drawn)
+    assert hues[0] == hues[2] != hues[1]
+
+
+def test_drawings_stay_small() -> None:
+    begin = np.linspace(0, 1, 200_000)
+    end = np.append(begin[1:], 1.0)
+    track = (begin, end, np.arange(200_000))
+    drawn = lanes("many", [(f"d{i}", *track) for i in range(40)], 1.0)
+    assert len(drawn) < 400_000 and f"the first {MAX_LANES} of 40" in drawn
+
+
+def test_tables_stay_small() -> None:
+    rows = [[str(i), "x"] for i in range(1000)]
+    shown = table("t", ["a", "b"], rows)
+    assert shown.count("<tr>") == MAX_ROWS + 1 and f"and {1000 - MAX_ROWS} more" in shown
+
+
+def test_a_measured_timeline_without_memory() -> None:
+    one = Timeline(
+        ("d",), np.zeros(1, np.int32), np.array([[1.0]]), np.array([[3.0]]), measured=True
+    )
+    page = one._repr_html_()
+    assert "measured: latency 2 s" in page and "M100 4h720" in page, "begins at its first start"
+
+
+def test_an_infeasible_solution() -> None:
+    assert "inf" in Solution(np.zeros(3, np.int32), float("inf"))._repr_html_()
+
+
+def test_units() -> None:
+    assert [count(n, "planner") for n in (0, 1, 2)] == ["0 planners", "1 planner", "2 planners"]
+    assert [seconds(x) for x in (0.0, 4.2e-5, 0.01234, 0.9996, 2000.0)] == [
+        "0 µs",
+        "42 µs",
+        "12.3 ms",
+        "1 s",
+        "2000 s",
+    ]
+    assert (mebibytes(2**20), mebibytes(2**63 - 1)) == ("1.0 MiB", "unlimited")
