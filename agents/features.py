@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from envs.problems import group_order
 from placement.problem import Placement, Problem
 from placement.search.evaluation import device_classes
-from placement.simulator.analytic import ANALYTIC
 
 OBJECTIVE_FEATURES = (
     "1 if the objective is a throughput",
@@ -132,9 +131,9 @@ def _costs(problem: Problem) -> _Costs:
     mean = finite.sum(axis=1) / legal.sum(axis=1)
     in_flight = min(problem.max_in_flight, problem.num_microbatches)
     objective = (
-        problem.is_throughput,
-        problem.objective in ANALYTIC,
-        np.log(in_flight) if problem.is_pipelined else 0.0,
+        problem.objective.is_throughput,
+        problem.objective.is_analytic,
+        np.log(in_flight) if problem.objective.is_pipelined else 0.0,
     )
     unit = max(float(mean.mean()), 1e-15)
     return _Costs(finite, legal, mean, seconds.min(axis=1), unit, objective)

@@ -14,6 +14,7 @@ from agents.store import GraphStore
 from envs import guided_kernels
 from envs.guided import begin, state_of, tables_of
 from envs.guided import search as take_steps
+from placement.objective import Objective
 from placement.problem import Problem
 from placement.search import order
 from placement.search.evaluation import Search, can_move, two_operators
@@ -144,7 +145,7 @@ WIDTH = 16, 4  # moves offered at each step where nobody says: simulated objecti
 
 def default_budget(problem: Problem) -> int:
     """Evaluations of a search without a budget: some seconds for 1,500 operators."""
-    return 1_000_000 if problem.objective == "max_load" else 20_000
+    return 1_000_000 if problem.objective is Objective.MAX_LOAD else 20_000
 
 
 def anneal(

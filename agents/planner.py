@@ -24,10 +24,11 @@ from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
 from envs.problems import Evaluator, ProblemSet, canonical, choice_of
 from envs.refine import RefineRules
+from placement.objective import Objective
 from placement.planners.order_search import NO_NETWORK, WIDTH, why_not
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
-from placement.problem import THROUGHPUTS, Objective, Placement, Planner, Problem, Solution
+from placement.problem import Placement, Planner, Problem, Solution
 from placement.search.evaluation import INFEASIBLE, Search, can_move, two_operators
 
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
@@ -242,7 +243,11 @@ class PolicyPlanner:
     def _seeds(self, problem: Problem) -> tuple[TrainedPolicy, str] | None:
         """Whose placements a guided search evaluates before it moves anything, and its name."""
         given = self.seed_policy
-        if given is None and problem.objective == "latency" and problem.graph.num_groups <= SMALL:
+        if (
+            given is None
+            and problem.objective is Objective.LATENCY
+            and problem.graph.num_groups <= SMALL
+        ):
             given = released("best_of_k", problem.objective)
         if given is None or not self.k:
             return None
@@ -332,7 +337,7 @@ def released(mode: Mode | Kind, objective: Objective) -> Path:
     if mode in ("guided_search", "order_search", "refine"):
         name = f"{mode}-{objective}"
     else:
-        name = f"sequential-{'max_load' if objective in THROUGHPUTS else 'latency'}"
+        name = f"sequential-{'max_load' if objective.is_throughput else 'latency'}"
     return Path(__file__).with_name("released") / f"{name}.safetensors"
 
 

@@ -202,8 +202,7 @@ class PlacementEnv(gym.Env[Observation, Any]):
         number, placement = self._last
         problem = self.problems.problems[number]
         try:
-            num_microbatches = 1 if problem.objective == "latency" else None
-            timeline = simulate(problem, placement, num_microbatches=num_microbatches)
+            timeline = simulate(problem, placement, num_microbatches=problem.num_run)
         except ProblemError as error:
             return f"the last placement cannot run: {error}\n"
         return text_gantt(timeline, 100)

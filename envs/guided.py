@@ -20,7 +20,6 @@ from placement.search.chooser import no_network
 from placement.search.evaluation import INFEASIBLE, can_move, neighbours
 from placement.search.macro import draws_of
 from placement.simulator import kernels, score
-from placement.simulator.analytic import ANALYTIC
 from placement.simulator.analytic_kernels import blocks, move_state, move_tables, piecewise_tables
 
 # Ways of cooling down: temperature at first and at last, log2 of p at first and at last. Energies
@@ -42,8 +41,8 @@ def tables_of(problem: Problem) -> Tables:
         "piecewise_latency": guided_kernels.PIECEWISE,
         "energy": guided_kernels.ENERGY,
     }.get(objective, guided_kernels.TIMELINE)
-    runs = objective not in ANALYTIC
-    m = problem.num_microbatches if runs and objective != "latency" else 1
+    runs = not objective.is_analytic
+    m = problem.num_run if runs else 1
     window, track = min(m, problem.max_in_flight), bool(problem.memory_may_bind and runs)
     rank = np.zeros(g.num_groups)
     np.maximum.at(rank, g.group, problem.upward_rank_s)

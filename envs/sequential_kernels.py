@@ -164,7 +164,7 @@ def tables_of(chosen: ProblemSet) -> Tables:
         unit_s=np.array([max(f.mean(), 1e-15) for f in fastest]),
         path_s=np.array([max(f.max(), 1e-15) for f in finish]),
         work_s=np.array([max(f.sum(), 1e-15) for f in fastest]),
-        even_s=np.array([_even_load_s(p) if p.is_throughput else -1.0 for p in problems]),
+        even_s=np.array([_even_load_s(p) if p.objective.is_throughput else -1.0 for p in problems]),
     )
 
 

@@ -23,9 +23,10 @@ import numpy as np
 from experiments.runs import in_turns
 from experiments.study import Options, Rows, Study, run, say
 from experiments.tables import Column, table
+from placement.bounds import lower_bounds
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.problem import Placement, Problem, lower_bounds
+from placement.problem import Placement, Problem
 from placement.profile import Profile
 from placement.simulator import evaluate, kernels, score, simulate, simulate_reference
 

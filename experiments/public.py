@@ -34,8 +34,9 @@ from experiments.runs import GIB, limited, warm
 from experiments.study import Option, Options, Study, StudyError, run, say
 from experiments.tables import DASH, Column, groups, number, table
 from placement import importers, planners
+from placement.bounds import lower_bound
 from placement.planners.order_search import load_kernel
-from placement.problem import Problem, lower_bound
+from placement.problem import Problem
 from placement.simulator import score, value_of
 
 MEMORY_BYTES = 8 * GIB  # address space of a planner

@@ -22,7 +22,8 @@ from experiments.study import StudyError, say
 from placement import planners
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.problem import OBJECTIVES, Objective, Planner, Problem
+from placement.objective import Objective
+from placement.problem import Planner, Problem
 from placement.profile import Profile
 
 Floats = NDArray[np.float64]
@@ -251,7 +252,7 @@ def is_search(name: str) -> bool:
     return {"seed", "seconds", "evaluations"} <= options_of(name)
 
 
-def warm(names: Sequence[str], objectives: Sequence[Objective] = OBJECTIVES) -> None:
+def warm(names: Sequence[str], objectives: Sequence[Objective] = tuple(Objective)) -> None:
     """Compile, or load, every kernel now: processes that are forked later inherit them."""
     ops = np.arange(6)
     graph = OpGraph.build(

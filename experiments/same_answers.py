@@ -40,7 +40,8 @@ import numpy as np
 import placement
 from placement import exporters, importers, planners, schedulers, workloads
 from placement.__main__ import main as command
-from placement.problem import OBJECTIVES, lower_bounds
+from placement.bounds import lower_bounds
+from placement.objective import Objective
 from placement.simulator import evaluate, score, simulate_reference
 from placement.simulator.analytic import device_loads, piecewise_latency
 from placement.workloads.synthetic import families, giph
@@ -187,7 +188,7 @@ def problems(wanted: Wanted) -> Iterator[tuple[str, placement.Problem]]:
     kinds: Any
     for name, load in files().items():
         kinds = {
-            "branches": OBJECTIVES,
+            "branches": tuple(Objective),
             "profile": ("period", "latency", "energy", "measured period", "measured latency"),
             "gpus": ("period", "latency"),
             "moirai": ("period", "latency"),
@@ -349,7 +350,7 @@ def batch(problem: placement.Problem) -> Row:
     values = evaluate(problem, drawn)
     found: Row = {"latency": values.latency_s, "period": values.period_s}
     found |= {"energy": values.energy_j, "peak": values.peak_bytes}
-    for objective in OBJECTIVES:
+    for objective in Objective:
         if objective != "energy" or values.energy_j is not None:
             found[f"score {objective}"] = score(problem.with_objective(objective), drawn)
     return {k: digest(v) for k, v in found.items() if v is not None}

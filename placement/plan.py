@@ -25,18 +25,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
 
+from placement.bounds import lower_bound, lower_bounds
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.problem import (
-    ROUNDING,
-    Objective,
-    Placement,
-    Problem,
-    Solution,
-    lower_bound,
-    lower_bounds,
-)
-from placement.simulator.analytic import ANALYTIC
+from placement.objective import Objective
+from placement.problem import ROUNDING, Placement, Problem, Solution
 from placement.tools.files import model_file, parse_json, short, write_atomic
 from placement.tools.named import meant
 from placement.tools.ownership import version
@@ -713,7 +706,7 @@ def make_plan(
         priority = np.argsort(np.lexsort((one.end_s[0], one.start_s[0]))).astype(np.int32)
     assert one.peak_bytes is not None and many.peak_bytes is not None
     peak = np.maximum(one.peak_bytes, many.peak_bytes)
-    if problem.objective in ANALYTIC:  # these count parameters only
+    if problem.objective.is_analytic:  # these count parameters only
         peak = problem.param_bytes_on(p)
     excess = memory_excess(problem, peak)
     if excess:
@@ -780,9 +773,9 @@ def _value_s(problem: Problem, solution: Solution, one: Timeline, many: Timeline
     """The objective in the order of the plan, which need not be the planner's."""
     from placement.simulator import value_in, value_of
 
-    if problem.objective in ANALYTIC:
+    if problem.objective.is_analytic:
         return value_of(problem, solution)
-    return value_in(problem, one if problem.objective == "latency" else many)
+    return value_in(problem, one if problem.objective is Objective.LATENCY else many)
 
 
 def proved_bound_s(problem: Problem, solution: Solution) -> float:

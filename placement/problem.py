@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, cmp_to_key
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from placement.cluster import Cluster, Ends, Power, pairs_of
 from placement.graph import OpGraph, reuse_position
+from placement.objective import Objective
 from placement.profile import Profile
 
 if TYPE_CHECKING:
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 Placement = NDArray[np.int32]  # [N] device of each operator
-Objective = Literal["period", "latency", "energy", "max_load", "piecewise_latency"]
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
-THROUGHPUTS = ("period", "energy", "max_load")  # how often something ends, not how soon
 MOST_RUNS = 2**24  # operators x micro-batches: a timetable of them has half a GiB
 MOST_WAITING = 2**36  # micro-batches x those in flight: the simulator looks at all that wait
 ROUNDING = 1e-6  # by which sums in another order, and what solvers prove, may differ
@@ -38,11 +35,7 @@ class Problem:
 
     Attributes:
         graph, cluster, profile: what, where, and at which cost.
-        objective: what a planner minimises: of the timeline, ``period`` (steady-state seconds
-            per micro-batch), ``latency`` (seconds of one micro-batch alone) or ``energy``
-            (joules per micro-batch of the pipelined run, and what its seconds are worth; where
-            the name of a value ends in ``_s``, it is joules then); without one, ``max_load``
-            or ``piecewise_latency`` (see ``placement.simulator.analytic``).
+        objective: what a planner minimises, an ``Objective`` or its name.
         num_microbatches: ``M`` of a pipelined run.
         max_in_flight: at most this many micro-batches between first and last operator.
         contention: a channel carries one tensor at a time; False: any number, each at full
@@ -57,7 +50,7 @@ class Problem:
     graph: OpGraph
     cluster: Cluster
     profile: Profile
-    objective: Objective = "period"
+    objective: Objective = Objective.PERIOD
     num_microbatches: int = 32
     max_in_flight: int = 4
     contention: bool = True
@@ -71,8 +64,12 @@ class Problem:
                 f"profile is for devices {list(self.profile.device_names)}, the cluster has "
                 f"{list(self.cluster.device_names)}; use profile.for_cluster(cluster)"
             )
-        if self.objective not in OBJECTIVES:
-            raise ProblemError(f"objective {self.objective!r} is unknown; use one of {OBJECTIVES}")
+        try:
+            object.__setattr__(self, "objective", Objective(self.objective))
+        except ValueError:
+            raise ProblemError(
+                f"objective {self.objective!r} is unknown; use one of {tuple(map(str, Objective))}"
+            ) from None
         if self.ready_order not in get_args(ReadyOrder):
             raise ProblemError(
                 f"ready_order {self.ready_order!r} is unknown; use one of {get_args(ReadyOrder)}"
@@ -95,7 +92,7 @@ class Problem:
             )
         if not 0 <= self.second_j < np.inf:
             raise ProblemError(f"second_j = {self.second_j} must be a number of at least 0")
-        if self.objective == "energy" and self.power is None:
+        if self.objective is Objective.ENERGY and self.power is None:
             silent = [d.name for d in self.cluster.devices if d.busy_w is None or d.idle_w is None]
             raise ProblemError(
                 f"objective 'energy' needs the power of every device, unknown for {silent}; "
@@ -108,14 +105,15 @@ class Problem:
             raise ProblemError(f"no device can run every operator of colocation group {names}")
 
     @property
-    def is_pipelined(self) -> bool:
-        """Whether the objective is of micro-batches in a pipeline, ``max_in_flight`` at a time."""
-        return self.objective in ("period", "energy")
+    def num_run(self) -> int:
+        """Micro-batches of a run that the objective is of: one alone, or ``M`` in a pipeline."""
+        return 1 if self.objective is Objective.LATENCY else self.num_microbatches
 
     @property
-    def is_throughput(self) -> bool:
-        """Whether the objective is one of ``THROUGHPUTS``."""
-        return self.objective in THROUGHPUTS
+    def one_run(self) -> Problem:
+        """The same problem with the ``num_run`` micro-batches that the objective is of."""
+        same = self.num_run == self.num_microbatches
+        return self if same else replace(self, num_microbatches=self.num_run)
 
     @property
     def num_ops(self) -> int:
@@ -465,149 +463,6 @@ def _position(order: NDArray[np.intp]) -> NDArray[np.int32]:
     position = np.empty(len(order), np.int32)
     position[order] = np.arange(len(order))
     return position
-
-
-def lower_bounds(problem: Problem) -> dict[str, float]:
-    """Bounds that hold for every placement, by objective: seconds, joules for ``energy``.
-
-    Latency: the critical path with every operator at its fastest device. Period and largest
-    load: the fractional load balance without communication (an LP), and the heaviest
-    colocation group at its cheapest device. Energy (where power is known): every operator
-    where it adds least, and every device idle for the shortest possible run, whose seconds are
-    worth ``second_j``.
-    """
-    path_s, load_s = _path_bound_s(problem), _load_bound_s(problem)
-    bounds = {"latency": path_s, "period": load_s, "max_load": load_s, "piecewise_latency": path_s}
-    if problem.power is not None:
-        busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.sleep_w)
-        added = np.where(problem.supported, problem.compute_s, 0.0) * (busy - least)
-        added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
-        run_s = max(path_s / problem.num_microbatches, load_s)
-        waiting_w = least.sum() + problem.second_j
-        bounds["energy"] = float(added + waiting_w * run_s) * (1 - 1e-12)
-    return bounds
-
-
-def lower_bound(problem: Problem) -> float:
-    """That of ``lower_bounds`` for the problem's own objective, without the LP for a path."""
-    if problem.objective in ("latency", "piecewise_latency"):
-        return _path_bound_s(problem)
-    if problem.objective in ("period", "max_load"):
-        return _load_bound_s(problem)
-    return lower_bounds(problem)[problem.objective]
-
-
-def _path_bound_s(problem: Problem) -> float:
-    fastest = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
-    own_s, finish = fastest.tolist(), fastest.tolist()  # lists: a loop over arrays takes long
-    edges = problem.graph.edges
-    for src, dst in edges[np.argsort(edges[:, 1], kind="stable")].tolist():
-        finish[dst] = max(finish[dst], finish[src] + own_s[dst])
-    return max(finish)
-
-
-def _load_bound_s(problem: Problem) -> float:
-    groups = problem.group_compute_s
-    return max(float(groups.min(axis=1).max()), balance_bound(groups))
-
-
-def balance_bound(seconds: Sequence[Sequence[float]] | Floats) -> float:
-    """Least largest load when each row of ``[G, D]`` seconds is spread over the devices.
-
-    Summed up from the ``balance_prices``, so that it holds whatever a solver's tolerance.
-    """
-    s = np.asarray(seconds, dtype=np.float64)
-    return float(priced(s, balance_prices(s)).sum()) * (1 - 1e-12)
-
-
-def priced(seconds: Floats, prices: Floats) -> Floats:
-    """float64 ``[G]``: each row of ``seconds [G, D]`` where it is cheapest; inf entries are out."""
-    finite = np.isfinite(seconds)
-    return np.where(finite, np.where(finite, seconds, 0.0) * prices, np.inf).min(axis=1)
-
-
-_LP_SIZE = 200_000
-
-
-def balance_prices(seconds: Floats) -> Floats:
-    """float64 ``[D]`` prices ``y >= 0`` of a second on each device, ``sum y = 1``.
-
-    For *any* such prices ``sum_g min_d y_d * seconds[g, d]`` is at most the largest load of
-    every assignment; these make it largest (the dual of the fractional load balance). Equal
-    devices get equal prices; with two kinds of device the optimum is one of the rows' ratios,
-    with more kinds HiGHS solves the LP, unless it has more than ``_LP_SIZE`` variables: it would
-    take minutes, and all prices are equal then.
-    """
-    s = np.asarray(seconds, dtype=np.float64)
-    s = s[s.min(axis=1) > 0]
-    kinds, kind, count = _equal_columns(s)
-    if len(s) == 0 or len(count) == 1 or (len(count) > 2 and kinds.size > _LP_SIZE):
-        return np.full(s.shape[1], 1.0 / s.shape[1])
-    return (_two_prices if len(count) == 2 else _lp_prices)(kinds, count)[kind]
-
-
-def _equal_columns(s: Floats) -> tuple[Floats, NDArray[np.intp], NDArray[np.intp]]:
-    """``np.unique(s, axis=1)`` with inverse and counts; that compares rows entry by entry."""
-    columns = np.ascontiguousarray(s.T)
-
-    def compare(a: int, b: int) -> int:
-        differs = columns[a] != columns[b]
-        at = int(differs.argmax()) if len(differs) else 0
-        if not differs[at : at + 1].any():
-            return 0
-        return -1 if columns[a, at] < columns[b, at] else 1
-
-    order = sorted(range(len(columns)), key=cmp_to_key(compare))
-    new = [i == 0 or compare(order[i - 1], d) != 0 for i, d in enumerate(order)]
-    kind = np.empty(len(columns), np.intp)
-    kind[order] = np.cumsum(new) - 1
-    return columns[np.array(order)[new]].T, kind, np.bincount(kind)
-
-
-def _two_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
-    """Prices of two kinds of device, float64 ``[2]``: try every row's ratio, and the extremes."""
-    first, second = s[:, 0], s[:, 1]
-    both = np.isfinite(s).all(axis=1)
-    only = [s[~np.isfinite(s[:, 1 - k]), k].sum() for k in (0, 1)]
-    a, b = first[both], second[both]
-    order = np.argsort(b / a, kind="stable")
-    a, b, ratio = a[order], b[order], (b / a)[order]
-    # At the ratio r = y_0 / y_1 a row costs min(r * first, second): second where b / a <= r.
-    below, above = np.append(0.0, np.cumsum(b))[1:], (a.sum() - np.cumsum(a))
-    value = (ratio * (only[0] + above) + only[1] + below) / (ratio * count[0] + count[1])
-    best = int(np.argmax(value)) if len(value) else -1
-    extremes = (only[0] / count[0], only[1] / count[1])
-    if best < 0 or max(extremes) > value[best]:
-        return np.where(np.arange(2) == np.argmax(extremes), 1.0 / count, 0.0)
-    return np.array([ratio[best], 1.0]) / (ratio[best] * count[0] + count[1])
-
-
-def _lp_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
-    """Prices of several kinds of device, float64 ``[K]``, from the LP's marginals."""
-    from scipy.optimize import linprog
-    from scipy.sparse import coo_matrix
-
-    rows, kinds = np.nonzero(np.isfinite(s))
-    k, d = len(rows), s.shape[1]
-    unit = float(s[rows, kinds].max())
-    load = coo_matrix(
-        (
-            np.append(s[rows, kinds] / unit, -count.astype(np.float64)),
-            (np.append(kinds, np.arange(d)), [*range(k), *[k] * d]),
-        )
-    )
-    once = coo_matrix((np.ones(k), (rows, np.arange(k))), shape=(len(s), k + 1))
-    answer = linprog(
-        np.append(np.zeros(k), 1.0),
-        A_ub=load,
-        b_ub=np.zeros(d),
-        A_eq=once,
-        b_eq=np.ones(len(s)),
-        method="highs",
-    )
-    prices = np.maximum(-answer.ineqlin.marginals, 0.0) if answer.success else np.zeros(d)
-    total = float(prices @ count)
-    return prices / total if total > 0 else np.full(d, 1.0 / count.sum())
 
 
 def host_of(problem: Problem) -> tuple[int, NDArray[np.bool_]]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
+from placement.objective import Objective
 from placement.problem import Placement, Planner, Problem, ProblemError, Solution
 from placement.profile import Profile
 from placement.schedule import Schedule, ScheduleError
@@ -341,8 +342,8 @@ def small_problems() -> list[Problem]:
         names = cluster.device_names
         links = tuple(Link(a, b, 0.1, 100.0) for a in names for b in names if a != b)
         profile = Profile(names, seconds, np.zeros((n, d)), links)
-        problem = Problem(graph, cluster, profile, "period", num_microbatches=16, max_in_flight=2)
-        found += [problem, problem.with_objective("latency")]
+        problem = Problem(graph, cluster, profile, num_microbatches=16, max_in_flight=2)
+        found += [problem, problem.with_objective(Objective.LATENCY)]
     return found
 
 

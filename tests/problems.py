@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.problem import Objective, Placement, Problem
+from placement.objective import Objective
+from placement.problem import Placement, Problem
 from placement.profile import Profile
 
 

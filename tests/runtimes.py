@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.problem import Objective, Problem
+from placement.objective import Objective
+from placement.problem import Problem
 from placement.profile import Profile
 from placement.simulator import simulate
 from placement.timeline import Timeline

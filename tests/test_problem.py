@@ -12,16 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from placement.bounds import _equal_columns, balance_bound, lower_bound, lower_bounds
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.problem import (
-    Problem,
-    ProblemError,
-    _equal_columns,
-    balance_bound,
-    lower_bound,
-    lower_bounds,
-)
+from placement.problem import Problem, ProblemError
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate, simulate
 from tests.problems import problems, random_placement, random_problem

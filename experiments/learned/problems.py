@@ -14,7 +14,8 @@ from experiments.runs import two_cores
 from experiments.study import say
 from placement import importers
 from placement.cluster import Cluster, Link
-from placement.problem import Objective, Problem
+from placement.objective import Objective
+from placement.problem import Problem
 from placement.workloads import synthetic
 
 Problems = dict[str, Problem]

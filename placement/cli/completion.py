@@ -143,7 +143,7 @@ def _values(action: argparse.Action) -> Iterator[tuple[str, str]]:
 
 def _names(dest: str) -> list[str]:
     from placement import exporters, schedulers, workloads
-    from placement.problem import OBJECTIVES
+    from placement.objective import Objective
 
     known: dict[str, Callable[[], list[str]]] = {
         "workload": lambda: list(workloads.names()),
@@ -151,7 +151,7 @@ def _names(dest: str) -> list[str]:
         "planner": _planners,
         "scheduler": schedulers.names,
         "to": exporters.names,
-        "objective": lambda: list(OBJECTIVES),
+        "objective": lambda: list(Objective),
         "mode": lambda: ["inference", "training"],
         "optimizer": lambda: ["Adam", "AdamW", "RMSprop", "SGD"],
     }

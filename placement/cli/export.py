@@ -149,7 +149,6 @@ def _loss(
 
     from placement.nearest import simulate_split
     from placement.plan import memory_excess
-    from placement.simulator.analytic import ANALYTIC
 
     devices = problem.cluster.device_names
     on = np.array([devices.index(name) for name in nearest.assignment.values()])
@@ -161,7 +160,7 @@ def _loss(
         for what, (was, now) in values.items()
     ]
     peak = [np.max([t.peak_bytes for t in pair], axis=0) for pair in zip(one, many, strict=True)]  # type: ignore[arg-type]
-    if problem.objective in ANALYTIC:  # these count parameters only
+    if problem.objective.is_analytic:  # these count parameters only
         was_on = plan.placement(problem.graph, problem.cluster)
         peak = [problem.param_bytes_on(p) for p in (was_on, on)]
     for d, name in enumerate(devices):

@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from placement import importers
-    from placement.problem import lower_bounds
+    from placement.bounds import lower_bounds
 
     cli.check_outputs(args.out)
     with cli.progress() as report:

@@ -353,6 +353,7 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
             option = name.replace("_", "-").replace("dims", "dim")
             raise cli.UsageError(f"--{option} is for problem files; {args.workload!r} is none")
     from placement.costs import predictors
+    from placement.objective import Objective
     from placement.problem import Problem
     from placement.profile import Profile
 
@@ -377,7 +378,8 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         from placement.costs.measure import load_or_measure
 
         profile = load_or_measure(graph, cluster, progress=report)
-    return Problem(graph, cluster, profile, objective=args.objective or "period", **changes)
+    objective = Objective(args.objective or Objective.PERIOD)
+    return Problem(graph, cluster, profile, objective=objective, **changes)
 
 
 def _check_settings(args: argparse.Namespace) -> None:
@@ -386,12 +388,12 @@ def _check_settings(args: argparse.Namespace) -> None:
     Raises:
         UsageError: an unknown objective, or a number out of range.
     """
-    from placement.problem import OBJECTIVES
+    from placement.objective import Objective
     from placement.tools.named import meant
 
-    if args.objective is not None and args.objective not in OBJECTIVES:
-        near = meant(args.objective, OBJECTIVES) or ";"
-        names = ", ".join(OBJECTIVES)
+    if args.objective is not None and args.objective not in list(Objective):
+        near = meant(args.objective, Objective) or ";"
+        names = ", ".join(Objective)
         raise cli.UsageError(f"--objective {args.objective} is unknown{near} use one of {names}")
     for option, value in (("--microbatches", args.microbatches), ("--in-flight", args.in_flight)):
         if value is not None and not 1 <= value <= cli.MAX_BATCHES:

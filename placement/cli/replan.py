@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     if not feasible:
         cli.say(f"on {list(devices)}: {solution.stats['infeasible']}")
         return cli.NO
-    unit = "J" if left.objective == "energy" else "s"
+    unit = left.objective.unit
     now, before = (cli.seconds(x, unit) for x in (solution.value_s, plan.predicted.value_s))
     cli.say(
         f"without {', '.join(without)}: {left.objective} {now}, before {before}; "

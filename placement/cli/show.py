@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
+from placement.objective import Objective
 
 if TYPE_CHECKING:
     from placement.cluster import Cluster
@@ -72,12 +73,16 @@ def show_plan(plan: Plan) -> None:
     """Summary: the values, and what each device does."""
     values = [["latency", *_values(plan, "latency")], ["period", *_values(plan, "period")]]
     energy_j = plan.predicted.energy_j
-    weight = f" and {plan.second_j:g} J/s" if plan.objective == "energy" and plan.second_j else ""
-    if energy_j is not None and (plan.objective != "energy" or weight):
+    weight = (
+        f" and {plan.second_j:g} J/s"
+        if plan.objective == Objective.ENERGY and plan.second_j
+        else ""
+    )
+    if energy_j is not None and (plan.objective != Objective.ENERGY or weight):
         values.append(["energy", cli.seconds(energy_j, "J"), *["-"] * 4])
     declared = energy_j is not None and plan.cluster.build().power_source == "declared"
-    if plan.objective not in ("latency", "period"):
-        unit = "J" if plan.objective == "energy" else "s"
+    if not Objective(plan.objective).is_measurable:
+        unit = Objective(plan.objective).unit
         value, bound = plan.predicted.value_s, plan.lower_bound_s.get(plan.objective)
         single = cli.seconds(plan.fallback.value_s, unit) if plan.fallback else "-"
         shown = cli.seconds(value, unit)

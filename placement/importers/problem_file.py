@@ -39,7 +39,8 @@ from pydantic import (
 from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.graph import GraphError, OpGraph
 from placement.importers._read import FormatError
-from placement.problem import Objective, Problem, ProblemError, ReadyOrder
+from placement.objective import Objective
+from placement.problem import Problem, ProblemError, ReadyOrder
 from placement.profile import Profile, ProfileError
 from placement.tools.files import parse_json, short, write_atomic
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.objective import Objective
 from placement.planners import check_least
 from placement.planners.contiguous_dp import merge_blocks
 from placement.problem import Problem, Solution
@@ -172,7 +173,7 @@ def _inside(ideals: Bools) -> Bools:
 
 def _compute_s(problem: Problem, ideals: Bools) -> tuple[Floats, Floats]:
     """float64 ``[S, D]`` seconds of each state, and how many of its groups cannot run there."""
-    in_pipeline = problem.is_pipelined and problem.num_devices > 1
+    in_pipeline = problem.objective.is_pipelined and problem.num_devices > 1
     per_op = problem.loaded_s if in_pipeline else problem.compute_s
     seconds = np.zeros((problem.graph.num_groups, problem.num_devices))
     np.add.at(seconds, problem.graph.group, np.where(np.isfinite(per_op), per_op, 0.0))
@@ -210,7 +211,7 @@ def _solve(
     cut = np.full((len(order), count), -1)
     for k, d in enumerate(order):
         stage = seconds[None, :, d] - seconds[:, None, d]
-        if problem.objective == "max_load":
+        if problem.objective is Objective.MAX_LOAD:
             stage = stage + crossing[:, None, d] + crossing[None, :, d]
         else:
             stage = np.maximum(stage, crossing[:, None, d])

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from placement.bounds import lower_bound
+from placement.objective import Objective
 from placement.planners import PlannerError, check_least, load
 from placement.planners.critical_path_greedy import CriticalPathGreedy
 from placement.planners.ideal_dp import IdealDp
-from placement.problem import Problem, Solution, lower_bound
+from placement.problem import Problem, Solution
 from placement.search.evaluation import (
     DEFAULT_EVALUATIONS,
     INFEASIBLE,
@@ -133,7 +135,7 @@ class BestOf:
                 continue
             # The last one gets all, unless a search for something that fits may have to follow.
             share = 1.0 if i + 1 == len(chosen) and not nothing_fits else 0.5
-            if name in _WALKS and problem.objective == "latency":
+            if name in _WALKS and problem.objective is Objective.LATENCY:
                 share = max(share, _LATENCY_SHARE)
             if isinstance(planner, CriticalPathGreedy) and np.isfinite(search.seconds_left):
                 planner = replace(planner, beat=search.best_cost)
@@ -164,7 +166,7 @@ class BestOf:
 
     def _order(self, problem: Problem) -> list[str]:
         """Who comes first where not all of them may come."""
-        loads = problem.objective in ("period", "max_load", "energy")
+        loads = problem.objective.is_throughput
         first = _SPLITS if loads else _LISTS
         order = sorted(self.planners, key=lambda name: (*first, name).index(name))
         if self.seconds is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.graph import OpGraph
+from placement.objective import Objective
 from placement.planners import check_least
 from placement.problem import Problem, Solution, host_of
 from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes
@@ -86,7 +87,7 @@ def score_splits(
     states, all_orders = _states(problem, costs.kind, max_states)
     # Activations of one micro-batch are counted not at all, once, once per flight, until the
     # best split fits; if nothing does, memory is forgotten and the least violating split is told.
-    flights = problem.max_in_flight if problem.is_pipelined else 1
+    flights = problem.max_in_flight if problem.objective.is_pipelined else 1
     times = [0, 1, flights] if problem.memory_may_bind else [0]
     bottleneck_s = None
     for count in [*dict.fromkeys(times), None]:
@@ -94,7 +95,7 @@ def score_splits(
         if (count is None and known < INFEASIBLE) or (count != times[0] and not search.left):
             break
         splits = _solve(costs.seconds(count), costs.kind, states)
-        if problem.objective == "latency":
+        if problem.objective is Objective.LATENCY:
             splits.sort(key=lambda split: costs.latency_s(split[1]))
         rows = [_choice(stages, block, costs.kind) for _, stages in splits[:candidates]]
         if not len(rows):
@@ -165,7 +166,11 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
     g, num_devices = problem.graph, problem.num_devices
     size = int(block.max()) + 2
     at = block[g.group]  # [N]
-    run_s = problem.loaded_s if problem.is_pipelined and num_devices > 1 else problem.compute_s
+    run_s = (
+        problem.loaded_s
+        if problem.objective.is_pipelined and num_devices > 1
+        else problem.compute_s
+    )
 
     made, producer, both, first, last = made_and_used(g, at)
     given = g.tensor_src[g.use_tensor] < 0  # uses of model inputs

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from placement.bounds import lower_bound
+from placement.objective import Objective
 from placement.planners import PlannerError, check_least
-from placement.problem import Planner, Problem, Solution, lower_bound
+from placement.problem import Planner, Problem, Solution
 from placement.search import exact
 from placement.search.evaluation import Search
 from placement.simulator.analytic_kernels import Blocks, blocks
@@ -69,7 +71,7 @@ class CpSat:
             ) from error
         search = Search(problem, self.seconds)
         exact.begin(search, self.start, self.contiguous, min(5.0, 0.1 * self.seconds))
-        if problem.objective == "piecewise_latency":
+        if problem.objective is Objective.PIECEWISE_LATENCY:
             try:
                 return _latency(self, cp_model, search, exact.writing(search, _READING))
             except exact.OutOfTime:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.objective import Objective
 from placement.planners import check_shares
 from placement.problem import Placement, Problem, Solution
 from placement.search.evaluation import (
@@ -53,7 +54,7 @@ class CriticalPathGreedy:
         check_shares(self, "dense")
 
     def __call__(self, problem: Problem) -> Solution:
-        load_kernels("latency")  # walks follow timelines, whatever the objective is
+        load_kernels(Objective.LATENCY)  # walks follow timelines, whatever the objective is
         search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
         part = parts(problem, key_operators(problem, self.dense))
         fastest = _seconds_of_parts(problem, part).argmin(axis=1)[part].astype(np.int32)

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.bounds import balance_prices, lower_bound, priced
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.planners import PlannerError, check_least
-from placement.problem import Problem, Solution, balance_prices, lower_bound, priced
+from placement.problem import Problem, Solution
 from placement.profile import Profile
 from placement.search import ideal_kernels
 from placement.search.evaluation import NO_PROOF, cannot_fit, why_infinite
@@ -124,10 +125,7 @@ class IdealDp:
         stats["max_load_s"] = float(device_loads(problem, best.placement).max())
         value = float(score(problem, best.placement)[0])
         if not np.isfinite(value):  # the split counts parameters, a timeline activations too
-            run = (
-                replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
-            )
-            stats["infeasible"] = why_infinite(run, best.placement)
+            stats["infeasible"] = why_infinite(problem.one_run, best.placement)
         return Solution(best.placement, value, bound, stats)
 
     def _found(self, problem: Problem, reduced: _Reduced, below_s: float, left: _Left) -> _Found:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.objective import Objective
 from placement.planners import PlannerError, check_least
 from placement.planners.ideal_dp import IdealDp
-from placement.problem import Objective, Planner, Problem, Solution
+from placement.problem import Planner, Problem, Solution
 from placement.search import macro
 from placement.search.evaluation import (
     Choice,
@@ -21,7 +22,7 @@ from placement.search.evaluation import (
     neighbours,
     two_operators,
 )
-from placement.simulator.analytic import ANALYTIC, LoadMoves
+from placement.simulator.analytic import LoadMoves
 from placement.simulator.analytic_kernels import Moves, piecewise_tables
 from placement.tools.jit import loads
 
@@ -91,7 +92,7 @@ class MacroSearch:
         search, _ = begin(replace(self, start=self.start or "best_of"), problem)
         assert search.best is not None
         starts = [search.best]
-        if self.start is None and problem.objective in ANALYTIC and search.left:
+        if self.start is None and problem.objective.is_analytic and search.left:
             starts += _run_ideal_dp(search, self.seconds)
         if can_move(problem):
             _anneal(self, search, starts)
@@ -100,9 +101,9 @@ class MacroSearch:
 
 def _anneal(planner: MacroSearch, search: Search, starts: list[Choice]) -> None:
     """Anneal until the budget ends."""
-    if search.problem.objective == "max_load":
+    if search.problem.objective is Objective.MAX_LOAD:
         _anneal_loads(planner, search)
-    elif search.problem.objective == "piecewise_latency":
+    elif search.problem.objective is Objective.PIECEWISE_LATENCY:
         _anneal_pieces(planner, search, starts)
     else:
         _anneal_any(planner, search)
@@ -118,7 +119,7 @@ def _run_ideal_dp(search: Search, seconds: float | None) -> list[Choice]:
         planner = counted if seconds is None else IdealDp(seconds=0.2 * seconds)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            answer = planner(search.problem.with_objective("max_load"))
+            answer = planner(search.problem.with_objective(Objective.MAX_LOAD))
     except PlannerError:  # too many kinds of devices
         return []
     choice = search.choice(answer.placement)

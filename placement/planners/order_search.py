@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.objective import Objective
 from placement.planners import PlannerError, check_least
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.search import order
@@ -77,7 +78,7 @@ def why_not(problem: Problem) -> str:
 
     The timetable of a sequence is exact where nothing depends on what else happens at the time.
     """
-    if problem.objective != "latency":
+    if problem.objective is not Objective.LATENCY:
         return f"it is for objective latency, not {problem.objective}"
     if problem.ready_order != "priority":
         return "devices run operators in the order of their arrival"

@@ -198,7 +198,7 @@ def from_csv(text: str) -> tuple[Row, ...]:
     Raises:
         ValueError: a value of the wrong kind, or a column that is missing.
     """
-    from placement.problem import OBJECTIVES
+    from placement.objective import Objective
     from placement.runs.row import Row
 
     kinds = {f.name: str(f.type) for f in fields(Row)}
@@ -214,7 +214,7 @@ def from_csv(text: str) -> tuple[Row, ...]:
             least = -1 if name in ("latency_error", "period_error", "gap") else 0
             if type(value) in (int, float) and not least <= value:  # comparisons with NaN are false
                 raise ValueError(f"line {len(rows) + 2}: {name} = {value} must be at least {least}")
-        if row.objective not in OBJECTIVES:
+        if row.objective not in list(Objective):
             raise ValueError(f"line {len(rows) + 2}: objective {row.objective!r} is unknown")
         rows.append(row)
     return tuple(rows)

@@ -18,7 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.problem import Placement, Planner, Problem, Solution, lower_bound
+from placement.bounds import lower_bound
+from placement.objective import Objective
+from placement.problem import Placement, Planner, Problem, Solution
 from placement.runs.row import SINGLE, Row
 from placement.runs.trials import LATENCY_RUNS
 from placement.schedule import Schedule
@@ -495,7 +497,7 @@ def _row(
         return row
     values = evaluate(problem, cell.solution.placement)
     value_s, feasible = value_of(problem, cell.solution), bool(values.feasible[0])
-    ordered = cell.solution.schedule is not None and problem.objective == "latency"
+    ordered = cell.solution.schedule is not None and problem.objective is Objective.LATENCY
     feasible = feasible and (np.isfinite(value_s) or not ordered)  # memory, in its own order
     row = replace(
         row,

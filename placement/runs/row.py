@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from placement.objective import Objective
+
 SINGLE = "single:"  # how names of single-device placements begin
 
 
@@ -65,7 +67,7 @@ class Row:
     @property
     def measured_s(self) -> float | None:
         """The objective as it was measured; None where it was not. Joules never are."""
-        if self.objective == "energy":
+        if self.objective == Objective.ENERGY:
             return None
         is_latency = "latency" in self.objective
         return self.measured_latency_s if is_latency else self.measured_period_s

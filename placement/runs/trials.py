@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement.cluster import LONGEST_S
+from placement.objective import Objective
 from placement.problem import Placement, Problem
 from placement.simulator import score
 from placement.timeline import Timeline
@@ -267,7 +268,7 @@ class Trials:
         return self._rounds[self._played].keys == [p.tobytes() for p in placements]
 
     def _run(self, placement: Placement) -> float:
-        if self.problem.objective == "latency":
+        if self.problem.objective is Objective.LATENCY:
             line = self.runtime.run(placement, num_microbatches=LATENCY_RUNS, max_in_flight=1)
             seconds = float(np.median(line.span_s))
         else:

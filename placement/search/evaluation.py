@@ -12,8 +12,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
+from placement.objective import Objective
 from placement.planners import PlannerError, load
-from placement.problem import Objective, Placement, Planner, Problem, Solution, host_of
+from placement.problem import Placement, Planner, Problem, Solution, host_of
 from placement.profile import Profile
 from placement.schedule import Schedule, in_sequence
 from placement.search.budget import Budget
@@ -72,9 +73,7 @@ class Search:
         self._max_evaluations = np.inf if evaluations is None else evaluations
         self._seconds_per_evaluation = 0.0
         # The same run as the objective's, but one that also tells the peak memory.
-        self._run = (
-            replace(problem, num_microbatches=1) if problem.objective == "latency" else problem
-        )
+        self._run = problem.one_run
         load_kernels(problem.objective)
         self._started = time.perf_counter() - loading_s()
 
@@ -251,13 +250,13 @@ class Search:
         placements = choices[:, self.problem.graph.group]
         if not self._run.memory_may_bind:
             return score(self.problem, placements)
-        if self.problem.objective in analytic.ANALYTIC:
+        if self.problem.objective.is_analytic:
             value_s, need = analytic.evaluate(self.problem, placements)
         else:
             values = evaluate(self._run, placements)
             assert values.peak_bytes is not None, "memory is tracked where it may bind"
             value_s, need = values.period_s, values.peak_bytes
-            if self.problem.objective == "energy":
+            if self.problem.objective is Objective.ENERGY:
                 assert values.priced_j is not None, "the problem was checked"
                 value_s = values.priced_j
         capacity = self.problem.memory_bytes
@@ -281,7 +280,7 @@ class Position:
         assert search.best is not None, "a start is always scored"
         self._search = search
         self._moves: analytic.LoadMoves | None = None
-        if search.problem.objective == "max_load":
+        if search.problem.objective is Objective.MAX_LOAD:
             placement = search.best[search.problem.graph.group]
             self._moves = analytic.LoadMoves(search.problem, placement)
         self.choice, self.cost = search.best.copy(), search.best_cost
@@ -358,7 +357,7 @@ def two_operators() -> Problem:
     cluster = Cluster("two", tuple(Device(name, busy_w=1.0, idle_w=0.0) for name in "ab"))
     zeros = np.zeros((2, 2))
     links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
-    return Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), "latency")
+    return Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), Objective.LATENCY)
 
 
 @loads
@@ -366,7 +365,7 @@ def load_kernels(objective: Objective) -> None:
     """What scores are made with."""
     problem = two_operators().with_objective(objective)
     score(problem, [[0, 0]])
-    if objective == "max_load":
+    if objective is Objective.MAX_LOAD:
         position = analytic.LoadMoves(problem, [0, 0])
         none = np.zeros(0, np.int32), np.zeros(0, np.int32), 0
         apply_moves(position.tables, position.state, *none)
@@ -375,7 +374,7 @@ def load_kernels(objective: Objective) -> None:
 
 def why_infinite(problem: Problem, placement: Placement) -> str:
     """Why a placement is worth inf: what does not fit, in bytes, or which pieces cannot run."""
-    formula = problem.objective in analytic.ANALYTIC
+    formula = problem.objective.is_analytic
     peak = None if formula else simulate(problem, placement).peak_bytes
     if formula:
         peak = problem.param_bytes_on(placement)
@@ -421,7 +420,7 @@ def cannot_fit(problem: Problem) -> str:
     pairs = np.unique(np.stack([g.group[g.param_use_op], g.param_use], axis=1), axis=0)
     needs = np.zeros(g.num_groups, np.int64)
     np.add.at(needs, pairs[:, 0], g.param_bytes[pairs[:, 1]])
-    if problem.objective not in analytic.ANALYTIC:
+    if not problem.objective.is_analytic:
         largest = np.zeros(g.num_groups, np.int64)
         own = np.flatnonzero((g.tensor_src >= 0) & (g.tensor_root == np.arange(g.num_tensors)))
         np.maximum.at(largest, g.group[g.tensor_src[own]], g.tensor_bytes[own])
@@ -453,10 +452,10 @@ def device_classes(problem: Problem) -> NDArray[np.int32]:
     if problem.profile.io_s is not None:
         by_device.append(problem.profile.io_s)
     # Of those that share host memory only the first sends model inputs to those that do not.
-    simulated = problem.objective not in analytic.ANALYTIC
+    simulated = not problem.objective.is_analytic
     if simulated and not kinds.all() and (problem.graph.tensor_src < 0).any():
         by_device.append(np.arange(count) == host)
-    if problem.objective == "energy":
+    if problem.objective is Objective.ENERGY:
         by_device += [power.busy_w, power.idle_w, power.sleep_w]
     columns: NDArray[Any] = np.vstack(by_device).T
     alike = np.array([hash(column.tobytes()) for column in columns])

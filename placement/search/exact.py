@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.bounds import lower_bound
+from placement.objective import Objective
 from placement.planners import PlannerError, load
 from placement.planners.ideal_dp import Edges, contract
-from placement.problem import Planner, Problem, Solution, lower_bound
+from placement.problem import Planner, Problem, Solution
 from placement.search.evaluation import Search
 from placement.simulator.analytic import device_loads
 from placement.simulator.analytic_kernels import Blocks, blocks
@@ -176,8 +178,8 @@ def writing(search: Search, reading: float) -> Callable[[], None]:
 def begin(search: Search, start: str | Planner | None, contiguous: bool, seconds: float) -> None:
     """Run the planner that gives the first placement; the default one for so many seconds."""
     problem = search.problem
-    if problem.objective != "piecewise_latency":
-        problem = problem.with_objective("max_load")
+    if problem.objective is not Objective.PIECEWISE_LATENCY:
+        problem = problem.with_objective(Objective.MAX_LOAD)
     if start is not None:
         planner = load(start) if isinstance(start, str) else start
     elif contiguous:
@@ -209,7 +211,7 @@ def finish(
         search.consider(search.best, 0)
         stats["message"] = "no contiguous split that fits was found: this is the start"
     bound = lower_bound(problem)
-    if problem.objective == "max_load":
+    if problem.objective is Objective.MAX_LOAD:
         if bound_s > search.best_cost * (1 + 1e-6):
             # A solver that contradicts a placement we hold has proved nothing.
             stats["rejected_bound_s"] = bound_s

@@ -231,7 +231,7 @@ def first_that_fits(search: Search, plan: Callable[[int], Choice]) -> None:
     micro-batch, then in every micro-batch in flight.
     """
     problem = search.problem
-    flights = problem.max_in_flight if problem.is_pipelined else 1
+    flights = problem.max_in_flight if problem.objective.is_pipelined else 1
     counts = [0, 1, flights] if problem.memory_may_bind else [0]
     for activations in dict.fromkeys(counts):
         search.costs(plan(activations))

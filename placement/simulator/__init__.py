@@ -43,6 +43,7 @@ from math import isclose
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.objective import Objective
 from placement.problem import ROUNDING, Placement, Problem, Solution, host_of
 from placement.schedule import Schedule
 from placement.simulator import analytic, kernels
@@ -165,12 +166,12 @@ def score(problem: Problem, placements: ArrayLike) -> Floats:
     Raises:
         ProblemError: placements of another length, or an unknown device.
     """
-    if problem.objective in analytic.ANALYTIC:
+    if problem.objective.is_analytic:
         return analytic.score(problem, placements)
-    m = 1 if problem.objective == "latency" else problem.num_microbatches
+    m = problem.num_run
     runs = _batch(problem, placements, m)
     value = runs.period_s
-    if problem.objective == "energy":
+    if problem.objective is Objective.ENERGY:
         value = _priced(problem, _energy_j(problem, runs), runs.run_s)
     return np.where(runs.feasible, value, np.inf)
 
@@ -227,7 +228,7 @@ def _priced(problem: Problem, energy_j: Floats, run_s: Floats) -> Floats:
 
 def value_of(problem: Problem, solution: Solution) -> float:
     """The objective of an answer: in its own order, if it has one; inf: it cannot run."""
-    if solution.schedule is None or problem.objective in analytic.ANALYTIC:
+    if solution.schedule is None or problem.objective.is_analytic:
         return float(score(problem, problem.check_placement(solution.placement))[0])
     timeline = simulate(problem, solution.placement, solution.schedule)
     peak = timeline.peak_bytes
@@ -238,9 +239,9 @@ def value_of(problem: Problem, solution: Solution) -> float:
 
 def value_in(problem: Problem, timeline: Timeline) -> float:
     """The objective of a timeline: of latency, period and energy, which timelines have."""
-    if problem.objective == "latency":
+    if problem.objective is Objective.LATENCY:
         return timeline.latency_s
-    if problem.objective == "period":
+    if problem.objective is Objective.PERIOD:
         return timeline.period_s
     assert timeline.energy_j is not None, "the problem was checked"
     return (timeline.energy_j + problem.second_j * timeline.makespan_s) / timeline.num_microbatches

@@ -25,13 +25,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.objective import Objective
 from placement.problem import Placement, Problem
 from placement.simulator import analytic_kernels as kernels
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
-
-ANALYTIC = ("max_load", "piecewise_latency")
 
 
 def evaluate(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
@@ -44,12 +43,12 @@ def evaluate(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[n
     value = np.empty(len(p))
     held = np.empty((len(p), problem.num_devices), np.int64)
     kernels.param_bytes_batch(kernels.param_tables(problem), p, held)
-    if problem.objective == "max_load":
+    if problem.objective is Objective.MAX_LOAD:
         load = np.empty((len(p), problem.num_devices))
         kernels.load_batch(kernels.load_tables(problem), p, load)
         value = load.max(axis=1)
     else:
-        assert problem.objective == "piecewise_latency", problem.objective
+        assert problem.objective is Objective.PIECEWISE_LATENCY, problem.objective
         kernels.piecewise_batch(kernels.piecewise_tables(problem), p, value)
     return value, held
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
+from placement.objective import Objective
 from placement.problem import Problem
 from placement.profile import Profile
 
@@ -171,7 +172,9 @@ def giph(seed: int) -> Problem:
     )
     cluster = Cluster("giph", tuple(Device(x, kind="accelerator") for x in names), links)
     profile = Profile(cluster.device_names, compute_s, np.zeros_like(compute_s), links)
-    return Problem(graph, cluster, profile, "latency", contention=False, ready_order="arrival")
+    return Problem(
+        graph, cluster, profile, Objective.LATENCY, contention=False, ready_order="arrival"
+    )
 
 
 def _giph_graph(rng: np.random.Generator) -> tuple[int, Edges]:

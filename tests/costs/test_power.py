@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.__main__ import main
+from placement.bounds import lower_bounds
 from placement.cluster import Cluster, ClusterError, Device
 from placement.costs import power
 from placement.costs.power import Meter, PowerError
@@ -22,7 +23,7 @@ from placement.graph import OpGraph
 from placement.importers import problem_file
 from placement.plan import load_plan, make_plan
 from placement.planners import load as planner
-from placement.problem import Problem, ProblemError, lower_bounds
+from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.report import html, table
 from placement.report.pareto import plot_pareto

@@ -33,8 +33,9 @@ from envs.sequential_kernels import DEVICE_FEATURES
 from envs.vec import PlacementVecEnv
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
+from placement.objective import Objective
 from placement.planners import load
-from placement.problem import Objective, Problem
+from placement.problem import Problem
 from placement.profile import Profile
 from placement.runs.trials import TrialError
 from placement.search.evaluation import can_move

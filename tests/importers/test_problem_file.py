@@ -17,10 +17,12 @@ from test_importers import DNN, MOIRAI, PIPEDREAM, change
 
 from placement import cli
 from placement.__main__ import main
+from placement.bounds import lower_bounds
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.importers import FormatError, load, save
-from placement.problem import OBJECTIVES, Problem, lower_bounds
+from placement.objective import Objective
+from placement.problem import Problem
 from placement.profile import Profile
 from placement.runs.compare import problem_fingerprint
 from placement.simulator import evaluate, score
@@ -153,7 +155,7 @@ def test_rows_that_only_some_operators_have(tmp_path: Path) -> None:
 
 @given(
     problems(grouped=True, unsupported=True),
-    st.sampled_from([x for x in OBJECTIVES if x != "energy"]),
+    st.sampled_from([x for x in Objective if x != "energy"]),
     st.booleans(),
 )
 @hypothesis_settings(max_examples=60)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
+from placement.objective import Objective
 from placement.planners import PlannerError, load
 from placement.planners.antichain_dp import enumerate_ideals
 from placement.planners.balanced_split import _orders
@@ -24,7 +25,7 @@ from placement.planners.critical_path_greedy import critical_path, key_operators
 from placement.planners.level_balance import balance, levels
 from placement.planners.m_sct import favourite_children
 from placement.planners.peft import optimistic_cost
-from placement.problem import OBJECTIVES, Problem, ProblemError
+from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.search import list_kernels
 from placement.search.coarsen import coarsen, expand
@@ -115,7 +116,7 @@ def test_keeps_the_contract(name: str) -> None:
     problems = [random_problem(seed) for seed in range(8)]
     check_planner(planner, problems)
     check_planner(planner, [p.with_objective("period") for p in problems])
-    for objective in OBJECTIVES:
+    for objective in Objective:
         tight = [random_problem(s, param_bytes=10, memory_bytes=50) for s in range(4)]
         check_planner(planner, [replace(p, objective=objective) for p in tight])
 

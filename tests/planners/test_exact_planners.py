@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from test_planners import every_placement, make, random_small
 
 from placement.importers import load as load_workload
+from placement.objective import Objective
 from placement.planners import PlannerError, load
 from placement.planners.ideal_dp import contract
-from placement.problem import Objective, Problem
+from placement.problem import Problem
 from placement.simulator import score
 from placement.simulator.analytic import device_loads
 from placement.testing import check_planner

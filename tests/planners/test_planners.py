@@ -13,11 +13,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from placement import importers
+from placement.bounds import lower_bounds
 from placement.cluster import LONGEST_S, Cluster, Device, Link
 from placement.graph import MOST_BYTES, OpGraph
+from placement.objective import Objective
 from placement.planners import PlannerError, load, names
 from placement.planners.contiguous_dp import merge_blocks, stage_costs
-from placement.problem import Objective, Problem, ProblemError, host_of, lower_bounds
+from placement.problem import Problem, ProblemError, host_of
 from placement.profile import Profile
 from placement.search.evaluation import (
     Position,

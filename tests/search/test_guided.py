@@ -28,7 +28,8 @@ from envs.guided_kernels import MOVE_FEATURES, State, Tables
 from envs.problems import EnvError, ProblemSet
 from envs.refine import PAIR_FEATURES, RefineDevicePlacementEnv, RefineRules
 from envs.vec import PlacementVecEnv
-from placement.problem import OBJECTIVES, Problem
+from placement.objective import Objective
+from placement.problem import Problem
 from placement.search.chooser import choose
 from placement.search.evaluation import INFEASIBLE, Search, can_move
 from placement.simulator import score
@@ -51,7 +52,7 @@ def test_one_compilation_serves_all_problems() -> None:
 
 
 def objectives_of(problem: Problem) -> list[Any]:
-    return [o for o in OBJECTIVES if o != "energy" or problem.power is not None]
+    return [o for o in Objective if o != "energy" or problem.power is not None]
 
 
 def started(problem: Problem, seed: int, number: int = 0) -> tuple[Tables, State]:

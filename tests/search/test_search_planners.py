@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_planners import chain, every_placement, make, random_small
 
+from placement.bounds import lower_bounds
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.importers import load as load_workload
 from placement.planners import PlannerError, load
 from placement.planners.macro_search import _run_ideal_dp
-from placement.problem import Problem, Solution, lower_bounds
+from placement.problem import Problem, Solution
 from placement.profile import Profile
 from placement.search import macro
 from placement.search.evaluation import Search, neighbours

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from placement.bounds import lower_bounds
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.planners import load, names
-from placement.problem import Problem, Solution, lower_bounds
+from placement.problem import Problem, Solution
 from placement.profile import Profile
 from placement.report.table import tables
 from placement.runs.compare import compare

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from placement.bounds import lower_bounds
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.problem import Problem, ProblemError, lower_bounds
+from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.schedule import Schedule, ScheduleError
 from placement.simulator import (
