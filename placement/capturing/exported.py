@@ -480,7 +480,7 @@ def user_line(error: BaseException) -> str:
 
 def _is_foreign(file: str) -> bool:
     """Whether a file is torch's, of what it stands on, of Python or one beside this one."""
-    if file.startswith("<") or Path(file).parent == Path(__file__).parent:
+    if file.startswith("<") or Path(file).parent in Path(__file__).parents[:2]:
         return True
     parts = Path(file).parts
     if "site-packages" in parts:

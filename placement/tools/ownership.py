@@ -50,7 +50,7 @@ def check_packages() -> None:
                 f"the distribution '{distribution}' also installs a package '{package}', which "
                 f"overwrites or hides that of {DISTRIBUTION}.\n{_ADVICE}"
             )
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     for package in PACKAGES:
         folder = _import_folder(package)
         if folder != root / package:

@@ -2,7 +2,10 @@
 
 A workload is a function that returns ``(module, inputs)``: a module in evaluation mode with
 random weights of a fixed seed, and example inputs as ``placement.capture`` takes them. Every
-public function of the files of this folder is one, and its name is how ``load`` finds it.
+public function of the files of models is one, and its name is how ``load`` finds it.
+
+Beside them: ``synthetic`` problems, the ``zoo`` of other people's models, and the ``dataset`` of
+the graphs of all of them with measured times.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from placement.tools.named import meant
+
+
+_NO_MODELS = ("__init__", "synthetic", "zoo", "dataset")  # problems, models of others, their graphs
 
 
 class WorkloadError(ValueError):
@@ -154,7 +160,7 @@ def family_of() -> dict[str, str]:
     return {
         node.name: file.stem
         for file in Path(__file__).parent.glob("*.py")
-        if file.stem not in ("__init__", "synthetic")  # the latter makes problems, not models
+        if file.stem not in _NO_MODELS
         for node in ast.parse(file.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     }
