@@ -21,8 +21,8 @@ from typing import Any
 
 from placement.tools.named import meant
 
-
-_NO_MODELS = ("__init__", "synthetic", "zoo", "dataset")  # problems, models of others, their graphs
+# Synthetic problems, models of others, and their graphs.
+_NO_MODELS = ("__init__", "synthetic", "zoo", "dataset")
 
 
 class WorkloadError(ValueError):
