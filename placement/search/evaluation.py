@@ -362,9 +362,11 @@ def two_operators() -> Problem:
 
 @loads
 def load_kernels(objective: Objective) -> None:
-    """What scores are made with."""
+    """What scores and timelines are made with."""
     problem = two_operators().with_objective(objective)
     score(problem, [[0, 0]])
+    if not objective.is_analytic:
+        simulate(problem, [0, 0])
     if objective is Objective.MAX_LOAD:
         position = analytic.LoadMoves(problem, [0, 0])
         none = np.zeros(0, np.int32), np.zeros(0, np.int32), 0

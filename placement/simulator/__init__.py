@@ -39,6 +39,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, replace
 from math import isclose
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -46,8 +47,10 @@ from numpy.typing import ArrayLike, NDArray
 from placement.objective import Objective
 from placement.problem import ROUNDING, Placement, Problem, Solution, host_of
 from placement.schedule import Schedule
-from placement.simulator import analytic, kernels
 from placement.timeline import Timeline, steady_period
+
+if TYPE_CHECKING:
+    from placement.simulator import kernels
 
 Floats = NDArray[np.float64]
 
@@ -94,6 +97,8 @@ def simulate(
         ProblemError: the placement is not one (shape, device, support, colocation).
         ScheduleError: the schedule does not fit, or deadlocks.
     """
+    from placement.simulator import kernels
+
     p, m = _checked(problem, placement, schedule, num_microbatches)
     if schedule is None:
         with kernels.room(problem, m, min(m, problem.max_in_flight), True, True) as run:
@@ -104,6 +109,8 @@ def simulate(
 
 
 def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline:
+    from placement.simulator import kernels
+
     m = run.num_batches
     run.placement[:] = placement
     run.seconds[:] = durations(problem, placement, m)
@@ -167,6 +174,8 @@ def score(problem: Problem, placements: ArrayLike) -> Floats:
         ProblemError: placements of another length, or an unknown device.
     """
     if problem.objective.is_analytic:
+        from placement.simulator import analytic
+
         return analytic.score(problem, placements)
     m = problem.num_run
     runs = _batch(problem, placements, m)
@@ -191,6 +200,8 @@ class _Runs:
 
 
 def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _Runs:
+    from placement.simulator import kernels
+
     p = problem.as_batch(placements)
     m, track = num_microbatches, problem.memory_may_bind
     finish, busiest = np.empty((len(p), m)), np.empty(len(p))

@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_envs import chain
-from test_learning import layered
 
 from agents.encoder import (
     ILLEGAL,
@@ -43,6 +41,8 @@ from placement.search.evaluation import Search
 from placement.simulator import score
 from placement.testing import check_planner
 from placement.workloads.synthetic import giph
+from tests.agents.test_learning import layered
+from tests.envs.test_envs import chain
 from tests.problems import problems, random_placement, random_problem
 
 FORMULATIONS = ("one_shot", "sequential", "select_place")
@@ -729,7 +729,7 @@ def test_policies_of_the_wrong_formulation() -> None:
     with pytest.raises(PolicyError, match="hidden = 6 must be a positive multiple of 4"):
         NetworkConfig(hidden=6)
     for changes in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(PolicyError, match=f"changes = {changes} must be a positive number"):
+        with pytest.raises(PolicyError, match=f"changes = {changes} must be a number of groups"):
             NetworkConfig(changes=changes)
     for share in (0.0, 1.0, float("nan")):
         with pytest.raises(PolicyError, match=f"max_change = {share} must be a share above 0"):

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from test_envs import chain
 
 from agents.encoder import NetworkConfig, PolicyError
 from agents.expert import _batches, demonstrations, load_solutions, solve
@@ -31,6 +30,7 @@ from placement.planners import load
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.simulator import score, simulate
+from tests.envs.test_envs import chain
 
 FILES = ["best.npz", "checkpoint.pt", "metrics.csv", "policy.safetensors"]
 SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from list scheduling

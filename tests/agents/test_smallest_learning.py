@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from test_envs import chain
 
 from agents.encoder import Formulation, NetworkConfig
 from agents.trained import BUILDING
@@ -19,6 +18,7 @@ from agents.training import Row, TrainConfig, train
 from placement.cluster import Cluster, Device, Link
 from placement.problem import Problem
 from placement.profile import Profile
+from tests.envs.test_envs import chain
 
 FORMULATIONS = get_args(Formulation)
 SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from list scheduling

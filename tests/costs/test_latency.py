@@ -185,7 +185,7 @@ def test_roofline_with_given_rates() -> None:
     with pytest.raises(LatencyError, match=r"'npu'.*not on this machine.*Roofline\(flops_per_s="):
         Roofline().predict(graph, Device("npu", "npu"))
     with pytest.raises(LatencyError, match="not on this machine"):
-        Roofline().predict(graph, Device("far", "cpu", cores=(10**6,)))
+        Roofline().predict(graph, Device("far", "cpu", cores=(65535,)))
 
 
 # --- profiles ------------------------------------------------------------------------------------

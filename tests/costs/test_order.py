@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_time_slices import unrolled
 
 from placement.capturing import capture
 from placement.cluster import Cluster, Device
@@ -24,6 +23,7 @@ from placement.problem import Problem
 from placement.profile import Profile
 from placement.simulator import simulate, simulate_reference
 from placement.workloads.lstm import lstm
+from tests.planners.test_time_slices import unrolled
 from tests.problems import random_graph, random_placement, random_problem
 
 CORE = min(os.sched_getaffinity(0))

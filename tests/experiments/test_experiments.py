@@ -349,10 +349,9 @@ def test_schedules_of_cases(tmp_path: Path, places: list[str]) -> None:
 
 
 def test_a_family_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_latency import sample
-
     from experiments import prediction
     from placement.costs import predictors
+    from tests.costs.test_latency import sample
 
     cases = [
         prediction.Case(f"model {seed}", "abc"[seed % 3], "mlp", sample(seed), 0.02)

@@ -184,7 +184,7 @@ def test_options_of_a_graph_of_doppler(tmp_path: Path) -> None:
     path = written(tmp_path, DOPPLER)
     with pytest.raises(FormatError, match="memory cannot be set: DOPPLER graphs take devices"):
         load(path, memory=1)
-    with pytest.raises(FormatError, match="devices = 0 must be at least 1"):
+    with pytest.raises(FormatError, match="devices = 0 must be from 1 to 512"):
         load(path, devices=0)
     with pytest.raises(FormatError, match="3 lines: there must be four"):
         load(written(tmp_path, "3\n0, 1\n1\n"))

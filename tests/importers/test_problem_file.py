@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from test_importers import DNN, MOIRAI, PIPEDREAM, change
 
 from placement import cli
 from placement.__main__ import main
@@ -27,6 +26,7 @@ from placement.profile import Profile
 from placement.runs.compare import problem_fingerprint
 from placement.simulator import evaluate, score
 from placement.workloads import synthetic
+from tests.importers.test_importers import DNN, MOIRAI, PIPEDREAM, change
 from tests.problems import problems, random_placement
 
 # a (in.0) --t1--> b --t2--> c, and t1 --> c; b and c share a device, b cannot run on y.

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_planners import every_placement, make, random_small
 
 from placement.importers import load as load_workload
 from placement.objective import Objective
@@ -21,6 +20,7 @@ from placement.problem import Problem
 from placement.simulator import score
 from placement.simulator.analytic import device_loads
 from placement.testing import check_planner
+from tests.planners.test_planners import every_placement, make, random_small
 
 pytest.importorskip("ortools")
 

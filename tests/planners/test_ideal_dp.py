@@ -227,7 +227,7 @@ def test_without_time_runs_of_items_are_split(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         ideal_kernels,
         "extend",
-        lambda spans, *rest: prefixes.append(len(spans)) or extend(spans, *rest),
+        lambda program, *rest: prefixes.append(len(program.spans)) or extend(program, *rest),
     )
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
     with pytest.warns(RuntimeWarning, match="not proved optimal"):

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import typeof
-from test_envs import chain
 
 from agents.planner import PolicyPlanner
 from envs import guided_kernels
@@ -35,6 +34,7 @@ from placement.search.evaluation import INFEASIBLE, Search, can_move
 from placement.simulator import score
 from placement.simulator.analytic import device_loads
 from placement.timeline import steady_period
+from tests.envs.test_envs import chain
 from tests.problems import random_placement, random_problem
 
 RNG = np.random.default_rng

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_envs import chain
 
 from agents.guided import GuidedNet
 from agents.planner import PolicyPlanner
@@ -44,6 +43,7 @@ from placement.search import order
 from placement.search.evaluation import Search
 from placement.simulator import score, simulate, simulate_reference, value_of
 from placement.testing import check_planner
+from tests.envs.test_envs import chain
 from tests.problems import random_placement, random_problem
 
 RNG = np.random.default_rng

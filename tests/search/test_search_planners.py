@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_planners import chain, every_placement, make, random_small
 
 from placement.bounds import lower_bounds
 from placement.cluster import Cluster, Device, Link
@@ -25,6 +24,7 @@ from placement.simulator import analytic_kernels as kernels
 from placement.simulator import score
 from placement.simulator.analytic import LoadMoves, device_loads
 from placement.testing import check_planner
+from tests.planners.test_planners import chain, every_placement, make, random_small
 
 SHARE = np.array([0.2, 0.4, 0.6, 0.8, 1.0])
 
