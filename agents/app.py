@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 import traceback
+import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -341,7 +342,7 @@ def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
         options: Any = {"path": node}
         if not isinstance(node, str):
             options = OmegaConf.to_container(node) if isinstance(node, DictConfig) else {}
-        known = {"path", "name", *(importers.load.__kwdefaults__ or {})} - {"objective", "cluster"}
+        known = {"path", "name", *typing.get_type_hints(importers.Options)} - {"cluster"}
         if "path" not in options or not set(options) <= known:
             raise AppError(f"files: {node} must be a path, or have path and any of {sorted(known)}")
         stem = Path(str(options["path"]).removesuffix(".gz")).stem

@@ -23,9 +23,9 @@ from experiments import baselines, fidelity, public, scale, schedules
 from experiments.learned import goals
 from experiments.study import RESULTS, ROOT, filled, say
 from experiments.tables import Column, geometric, groups, number, table
-from placement.compare import SINGLE
-from placement.files import write_atomic
 from placement.report import gantt
+from placement.runs.row import SINGLE
+from placement.tools.files import write_atomic
 
 DOCS = ROOT / "docs"
 BEST_SHOWN = 12  # planners in tables and pictures

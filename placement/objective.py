@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
+ObjectiveName = Literal["period", "latency", "energy", "max_load", "piecewise_latency"]  # in files
+
 
 class Objective(StrEnum):
     """What a planner minimises; equal to its name, so that ``"latency"`` may be written too.

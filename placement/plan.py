@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, Valid
 from placement.bounds import lower_bound, lower_bounds
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.objective import Objective
+from placement.objective import Objective, ObjectiveName
 from placement.problem import ROUNDING, Placement, Problem, Solution
 from placement.tools.files import model_file, parse_json, short, write_atomic
 from placement.tools.named import meant
@@ -282,7 +282,7 @@ class Plan(_Strict):
     planner: PlannerInfo
     graph: GraphInfo
     cluster: ClusterInfo
-    objective: Objective
+    objective: ObjectiveName
     num_microbatches: Annotated[int, Field(ge=1, le=2**31 - 1)]
     max_in_flight: Annotated[int, Field(ge=1, le=2**31 - 1)]
     second_j: Seconds = 0.0
@@ -733,7 +733,7 @@ def make_plan(
                 backward=tuple(np.flatnonzero(graph.is_backward).tolist()),
             ),
             cluster=ClusterInfo.of(problem),
-            objective=problem.objective,
+            objective=problem.objective.value,
             num_microbatches=many.num_microbatches,
             max_in_flight=problem.max_in_flight,
             second_j=problem.second_j,

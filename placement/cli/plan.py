@@ -392,7 +392,7 @@ def _check_settings(args: argparse.Namespace) -> None:
     from placement.tools.named import meant
 
     if args.objective is not None and args.objective not in list(Objective):
-        near = meant(args.objective, Objective) or ";"
+        near = meant(args.objective, map(str, Objective)) or ";"
         names = ", ".join(Objective)
         raise cli.UsageError(f"--objective {args.objective} is unknown{near} use one of {names}")
     for option, value in (("--microbatches", args.microbatches), ("--in-flight", args.in_flight)):

@@ -73,12 +73,8 @@ def show_plan(plan: Plan) -> None:
     """Summary: the values, and what each device does."""
     values = [["latency", *_values(plan, "latency")], ["period", *_values(plan, "period")]]
     energy_j = plan.predicted.energy_j
-    weight = (
-        f" and {plan.second_j:g} J/s"
-        if plan.objective == Objective.ENERGY and plan.second_j
-        else ""
-    )
-    if energy_j is not None and (plan.objective != Objective.ENERGY or weight):
+    weight = f" and {plan.second_j:g} J/s" if plan.objective == "energy" and plan.second_j else ""
+    if energy_j is not None and (plan.objective != "energy" or weight):
         values.append(["energy", cli.seconds(energy_j, "J"), *["-"] * 4])
     declared = energy_j is not None and plan.cluster.build().power_source == "declared"
     if not Objective(plan.objective).is_measurable:

@@ -39,7 +39,7 @@ from pydantic import (
 from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.graph import GraphError, OpGraph
 from placement.importers._read import FormatError
-from placement.objective import Objective
+from placement.objective import ObjectiveName
 from placement.problem import Problem, ProblemError, ReadyOrder
 from placement.profile import Profile, ProfileError
 from placement.tools.files import parse_json, short, write_atomic
@@ -139,7 +139,7 @@ class ProblemRecord(_Strict):
 
     problem_version: Literal[1]
     model: str
-    objective: Objective = Problem.objective
+    objective: ObjectiveName = "period"
     num_microbatches: Positive = Problem.num_microbatches
     max_in_flight: Positive = Problem.max_in_flight
     contention: bool = Problem.contention

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from placement.__main__ import main
@@ -171,7 +171,10 @@ def test_a_pattern_of_three_micro_batches_where_memory_is_tight() -> None:
 @settings(max_examples=25)
 def test_what_the_proofs_assume_loses_nothing(work: Work, unroll: int) -> None:
     """Below the proved bound nothing is found either where neighbours may be far apart."""
-    found = search(work, unroll, 20.0)
+    try:
+        found = search(work, unroll, 20.0)
+    except BlocksError:  # not even one micro-batch fits
+        reject()
     period = int(found.bound * unroll) - 1
     if period >= unroll * max(work.load):
         with pytest.MonkeyPatch.context() as patch:

@@ -51,7 +51,7 @@ def test_without_numbas_private_option_kernels_still_run() -> None:
     code = """
 from numba.core.options import DefaultOptions
 del DefaultOptions._nrt
-from placement import jit
+from placement.tools import jit
 assert jit.kernel.keywords == {"cache": True, "nogil": True} == jit.allocating.keywords
 """
     subprocess.run([sys.executable, "-c", code], check=True)
