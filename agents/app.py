@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from placement.problem import Planner, Problem
     from placement.runs.compare import Comparison
     from placement.runs.row import Row
-    from placement.runs.tracking import Mirror
+    from placement.runs.tracking import Mirror, Tracker
 
 _OURS = ("placement", "envs", "agents")
 _LISTS = ("workload", "planner")
@@ -65,7 +65,10 @@ def launch(app: Callable[[], Any]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         sys.argv[1:] = with_lists(sys.argv[1:])
         with cli.says_when_compiling():
-            app()
+            try:
+                app()
+            except SystemExit as error:  # of Hydra, for what it is asked and cannot do
+                return cli.BAD_INPUT if error.code else cli.OK
         return cli.OK
 
     return guarded(run)
@@ -113,6 +116,8 @@ def explain(error: Exception) -> str | None:
         if re.search(r"hydra/(launcher|sweeper)", str(error)):
             return f"{error}{because}\n{_PLUGINS}"
         return f"{error}{because}\n(to see all options and values, add: --cfg job)"
+    if _raised_by(error) == "hydra":  # plain exceptions, for flags that exclude each other
+        return f"{error}\n(flags that can be given: --help, --hydra-help)"
     full = cli.full_output(error)
     if full is not None:
         return full
@@ -124,6 +129,12 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, OSError | MemoryError):
         return str(error) or cli.NO_MEMORY
     return str(error) if type(error).__module__.partition(".")[0] in _OURS else None
+
+
+def _raised_by(error: BaseException) -> str:
+    """The package of the function that raised ``error``."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] if frames else ""
 
 
 def with_lists(argv: Sequence[str]) -> list[str]:
@@ -273,7 +284,7 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
         # No error: a run that was interrupted early has no checkpoint yet.
         if not (folder / CHECKPOINT).is_file():
             cli.say(f"nothing to resume in {folder}: there is no {CHECKPOINT}; it begins anew")
-    tracker = instantiate(cfg.tracker)
+    tracker = _tracker(cfg)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     group = Path(hydra.sweep.dir).name if is_sweep else None
     try:
@@ -289,6 +300,16 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             again += " resume=true"
         cli.say(f"what is finished is in {folder}; to continue, the same command with {again}")
         raise
+
+
+def _tracker(cfg: DictConfig) -> Tracker:
+    """That of the configuration; W&B instead of the default where ``WANDB_MODE`` asks for it."""
+    from placement.runs.tracking import LocalTracker, WandbTracker
+
+    tracker: Tracker = instantiate(cfg.tracker, _convert_="all")
+    asked = os.environ.get("WANDB_MODE") in ("online", "offline", "shared")
+    chosen = any(x.startswith("tracker") for x in HydraConfig.get().overrides.task)
+    return WandbTracker() if asked and not chosen and tracker == LocalTracker() else tracker
 
 
 def _versions() -> str:

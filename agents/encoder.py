@@ -6,9 +6,9 @@ problems acts on any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,31 +18,18 @@ from torch_geometric.data import Batch
 from torch_geometric.nn import GATv2Conv, SAGEConv
 from torch_geometric.utils import scatter
 
-from agents.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES
-from agents.store import GraphStore
-from envs.refine import PAIR_FEATURES as REFINE_PAIRS
-from envs.refine import SEARCH_FEATURES as REFINE_SEARCH
+from agents.store import Graphs, Waves
+from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES
+from envs.lookup import find
+from envs.problems import EnvError
 from envs.sequential_kernels import NUM_DEVICE_FEATURES
 from placement.tools.files import short
 
 ILLEGAL = -1e9
-Formulation = Literal[
-    "one_shot",
-    "sequential",
-    "select_place",
-    "group_place",
-    "refine",
-    "sweep",
-    "guided_search",
-    "order_search",
-]
 
 
 class PolicyError(ValueError):
     """A policy cannot be read, or made as configured; the message says what to do."""
-
-
-EncoderKind = Literal["sage", "gat", "dag"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +37,10 @@ class NetworkConfig:
     """Kind and size of the network, and how far an untrained policy strays from its warm start.
 
     Attributes:
-        encoder: ``sage``, ``gat`` or ``dag`` (see ``LAYERS``).
+        encoder: the kind of layer: ``sage``, ``gat`` or ``dag`` (see ``LAYERS``), or yours as
+            ``package.module:Class``: a ``torch.nn.Module`` made as ``Class(hidden)`` and called as
+            ``layer(x, batch, waves)``, from and to the groups float32 ``[sum of groups, H]`` of a
+            ``torch_geometric.data.Batch`` (``waves``: if the class has ``needs_waves = True``).
         hidden: ``H``, width of every layer.
         layers: rounds of message passing, each in both directions; 0: no message passing.
         changes: groups that an untrained policy moves away from the warm start per placement,
@@ -66,7 +56,7 @@ class NetworkConfig:
         clusters: of ``group_place``: groups are assigned to so many; 0: they join a neighbour.
     """
 
-    encoder: EncoderKind = "sage"
+    encoder: str = "sage"
     hidden: int = 64
     layers: int = 3
     changes: float = 4.0
@@ -78,8 +68,11 @@ class NetworkConfig:
     clusters: int = 0
 
     def __post_init__(self) -> None:
-        if self.encoder not in LAYERS:
-            raise PolicyError(f"encoder {self.encoder!r} is unknown; use one of {list(LAYERS)}")
+        if self.encoder not in LAYERS and ":" not in str(self.encoder):
+            raise PolicyError(
+                f"encoder {self.encoder!r} is unknown; use one of {list(LAYERS)}, or your own as "
+                f"package.module:Class"
+            )
         if not 0 <= self.layers <= 64:  # a file of a few bytes must not ask for millions
             raise PolicyError(f"layers = {self.layers} must be 0..64")
         if self.hidden < 4 or self.hidden % 4:
@@ -100,7 +93,6 @@ class NetworkConfig:
                 )
 
 
-MOVING = ("refine", "sweep")  # formulations that move groups of a placement, one at a time
 Observations = dict[str, Tensor]
 
 
@@ -152,6 +144,8 @@ class Dag(nn.Module):
     theirs. Messages are means and maxima; the topological levels are ``GraphStore.waves``.
     """
 
+    needs_waves = True
+
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.own = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(2))
@@ -174,8 +168,24 @@ class Dag(nn.Module):
         return x
 
 
-Waves = list[list[tuple[Tensor, Tensor, Tensor]]]
-LAYERS: dict[str, Callable[[int], nn.Module]] = {"sage": Sage, "gat": Gat, "dag": Dag}
+LAYERS: dict[str, type[nn.Module]] = {"sage": Sage, "gat": Gat, "dag": Dag}
+
+
+def layer_of(encoder: str) -> type[nn.Module]:
+    """The class of layer of that name; one of the user's is imported.
+
+    Raises:
+        PolicyError: it cannot be imported, or is no ``torch.nn.Module``.
+    """
+    if encoder in LAYERS:
+        return LAYERS[encoder]
+    try:
+        found = find(encoder, "encoder")
+    except EnvError as error:
+        raise PolicyError(str(error)) from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise PolicyError(f"encoder {encoder!r} must be a class of torch.nn.Module")
+    return found
 
 
 class Attention(nn.Module):
@@ -200,15 +210,16 @@ class Encoder(nn.Module):
     def __init__(self, config: NetworkConfig, attention: int = 0) -> None:
         super().__init__()
         h = config.hidden
-        self.needs_waves = config.encoder == "dag"
+        layer = layer_of(config.encoder)
+        self.needs_waves = bool(getattr(layer, "needs_waves", False))
         self.group_in = nn.Linear(len(GROUP_FEATURES), h)
-        self.layers = nn.ModuleList(LAYERS[config.encoder](h) for _ in range(config.layers))
+        self.layers = nn.ModuleList(layer(h) for _ in range(config.layers))
         self.group_out = nn.LayerNorm(h)
         self.attention = nn.ModuleList(Attention(h) for _ in range(attention))
         self.graph = nn.Sequential(nn.Linear(2 * h, h), nn.ReLU())
         self.device = nn.Sequential(nn.Linear(len(DEVICE_FEATURES) + h, h), nn.ReLU())
 
-    def forward(self, store: GraphStore, ids: Tensor) -> Encoded:
+    def forward(self, store: Graphs, ids: Tensor) -> Encoded:
         """Encode the distinct graphs int64 ``ids [U]`` of ``store``."""
         key = tuple(ids.tolist())
         batch = store.batch(key)
@@ -229,25 +240,23 @@ class Encoder(nn.Module):
 
 
 class PlacementNet(nn.Module):
-    """Scores and values of (group, device) pairs, for every formulation that has such pairs.
+    """Scores and values of (group, device) pairs: of ``sequential`` one group at a time.
 
-    ``formulation`` adds what only one of them needs: ``select_place`` a score of ready groups,
-    ``group_place`` one of clusters, ``refine`` and ``sweep`` what is observed of the current
-    placement.
+    ``agents.heads`` has those of the other formulations that have such pairs.
     """
 
+    num_state = NUM_DEVICE_FEATURES  # features of what changes, of each pair
+    num_search = 0  # and of the episode
+    groups_attend = True  # attention is between groups, in the encoder
+
     def __init__(
-        self, config: NetworkConfig | None = None, formulation: Formulation = "sequential"
+        self, config: NetworkConfig | None = None, formulation: str = "sequential"
     ) -> None:
         super().__init__()
         self.config = config or NetworkConfig()
         self.formulation = formulation
-        h = self.config.hidden
-        state, search = NUM_DEVICE_FEATURES, 0
-        if formulation in MOVING:
-            state, search = len(REFINE_PAIRS), len(REFINE_SEARCH)
-        grouping, attention = formulation == "group_place", self.config.attention
-        self.encoder = Encoder(self.config, 0 if grouping else attention)
+        h, state, search = self.config.hidden, self.num_state, self.num_search
+        self.encoder = Encoder(self.config, self.config.attention if self.groups_attend else 0)
         self.from_group = nn.Linear(h, h)
         self.from_graph = nn.Linear(h, h, bias=False)
         self.from_device = nn.Linear(h, h, bias=False)
@@ -255,72 +264,38 @@ class PlacementNet(nn.Module):
         self.from_state = nn.Linear(state, h, bias=False)
         self.score = nn.Sequential(nn.ReLU(), nn.Linear(h, h), nn.ReLU(), nn.Linear(h, 1))
         self.value = nn.Sequential(nn.Linear(h + 2 * state + search, h), nn.ReLU(), nn.Linear(h, 1))
-        heads = [self.score, self.value]
-        if formulation == "select_place":
-            self.select = nn.Sequential(nn.Linear(2 * h + state, h), nn.ReLU(), nn.Linear(h, 1))
-            heads.append(self.select)
-        if grouping:
-            choices = self.config.clusters or 1
-            self.group = nn.Sequential(nn.Linear(2 * h, h), nn.ReLU(), nn.Linear(h, choices))
-            self.from_size = nn.Linear(1, h, bias=False)
-            self.attention = nn.ModuleList(Attention(h) for _ in range(attention))
-            heads.append(self.group)
-        for head in heads:
+        for head in (self.score, self.value, *self.more_heads()):
             last = head[-1]
             assert isinstance(last, nn.Linear)
             # Start at the warm start: the learned part of every score begins near zero.
             nn.init.normal_(last.weight, std=0.01)
             nn.init.zeros_(last.bias)
 
-    def encode(self, store: GraphStore, ids: Tensor) -> Encoded:
+    def more_heads(self) -> Sequence[nn.Sequential]:
+        """What a formulation has besides ``score`` and ``value``, made here."""
+        return ()
+
+    def encode(self, store: Graphs, ids: Tensor) -> Encoded:
         """The distinct graphs int64 ``ids [U]`` of ``store``, encoded."""
         found: Encoded = self.encoder(store, ids)
         return found
 
     def evaluate(
-        self, store: GraphStore, ids: Tensor, encoded: Encoded, row: Tensor, obs: Observations
+        self, store: Graphs, ids: Tensor, encoded: Encoded, row: Tensor, obs: Observations
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logits ``[B, ..., A]``, values ``[B]``, and which groups are real (None: all).
 
         ``obs`` is of the formulation's environment; ``row`` int64 ``[B]`` is each episode's place
         among the encoded graphs ``ids``.
         """
-        if self.formulation == "one_shot":
-            logits = self.all_logits(store, ids, encoded)[row]
-            return logits, self.values(encoded, row, None, store.legal), store.real[ids][row]
-        legal = obs["mask"].bool()
-        if self.formulation == "group_place":
-            logits = self.group_logits(store, ids, encoded, row, obs)
-            real = legal.sum(dim=2) > 1
-            real |= ~real.any(dim=1, keepdim=True)
-            return logits, self.values(encoded, row, None, store.legal), real
-        if self.formulation in MOVING:
-            pairs, search = obs["pairs"].float(), obs["search"].float()
-            logits = self.move_logits(store, ids, encoded, row, pairs, legal)
-            return logits, self.values(encoded, row, pairs, legal, search), None
-        state, group = obs["devices"].float(), obs["group"].long()
-        if self.formulation == "select_place":
-            logits = self.select_logits(store, ids, encoded, row, group, state, legal)
-        else:
-            one = group.squeeze(1)
-            logits = self.step_logits(store, ids, encoded, row, one, state, legal)
+        state, legal = obs["devices"].float(), obs["mask"].bool()
+        group = obs["group"].long().squeeze(1)
+        logits = self.step_logits(store, ids, encoded, row, group, state, legal)
         return logits, self.values(encoded, row, state, legal), None
-
-    def all_logits(self, store: GraphStore, ids: Tensor, encoded: Encoded) -> Tensor:
-        """Masked logits float32 ``[U, G, D]`` of every group at once."""
-        x = (
-            self.from_group(encoded.groups)[:, :, None]
-            + self.from_graph(encoded.graph)[:, None, None]
-            + self.from_device(encoded.devices)[:, None]
-            + self.from_pair(store.pair[ids])
-        )
-        logits = self.score(x).squeeze(-1)
-        logits = logits + self._bonus(store.legal[ids], store.warm[ids], store.num_groups[ids])
-        return logits.masked_fill(~store.legal[ids], ILLEGAL)
 
     def step_logits(
         self,
-        store: GraphStore,
+        store: Graphs,
         ids: Tensor,
         encoded: Encoded,
         row: Tensor,
@@ -347,7 +322,7 @@ class PlacementNet(nn.Module):
         residual = bonus - cold * self.config.finish_weight * state[:, :, 0]
         return (logits + residual).masked_fill(~legal, ILLEGAL)
 
-    def weights(self, store: GraphStore) -> tuple[NDArray[np.float32], ...]:
+    def weights(self, store: Graphs) -> tuple[NDArray[np.float32], ...]:
         """``net`` of ``sequential_kernels.construct``, which scores as ``step_logits`` does."""
         with torch.no_grad():
             encoded = self.encode(store, torch.arange(len(store)))
@@ -365,109 +340,6 @@ class PlacementNet(nn.Module):
                 self._moving(store.num_groups),
             )
             return tuple(np.ascontiguousarray(x.numpy(), dtype=np.float32) for x in parts)
-
-    def select_logits(
-        self,
-        store: GraphStore,
-        ids: Tensor,
-        encoded: Encoded,
-        row: Tensor,
-        group: Tensor,
-        state: Tensor,
-        legal: Tensor,
-    ) -> Tensor:
-        """Log-probabilities float32 ``[B, K * D]`` of a ready group, times those of its device.
-
-        ``group`` int64 ``[B, K]``, ``state`` float32 ``[B, K, D, F]``, ``legal`` bool
-        ``[B, K, D]``; an untrained network selects the first, which has the highest priority.
-        """
-        count, ready, devices, features = state.shape
-        many = row[:, None].expand(-1, ready).reshape(-1)
-        some = legal.any(dim=2)
-        flat = legal.reshape(-1, devices).clone()
-        flat[:, 0] |= ~some.reshape(-1)  # a row that is only padding: some device, never selected
-        device = self.step_logits(
-            store, ids, encoded, many, group.reshape(-1), state.reshape(-1, devices, features), flat
-        )
-        device = torch.log_softmax(device, dim=-1).reshape(count, ready, devices)
-        least = state.masked_fill(~legal[:, :, :, None], -ILLEGAL).amin(dim=2)
-        least = least.masked_fill(~some[:, :, None], 0.0)
-        seen = [
-            encoded.groups[row[:, None], group],
-            encoded.graph[row][:, None].expand(-1, ready, -1),
-            least,
-        ]
-        wanted = self.select(torch.cat(seen, dim=2)).squeeze(-1)
-        wanted = wanted - torch.arange(ready) * 1.0  # a list scheduler takes the first
-        select = torch.log_softmax(wanted.masked_fill(~some, ILLEGAL), dim=-1)
-        both = select[:, :, None] + device
-        return both.masked_fill(~legal, ILLEGAL).reshape(count, -1)
-
-    def group_logits(
-        self, store: GraphStore, ids: Tensor, encoded: Encoded, row: Tensor, obs: Observations
-    ) -> Tensor:
-        """Masked logits float32 ``[B, G, A]``: of the cluster of each group, or, where there are
-        clusters (``obs["cluster"]``), of the device of each.
-        """
-        legal, cluster = obs["mask"].bool(), obs["cluster"].long()
-        groups, real = encoded.groups[row], store.real[ids][row]
-        if self.config.clusters:
-            other = encoded.graph[row][:, None].expand_as(groups)
-        else:
-            producer = obs["producer"].long().clamp(min=0)
-            other = groups.gather(1, producer[:, :, None].expand_as(groups))
-        first = self.group(torch.cat([groups, other], dim=2))
-        if not self.config.clusters:
-            first = torch.cat([torch.zeros_like(first), first], dim=2)  # begin one, or join
-
-        label = cluster.clamp(min=0)
-        count = torch.zeros_like(label, dtype=torch.float32).scatter_add(1, label, real.float())
-        share = (real / count.gather(1, label).clamp(min=1))[:, :, None]  # of a cluster's mean
-        mean = torch.zeros_like(groups)
-        mean = mean.scatter_add(1, label[:, :, None].expand_as(groups), groups * share)
-        for layer in self.attention:
-            mean = layer(mean, count > 0)
-        pair = store.pair[ids][row].flatten(2)
-        pairs = torch.zeros_like(pair)
-        pairs = pairs.scatter_add(1, label[:, :, None].expand_as(pair), pair * share)
-        x = (
-            self.from_group(mean)[:, :, None]
-            + self.from_size(torch.log1p(count)[:, :, None])[:, :, None]
-            + self.from_graph(encoded.graph)[row][:, None, None]
-            + self.from_device(encoded.devices)[row][:, None]
-            + self.from_pair(pairs.unflatten(2, store.pair.shape[2:]))
-        )
-        second = self.score(x).squeeze(-1)
-        width = legal.shape[2]
-        first, second = (
-            nn.functional.pad(y[:, :, :width], (0, max(0, width - y.shape[2])))
-            for y in (first, second)
-        )
-        logits = torch.where((cluster < 0)[:, :1, None], first, second)
-        return logits.masked_fill(~legal, ILLEGAL)
-
-    def move_logits(
-        self,
-        store: GraphStore,
-        ids: Tensor,
-        encoded: Encoded,
-        row: Tensor,
-        pairs: Tensor,
-        legal: Tensor,
-    ) -> Tensor:
-        """Masked logits float32 ``[B, G * D]`` of moving each group to each device.
-
-        ``pairs`` float32 ``[B, G, D, F]``, ``legal`` bool ``[B, G, D]``.
-        """
-        x = (
-            self.from_group(encoded.groups)[row][:, :, None]
-            + self.from_graph(encoded.graph)[row][:, None, None]
-            + self.from_device(encoded.devices)[row][:, None]
-            + self.from_pair(store.pair[ids[row]])
-            + self.from_state(pairs)
-        )
-        logits = self.score(x).squeeze(-1)
-        return logits.masked_fill(~legal, ILLEGAL).flatten(1)
 
     def values(
         self,
@@ -515,5 +387,7 @@ def greedy(logits: Tensor) -> Tensor:
 
 def sample(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """int64 ``[...]`` a device drawn from the softmax (the Gumbel trick); never an illegal one."""
-    uniform = torch.rand(logits.shape, generator=generator).clamp(1e-10, 1 - 1e-7)
+    uniform = torch.rand(logits.shape, generator=generator, device=logits.device).clamp(
+        1e-10, 1 - 1e-7
+    )
     return (logits - torch.log(-torch.log(uniform))).argmax(dim=-1)

@@ -22,7 +22,7 @@ from torch import nn
 
 from agents.encoder import PolicyError
 from agents.policy import PlacementPolicy
-from agents.trained import BUILDING
+from envs.formulations import FORMULATIONS, formulation_of
 from envs.problems import ProblemSet, canonical, choice_of
 from placement.problem import Placement, Planner, Problem, ProblemError
 from placement.simulator import score
@@ -120,10 +120,11 @@ def demonstrations(
         PolicyError: the formulation improves placements, there are too few solutions, or one
             splits a colocation group.
     """
-    if formulation not in BUILDING or formulation == "group_place":
+    if not formulation_of(formulation).builds or formulation == "group_place":
+        known = sorted(n for n, f in FORMULATIONS.items() if f.builds and n != "group_place")
         raise PolicyError(
             f"a {formulation} policy does not place one group after another, or all at once: "
-            f"nothing to imitate; use one of {sorted(set(BUILDING) - {'group_place'})}"
+            f"nothing to imitate; use one of {known}"
         )
     if len(solutions) != len(problems.problems):
         raise PolicyError(f"{len(solutions)} solutions for {len(problems.problems)} problems")
@@ -138,7 +139,7 @@ def demonstrations(
     count, width = len(solutions), problems.max_devices
     renamed = [canonical(p, s) for p, s in zip(problems.problems, solutions, strict=True)]
     target = problems.choices(renamed).astype(np.int64)
-    rules = BUILDING[formulation](problems, count)
+    rules: Any = formulation_of(formulation).rules(problems, count)
     rules.start(np.arange(count), np.arange(count))
     seen: list[dict[str, NDArray[Any]]] = []
     done_before = np.zeros(count, bool)
@@ -182,16 +183,17 @@ def imitate(
     """
     obs, actions = demonstrations(problems, solutions, policy.net.formulation)
     worth = problems.outcomes(np.arange(len(solutions)), problems.choices(solutions))[1]
-    returns = torch.from_numpy(worth[obs["problem"][:, 0]].astype(np.float32))
-    tensors = {k: torch.from_numpy(rows) for k, rows in obs.items()}
-    wanted = torch.from_numpy(actions)
+    device = policy.device
+    returns = torch.from_numpy(worth[obs["problem"][:, 0]].astype(np.float32)).to(device)
+    tensors = {k: torch.from_numpy(rows).to(device) for k, rows in obs.items()}
+    wanted = torch.from_numpy(actions).to(device)
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.Adam(policy.net.parameters(), lr=learning_rate)
     losses = []
     for _ in range(epochs):
         total = 0.0
         for rows in _batches(rng, obs["problem"][:, 0], batch_size):
-            some = torch.from_numpy(rows)
+            some = torch.from_numpy(rows).to(device)
             values, log_prob, _ = policy.evaluate_actions(
                 {k: v[some] for k, v in tensors.items()}, wanted[some]
             )

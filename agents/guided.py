@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agents.encoder import ILLEGAL, Encoded, Encoder, Formulation, NetworkConfig, Observations
-from agents.store import GraphStore
+from agents.encoder import ILLEGAL, Encoded, Encoder, NetworkConfig, Observations
+from agents.store import Graphs, GraphStore
 from envs import guided_kernels
 from envs.guided import begin, state_of, tables_of
 from envs.guided import search as take_steps
@@ -41,7 +41,7 @@ class GuidedNet(nn.Module):
     """
 
     def __init__(
-        self, config: NetworkConfig | None = None, formulation: Formulation = "guided_search"
+        self, config: NetworkConfig | None = None, formulation: str = "guided_search"
     ) -> None:
         super().__init__()
         self.config = config or NetworkConfig()
@@ -69,13 +69,13 @@ class GuidedNet(nn.Module):
             nn.init.normal_(weight, std=0.01)
         nn.init.zeros_(last.bias)
 
-    def encode(self, store: GraphStore, ids: Tensor) -> Encoded | None:
+    def encode(self, store: Graphs, ids: Tensor) -> Encoded | None:
         """The graphs int64 ``ids [U]`` encoded; None: this policy does not look at them."""
         return None if self.encoder is None else self.encoder(store, ids)
 
     def evaluate(
         self,
-        store: GraphStore,
+        store: Graphs,
         ids: Tensor,
         encoded: Encoded | None,
         row: Tensor,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agents.encoder import MOVING, Formulation, PolicyError
+from agents.encoder import PolicyError
 from agents.guided import (
     CHOOSERS,
     Chooser,
@@ -24,6 +24,7 @@ from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
 from envs.problems import Evaluator, ProblemSet, canonical, choice_of
 from envs.refine import RefineRules
+from placement.cli import search_here
 from placement.objective import Objective
 from placement.planners.order_search import NO_NETWORK, WIDTH, why_not
 from placement.planners.order_search import anneal as anneal_orders
@@ -32,7 +33,7 @@ from placement.problem import Placement, Planner, Problem, Solution
 from placement.search.evaluation import INFEASIBLE, Search, can_move, two_operators
 
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
-Mode = Literal["zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
+Mode = Literal["auto", "zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
 SMALL = 100  # groups, where sampled placements are worth their evaluations
 UNTRAINED = "untrained"
@@ -55,7 +56,8 @@ class PolicyPlanner:
             placements a few groups away from the baseline's, or chooses as the hand-written
             score does. Where none is released, None is the hand-written score in a guided search,
             and a new network in other modes. ``stats["policy"]`` says which.
-        mode: ``guided_search`` spends the budget in an annealed search whose moves a policy of
+        mode: ``auto`` is that of the policy's formulation, and ``guided_search`` where no policy is
+            given. ``guided_search`` spends the budget in an annealed search whose moves a policy of
             that formulation chooses (``agents.guided.default_budget`` without a budget);
             ``zero_shot`` decodes greedily; ``best_of_k`` samples ``k`` placements too;
             ``finetune`` first trains on this very problem for ``steps``, then does the same;
@@ -78,6 +80,8 @@ class PolicyPlanner:
             list scheduler's order.
         rounds: of ``guided_search`` without orders: how often it is heated up.
         width: of ``guided_search``: moves offered at each step; None: as in the training.
+        allow: names of code that is not ours, an encoder or a formulation, that the policy's file
+            may ask for, as ``package.module:name`` (``TrainedPolicy.load``).
         seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
             sampled placements are evaluated first; the search starts from the best. None is the
             released constructor of placements for ``latency``, on graphs of at most ``SMALL``
@@ -85,7 +89,7 @@ class PolicyPlanner:
     """
 
     policy: str | Path | TrainedPolicy | None = None
-    mode: Mode = "guided_search"
+    mode: Mode = "auto"
     k: int = 32
     steps: int = 4000
     seconds: float | None = None
@@ -98,6 +102,7 @@ class PolicyPlanner:
     rounds: int = 6
     width: int | None = None
     seed_policy: str | Path | TrainedPolicy | None = None
+    allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -123,13 +128,31 @@ class PolicyPlanner:
             PolicyError: the policy's file cannot be read, or is of another formulation.
             PlannerError: no such baseline, or a budget that is not positive.
         """
-        if self.mode == "guided_search":
+        mode = self._mode()
+        if mode != self.mode:
+            return replace(self, mode=mode)(problem)
+        if mode == "guided_search":
             return self._guided_search(problem)
-        policy, name = self._policy(self.policy, problem, self.mode)
-        if self.mode != "refine":
+        policy, name = self._policy(self.policy, problem, mode)
+        if mode != "refine":
             policy.check_makes_placements()
-        _load_mode(self.mode, policy.formulation)
+        _load_mode(mode, policy.formulation)
         return self._plan(problem, policy, name)
+
+    def _mode(self) -> Mode:
+        """``mode``, or that of the policy."""
+        if self.mode != "auto":
+            return self.mode
+        if self.policy is None or self.policy == UNTRAINED:
+            return "guided_search"
+        return self._load(self.policy).kind.mode
+
+    def _load(self, given: str | Path | TrainedPolicy) -> TrainedPolicy:
+        if isinstance(given, TrainedPolicy):
+            return given
+        for name in self.allow:
+            search_here(name)
+        return TrainedPolicy.load(given, self.allow)
 
     def _start(self, problem: Problem, name: str) -> tuple[Search, Solution, dict[str, Any]]:
         """The budget, what the baseline answers on it, and the first facts about both."""
@@ -264,7 +287,7 @@ class PolicyPlanner:
             ships = released(mode, problem.objective)
             given = ships if ships.is_file() else UNTRAINED
         if given != UNTRAINED:
-            return TrainedPolicy.load(given), Path(given).name
+            return self._load(given), Path(given).name
         formulation: Any = (
             mode if mode in ("guided_search", "order_search", "refine") else "sequential"
         )
@@ -272,7 +295,7 @@ class PolicyPlanner:
 
     def _refine(self, policy: TrainedPolicy, search: Search, warm: Placement) -> None:
         """Walk from ``warm``; every placement on the way is evaluated and may be the answer."""
-        if policy.formulation not in MOVING:
+        if policy.kind.mode != "refine":
             raise PolicyError(
                 f"a {policy.formulation} policy cannot refine placements; train one with "
                 f"training.formulation=refine"
@@ -316,7 +339,7 @@ class PolicyPlanner:
 
 
 @cache
-def _load_mode(mode: Mode, formulation: Formulation) -> None:
+def _load_mode(mode: Mode, formulation: str) -> None:
     """Import and compile what a mode needs, or read it from its cache: outside of every budget."""
     policy = TrainedPolicy(untrained_net(None, formulation))
     planner = PolicyPlanner(policy, mode, k=1, steps=1, baseline="single_device")

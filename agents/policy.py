@@ -8,28 +8,41 @@ learned. It only scales the gradient by 1 / groups, so stock PPO needs no change
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import asdict
+from inspect import signature
 from typing import Any
 
 import torch
 from gymnasium import spaces
-from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
 from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor
 
-from agents.encoder import Observations, PlacementNet, greedy, sample
-from agents.guided import GuidedNet
-from agents.store import GraphStore
+from agents.encoder import NetworkConfig, Observations, PolicyError, greedy, sample
+from agents.store import Graphs, GraphStore, ObservedGraphs
+from agents.trained import Net, TrainedPolicy, make_net
+from envs.formulations import formulation_in
 
 
 class PlacementPolicy(BasePolicy):
-    """The policy of every formulation: the network, the graphs, the optimizer, sampling.
+    """The policy of every formulation: ``PPO(PlacementPolicy, env)``.
 
-    What is observed and decided is the network's business: ``net.evaluate``.
+    What is observed and decided is the network's business: ``net.evaluate``. The graphs are those
+    of the observation (``observe="graph"``), or, without, those of ``store``.
 
     Args:
         observation_space, action_space, lr_schedule: as stable-baselines3 gives them.
-        net: the network; it is trained in place.
+        formulation: its name, or ``package.module:name``; None: the one that observes this space.
+        network: kind and size of a new network: ``NetworkConfig``, or its fields.
+        net: a network instead; it is trained in place.
         store: the graphs that ``problem`` in the observations counts.
+        optimizer_class, optimizer_kwargs: as of stable-baselines3's policies.
+        others: the other arguments of stable-baselines3's policies, at their defaults.
+
+    Raises:
+        PolicyError: neither graphs in the observation nor a store, or an argument for networks of
+            another kind (``net_arch``, ...).
     """
 
     def __init__(
@@ -37,17 +50,46 @@ class PlacementPolicy(BasePolicy):
         observation_space: spaces.Dict,
         action_space: spaces.Space[Any],
         lr_schedule: Schedule,
-        net: PlacementNet | GuidedNet,
-        store: GraphStore,
-        use_sde: bool = False,
+        *,
+        formulation: str | None = None,
+        network: NetworkConfig | dict[str, Any] | None = None,
+        net: Net | None = None,
+        store: GraphStore | None = None,
+        optimizer_class: Any = torch.optim.Adam,
+        optimizer_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> None:
-        assert not use_sde, "state-dependent exploration is for continuous actions"
-        super().__init__(observation_space, action_space)
+        _check_others(others)
+        if store is None and "nodes" not in observation_space.spaces:
+            raise PolicyError(
+                "the environment shows no graph: make it with observe='graph', or give the policy "
+                "the graphs: policy_kwargs={'store': GraphStore(problems)}"
+            )
+        if optimizer_kwargs is None:
+            optimizer_kwargs = {"eps": 1e-5} if optimizer_class is torch.optim.Adam else {}
+        super().__init__(
+            observation_space,
+            action_space,
+            optimizer_class=optimizer_class,
+            optimizer_kwargs=optimizer_kwargs,
+        )
+        if net is None:
+            config = NetworkConfig(**network) if isinstance(network, dict) else network
+            net = make_net(config, formulation or formulation_in(observation_space).name)
         self.net = net
         self.store = store
-        self.optimizer = torch.optim.Adam(net.parameters(), lr=lr_schedule(1), eps=1e-5)
+        self.optimizer = optimizer_class(net.parameters(), lr=lr_schedule(1), **optimizer_kwargs)
         self._weights = tuple(net.parameters())  # walking the modules takes longer than a step
-        self._kept: tuple[int, Any] | None = None
+        self._kept: tuple[int, Any, Any] | None = None
+
+    def trained(self, **card: Any) -> TrainedPolicy:
+        """What plans: ``agent.policy.trained().save("policy.safetensors")``.
+
+        ``card``: how it was trained, JSON values. Graphs in observations have no warm starts, so
+        the planner will show it none.
+        """
+        config = {"cold": self.store is None or not bool(self.store.warm.any())}
+        return TrainedPolicy(deepcopy(self.net).cpu(), {"config": config, **card})
 
     def forward(self, obs: Observations, deterministic: bool = False) -> Any:
         """Actions, values float32 ``[B]`` and log-probabilities float32 ``[B]``."""
@@ -72,24 +114,65 @@ class PlacementPolicy(BasePolicy):
 
     def _evaluate(self, obs: Observations) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logits ``[B, ..., A]``, values ``[B]``, and which groups are real (None: all)."""
-        ids, encoded, row = self._encode(obs)
-        found: Any = self.net.evaluate(self.store, ids, encoded, row, obs)
+        graphs, ids, encoded, row = self._encode(obs)
+        found: Any = self.net.evaluate(graphs, ids, encoded, row, obs)  # type: ignore[arg-type]
         return found
 
-    def _encode(self, obs: Observations) -> tuple[Tensor, Any, Tensor]:
+    def _encode(self, obs: Observations) -> tuple[Graphs, Tensor, Any, Tensor]:
         """Each distinct graph encoded once: their numbers ``[U]``, and ``[B]`` rows among them.
 
-        While collecting (no gradients) all graphs are encoded once per state of the network.
+        While collecting (no gradients) graphs are encoded once per state of the network.
         """
+        if self.store is None:
+            return self._encode_observed(obs)
+        store = self.store = self.store.to(self._weights[0].device)
         problem = obs["problem"].long().squeeze(1)
         if torch.is_grad_enabled():
             ids, row = torch.unique(problem, return_inverse=True)
-            return ids, self.net.encode(self.store, ids), row
-        ids = torch.arange(len(self.store))
-        version = sum(p._version for p in self._weights)  # grows with every update
-        if self._kept is None or self._kept[0] != version:
-            self._kept = version, self.net.encode(self.store, ids)
-        return ids, self._kept[1], problem
+            return store, ids, self.net.encode(store, ids), row
+        ids = torch.arange(len(store), device=problem.device)
+        version = self._updates()
+        if self._kept is None or self._kept[0] != version or self._kept[1] is not store:
+            self._kept = version, store, self.net.encode(store, ids)
+        return store, ids, self._kept[2], problem
+
+    def _encode_observed(self, obs: Observations) -> tuple[Graphs, Tensor, Any, Tensor]:
+        graphs = ObservedGraphs(obs)
+        ids = torch.arange(len(graphs), device=graphs.row.device)
+        if torch.is_grad_enabled():
+            return graphs, ids, self.net.encode(graphs, ids), graphs.row
+        version = self._updates()
+        known = self._kept
+        if known is None or known[0] != version or not torch.equal(known[1], graphs.key):
+            self._kept = known = version, graphs.key, self.net.encode(graphs, ids)
+        return graphs, ids, known[2], graphs.row
+
+    def _updates(self) -> int:
+        return sum(p._version for p in self._weights)  # grows with every update
+
+    def _get_constructor_parameters(self) -> dict[str, Any]:
+        """What ``policy.save`` writes beside the weights."""
+        return {
+            "observation_space": self.observation_space,
+            "action_space": self.action_space,
+            "lr_schedule": self._dummy_schedule,
+            "formulation": self.net.formulation,
+            "network": asdict(self.net.config),
+            "store": self.store,
+            "optimizer_class": self.optimizer_class,
+            "optimizer_kwargs": self.optimizer_kwargs,
+        }
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    """Raises: PolicyError, an argument that says something to stable-baselines3's networks."""
+    known = signature(ActorCriticPolicy.__init__).parameters
+    for name, value in others.items():
+        if name not in known or value != known[name].default:
+            raise PolicyError(
+                f"{name} = {value!r} is not for PlacementPolicy; its network is configured by "
+                f"policy_kwargs={{'network': {{'encoder': 'sage', 'hidden': 64, 'layers': 3}}}}"
+            )
 
 
 def _mean_log_prob(logits: Tensor, actions: Tensor, real: Tensor | None) -> Tensor:

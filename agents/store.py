@@ -1,32 +1,67 @@
-"""The graphs that a policy acts on, kept beside it: observations carry only their number."""
+"""The graphs that a policy acts on: kept beside it, or read from its observations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
-from agents.features import Features, features
+from envs.features import PAIR_FEATURES, Features, features
+from envs.graphs import KEYS
 from placement.problem import Placement, Problem
 
 MAX_WAVES = 48
+_KEPT = 64  # batches; batching costs as much as encoding
+_WARM = PAIR_FEATURES.index("1 if the warm start puts it here")
+# Nodes int64 [W], sources int64 [K], targets int64 [K] of each wave, along and against the edges.
+Waves = list[list[tuple[Tensor, Tensor, Tensor]]]
+_TENSORS = ("num_groups", "device", "pair", "legal", "real", "warm")
 
 
-class GraphStore:
-    """Static tensors of ``P`` problems, padded to ``G`` groups and ``D`` devices.
+class Graphs:
+    """Static tensors of ``P`` graphs, padded to ``G`` groups and ``D`` devices.
 
     Attributes:
-        num_groups: float32 ``[P]``.
+        num_groups: int64 ``[P]``.
         device: float32 ``[P, D, Fd]``.
         pair: float32 ``[P, G, D, Fp]``.
         legal: bool ``[P, G, D]``; a group that is only padding: device 0.
         real: bool ``[P, G]`` False for padding.
         warm: bool ``[P, G, D]`` True where the warm start puts the group.
-        node_at: int64 ``[P + 1]`` where each graph's groups begin among all of them.
     """
+
+    num_groups: Tensor
+    device: Tensor
+    pair: Tensor
+    legal: Tensor
+    real: Tensor
+    warm: Tensor
+
+    def __len__(self) -> int:
+        """``P``."""
+        return len(self.num_groups)
+
+    def batch(self, ids: tuple[int, ...]) -> Batch:
+        """The graphs ``ids`` side by side, as PyG has it: ``x``, ``edge_index``, ``edge_attr``."""
+        raise NotImplementedError
+
+    def waves(self, ids: tuple[int, ...]) -> Waves:
+        """``_waves`` of ``batch(ids)``."""
+        raise NotImplementedError
+
+    def dense(self, nodes: Tensor, ids: Tensor) -> Tensor:
+        """``[sum of groups, H]`` of the graphs int64 ``ids [U]`` -> ``[U, G, H]``, zero-padded."""
+        out = nodes.new_zeros(len(ids), self.real.shape[1], nodes.shape[1])
+        out[self.real[ids]] = nodes
+        return out
+
+
+class GraphStore(Graphs):
+    """The graphs of problems, which observations then only number."""
 
     def __init__(
         self, problems: Sequence[Problem], warm: Sequence[Placement | None] | None = None
@@ -53,27 +88,112 @@ class GraphStore:
             if f.warm[0] >= 0:
                 self.warm[i, torch.arange(g), torch.from_numpy(f.warm)] = True
         self._graphs = [_data(f) for f in found]
-        # Batching costs as much as encoding: keep the last combinations of graphs.
-        self.batch = lru_cache(maxsize=64)(self._batch)
-        self.waves = lru_cache(maxsize=64)(self._batch_waves)
+        self._batches: dict[tuple[int, ...], Batch] = {}
+        self._all_waves: dict[tuple[int, ...], Waves] = {}
 
-    def __len__(self) -> int:
-        """``P``."""
-        return len(self._graphs)
+    def batch(self, ids: tuple[int, ...]) -> Batch:
+        """The last combinations of graphs are kept."""
+        return _kept(
+            self._batches, ids, lambda: Batch.from_data_list([self._graphs[i] for i in ids])
+        )
 
-    def _batch(self, ids: tuple[int, ...]) -> Batch:
-        """The graphs ``ids`` side by side, as PyG has it (cached as ``batch``)."""
-        return Batch.from_data_list([self._graphs[i] for i in ids])
+    def waves(self, ids: tuple[int, ...]) -> Waves:
+        """Kept as the batches are."""
+        return _kept(self._all_waves, ids, lambda: _waves(self.batch(ids)))
 
-    def _batch_waves(self, ids: tuple[int, ...]) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
-        """``_waves`` of ``batch(ids)`` (cached as ``waves``)."""
-        return _waves(self.batch(ids))
+    def to(self, device: torch.device) -> GraphStore:
+        """These graphs on another device."""
+        if self.pair.device == device:
+            return self
+        moved = copy(self)
+        for name in _TENSORS:
+            setattr(moved, name, getattr(self, name).to(device))
+        moved._graphs = [g.clone().to(device) for g in self._graphs]
+        moved._batches, moved._all_waves = {}, {}
+        return moved
 
-    def dense(self, nodes: Tensor, ids: Tensor) -> Tensor:
-        """``[sum of groups, H]`` of the graphs int64 ``ids [U]`` -> ``[U, G, H]``, zero-padded."""
-        out = nodes.new_zeros(len(ids), self.real.shape[1], nodes.shape[1])
-        out[self.real[ids]] = nodes
-        return out
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is only kept to save time."""
+        return self.__dict__ | {"_batches": {}, "_all_waves": {}}
+
+
+class ObservedGraphs(Graphs):
+    """The ``U`` distinct graphs of ``B`` observations with ``observe="graph"`` (``envs.graphs``).
+
+    Attributes:
+        row: int64 ``[B]`` the graph of each observation.
+        key: ``[U, ...]`` what distinguishes them.
+    """
+
+    def __init__(self, obs: dict[str, Tensor]) -> None:
+        self.key, self.row, first = _distinct(obs)
+        seen = {name: obs[name][first] for name in KEYS}
+        sizes = seen["sizes"].long()
+        self.num_groups = sizes[:, 0]
+        self.device, self.pair = seen["device_features"].float(), seen["pair_features"].float()
+        self.legal = seen["supported"].bool()
+        groups = torch.arange(self.legal.shape[1], device=sizes.device)
+        self.real = groups < self.num_groups[:, None]
+        self.warm = self.pair[..., _WARM] > 0
+        some = torch.arange(seen["edges"].shape[2], device=sizes.device) < sizes[:, 1, None]
+        begin = self.num_groups.cumsum(0) - self.num_groups
+        edges = seen["edges"].long() + begin[:, None, None]
+        self._batch = Batch(
+            batch=torch.repeat_interleave(self.num_groups),
+            x=seen["nodes"].float()[self.real],
+            edge_index=edges.transpose(0, 1)[:, some],
+            edge_attr=seen["edge_features"].float()[some],
+        )
+
+    def batch(self, ids: tuple[int, ...]) -> Batch:
+        """Of all of them."""
+        assert len(ids) == len(self)
+        return self._batch
+
+    def waves(self, ids: tuple[int, ...]) -> Waves:
+        """Of all of them."""
+        batch = self.batch(ids)
+        a, b = batch.edge_index
+        level = torch.zeros(len(batch.x), dtype=torch.long, device=a.device)
+        on, to = a[a < b], b[a < b]  # colocation can close circles: these edges close none
+        for _ in range(len(level)):
+            higher = level.scatter_reduce(0, to, level[on] + 1, "amax")
+            if torch.equal(higher, level):
+                break
+            level = higher
+        depth = torch.zeros_like(self.num_groups).scatter_reduce(0, batch.batch, level + 1, "amax")
+        depth = depth[batch.batch]
+        batch.wave = level * depth.clamp(max=MAX_WAVES) // depth
+        return _waves(batch)
+
+
+def _distinct(obs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """What tells graphs apart ``[U, K]``, int64 ``[B]`` the graph of each row, int64 ``[U]`` a row
+    of each.
+
+    Numbers of problems are those of one environment, and several may be played: sums of features
+    differ where graphs do.
+    """
+    parts = [obs["problem"].double(), obs["sizes"].double()]
+    for name in ("nodes", "edge_features", "device_features", "pair_features"):
+        flat = obs[name].flatten(1).double()
+        weight = torch.arange(1, flat.shape[1] + 1, device=flat.device, dtype=flat.dtype).sqrt()
+        parts.append((flat * weight).sum(dim=1, keepdim=True))
+    key, row = torch.unique(torch.cat(parts, dim=1), dim=0, return_inverse=True)
+    first = torch.full((len(key),), len(row), device=row.device)
+    first = first.scatter_reduce(0, row, torch.arange(len(row), device=row.device), "amin")
+    return key, row, first
+
+
+def _kept(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """``make()``, or what it made for ``key``; the last ``_KEPT`` are kept."""
+    found = known.pop(key, None)
+    if found is None:
+        found = make()
+        if len(known) >= _KEPT:
+            known.pop(next(iter(known)))
+    known[key] = found
+    return found
 
 
 def _data(f: Features) -> Data:
@@ -87,7 +207,7 @@ def _data(f: Features) -> Data:
     )
 
 
-def _waves(batch: Batch) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
+def _waves(batch: Batch) -> Waves:
     """Nodes in the order of their levels, along and against the edges.
 
     A wave is (nodes int64 ``[W]``, sources int64 ``[K]``, targets int64 ``[K]`` among the nodes):
@@ -98,11 +218,11 @@ def _waves(batch: Batch) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
     src, dst = batch.edge_index
     found = []
     for order, a, b in ((wave, src, dst), (wave.max() - wave, dst, src)):
-        place = torch.zeros(len(order), dtype=torch.long)
+        place = torch.zeros(len(order), dtype=torch.long, device=order.device)
         rows = []
         for w in range(int(order.max()) + 1):
             nodes = torch.nonzero(order == w).squeeze(1)
-            place[nodes] = torch.arange(len(nodes))
+            place[nodes] = torch.arange(len(nodes), device=order.device)
             into = (order[b] == w) & (order[a] < w)
             rows.append((nodes, a[into], place[b[into]]))
         found.append(rows)

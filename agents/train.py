@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 import numpy as np
@@ -27,9 +28,16 @@ from agents.app import (
 )
 from agents.expert import load_solutions, save_solutions
 from agents.sweeps import is_best_of_sweep, once
+from placement.cli import search_here
 from placement.problem import Planner, Problem, Solution
 from placement.runs.compare import describe, prepared, problem_fingerprint
 from placement.simulator import score
+from placement.tools.files import write_atomic
+
+if TYPE_CHECKING:
+    from agents.config import TrainConfig
+    from agents.trained import TrainedPolicy
+    from agents.training import Row
 
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="train")
@@ -41,8 +49,8 @@ def app(cfg: DictConfig) -> float:
 def _train(cfg: DictConfig) -> float:
     from agents.expert import solve
     from agents.planner import PolicyPlanner
-    from agents.trained import TrainedPolicy, mode_of
-    from agents.training import Row, train
+    from agents.trained import TrainedPolicy
+    from agents.training import train
     from envs.perturbation import Perturbation
     from placement.runs.compare import compare
     from placement.search.budget import Budget
@@ -59,12 +67,16 @@ def _train(cfg: DictConfig) -> float:
     baseline, expert = (prepared(make_planner(p), cfg.seed) for p in (cfg.baseline, cfg.expert))
     if cfg.warm_start not in ("baseline", "imitation"):
         raise AppError(f"warm_start = {cfg.warm_start} is unknown; use baseline or imitation")
-    policy = None if cfg.policy is None else TrainedPolicy.load(cfg.policy)
+    for name in (config.reward, config.generator, config.algorithm, config.formulation):
+        search_here(name)
+    for name in (config.network.encoder, *cfg.allow):
+        search_here(name)
+    policy = None if cfg.policy is None else TrainedPolicy.load(cfg.policy, cfg.allow)
     with job(cfg, "train") as run:
-        problems = make_problems(run)
+        problems = make_problems(run) if config.generator is None else {}
 
         def progress(row: Row) -> None:
-            run.mirror.log(row, step=int(row["steps"]))
+            run.mirror.log(named(row), step=int(row["steps"]))
             text = f"training: greedy {row['greedy_speedup']:.3f}x, best {row['best_speedup']:.3f}x"
             run.report(text, min(1.0, row["steps"] / config.total_steps))
 
@@ -86,7 +98,7 @@ def _train(cfg: DictConfig) -> float:
             )
         for_expert_alone = cfg.warm_start == "imitation" and config.workers == 1
         trained = train(
-            list(machines.values()),
+            list(machines.values()) if config.generator is None else config.generator,
             config=config,
             baseline=_Remembered(baseline, run.folder / "starts.npz", cfg.resume),
             policy=policy,
@@ -97,12 +109,19 @@ def _train(cfg: DictConfig) -> float:
             callback=progress,
             parallel="serial" if for_expert_alone else cfg.parallel,
         )
-        trained.save(run.folder / "policy.safetensors")
+        file, card = run.folder / "policy.safetensors", run.folder / "card.json"
+        trained.save(file)
+        write_atomic(card, json.dumps(trained.card, indent=1))
+        problems = problems or _samples(config)
+        run.mirror.table(
+            "eval/problems", ("problem", "best_s"), _best(machines or problems, trained)
+        )
         planners = {
             "baseline": baseline,
             "policy": PolicyPlanner(
-                run.folder / "policy.safetensors",
-                mode_of(trained.formulation),
+                file,
+                trained.kind.mode,
+                allow=(trained.formulation, trained.net.config.encoder),
                 seed=cfg.seed,
                 baseline=baseline,
             ),
@@ -118,11 +137,43 @@ def _train(cfg: DictConfig) -> float:
         run.mirror.comparison(comparison)
         mine = [row for row in comparison.rows if row.planner == "policy"]
         best = ["best"] if all(is_best_of_sweep(run.folder, row) for row in mine) else []
-        run.mirror.artifact("policy", "policy", run.folder / "policy.safetensors", aliases=best)
+        run.mirror.artifact("policy", "policy", file, card, aliases=best)
         save_best(run, comparison, problems, planners)
         save_report(run)
     show(run, comparison, "policy.safetensors, metrics.csv, compare.csv, compare.md and plans")
     return metric_s(comparison)
+
+
+# Where a row's figures are shown: what was played, what an update did, what checks found.
+_GROUPS = {
+    "rollout": ("reward_mean",),
+    "time": ("steps", "seconds", "evaluations"),
+    "eval": ("greedy_speedup", "best_speedup", "held_out_speedup"),
+}
+
+
+def named(row: Row) -> dict[str, float]:
+    """The figures of a row as ``rollout/``, ``eval/``, ``time/`` and ``train/NAME``; those of
+    single problems are in a table by name, at the end.
+    """
+    group = {name: group for group, names in _GROUPS.items() for name in names}
+    return {
+        f"{group.get(name, 'train')}/{name}": value
+        for name, value in row.items()
+        if not name.startswith("best_s_")
+    }
+
+
+def _samples(config: TrainConfig) -> dict[str, Problem]:
+    """The problems of a generator that were drawn for the checks."""
+    from agents.training import samples_of
+
+    return {f"sample-{i}": p for i, p in enumerate(samples_of(config))}
+
+
+def _best(problems: Mapping[str, Problem], trained: TrainedPolicy) -> list[tuple[str, float]]:
+    """The best value of each problem that was trained on, by name."""
+    return [(name, s.value_s) for name, s in zip(problems, trained.best, strict=True)]
 
 
 class _Remembered:

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agents.encoder import (
-    MOVING,
-    Formulation,
-    NetworkConfig,
-    PlacementNet,
-    PolicyError,
-    greedy,
-    sample,
-)
-from agents.guided import GuidedNet
+from agents.encoder import LAYERS, NetworkConfig, PlacementNet, PolicyError, greedy, sample
 from agents.store import GraphStore
-from envs.base import BuildingRules, Rules
-from envs.group_place import GroupPlaceRules
-from envs.placement import OneShotRules
-from envs.problems import Floats, ProblemSet, canonical
-from envs.select_place import SelectPlaceRules
+from envs.formulations import FORMULATIONS, Formulation, formulation_of
+from envs.lookup import find
+from envs.problems import EnvError, Floats, ProblemSet, canonical
+from envs.rules import BuildingRules, Rules
 from envs.sequential import SequentialRules
 from placement.problem import Placement, Problem, Solution
 from placement.search.coarsen import grouped
@@ -39,24 +29,7 @@ from placement.tools.files import parse_json, write_atomic
 
 FORMAT = 3
 MOST_WEIGHT = 1e4
-Net = PlacementNet | GuidedNet
-CHOOSING = ("guided_search", "order_search")  # among offered moves
-
-
-def mode_of(formulation: Formulation) -> Literal["best_of_k", "refine", "guided_search"]:
-    """The mode in which a ``PolicyPlanner`` gets most of a policy."""
-    if formulation in CHOOSING:
-        return "guided_search"
-    return "refine" if formulation in MOVING else "best_of_k"
-
-
-# Formulations that make a placement, and evaluate it once it is made.
-BUILDING: dict[str, Any] = {
-    "one_shot": OneShotRules,
-    "sequential": SequentialRules,
-    "select_place": SelectPlaceRules,
-    "group_place": GroupPlaceRules,
-}
+Net = Any  # a torch module with ``encode`` and ``evaluate``, as agents.encoder.PlacementNet
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +47,15 @@ class TrainedPolicy:
     best: tuple[Solution, ...] = ()
 
     @property
-    def formulation(self) -> Formulation:
-        """The environment that it acts in."""
-        return self.net.formulation
+    def formulation(self) -> str:
+        """The name of what it does: ``envs.formulations``."""
+        name: str = self.net.formulation
+        return name
+
+    @property
+    def kind(self) -> Formulation:
+        """The formulation itself."""
+        return formulation_of(self.formulation)
 
     @property
     def width(self) -> int | None:
@@ -120,10 +99,10 @@ class TrainedPolicy:
 
     def check_makes_placements(self) -> None:
         """Raise ``PolicyError`` for a policy that improves placements, and does not make them."""
-        if self.formulation not in BUILDING:
+        if not self.kind.builds:
             raise PolicyError(
                 f"a {self.formulation} policy improves placements and needs evaluations; "
-                f"use PolicyPlanner(policy, mode={mode_of(self.formulation)!r})"
+                f"use PolicyPlanner(policy, mode={self.kind.mode!r})"
             )
 
     def save(self, path: str | Path) -> None:
@@ -144,8 +123,12 @@ class TrainedPolicy:
         write_atomic(path, save(weights, {"policy": json.dumps(head)}))
 
     @classmethod
-    def load(cls, path: str | Path) -> TrainedPolicy:
+    def load(cls, path: str | Path, allow: Collection[str] = ()) -> TrainedPolicy:
         """Read a file written by ``save``. Executes nothing that is in it.
+
+        An encoder or a formulation of somebody's own is in the file as its name alone,
+        ``package.module:name``. A name that you ``allow`` is imported, and so executed; any other
+        is an error.
 
         Raises:
             PolicyError: missing, truncated, not a policy, of another version, or of a network
@@ -167,10 +150,12 @@ class TrainedPolicy:
                 f"{path}: a policy of format {version}, this version reads {FORMAT}; "
                 f"train again: placement-train"
             )
-        if formulation not in get_args(Formulation):
+        named = isinstance(formulation, str)
+        if not named or (formulation not in FORMULATIONS and ":" not in formulation):
             raise PolicyError(f"{path}: formulation {formulation!r} is unknown")
         try:
             config = NetworkConfig(**head["network"])
+            _check_allowed(path, allow, formulation, config.encoder)
             with torch.device("meta"):  # nothing is allocated that the file does not hold
                 net = make_net(config, formulation)
             _check_weights(net.state_dict(), weights)
@@ -178,11 +163,26 @@ class TrainedPolicy:
             card = dict(head["card"])
             _check_card(card)
             return cls(net, card)
+        except _NotAllowed:
+            raise
         except (RuntimeError, TypeError, KeyError, ValueError) as error:
             raise PolicyError(
                 f"{path}: the weights do not fit this version's network ({error}); "
                 f"train again: placement-train"
             ) from error
+
+
+class _NotAllowed(PolicyError):
+    """The file names code that nobody allowed."""
+
+
+def _check_allowed(path: str | Path, allow: Collection[str], *names: str) -> None:
+    for name in names:
+        if name not in FORMULATIONS and name not in LAYERS and name not in allow:
+            raise _NotAllowed(
+                f"{path}: this policy needs {name}, which is not ours, and to import it is to run "
+                f"it; if you trust it: allow={name} (TrainedPolicy.load(path, allow=[{name!r}]))"
+            )
 
 
 def _check_card(card: Mapping[str, Any]) -> None:
@@ -212,16 +212,16 @@ def _check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]
             raise ValueError(f"{name} has a weight that is no number, or above {MOST_WEIGHT:g}")
 
 
-def make_net(config: NetworkConfig | None, formulation: Formulation) -> Net:
+def make_net(config: NetworkConfig | None, formulation: str) -> Net:
     """A new network for a formulation."""
-    return (
-        GuidedNet(config, formulation)
-        if formulation in CHOOSING
-        else PlacementNet(config, formulation)
-    )
+    try:
+        made = find(formulation_of(formulation).network, "network")
+    except EnvError as error:
+        raise PolicyError(str(error)) from error
+    return made(config, formulation)
 
 
-def untrained_net(config: NetworkConfig | None, formulation: Formulation, seed: int = 0) -> Net:
+def untrained_net(config: NetworkConfig | None, formulation: str, seed: int = 0) -> Net:
     """A new network whose weights the seed alone decides."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -237,8 +237,8 @@ def decode(
 ) -> NDArray[np.int32]:
     """Choices int32 ``[B, G]`` for problems ``ids [B]``: the first of each is greedy.
 
-    Of a formulation in ``BUILDING``; nothing is evaluated. One that places group after group runs
-    in one kernel, as passing every group through torch would take most of the time.
+    Of a formulation that builds placements; nothing is evaluated. One that places group after
+    group runs in one kernel, as passing every group through torch would take most of the time.
     """
     first = np.zeros(len(ids), bool)
     first[np.unique(ids, return_index=True)[1]] = True
@@ -269,12 +269,13 @@ def _scores_as_ours(net: PlacementNet) -> bool:
 
 
 def building_rules(
-    config: NetworkConfig, formulation: Formulation, problems: ProblemSet, num_envs: int
+    config: NetworkConfig, formulation: str, problems: ProblemSet, num_envs: int
 ) -> BuildingRules:
-    """The rules of a formulation in ``BUILDING``."""
+    """The rules of a formulation that builds placements."""
     options = {"clusters": config.clusters} if formulation == "group_place" else {}
-    rules: BuildingRules = BUILDING[formulation](problems, num_envs, **options)
-    return rules
+    rules: Any = formulation_of(formulation).rules(problems, num_envs, **options)
+    found: BuildingRules = rules
+    return found
 
 
 def walk(

@@ -1,21 +1,25 @@
-"""Gymnasium environments: ``gym.make("envs:DevicePlacement-v0", problems=[...])``.
+"""Gymnasium environments: ``gym.make("envs:envs/DevicePlacement-v0")``.
 
-Importing this package registers the ids and nothing else.
+Importing this package registers the ids, ``envs/DevicePlacement-v0`` and, as they were once called,
+``DevicePlacement-v0``, and nothing else. (Gymnasium 1.0 gave up plugins: an id alone imports
+nothing, the module before the colon does.)
 """
 
 from __future__ import annotations
 
 from gymnasium.envs.registration import register
 
-register("DevicePlacement-v0", entry_point="envs.placement:DevicePlacementEnv")
-register("SequentialDevicePlacement-v0", entry_point="envs.sequential:SequentialDevicePlacementEnv")
-register("GuidedSearch-v0", entry_point="envs.guided:GuidedSearchEnv")
-register("OrderSearch-v0", entry_point="envs.order_search:OrderSearchEnv")
-register("RefineDevicePlacement-v0", entry_point="envs.refine:RefineDevicePlacementEnv")
-register(
-    "GroupPlaceDevicePlacement-v0", entry_point="envs.group_place:GroupPlaceDevicePlacementEnv"
-)
-register(
-    "SelectPlaceDevicePlacement-v0",
-    entry_point="envs.select_place:SelectPlaceDevicePlacementEnv",
-)
+IDS = {
+    "DevicePlacement-v0": "envs.placement:DevicePlacementEnv",
+    "SequentialDevicePlacement-v0": "envs.sequential:SequentialDevicePlacementEnv",
+    "GuidedSearch-v0": "envs.guided:GuidedSearchEnv",
+    "OrderSearch-v0": "envs.order_search:OrderSearchEnv",
+    "RefineDevicePlacement-v0": "envs.refine:RefineDevicePlacementEnv",
+    "GroupPlaceDevicePlacement-v0": "envs.group_place:GroupPlaceDevicePlacementEnv",
+    "SelectPlaceDevicePlacement-v0": "envs.select_place:SelectPlaceDevicePlacementEnv",
+}
+
+
+for _name, _env in IDS.items():
+    for _id in (_name, f"envs/{_name}"):
+        register(_id, entry_point=_env, vector_entry_point=f"envs.vector:{_env.split(':')[1]}")

@@ -1,4 +1,4 @@
-"""Many episodes at once, in this process: one numba call per step."""
+"""Many episodes at once, in this process: of given problems, or each of a fresh one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.base import Observation, Rules
+from envs.graphs import Graphs
+from envs.problems import MAX_ID
+from envs.rules import Observation, Rules
+from envs.source import Source
+from placement.problem import Problem
 
 # Observations [B, ...], rewards float32 [B], dones bool [B], and an info for each of B episodes.
 Step = tuple[Observation, NDArray[np.float32], NDArray[np.bool_], list[dict[str, Any]]]
@@ -30,10 +34,15 @@ class Episodes:
     """
 
     def __init__(
-        self, rules: Rules, seed: int | Sequence[int] | None = 0, repeats: int = 1
+        self,
+        rules: Rules,
+        seed: int | Sequence[int] | None = 0,
+        repeats: int = 1,
+        graphs: Graphs | None = None,
     ) -> None:
         self.rules = rules
         self.repeats = repeats
+        self.graphs = graphs
         self.allowed = np.arange(len(rules.problems.problems))
         self.num_envs = len(rules.ids)
         self._rng = np.random.default_rng(seed)
@@ -45,7 +54,7 @@ class Episodes:
     def reset(self) -> Observation:
         """Start every episode; observations ``[B, ...]``."""
         self._begin(np.arange(self.num_envs))
-        return self.rules.observe()
+        return self._observe()
 
     def step(self, actions: NDArray[Any]) -> Step:
         """Take actions ``[B, ...]``. See ``envs.vec.PlacementVecEnv.step_wait`` for the infos."""
@@ -56,10 +65,10 @@ class Episodes:
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         over = np.flatnonzero(done)
         if len(over) == 0:
-            return self.rules.observe(), rewards, done, infos
+            return self._observe(), rewards, done, infos
         ids, seconds = self.rules.ids[over].copy(), self.rules.value_s[over].copy()
         self.rules.keep(ids, self.rules.choices[over], seconds)
-        last = self.rules.observe()
+        last = self._observe()
         elapsed = round(time.perf_counter() - self._started, 6)
         for b, problem, value in zip(over.tolist(), ids.tolist(), seconds.tolist(), strict=True):
             infos[b] = {
@@ -69,7 +78,11 @@ class Episodes:
                 "episode": {"r": float(self._return[b]), "l": int(self._length[b]), "t": elapsed},
             }
         self._begin(over)
-        return self.rules.observe(), rewards, done, infos
+        return self._observe(), rewards, done, infos
+
+    def _observe(self) -> Observation:
+        seen = self.rules.observe()
+        return seen if self.graphs is None else seen | self.graphs(self.rules.ids)
 
     def _begin(self, rows: NDArray[np.integer[Any]]) -> None:
         while len(self._deck) < len(rows):
@@ -102,3 +115,94 @@ class Episodes:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+class Fresh:
+    """``B`` episodes of fresh problems: the interface of ``Episodes``.
+
+    What must be known of a problem is computed when its episode begins, so a step takes ``B``
+    calls. Every problem is played in ``repeats`` episodes that begin one after another.
+
+    Attributes:
+        spaces: rules of the largest size, whose spaces are those of every episode.
+        rules: not played; who trains keeps the best of its own problems in it.
+        num_envs: ``B``.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        num_envs: int,
+        seed: int | None = 0,
+        rules: Rules | None = None,
+        repeats: int = 1,
+    ) -> None:
+        self.num_envs, self.repeats = num_envs, repeats
+        self._source = source
+        self._rng = np.random.default_rng(seed)
+        first, self.graphs = source.fresh(source.draw(np.random.default_rng(0)))
+        self._problem: Problem | None = None
+        self._left = 0  # episodes that it is still to be played in
+        self.spaces = first
+        self.rules = first if rules is None else rules
+        self.allowed = np.zeros(0, np.int64)
+        self._drawn = 0
+        self._numbers = np.zeros(num_envs, np.int64)
+        self._episodes: list[Episodes] = [Episodes(first, graphs=self.graphs)] * num_envs
+
+    def reset(self) -> Observation:
+        """Start every episode; observations ``[B, ...]``."""
+        self._left = 0
+        return self._joined([self._begin(b) for b in range(self.num_envs)])
+
+    def step(self, actions: NDArray[Any]) -> Step:
+        """Take actions ``[B, ...]``."""
+        seen, rewards, dones, infos = [], [], [], []
+        for b in range(self.num_envs):
+            episode, evaluated = self._episodes[b], self._episodes[b].rules.num_evaluations
+            obs, reward, done, info = episode.step(actions[b : b + 1])
+            self.rules.num_evaluations += episode.rules.num_evaluations - evaluated
+            if done[0]:
+                info[0]["problem"] = int(self._numbers[b])
+                info[0]["terminal_observation"]["problem"][0] = self._numbers[b]
+                obs = self._begin(b)
+            seen.append(obs)
+            rewards.append(reward)
+            dones.append(done)
+            infos += info
+        return self._joined(seen), np.concatenate(rewards), np.concatenate(dones), infos
+
+    def masks(self) -> NDArray[np.bool_]:
+        """bool ``[B, A]``, see ``Rules.masks``."""
+        return np.concatenate([x.masks() for x in self._episodes])
+
+    def seed(self, seed: int | Sequence[int] | None) -> None:
+        """Seed the generator."""
+        self._rng = np.random.default_rng(seed)
+
+    def state(self) -> dict[str, Any]:
+        """What ``restore`` needs to go on from the next ``reset``, as JSON values."""
+        return {"rng": self._rng.bit_generator.state, "drawn": self._drawn}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Draw the problems that followed when ``state()`` was taken; then ``reset()``."""
+        self._rng.bit_generator.state = state["rng"]
+        self._drawn = state["drawn"]
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _begin(self, b: int) -> Observation:
+        if self._problem is None or self._left == 0:
+            self._problem, self._left = self._source.draw(self._rng), self.repeats
+            self._drawn += 1
+        self._left -= 1
+        rules, graphs = self._source.fresh(self._problem)
+        self._episodes[b] = Episodes(rules, int(self._rng.integers(2**32)), graphs=graphs)
+        self._numbers[b] = (self._drawn - 1) % (MAX_ID + 1)
+        return self._episodes[b].reset()
+
+    def _joined(self, seen: list[Observation]) -> Observation:
+        joined = {key: np.concatenate([x[key] for x in seen]) for key in seen[0]}
+        joined["problem"] = self._numbers[:, None].copy()
+        return joined

@@ -11,9 +11,11 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs import guided_kernels
-from envs.base import Observation, PlacementEnv, Rules, id_space
+from envs.base import PlacementEnv
 from envs.guided_kernels import BOUND, NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State, Tables, Tried
 from envs.problems import MAX_ID, EnvError, Floats, ProblemSet, choice_of
+from envs.rewards import log_speedup
+from envs.rules import Observation, Rules, id_space
 from placement.planners import load
 from placement.problem import Placement, Problem
 from placement.search.chooser import no_network
@@ -180,6 +182,7 @@ class OfferingRules(Rules):
         super().__init__(problems, num_envs)
         self.moves, self.width, self.again = moves, width, again
         self._states: list[dict[int, Any]] = [{} for _ in range(num_envs)]
+        self._worth = np.zeros(num_envs)  # of each best, if the reward is not ours
         rows, (of_move, of_search) = width + 1, self.num_features
         self.observation_space = spaces.Dict(
             {
@@ -192,6 +195,20 @@ class OfferingRules(Rules):
             }
         )
         self.action_space = spaces.Discrete(rows)
+
+    @abstractmethod
+    def _best_of(self, b: int) -> tuple[float, Choice]:
+        """The best of episode ``b`` so far: seconds, and the device of each group, ``[G]``."""
+
+    def _earned(self, b: int, gain: float) -> float:
+        """What a step earns: the kernel's ``gain``, or what the reward makes of it."""
+        if self.problems.reward is log_speedup:
+            return gain
+        before = self._worth[b]
+        value_s, choice = self._best_of(b)
+        ids, values = self.ids[b : b + 1], np.array([value_s])
+        self._worth[b] = self.problems.rewards(ids, values, choice[None])[0]
+        return float(self._worth[b] - before)
 
     @abstractmethod
     def _offered(self, b: int) -> tuple[NDArray[np.bool_], Choice, Choice]:
@@ -277,6 +294,7 @@ class GuidedSearchRules(OfferingRules):
                 if np.isfinite(self.best_s[p]):
                     choice = self.best_choices[p, : len(choice)]
             begin(tables, state, choice, int(rng.integers(12)), rng, step, step / self.moves)
+            self._earned(b, 0.0)
             self.num_evaluations += 1
 
     def _offered(self, b: int) -> tuple[NDArray[np.bool_], Choice, Choice]:
@@ -298,17 +316,21 @@ class GuidedSearchRules(OfferingRules):
             exact = tables.kind == guided_kernels.LOAD
             self.num_evaluations += self.width if exact else int(state.count[action] > 0)
             used = (state.step + 1.0) / self.moves
-            rewards[b] = take(tables, state, action, used)
+            rewards[b] = self._earned(b, take(tables, state, action, used))
             if used >= 1.0:
                 done[b] = True
-                self._finish(b, p, state)
+                self._finish(b)
         return rewards, done
 
-    def _finish(self, b: int, p: int, state: State) -> None:
+    def _best_of(self, b: int) -> tuple[float, Choice]:
+        state = self._state(b)
         cost = float(state.best_cost)
-        self.value_s[b] = cost if cost < INFEASIBLE else np.inf
+        return cost if cost < INFEASIBLE else np.inf, state.best
+
+    def _finish(self, b: int) -> None:
+        self.value_s[b], best = self._best_of(b)
         self.choices[b] = -1
-        self.choices[b, : len(state.best)] = state.best
+        self.choices[b, : len(best)] = best
         self.keep(self.ids[b : b + 1], self.choices[b : b + 1], self.value_s[b : b + 1])
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from envs.base import PlacementEnv
 from envs.guided import Choice, OfferingRules, start_choices
-from envs.problems import EnvError, Floats, ProblemSet
+from envs.problems import EnvError, Floats, ProblemSet, choice_of
 from placement.planners.order_search import (
     NO_NETWORK,
     sequence_of,
@@ -97,6 +97,7 @@ class OrderSearchRules(OfferingRules):
                     place, sequence = self._best(p)
             state = self._states[b][p]
             start(self._tables[p], state, place, sequence, rng, step, step / self.moves)
+            self._earned(b, 0.0)
             self.num_evaluations += 1
 
     def _offered(self, b: int) -> tuple[NDArray[np.bool_], Choice, Choice]:
@@ -115,20 +116,23 @@ class OrderSearchRules(OfferingRules):
             state = self._state(b)
             self.num_evaluations += int(state.which[action] >= 0)
             used = (state.x[order.STEP] + 1.0) / self.moves
-            rewards[b] = order.play(
-                self._tables[p], state, order.TAKE, action, NO_NETWORK, used, used
-            )
+            gain = order.play(self._tables[p], state, order.TAKE, action, NO_NETWORK, used, used)
+            rewards[b] = self._earned(b, gain)
             if used >= 1.0:
                 done[b] = True
                 self._finish(b, p, state)
         return rewards, done
 
+    def _best_of(self, b: int) -> tuple[float, Choice]:
+        state, problem = self._state(b), self.problems.problems[int(self.ids[b])]
+        return float(state.x[order.BEST]), choice_of(problem, state.best_place)
+
     def _finish(self, b: int, p: int, state: State) -> None:
-        value_s = float(state.x[order.BEST])
         group = self.problems.problems[p].graph.group
+        value_s, best = self._best_of(b)
         self.value_s[b] = value_s
         self.choices[b] = -1
-        self.choices[b, group] = state.best_place
+        self.choices[b, : len(best)] = best
         if value_s < self.best_s[p]:
             self.sequence_s[p] = value_s
             self.best_sequence[p, : len(group)] = state.best_sequence

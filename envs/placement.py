@@ -8,8 +8,9 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import BuildingRules, Observation, PlacementEnv, id_space
+from envs.base import PlacementEnv
 from envs.problems import MAX_ID, ProblemSet
+from envs.rules import BuildingRules, Observation, id_space
 
 
 class OneShotRules(BuildingRules):
@@ -46,8 +47,8 @@ class DevicePlacementEnv(PlacementEnv):
     Operators of a colocation group share a device, so what is placed is the *group*. Problems
     of different sizes are padded to the largest: ``G`` groups, ``D`` devices.
 
-    **Observation** ``Dict``: ``problem`` int64 ``[1]``, which of ``problems`` this is. The
-    graph does not change and is not observed: a policy keeps it (``agents.store.GraphStore``).
+    **Observation** ``Dict``: ``problem`` int64 ``[1]``, which of ``problems`` this is; a policy
+    then keeps the graphs (``agents.store.GraphStore``). With ``observe="graph"`` the graph too.
 
     **Action** ``MultiDiscrete([D] * G)``: the device of each group. Actions of groups that the
     problem does not have are ignored. ``action_masks()`` is bool ``[G * D]``; a group that is

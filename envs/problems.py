@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.rewards import Outcome, Reward, log_speedup, log_speedups
 from placement.problem import Placement, Planner, Problem
 from placement.runs.trials import Runtime, Trials, fingerprint
 from placement.search.evaluation import device_classes, single_devices
@@ -19,10 +20,6 @@ from placement.simulator import score
 Floats = NDArray[np.float64]
 Evaluator = Callable[[Problem, Placement], Floats]  # placements [B, N] -> seconds [B]
 
-# A placement may be at worst exp(4) ~ 55 times slower than the reference before it counts as
-# that; one that cannot run is worse than every one that can.
-WORST_REWARD = -4.0
-INFEASIBLE_REWARD = -5.0
 MAX_ID = 2**24 - 1  # the largest integer that survives stable-baselines3's cast to float32
 
 
@@ -82,6 +79,14 @@ class Measured:
         return self._made[id(problem)]
 
 
+class Sizes(NamedTuple):
+    """Room for problems: the most groups ``G``, devices ``D``, and edges between groups ``E``."""
+
+    groups: int
+    devices: int
+    edges: int
+
+
 @dataclass(frozen=True, eq=False)
 class ProblemSet:
     """``P`` problems of different sizes, padded to ``G`` groups, ``N`` operators, ``D`` devices.
@@ -92,12 +97,16 @@ class ProblemSet:
     Attributes:
         problems: ``[P]``.
         reference_s: float64 ``[P]`` what reward 0 means.
-        evaluator: what a placement is worth (``placement.simulator.score`` or ``Measured``).
+        evaluator: the seconds of a placement (``placement.simulator.score`` or ``Measured``).
+        reward: what these seconds are worth.
+        room: padded to this, or more where a problem is larger; None: to the largest.
     """
 
     problems: tuple[Problem, ...]
     reference_s: Floats
     evaluator: Evaluator = score
+    reward: Reward = log_speedup
+    room: Sizes | None = None
 
     @classmethod
     def build(
@@ -141,7 +150,7 @@ class ProblemSet:
             return self
         more = ProblemSet.build(problems, None, baseline, self.evaluator)
         reference_s = np.concatenate([self.reference_s, more.reference_s])
-        return ProblemSet(self.problems + more.problems, reference_s, self.evaluator)
+        return replace(self, problems=self.problems + more.problems, reference_s=reference_s)
 
     def without_programs(self) -> ProblemSet:
         """These problems as plain data, which can be sent to another process."""
@@ -161,12 +170,12 @@ class ProblemSet:
     @cached_property
     def max_groups(self) -> int:
         """``G``."""
-        return int(self.num_groups.max())
+        return max(int(self.num_groups.max()), self.room.groups if self.room else 0)
 
     @cached_property
     def max_devices(self) -> int:
         """``D``."""
-        return int(self.num_devices.max())
+        return max(int(self.num_devices.max()), self.room.devices if self.room else 0)
 
     @cached_property
     def legal(self) -> NDArray[np.bool_]:
@@ -202,12 +211,11 @@ class ProblemSet:
 
         One evaluator call, so one kernel call, per distinct problem.
         """
-        seconds, rewards = np.empty(len(ids)), np.empty(len(ids))
+        seconds = np.empty(len(ids))
         for i in np.unique(ids):
             rows = np.flatnonzero(ids == i)
             seconds[rows] = self.values(int(i), choices[rows])
-            rewards[rows] = self.rewards(int(i), seconds[rows])
-        return seconds, rewards
+        return seconds, self.rewards(ids, seconds, choices)
 
     def placements(self, problem: int, choices: NDArray[np.integer[Any]]) -> Placement:
         """int32 ``[B, N]`` device of each operator."""
@@ -221,14 +229,25 @@ class ProblemSet:
                 row[: problem.graph.num_groups] = choice_of(problem, placement)
         return choices
 
-    def rewards(self, problem: int | NDArray[np.integer[Any]], seconds: Floats) -> Floats:
-        """float64 ``[B]``: ``log(reference / seconds)``, bounded below; see the constants.
+    def rewards(
+        self, ids: NDArray[np.integer[Any]], seconds: Floats, choices: NDArray[np.integer[Any]]
+    ) -> Floats:
+        """What ``seconds [B]`` of choices ``[B, G]`` for problems ``[B]`` earn, float64 ``[B]``."""
+        if self.reward is log_speedup:
+            return log_speedups(seconds, self.reference_s[ids])
+        rewards = np.empty(len(ids))
+        for i in np.unique(ids).tolist():
+            rows = np.flatnonzero(ids == i)
+            placements = self.placements(i, choices[rows])
+            outcome = Outcome(
+                self.problems[i], placements, seconds[rows], float(self.reference_s[i])
+            )
+            rewards[rows] = self.reward(outcome)
+        return rewards
 
-        ``problem``: one, or ``[B]`` of them.
-        """
-        good = np.isfinite(seconds)
-        ratio = self.reference_s[problem] / np.maximum(np.where(good, seconds, 1.0), 1e-300)
-        return np.where(good, np.maximum(np.log(ratio), WORST_REWARD), INFEASIBLE_REWARD)
+    def speedups(self, seconds: Floats) -> Floats:
+        """float64 ``[P]`` log of reference over ``seconds [P]``, whatever the reward is."""
+        return log_speedups(seconds, self.reference_s)
 
 
 def single_device_s(problem: Problem, evaluator: Evaluator) -> float:

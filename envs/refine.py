@@ -11,10 +11,11 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import Observation, PlacementEnv, Rules, id_space
+from envs.base import PlacementEnv
 from envs.guided import begin, resume, start_choices, state_of, tables_of
 from envs.guided_kernels import BOUND, State
 from envs.problems import MAX_ID, Floats, ProblemSet, group_order
+from envs.rules import Observation, Rules, id_space
 from placement.problem import Placement
 from placement.search.evaluation import INFEASIBLE, random_choice
 from placement.simulator import score
@@ -116,6 +117,7 @@ class RefineRules(Rules):
         self._now_s = np.full(num_envs, np.inf)
         self._first_s = np.full(num_envs, np.inf)
         self._step = np.zeros(num_envs, np.int64)
+        self._worth = np.zeros(num_envs)  # what has been earned so far, and by the start
         shape = (groups, devices, len(PAIR_FEATURES))
         self.observation_space = spaces.Dict(
             {
@@ -148,6 +150,7 @@ class RefineRules(Rules):
         self._step[rows] = 0
         self._now_s[rows] = self._values(np.asarray(rows))
         self._first_s[rows] = self.value_s[rows] = self._now_s[rows]
+        self._worth[rows] = self.problems.rewards(ids, self._now_s[rows], self._now[rows])
 
     def observe(self) -> Observation:
         space = self.observation_space.spaces
@@ -194,15 +197,17 @@ class RefineRules(Rules):
             state.moves.device[group[b]] = device[b]
             state.refused[group[b], device[b]] += 1.0
             resume(self._tables[self.ids[b]], state)
-        before_s, best_s = self._now_s.copy(), self.value_s.copy()
         self._now_s[legal] = self._values(rows[legal])
         self._step = np.minimum(self._step + 1, moves)
         better = self._now_s < self.value_s
         self.value_s[better] = self._now_s[better]
         self.choices[better] = np.where(self.choices[better] < 0, -1, self._now[better])
-        before, after = (best_s, self.value_s) if self.best_so_far else (before_s, self._now_s)
+        value_s, choices = self._now_s, self._now
+        if self.best_so_far:
+            value_s, choices = self.value_s, self.choices
         # Of what each is worth, so that ways back to where an episode was earn nothing.
-        earned = self.problems.rewards(self.ids, after) - self.problems.rewards(self.ids, before)
+        worth = self.problems.rewards(self.ids, value_s, choices)
+        earned, self._worth = worth - self._worth, worth
         return earned, self._step >= moves
 
     def _turn(self, b: int) -> int:

@@ -8,8 +8,9 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.base import BuildingRules, Observation, PlacementEnv, id_space
+from envs.base import PlacementEnv
 from envs.problems import MAX_ID, ProblemSet
+from envs.rules import BuildingRules, Observation, id_space
 from envs.sequential_kernels import (
     FEATURE_BOUND,
     NUM_DEVICE_FEATURES,

@@ -1,4 +1,4 @@
-"""Many episodes at once for stable-baselines3."""
+"""Many episodes at once, as a ``VecEnv`` of stable-baselines3."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
-from envs.base import Observation, Rules
-from envs.episodes import Episodes, Step
+from envs.episodes import Episodes, Fresh, Step
+from envs.rules import Observation, Rules
+from envs.vector import PlacementVectorEnv
 from envs.workers import Workers
 
 
 class PlacementVecEnv(VecEnv):
-    """``B`` episodes of ``rules`` as a ``VecEnv``. Finished ones start again at once.
+    """``B`` episodes as a ``VecEnv``. Finished ones start again at once.
 
     Problems are dealt like cards: a shuffled deck of all of them, then the next deck.
 
     Args:
-        rules: what is played, in this process; or a sequence, the share of each worker.
-        seed: of the deals.
+        played: a ``PlacementVectorEnv``; or rules, which are played in this process; or a sequence
+            of rules, the share of each worker.
+        seed: of the deals, where rules are given.
         parallel: where several workers are (``envs.workers``).
         repeats: every problem is dealt so many times in a row (``envs.episodes``).
 
@@ -35,21 +38,26 @@ class PlacementVecEnv(VecEnv):
 
     def __init__(
         self,
-        rules: Rules | Sequence[Rules],
+        played: PlacementVectorEnv | Fresh | Rules | Sequence[Rules],
         seed: int = 0,
         parallel: str = "serial",
         repeats: int = 1,
     ) -> None:
-        self._episodes: Episodes | Workers = (
-            Episodes(rules, seed, repeats)
-            if isinstance(rules, Rules)
-            else Workers(rules, seed, parallel, repeats)
-        )
+        self._episodes: Episodes | Fresh | Workers
+        if isinstance(played, PlacementVectorEnv):
+            self._episodes = played.episodes
+        elif isinstance(played, Fresh):
+            self._episodes = played
+        elif isinstance(played, Rules):
+            self._episodes = Episodes(played, seed, repeats)
+        else:
+            self._episodes = Workers(played, seed, parallel, repeats)
         self.rules = self._episodes.rules
         self.render_mode = None
-        super().__init__(
-            self._episodes.num_envs, self.rules.observation_space, self.rules.action_space
-        )
+        shown = getattr(self._episodes, "graphs", None)
+        made = getattr(self._episodes, "spaces", self.rules)
+        seen = {**made.observation_space.spaces, **({} if shown is None else shown.spaces)}
+        super().__init__(self._episodes.num_envs, spaces.Dict(seen), made.action_space)
         self._actions: NDArray[Any] = np.zeros(0)
 
     @property

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.base import Observation, Rules
 from envs.episodes import Episodes, Step
 from envs.problems import EnvError, Floats, Measured
+from envs.rules import Observation, Rules
 from placement.tools.parallel import ParallelError
 
 # What a share met since the last answer: problems int64 [X] that it has a better answer for, its

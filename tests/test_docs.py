@@ -21,13 +21,13 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import pytest
 from gymnasium.envs.registration import registry
 
 import envs  # noqa: F401 (registers them)
-from agents.encoder import Formulation
+from envs.formulations import FORMULATIONS
 from placement.__main__ import VERBS, build_parser, main
 
 ROOT = Path(__file__).parents[1]
@@ -133,15 +133,15 @@ def test_every_environment_is_in_the_table() -> None:
     cells = [{k: re.findall(r"`([^`]+)`", v) for k, v in zip(head, r, strict=True)} for r in rows]
     ids, formulations, experiments = (
         [name for row in cells for name in row[column]]
-        for column in ("id", "`training.formulation`", "`+experiment=`")
+        for column in ("id", "`training.formulation`", "`experiment=`")
     )
-    registered = [k for k, v in registry.items() if str(v.entry_point).startswith("envs.")]
+    registered = [k for k, v in registry.items() if v.namespace == "envs"]
     assert sorted(ids) == sorted(registered)
-    assert sorted(formulations) == sorted(get_args(Formulation))
+    assert sorted(formulations) == sorted(FORMULATIONS)
     configurations = {p.stem: p.read_text() for p in (ROOT / "conf" / "experiment").iterdir()}
     assert sorted(experiments) == sorted(configurations)
     for row in cells:
-        for name in row["`+experiment=`"]:
+        for name in row["`experiment=`"]:
             said = re.findall(r"^  formulation: (\w+)", configurations[name], re.MULTILINE)
             assert set(said) <= set(row["`training.formulation`"]), name
 

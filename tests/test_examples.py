@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from agents.training import TrainConfig
+from placement import planners
+from placement.testing import small_problems
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOK = EXAMPLES / "tour.ipynb"
@@ -23,6 +28,49 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["example"])
 
 
+# A seam each; in the suite for a few updates.
+OWN = ("own_encoder.py", "own_reward.py", "own_generator.py", "grpo.py")
+
+
+@pytest.mark.parametrize("name", ["train_ppo.py", "cleanrl_ppo.py"])
+def test_a_first_agent_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(name)
+    rewards = [float(x) for x in re.findall(r"-?\d\.\d+", capsys.readouterr().out)]
+    assert rewards[-1] > rewards[0] + 0.1
+    if name == "train_ppo.py":  # which then plans, and says that a network chose
+        answer = planners.load("policy", policy="policy.safetensors")(small_problems()[0])
+        assert answer.stats["mode"] == "best_of_k" and answer.stats["greedy_evaluations"] == 1
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_seam_of_ones_own(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) <= 40
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    config = partial_of(TrainConfig, total_steps=320, num_checks=1, num_envs=8)
+    monkeypatch.setattr("agents.training.TrainConfig", config)
+    run(name)
+    out = capsys.readouterr().out
+    said = {
+        "own_encoder.py": "the file names its encoder: own_encoder:Mean",
+        "own_reward.py": "own_reward:few_devices: ",
+        "own_generator.py": "75% reward",
+        "grpo.py": "320 steps: reward",
+    }
+    assert said[name] in out
+
+
+def partial_of(kind: Any, **fixed: Any) -> Any:
+    """``kind`` with these arguments, whatever else is asked for."""
+    return lambda **asked: kind(**asked | fixed)
+
+
+def test_torchrl() -> None:
+    pytest.importorskip("torchrl")
+    run("torchrl_env.py")
+
+
 def run(name: str) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
@@ -33,6 +81,10 @@ def test_every_example_is_tested() -> None:
         "compare_planners.py",
         "own_planner.py",
         "tour.ipynb",
+        "train_ppo.py",
+        "cleanrl_ppo.py",
+        "torchrl_env.py",
+        *OWN,
     }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -56,10 +56,10 @@ def problems(options: Options) -> families.Problems:
 
 def rows(options: Options, chosen: families.Problems) -> Iterator[Row]:
     """Speed of every formulation on one core and on two, then the time to the best baseline."""
-    from agents.encoder import Formulation
+    from envs.formulations import FORMULATIONS
 
     for name, problem in chosen.items():
-        for formulation in get_args(Formulation):
+        for formulation in FORMULATIONS:
             for cores in (1, 2):
                 if cores <= len(os.sched_getaffinity(0)):
                     what = ("speed", name, formulation, cores, options.steps)

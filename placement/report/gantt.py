@@ -89,10 +89,36 @@ def plot_gantt(
         PlotError: matplotlib is not installed.
         FileError: the file cannot be written.
     """
-    figure_type = figure_class()
     panels = [("predicted", predicted)]
     if measured is not None:
         panels.append(("measured", measured))
+    return save_figure(_figure(panels, title), path)
+
+
+def picture(timeline: Timeline | None, said: str, num_lanes: int) -> NDArray[np.uint8]:
+    """The timeline as a picture, uint8 ``[height, width, 3]``; without one, what is ``said``.
+
+    Pictures of the same ``num_lanes`` are of the same size, as frames of a film are.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+    figure = _figure([("predicted", timeline)], "") if timeline else figure_class()(dpi=150)
+    figure.set_size_inches(11, 1.35 + 0.5 * num_lanes)
+    if timeline is None:
+        figure.text(0.5, 0.5, as_text(said), ha="center", va="center", color=INK, wrap=True)
+    else:
+        figure.tight_layout(h_pad=0.8)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[:, :, :3].copy()
+
+
+def _figure(panels: list[tuple[str, Timeline]], title: str) -> Any:
+    """One panel per timeline, all on one time axis."""
+    figure_type = figure_class()
     span = max(t.makespan_s for _, t in panels)
     unit, scale = _unit(span)
     lanes = [len(_lanes(t)) for _, t in panels]
@@ -118,7 +144,7 @@ def plot_gantt(
             as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK
         )
     figure.tight_layout(h_pad=0.8)
-    return save_figure(figure, path)
+    return figure
 
 
 def _lanes(timeline: Timeline) -> tuple[str, ...]:

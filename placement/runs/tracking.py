@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import numpy as np
 
 from placement.runs.compare import Comparison
 from placement.runs.row import Row
+from placement.tools.files import write_atomic
 
 if TYPE_CHECKING:
     import wandb
@@ -34,6 +36,9 @@ class Mirror:
 
     def log(self, figures: Mapping[str, float], step: int | None = None) -> None:
         """Figures at one moment of the run."""
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Rows of which the first column says what each is of."""
 
     def comparison(self, comparison: Comparison) -> None:
         """All rows as one table, values as a summary, and best-so-far curves of the planners."""
@@ -68,7 +73,8 @@ class Tracker:
 class LocalTracker(Tracker):
     """Files of the run folder: ``tracked.csv`` (name, step, value), and TensorBoard's events.
 
-    ``tensorboard --logdir FOLDER`` shows them; without the package there is only the CSV file.
+    ``tensorboard --logdir FOLDER`` shows them; without the package
+    (``pip install 'device-placement-rl[tensorboard]'``) there is only the CSV file.
     """
 
     @contextmanager
@@ -79,8 +85,6 @@ class LocalTracker(Tracker):
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError:
-            advice = "pip install 'device-placement-rl[tensorboard]'"
-            warnings.warn(f"only tracked.csv: TensorBoard is not installed: {advice}", stacklevel=2)
             events = None
         else:
             events = SummaryWriter(str(folder / "tensorboard"))
@@ -104,6 +108,11 @@ class _LocalMirror(Mirror):
             if self._events is not None:
                 self._events.add_scalar(name, value, step)
 
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        for row in rows:
+            figures = zip(columns[1:], row[1:], strict=True)
+            self.log({f"{name}/{row[0]}/{column}": value for column, value in figures})
+
     def comparison(self, comparison: Comparison) -> None:
         for name, value_s in _values(comparison).items():
             self.log({name: value_s})
@@ -126,12 +135,21 @@ class WandbTracker(Tracker):
     """Weights & Biases: online if the user is logged in, else offline.
 
     ``mode``, or the variable ``WANDB_MODE``, decides otherwise. Offline runs lie in
-    ``<folder>/wandb``; ``wandb sync`` sends them.
+    ``<folder>/wandb``; ``wandb sync`` sends them. A run that is resumed in its folder stays the
+    same run: ``<folder>/wandb_run_id`` has its id.
+
+    Attributes:
+        project, entity: where it belongs.
+        mode: ``online``, ``offline`` or ``disabled``.
+        group, tags, notes: as W&B has them; a sweep's jobs are a group anyway.
     """
 
     project: str = "device-placement"
     entity: str | None = None
     mode: str | None = None
+    group: str | None = None
+    tags: Sequence[str] = ()
+    notes: str | None = None
 
     @contextmanager
     def run(
@@ -152,7 +170,11 @@ class WandbTracker(Tracker):
             "entity": self.entity,
             "dir": folder,
             "name": folder.name if group is None else f"{group}/{folder.name}",
-            "group": group,
+            "group": self.group or group,
+            "tags": list(self.tags),
+            "notes": self.notes,
+            "id": _run_id(folder / "wandb_run_id"),
+            "resume": "allow",
             "job_type": job_type,
             "config": dict(config),
             "reinit": "finish_previous",
@@ -172,6 +194,13 @@ class WandbTracker(Tracker):
             failed = False
         finally:
             run.finish(exit_code=int(failed))
+
+
+def _run_id(path: Path) -> str:
+    """The id of the run of a folder: the same however often it goes on."""
+    if not path.is_file():
+        write_atomic(path, uuid.uuid4().hex[:12])
+    return path.read_text(encoding="utf-8").strip()
 
 
 def is_logged_in() -> bool:
@@ -200,6 +229,12 @@ class _WandbMirror(Mirror):
 
     def log(self, figures: Mapping[str, float], step: int | None = None) -> None:
         self._run.log(dict(figures), step=step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        import wandb
+
+        data = [list(row) for row in rows]
+        self._run.log({name: wandb.Table(columns=list(columns), data=data)})
 
     def comparison(self, comparison: Comparison) -> None:
         import wandb

@@ -21,12 +21,12 @@ from agents.encoder import (
     greedy,
     sample,
 )
-from agents.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, features
 from agents.planner import PolicyPlanner, _load_mode
 from agents.policy import PlacementPolicy
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, make_net
 from agents.training import TrainConfig, train
+from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, features
 from envs.guided import GuidedSearchRules
 from envs.placement import OneShotRules
 from envs.problems import ProblemSet, canonical
@@ -136,7 +136,7 @@ def test_a_policy_sees_the_objective() -> None:
 
 def test_graphs_do_not_see_their_neighbours_or_their_padding() -> None:
     small, large = random_problem(1, 4, 2), random_problem(2, 12, 4)
-    net = untrained().net
+    net = untrained("one_shot").net
     alone, both = GraphStore([small]), GraphStore([large, small])
     with torch.no_grad():
         a = net.all_logits(alone, torch.tensor([0]), net.encode(alone, torch.tensor([0])))
@@ -155,6 +155,26 @@ def test_samples_follow_the_softmax_and_never_the_illegal() -> None:
     share = torch.bincount(drawn, minlength=3) / len(drawn)
     assert share.numpy() == pytest.approx([0.7311, 0.2689, 0.0], abs=0.01)
     assert greedy(logits).unique().tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"formulation": ["sequential"]},
+        {"formulation": "os:system"},
+        {"formulation": None},
+        {"network": {"encoder": "subprocess:Popen"}},
+        {"network": {"encoder": ["sage"]}},
+        {"network": {"encoder": "os:nothing"}},
+    ],
+)
+def test_a_policy_file_that_names_code_runs_none(tmp_path: Path, head: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    whole = {"format": 3, "formulation": "sequential", "network": {}, "card": {}} | head
+    save_file({"a": torch.zeros(1)}, tmp_path / "p.safetensors", {"policy": json.dumps(whole)})
+    with pytest.raises(PolicyError, match=r"unknown|is not ours|does not fit|do not fit"):
+        TrainedPolicy.load(tmp_path / "p.safetensors")
 
 
 def test_log_probabilities_are_means_over_the_real_groups() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object, instantiate
 
 import agents.compare
@@ -78,9 +79,53 @@ def test_entries_compose_with_every_option_of_every_group() -> None:
     assert sorted(cfg.workload) == GROUPS["workload"] and "planner" not in cfg
     assert cfg.baseline._target_.endswith(".LocalSearch")
     # These: tests/agents/test_sweeps.py, tests/agents/test_published.py
-    for group in set(GROUPS) - {*FROM_CODE, "launcher", "sweep", "experiment"}:
+    for group in set(GROUPS) - {*FROM_CODE, "launcher", "sweep", "experiment", "debug"}:
         for option in GROUPS[group]:
             get_object(compose("compare", [f"{group}={option}"])[group]._target_)
+
+
+@pytest.mark.usefixtures("hydra_conf")
+def test_every_field_of_a_training_is_visible_and_can_be_given() -> None:
+    from agents.encoder import NetworkConfig
+    from agents.training import TrainConfig
+
+    cfg = compose("train").training
+    for kind, node in ((TrainConfig, cfg), (NetworkConfig, cfg.network)):
+        assert set(node) == {"_target_", *(f.name for f in fields(kind))}
+    words = ["training.learning_rate=0.5", "training.network.hidden=8", "training.gamma=0.9"]
+    changed = instantiate(compose("train", words).training, _convert_="all")
+    assert (changed.learning_rate, changed.network.hidden, changed.gamma) == (0.5, 8, 0.9)
+    tiny = compose("train", ["experiment=doppler", "debug=tiny"])
+    assert (tiny.training.formulation, tiny.training.total_steps) == ("select_place", 64)
+    assert tiny.tracker._target_ == "placement.runs.tracking.Tracker"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--cfg job --multirun", "--resolve", "--cfg nothing", "--no-flag", "experiment=no", "nothing"],
+)
+def test_what_hydra_cannot_do_is_bad_input(run: Callable[..., int], words: str) -> None:
+    assert run("train", *words.split()) == 2
+
+
+def test_wandb_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By ``tracker=wandb`` or by its own variable, which a tracker that was given overrides."""
+    from agents.app import _tracker
+    from placement.runs.tracking import LocalTracker, Tracker, WandbTracker
+
+    def chosen(*words: str) -> Any:
+        with initialize_config_module("conf", version_base="1.3"):
+            cfg = compose("train", [*words], return_hydra_config=True)
+            HydraConfig.instance().set_config(cfg)
+            return _tracker(cfg)
+
+    monkeypatch.delenv("WANDB_MODE")
+    assert chosen() == LocalTracker()
+    assert type(chosen("tracker=wandb", "tracker.tags=[a]")) is WandbTracker
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert chosen() == WandbTracker()
+    assert chosen("tracker=local") == LocalTracker()
+    assert chosen("tracker=none") == Tracker()
 
 
 @pytest.mark.usefixtures("hydra_conf")
@@ -104,7 +149,7 @@ def test_the_learned_planner_has_a_name_like_the_others() -> None:
     ):
         planners.load("polcy")
     with pytest.raises(
-        PlannerError, match=r"mode = 'guided' is not one of 'zero_shot', .*mean 'guided_search'\?"
+        PlannerError, match=r"mode = 'guided' is not one of 'auto', .*mean 'guided_search'\?"
     ):
         planners.load("policy", mode="guided")
 
@@ -119,7 +164,9 @@ def test_clusters_trackers_training_and_a_workload_instantiate(tmp_path: Path) -
     words = ["cluster=file", f"cluster.path={file}", "workload=tiny_mlp"]
     cfg = compose("train", [*words, "workload.tiny_mlp.batch=7"])
     assert instantiate(cfg.cluster).device_names == ("a", "b")
-    assert instantiate(cfg.tracker) == WandbTracker()
+    assert instantiate(cfg.tracker) == LocalTracker()
+    mirrored = instantiate(compose("train", ["tracker=wandb"]).tracker, _convert_="all")
+    assert mirrored == WandbTracker(tags=[])
     assert instantiate(cfg.training, _convert_="all") == TrainConfig()
     _, (inputs,) = instantiate(cfg.workload.tiny_mlp)
     assert len(inputs) == 7
@@ -427,7 +474,7 @@ def test_described_devices_cannot_run(
 
 def test_train(run: Callable[..., int], tmp_path: Path) -> None:
     words = ["workload=tiny_branches", "repeats=1", "tracker=none", "hydra.run.dir=out"]
-    words += ["training.total_steps=60", "+training.num_envs=2", "+training.network.hidden=8"]
+    words += ["training.total_steps=60", "training.num_envs=2", "training.network.hidden=8"]
     assert run("train", *words) == 0
     value = {r["planner"]: float(r["value_s"]) for r in rows_of(tmp_path / "out")}
     assert value["policy"] <= value["baseline"]
@@ -471,7 +518,7 @@ def test_train_on_synthetic_problems(
     run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["workload=[]", "synthetic=[{family: giph, seeds: [0, 1]}]", "tracker=none"]
-    words += ["training.total_steps=64", "+training.num_envs=2", "+training.network.hidden=8"]
+    words += ["training.total_steps=64", "training.num_envs=2", "training.network.hidden=8"]
     words += ["num_microbatches=1", "objective=max_load", "evaluations=200", "variants=1"]
     assert run("train", *words, "training.formulation=guided_search", "hydra.run.dir=g") == 0
     rows = rows_of(tmp_path / "g")
@@ -483,9 +530,9 @@ def test_train_on_synthetic_problems(
     assert run("train", *again) == 0
     values = [(r["workload"], r["planner"], r["value_s"]) for r in rows]
     assert [(r["workload"], r["planner"], r["value_s"]) for r in rows_of(tmp_path / "g")] == values
-    imitate = ["warm_start=imitation", "planner@expert=heft", "+training.imitation_epochs=2"]
+    imitate = ["warm_start=imitation", "planner@expert=heft", "training.imitation_epochs=2"]
     one = ["training.formulation=one_shot", "training.network.encoder=dag", "hydra.run.dir=i"]
-    assert run("train", *words, *imitate, *one, "+training.groups=5") == 0
+    assert run("train", *words, *imitate, *one, "training.groups=5") == 0
     assert sorted(load_solutions(tmp_path / "i" / "solutions.npz")) == [
         "giph-0",
         "giph-0/0",
@@ -510,7 +557,7 @@ def test_a_resumed_training_begins_where_it_began(
     from placement.planners.random_search import RandomSearch
 
     words = ["workload=[]", "synthetic=[giph]", "tracker=none", "training.total_steps=64"]
-    words += ["+training.network.hidden=8", "objective=latency", "seed=7", "hydra.run.dir=out"]
+    words += ["training.network.hidden=8", "objective=latency", "seed=7", "hydra.run.dir=out"]
     words += ["planner@baseline=random_search", "baseline.evaluations=5", "evaluations=20"]
     seeds: list[int] = []
     search = RandomSearch.__call__

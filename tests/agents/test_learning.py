@@ -6,6 +6,7 @@ The smallest learning tests are in ``test_smallest_learning.py``.
 from __future__ import annotations
 
 import csv
+import json
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -321,6 +322,14 @@ def test_checkpoints_of_something_else(tmp_path: Path) -> None:
     refused("reference_s", reference_s=[1.0])
     refused("held-out problems, their warm starts", held_out=[problem])
     train([problem], config=config, out_dir=tmp_path, resume=True)  # what it began with
+    # A version before this one had fewer fields.
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    fields = json.loads(state["origin"]["configuration"])
+    for new in ("reward", "generator", "samples", "algorithm", "algorithm_options", "device"):
+        del fields[new]
+    state["origin"]["configuration"] = json.dumps(fields)
+    torch.save(state, tmp_path / "checkpoint.pt")
+    train([problem], config=config, out_dir=tmp_path, resume=True)
     (tmp_path / "checkpoint.pt").write_bytes(b"half")
     with pytest.raises(PolicyError, match="not a readable checkpoint"):
         train([problem], config=config, out_dir=tmp_path, resume=True)

@@ -17,17 +17,18 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
 from agents.app import make_planner
-from agents.encoder import NetworkConfig, PlacementNet, PolicyError, sample
+from agents.encoder import NetworkConfig, PolicyError, sample
 from agents.expert import demonstrations
-from agents.features import features
 from agents.planner import PolicyPlanner
 from agents.policy import PlacementPolicy
 from agents.store import GraphStore
-from agents.trained import TrainedPolicy
+from agents.trained import TrainedPolicy, make_net
 from agents.training import PerGraphBuffer, Row, TrainConfig, elites, train
+from envs.features import features
 from envs.group_place import GroupPlaceRules, heaviest_producer
-from envs.problems import INFEASIBLE_REWARD, ProblemSet
+from envs.problems import ProblemSet
 from envs.refine import RefineRules
+from envs.rewards import INFEASIBLE_REWARD, log_speedups
 from envs.select_place import SelectPlaceRules
 from envs.vec import PlacementVecEnv
 from placement.cluster import Cluster, Device, Link
@@ -72,14 +73,14 @@ def hydra_conf() -> Iterator[None]:
 
 
 def configured(name: str, *words: str) -> tuple[DictConfig, TrainConfig]:
-    cfg = compose("train", [f"+experiment={name}", *words])
+    cfg = compose("train", [f"experiment={name}", *words])
     return cfg, instantiate(cfg.training, _convert_="all")
 
 
 @pytest.mark.usefixtures("hydra_conf")
 @pytest.mark.parametrize("name", METHODS)
 def test_one_override_trains_the_method(name: str, tmp_path: Path) -> None:
-    words = ["training.total_steps=128", "training.network.hidden=8", "+training.num_envs=4"]
+    words = ["training.total_steps=128", "training.network.hidden=8", "training.num_envs=4"]
     cfg, config = configured(name, *words)
     config = replace(config, num_checks=2, imitation_epochs=2)
     problems = [giph(0), giph(1)]
@@ -143,7 +144,7 @@ def test_configurations_are_of_the_published_kind() -> None:
     }
     # A reward that comes at the end only is not discounted (DOPPLER: 0.99 over 229 operators).
     for name, config in found.items():
-        assert config.gamma == 1.0 or config.formulation == "refine", name
+        assert config.resolved().gamma == 1.0 or config.formulation == "refine", name
         assert config.cold and config.last_learning_rate < config.learning_rate
     assert {path.stem for path in (CONF / "experiment").glob("*.yaml")} >= set(METHODS)
 
@@ -231,7 +232,7 @@ def test_the_clusters_of_a_policy_are_padded_away(clusters: int) -> None:
     chosen = ProblemSet.build(problems)
     store = GraphStore(problems)
     torch.manual_seed(0)
-    net = PlacementNet(replace(SMALL, clusters=clusters, attention=1), "group_place")
+    net = make_net(replace(SMALL, clusters=clusters, attention=1), "group_place")
     rules = GroupPlaceRules(chosen, 2, clusters)
     rules.start(np.arange(2), np.arange(2))
     ids = torch.arange(2)
@@ -317,7 +318,7 @@ def test_faster_is_better() -> None:
     problem = identity()
     chosen = ProblemSet.build([problem], [6.0])
     seconds = np.array([3.0, 6.0, 12.0, np.inf])
-    rewards = chosen.rewards(0, seconds)
+    rewards = log_speedups(seconds, chosen.reference_s[0])
     assert rewards[1] == 0 and rewards[0] == -rewards[2] == pytest.approx(np.log(2))
     assert (np.diff(rewards) < 0).all() and rewards[3] == INFEASIBLE_REWARD  # not all positive
 
@@ -442,8 +443,8 @@ def test_what_is_learned_from_is_drawn_from_the_policy() -> None:
         env.observation_space,
         env.action_space,
         lambda _: 1e-3,
-        PlacementNet(SMALL, "select_place"),
-        GraphStore([problem]),
+        net=make_net(SMALL, "select_place"),
+        store=GraphStore([problem]),
     )
     obs = {k: torch.from_numpy(v) for k, v in env.reset().items()}
     actions, _, log_prob = policy(obs)
@@ -476,7 +477,7 @@ def test_an_operator_begins_when_its_inputs_are_there() -> None:
 )
 def test_every_part_of_a_network_is_trained(name: str, parts: tuple[str, ...]) -> None:
     """The hierarchical placer beside GiPH never gives its attention to the optimizer."""
-    words = ["training.total_steps=128", "training.network.hidden=8", "+training.num_envs=4"]
+    words = ["training.total_steps=128", "training.network.hidden=8", "training.num_envs=4"]
     config = replace(configured(name, *words)[1], num_checks=1, learning_rate=1e-2)
     before: dict[str, torch.Tensor] = {}
     after: dict[str, torch.Tensor] = {}

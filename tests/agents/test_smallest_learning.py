@@ -7,20 +7,19 @@ on which a frozen policy (learning rate 0) must stay clearly behind.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
-from agents.encoder import Formulation, NetworkConfig
-from agents.trained import BUILDING
+from agents.encoder import NetworkConfig
 from agents.training import Row, TrainConfig, train
+from envs.formulations import FORMULATIONS
 from placement.cluster import Cluster, Device, Link
 from placement.problem import Problem
 from placement.profile import Profile
 from tests.envs.test_envs import chain
 
-FORMULATIONS = get_args(Formulation)
 SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from list scheduling
 
 
@@ -34,7 +33,7 @@ def rows_of(problem: Problem, formulation: Any, **options: Any) -> tuple[Any, li
 
 def moving(formulation: str, moves: int) -> dict[str, Any]:
     """Of a formulation that improves a placement: short episodes, and rollouts of one or two."""
-    if formulation in BUILDING:
+    if FORMULATIONS[formulation].builds:
         return {}
     return {"moves": moves, "num_envs": 8, "steps_per_env": max(moves, 8)}
 
@@ -67,7 +66,7 @@ def test_identity_placement(formulation: Any) -> None:
     policy, rows = rows_of(problem, formulation, total_steps=1920, **options)
     assert rows[-1]["steps"] <= 2000
     assert policy.best[0].placement.tolist() == [i % d for i in range(n)]
-    if formulation in BUILDING:
+    if FORMULATIONS[formulation].builds:
         assert policy.place(problem)[0].tolist() == [i % d for i in range(n)]
     best = 0.9 * np.log(44 / 8.07)
     assert rows[-1]["reward_mean"] > (best if known else rows[1]["reward_mean"] + 0.1)
@@ -99,7 +98,7 @@ def test_the_frozen_policy_is_clearly_worse(formulation: Any) -> None:
     for rate in (0.0, 1e-2):
         options: dict[str, Any] = {"learning_rate": rate, "last_learning_rate": rate / 10}
         options |= {"total_steps": 1200, "num_checks": 1, "epochs": 4 if rate else 1}
-        if formulation not in BUILDING:  # what a move is worth shows at once
+        if not FORMULATIONS[formulation].builds:  # what a move is worth shows at once
             options |= {"gamma": 0.5, "num_envs": 8, "steps_per_env": 24, "moves": 24}
         if formulation == "sweep":
             options |= {"best_so_far": False, "moves": 54, "total_steps": 2000}

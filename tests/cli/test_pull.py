@@ -102,9 +102,9 @@ def test_a_plan_is_fetched(serve: Any, plan_data: bytes, capsys: Any) -> None:
 
 def test_a_policy_is_fetched(serve: Any, tmp_path: Path, capsys: Any) -> None:
     trained = pytest.importorskip("agents.trained")
-    from agents.encoder import NetworkConfig, PlacementNet
+    from agents.encoder import NetworkConfig
 
-    net = PlacementNet(NetworkConfig(hidden=8), "one_shot")
+    net = trained.make_net(NetworkConfig(hidden=8), "one_shot")
     trained.TrainedPolicy(net, {}).save(tmp_path / "policy.safetensors")
     data = (tmp_path / "policy.safetensors").read_bytes()
     serve("policy", Entry("policy.safetensors", data))

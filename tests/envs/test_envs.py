@@ -18,8 +18,6 @@ from stable_baselines3.common.env_checker import check_env as sb3_check
 from envs.perturbation import Perturbation
 from envs.placement import DevicePlacementEnv, OneShotRules
 from envs.problems import (
-    INFEASIBLE_REWARD,
-    WORST_REWARD,
     EnvError,
     Measured,
     ProblemSet,
@@ -27,6 +25,7 @@ from envs.problems import (
     group_order,
 )
 from envs.refine import RefineRules
+from envs.rewards import INFEASIBLE_REWARD, WORST_REWARD
 from envs.select_place import SelectPlaceDevicePlacementEnv
 from envs.sequential import SequentialDevicePlacementEnv, SequentialRules
 from envs.sequential_kernels import DEVICE_FEATURES
@@ -554,5 +553,5 @@ def test_perturbed_machines() -> None:
     drawn = Perturbation(drop=1.0, variants=10)([picky])
     assert all("cpu:0" in p.cluster.device_names and p.num_devices == 2 for p in drawn[1:])
     env = DevicePlacementEnv([problem], perturbation=Perturbation(variants=3))
-    assert env.reset(options={"problem": 3})[1] == {"problem": 3}
+    assert env.reset(options={"problem": 3})[1]["problem"] == 3
     assert env.action_space.nvec.tolist() == [4] * 5

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envs.base import Rules
 from envs.episodes import Episodes
 from envs.guided import GuidedSearchRules
 from envs.placement import OneShotRules
 from envs.problems import EnvError, Floats, Measured, ProblemSet
+from envs.rules import Rules
 from envs.sequential import SequentialRules
 from envs.workers import Workers
 from placement.problem import Placement, Problem

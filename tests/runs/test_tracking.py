@@ -237,10 +237,7 @@ def test_without_tensorboard_there_is_the_csv_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
-    with (
-        pytest.warns(UserWarning, match=r"pip install 'device-placement-rl\[tensorboard\]'"),
-        LocalTracker().run(tmp_path, {}, "compare") as mirror,
-    ):
+    with LocalTracker().run(tmp_path, {}, "compare") as mirror:
         mirror.log({"x": 1.0})
         mirror.image("picture", tmp_path / "none.png")
     assert (tmp_path / "tracked.csv").read_text() == "name,step,value\nx,,1.0\n"
@@ -248,10 +245,23 @@ def test_without_tensorboard_there_is_the_csv_file(
 
 
 @pytest.mark.usefixtures("offline")
+def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path) -> None:
+    ids = []
+    for _ in range(2):
+        with WandbTracker(tags=("a",), group="g").run(tmp_path, {}, "train") as mirror:
+            assert wandb.run is not None
+            ids.append(wandb.run.id)
+            assert (wandb.run.tags, wandb.run.group) == (("a",), "g")
+            mirror.table("eval/problems", ("problem", "best_s"), [("net", 0.5)])
+    assert ids[0] == ids[1] == (tmp_path / "wandb_run_id").read_text()
+
+
+@pytest.mark.usefixtures("offline")
 def test_a_comparison_is_mirrored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "home"))
     words = ["workload=tiny_mlp", "planner=heft", "rounds=1", "repeats=1", "hydra.run.dir=out"]
+    words.append("tracker=wandb")
     monkeypatch.setattr(sys, "argv", ["placement-compare", *words])
     assert agents.compare.main() == 0
     found = records(tmp_path / "out")

@@ -26,6 +26,7 @@ from envs.guided import (
 from envs.guided_kernels import MOVE_FEATURES, State, Tables
 from envs.problems import EnvError, ProblemSet
 from envs.refine import PAIR_FEATURES, RefineDevicePlacementEnv, RefineRules
+from envs.rewards import log_speedups
 from envs.vec import PlacementVecEnv
 from placement.objective import Objective
 from placement.problem import Problem
@@ -304,7 +305,7 @@ def test_refine_pays_for_no_way_round() -> None:
             group, now[group] = action // 2, action % 2
             earned.append(float(rules.act(np.array([action]))[0][0]))
             values.append(score(problem, now)[0])
-            ends = problems.rewards(0, np.array([values[0], values[-1]]))
+            ends = log_speedups(np.array([values[0], values[-1]]), problems.reference_s[0])
             assert sum(earned) == pytest.approx(ends[1] - ends[0], abs=1e-6)
         assert np.isinf(values).any() == (memory_bytes == 250)
 

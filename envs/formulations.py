@@ -1,0 +1,153 @@
+"""The formulations: how an episode begins, observes, acts and is rewarded, and what reads it.
+
+One table, by name: the names of ``training.formulation`` and of policies' files. A formulation of
+yours is a ``Formulation`` in a module, named ``package.module:name``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from gymnasium import spaces
+
+from envs.lookup import find
+from envs.problems import ProblemSet
+from envs.rules import Rules
+
+Mode = Literal["best_of_k", "refine", "guided_search"]
+
+# What a move is worth shows soon: discounted, and with less chance than where a placement is built.
+_MOVING = {
+    "gamma": 0.97,
+    "gae_lambda": 0.95,
+    "learning_rate": 1e-3,
+    "last_learning_rate": 5e-5,
+    "entropy": 0.002,
+    "last_entropy": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """One way to see placement as a decision process. Modules are named, and imported when used.
+
+    Attributes:
+        name: what it is called; of yours ``package.module:name``.
+        env: ``package.module:Class`` of the environment, a ``PlacementEnv``.
+        sees: of each key that it observes besides the graph: dimensions, and features of the last.
+        network: ``package.module:Class`` of the network: ``Class(config, name)`` with the methods
+            ``encode`` and ``evaluate`` of ``agents.encoder.PlacementNet``.
+        mode: in which a ``PolicyPlanner`` gets most of a policy: ``best_of_k`` where episodes build
+            a placement and evaluate it once, at the end.
+        options: what the environment's rules are given besides.
+        training: fields of ``TrainConfig`` with which it learns, where they differ from the others.
+    """
+
+    name: str
+    env: str
+    sees: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+    network: str = "agents.encoder:PlacementNet"
+    mode: Mode = "best_of_k"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def builds(self) -> bool:
+        """Whether it makes a placement, and evaluates it once it is made."""
+        return self.mode == "best_of_k"
+
+    @cached_property
+    def rules_of(self) -> Callable[..., Rules]:
+        """The rules: ``rules_of(problems, num_envs, **options)``."""
+        found: Callable[..., Rules] = find(self.env, "environment").rules_of
+        return found
+
+    def rules(self, problems: ProblemSet, num_envs: int, **options: Any) -> Rules:
+        """Rules of ``num_envs`` episodes."""
+        return self.rules_of(problems, num_envs, **{**self.options, **options})
+
+    def observed_in(self, space: spaces.Dict) -> bool:
+        """Whether ``space`` is of this formulation's observations."""
+        for key, (dimensions, features) in self.sees.items():
+            shape = space[key].shape if key in space.spaces else None
+            if shape is None or len(shape) != dimensions:
+                return False
+            if features is not None and shape[-1] != features:
+                return False
+        return True
+
+
+_ALL = (
+    Formulation(
+        "sequential",
+        "envs.sequential:SequentialDevicePlacementEnv",
+        {"group": (1, 1), "devices": (2, None), "mask": (1, None)},
+    ),
+    Formulation(
+        "select_place",
+        "envs.select_place:SelectPlaceDevicePlacementEnv",
+        {"group": (1, None), "devices": (3, None), "mask": (2, None)},
+        network="agents.heads:SelectPlaceNet",
+    ),
+    Formulation(
+        "group_place",
+        "envs.group_place:GroupPlaceDevicePlacementEnv",
+        {"cluster": (1, None), "producer": (1, None), "mask": (2, None)},
+        network="agents.heads:GroupPlaceNet",
+    ),
+    Formulation(
+        "refine",
+        "envs.refine:RefineDevicePlacementEnv",
+        {"pairs": (3, None), "search": (1, None), "mask": (2, None)},
+        network="agents.heads:MovingNet",
+        mode="refine",
+        training=_MOVING,
+    ),
+    Formulation(
+        "sweep",
+        "envs.refine:RefineDevicePlacementEnv",
+        {"pairs": (3, None), "search": (1, None), "mask": (2, None)},
+        network="agents.heads:MovingNet",
+        mode="refine",
+        options={"sweep": True},
+        training=_MOVING,
+    ),
+    Formulation(
+        "guided_search",
+        "envs.guided:GuidedSearchEnv",
+        {"moves": (2, 26), "search": (1, 12), "mask": (1, None)},
+        network="agents.guided:GuidedNet",
+        mode="guided_search",
+        training=_MOVING,
+    ),
+    Formulation(
+        "order_search",
+        "envs.order_search:OrderSearchEnv",
+        {"moves": (2, 20), "search": (1, 10), "mask": (1, None)},
+        network="agents.guided:GuidedNet",
+        mode="guided_search",
+        training=_MOVING,
+    ),
+    Formulation("one_shot", "envs.placement:DevicePlacementEnv", network="agents.heads:OneShotNet"),
+)
+FORMULATIONS: dict[str, Formulation] = {f.name: f for f in _ALL}
+
+
+def formulation_of(name: str) -> Formulation:
+    """The formulation ``name`` of the table, or ``package.module:name``, which is imported.
+
+    Raises:
+        EnvError: there is none of that name.
+    """
+    if name in FORMULATIONS:
+        return FORMULATIONS[name]
+    found: Formulation = find(name, "formulation")
+    return found
+
+
+def formulation_in(space: spaces.Dict) -> Formulation:
+    """The one whose observations are of this space; of two that see the same, the first."""
+    return next(f for f in _ALL if f.observed_in(space))

@@ -1,0 +1,152 @@
+"""The graph in the observation: padded arrays, a ``spaces.Graph``, or PyG's ``Data``.
+
+``observe="graph"`` adds these keys to the observation of every environment, of ``G`` groups,
+``E`` edges between groups and ``D`` devices, padded to the largest problem:
+
+* ``nodes`` float32 ``[G, 23]``: ``envs.features.GROUP_FEATURES``.
+* ``edges`` int64 ``[2, E]``: producer and consumer; -1 for padding.
+* ``edge_features`` float32 ``[E, 2]``: log transfer seconds over the mean group, share of bytes.
+* ``device_features`` float32 ``[D, 10]``: ``envs.features.DEVICE_FEATURES``.
+* ``pair_features`` float32 ``[G, D, 7]``: ``envs.features.PAIR_FEATURES`` of a group on a device.
+* ``supported`` int8 ``[G, D]``: 1 = the group can run there; a group of padding: device 0.
+* ``sizes`` int64 ``[3]``: how many groups, edges and devices are no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, features
+from envs.problems import MAX_ID, Sizes
+from placement.problem import Problem
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+KEYS = (
+    "nodes",
+    "edges",
+    "edge_features",
+    "device_features",
+    "pair_features",
+    "supported",
+    "sizes",
+)
+_BOUND = 1e6  # features are logarithms and shares; spaces have bounds
+_EDGE_FEATURES = 2
+
+
+class Graphs:
+    """The arrays above of ``P`` problems, stacked.
+
+    Attributes:
+        spaces: of one observation, by key.
+    """
+
+    def __init__(self, problems: Sequence[Problem], room: Sizes | None = None) -> None:
+        found = [features(p) for p in problems]
+        least = room or Sizes(1, 1, 1)
+        groups = max(least.groups, *(len(f.group) for f in found))
+        devices = max(least.devices, *(len(f.device) for f in found))
+        edges = max(least.edges, *(f.edges.shape[1] for f in found))
+        self.spaces = _spaces(groups, devices, edges)
+        self._arrays: dict[str, NDArray[Any]] = {
+            key: np.zeros((len(found), *(space.shape or ())), space.dtype)
+            for key, space in self.spaces.items()
+        }
+        self._arrays["edges"][:] = -1
+        for i, f in enumerate(found):
+            g, d = f.legal.shape
+            e = f.edges.shape[1]
+            self._arrays["nodes"][i, :g] = f.group
+            self._arrays["edges"][i, :, :e] = f.edges
+            self._arrays["edge_features"][i, :e] = f.edge
+            self._arrays["device_features"][i, :d] = f.device
+            self._arrays["pair_features"][i, :g, :d] = f.pair
+            self._arrays["supported"][i, :g, :d] = f.legal
+            self._arrays["supported"][i, g:, 0] = 1
+            self._arrays["sizes"][i] = g, e, d
+
+    def __call__(self, ids: NDArray[np.integer[Any]]) -> dict[str, NDArray[Any]]:
+        """Arrays ``[B, ...]`` of problems ``ids [B]``, new ones."""
+        return {key: rows[ids] for key, rows in self._arrays.items()}
+
+
+def _spaces(groups: int, devices: int, edges: int) -> dict[str, spaces.Box]:
+    def numbers(*shape: int) -> spaces.Box:
+        return spaces.Box(-_BOUND, _BOUND, shape, np.float32)
+
+    return {
+        "nodes": numbers(groups, len(GROUP_FEATURES)),
+        "edges": spaces.Box(-1, MAX_ID, (2, edges), np.int64),
+        "edge_features": numbers(edges, _EDGE_FEATURES),
+        "device_features": numbers(devices, len(DEVICE_FEATURES)),
+        "pair_features": numbers(groups, devices, len(PAIR_FEATURES)),
+        "supported": spaces.Box(0, 1, (groups, devices), np.int8),
+        "sizes": spaces.Box(0, MAX_ID, (3,), np.int64),
+    }
+
+
+def graph_space() -> spaces.Graph:
+    """What ``to_graph`` makes: any number of groups and edges between them."""
+    return spaces.Graph(
+        spaces.Box(-_BOUND, _BOUND, (len(GROUP_FEATURES),), np.float32),
+        spaces.Box(-_BOUND, _BOUND, (_EDGE_FEATURES,), np.float32),
+    )
+
+
+def to_graph(observation: Mapping[str, Any]) -> spaces.GraphInstance:
+    """The graph of one observation, without padding, as Gymnasium has it."""
+    groups, edges, _ = np.asarray(observation["sizes"]).tolist()
+    return spaces.GraphInstance(
+        np.asarray(observation["nodes"])[:groups],
+        np.asarray(observation["edge_features"])[:edges],
+        np.asarray(observation["edges"])[:, :edges].T,
+    )
+
+
+def to_data(observation: Mapping[str, Any]) -> Data:
+    """The graph of one observation, without padding, as ``torch_geometric.data.Data``.
+
+    ``x`` float32 ``[G, 23]``, ``edge_index`` int64 ``[2, E]``, ``edge_attr`` float32 ``[E, 2]``,
+    and, with the padding of devices so that graphs can be batched, ``device`` float32
+    ``[1, D, 10]``, ``pair`` float32 ``[G, D, 7]`` and ``supported`` bool ``[G, D]``.
+    """
+    import torch
+    from torch_geometric.data import Data
+
+    seen = {key: torch.as_tensor(np.asarray(observation[key])) for key in KEYS}
+    groups, edges, _ = seen["sizes"].long().tolist()
+    return Data(
+        x=seen["nodes"][:groups],
+        edge_index=seen["edges"][:, :edges].long(),
+        edge_attr=seen["edge_features"][:edges],
+        device=seen["device_features"][None],
+        pair=seen["pair_features"][:groups],
+        supported=seen["supported"][:groups].bool(),
+    )
+
+
+class GraphObservation(gym.ObservationWrapper[dict[str, Any], Any, dict[str, Any]]):
+    """``observe="graph"`` with one key ``graph``, a ``spaces.Graph``, instead of padded arrays.
+
+    ``device_features``, ``pair_features``, ``supported`` and ``sizes`` stay as they are, and what
+    changes from step to step too.
+    """
+
+    def __init__(self, env: gym.Env[dict[str, Any], Any]) -> None:
+        super().__init__(env)
+        assert isinstance(env.observation_space, spaces.Dict)
+        kept = {k: v for k, v in env.observation_space.items() if k not in KEYS[:3]}
+        self.observation_space = spaces.Dict({**kept, "graph": graph_space()})
+
+    def observation(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """One observation with its graph as a ``GraphInstance``."""
+        kept = {k: v for k, v in observation.items() if k not in KEYS[:3]}
+        return {**kept, "graph": to_graph(observation)}

@@ -1,0 +1,37 @@
+"""What is found by its full name: rewards, generators, formulations, encoders, algorithms."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from envs.problems import EnvError
+from placement.tools.named import meant
+
+
+def find(name: str, what: str) -> Any:
+    """The object ``package.module:name``; importing the module executes it.
+
+    Args:
+        what: in words what it should be, for messages.
+
+    Raises:
+        EnvError: it is no such name, or cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        if not attribute:
+            raise ValueError("it names no object; write package.module:name")
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        near = meant(attribute, vars(sys.modules.get(module, object)))
+        raise EnvError(f"{what} {name!r} cannot be imported: {error}{near}") from error
+
+
+def name_of(found: Any) -> str:
+    """``package.module:name`` of a function, a class, or an instance's class; a name is itself."""
+    if isinstance(found, str):
+        return found
+    named = found if hasattr(found, "__qualname__") else type(found)
+    return f"{named.__module__}:{named.__qualname__}"

@@ -1,0 +1,105 @@
+"""What is played: problems that stay, or fresh ones of a generator, and by which rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from envs.generators import Generator, draw, generator_of, room_of, small_problems
+from envs.graphs import Graphs
+from envs.lookup import find
+from envs.perturbation import Perturbation
+from envs.problems import ONE_RUNTIME, EnvError, Evaluator, ProblemSet, Runtime, Sizes
+from envs.rewards import Reward, log_speedup
+from envs.rules import Rules
+from placement.problem import Planner, Problem
+from placement.simulator import score
+
+Observe = Literal["number", "graph"]
+Problems = Sequence[Problem] | Generator | str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The arguments that all environments share; see ``PlacementEnv``.
+
+    Raises:
+        EnvError: no problems, wrong references, one runtime for several problems, or a name that
+            cannot be imported.
+    """
+
+    rules_of: Callable[..., Rules]
+    problems: Problems = None
+    reference_s: Sequence[float] | None = None
+    baseline: Planner | None = None
+    evaluator: Evaluator | Runtime = score
+    perturbation: Perturbation | None = None
+    reward: Reward | str = log_speedup
+    observe: Observe = "number"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.observe not in ("number", "graph"):
+            raise EnvError(f"observe = {self.observe!r} is unknown; use 'number' or 'graph'")
+        several = self.perturbation is not None or self.generator is not None
+        if several and hasattr(self.evaluator, "run"):
+            made_by = "a perturbation" if self.generator is None else "a generator"
+            raise EnvError(ONE_RUNTIME.format(f"{made_by} makes others"))
+        given = self.perturbation is not None or self.reference_s is not None
+        if self.generator is not None and given:
+            raise EnvError("reference_s and perturbation are for given problems, not a generator")
+
+    @classmethod
+    def of(cls, rules_of: Callable[..., Rules], problems: Problems, **arguments: Any) -> Source:
+        """With the arguments of an environment: those that are not of this class are its rules'."""
+        known = {f.name for f in fields(cls)} - {"options"}
+        shared = {k: arguments.pop(k) for k in known & arguments.keys()}
+        return cls(rules_of, problems, **shared, options=arguments)
+
+    @cached_property
+    def generator(self) -> Generator | None:
+        """Where fresh problems come from; None: the problems are given."""
+        given = self.problems
+        if isinstance(given, str) or (callable(given) and not isinstance(given, Problem)):
+            return generator_of(given)
+        return None
+
+    @cached_property
+    def room(self) -> Sizes | None:
+        """Room for every problem of the generator."""
+        return None if self.generator is None else room_of(self.generator)
+
+    @cached_property
+    def given(self) -> ProblemSet:
+        """The problems that are given, or some small ones."""
+        problems: Any = small_problems() if self.problems is None else self.problems
+        chosen = self._set(problems)
+        if self.perturbation is None:
+            return chosen
+        return chosen.and_more(self.perturbation(problems)[len(problems) :], self.baseline)
+
+    def rules(self, num_envs: int) -> tuple[Rules, Graphs | None]:
+        """Rules of the given problems, and their graphs, if those are observed."""
+        return self._ruled(self.given, num_envs)
+
+    def draw(self, rng: np.random.Generator) -> Problem:
+        """A fresh problem of the generator."""
+        assert self.generator is not None
+        return draw(self.generator, rng, self.room)
+
+    def fresh(self, problem: Problem) -> tuple[Rules, Graphs | None]:
+        """Rules of one episode with a fresh problem."""
+        return self._ruled(self._set([problem]), 1)
+
+    def _set(self, problems: Sequence[Problem]) -> ProblemSet:
+        reward = find(self.reward, "reward") if isinstance(self.reward, str) else self.reward
+        chosen = ProblemSet.build(problems, self.reference_s, self.baseline, self.evaluator)
+        return replace(chosen, reward=reward, room=self.room)
+
+    def _ruled(self, chosen: ProblemSet, num_envs: int) -> tuple[Rules, Graphs | None]:
+        rules = self.rules_of(chosen, num_envs, **self.options)
+        return rules, Graphs(chosen.problems, self.room) if self.observe == "graph" else None

@@ -1,0 +1,431 @@
+"""As Gymnasium and stable-baselines3 are meant: what a user of theirs does works, on every id."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env as gymnasium_check
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.callbacks import CheckpointCallback, EvalCallback
+from stable_baselines3.common.env_checker import check_env as sb3_check
+from stable_baselines3.common.env_util import make_vec_env
+from torch import nn
+
+import envs
+from agents.encoder import NetworkConfig, PlacementNet, PolicyError
+from agents.planner import PolicyPlanner
+from agents.policy import PlacementPolicy
+from agents.store import GraphStore, ObservedGraphs
+from agents.trained import TrainedPolicy, make_net
+from agents.training import TrainConfig, train
+from envs.formulations import FORMULATIONS, Formulation, formulation_in
+from envs.generators import Layered, small_problems
+from envs.graphs import GraphObservation, graph_space, to_data, to_graph
+from envs.problems import EnvError, Sizes
+from envs.rewards import Outcome, log_speedup
+from envs.vec import PlacementVecEnv
+from placement.planners import load
+from placement.problem import Problem
+from placement.simulator import score
+
+IDS = [f"envs/{name}" for name in envs.IDS]
+OBSERVED = ("number", "graph")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", envs.IDS)
+def test_every_spelling_works_without_arguments(name: str) -> None:
+    made = [gym.make(x) for x in (f"envs/{name}", f"envs:envs/{name}", f"envs:{name}")]
+    assert len({type(env.unwrapped) for env in made}) == 1
+    assert gym.spec(f"envs/{name}").to_json()
+    first, second = (env.reset(seed=3)[0] for env in made[:2])
+    assert all(np.array_equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("observe", OBSERVED)
+@pytest.mark.parametrize("name", IDS)
+def test_both_checkers_pass_with_both_observations(name: str, observe: str) -> None:
+    env = gym.make(name, observe=observe, render_mode="rgb_array").unwrapped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*(unconventional shape|image).*")
+        gymnasium_check(env, skip_render_check=True)
+        sb3_check(env, skip_render_check=True)
+
+
+def test_pictures_are_of_one_size() -> None:
+    pytest.importorskip("matplotlib")
+    env: Any = gym.make("envs/DevicePlacement-v0", render_mode="rgb_array")
+    env.reset(seed=0)
+    before = env.render()
+    env.step(env.action_space.sample())
+    after = env.render()
+    assert before.shape == after.shape and before.dtype == np.uint8 and (before != after).any()
+
+
+@pytest.mark.parametrize("observe", OBSERVED)
+@pytest.mark.parametrize("name", IDS)
+def test_random_episodes(name: str, observe: str) -> None:
+    fuzz(name, observe, 6)
+
+
+def fuzz(name: str, observe: str, episodes: int) -> None:
+    """Random legal actions: observations in their space, masks that tell the truth, rewards."""
+    env: Any = gym.make(name, problems=Layered(depth=4), observe=observe)
+    env.action_space.seed(0)
+    for seed in range(episodes):
+        obs, info = env.reset(seed=seed)
+        earned, over = 0.0, False
+        while not over:
+            assert obs in env.observation_space
+            mask = info["action_mask"]
+            assert np.array_equal(mask.ravel().astype(bool), env.unwrapped.action_masks())
+            discrete = isinstance(env.action_space, gym.spaces.Discrete)
+            action = env.action_space.sample(mask if discrete else tuple(mask))
+            obs, reward, over, truncated, info = env.step(action)
+            assert not truncated
+            earned += reward
+        problem, placement = env.unwrapped.problems.problems[0], info["placement"]
+        problem.check_placement(placement)
+        value_s = float(score(problem, placement)[0])
+        assert "OrderSearch" in name or info["value_s"] == pytest.approx(value_s)
+        if "Search" in name or "Refine" in name:  # paid for what it improves on its start
+            first_s = score(problem, load("best_of")(problem).placement)[0]
+            assert earned == pytest.approx(np.log(first_s / info["value_s"]), abs=1e-9)
+        else:
+            reference_s = env.unwrapped.problems.reference_s[0]
+            assert earned == pytest.approx(max(np.log(reference_s / value_s), -4.0))
+
+
+def test_the_observed_graph_is_the_problems() -> None:
+    problems = small_problems()
+    env: Any = gym.make("envs/SequentialDevicePlacement-v0", problems=problems, observe="graph")
+    store = GraphStore(problems)
+    for i, problem in enumerate(problems):
+        obs, _ = env.reset(options={"problem": i})
+        groups, devices = problem.graph.num_groups, problem.num_devices
+        assert obs["sizes"].tolist()[::2] == [groups, devices]
+        assert (obs["edges"][:, obs["sizes"][1] :] == -1).all()
+        data, graph = to_data(obs), to_graph(obs)
+        assert graph in graph_space()
+        assert torch.equal(data.x, store.batch((i,)).x)
+        assert torch.equal(data.edge_index, store.batch((i,)).edge_index)
+        assert np.array_equal(graph.edge_links, data.edge_index.numpy().T)
+        pairs = {tuple(x) for x in problem.graph.group[problem.graph.edges] if x[0] != x[1]}
+        assert {tuple(x) for x in graph.edge_links.tolist()} == pairs
+        assert np.array_equal(
+            obs["supported"][:groups, :devices], np.isfinite(problem.group_compute_s)
+        )
+    wrapped = GraphObservation(env)
+    assert wrapped.reset(seed=0)[0] in wrapped.observation_space
+
+
+@pytest.mark.parametrize("encoder", ["sage", "gat", "dag"])
+def test_a_policy_answers_the_same_from_observed_and_from_kept_graphs(encoder: str) -> None:
+    problems = small_problems()
+    network = {"hidden": 16, "layers": 2, "encoder": encoder}
+    for name in ("Sequential", "SelectPlace", ""):
+        env = gym.make_vec(f"envs/{name}DevicePlacement-v0", 8, problems=problems, observe="graph")
+        seen = {k: torch.as_tensor(v) for k, v in env.reset(seed=0)[0].items()}
+        one = PlacementPolicy(
+            env.single_observation_space, env.single_action_space, lambda _: 1e-3, network=network
+        )
+        two = PlacementPolicy(
+            env.single_observation_space,
+            env.single_action_space,
+            lambda _: 1e-3,
+            net=one.net,
+            store=GraphStore(problems),
+        )
+        actions = one._predict(seen, deterministic=True)
+        for a, b in zip(
+            one.evaluate_actions(seen, actions), two.evaluate_actions(seen, actions), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert len(ObservedGraphs(seen)) == len(problems)
+
+
+def test_problems_of_several_environments_are_told_apart() -> None:
+    """Each counts its own from 0."""
+    env = make_vec_env(
+        "envs/DevicePlacement-v0", 4, env_kwargs={"problems": Layered(), "observe": "graph"}
+    )
+    seen = {k: torch.as_tensor(v) for k, v in env.reset().items()}
+    assert seen["problem"].unique().tolist() == [0]
+    graphs = ObservedGraphs(seen)
+    assert len(graphs) == 4 and len(graphs.row.unique()) == 4
+    twice = {k: torch.cat([v, v]) for k, v in seen.items()}
+    assert torch.equal(ObservedGraphs(twice).row, torch.cat([graphs.row, graphs.row]))
+
+
+@pytest.mark.parametrize("kind", [PPO, A2C])
+@pytest.mark.parametrize("name", ["SequentialDevicePlacement-v0", "GuidedSearch-v0"])
+def test_stable_baselines_as_it_is_meant(kind: Any, name: str, tmp_path: Path) -> None:
+    arguments = {"observe": "graph"}
+    env = make_vec_env(f"envs/{name}", 2, env_kwargs=arguments)
+    other = make_vec_env(f"envs/{name}", 1, env_kwargs=arguments)
+    small = {"network": {"hidden": 8, "layers": 1}}
+    agent = kind(PlacementPolicy, env, n_steps=32, policy_kwargs=small)
+    best, kept = tmp_path / "best", tmp_path / "kept"
+    agent.learn(
+        64,
+        [
+            EvalCallback(
+                other, eval_freq=32, n_eval_episodes=1, best_model_save_path=str(best), verbose=0
+            ),
+            CheckpointCallback(32, str(kept)),
+        ],
+    )
+    assert (best / "best_model.zip").is_file() and len(list(kept.iterdir())) == 1
+    agent.save(tmp_path / "agent.zip")
+    again = kind.load(tmp_path / "agent.zip", env=env)
+    obs = env.reset()
+    assert np.array_equal(
+        agent.predict(obs, deterministic=True)[0], again.predict(obs, deterministic=True)[0]
+    )
+    again.learn(64)
+    again.set_parameters(agent.get_parameters())
+    for a, b in zip(agent.policy.parameters(), again.policy.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_policy_with_a_store_is_saved_too(tmp_path: Path) -> None:
+    problems = small_problems()
+    env = make_vec_env("envs/DevicePlacement-v0", 2, env_kwargs={"problems": problems})
+    store = GraphStore(problems)
+    store.batch((0, 1))
+    assert pickle.loads(pickle.dumps(store))._batches == {}
+    agent = PPO(PlacementPolicy, env, n_steps=16, policy_kwargs={"store": store})
+    agent.learn(32).save(tmp_path / "agent.zip")
+    PPO.load(tmp_path / "agent.zip").predict(env.reset())
+    with pytest.raises(PolicyError, match="make it with observe='graph'"):
+        PPO(PlacementPolicy, env)
+    with pytest.raises(PolicyError, match=r"net_arch = \[64\] is not for PlacementPolicy"):
+        PPO(PlacementPolicy, env, policy_kwargs={"store": store, "net_arch": [64]})
+
+
+def test_maskable_ppo_of_the_contrib_package() -> None:
+    contrib = pytest.importorskip("sb3_contrib")
+    for name in ("SequentialDevicePlacement-v0", "DevicePlacement-v0"):
+        env = make_vec_env(f"envs/{name}", 2)
+        contrib.MaskablePPO("MultiInputPolicy", env, n_steps=16, batch_size=16).learn(32)
+
+
+@pytest.mark.parametrize("problems", [None, Layered(depth=3)])
+@pytest.mark.parametrize("name", ["SequentialDevicePlacement-v0", "DevicePlacement-v0"])
+def test_the_vector_environment(name: str, problems: Any) -> None:
+    env = gym.make_vec(f"envs/{name}", 3, problems=problems, observe="graph")
+    assert isinstance(env, gym.vector.VectorEnv)
+    assert env.metadata["autoreset_mode"] is gym.vector.AutoresetMode.SAME_STEP
+    obs, info = env.reset(seed=4)
+    finished = []
+    for _ in range(40):
+        assert obs in env.observation_space
+        obs, rewards, over, truncated, info = env.step(info["action_mask"].argmax(axis=-1))
+        assert rewards.shape == over.shape == truncated.shape == (3,)
+        for b in np.flatnonzero(over):
+            assert info["final_obs"][b] in env.single_observation_space
+            finished.append(int(info["final_info"]["problem"][b]))
+            assert np.isfinite(info["final_info"]["value_s"][b])
+    if problems is not None:  # every episode has a problem of its own
+        assert sorted(finished) == sorted(set(finished)) and len(finished) > 5
+    again, _ = env.reset(seed=4)
+    first, _ = gym.make_vec(f"envs/{name}", 3, problems=problems, observe="graph").reset(seed=4)
+    if problems is None:
+        assert all(np.array_equal(again[k], first[k]) for k in first)
+    adapted = PlacementVecEnv(env)
+    assert adapted.reset()["nodes"].shape[0] == 3
+
+
+def test_fresh_problems_every_episode() -> None:
+    env: Any = gym.make("envs/DevicePlacement-v0", problems=Layered(), observe="graph")
+    seen = [env.reset(seed=0 if i == 0 else None) for i in range(6)]
+    assert [info["problem"] for _, info in seen] == list(range(6))
+    assert len({obs["nodes"].tobytes() for obs, _ in seen}) == 6
+    assert env.reset(seed=0)[0]["nodes"].tobytes() == seen[0][0]["nodes"].tobytes()
+    with pytest.raises(EnvError, match="for given problems"):
+        env.reset(options={"problem": 1})
+
+
+def test_what_generators_get_wrong() -> None:
+    def too_large(rng: np.random.Generator) -> Problem:
+        return Layered(depth=6)(rng)
+
+    too_large.sizes = Sizes(4, 3, 9)  # type: ignore[attr-defined]
+    with pytest.raises(EnvError, match="room for"):
+        gym.make("envs/DevicePlacement-v0", problems=too_large).unwrapped.reset()
+    with pytest.raises(EnvError, match="made a int, not a Problem"):
+        gym.make("envs/DevicePlacement-v0", problems=lambda rng: 3)
+    with pytest.raises(EnvError, match=r"generator 'envs.generators:Layred' cannot be imported"):
+        gym.make("envs/DevicePlacement-v0", problems="envs.generators:Layred")
+    with pytest.raises(EnvError, match="observe = 'pixels' is unknown"):
+        gym.make("envs/DevicePlacement-v0", observe="pixels")
+
+
+# Seams: what is named "test_rl:..." below is code of somebody's own.
+
+
+def slower_is_better(outcome: Outcome) -> np.ndarray:
+    assert outcome.placements.shape == (len(outcome.value_s), outcome.problem.num_ops)
+    return -2.0 * log_speedup(outcome)
+
+
+class OwnLayer(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(hidden, hidden)
+
+    def forward(self, x: torch.Tensor, batch: Any, waves: Any) -> torch.Tensor:
+        return x + torch.relu(self.own(x))
+
+
+class OwnNet(PlacementNet):
+    pass
+
+
+class OwnA2C(A2C):
+    def __init__(self, *args: Any, twice: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.twice = twice
+
+
+own = Formulation(
+    "test_rl:own", "envs.sequential:SequentialDevicePlacementEnv", network="test_rl:OwnNet"
+)
+NAMES = {
+    "formulation": "test_rl:own",
+    "reward": "test_rl:slower_is_better",
+    "algorithm": "test_rl:OwnA2C",
+    "generator": "envs.generators:Layered",
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_a_reward_of_ones_own_on_every_id(name: str) -> None:
+    """It is paid at the end, or for the difference that a step makes."""
+    earned = {}
+    for reward in ("envs.rewards:log_speedup", "test_rl:slower_is_better"):
+        env: Any = gym.make(name, reward=reward)
+        env.reset(seed=1, options={"problem": 1})
+        total, over = 0.0, False
+        while not over:
+            masks = env.unwrapped.action_masks().reshape(*env.action_space.shape, -1)
+            _, paid, over, _, _ = env.step(masks.argmax(axis=-1))
+            total += paid
+        earned[reward] = total
+    ours, own_one = earned.values()
+    if "Search" in name and ours < 1e-9:
+        assert own_one == pytest.approx(0.0)
+    else:
+        assert own_one == pytest.approx(-2.0 * ours)
+
+
+def test_everything_of_ones_own_by_name(tmp_path: Path) -> None:
+    network = NetworkConfig(hidden=8, layers=1, encoder="test_rl:OwnLayer")
+    config = TrainConfig(
+        total_steps=200, num_envs=4, network=network, algorithm_options={"twice": 2}, **NAMES
+    )
+    policy = train([], config=config, out_dir=tmp_path)
+    file = tmp_path / "policy.safetensors"
+    assert {k: policy.card["config"][k] for k in NAMES} == NAMES
+    for missing in ([], ["test_rl:own"], ["test_rl:OwnLayer"]):
+        with pytest.raises(PolicyError, match=r"needs test_rl:\w+, which is not ours"):
+            TrainedPolicy.load(file, missing)
+        with pytest.raises(PolicyError, match="which is not ours"):
+            PolicyPlanner(file, allow=tuple(missing))(small_problems()[0])
+    allowed = ("test_rl:own", "test_rl:OwnLayer")
+    again = TrainedPolicy.load(file, allowed)
+    assert type(again.net) is OwnNet
+    assert again.card["config"] == policy.card["config"]
+    problem = small_problems()[0]
+    assert np.array_equal(again.place(problem), policy.place(problem))
+    assert PolicyPlanner(file, allow=allowed)(problem).stats["mode"] == "best_of_k"
+
+
+def test_samples_may_be_smaller_than_what_is_played() -> None:
+    config = TrainConfig(total_steps=64, formulation="one_shot", samples=1, num_envs=8)
+    draw = Layered(depth=12)
+    assert train(draw, config=config).best[0].placement.size < draw.sizes.groups
+
+
+def test_a_training_on_fresh_problems_is_resumed_exactly(tmp_path: Path) -> None:
+    config = TrainConfig(
+        total_steps=400,
+        num_envs=4,
+        steps_per_env=20,
+        num_checks=4,
+        samples=3,
+        network=NetworkConfig(hidden=8, layers=1),
+    )
+    whole = train(Layered(depth=3), config=config)
+    rows: list[Any] = []
+
+    def stop(row: Any) -> bool:
+        rows.append(row)
+        return len(rows) < 3
+
+    train(Layered(depth=3), config=config, out_dir=tmp_path, callback=stop)
+    again = train(Layered(depth=3), config=config, out_dir=tmp_path, resume=True)
+    for a, b in zip(whole.net.parameters(), again.net.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("formulation", sorted(FORMULATIONS))
+def test_the_network_learns_on_a_gpu(formulation: str, tmp_path: Path) -> None:
+    problems = small_problems()
+    network = NetworkConfig(hidden=8, layers=1, encoder="dag", embed=True)
+    config = TrainConfig(
+        total_steps=64, formulation=formulation, device="cuda", network=network, num_envs=4
+    )
+    solutions = None
+    if FORMULATIONS[formulation].builds and formulation != "group_place":
+        solutions = [np.zeros(p.num_ops, np.int32) for p in problems]
+    for given in (problems, "envs.generators:Layered"):
+        policy = train(
+            given,  # type: ignore[arg-type]
+            config=config,
+            solutions=solutions if given is problems else None,
+            out_dir=tmp_path,
+        )
+        assert next(policy.net.parameters()).device.type == "cpu"
+        TrainedPolicy.load(tmp_path / "policy.safetensors")
+    train("envs.generators:Layered", config=config, out_dir=tmp_path, resume=True)
+
+
+def test_what_users_of_seams_get_wrong() -> None:
+    with pytest.raises(PolicyError, match="encoder 'sagee' is unknown"):
+        NetworkConfig(encoder="sagee")
+    with pytest.raises(PolicyError, match="encoder 'nowhere:Layer' cannot be imported"):
+        make_net(NetworkConfig(encoder="nowhere:Layer"), "sequential")
+    with pytest.raises(PolicyError, match=r"must be a class of torch.nn.Module"):
+        make_net(NetworkConfig(encoder="test_rl:slower_is_better"), "sequential")
+    with pytest.raises(PolicyError, match="must be an on-policy algorithm"):
+        train(small_problems(), config=TrainConfig(algorithm="stable_baselines3:DQN"))
+    with pytest.raises(EnvError, match="reward 'test_rl:no' cannot be imported"):
+        train(small_problems(), config=TrainConfig(reward="test_rl:no"))
+
+
+def test_each_formulation_has_its_own_defaults() -> None:
+    for name, formulation in FORMULATIONS.items():
+        found = TrainConfig(formulation=name).resolved()
+        assert found.gamma == (1.0 if formulation.builds else 0.97)
+        assert TrainConfig(formulation=name, gamma=0.5).resolved().gamma == 0.5
+        env: Any = gym.make(f"envs/{next(k for k, v in envs.IDS.items() if v == formulation.env)}")
+        seen = formulation_in(env.observation_space)
+        assert seen.name == {"sweep": "refine"}.get(name, name)
