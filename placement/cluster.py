@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from math import isfinite
 from pathlib import Path
@@ -28,6 +28,9 @@ MOST_DEVICES = 4096  # of a cluster: tables of every pair of them are a GiB then
 MOST_THREADS = 2**16  # and core numbers
 
 
+_GPU_MARGIN, _GPU_MARGIN_BYTES = 0.06, 2**28  # of free memory, that no tensor is promised
+
+
 class ClusterError(ValueError):
     """The cluster description is wrong; the message names the file, the field and the value."""
 
@@ -40,7 +43,8 @@ class Device:
         name: unique, e.g. ``cpu:0``, ``cuda:0``.
         kind: ``cpu`` (shares host memory with every other CPU device), ``cuda``, or any
             other word for a device that can only be simulated.
-        cores: CPU core numbers the worker is pinned to (empty: not pinned).
+        cores: CPU core numbers the worker is pinned to (empty: not pinned); of a CUDA device,
+            those of the threads that launch its operators and wait for it.
         threads: intra-operator threads.
         memory_bytes: capacity for parameters, activations and workspace.
         busy_w, idle_w: watts while working and while waiting; None if unknown.
@@ -337,8 +341,10 @@ class Cluster:
         """This machine.
 
         Without a GPU: one single-thread CPU device per usable core, ``max_cpu_devices`` at
-        most. With GPUs: one CPU device with every core, plus every CUDA device.
-        Only the cores this process may use are counted.
+        most. With GPUs: every CUDA device, with two cores of its own where there are eight for
+        each (one launches, one waits for what leaves the device), and one CPU device with all
+        other cores. Only the cores this process may use are counted. A CUDA device is promised
+        what is free there now, less a margin for what is not tensors.
         """
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
         if cores is None:
@@ -346,7 +352,14 @@ class Cluster:
         memory, model = _host_memory_bytes(), cpu_model()
         gpus = _cuda_devices()
         if gpus:
-            host = Device("cpu:0", "cpu", tuple(cores), len(cores), memory, model=model)
+            own = min(2, len(cores) // (4 * len(gpus)))
+            left = len(cores) - own * len(gpus)
+            host = Device("cpu:0", "cpu", tuple(cores[:left]), left, memory, model=model)
+            starts = range(left, len(cores), own) if own else [left] * len(gpus)
+            gpus = tuple(
+                replace(gpu, cores=tuple(cores[at : at + own]))
+                for gpu, at in zip(gpus, starts, strict=True)
+            )
             return cls("this-machine", (host, *gpus))
         chosen = cores[:max_cpu_devices]
         # CPU devices share one memory: each is promised an equal part of it.
@@ -514,5 +527,9 @@ def _cuda_devices() -> tuple[Device, ...]:
     found = []
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
-        found.append(Device(f"cuda:{i}", "cuda", (), 1, facts.total_memory, model=facts.name))
+        free = facts.total_memory
+        with suppress(RuntimeError, AssertionError):  # a device that nobody may use tells nothing
+            # Libraries' workspaces, kernels, and blocks that are cut badly or waited for.
+            free = int(torch.cuda.mem_get_info(i)[0] * (1 - _GPU_MARGIN)) - _GPU_MARGIN_BYTES
+        found.append(Device(f"cuda:{i}", "cuda", (), 1, max(free, 1), model=facts.name))
     return tuple(found)

@@ -50,6 +50,7 @@ Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Source = Annotated[int, Field(ge=-1, le=2**63 - 1)]
 Seconds = Annotated[FiniteFloat, Field(ge=0)]
 
+_SAME_MEMORY = 0.95  # of the planned bytes of a device: with less, it is another device
 _PARTS = {
     "names": "the operators' names",
     "operators": "kinds, shapes, dtypes or constants of operators",
@@ -381,6 +382,8 @@ class Plan(_Strict):
                 continue
             for f in fields(Device):
                 was, now = getattr(device, f.name), getattr(here[device.name], f.name)
+                if f.name == "memory_bytes" and now >= _SAME_MEMORY * was:
+                    continue  # what is free, or the machine has, is never quite the same
                 if was != now:
                     found.append(f"device {device.name!r} has {f.name} {now!r}, planned {was!r}")
         added = [name for name in here if name not in planned.device_names]

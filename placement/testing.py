@@ -206,6 +206,7 @@ def check_workload(workload: str | Callable[[], Any]) -> None:
 
     from placement.capturing import capture
     from placement.executor import Runner
+    from placement.executor.equality import module_difference
     from placement.program import split_inputs
     from placement.workloads import load
 
@@ -223,10 +224,8 @@ def check_workload(workload: str | Callable[[], Any]) -> None:
     chosen = np.random.default_rng(0).integers(cluster.num_devices, size=graph.num_groups)
     args, kwargs = split_inputs(inputs)
     with Runner(graph, cluster, chosen[graph.group]) as runner, torch.inference_mode():
-        try:
-            torch.testing.assert_close(runner(*args, **kwargs), module(*args, **kwargs))
-        except AssertionError as error:
-            raise ContractError(f"{where}: scattered, it computes otherwise: {error}") from error
+        wrong = module_difference(runner, module, args, kwargs, cluster)
+        _need(not wrong, where, f"scattered, it computes otherwise: {wrong}")
 
 
 def check_cluster(cluster: Cluster) -> None:

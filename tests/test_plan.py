@@ -265,12 +265,19 @@ def test_mismatch_of_size_and_names(plan: Plan) -> None:
         ([], r"no device 'cpu:0', only \['z'\]"),
         ([Device("cpu:0", cores=(0,), threads=2, memory_bytes=1000)], "has threads 2, planned 1"),
         ([Device("cpu:0", cores=(3,), memory_bytes=1000)], r"has cores \(3,\), planned \(0,\)"),
+        ([Device("cpu:0", cores=(0,), memory_bytes=900)], "memory_bytes 900, planned 1000"),
     ],
 )
 def test_mismatch_names_the_device(plan: Plan, devices: list[Device], message: str) -> None:
     rest = [Device("cpu:1", memory_bytes=1000)] if devices else [Device("z")]
     with pytest.raises(PlanMismatch, match=message):
         plan.placement(chain(), Cluster("other", tuple(devices + rest)))
+
+
+@pytest.mark.parametrize("memory_bytes", [960, 1000, 2000])
+def test_memory_is_never_quite_the_same(plan: Plan, memory_bytes: int) -> None:
+    here = problem(memory_bytes=memory_bytes).cluster
+    assert len(plan.placement(chain(), here)) == 4
 
 
 def test_mismatch_of_further_devices_order_and_links(plan: Plan) -> None:

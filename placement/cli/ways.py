@@ -83,8 +83,8 @@ def difference(runner: Runner, module: Any, inputs: Any) -> str:
     decides its last digits, and many layers make more of them.
     """
     import torch
-    from torch.utils import _pytree as pytree
 
+    from placement.executor.equality import module_difference
     from placement.program import split_inputs
 
     args, kwargs = split_inputs(inputs)
@@ -93,20 +93,11 @@ def difference(runner: Runner, module: Any, inputs: Any) -> str:
     module.eval()
     try:
         torch.set_num_threads(max(d.threads for d in runner.cluster.devices))
-        with torch.no_grad():
-            expected = pytree.tree_leaves(module(*args, **kwargs))
+        return module_difference(runner, module, args, kwargs, runner.cluster)
     finally:
         torch.set_num_threads(threads)
         for m in was_training:
             m.training = True
-    actual = pytree.tree_leaves(runner(*args, **kwargs))
-    try:
-        for a, b in zip(actual, expected, strict=True):
-            if isinstance(b, torch.Tensor):
-                torch.testing.assert_close(a.cpu(), b.cpu(), equal_nan=True)
-    except AssertionError as error:
-        return " ".join(str(error).split())
-    return ""
 
 
 def first_difference(runner: Runner, inputs: Any) -> str:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.costs.measure import fit_link
 from placement.executor.awake import let_senders_finish
 from placement.executor.distributed_world import Direct, move
@@ -249,10 +249,19 @@ def shared_channels(
 
 
 def devices_here(local_rank: int, local_size: int) -> Device:
-    """The device of a rank where nobody describes any: its share of the cores, or its GPU."""
+    """The device of a rank where nobody describes any: its share of the cores, or its GPU.
+
+    Raises:
+        ClusterError: there are GPUs, but fewer than ranks.
+    """
     if torch.cuda.is_available():
-        facts = torch.cuda.get_device_properties(local_rank % torch.cuda.device_count())
-        return Device(f"cuda:{local_rank}", "cuda", (), 1, facts.total_memory, model=facts.name)
+        gpus = [d for d in Cluster.detect().devices if d.kind == "cuda"]
+        if local_size > len(gpus):
+            raise ClusterError(
+                f"{local_size} processes on a host with {len(gpus)} GPUs: each takes one; start "
+                f"{len(gpus)} at most, or describe the devices of every process with --cluster FILE"
+            )
+        return gpus[local_rank]
     whole = Cluster.detect(max_cpu_devices=1).devices[0]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     mine = tuple(cores[i] for i in range(len(cores)) if i * local_size // len(cores) == local_rank)

@@ -7,16 +7,17 @@ they will be. Devices take turns, round after round, so drift of the machine fal
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,23 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from placement.capturing import capture
-from placement.cluster import Cluster, Link
+from placement.cluster import Cluster, Device, Link
 from placement.costs.corpus import Corpus, CorpusError
+from placement.executor.alone import (
+    Alone,
+    InParts,
+    as_it_can,
+    last_seconds,
+    on_one_device,
+    placed,
+    run_seconds,
+)
 from placement.executor.awake import cores_stay_awake
 from placement.executor.backend import is_cuda_here
 from placement.executor.executor import Executor, batched
 from placement.executor.runner import Runner
 from placement.graph import OpGraph, reuse_position
-from placement.problem import Problem
+from placement.problem import Problem, ProblemError
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate
 from placement.tools.files import FileError, cache_folder
@@ -58,6 +68,7 @@ _CALIBRATION_BETWEEN = (2**-0.5, 1.0, 2**0.5)  # then in whole pipelines, not in
 _SPREAD, _PATIENCE = 0.15, 3
 _DISTURBED = 0.9  # of its measured seconds, in which a device later runs the whole graph
 _RULES = 8  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_RISING_S, _MOST_RUNS = 0.03, 50  # in which a GPU's clock rises, and runs meanwhile at most
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
 _CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
 
@@ -77,22 +88,31 @@ def measure(
             the machine for a while, up to three times as many are made.
         progress: called as the work proceeds.
 
+    A GPU that cannot hold the graph runs it in parts, one after another. An operator that has no
+    kernel on a device, or no room, takes inf there.
+
     Raises:
-        ProfileError: a device of the cluster is not on this machine.
+        ProfileError: a device of the cluster is not on this machine, or no device can run an
+            operator.
     """
     say = progress or (lambda what, share: None)
     check_here(cluster)
     inputs = graph.program.timing_inputs()
     devices = range(cluster.num_devices)
+    facts: dict[str, Any] = {}
     began = time.time()
     say("first look", 0.0)
     order, priority = better_order(graph, cluster, inputs)
-    runners = [on_one_device(graph, cluster, d, priority) for d in devices]
+    runners: list[Alone] = []
+    workspace = np.zeros(graph.num_ops, np.int64)
     alone, loaded = list[Floats](), list[Floats]()
     try:
         for d in devices:
             say(f"warming up {cluster.device_names[d]}", 0.0)
-            run_seconds(runners[d], inputs, 2)
+            runner, needed = as_it_can(graph, cluster, d, priority, inputs)
+            runners.append(runner)
+            workspace = np.maximum(workspace, needed)
+        runs = [_runs(runner, 0.0) for runner in runners]
         while len(alone) < repeats or (
             len(alone) < _PATIENCE * repeats and not (_steady(alone) and _steady(loaded))
         ):
@@ -100,7 +120,9 @@ def measure(
             again = f", as they differ by more than {_SPREAD:.0%}" if done >= repeats else ""
             say(f"round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
             # The first of the two finds the caches as another device left them.
-            alone.append(np.stack([run_seconds(runners[d], inputs, 2) for d in devices], axis=1))
+            each = [run_seconds(runners[d], inputs, runs[d]) for d in devices]
+            alone.append(np.stack(each, axis=1))
+            runs = [_runs(r, s.sum()) for r, s in zip(runners, each, strict=True)]
             if cluster.num_devices > 1:
                 whole_s = float(alone[-1].sum(axis=0).mean())
                 loaded.append(_run_together(runners, inputs, 3, whole_s))
@@ -112,21 +134,41 @@ def measure(
     say("streams", 1.0)
     batch_s = _batch_seconds(cluster, repeats=max(3, repeats // 2))
     low, high = np.percentile(alone, [25, 75], axis=0)
+    lacking = np.zeros((graph.num_ops, cluster.num_devices))  # inf: what cannot run there
+    in_parts = {d: r for d, r in enumerate(runners) if isinstance(r, InParts)}
+    for d, r in in_parts.items():
+        lacking[list(r.missing), d] = np.inf
+    if in_parts:
+        facts["in_parts"] = [cluster.device_names[d] for d in in_parts]
     profile = Profile(
         device_names=cluster.device_names,
-        compute_s=typical(np.array(alone)),
+        compute_s=typical(np.array(alone)) + lacking,
         spread_s=high - low,
         links=links,
-        loaded_s=typical(np.array(loaded)) if cluster.num_devices > 1 else None,
+        loaded_s=typical(np.array(loaded)) + lacking if cluster.num_devices > 1 else None,
         batch_s=batch_s,
+        workspace_bytes=workspace if workspace.any() else None,
         graph_fingerprint=graph.fingerprint,
-        provenance=provenance(order=order, repeats=repeats, rounds=len(alone)),
+        provenance=provenance(order=order, repeats=repeats, rounds=len(alone), **facts),
     )
     if cluster.num_devices > 1:
         say("placements", 1.0)
         profile = calibrated(graph, cluster, profile)
     seconds = round(time.time() - began, 2)
     return replace(profile, provenance=profile.provenance | {"seconds": seconds})
+
+
+def _runs(runner: Alone, whole_s: float) -> int:
+    """How many runs to make, of which the last counts, where one takes ``whole_s`` (0: unknown).
+
+    A GPU that was idle while another device was measured takes a while to raise its clock. A graph
+    in parts runs each of them twice by itself.
+    """
+    if isinstance(runner, InParts):
+        return 1
+    on_gpu = any(w.backend.torch_device.type == "cuda" for w in runner.workers if w.share.ops)
+    rising = _RISING_S / whole_s if on_gpu and whole_s else 0.0
+    return int(np.clip(2 + rising, 2, _MOST_RUNS))
 
 
 def _steady(rounds: Sequence[Floats]) -> bool:
@@ -147,9 +189,11 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     handing over a tensor, are chosen with which their latencies and periods are predicted best,
     by devices of the speed that they have meanwhile: single devices run too. One that is clearly
     faster then was disturbed when it was measured, as others only ever slow it down. By how much
-    they are still missed then is the profile's ``error``.
+    they are still missed then is the profile's ``error``. A placement that a GPU has no memory for
+    tells nothing; where that are all, the profile stays as it is.
     """
-    short = int(np.clip(_CALIBRATION_S / profile.compute_s.sum(axis=0).mean(), 1, 8))
+    least = np.where(np.isfinite(profile.compute_s), profile.compute_s, 0.0)
+    short = int(np.clip(_CALIBRATION_S / least.sum(axis=0).mean(), 1, 8))
     alone, many = (runs * short for runs in _CALIBRATION_RUNS)
     problem = Problem(graph, cluster, profile, num_microbatches=many)
     executor = Executor(problem)
@@ -158,16 +202,31 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     rounds = np.empty((_CALIBRATION_ROUNDS, len(placements), 2))
     whole = np.empty((_CALIBRATION_ROUNDS, len(singles)))
 
+    @contextmanager
+    def room(row: Floats, i: int) -> Iterator[None]:
+        """What does not fit, or cannot run there, is no number."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, ProblemError):
+            row[i] = np.nan
+
     def latency_s(placement: NDArray[np.int32]) -> float:
         spans = executor.run(placement, num_microbatches=alone, max_in_flight=1).span_s
         return float(np.median(spans))
 
     for r in range(_CALIBRATION_ROUNDS):
-        whole[r] = [latency_s(p) for p in singles]
+        for d, p in enumerate(singles):
+            with room(whole[r], d):
+                whole[r, d] = latency_s(p)
         for i, p in enumerate(placements):
-            rounds[r, i] = latency_s(p), executor.run(p).period_s
-    measured = rounds.min(axis=0)
+            with room(rounds[r], i):
+                rounds[r, i] = latency_s(p), executor.run(p).period_s
+    fits = np.isfinite(rounds).all(axis=(0, 2))
+    if not fits.any():
+        return profile
+    placements, measured = placements[fits], rounds.min(axis=0)[fits]
     times = whole.min(axis=0) / profile.compute_s.sum(axis=0)
+    times = np.where(np.isfinite(times), times, 1.0)
     meanwhile = at_speed(profile, times)
 
     def missed(costs: tuple[float, ...], num_microbatches: int) -> Floats:
@@ -182,9 +241,9 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
         return float(np.abs(missed(costs, num_microbatches)).mean() + _CALIBRATION_PRIOR * change)
 
     # All combinations: what one factor takes away another can give, so one at a time gets stuck.
-    every = product(*[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S)
+    every = itertools.product(*[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S)
     nearly = min(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
-    between = product(*[sorted({c * x for x in _CALIBRATION_BETWEEN}) for c in nearly])
+    between = itertools.product(*[sorted({c * x for x in _CALIBRATION_BETWEEN}) for c in nearly])
     chosen = min(between, key=lambda costs: error(costs, many))
     names = ("transfers", "waking", "neighbours", "sending_s")
     # What all placements have in common does not make one look better than another.
@@ -214,7 +273,10 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
         if cuts <= most:
             at = rng.choice(max(1, graph.num_ops - 1), cuts, replace=False)
             found.append(np.searchsorted(np.sort(at), first) % devices)
-    return np.stack(found)[:, graph.group].astype(np.int32)
+    chosen = np.stack(found)
+    seconds = problem.group_compute_s
+    able = np.isfinite(seconds)[np.arange(graph.num_groups), chosen]
+    return np.where(able, chosen, seconds.argmin(axis=1))[:, graph.group].astype(np.int32)
 
 
 def scaled(
@@ -236,7 +298,11 @@ def scaled(
     )
     if profile.loaded_s is None:
         return replace(profile, links=links)
-    loaded = profile.compute_s + neighbours * (profile.loaded_s - profile.compute_s)
+    able = np.isfinite(profile.compute_s)
+    more = np.subtract(
+        profile.loaded_s, profile.compute_s, out=np.zeros_like(profile.compute_s), where=able
+    )
+    loaded = profile.compute_s + neighbours * more
     # An operator that was measured, by chance, faster beside busy neighbours still takes time.
     return replace(profile, links=links, loaded_s=np.maximum(loaded, 0.1 * profile.loaded_s))
 
@@ -321,9 +387,12 @@ def remember(
 def cached_path(graph: OpGraph, cluster: Cluster, folder: str | Path | None = None) -> Path:
     """Where ``load_or_measure`` keeps a profile: by fingerprint of graph and cluster.
 
-    And by the rules of the simulator, for which costs between devices are calibrated.
+    And by the rules of the simulator, for which costs between devices are calibrated. How much
+    memory a device has does not matter to a profile; of a GPU it is another every time.
     """
     home = Path(folder or cache_folder())
+    devices = tuple(replace(d, memory_bytes=Device.memory_bytes) for d in cluster.devices)
+    cluster = replace(cluster, devices=devices)
     name = f"{graph.fingerprint[:16]}-{cluster.fingerprint[:16]}-{_RULES}.npz"
     return home / "profiles" / name
 
@@ -344,8 +413,8 @@ def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:
     for i, size in enumerate(_LINK_BYTES):
         graph = capture(_Chain(), torch.ones(size // 4), name="link")
         inputs = graph.program.timing_inputs()
-        apart = {pair: _placed(graph, cluster, list(pair)) for pair in extra}
-        together = {b: _placed(graph, cluster, [b, b]) for _, b in extra}
+        apart = {pair: placed(graph, cluster, list(pair)) for pair in extra}
+        together = {b: placed(graph, cluster, [b, b]) for _, b in extra}
         try:
             spans: dict[Any, list[float]] = {key: [] for key in (*apart, *together)}
             for _ in range(repeats + 1):
@@ -379,7 +448,7 @@ def _wake_seconds(
     try:
         for a, b in pairs:
             placement = [a if i in chain else b for i in range(watched.num_ops)]
-            waking[a, b] = _placed(watched, cluster, placement)
+            waking[a, b] = placed(watched, cluster, placement)
         plain = capture(_Watched(False), x, name="chain")
         for a in {a for a, _ in pairs}:
             silent[a] = on_one_device(plain, cluster, a, range(plain.num_ops))
@@ -399,19 +468,22 @@ def _wake_seconds(
 def _batch_seconds(cluster: Cluster, repeats: int) -> float:
     """By how much the period of a tiny model on one device exceeds its latency.
 
-    Whoever lets micro-batches in and hands results out competes for the interpreter's lock.
+    Whoever lets micro-batches in and hands results out competes for the interpreter's lock. Of
+    unlike kinds of devices the one that this costs most counts: what a GPU is asked to do it does
+    later, and its period hides what the threads cost.
     """
     graph = capture(_Watched(False), torch.ones(_STREAM_SIZE), name="chain")
     shape = graph.num_ops, cluster.num_devices
     nothing = Profile(cluster.device_names, np.zeros(shape), np.zeros(shape))
     executor = Executor(Problem(graph, cluster, nothing, num_microbatches=_STREAMED))
-    more = []
+    more: dict[str, list[float]] = {}
     for _ in range(3 * repeats):
-        for d in range(cluster.num_devices):
+        for d, device in enumerate(cluster.devices):
             one = np.full(graph.num_ops, d, np.int32)
             alone = executor.run(one, num_microbatches=_STREAMED // 4, max_in_flight=1).span_s
-            more.append(executor.run(one).period_s - float(np.median(alone)))
-    return max(0.0, float(np.median(more)))
+            excess = executor.run(one).period_s - float(np.median(alone))
+            more.setdefault(device.kind, []).append(excess)
+    return max(0.0, *(float(np.median(of_kind)) for of_kind in more.values()))
 
 
 def fit_link(src: str, dst: str, sizes: Sequence[int], seconds: Floats) -> Link:
@@ -524,59 +596,37 @@ def better_order(
     return ("reuse", reuse) if np.median(ratios) < _CLEARLY else ("rank", rank)
 
 
-def on_one_device(
-    graph: OpGraph, cluster: Cluster, device: int, priority: Sequence[int] | NDArray[np.int32]
-) -> Runner:
-    """A runner of everything on one device, in the order of ``priority`` ``[N]``."""
-    return _placed(graph, cluster, [device] * graph.num_ops, priority)
-
-
-def _placed(
-    graph: OpGraph,
-    cluster: Cluster,
-    placement: list[int],
-    priority: Sequence[int] | NDArray[np.int32] | None = None,
-) -> Runner:
-    return Runner(graph, cluster, placement, max_in_flight=1, priority=priority, record=True)
-
-
-def run_seconds(runner: Runner, inputs: Sequence[Tensor], times: int) -> Floats:
-    """float64 ``[N]`` seconds of each operator in the last of ``times`` runs."""
-    for _ in runner.stream_tensors(inputs for _ in range(times)):
-        pass
-    return _last_seconds(runner, runner.next_batch - 1)
-
-
-def _last_seconds(runner: Runner, batch: int) -> Floats:
-    seconds = np.zeros(runner.graph.num_ops)
-    for worker in runner.workers:
-        clock = worker.backend.resolve_ns
-        for b, op, begin, end in batched(worker.slices, 4):
-            if b == batch:
-                seconds[op] = (clock(end) - clock(begin)) * 1e-9
-        worker.slices.clear()
-        worker.arrivals.clear()
-    return seconds
-
-
 def _run_together(
-    runners: list[Runner], inputs: Sequence[Tensor], times: int, whole_s: float
+    runners: Sequence[Alone], inputs: Sequence[Tensor], times: int, whole_s: float
 ) -> Floats:
-    """float64 ``[N, D]`` seconds in the middle of ``times`` runs that all devices do at once.
+    """float64 ``[N, D]`` seconds in the middle of the runs that all devices do at once.
 
-    Each is at another place of the graph, which takes ``whole_s``, as in a pipeline. In step they
-    would read the same parameters at the same time, and one would find in the cache that they
-    share what the other has just fetched.
+    Each does ``times`` at least, and goes on until the others have too: a fast one that ended
+    early would be measured, and measure others, beside nobody. Each is at another place of the
+    graph, which takes ``whole_s``, as in a pipeline. In step they would read the same parameters
+    at the same time, and one would find in the cache that they share what the other has just
+    fetched.
     """
     found = np.empty((runners[0].graph.num_ops, len(runners)))
     gate = threading.Barrier(len(runners))
+    busy = set(range(len(runners)))
+
+    def runs(d: int) -> Iterator[Sequence[Tensor]]:
+        for i in itertools.count():
+            if i == times:
+                busy.discard(d)
+            if i >= times and not busy:
+                return
+            yield inputs
 
     def work(d: int) -> None:
         gate.wait()
         time.sleep(whole_s * d / len(runners))
-        for _ in runners[d].stream_tensors(inputs for _ in range(times)):
-            pass
-        found[:, d] = _last_seconds(runners[d], runners[d].next_batch - 1 - times // 2)
+        try:
+            count = sum(1 for _ in runners[d].stream_tensors(runs(d)))
+        finally:
+            busy.discard(d)
+        found[:, d] = last_seconds(runners[d], runners[d].next_batch - 1 - count // 2)
 
     with ThreadPoolExecutor(len(runners)) as pool:
         try:
@@ -584,6 +634,7 @@ def _run_together(
                 future.result()
         except BaseException:  # Ctrl-C too: nobody may be left waiting for the others
             gate.abort()
+            busy.clear()
             for runner in runners:
                 runner.close()
             raise

@@ -7,13 +7,10 @@ others are predicted from what was measured before on this machine (``placement.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.utils import _pytree as pytree
 
 from placement.cluster import Cluster, Device, Link
 from placement.costs.corpus import Corpus, this_machine
@@ -21,17 +18,17 @@ from placement.costs.features import features
 from placement.costs.measure import (
     Progress,
     measure_links,
-    on_one_device,
     provenance,
-    run_seconds,
     typical,
 )
 from placement.costs.predictors import Floats, LatencyError, Method, Predictor, Sample, profile_of
 from placement.costs.predictors.polynomial import Polynomial
 from placement.costs.predictors.roofline import Roofline
+from placement.executor.alone import on_one_device, run_seconds
+from placement.executor.parts import part
 from placement.graph import OpGraph
 from placement.profile import Profile
-from placement.program import Param, Program, Ref, Step, fill
+from placement.program import Program
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 10
 _FEWEST = 3  # operators of a class that tell how fast the machine is now
@@ -152,83 +149,6 @@ def choose(graph: OpGraph, predicted: Floats, spread: Floats, seconds: float) ->
     order = np.argsort(-gain, kind="stable")
     affordable = np.cumsum(cost[order]) <= seconds
     return np.sort(first[order[affordable]])
-
-
-def part(graph: OpGraph, ops: Sequence[int] | NDArray[np.int64]) -> OpGraph:
-    """A graph of these operators alone; its inputs are what they read when the model runs."""
-    program: Program = graph.program
-    chosen = [int(n) for n in ops]
-    wanted = {t for n in chosen for t in _read(graph, n).tolist()}
-    values = _values(graph, wanted)
-    number = {t: i for i, t in enumerate(sorted(values))}
-    refs = {t: Ref(i) for t, i in number.items()}
-    params = [Param(i) for i in range(len(program.params))]
-    made: list[int] = []  # tensors that the operators produce, none of which is read
-    steps, sources = [], [-1] * len(number)
-    for i, n in enumerate(chosen):
-        step = program.steps[n]
-        outputs = tuple(range(len(sources), len(sources) + len(step.outputs)))
-        made += step.outputs
-        sources += [i] * len(outputs)
-        args, kwargs = fill(step.args, refs, params), fill(step.kwargs, refs, params)  # type: ignore[arg-type]
-        steps.append(Step(step.target, args, kwargs, outputs, step.multi, step.output_index))
-    inputs = [values[t] for t in sorted(values)]
-    names = tuple(f"input{i}" for i in range(len(inputs)))
-    position = {n: i for i, n in enumerate(chosen)}
-    uses = np.isin(graph.param_use_op, chosen)
-    return OpGraph.build(
-        f"part of {graph.name}",
-        [graph.op_name[n] for n in chosen],
-        sources,
-        graph.tensor_bytes[[*sorted(values), *made]],
-        [(number[t], i) for i, n in enumerate(chosen) for t in _read(graph, n).tolist()],
-        op_kind=[graph.op_kind[n] for n in chosen],
-        op_signature=[graph.op_signature[n] for n in chosen],
-        param_bytes=graph.param_bytes,
-        param_uses=[
-            (position[int(n)], p)
-            for n, p in zip(graph.param_use_op[uses], graph.param_use[uses], strict=True)
-        ],
-        program=replace(
-            program,
-            steps=tuple(steps),
-            input_tensors=tuple(range(len(inputs))),
-            input_names=names,
-            arg_names=names,
-            leaf_names=names,
-            example_leaves=tuple(inputs),
-            output_leaves=(),
-            in_tree=pytree.tree_flatten(inputs)[1],
-            out_tree=pytree.tree_flatten([])[1],
-        ),
-    )
-
-
-def _read(graph: OpGraph, n: int) -> NDArray[np.int32]:
-    return graph.in_tensor[graph.in_ptr[n] : graph.in_ptr[n + 1]]
-
-
-def _values(graph: OpGraph, wanted: set[int]) -> dict[int, torch.Tensor]:
-    """Tensors of one run of the program, by number; each that is not wanted is freed early."""
-    program: Program = graph.program
-    live = dict(zip(program.input_tensors, program.timing_inputs(), strict=True))
-    left = np.diff(graph.use_ptr)
-    missing = wanted - live.keys()
-    with torch.inference_mode():
-        for n, step in enumerate(program.steps):
-            if not missing:
-                break
-            value = step.target(
-                *fill(step.args, live, program.params), **fill(step.kwargs, live, program.params)
-            )
-            for tensor, index in zip(step.outputs, step.output_index, strict=True):
-                live[tensor] = value[index] if step.multi else value
-                missing.discard(tensor)
-            for t in _read(graph, n).tolist():
-                left[t] -= 1
-                if not left[t] and t not in wanted:
-                    live.pop(t, None)
-    return {t: live[t] for t in wanted}
 
 
 def _measure(graph: OpGraph, cluster: Cluster, seconds: float) -> Floats:

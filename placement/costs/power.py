@@ -27,7 +27,8 @@ DECLARE = (
     "state busy_w and idle_w (watts) of every device in the cluster's YAML file, e.g. from data "
     "sheets: they count as declared"
 )
-_SIZE = 512  # of the matrices whose product keeps a device busy
+_SIZE, _GPU_SIZE = 512, 8192  # of the matrices whose product keeps a device busy
+_WAKE_S = 0.5  # in which a GPU gets its context, and its kernels
 
 
 class PowerError(ValueError):
@@ -159,7 +160,8 @@ def measured(
     """The cluster with the watts of every device that has a meter here, marked as measured.
 
     First nothing runs for ``seconds``, then each device in turn works for so long. A GPU has a
-    meter of its own. The devices of the processor share theirs: each has an equal part of what
+    meter of its own, and has worked a moment before: one that nobody uses draws less than one that
+    waits. The devices of the processor share theirs: each has an equal part of what
     the packages draw at rest, and its ``busy_w`` is that part plus what they draw more while it
     works. Other programs are counted too, so the machine must be idle. Devices without a meter,
     or that are described in terms of another, keep what they declare.
@@ -189,6 +191,9 @@ def measured(
         took = clock() - began
         return {m.name: j / took for m, j in zip(meters, used, strict=True)}
 
+    for device in cluster.devices:
+        if device.kind == "cuda" and own[device.name]:
+            (work or keep_busy)(device, _WAKE_S)
     rest = watts(lambda: wait(seconds))
     num_cpus = sum(d.kind == "cpu" and bool(own[d.name]) for d in cluster.devices)
     devices = []
@@ -225,13 +230,17 @@ def keep_busy(device: Device, seconds: float) -> None:
         set_own_num_threads(device.threads)
         if device.kind == "cpu" and device.cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, device.cores)  # of this thread
-        on = torch.device(device.name if device.kind == "cuda" else "cpu")
-        x = torch.ones(_SIZE, _SIZE, device=on) / _SIZE
+        if device.kind == "cuda":
+            # Large, or launching is what takes the time; random, or hardly a bit changes.
+            x = torch.randn(_GPU_SIZE, _GPU_SIZE, device=device.name, dtype=torch.bfloat16)
+            x /= x.float().square().sum().sqrt()  # products neither grow nor overflow
+        else:
+            x = torch.ones(_SIZE, _SIZE) / _SIZE
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             for _ in range(16):
-                x = x @ x
-            x.sum().item()  # wait for a GPU
+                y = x @ x
+            y[0, 0].item()  # wait for a GPU
         torch.set_num_threads(threads_before)  # new threads inherit the last setting
 
     thread = threading.Thread(target=multiply)

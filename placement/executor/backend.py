@@ -3,7 +3,12 @@
 A worker launches operators through its backend and never asks which kind it has. On a CPU
 device a tensor is handed over by reference. A CUDA device runs behind its launching thread, so
 whatever leaves it goes through a *courier*: a thread that waits until the device has produced
-the value, copies it to host memory on a stream of its own, and then delivers it.
+the value, and its copy in host memory is complete, and then delivers it. What comes in goes through
+a *porter*: a thread that copies it into pinned memory, and from there to the device, before the
+launching thread sees it. Computing, leaving and arriving have a stream each.
+
+Streams and threads of a CUDA device stay when a runner ends, for the next one: libraries keep what
+they have planned by thread, and memory by stream.
 """
 
 from __future__ import annotations
@@ -13,15 +18,21 @@ import queue
 import re
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from placement.cluster import Device
+from placement.executor.awake import wait_exactly
 
+_CLOCK_TRIES = 10  # to read the host's clock and the device's at the same time
+_DRIFT_MS = 500.0  # in which two clocks drift apart so far that it can be told
 FAR_MS = 100.0  # CUDA tells times as float32: further apart it loses fractions of a microsecond
 
 Deliver = Callable[[Any], None]
@@ -32,12 +43,32 @@ class Backend(Protocol):
 
     torch_device: torch.device
 
+    def begin(self) -> None:
+        """Called before ``run``, in the thread that starts the worker."""
+        ...
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Call ``work`` in the thread that launches operators, and wait for its end."""
+        ...
+
+    def inbox(self) -> Any:
+        """A queue of messages to the worker."""
+        ...
+
+    def admit(self, value: Tensor) -> Any:
+        """An input of the model, in the caller's thread, as the inbox takes it."""
+        ...
+
+    def follow(self, mark: Any) -> None:
+        """Launch nothing more before ``mark`` has happened."""
+        ...
+
     def enter(self, stack: ExitStack) -> None:
         """Prepare the calling thread; what must be undone goes on ``stack``."""
         ...
 
-    def receive(self, value: Tensor) -> Tensor:
-        """A tensor in host memory, as one that operators of this device can read."""
+    def receive(self, value: Any) -> Tensor:
+        """A tensor out of the inbox, as one that operators of this device can read."""
         ...
 
     def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
@@ -45,6 +76,10 @@ class Backend(Protocol):
 
         ``stay``: in device memory, as it is.
         """
+        ...
+
+    def give(self, value: Any, deliver: Deliver) -> None:
+        """``ship`` for an output of the model, which the caller may keep."""
         ...
 
     def mark(self) -> Any:
@@ -65,6 +100,22 @@ class CpuBackend:
         self._threads = device.threads
         self._threads_before = torch.get_num_threads()  # of the caller, not of another worker
 
+    def begin(self) -> None:
+        pass
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def inbox(self) -> Any:
+        return queue.SimpleQueue()
+
+    def admit(self, value: Tensor) -> Tensor:
+        # What another stream still computes would be read too early.
+        return value.cpu()
+
+    def follow(self, mark: Any) -> None:
+        pass  # this device is never ahead of its thread
+
     def enter(self, stack: ExitStack) -> None:
         set_own_num_threads(self._threads)
         # New threads of the process inherit the last setting: put it back.
@@ -78,6 +129,9 @@ class CpuBackend:
 
     def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
         deliver(value)
+
+    def give(self, value: Any, deliver: Deliver) -> None:
+        self.ship(value, deliver)
 
     def mark(self) -> int:
         return time.perf_counter_ns()
@@ -96,48 +150,142 @@ def set_own_num_threads(count: int) -> None:
 
 
 class CudaBackend:
-    """One CUDA device with a stream of its own; CUDA events are its clock."""
+    """One CUDA device; CUDA events are its clock.
+
+    Attributes:
+        results_stay: outputs of the model are left in device memory.
+    """
+
+    results_stay = False
 
     def __init__(self, device: Device) -> None:
         self.torch_device = torch.device(device.name.rpartition("/")[2])  # without its host
+        self._cores = device.cores
+
+    def begin(self) -> None:
+        idle = _IDLE[self.torch_device, self._cores]
+        self._gpu = idle.pop() if idle else _Gpu(self.torch_device, self._cores)
+
+    def run(self, work: Callable[[], None]) -> None:
+        try:
+            self._gpu.launcher.call(work)
+        finally:
+            _IDLE[self.torch_device, self._cores].append(self._gpu)
+
+    def inbox(self) -> Any:
+        return _Inbox(self)
+
+    def admit(self, value: Tensor) -> Any:
+        return _Brought(value, self.callers_mark()) if self.holds(value) else value.cpu()
+
+    def holds(self, value: Tensor) -> bool:
+        """Whether the tensor is in this device's memory."""
+        return value.device == self.torch_device
+
+    def callers_mark(self) -> Any:
+        """After what the calling thread has launched on this device so far."""
+        return self._gpu.record(torch.cuda.current_stream(self.torch_device))
 
     def enter(self, stack: ExitStack) -> None:
+        gpu = self._gpu
         torch.cuda.set_device(self.torch_device)
-        self._stream = torch.cuda.Stream(self.torch_device)
-        self._copies = torch.cuda.Stream(self.torch_device)
-        # Parameters were copied on the default stream, before this thread began.
-        self._stream.wait_stream(torch.cuda.default_stream(self.torch_device))
-        stack.enter_context(torch.cuda.stream(self._stream))
-        self._courier = Courier()
-        stack.callback(self._courier.close)
-        self._base = torch.cuda.Event(enable_timing=True)
-        self._base.record(self._stream)
-        self._base.synchronize()
-        self._base_ns = time.perf_counter_ns()
+        stack.enter_context(torch.cuda.stream(gpu.compute))
+        stack.callback(gpu.courier.flush)
+        stack.callback(gpu.porter.flush)
+        self._base, self._base_ns = self._first = self._both_clocks()
+        self._rate, self._compared_ns = 1.0, self._base_ns
 
-    def receive(self, value: Tensor) -> Tensor:
-        if value.is_cuda:  # from another process, received on another stream
-            value.record_stream(self._stream)
-        return value.to(self.torch_device, non_blocking=True)
+    def _both_clocks(self) -> tuple[Any, int]:
+        """An event, and what the host's clock says at it.
+
+        Waking up from the wait for an event takes a while, and not always the same: of some tries
+        the shortest counts.
+        """
+        shortest, found = 2**62, None
+        for _ in range(_CLOCK_TRIES):
+            event = torch.cuda.Event(enable_timing=True)
+            before = time.perf_counter_ns()
+            event.record(self._gpu.compute)
+            event.synchronize()
+            took = time.perf_counter_ns() - before
+            if took < shortest:
+                shortest, found = took, (event, before + took // 2)
+        assert found is not None
+        return found
+
+    def _compare_clocks(self) -> None:
+        """How much faster the host's clock goes than the device's, since the worker began."""
+        event, now_ns = self._both_clocks()
+        elapsed_ms = self._first[0].elapsed_time(event)
+        if elapsed_ms > _DRIFT_MS:
+            self._rate = (now_ns - self._first[1]) / (elapsed_ms * 1e6)
+        self._compared_ns = now_ns
+
+    def follow(self, mark: Any) -> None:
+        """Launch nothing more before ``mark`` has happened."""
+        self._gpu.compute.wait_event(mark)
+        self._gpu.events.append(mark)
+
+    def bring(self, value: Any, deliver: Deliver) -> None:
+        """Call ``deliver`` with what ``receive`` takes, once a copy to the device is under way."""
+        self._gpu.porter.carry(partial(self._here, value), deliver)
+
+    def _here(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {t: self._here(v) for t, v in value.items()}
+        if not isinstance(value, Tensor) or self.holds(value):
+            return value
+        arrivals = self._gpu.arrivals
+        with torch.inference_mode(), torch.cuda.stream(arrivals):
+            if value.is_cuda:  # a copy between two devices runs on the other one's stream
+                value.record_stream(torch.cuda.current_stream(value.device))
+            elif not value.is_pinned():
+                # From other memory CUDA copies slowly, and only when the stream is idle.
+                value = torch.empty_like(value, pin_memory=True).copy_(value)
+            return _Brought(
+                value.to(self.torch_device, non_blocking=True), self._gpu.record(arrivals)
+            )
+
+    def receive(self, value: Any) -> Tensor:
+        if isinstance(value, _Brought):
+            self.follow(value.mark)
+            value = value.tensor
+        if value.is_cuda:  # made on another stream
+            value.record_stream(self._gpu.compute)
+        return value  # type: ignore[no-any-return]
 
     def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
-        produced = torch.cuda.Event()
-        produced.record(self._stream)
-        if stay or not isinstance(value, Tensor):
-            self._courier.send(produced.synchronize, value, deliver)
+        gpu = self._gpu
+        produced = gpu.record(gpu.compute)
+        if stay or not isinstance(value, Tensor) or not value.is_cuda:
+            gpu.courier.carry(partial(gpu.wait, produced, value), deliver)
+        else:
+            gpu.courier.carry(partial(gpu.wait, *self._copied(value, produced)), deliver)
+
+    def give(self, value: Any, deliver: Deliver) -> None:
+        if self.results_stay or not isinstance(value, Tensor) or not value.is_cuda:
+            self.ship(value, deliver, stay=True)
             return
-        with torch.cuda.stream(self._copies):
-            self._copies.wait_event(produced)
-            value.record_stream(self._copies)
+        gpu = self._gpu
+        copied, host = self._copied(value, gpu.record(gpu.compute))
+        # Pinned memory is scarce, and never returned to the system: the caller gets other.
+        gpu.courier.carry(lambda: gpu.wait(copied, host).clone(), deliver)
+
+    def _copied(self, value: Tensor, produced: Any) -> tuple[Any, Tensor]:
+        """A copy in pinned memory, complete when the mark has happened."""
+        gpu = self._gpu
+        with torch.cuda.stream(gpu.copies):
+            gpu.copies.wait_event(produced)
+            value.record_stream(gpu.copies)
             host = torch.empty_like(value, device="cpu", pin_memory=True)  # with its strides
             host.copy_(value, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(self._copies)
-        self._courier.send(copied.synchronize, host, deliver)
+            copied = gpu.record(gpu.copies)
+        gpu.events.append(produced)
+        return copied, host
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
+        event.record(self._gpu.compute)
         return event
 
     def resolve_ns(self, mark: Any) -> int:
@@ -145,38 +293,125 @@ class CudaBackend:
             return mark
         mark.synchronize()
         since_ms = self._base.elapsed_time(mark)
-        found = self._base_ns + round(since_ms * 1e6)
+        if since_ms > FAR_MS and time.perf_counter_ns() - self._compared_ns > _DRIFT_MS * 1e6:
+            self._compare_clocks()
+        found = self._base_ns + round(since_ms * 1e6 * self._rate)
         if since_ms > FAR_MS:
             self._base, self._base_ns = mark, found
         return found
 
 
-class Courier:
-    """A thread that delivers values in order, each after its ``wait`` returned."""
+@dataclass(frozen=True, slots=True)
+class _Brought:
+    """A tensor in device memory, complete when the mark has happened."""
 
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Any, Deliver] | None] = (
+    tensor: Tensor
+    mark: Any
+
+
+class _Inbox:
+    """Messages to the worker of a CUDA device; their tensors are brought there first."""
+
+    def __init__(self, backend: CudaBackend) -> None:
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._backend = backend
+        self.get, self.empty = self._arrived.get, self._arrived.empty
+
+    def put(self, message: Any) -> None:
+        arrived = self._arrived
+        if message is None:  # the end: nothing before it matters any more
+            arrived.put(None)
+        elif isinstance(message, tuple):
+            batch, tensor, value, source, sent = message
+            self._backend.bring(value, lambda v: arrived.put((batch, tensor, v, source, sent)))
+        else:
+            self._backend.bring(message, arrived.put)
+
+
+class _Gpu:
+    """Streams and threads of a CUDA device, used by one worker at a time."""
+
+    def __init__(self, device: torch.device, cores: tuple[int, ...]) -> None:
+        self.compute, self.arrivals, self.copies = (torch.cuda.Stream(device) for _ in range(3))
+        self.launcher, self.porter, self.courier = (
+            Carrier(f"placement-{device}-{what}", cores) for what in ("launch", "port", "courier")
+        )
+        torch.set_num_threads(torch.get_num_threads())  # new threads would have theirs: one
+        self.events: deque[Any] = deque()
+        # Waiting without sleeping takes a core: only where it has one beside the launcher's.
+        self._new = partial(torch.cuda.Event, blocking=len(cores) < 2)
+
+    def record(self, stream: Any) -> Any:
+        """An event, after what was launched on ``stream`` so far."""
+        try:
+            event = self.events.pop()
+        except IndexError:
+            event = self._new()
+        event.record(stream)
+        return event
+
+    def wait(self, event: Any, value: Any) -> Any:
+        """``value``, once the event has happened."""
+        event.synchronize()
+        self.events.append(event)
+        return value
+
+
+_IDLE: defaultdict[tuple[torch.device, tuple[int, ...]], list[_Gpu]] = defaultdict(list)
+if hasattr(os, "register_at_fork"):  # a forked process has none of these threads
+    os.register_at_fork(after_in_child=lambda: _IDLE.clear())
+
+
+class Carrier(threading.Thread):
+    """A thread that makes values in order, and delivers each, or the error in its place."""
+
+    def __init__(self, name: str, cores: tuple[int, ...] = ()) -> None:
+        super().__init__(name=name, daemon=True)
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Deliver] | None] = (
             queue.SimpleQueue()
         )
-        self._thread = threading.Thread(target=self._run, name="placement-courier", daemon=True)
-        self._thread.start()
+        self._cores = cores
+        self.start()
+        self.flush()
 
-    def send(self, wait: Callable[[], None], value: Any, deliver: Deliver) -> None:
-        self._queue.put((wait, value, deliver))
+    def carry(self, make: Callable[[], Any], deliver: Deliver) -> None:
+        """Call ``deliver(make())``, after all that came before."""
+        self._queue.put((make, deliver))
 
-    def _run(self) -> None:
+    def call(self, work: Callable[[], Any]) -> Any:
+        """``work()``, in this thread."""
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.carry(work, done.put)
+        if isinstance(value := done.get(), Exception):
+            raise value
+        return value
+
+    def flush(self) -> None:
+        """Wait until everything is delivered."""
+        self.call(lambda: None)
+
+    def run(self) -> None:
+        wait_exactly()
+        set_own_num_threads(1)
+        if self._cores and hasattr(os, "sched_setaffinity"):
+            with suppress(OSError):
+                os.sched_setaffinity(0, self._cores)
         while (item := self._queue.get()) is not None:
-            wait, value, deliver = item
-            try:
-                wait()
-            except Exception as error:  # a kernel failed: say so where the value is awaited
-                value = error
-            deliver(value)
+            _deliver(*item)
+            del item  # or an idle thread would hold what came last
 
     def close(self) -> None:
         """Deliver what was sent, then end the thread."""
         self._queue.put(None)
-        self._thread.join()
+        self.join()
+
+
+def _deliver(make: Callable[[], Any], deliver: Deliver) -> None:
+    try:
+        value = make()
+    except Exception as error:  # e.g. a kernel failed: say so where the value is awaited
+        value = error
+    deliver(value)
 
 
 def is_cuda_here(name: str) -> bool:

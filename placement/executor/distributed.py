@@ -148,6 +148,10 @@ class Remote:
                 self._world.post(self.rank, INPUT, (batch, t, device), v)
             self._world.post(self.rank, ADMIT, (batch, -1, device))
 
+    def admit(self, value: Tensor) -> Tensor:
+        """An input of the model, as it is sent."""
+        return value.cpu()
+
     def resolve_ns(self, mark: int) -> int:
         """A time of that rank's clock on this rank's."""
         return int(mark) + self.offset_ns

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -57,7 +59,8 @@ class Executor:
 
         ``max_in_flight`` defaults to the problem's. With 1, every micro-batch runs alone, and
         the median of ``timeline.span_s`` is the latency. The items of a ``loader`` take the
-        place of the example, all of them (see ``Runner.stream``).
+        place of the example, all of them (see ``Runner.stream``). ``timeline.peak_bytes`` of a
+        CUDA device is what PyTorch's allocator has held there at most.
 
         Raises:
             ProblemError: the placement is not one of this problem.
@@ -80,6 +83,9 @@ class Executor:
             if schedule is None:
                 _warm_up(runner, inputs)
             first = runner.next_batch
+            gpus = self._gpus(p)
+            for gpu in gpus.values():
+                torch.cuda.reset_peak_memory_stats(gpu)
             if loader is None:
                 _drain(runner.stream_tensors(inputs for _ in range(m)))
             else:
@@ -87,7 +93,25 @@ class Executor:
             m = runner.next_batch - first
             if m == 0:
                 raise LoaderError("the loader gave no items: a timeline needs at least one")
-            return measured_timeline(problem, runner, first, m, self.storages)
+            if len(gpus) == len(np.unique(p)):  # nothing else to be known about memory
+                line = measured_timeline(problem, runner, first, m)
+                peak = np.zeros(problem.num_devices, np.int64)
+            else:
+                line = measured_timeline(problem, runner, first, m, self.storages)
+                assert line.peak_bytes is not None
+                peak = line.peak_bytes
+            for d, gpu in gpus.items():
+                peak[d] = torch.cuda.max_memory_allocated(gpu)
+            return replace(line, peak_bytes=peak)
+
+    def _gpus(self, placement: Placement) -> dict[int, torch.device]:
+        """CUDA devices that the placement uses, by number; not one that is there twice."""
+        names = [d.name.rpartition("/")[2] for d in self.problem.cluster.devices]
+        return {
+            d: torch.device(names[d])
+            for d in np.unique(placement).tolist()
+            if self.problem.cluster.devices[d].kind == "cuda" and names.count(names[d]) == 1
+        }
 
     def _runner(self, placement: Placement, schedule: Schedule | None, window: int) -> Runner:
         problem = self.problem

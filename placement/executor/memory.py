@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from placement.executor import weights
 from placement.executor.share import compile_runs
 from placement.graph import OpGraph
 from placement.program import Program, storage_of
@@ -75,6 +76,40 @@ class Storages:
         kept = np.zeros((len(graph.param_bytes) - known, num_devices), bool)
         kept[use[~real] - known, at[~real]] = True
         return self.num_bytes @ held + graph.param_bytes[known:] @ kept
+
+
+def workspace_bytes(graph: OpGraph, device: torch.device) -> Ints:
+    """int64 ``[N]``: what each operator needs on a CUDA device only while it runs, as measured.
+
+    From one run in the calling thread: the most that PyTorch's allocator has held meanwhile, less
+    what it holds afterwards.
+    """
+    program: Program = graph.program
+    used = [p for p in np.unique(graph.param_use).tolist() if p < len(program.params)]
+    params = {p: weights.on(device, program, p)[1] for p in used}
+    runs = [(op,) for op in range(graph.num_ops)]
+    silent = replace(program, gradients=(), new_buffers=())  # the module stays as it is
+    calls = compile_runs(silent, runs, None, params, {}, device).calls
+    held: list[Any] = [None] * graph.num_tensors
+    for t, value in zip(program.input_tensors, program.timing_inputs(), strict=True):
+        held[t] = value.to(device)
+    left = np.diff(graph.use_ptr)
+    found = np.zeros(graph.num_ops, np.int64)
+    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+        for op, call in calls.items():
+            torch.cuda.reset_peak_memory_stats(device)
+            call(held, lambda: True)
+            found[op] = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(
+                device
+            )
+            for t in graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]].tolist():
+                left[t] -= 1
+                if not left[t]:
+                    held[t] = None
+            for t in program.steps[op].outputs:
+                if not left[t]:
+                    held[t] = None
+    return found
 
 
 def peak_bytes(

@@ -18,8 +18,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from placement.cluster import Cluster, Device
+from placement.executor import weights
 from placement.executor.awake import cores_awake
-from placement.executor.backend import CpuBackend, backend_for
+from placement.executor.backend import Carrier, CpuBackend, CudaBackend, backend_for
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
 from placement.executor.share import Share, compile_runs, fused, runs_of, shares
 from placement.executor.worker import Failure, Worker
@@ -48,6 +49,11 @@ class Runner:
         schedule: a fixed order, for runs of exactly its number of micro-batches each.
         record: keep what is needed for a ``Timeline``.
         own_buffers: a training step changes the module's own buffers, not copies of them.
+        outputs: where results are: ``host``, or ``device``: those of a GPU stay in its memory.
+
+    Inputs in the memory of a GPU stay there for the operators of that GPU. Parameters are the
+    module's own: what is written to them shows in the next call. Of those in other memory a GPU has
+    copies, which are made again then (a write through ``parameter.data`` does not show).
 
     Use it as a context manager, or ``close`` it; a runner that is garbage collected ends its
     threads too. Workers start with the first call and stay for the next.
@@ -69,7 +75,10 @@ class Runner:
         schedule: Schedule | None = None,
         record: bool = False,
         own_buffers: bool = False,
+        outputs: str = "host",
     ) -> None:
+        if outputs not in ("host", "device"):
+            raise RunnerError(f"outputs = {outputs!r}: must be 'host' or 'device'")
         if not isinstance(graph.program, Program):
             raise RunnerError(
                 f"graph {graph.name!r} has no program to run; capture the module: "
@@ -108,20 +117,25 @@ class Runner:
         self._schedule = schedule
         self._record = record
         self._own_buffers = own_buffers
+        self._outputs_stay = outputs == "device"
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
+        self._copies: weights.Copies = {}  # of these, those in other memory than the module
         self.gradients: dict[int, Tensor] = {}  # sums over micro-batches, by parameter
         self._shares = shares(graph, self.placement, cluster.num_devices)
         self._active = [s.device for s in self._shares if s.ops]
         self._fed = [s.device for s in self._shares if s.model_inputs or s.sources]
+        leaves = set(graph.output_tensor.tolist())
+        self._through = [t for t in graph.program.input_tensors if t in leaves]
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._busy = threading.Lock()
         self.next_batch = 0
+        self.failed_op: int | None = None  # in which the last error was raised
         self._closed = False
         self._started_ns = 0
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs for one call, in host memory.
+        """The module's outputs for one call.
 
         Raises:
             InputError: inputs unlike those the module was captured with.
@@ -223,6 +237,7 @@ class Runner:
         self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
     ) -> Iterator[Any]:
         self._start()
+        self._follow_caller()
         first = following = self.next_batch
         failed: Exception | None = None
         pending: dict[int, tuple[dict[int, Any], set[int]]] = {}  # batch: outputs, devices left
@@ -248,13 +263,11 @@ class Runner:
                     break
                 if self._closed:  # while it was loaded
                     raise RunnerError(_CLOSED_IN_USE)
-                # In host memory: what another stream still computes would be read too early.
-                item = [x.cpu() for x in item]
                 given = dict(zip(self._program.input_tensors, item, strict=True))
                 batch, self.next_batch = self.next_batch, self.next_batch + 1
                 if self._record and items is not None:
                     self.loaded_ns[batch] = items.span_ns
-                pending[batch] = dict(given), set(self._active)
+                pending[batch] = self._passed_on(given), set(self._active)
                 self._admit(batch, given)
             if following == self.next_batch and exhausted:
                 if failed is not None:
@@ -296,10 +309,26 @@ class Runner:
         if self._record:
             self.admitted_ns[batch] = time.perf_counter_ns()
         for d in self._fed:
-            mine = {t: given[t] for t in self._shares[d].model_inputs}
+            admit = self.workers[d].backend.admit
+            mine = {t: admit(given[t]) for t in self._shares[d].model_inputs}
             self.workers[d].inbox.put((batch, -1, mine, -1, None))
 
+    def _follow_caller(self) -> None:
+        """GPUs read parameters as they are now, and wait for what the calling thread launched."""
+        weights.refresh(self._program, self._copies)
+        for worker in self.workers:
+            if isinstance(worker.backend, CudaBackend) and worker.share.ops:
+                worker.inbox.put((-1, -1, worker.backend.callers_mark(), -1, None))
+
+    def _passed_on(self, given: dict[int, Any]) -> dict[int, Any]:
+        """Inputs that are outputs too, as they are."""
+        stay = self._outputs_stay
+        return {t: given[t] if stay else given[t].cpu() for t in self._through}
+
     def _assemble(self, outputs: dict[int, Any]) -> Any:
+        for value in outputs.values() if self._outputs_stay else ():
+            if isinstance(value, Tensor) and value.is_cuda:  # made on another stream
+                value.record_stream(torch.cuda.current_stream(value.device))
         params = self._program.params
         leaves = [fill(leaf, outputs, params) for leaf in self._program.output_leaves]
         return self._program.unflatten_outputs(leaves)
@@ -307,6 +336,7 @@ class Runner:
     def _raise(self, failure: Failure) -> None:
         if failure.device < 0:
             raise failure.error
+        self.failed_op = failure.op
         where = self.cluster.device_names[failure.device]
         what = (
             f"in operator {self.graph.op_name[failure.op]!r} "
@@ -352,6 +382,7 @@ class Runner:
         self.workers = workers
         for d in self._active:
             workers[d].start()
+        weights.keep(self._program, self._copies)
 
     def _mailbox(self) -> Any:
         """Where workers put results."""
@@ -377,7 +408,7 @@ class Runner:
             gradients,
             backend.torch_device,
         )
-        return Worker(
+        worker = Worker(
             device.name,
             fused(share, runs) if fuse else share,
             backend,
@@ -388,6 +419,9 @@ class Runner:
             order,
             self.next_batch,
         )
+        if isinstance(backend, CudaBackend):
+            backend.results_stay = self._outputs_stay
+        return worker
 
     def _is_topological(self) -> bool:
         """Otherwise runs of operators in order of priority could wait for each other."""
@@ -398,8 +432,10 @@ class Runner:
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """What the operators of a share read, and the gradients that they add up."""
         program, params = self._program, {}
+        read = set(self.graph.param_use[np.isin(self.graph.param_use_op, share.ops)].tolist())
+        weights.forget_others(device, program, read)
         changed = {p for p, _ in program.new_buffers} if not self._own_buffers else ()
-        for p in self.graph.param_use[np.isin(self.graph.param_use_op, share.ops)].tolist():
+        for p in sorted(read):
             if p >= len(program.params):
                 continue  # gradients and optimizer state: bytes, not something to read
             key = (device, p)
@@ -412,7 +448,11 @@ class Runner:
                         "placement plan MODEL --planner heft --predict roofline, and "
                         "placement run plan.json --distributed --weights FILE"
                     )
-                self.loaded[key] = value.to(device, copy=p in changed)
+                if device == value.device or p in changed or program.gradients:
+                    self.loaded[key] = value.to(device, copy=p in changed)
+                else:
+                    self._copies[key] = weights.on(device, program, p)
+                    self.loaded[key] = self._copies[key][1]
             params[p] = self.loaded[key]
         mine = [p for p, t in program.gradients if self.graph.tensor_src[t] in share.ops]
         for p in mine:
@@ -423,6 +463,7 @@ class Runner:
     def call_on(self, functions: Mapping[int, Callable[[], None]]) -> None:
         """Call functions in the threads of devices (by number), and wait until all are done."""
         self._start()
+        self._follow_caller()
         left = set(functions)
         try:
             for d, function in functions.items():
@@ -454,6 +495,7 @@ class Runner:
             self._results.put(Failure(RunnerError(_CLOSED_IN_USE), -1, None))
         self.stop()
         self.loaded.clear()
+        self._copies.clear()
         self.gradients.clear()
 
     def __enter__(self) -> Runner:
@@ -474,6 +516,8 @@ def _repeated(schedule: Schedule, device: int, first: int) -> Iterator[tuple[int
 def _stop_workers(workers: list[Worker]) -> None:
     for worker in workers:
         worker.stop()
+    if isinstance(threading.current_thread(), Carrier):
+        return  # in which the runner is collected: workers wait for this thread
     for worker in workers:
         # Not started, or the one in which the runner is collected.
         if worker.ident not in (None, threading.get_ident()):

@@ -241,19 +241,12 @@ def compile_runs(
     def name(tensor: int) -> str:
         return f"t{tensor}" if tensor in local else f"e[{tensor}]"
 
-    def source(template: Any) -> str:
+    def leaf(template: Any) -> str:
         if isinstance(template, Ref):
             return name(template.tensor)
         if isinstance(template, Param):
             return bind(params[template.index])
-        if isinstance(template, torch.device):
-            return bind(device)
-        if isinstance(template, list | tuple) and any(
-            isinstance(x, Ref | Param | torch.device) for x in leaves_of(template)
-        ):
-            items = "".join(source(x) + "," for x in template)
-            return f"[{items}]" if isinstance(template, list) else f"({items})"
-        return bind(template)
+        return bind(device if isinstance(template, torch.device) else template)
 
     lines: list[str] = []
     op_at: list[int] = []
@@ -273,8 +266,8 @@ def compile_runs(
         op_at.append(run[0])
         for op in run:
             step = program.steps[op]
-            arguments = [source(x) for x in step.args]
-            arguments += [f"{k}={source(x)}" for k, x in step.kwargs.items()]
+            arguments = [_source(x, leaf) for x in step.args]
+            arguments += [f"{k}={_source(x, leaf)}" for k, x in step.kwargs.items()]
             call = f"{bind(step.target)}({', '.join(arguments)})"
             if not step.outputs:
                 body = [call]
@@ -294,7 +287,18 @@ def compile_runs(
             lines += [f"    {line}" for line in body]
             op_at += [op] * len(body)
     exec(compile("\n".join(lines), "<operators>", "exec"), names)
-    return Compiled({run[0]: names[f"op{run[0]}"] for run in runs}, op_at)
+    # A function that its own globals name would keep the parameters until cycles are collected.
+    return Compiled({run[0]: names.pop(f"op{run[0]}") for run in runs}, op_at)
+
+
+def _source(template: Any, leaf: Callable[[Any], str]) -> str:
+    """An argument as source, its leaves written by ``leaf``."""
+    if isinstance(template, list | tuple) and any(
+        isinstance(x, Ref | Param | torch.device) for x in leaves_of(template)
+    ):
+        items = "".join(_source(x, leaf) + "," for x in template)
+        return f"[{items}]" if isinstance(template, list) else f"({items})"
+    return leaf(template)
 
 
 def _rows(values: np.ndarray[Any, Any], ptr: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:

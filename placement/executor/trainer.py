@@ -239,7 +239,7 @@ class Trainer:
                         here.grad = self.runner.gradients[q]
                         mine.append(here)
                         if original in self.optimizer.state:
-                            states[here] = _moved(self.optimizer.state[original], here)
+                            states[here] = self._moved(self.optimizer.state[original], here)
                 if mine:
                     groups.append({**group, "params": mine, "number": number})
             if groups:
@@ -269,15 +269,35 @@ class Trainer:
     def sync(self) -> None:
         """Bring the module and the optimizer's state up to date."""
         with torch.no_grad():
+            # Where loading ended early, for lack of memory, some gradients were never made.
             for (device, q), value in self.runner.loaded.items():
-                if device.type != "cpu" and (q not in self._home or value is self._trained(q)):
-                    self._program.params[q].copy_(value)
+                original = self._program.params[q]
+                is_kept = q not in self._home or (
+                    q in self.runner.gradients and value is self._trained(q)
+                )
+                if is_kept and device != original.device:
+                    original.copy_(value)
             for own in self._optimizers.values():
                 for q, home in self._home.items():
                     here = self._trained(q)
                     original = self._program.params[q]
                     if own is self._optimizers.get(home) and here in own.state:
-                        self.optimizer.state[original] = _moved(own.state[here], original)
+                        self.optimizer.state[original] = self._moved(own.state[here], original)
+
+    def _moved(self, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+        """The optimizer's state of a parameter, beside it.
+
+        Counters are in host memory, unless the optimizer computes with them on the device.
+        """
+        groups = self.optimizer.param_groups
+        on_device = any(group.get("fused") or group.get("capturable") for group in groups)
+        stays = {"step"} if param.device.type != "cpu" and not on_device else set()
+        return {
+            k: v.to(param.device)
+            if isinstance(v, Tensor) and k not in stays and (k == "step" or v.shape == param.shape)
+            else v
+            for k, v in state.items()
+        }
 
     def close(self) -> None:
         """``sync``, and end the workers. Idempotent."""
@@ -290,8 +310,12 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            if kind is None:
+                raise  # else what has happened before is said, not what follows from it
 
 
 def _check_buffers(graph: OpGraph, schedule: Schedule) -> None:
@@ -328,11 +352,3 @@ def _update(
             torch._foreach_zero_(gradients)
 
     return update
-
-
-def _moved(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """An optimizer's state of a parameter, beside it; counters stay in host memory."""
-    return {
-        k: v.to(param.device) if isinstance(v, Tensor) and v.shape == param.shape else v
-        for k, v in state.items()
-    }

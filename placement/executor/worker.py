@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from placement.executor.awake import wait_exactly
-from placement.executor.backend import Backend
+from placement.executor.backend import Backend, CudaBackend
 from placement.executor.share import Compiled, Share
 
 
@@ -136,8 +136,9 @@ class Worker(threading.Thread):
     """Runs the operators of one device.
 
     Messages in the inbox: ``(batch, tensor, value, source device, mark)`` brings a tensor,
-    ``(batch, -1, {tensor: value}, -1, None)`` admits a micro-batch, a function is called between
-    operators, None ends the thread.
+    ``(batch, -1, {tensor: value}, -1, None)`` admits a micro-batch, ``(-1, -1, mark, -1, None)``
+    says what a CUDA device has to wait for, a function is called between operators, None ends the
+    thread.
     Messages to ``results``: ``(batch, tensor, value)`` is an output of the model,
     ``(batch, -1, device)`` says that this device has finished the micro-batch (-1: the function),
     and a ``Failure`` ends the run.
@@ -147,9 +148,8 @@ class Worker(threading.Thread):
         arrivals: batch, tensor, source device, sent and received mark, and so on, if ``record``.
         idle_ns: how long the thread has waited for messages so far.
         idle_since_ns: since when it waits now; 0 while it works.
+        takes_from_device: what is sent here may be in the memory of a CUDA device.
     """
-
-    takes_from_device = False  # what is sent here passes through host memory
 
     def __init__(
         self,
@@ -166,7 +166,8 @@ class Worker(threading.Thread):
         super().__init__(name=f"placement-{name}", daemon=True)
         self.share = share
         self.backend = backend
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.inbox = backend.inbox()
+        self.takes_from_device = isinstance(backend, CudaBackend)
         self.workers: list[Worker] = []
         self.slices: list[Any] = []
         self.arrivals: list[Any] = []
@@ -185,7 +186,16 @@ class Worker(threading.Thread):
         self._stopped = True
         self.inbox.put(None)
 
+    def start(self) -> None:
+        """Start the thread."""
+        self.backend.begin()
+        super().start()
+
     def run(self) -> None:
+        """All that the thread does."""
+        self.backend.run(self._work)
+
+    def _work(self) -> None:
         self._running: int | None = None
         wait_exactly()
         try:
@@ -253,6 +263,9 @@ class Worker(threading.Thread):
         batch, tensor, value, source, sent = message
         if isinstance(value, Exception):
             raise value
+        if batch < 0:
+            self.backend.follow(value)
+            return True
         flights, users = self._flights, self.share.users
         env = flights[batch].env
         if tensor < 0:
@@ -274,7 +287,7 @@ class Worker(threading.Thread):
             for peer in share.peers[t]:
                 self._send(peer, batch, t, env[t], self._mark)
             if share.results[t]:
-                self._return(batch, t, env[t])
+                self._give(batch, t, env[t])
             if not share.users[t]:
                 env[t] = None
 
@@ -284,6 +297,10 @@ class Worker(threading.Thread):
         self.backend.ship(
             value, lambda v: inbox.put((batch, tensor, v, source, sent)), stay=to.takes_from_device
         )
+
+    def _give(self, batch: int, tensor: int, value: Tensor) -> None:
+        results = self._results
+        self.backend.give(value, lambda v: results.put((batch, tensor, v)))
 
     def _return(self, batch: int, tensor: int, value: Any) -> None:
         results = self._results

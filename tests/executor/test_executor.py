@@ -22,7 +22,7 @@ import placement.executor.runner as runner_module
 from placement.capturing import capture
 from placement.cluster import Cluster, Device
 from placement.executor import Executor, Runner, RunnerError
-from placement.executor.backend import Courier, CpuBackend, backend_for
+from placement.executor.backend import Carrier, CpuBackend, backend_for
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
@@ -408,7 +408,7 @@ class Staged(CpuBackend):
 
     def enter(self, stack: ExitStack) -> None:
         super().enter(stack)
-        self.courier = Courier()
+        self.courier = Carrier("courier")
         stack.callback(self.courier.close)
 
     def receive(self, value):
@@ -416,7 +416,7 @@ class Staged(CpuBackend):
 
     def ship(self, value, deliver, *, stay=False) -> None:
         copy = value.clone() if isinstance(value, torch.Tensor) else value
-        self.courier.send(lambda: time.sleep(1e-3), copy, deliver)
+        self.courier.carry(lambda: (time.sleep(1e-3), copy)[1], deliver)
 
 
 def test_devices_that_run_behind_their_thread_use_the_same_path(monkeypatch):
@@ -441,7 +441,7 @@ def test_an_error_that_shows_only_later_reaches_the_caller(monkeypatch):
             def wait() -> None:
                 raise RuntimeError("device-side assert")
 
-            self.courier.send(wait, value, deliver)
+            self.courier.carry(wait, deliver)
 
     made = {"cpu:1": Broken}
     monkeypatch.setattr(runner_module, "backend_for", lambda d: made.get(d.name, CpuBackend)(d))

@@ -115,7 +115,9 @@ def _calibrate(device: Device) -> Rates:
     from placement.executor.backend import backend_for
 
     backend = backend_for(device)
-    with ExitStack() as stack, torch.inference_mode():
+    found: list[Rates] = []
+
+    def measure(stack: ExitStack) -> None:
         backend.enter(stack)
 
         def best_s(call: Callable[[], Any], times: int) -> float:
@@ -136,7 +138,15 @@ def _calibrate(device: Device) -> Rates:
         product_s = best_s(lambda: torch.mm(a, a), 4)
         copy_s = best_s(lambda: y.copy_(x), 1)
         call_s = best_s(lambda: one + one, 200)
-    return Rates(2.0 * size**3 / product_s, 2 * 4 * long / copy_s, call_s)
+        found.append(Rates(2.0 * size**3 / product_s, 2 * 4 * long / copy_s, call_s))
+
+    def work() -> None:
+        with ExitStack() as stack, torch.inference_mode():
+            measure(stack)
+
+    backend.begin()
+    backend.run(work)
+    return found[0]
 
 
 def _check_here(device: Device) -> None:

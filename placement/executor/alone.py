@@ -1,0 +1,186 @@
+"""A graph on one device, measured operator by operator, as far as the device can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from placement.cluster import Cluster
+from placement.executor.executor import batched
+from placement.executor.memory import workspace_bytes
+from placement.executor.parts import part
+from placement.executor.runner import Runner
+from placement.graph import OpGraph
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def on_one_device(
+    graph: OpGraph, cluster: Cluster, device: int, priority: Sequence[int] | NDArray[np.int32]
+) -> Runner:
+    """A runner of everything on one device, in the order of ``priority`` ``[N]``."""
+    return placed(graph, cluster, [device] * graph.num_ops, priority)
+
+
+def placed(
+    graph: OpGraph,
+    cluster: Cluster,
+    placement: list[int],
+    priority: Sequence[int] | NDArray[np.int32] | None = None,
+) -> Runner:
+    """A recording runner for one micro-batch at a time."""
+    return Runner(graph, cluster, placement, max_in_flight=1, priority=priority, record=True)
+
+
+def run_seconds(runner: Alone, inputs: Sequence[Tensor], times: int) -> Floats:
+    """float64 ``[N]`` seconds of each operator in the last of ``times`` runs."""
+    for _ in runner.stream_tensors(inputs for _ in range(times)):
+        pass
+    return last_seconds(runner, runner.next_batch - 1)
+
+
+def last_seconds(runner: Alone, batch: int) -> Floats:
+    """float64 ``[N]`` seconds of each operator in a micro-batch; what is recorded is forgotten."""
+    if isinstance(runner, InParts):
+        seconds = runner.runs[batch]
+        runner.runs.clear()
+        return seconds
+    seconds = np.zeros(runner.graph.num_ops)
+    for worker in runner.workers:
+        clock = worker.backend.resolve_ns
+        for b, op, begin, end in batched(worker.slices, 4):
+            if b == batch:
+                seconds[op] = (clock(end) - clock(begin)) * 1e-9
+        worker.slices.clear()
+        worker.arrivals.clear()
+    return seconds
+
+
+class InParts:
+    """A graph on a device that cannot hold it, or lacks kernels: one part after another.
+
+    Used like a recording ``Runner``; what its parts read from each other was computed in host
+    memory.
+
+    Attributes:
+        missing: operators that cannot run there: without a kernel, or too large by themselves.
+        workspace: int64 ``[N]``, see ``memory.workspace_bytes``.
+        runs: seconds float64 ``[N]`` by micro-batch.
+    """
+
+    def __init__(self, graph: OpGraph, cluster: Cluster, device: int) -> None:
+        self.graph = graph
+        self.next_batch = 0
+        self.missing: set[int] = set()
+        self.workspace = np.zeros(graph.num_ops, np.int64)
+        self.runs: dict[int, Floats] = {}
+        self._cluster, self._device = cluster, device
+        self._parts: list[tuple[list[int], OpGraph]] = []
+        todo = [list(range(graph.num_ops))]
+        while todo:
+            todo = [ops for ops in self._try(todo) if ops]
+
+    def _try(self, todo: list[list[int]]) -> list[list[int]]:
+        """Try the last of the parts; what is left to do."""
+        *rest, ops = todo
+        graph, steps = self.graph, self.graph.program.steps
+        whole = len(ops) == graph.num_ops
+        piece = graph if whole else part(graph, ops, joined=True)
+        runner = on_one_device(piece, self._cluster, self._device, range(piece.num_ops))
+        try:
+            run_seconds(runner, piece.program.timing_inputs(), 1)
+            self.workspace[ops] = workspace_of(piece, self._cluster, self._device)
+        except torch.OutOfMemoryError:
+            if len(ops) == 1:
+                self.missing.update(ops)
+                return rest
+            middle = _half(graph, ops)
+            return [*rest, ops[middle:], ops[:middle]]
+        except RuntimeError as error:
+            failed = runner.failed_op
+            if failed is None or not lacks_kernel(error, self._cluster, self._device):
+                raise
+            target = steps[ops[failed]].target
+            self.missing |= {n for n, step in enumerate(steps) if step.target is target}
+            return [[n for n in some if n not in self.missing] for some in todo]
+        finally:
+            runner.close()
+        self._parts.append((ops, piece))
+        return rest
+
+    def stream_tensors(self, inputs: Iterable[Sequence[Tensor]]) -> Iterator[None]:
+        """Run every part twice for each of the micro-batches, and keep the second time."""
+        for _ in inputs:
+            seconds = np.zeros(self.graph.num_ops)
+            for ops, piece in self._parts:
+                order = range(piece.num_ops)
+                with on_one_device(piece, self._cluster, self._device, order) as runner:
+                    seconds[ops] = run_seconds(runner, piece.program.timing_inputs(), 2)
+            self.runs[self.next_batch] = seconds
+            self.next_batch += 1
+            yield
+
+    def close(self) -> None:
+        """Forget the parts."""
+        self._parts.clear()
+
+
+Alone = Runner | InParts
+
+
+def as_it_can(
+    graph: OpGraph,
+    cluster: Cluster,
+    device: int,
+    priority: NDArray[np.int32],
+    inputs: Sequence[Tensor],
+) -> tuple[Alone, Ints]:
+    """The whole graph on a device, warm, and its int64 ``[N]`` workspace; in parts if it must be.
+
+    Raises:
+        Exception: what an operator raised on a CPU that has a kernel for it.
+    """
+    runner = on_one_device(graph, cluster, device, priority)
+    try:
+        run_seconds(runner, inputs, 2)
+        return runner, workspace_of(graph, cluster, device)
+    except torch.OutOfMemoryError:
+        runner.close()
+    except BaseException as error:
+        runner.close()
+        if runner.failed_op is None or not lacks_kernel(error, cluster, device):
+            raise
+    parts = InParts(graph, cluster, device)
+    return parts, parts.workspace
+
+
+def lacks_kernel(error: BaseException, cluster: Cluster, device: int) -> bool:
+    """Whether that is how an operator fails for which another kind of device may have a kernel."""
+    if isinstance(error, NotImplementedError):
+        return len({d.kind for d in cluster.devices}) > 1
+    on_gpu = cluster.devices[device].kind == "cuda"
+    # After an error of the device itself, everything fails there.
+    return on_gpu and isinstance(error, RuntimeError) and "CUDA error" not in str(error)
+
+
+def workspace_of(graph: OpGraph, cluster: Cluster, device: int) -> Ints:
+    """int64 ``[N]``; zeros on a CPU, which is not asked."""
+    if cluster.devices[device].kind != "cuda":
+        return np.zeros(graph.num_ops, np.int64)
+    name = cluster.device_names[device].rpartition("/")[2]
+    return workspace_bytes(graph, torch.device(name))
+
+
+def _half(graph: OpGraph, ops: list[int]) -> int:
+    """Where to cut: about as much memory before as after, and something on both sides."""
+    read = np.zeros(graph.num_ops)
+    np.add.at(read, graph.param_use_op, graph.param_bytes[graph.param_use])
+    made = graph.tensor_src >= 0
+    np.add.at(read, graph.tensor_src[made], graph.tensor_bytes[made])
+    so_far = np.cumsum(read[ops])
+    return int(np.clip(np.searchsorted(so_far, so_far[-1] / 2) + 1, 1, len(ops) - 1))

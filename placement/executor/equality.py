@@ -1,0 +1,128 @@
+"""When results on other devices are equal: by how much rounding may make them differ.
+
+Two correct runs of a model add up in other orders, and a GPU may round the factors of products to
+ten binary digits (TF32). So tensors are compared as a whole, by the norm of their difference, and
+every element by what one of them may stray.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from placement.cluster import Cluster
+
+# Largest norm of a difference, relative to the norm of the result. ResNet-50 in float32 is 5e-7
+# from float64, and 4e-4 with factors in TF32.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+TF32 = 3e-3
+OTHER = 0.1  # floats of eight bits
+_ONE = 10  # times as much an element may stray, relative to it and the typical element
+_MAYBE_ROUNDING = 1e3  # times the tolerance: what differs by more is wrong whatever it is held to
+_LARGEST_COPY = 2**31  # bytes of a module of which a float64 copy is made
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """``relative``: of norms; ``what``: for which arithmetic, in words."""
+
+    relative: float
+    what: str
+
+    @classmethod
+    def of(cls, tensors: Iterable[Any], cluster: Cluster) -> Tolerance:
+        """For the coarsest floating dtype of ``tensors``, and TF32 where a GPU may use it."""
+        found = {x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()}
+        dtype = max(found or {torch.float32}, key=lambda d: TOLERANCES.get(d, OTHER))
+        name = str(dtype).removeprefix("torch.")
+        chosen = cls(TOLERANCES.get(dtype, OTHER), name)
+        on_gpu = any(d.kind == "cuda" for d in cluster.devices)
+        if on_gpu and dtype == torch.float32 and tf32_is_allowed():
+            return cls(TF32, "float32 with TF32 allowed on a GPU")
+        return chosen
+
+
+def tf32_is_allowed() -> bool:
+    """Whether a GPU may multiply float32 in TF32: convolutions may, unless somebody forbade it."""
+    return torch.backends.cudnn.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+
+
+def error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """By how much ``found`` differs, relative to ``expected`` or, if larger, ``scale``.
+
+    The norm of the difference over the norm; or a tenth of the largest difference of an element,
+    over its size plus the typical size, if that is more. inf: of another shape, not a number or
+    infinite in other places, or integers that are not the same.
+    """
+    if found.shape != expected.shape:
+        return float("inf")
+    if not expected.is_floating_point() and not expected.is_complex():
+        return 0.0 if torch.equal(found.cpu(), expected.cpu()) else float("inf")
+    exact = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = (x.detach().cpu().to(exact).flatten() for x in (found, expected))
+    finite = torch.isfinite(b)
+    alike = torch.where(finite, torch.isfinite(a), (a == b) | (a.isnan() & b.isnan()))
+    if not alike.all():
+        return float("inf")
+    a, b = a[finite], b[finite]
+    if not len(b):
+        return 0.0
+    typical = max(float(b.abs().square().mean().sqrt()), scale) or 1.0
+    apart = (a - b).abs()
+    whole = float(apart.square().mean().sqrt()) / typical
+    return max(whole, float((apart / (typical + b.abs())).max()) / _ONE)
+
+
+def difference(found: Sequence[Any], expected: Sequence[Any], tolerance: Tolerance) -> str:
+    """Which of the tensors is not as expected, and by how much; empty if all are."""
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if isinstance(b, Tensor) and (off := error(a, b)) > tolerance.relative:
+            return said(f"output {i}", off, tolerance)
+    return ""
+
+
+def said(what: str, off: float, tolerance: Tolerance) -> str:
+    """The sentence about a tensor that is not close."""
+    return (
+        f"{what} is not close: relative error {off:.2g}, at most {tolerance.relative:g} is "
+        f"allowed ({tolerance.what})"
+    )
+
+
+def module_difference(
+    run: Any, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], cluster: Cluster
+) -> str:
+    """How what ``run`` computes differs from what the plain module does; empty if it is equal.
+
+    Where the difference might be rounding, the module's own too, float64 decides: the module is
+    copied and run in it, unless it is larger than 2 GiB or cannot.
+    """
+    with torch.no_grad():
+        expected = pytree.tree_leaves(module(*args, **kwargs))
+    found = pytree.tree_leaves(run(*args, **kwargs))
+    state = [*module.parameters(), *module.buffers()]
+    tolerance = Tolerance.of([*state, *expected], cluster)
+    wrong = difference(found, expected, tolerance)
+    close = Tolerance(_MAYBE_ROUNDING * tolerance.relative, "")
+    if not wrong or difference(found, expected, close):
+        return wrong
+    if sum(x.nbytes for x in state) > _LARGEST_COPY:
+        return wrong
+
+    def exact(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    try:
+        with torch.no_grad():
+            a, k = pytree.tree_map(exact, (list(args), kwargs))
+            exactly = pytree.tree_leaves(copy.deepcopy(module).double()(*a, **k))
+    except Exception:  # e.g. a dtype is written down in it: then its own precision has to do
+        return wrong
+    still = difference(found, exactly, tolerance)
+    return still and f"{still}, in float64 too"

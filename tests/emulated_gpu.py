@@ -1,0 +1,527 @@
+"""CUDA devices on a machine without one, as far as the executor can tell them from real ones.
+
+Real are: asynchrony (a thread per stream runs kernels in order, after the launching thread has gone
+on), events, the order in which memory becomes free (poisoned with NaN by the stream that allocated
+it, as soon as Python has dropped it, unless ``record_stream`` says who still uses it), memory that
+is full, pinned and pageable host memory (a copy from the latter waits for the stream, and for the
+copy). Kernels are the CPU's.
+
+    with emulated_gpu.emulated(memory_bytes=2**30) as gpu:
+        ...  # torch.cuda and tensors on cuda:0; ``gpu`` counts what was copied how
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+_here = threading.local()
+
+
+@dataclass
+class Gpu:
+    """What the emulated devices are like, and what has happened on them.
+
+    Attributes:
+        kernel_s, copy_s: seconds that each kernel, or copy, takes at least.
+        missing: names of operators without a kernel, e.g. ``aten.relu.default``.
+        scratch: bytes that an operator needs while it runs, by name.
+        poison: whether memory is spoiled when it is free.
+        copies: how many of each kind: ``pinned``, ``pageable`` (to a device), ``back`` (to pinned
+            memory), ``back and wait``.
+        num_streams, num_poisoned: so far.
+        allocated, peak: bytes by device number.
+    """
+
+    num_devices: int
+    memory_bytes: int
+    kernel_s: float = 0.0
+    copy_s: float = 0.0
+    missing: set[str] = field(default_factory=set)
+    scratch: dict[str, int] = field(default_factory=dict)
+    poison: bool = True
+    copies: Counter[str] = field(default_factory=Counter)
+    num_streams: int = 0
+    num_poisoned: int = 0
+    allocated: Counter[int] = field(default_factory=Counter)
+    peak: Counter[int] = field(default_factory=Counter)
+    streams: list[Stream] = field(default_factory=list)
+    defaults: dict[int, Stream] = field(default_factory=dict)
+    unused: Any = None  # waits until nobody uses a block any more
+
+    def allocate(self, device: int, num_bytes: int) -> None:
+        """Raises: OutOfMemoryError, as torch does."""
+        if self.allocated[device] + num_bytes > self.memory_bytes:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {num_bytes} bytes (emulated)"
+            )
+        self.allocated[device] += num_bytes
+        self.peak[device] = max(self.peak[device], self.allocated[device])
+
+
+_gpu: Gpu
+
+
+def _number(device: Any = None) -> int:
+    if device is None:
+        return getattr(_here, "device", 0)
+    if isinstance(device, int):
+        return device
+    return torch.device(device).index or 0
+
+
+class Stream:
+    """A thread that runs what is launched on it, in order."""
+
+    def __init__(self, device: Any = None, **_: Any) -> None:
+        self.index, self.error = _number(device), None
+        self.device = torch.device("cuda", self.index)
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        _gpu.num_streams += 1
+        _gpu.streams.append(self)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        for launched in iter(self._queue.get, None):
+            try:
+                launched()
+            except BaseException as error:  # shown to whoever waits, from then on
+                self.error = self.error or error
+            launched = None
+
+    def launch(self, work: Any) -> None:
+        self._queue.put(work)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.launch(event.done.wait)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
+        self.done, self._at, self._stream = threading.Event(), [0.0], None
+        self.done.set()  # one that was not recorded has happened
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._stream = stream or current_stream()
+        done, at = self.done, self._at = threading.Event(), [0.0]
+
+        def happen() -> None:
+            at[0] = time.perf_counter()
+            done.set()
+
+        self._stream.launch(happen)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        return self.done.is_set()
+
+    def synchronize(self) -> None:
+        self.done.wait()
+        if self._stream is not None and self._stream.error is not None:
+            raise RuntimeError(f"CUDA error: {self._stream.error}")
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.query() and other.query(), "both events must have happened"
+        return (other._at[0] - self._at[0]) * 1e3
+
+
+def default_stream(device: Any = None) -> Stream:
+    number = _number(device)
+    if number not in _gpu.defaults:
+        _gpu.defaults[number] = Stream(number)
+    return _gpu.defaults[number]
+
+
+def current_stream(device: Any = None) -> Stream:
+    chosen = getattr(_here, "streams", {}).get(_number(device))
+    return chosen or default_stream(device)
+
+
+@contextmanager
+def stream(chosen: Stream) -> Iterator[None]:
+    before, device = getattr(_here, "streams", {}), _number()
+    _here.streams, _here.device = {**before, chosen.index: chosen}, chosen.index
+    try:
+        yield
+    finally:
+        _here.streams, _here.device = before, device
+
+
+def synchronize(device: Any = None) -> None:
+    for each in [s for s in _gpu.streams if device is None or s.index == _number(device)]:
+        each.synchronize()
+
+
+class _Memory:
+    """A block of device memory: free when no tensor refers to it."""
+
+    def __init__(self, gpu: Gpu, cell: list[Any], on: Stream, num_bytes: int) -> None:
+        gpu.allocate(on.index, num_bytes)
+        self.gpu, self.cell, self.on, self.num_bytes = gpu, cell, on, num_bytes
+        self.users: set[Stream] = set()
+
+    def __del__(self) -> None:
+        if not hasattr(self, "num_bytes"):
+            return  # there was no room for it
+        gpu, cell, on = self.gpu, self.cell, self.on
+        gpu.allocated[on.index] -= self.num_bytes
+        used = [user.record_event().done for user in self.users]
+
+        def unused() -> None:
+            for done in used:
+                done.wait()
+            on.launch(free)
+
+        def free() -> None:
+            value = cell[0]
+            if gpu.poison and value is not None:
+                with torch.inference_mode():
+                    value.fill_(torch.nan if value.is_floating_point() else 0)
+                gpu.num_poisoned += 1
+
+        (gpu.unused if used else on).launch(unused)
+
+
+class CudaTensor(Tensor):
+    """``meta`` says what it is like, ``cell`` holds its value once the kernel has run."""
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, cell: list[Any], memory: _Memory) -> CudaTensor:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            meta.size(),
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=memory.on.device,
+        )
+        made.meta, made.cell, made.memory = meta, cell, memory
+        return made
+
+    def record_stream(self, used_by: Stream) -> None:
+        self.memory.users.add(used_by)
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> CudaTensor:
+        return _dispatch(aten.copy_.default, (self, source, non_blocking), {})
+
+    def untyped_storage(self) -> Any:
+        return self.meta.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return id(self.memory) + self.meta.storage_offset()
+
+    def is_pinned(self, *_: Any) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"CudaTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+class Mode(TorchDispatchMode):
+    """What makes tensors on a device, or in pinned memory, out of others."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.is_pinned.default:
+            return hasattr(args[0], "pinned")
+        device = kwargs.get("device")
+        goes = device is not None and torch.device(device).type == "cuda"
+        found = any(isinstance(x, CudaTensor) for x in pytree.tree_leaves((args, kwargs)))
+        if goes or found or kwargs.get("pin_memory"):
+            return _dispatch(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _moves(func: Any) -> bool:
+    return str(func).startswith(("aten._to_copy.", "aten.to.", "aten.copy_."))
+
+
+def _as_meta(x: Any) -> Any:
+    if isinstance(x, CudaTensor):
+        return x.meta
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+    return torch.device("meta") if isinstance(x, torch.device) else x
+
+
+class _Later:
+    """A tensor argument of a kernel: what its cell holds when the kernel runs."""
+
+    def __init__(self, cell: list[Any]) -> None:
+        self.cell = cell
+
+
+def _metas(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    kept = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+    with torch.inference_mode(False), torch.no_grad():
+        return func(*pytree.tree_map(_as_meta, args), **pytree.tree_map(_as_meta, kept))
+
+
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name, device = str(func), kwargs.get("device")
+    if name in _gpu.missing:
+        raise NotImplementedError(f"Could not run '{name}' with arguments from the 'CUDA' backend")
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    cuda = [x for x in tensors if isinstance(x, CudaTensor)]
+    host = [x for x in tensors if not isinstance(x, CudaTensor)]
+    to_host = device is not None and torch.device(device).type == "cpu"
+    with torch._C._DisableTorchDispatch():
+        if kwargs.get("pin_memory") and not (device and torch.device(device).type == "cuda"):
+            like = _metas(func, args, {**kwargs, "device": torch.device("meta")})
+            made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+            made.fill_(torch.nan if made.is_floating_point() else 0)
+            made.pinned = True
+            return made
+        if func is aten._local_scalar_dense.default:
+            current_stream(cuda[0].device).synchronize()
+            return cuda[0].cell[0].item()
+        if to_host or (func is aten.copy_.default and not isinstance(args[0], CudaTensor)):
+            return _to_host(func, args, kwargs, cuda[0])
+        if device is not None:
+            at = _number(device)
+        else:
+            at = args[0].device.index if isinstance(args[0], CudaTensor) else cuda[0].device.index
+        on = current_stream(torch.device("cuda", at))
+        copied = host and _moves(func)
+        if copied:
+            args, kwargs = _from_host(on, args, kwargs, host)
+        elif any(x.dim() > 0 for x in host) and "_like" not in name and ".new_" not in name:
+            raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
+        if any(x.device.index != at for x in cuda):
+            if not _moves(func):
+                raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
+            source = current_stream(cuda[-1].device)  # which copies from GPU to GPU
+            source.wait_stream(on)
+            value = _launch(func, args, kwargs, [], source, at, True)
+            on.wait_stream(source)
+            return value
+        return _launch(func, args, kwargs, cuda, on, at, bool(copied))
+
+
+def _to_host(func: Any, args: Any, kwargs: dict[str, Any], source: CudaTensor) -> Any:
+    on, cell, gpu = current_stream(source.device), source.cell, _gpu
+    inference, in_place = torch.is_inference_mode_enabled(), func is aten.copy_.default
+    target, rest = (args[0], ()) if in_place else (None, args[1:])
+    late = in_place and (kwargs.get("non_blocking") or args[2:] == (True,))
+    if not _moves(func):  # e.g. empty_like: only the form is asked for
+        like = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype)
+        return func(like, *rest, **kwargs)
+    found: list[Any] = [None]
+    del args, source  # a stream holds no memory that Python has dropped
+
+    def copy() -> None:
+        time.sleep(gpu.copy_s)
+        with torch.inference_mode(inference), torch.no_grad():
+            if target is not None:
+                found[0] = target.copy_(cell[0])
+            else:
+                found[0] = func(cell[0].clone(), *rest, **kwargs | {"non_blocking": False})
+
+    on.launch(copy)
+    if late and hasattr(target, "pinned"):
+        gpu.copies["back"] += 1
+        return target
+    gpu.copies["back and wait"] += 1
+    on.synchronize()
+    return found[0]
+
+
+def _from_host(
+    on: Stream, args: Any, kwargs: dict[str, Any], host: list[Tensor]
+) -> tuple[Any, dict[str, Any]]:
+    """Pageable memory is read while the caller waits, after the stream has come so far."""
+    if all(hasattr(x, "pinned") for x in host):
+        _gpu.copies["pinned"] += 1
+        return args, kwargs
+    _gpu.copies["pageable"] += 1
+    on.synchronize()
+    read = {id(x): x.detach().clone() for x in host}
+
+    def swap(x: Any) -> Any:
+        return read.get(id(x), x) if isinstance(x, Tensor) else x
+
+    return pytree.tree_map(swap, args), pytree.tree_map(swap, kwargs)
+
+
+def _launch(
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    cuda: list[Any],
+    on: Stream,
+    at: int,
+    is_copy: bool,
+) -> Any:
+    gpu, inference = _gpu, torch.is_inference_mode_enabled()
+    owner = {x.meta.untyped_storage()._cdata: x for x in cuda}
+    in_place = {id(x.meta): x for x in cuda}
+    metas = _metas(func, args, kwargs)
+    if not cuda:  # nothing is shared with what comes from elsewhere
+        metas = pytree.tree_map_only(Tensor, torch.empty_like, metas)
+    leaves, spec = pytree.tree_flatten(metas)
+    made: list[Any] = []
+    cells: list[Any] = []
+    for meta in leaves:
+        if not isinstance(meta, Tensor) or id(meta) in in_place:
+            made.append(in_place.get(id(meta), meta))
+            cells.append(None)
+            continue
+        base = owner.get(meta.untyped_storage()._cdata)
+        cell: list[Any] = [None]
+        home = current_stream(torch.device("cuda", at))
+        memory = (
+            base.memory
+            if base is not None
+            else _Memory(gpu, cell, home, meta.untyped_storage().nbytes())
+        )
+        # A view of an ordinary tensor is one, in inference mode too.
+        with torch.inference_mode(inference and (base is None or base.is_inference())):
+            made.append(CudaTensor(meta, cell, memory))
+        cells.append((cell, base is None))
+    gpu.allocate(at, more := gpu.scratch.get(str(func), 0))
+    gpu.allocated[at] -= more
+    host = torch.device("cpu")
+
+    def later(x: Any) -> Any:
+        if isinstance(x, CudaTensor):
+            return _Later(x.cell)
+        return host if isinstance(x, torch.device) else x
+
+    given = pytree.tree_map(later, (args, kwargs))
+
+    def kernel() -> None:
+        time.sleep(gpu.copy_s if is_copy else gpu.kernel_s)
+        a, k = pytree.tree_map(lambda x: x.cell[0] if isinstance(x, _Later) else x, given)
+        k = {name: v for name, v in k.items() if name != "pin_memory"}
+        if "non_blocking" in k:
+            k["non_blocking"] = False
+        with torch.inference_mode(inference), torch.no_grad():
+            found = pytree.tree_leaves(func(*a, **k))
+            read = {
+                x.untyped_storage().data_ptr()
+                for x in pytree.tree_leaves((a, k))
+                if isinstance(x, Tensor)
+            }
+            for kept, value in zip(cells, found, strict=True):
+                if kept is not None:
+                    cell, is_new = kept
+                    shares = is_new and value.untyped_storage().data_ptr() in read
+                    cell[0] = value.clone() if shares else value
+
+    on.launch(kernel)
+    return pytree.tree_unflatten(made, spec)
+
+
+def _properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(total_memory=_gpu.memory_bytes, name="Emulated GPU", uuid="none")
+
+
+def _reset_peak(device: Any = None) -> None:
+    _gpu.peak[_number(device)] = _gpu.allocated[_number(device)]
+
+
+@contextmanager
+def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) -> Iterator[Gpu]:
+    """``num_devices`` emulated GPUs of ``memory_bytes`` each; for ``options`` see ``Gpu``.
+
+    Threads that are started meanwhile see them too.
+    """
+    global _gpu
+    from placement.executor import backend
+
+    _gpu = gpu = Gpu(num_devices, memory_bytes, **options)
+    gpu.unused = Stream()
+    start = threading.Thread.start
+
+    def start_in_mode(thread: threading.Thread) -> None:
+        run = thread.run
+
+        def run_in_mode() -> None:
+            del thread.run  # or the thread would hold itself
+            with Mode():
+                run()
+
+        if getattr(thread._target, "__func__", None) is not Stream._run:  # type: ignore[attr-defined]
+            thread.run = run_in_mode  # type: ignore[method-assign]
+        start(thread)
+
+    def limited(share: float, device: Any = None) -> None:
+        gpu.memory_bytes = int(share * memory_bytes)
+
+    stand_ins = {
+        "is_available": lambda: True,
+        "device_count": lambda: num_devices,
+        "current_device": _number,
+        "get_device_properties": _properties,
+        "get_device_name": lambda device=None: "Emulated GPU",
+        "get_device_capability": lambda device=None: (9, 0),
+        "set_device": lambda device: setattr(_here, "device", _number(device)),
+        "set_per_process_memory_fraction": limited,
+        "synchronize": synchronize,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "stream": stream,
+        "mem_get_info": lambda device=None: (
+            gpu.memory_bytes - gpu.allocated[_number(device)],
+            memory_bytes,
+        ),
+        "memory_allocated": lambda device=None: gpu.allocated[_number(device)],
+        "memory_reserved": lambda device=None: gpu.allocated[_number(device)],
+        "max_memory_allocated": lambda device=None: gpu.peak[_number(device)],
+        "max_memory_reserved": lambda device=None: gpu.peak[_number(device)],
+        "reset_peak_memory_stats": _reset_peak,
+        "empty_cache": lambda: None,
+        "_lazy_init": lambda: None,
+    }
+    with ExitStack() as stack:
+        for name, stand_in in stand_ins.items():
+            stack.enter_context(patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(patch.object(threading.Thread, "start", start_in_mode))
+        # Threads and streams that are kept for the next runner.
+        stack.enter_context(patch.object(backend, "_IDLE", defaultdict(list)))
+        stack.enter_context(Mode())
+        try:
+            yield gpu
+        finally:  # a thread in the midst of a kernel would not survive the end of the interpreter
+            for idle in chain.from_iterable(backend._IDLE.values()):
+                for carrier in (idle.launcher, idle.porter, idle.courier):
+                    carrier.close()
+            for each in gpu.streams:
+                each.launch(None)

@@ -1,0 +1,592 @@
+"""The executor on emulated CUDA devices: streams, memory, copies and errors as on real ones."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import placement.costs.measure as measure_module
+from placement.capturing import capture
+from placement.capturing.training import mean_of_outputs, plain_step
+from placement.cli.train import difference as train_difference
+from placement.cluster import Cluster, ClusterError, Device
+from placement.costs.links import devices_here
+from placement.costs.measure import cached_path, measure
+from placement.executor import Executor, Runner, Trainer
+from placement.executor import backend as backend_module
+from placement.executor.backend import CudaBackend
+from placement.planners.heft import Heft
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.program import split_inputs
+from placement.workloads import load
+from tests import emulated_gpu
+from tests.emulated_gpu import CudaTensor
+
+CPU, GPU = Device("cpu:0"), Device("cuda:0", "cuda")
+BOTH = Cluster("both", (CPU, GPU))
+THREE = Cluster("three", (CPU, GPU, Device("cpu:1")))
+
+
+def scattered(graph, cluster, seed):
+    groups = np.random.default_rng(seed).integers(cluster.num_devices, size=graph.num_groups)
+    return groups[graph.group]
+
+
+def all_on(graph, device):
+    return np.full(graph.num_ops, device, np.int32)
+
+
+def others_like(inputs, seed):
+    """Inputs of the same form, with other values."""
+    torch.manual_seed(seed)
+    return pytree.tree_map(
+        lambda x: (
+            torch.randn_like(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        ),
+        inputs,
+    )
+
+
+def check_streams(names, cluster, seeds=2, count=6):
+    """Placements at random of each workload compute what the plain module does."""
+    for name in names:
+        module, inputs = load(name)
+        graph = capture(module, inputs)
+        items = [others_like(inputs, i) for i in range(count)]
+        expected = []
+        for item in items:
+            args, kwargs = split_inputs(item)
+            with torch.no_grad():
+                expected.append(pytree.tree_leaves(module(*args, **kwargs)))
+        for seed in range(seeds):
+            with Runner(graph, cluster, scattered(graph, cluster, seed)) as runner:
+                for found, wanted in zip(runner.stream(items), expected, strict=True):
+                    torch.testing.assert_close(
+                        pytree.tree_leaves(found), wanted, rtol=1e-4, atol=1e-5
+                    )
+
+
+def test_random_placements_compute_what_the_plain_module_does():
+    with emulated_gpu.emulated(copy_s=5e-4, kernel_s=1e-4) as gpu:
+        check_streams(["tiny_mlp", "tiny_branches", "tiny_views", "dlrm_tiny"], THREE)
+    assert gpu.num_poisoned > 100
+    assert gpu.copies["back"] > 50
+
+
+def test_the_emulated_gpu_notices_memory_that_is_reused_too_early(monkeypatch):
+    """Otherwise the test before says little."""
+    monkeypatch.setattr(CudaTensor, "record_stream", lambda self, stream: None)
+    with (
+        emulated_gpu.emulated(copy_s=2e-3),
+        pytest.raises(AssertionError, match="not close"),
+    ):
+        check_streams(["tiny_branches"], THREE, seeds=4)
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).train(), torch.randn(3, 4)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("name", ["tiny_mlp", "dlrm_tiny"])
+def test_training_equals_plain_pytorch(name, kind):
+    module, inputs = load(name)
+    module.train()
+    plain = copy.deepcopy(module)
+    mine, other = kind(module.parameters(), lr=1e-2), kind(plain.parameters(), lr=1e-2)
+    graph = capture(module, (inputs, None), mode="training", loss=mean_of_outputs, optimizer=mine)
+    with emulated_gpu.emulated(copy_s=2e-4):
+        with Trainer(graph, THREE, scattered(graph, THREE, 1), mine) as trainer:
+            for _ in range(2):
+                losses = trainer.step([(inputs, None)] * 3)
+                expected = plain_step(plain, other, [(inputs, None)] * 3, mean_of_outputs)
+                torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-3, atol=1e-3)
+
+
+def on_gpu(graph):
+    """The graph of a module whose parameters are on the GPU."""
+    params = tuple(p.detach().to("cuda:0") for p in graph.program.params)
+    return replace(graph, program=replace(graph.program, params=params))
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_module_on_the_gpu_is_trained_wherever_its_operators_run(device):
+    module, x = two_layers()
+    graph = capture(module, (x, None), mode="training", loss=mean_of_outputs)
+    plain = copy.deepcopy(module)
+    other = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    with emulated_gpu.emulated():
+        graph = on_gpu(graph)
+        params = dict(zip(graph.program.param_names, graph.program.params, strict=True))
+        optimizer = torch.optim.AdamW(params.values(), lr=0.1)
+        with Trainer(graph, BOTH, all_on(graph, device), optimizer) as trainer:
+            for _ in range(2):
+                trainer.step([(x, None)])
+                plain_step(plain, other, [(x, None)], mean_of_outputs)
+        for name, expected in plain.named_parameters():
+            p = params[name]
+            torch.testing.assert_close(p.cpu(), expected.detach())
+            assert optimizer.state[p]["exp_avg"].is_cuda
+            assert not optimizer.state[p]["step"].is_cuda
+
+
+def test_counters_of_an_optimizer_stay_where_they_are_for_a_parameter_without_dimensions_too():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return x * self.scale
+
+    module, x = Scaled().train(), torch.ones(3)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    graph = capture(module, (x, None), mode="training", loss=mean_of_outputs, optimizer=optimizer)
+    module(x).sum().backward()
+    optimizer.step()  # there is a state already, to be brought to the device
+    with emulated_gpu.emulated(), Trainer(graph, BOTH, all_on(graph, 1), optimizer) as trainer:
+        trainer.step([(x, None)])
+        (own,) = trainer._optimizers.values()
+        (state,) = own.state.values()
+        assert state["exp_avg"].is_cuda and not state["step"].is_cuda
+
+
+def test_memory_that_is_full_while_parameters_are_loaded_is_said():
+    module, x = two_layers()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    graph = capture(module, (x, None), mode="training", loss=mean_of_outputs, optimizer=optimizer)
+    before = copy.deepcopy(module.state_dict())
+    with (
+        emulated_gpu.emulated(memory_bytes=100),
+        pytest.raises(torch.OutOfMemoryError, match="out of memory"),
+        Trainer(graph, BOTH, all_on(graph, 1), optimizer) as trainer,
+    ):
+        trainer.step([(x, None)])
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+# --- whose stream, whose memory ------------------------------------------------------------------
+
+
+def test_what_the_user_launched_before_a_call_has_happened_for_it():
+    module, x = nn.Linear(8, 1000, bias=False).eval(), torch.ones(4, 8)
+    graph = capture(module, x)
+    with emulated_gpu.emulated() as gpu:
+        graph = on_gpu(graph)
+        (weight,) = graph.program.params
+        with Runner(graph, BOTH, all_on(graph, 1)) as runner:
+            runner(x)
+            gpu.kernel_s = 0.05
+            with torch.no_grad():
+                weight.fill_(1.0)  # on the user's stream, not waited for
+            gpu.kernel_s = 0.0
+            assert (runner(x) == 8).all()
+
+
+def test_results_are_in_ordinary_memory():
+    module, x = two_layers()
+    module.eval()
+    with emulated_gpu.emulated(), Runner(graph := capture(module, x), BOTH, all_on(graph, 1)) as r:
+        assert not r(x).is_pinned()
+        torch.testing.assert_close(r(x), module(x))
+
+
+def test_results_may_stay_on_the_device():
+    module, inputs = load("tiny_branches")
+    graph = capture(module, inputs)
+    with (
+        emulated_gpu.emulated(copy_s=1e-3) as gpu,
+        Runner(graph, BOTH, all_on(graph, 1), outputs="device") as runner,
+    ):
+        (x,) = inputs
+        found = [runner(x + i) for i in range(3)]
+        assert all(y.is_cuda for y in found)
+        assert not gpu.copies["back"]
+        for i, y in enumerate(found):
+            torch.testing.assert_close(y.cpu(), module(x + i))
+
+
+def test_inputs_on_the_device_stay_there_and_are_waited_for():
+    module, (x,) = load("tiny_branches")
+    graph = capture(module, (x,))
+    with emulated_gpu.emulated() as gpu:
+        for placement in (all_on(graph, 1), scattered(graph, BOTH, 1)):
+            with Runner(graph, BOTH, placement) as runner:
+                runner(x)
+                there = [x.to("cuda:0") for _ in range(3)]
+                gpu.copies.clear()
+                gpu.kernel_s = 5e-3  # what follows is not ready yet when it is given
+                items = [y + i for i, y in enumerate(there)]
+                del there
+                for i, found in enumerate(runner.stream(items)):
+                    torch.testing.assert_close(found, module(x + i))
+                gpu.kernel_s = 0.0
+                if (placement == 1).all():
+                    assert gpu.copies.keys() == {"back"}
+
+
+def test_between_devices_of_one_process_nothing_goes_through_host_memory():
+    """The same GPU twice, and two GPUs."""
+    module, inputs = load("tiny_branches")
+    graph = capture(module, inputs)
+    for names in (("a/cuda:0", "b/cuda:0"), ("cuda:0", "cuda:1")):
+        cluster = Cluster("two", tuple(Device(name, "cuda") for name in names))
+        with emulated_gpu.emulated(num_devices=2, copy_s=1e-3, kernel_s=2e-4) as gpu:
+            check_streams(["tiny_branches"], cluster, seeds=1)
+            with Runner(graph, cluster, scattered(graph, cluster, 0)) as runner:
+                list(runner.stream([inputs] * 2))
+                gpu.copies.clear()
+                list(runner.stream([inputs] * 5))
+            assert gpu.copies["pageable"] == 0
+            assert gpu.copies["back"] == 5  # the results
+            assert gpu.copies["pinned"] <= 10  # the inputs
+
+
+# --- what is copied, and what stays --------------------------------------------------------------
+
+
+def test_what_goes_to_the_device_is_pinned_and_does_not_wait_for_it():
+    module, inputs = load("tiny_views")
+    graph = capture(module, inputs)
+    with (
+        emulated_gpu.emulated() as gpu,
+        Runner(graph, THREE, scattered(graph, THREE, 0)) as runner,
+    ):
+        list(runner.stream([inputs] * 2))
+        gpu.copies.clear()
+        list(runner.stream([inputs] * 4))
+        assert gpu.copies["pinned"] and not gpu.copies["pageable"]
+
+
+def test_a_pipeline_copies_while_it_computes():
+    """Three operators of 5 ms, 5 ms to the device and 5 ms back: 25 ms, one after another."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).eval(), torch.randn(4, 64)
+    graph = capture(module, x)
+    with emulated_gpu.emulated(kernel_s=5e-3, copy_s=5e-3, poison=False):
+        problem = problem_of(graph, num_microbatches=12)
+        line = Executor(problem).run(all_on(graph, 1))
+    begin, end = line.start_s.min(axis=1), line.end_s.max(axis=1)
+    assert np.median(begin[6:] - end[5:-1]) < 4e-3  # the copy has come while others computed
+
+
+def problem_of(graph, cluster=BOTH, **options):
+    seconds = np.full((graph.num_ops, cluster.num_devices), 1e-5)
+    return Problem(graph, cluster, Profile(cluster.device_names, seconds, 0 * seconds), **options)
+
+
+def test_a_forked_process_does_not_wait_for_threads_that_it_lacks():
+    module, x = two_layers()
+    with emulated_gpu.emulated():
+        with Runner(graph := capture(module.eval(), x), BOTH, all_on(graph, 1)) as runner:
+            runner(x)
+        assert any(backend_module._IDLE.values())
+        if (child := os.fork()) == 0:
+            os._exit(len(backend_module._IDLE))
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_streams_and_parameters_stay_for_the_next_runner():
+    module, x = two_layers()
+    graph = capture(module.eval(), x)
+    with emulated_gpu.emulated() as gpu:
+        with Runner(graph, BOTH, all_on(graph, 1)) as runner:
+            runner(x)
+        before = gpu.num_streams, threading.active_count()
+        gpu.copies.clear()
+        for device in (1, 0, 1):
+            with Runner(graph, BOTH, all_on(graph, device)) as runner:
+                torch.testing.assert_close(runner(x), module(x))
+        assert (gpu.num_streams, threading.active_count()) == before
+        assert gpu.copies["pageable"] == 0
+        with torch.no_grad():
+            module[0].weight.add_(1.0)
+        with Runner(graph, BOTH, all_on(graph, 1)) as runner:
+            torch.testing.assert_close(runner(x), module(x))
+            with torch.no_grad():
+                module[1].weight.add_(1.0)
+            torch.testing.assert_close(runner(x), module(x))
+            torch.testing.assert_close(runner(x), module(x))
+        assert gpu.copies["pageable"] == 2
+        gc.disable()  # in cycles a GPU's memory would wait for the collector
+        try:
+            del runner, graph
+            assert gpu.allocated[0] == 0
+        finally:
+            gc.enable()
+
+
+# --- memory and cores ----------------------------------------------------------------------------
+
+
+def test_the_peak_that_is_reported_is_the_allocators():
+    module, x = two_layers()
+    graph = capture(module.eval(), x)
+    with emulated_gpu.emulated() as gpu:
+        gpu.scratch = {"aten.linear.default": 10**6, "aten.addmm.default": 10**6}
+        line = Executor(problem_of(graph)).run(all_on(graph, 1), num_microbatches=2)
+        assert line.peak_bytes[0] == 0
+        assert 10**6 < line.peak_bytes[1] < 10**6 + 10**4
+        mixed = Executor(problem_of(graph)).run([0, 1], num_microbatches=2).peak_bytes
+        assert 0 < mixed[0] < 10**4 and mixed[1] > 10**6
+
+
+@pytest.mark.parametrize(("cores", "host", "own"), [(16, 14, 2), (8, 6, 2), (4, 3, 1), (2, 2, 0)])
+def test_a_gpu_has_cores_of_its_own_where_there_are_enough(monkeypatch, cores, host, own):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    with emulated_gpu.emulated():
+        cpu, gpu = Cluster.detect().devices
+    assert (len(cpu.cores), cpu.threads, len(gpu.cores)) == (host, host, own)
+    assert not set(cpu.cores) & set(gpu.cores)
+
+
+def test_a_gpu_is_promised_what_is_free_less_a_margin():
+    with emulated_gpu.emulated(memory_bytes=8 * 2**30):
+        free = Cluster.detect().devices[1].memory_bytes
+        used = torch.zeros(2**28, device="cuda:0")
+        assert Cluster.detect().devices[1].memory_bytes <= free - 0.9 * used.nbytes
+    assert 0.85 * 8 * 2**30 < free < 0.95 * 8 * 2**30
+
+
+def test_a_profile_is_found_again_when_memory_has_another_size(tmp_path):
+    graph = capture(*load("tiny_mlp"))
+    small = Cluster("small", tuple(replace(d, memory_bytes=2**30) for d in BOTH.devices))
+    assert cached_path(graph, small, tmp_path) == cached_path(graph, BOTH, tmp_path)
+    slow = Cluster("slow", (replace(CPU, threads=2), GPU))
+    assert cached_path(graph, slow, tmp_path) != cached_path(graph, BOTH, tmp_path)
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def test_a_training_step_is_compared_by_what_rounding_allows():
+    """Adam makes whole steps of a gradient that is nothing but rounding."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).train()
+    x = torch.randn(16, 8)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    graph = capture(module, (x, None), mode="training", loss=mean_of_outputs, optimizer=optimizer)
+    with emulated_gpu.emulated():
+        with Trainer(graph, BOTH, scattered(graph, BOTH, 1), optimizer) as trainer:
+            assert train_difference(trainer, module, (x, None), mean_of_outputs, 2) == ""
+        with Trainer(graph, BOTH, scattered(graph, BOTH, 1), optimizer) as trainer:
+            real = trainer.gradients
+            trainer.gradients = lambda: {k: g * 1.1 for k, g in real().items()}
+            wrong = train_difference(trainer, module, (x, None), mean_of_outputs, 2)
+            assert "not close" in wrong and "gradients" in wrong
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """A table that is larger than the rest, and layers around it."""
+
+    def __init__(self, rows, width):
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.table = nn.Embedding.from_pretrained(torch.ones(rows, width))
+
+    def forward(self, x, at):
+        return self.last(torch.relu(self.first(x) + self.table(at)))
+
+
+@pytest.fixture
+def briefly(monkeypatch):
+    """Measuring without what is the same for every model, and with fewer runs."""
+    monkeypatch.setattr(measure_module, "measure_links", lambda cluster, repeats: ())
+    monkeypatch.setattr(measure_module, "_batch_seconds", lambda cluster, repeats: 0.0)
+    monkeypatch.setattr(measure_module, "_CALIBRATION_RUNS", (2, 3))
+    monkeypatch.setattr(measure_module, "_CALIBRATION_S", 0.0)
+    monkeypatch.setattr(measure_module, "_CALIBRATION_CUTS", (1, 3))
+    monkeypatch.setattr(measure_module, "_CALIBRATION_ROUNDS", 1)
+    monkeypatch.setattr(measure_module, "_CALIBRATION_FACTORS", (0.5, 1.0))
+    monkeypatch.setattr(measure_module, "_PATIENCE", 1)
+
+
+def wide(rows=100, width=16):
+    torch.manual_seed(0)
+    return Wide(rows, width).eval(), (torch.randn(8, width), torch.arange(8))
+
+
+@pytest.mark.parametrize("rows", [1_000, 10_000])
+def test_a_model_larger_than_the_gpu_is_measured_in_parts_and_can_be_planned(rows, briefly):
+    """40 MB for two layers of 19 MB and a table of 9 MB, or of 88 MB: that has no room alone."""
+    module, inputs = wide(rows, 2200)
+    graph = capture(module, inputs)
+    table = [n for n, name in enumerate(graph.op_name) if "embedding" in name]
+    with emulated_gpu.emulated(memory_bytes=40_000_000) as gpu:
+        profile = measure(graph, BOTH, repeats=1)
+        assert profile.provenance["in_parts"] == ["cuda:0"]
+        lacking = np.flatnonzero(np.isinf(profile.compute_s[:, 1])).tolist()
+        assert lacking == (table if rows == 10_000 else [])
+        assert (profile.compute_s > 0).all()
+        with (
+            pytest.raises(torch.OutOfMemoryError),
+            Runner(graph, BOTH, all_on(graph, 1)) as runner,
+        ):
+            runner(*inputs)
+        small = Cluster("small", (CPU, replace(GPU, memory_bytes=gpu.memory_bytes)))
+        placement = Heft()(Problem(graph, small, profile)).placement
+        with Runner(graph, small, placement) as runner:
+            torch.testing.assert_close(runner(*inputs), module(*inputs))
+
+
+def test_an_operator_without_a_kernel_is_infinite_there_and_the_rest_is_measured(briefly):
+    module, inputs = wide()
+    graph = capture(module, inputs)
+    relu = [n for n, name in enumerate(graph.op_name) if "relu" in name]
+    with emulated_gpu.emulated(missing={"aten.relu.default"}):
+        profile = measure(graph, BOTH, repeats=1)
+        assert np.flatnonzero(np.isinf(profile.compute_s[:, 1])).tolist() == relu
+        assert np.isfinite(profile.compute_s[:, 0]).all()
+        assert (Heft()(Problem(graph, BOTH, profile)).placement[relu] == 0).all()
+
+
+def test_a_training_step_with_an_operator_for_cpus_only_is_measured(briefly):
+    module, x = two_layers()
+    graph = capture(module, (x, None), mode="training", loss=mean_of_outputs)
+    with emulated_gpu.emulated(missing={"aten.addmm.default", "aten.linear.default"}):
+        profile = measure(graph, BOTH, repeats=1)
+        lacking = np.isinf(profile.compute_s[:, 1])
+        assert lacking.any() and not lacking.all()
+        before = copy.deepcopy(module.state_dict())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        placement = Heft()(Problem(graph, BOTH, profile)).placement
+        with Trainer(graph, BOTH, placement, optimizer) as trainer:
+            trainer.step([(x, None)])
+    assert not torch.equal(module.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_an_error_that_no_kernel_explains_is_raised():
+    module, inputs = wide()
+    graph = capture(module, inputs)
+    with emulated_gpu.emulated(), pytest.raises((IndexError, RuntimeError)):
+        steps = list(graph.program.steps)
+        broken = replace(steps[0], target=torch.ops.aten.index_select.default)
+        program = replace(graph.program, steps=(broken, *steps[1:]))
+        measure(replace(graph, program=program), Cluster("cpu", (CPU,)), repeats=1)
+
+
+def test_workspace_is_measured(briefly):
+    module, inputs = wide()
+    graph = capture(module, inputs)
+    with emulated_gpu.emulated(scratch={"aten.relu.default": 12_345}):
+        profile = measure(graph, BOTH, repeats=1)
+    relu = [n for n, name in enumerate(graph.op_name) if "relu" in name]
+    assert profile.workspace_bytes[relu].tolist() == [12_345]
+    assert profile.workspace_bytes.sum() == 12_345
+
+
+def test_a_fast_device_is_measured_beside_a_slow_one_that_works(monkeypatch):
+    """Ten times as fast, it goes on until the other has done its runs, in the middle of them."""
+    module, inputs = two_layers()
+    graph = capture(module.eval(), inputs)
+    flat = graph.program.timing_inputs()
+    counts = {}
+
+    def runs(self, inputs):
+        for _ in inputs:
+            time.sleep(0.002 if self.device else 0.02)
+            counts[self.device] = counts.get(self.device, 0) + 1
+            self.next_batch += 1
+            yield
+
+    class Timed:
+        next_batch, stream_tensors = 0, runs
+
+        def __init__(self, device):
+            self.graph, self.device = graph, device
+
+        def close(self):
+            pass
+
+    asked = {}
+
+    def last_seconds(runner, batch):
+        asked[runner.device] = batch
+        return np.zeros(graph.num_ops)
+
+    monkeypatch.setattr(measure_module, "last_seconds", last_seconds)
+    measure_module._run_together([Timed(0), Timed(1)], flat, 3, 0.0)
+    assert counts[0] == 3 and counts[1] > 10
+    assert asked[0] == 1 and abs(asked[1] - counts[1] / 2) <= 1
+
+
+def test_times_of_events_are_on_the_hosts_clock():
+    """However late the first wait for an event wakes up: the shortest of some counts."""
+    with emulated_gpu.emulated():
+        backend = CudaBackend(GPU)
+        late = iter([0.05] + [0.0] * 100)
+        real = emulated_gpu.Event.synchronize
+
+        def wakes_late(event):
+            real(event)
+            time.sleep(next(late))
+
+        def work():
+            with ExitStack() as stack:
+                backend.enter(stack)
+                before = time.perf_counter_ns()
+                mark = backend.mark()
+                real(mark)
+                after = time.perf_counter_ns()
+                told.append((before, backend.resolve_ns(mark), after))
+
+        told = []
+        backend.begin()
+        emulated_gpu.Event.synchronize = wakes_late
+        try:
+            backend.run(work)
+        finally:
+            emulated_gpu.Event.synchronize = real
+        ((before, found, after),) = told
+        assert before - 2e6 < found < after + 2e6  # 2 ms, of 50
+
+
+def test_clocks_that_drift_apart_are_compared_again(monkeypatch):
+    """The device's goes a hundredth too fast: 7 ms in 0.7 s, of which most is taken away."""
+    real = emulated_gpu.Event.elapsed_time
+    monkeypatch.setattr(emulated_gpu.Event, "elapsed_time", lambda a, b: 1.01 * real(a, b))
+    told = []
+    with emulated_gpu.emulated():
+        backend = CudaBackend(GPU)
+
+        def work():
+            with ExitStack() as stack:
+                backend.enter(stack)
+                for _ in range(7):
+                    time.sleep(0.1)
+                    mark = backend.mark()
+                    mark.synchronize()
+                    told.append((mark, time.perf_counter_ns()))
+
+        backend.begin()
+        backend.run(work)
+        late = [backend.resolve_ns(mark) - at for mark, at in told]
+    assert abs(late[-1]) < 3.5e6
+
+
+def test_each_process_of_a_host_has_a_gpu_of_its_own():
+    with emulated_gpu.emulated(num_devices=2):
+        assert [devices_here(r, 2).name for r in range(2)] == ["cuda:0", "cuda:1"]
+        with pytest.raises(ClusterError, match=r"3 processes on a host with 2 GPUs.*--cluster"):
+            devices_here(0, 3)
