@@ -1,4 +1,4 @@
-"""The learned planner against every constructive method and dynamic program, problem by problem."""
+"""The planner ``policy`` against every constructive method and dynamic program, problem by problem."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """The learned planner, and a search of some runs from its answer and those of baselines."""
+    """The planner ``policy``, and a search of some runs from its answer and those of baselines."""
 
     baselines: tuple[str, ...]
     seconds: float
