@@ -119,7 +119,7 @@ class PolicyPlanner:
             self.seed_policy,
         ):  # a bad file is told before a model is measured
             if isinstance(given, str | Path) and given != UNTRAINED:
-                TrainedPolicy.load(given)
+                TrainedPolicy.load(given, self.allow)
 
     def __call__(self, problem: Problem) -> Solution:
         """Plan ``problem``.
