@@ -95,7 +95,7 @@ class GuidedNet(nn.Module):
         legal: Tensor,
         places: tuple[Encoded, Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Masked logits float32 ``[B, C + 1]``; ``_chooser.network`` computes the same.
+        """Masked logits float32 ``[B, C + 1]``; ``chooser.network`` computes the same.
 
         ``moves`` float32 ``[B, C + 1, F]``, ``search`` float32 ``[B, S]``, ``legal`` bool
         ``[B, C + 1]``; ``places``: the encoded graphs, and int64 the row among them ``[B]``,
@@ -121,7 +121,7 @@ class GuidedNet(nn.Module):
         return self.value(torch.cat([search, mean * scale, largest * scale], dim=1)).squeeze(1)
 
     def weights(self, store: GraphStore | None) -> tuple[NDArray[np.float32], ...]:
-        """``net`` of ``_chooser.network`` for the one graph of ``store`` (None: no embedding)."""
+        """``net`` of ``chooser.network`` for the one graph of ``store`` (None: no embedding)."""
         groups = devices = torch.zeros(0, self.config.scorer)
         with torch.no_grad():
             if store is not None and (encoded := self.encode(store, torch.tensor([0]))):

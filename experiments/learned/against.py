@@ -1,4 +1,4 @@
-"""The planner ``policy`` against every constructive method and dynamic program, problem by problem."""
+"""The planner ``policy`` against all constructive methods and dynamic programs, one by one."""
 
 from __future__ import annotations
 

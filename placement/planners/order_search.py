@@ -36,7 +36,12 @@ class OrderSearch:
     A list scheduler decides the order of what it is given, and answers a small change of the
     placement with another order of everything after it. Here the order is part of the answer
     (``Solution.schedule``), moves of it too, and what a move brings can be estimated: of ``width``
-    offered moves one is drawn by the softmax of minus its estimate (``planners._order``).
+    offered moves one is drawn by the softmax of minus its estimate (``placement.search.order``).
+
+    **What it refuses** (``why_not``): problems whose times depend on what else happens meanwhile.
+    Every profile that ``placement profile`` measures on two devices of one machine is such, as
+    operators take longer beside busy devices there (``loaded_s``), and so is memory that may not
+    suffice. ``macro_search`` takes those; ``best_of`` and ``policy`` choose by themselves.
 
     This is the local search of flexible job shops (Mastrolilli and Gambardella 2000), with
     transfers on channels that carry one tensor at a time, annealed where they use tabu lists.
