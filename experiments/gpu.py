@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import placement.costs.measure as measuring
-from experiments._study import ROOT, StudyError, launch, number, say, to_table
+from experiments.study import ROOT, StudyError, launch, say
+from experiments.tables import number, to_table
 from placement import planners
 from placement.capturing import capture
 from placement.capturing.training import mean_of_outputs, plain_step
@@ -818,7 +819,7 @@ def section(name: str, limit_s: float, options: argparse.Namespace) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> int:
     """All sections of a part, one process after another, then the table.
 
     Raises:
@@ -849,6 +850,7 @@ def run(options: argparse.Namespace) -> None:
     text = table((options.out / "gpu.jsonl").read_text(encoding="utf-8").splitlines())
     write_atomic(options.out / "gpu.md", text)
     print(text)
+    return 0
 
 
 def table(lines: Sequence[str]) -> str:

@@ -35,7 +35,7 @@ if [ -n "${CACHE_PYTHON:-}" ]; then
         git ls-files -z | xargs -0 cp --parents -t "$(rm -rf $there && mkdir $there && echo $there)"
         cd $there && find . -name '*.py' -exec touch -d @1700000000 {} +
         env $settings NUMBA_CACHE_DIR="$home/$kernels" PYTHONPATH=$there "$CACHE_PYTHON" -c \
-            'from experiments._study import warm; warm(("best_of", "heft", "macro_search"))'
+            'from experiments.runs import warm; warm(("best_of", "heft", "macro_search"))'
         rm -rf $there
     )
 else

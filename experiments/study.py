@@ -217,16 +217,25 @@ def run(studies: Sequence[Study], argv: Sequence[str] | None = None) -> int:
     study: Study = options.study
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers bring their own threads
     warnings.simplefilter("ignore", RuntimeWarning)  # what planners say is in the rows
+
+    def work() -> int:
+        if options.fresh:
+            shutil.rmtree(options.work, ignore_errors=True)
+        rows = study.rows(options)
+        if rows is None:
+            return 0
+        rows = list(rows)
+        study.write(rows, options)
+        return 1 if study.wrong(rows, options) else 0
+
+    return launch(work)
+
+
+def launch(work: Callable[[], int]) -> int:
+    """The exit code of ``work``; a user's error is one message and 2."""
     try:
         with cli.interruptible():
-            if options.fresh:
-                shutil.rmtree(options.work, ignore_errors=True)
-            rows = study.rows(options)
-            if rows is None:
-                return 0
-            rows = list(rows)
-            study.write(rows, options)
-            return 1 if study.wrong(rows, options) else 0
+            return work()
     except KeyboardInterrupt:
         say("interrupted; the same command continues")
         return 130
