@@ -360,7 +360,7 @@ def released(mode: Mode | Kind, objective: Objective) -> Path:
     if mode in ("guided_search", "order_search", "refine"):
         name = f"{mode}-{objective}"
     else:
-        name = f"sequential-{'max_load' if objective.is_throughput else 'latency'}"
+        name = f"sequential-{'max_load' if Objective(objective).is_throughput else 'latency'}"
     return Path(__file__).with_name("released") / f"{name}.safetensors"
 
 
