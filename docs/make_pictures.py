@@ -3,7 +3,7 @@
     python docs/make_pictures.py [NAME ...]
 
 Nothing is measured: every picture is of fixed times, so that it comes out the same everywhere.
-``gantt.png`` is not among them: it is a measured run, and ``make demo`` writes it.
+That of a measured run is not among them: ``python -m experiments.pipelining`` draws it.
 """
 
 from __future__ import annotations

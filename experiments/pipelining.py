@@ -4,14 +4,17 @@
 
 Throughput of the planned split over two one-core devices against one of them, and against
 plain PyTorch with both cores, at batch 1: interleaved in one process, medians of the rounds.
-Writes ``experiments/results/pipelining.md`` and ``.json``.
+Writes ``experiments/results/pipelining.md``, ``.json`` and ``.png``: the first workload's pipeline,
+predicted and measured.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +25,9 @@ from experiments.study import Option, Options, Study, run
 from experiments.tables import Column
 from placement import planners
 from placement.capturing import capture
-from placement.executor import Runner
+from placement.executor import Executor, Runner
 from placement.program import split_inputs
+from placement.report import gantt
 from placement.simulator import simulate
 from placement.workloads import load
 
@@ -33,11 +37,12 @@ WAYS = ("one device", "planned", "contiguous_dp", "plain, 1 thread", "plain, 2 t
 def rows(options: Options) -> Iterator[dict[str, Any]]:
     """Median seconds per item of each way to run a workload."""
     for workload in options.workloads:
-        yield row(workload, options.rounds, options.count)
+        picture = options.out / "pipelining.png" if workload == options.workloads[0] else None
+        yield row(workload, options.rounds, options.count, picture)
 
 
-def row(workload: str, rounds: int, count: int) -> dict[str, Any]:
-    """One of them."""
+def row(workload: str, rounds: int, count: int, picture: Path | None = None) -> dict[str, Any]:
+    """One of them; ``picture``: of the planned placement, predicted and measured."""
     module, inputs = load(workload)
     args, kwargs = split_inputs(inputs)
     problem = measured_problem(capture(module, inputs, name=workload))
@@ -61,6 +66,11 @@ def row(workload: str, rounds: int, count: int) -> dict[str, Any]:
         way: partial(runner.stream, [inputs] * count) for way, runner in runners.items()
     } | {way: partial(plain, k) for k, way in enumerate(WAYS[3:], 1)}
     seconds = in_turns({w: partial(seconds_per_item, s, count) for w, s in streams.items()}, rounds)
+    if picture is not None:
+        few = replace(problem, num_microbatches=8)
+        measured = Executor(few).run(plans["planned"])
+        predicted = simulate(few, plans["planned"])
+        gantt.plot_gantt(predicted, measured, picture, f"{workload}, planned by best_of")
     one, ours, both = (seconds[w] for w in ("one device", "planned", "plain, 2 threads"))
     return {
         "workload": workload,
