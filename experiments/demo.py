@@ -77,6 +77,7 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
     from placement.program import split_inputs
     from placement.report import gantt, table, trace
     from placement.runs.compare import compare
+    from placement.search.budget import Budget
     from placement.simulator import simulate
     from placement.workloads import load
 
@@ -107,7 +108,7 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
         {workload: problem},
         methods,
         out_dir=out,
-        seconds=seconds,
+        budget=Budget(seconds=seconds),
         executor=Executor,
         rounds=rounds,
         progress=now_and_then,
