@@ -727,3 +727,14 @@ def test_scale_survives_planners_that_do_not(
     assert (tmp_path / "out" / "scale.png").stat().st_size > 0
     no_more_runs()
     assert scale.main(more) == 0
+
+
+@needs_two_cores
+def test_the_demo_goes_the_whole_way(tmp_path: Path) -> None:
+    from experiments import demo
+    from placement.plan import load_plan
+
+    words = ["--workload", "tiny_mlp", "--seconds", "0.3", "--rounds", "1"]
+    demo.main([*words, "--out", str(tmp_path)])
+    assert load_plan(tmp_path / "plan.json").graph.workload == "tiny_mlp"
+    assert (tmp_path / "gantt-heft.png").is_file() and (tmp_path / "compare.md").is_file()
