@@ -114,10 +114,8 @@ class PolicyPlanner:
                 raise PolicyError(f"{what} = {getattr(self, what)} must be at least {least}")
         if self.margin is not None and not 0 <= self.margin < 1:
             raise PolicyError(f"margin = {self.margin} must be a share, 0 <= margin < 1")
-        for given in (
-            self.policy,
-            self.seed_policy,
-        ):  # a bad file is told before a model is measured
+        # A bad file is told before a model is measured.
+        for given in (self.policy, self.seed_policy):
             if isinstance(given, str | Path) and given != UNTRAINED:
                 TrainedPolicy.load(given, self.allow)
 

@@ -123,7 +123,7 @@ class Trials:
         seconds: float | None = None,
         path: str | Path | None = None,
     ) -> None:
-        if problem.objective not in ("period", "latency"):
+        if not problem.objective.is_measurable:
             raise TrialError(
                 f"a runtime measures period and latency, not {problem.objective}; use "
                 f"problem.with_objective('period')"

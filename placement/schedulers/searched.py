@@ -28,7 +28,7 @@ class Searched:
     The placed graph is cut into at most 64 blocks (more only where none may be joined, as in a
     chain that changes devices at every step), the pattern of one micro-batch (or several)
     with the shortest period is searched and proved, and all micro-batches follow it as early as
-    its order allows; see ``_repetend.py`` and ``_retime.py``. Other than in the published search,
+    its order allows; see ``placement.modulo``. Other than in the published search,
     devices may be unlike, transfers take time (as delays), and patterns may hold several
     micro-batches. Where memory binds, what blocks store for later ones is limited; the simulator
     has the last word, and if it finds more than there is, the search is repeated with less room.
