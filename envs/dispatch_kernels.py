@@ -71,6 +71,10 @@ PAIR_FEATURES = (
     "path bound over load bound of what is left",
     "spread of seconds over devices",
     "seconds of what follows it over all that is left",
+    "end and the least that follows, beyond the bound of all",
+    "rank of the most urgent other that could begin here before its end, above its own",
+    "how long that would have to wait",
+    "share of its consumers' other inputs that are there",
 )
 NUM_PAIR_FEATURES = len(PAIR_FEATURES)
 
@@ -225,6 +229,24 @@ def _softer(x):
     return x / (5.0 + abs(x))
 
 
+@kernel
+def _near(t, s, op, near):
+    """Shares ``[D]`` of what the consumers of ``op`` use of others that are placed."""
+    p, x = s.placed, t.listed
+    total = 0.0
+    for m in range(x.user_ptr[op], x.user_ptr[op + 1]):
+        user = x.user[m]
+        for i in range(x.in_ptr[user], x.in_ptr[user + 1]):
+            src = x.tensor_src[x.in_tensor[i]]
+            if src >= 0 and src != op and p.choice[x.group[src]] >= 0:
+                size = x.tensor_bytes[x.in_tensor[i]]
+                near[p.choice[x.group[src]]] += size
+                total += size
+    if total > 0.0:
+        for d in range(len(near)):
+            near[d] /= total
+
+
 @allocating
 def offer(t, s):
     """Fill what is offered: ``op``, ``device``, ``score`` and ``features``, ``count`` of them."""
@@ -232,14 +254,16 @@ def offer(t, s):
     num_devices = len(p.free_s)
     rows = min(s.num_ready, OPS)
     unit = t.unit_s
-    first_start, first_end, critical, last = np.inf, np.inf, 0.0, 0.0
+    first_start, first_end, critical, last, bound_s = np.inf, np.inf, 0.0, 0.0, 0.0
     best_at = np.empty(OPS, np.int64)
     best_s = np.empty(OPS)
     second_s = np.empty(OPS)
     least_key = np.empty(OPS)
+    most_s = np.empty(OPS)
     popular = np.zeros(num_devices)
     rival = np.full((num_devices, 2), -1.0)
     rival_row = np.full(num_devices, -1)
+    near = np.zeros((OPS, num_devices))
     for d in range(num_devices):
         last = max(last, p.free_s[d])
     s.count = 0
@@ -251,6 +275,7 @@ def offer(t, s):
         new = p.choice[group] < 0
         best_s[i], second_s[i], best_at[i], least_key[i] = np.inf, np.inf, 0, np.inf
         at = s.count
+        least = np.inf
         for d in range(num_devices):
             s.begin_s[i, d] = np.inf
             if not s.able[d]:
@@ -265,6 +290,7 @@ def offer(t, s):
                 best_s[i], best_at[i] = end, d
             elif end < second_s[i]:
                 second_s[i] = end
+            least = min(least, end + t.follow_s[op, d])
             key = end + t.rule[2] * t.follow_s[op, d]
             least_key[i] = min(least_key[i], key)
             # The devices of least key, in order; of equal ones the first.
@@ -278,6 +304,9 @@ def offer(t, s):
                 s.count = min(s.count + 1, at + DEVICES)
         for k in range(at, s.count):
             s.op[k], s.row[k] = op, i
+        bound_s = max(bound_s, least)
+        most_s[i] = least
+        _near(t, s, op, near[i])
         tail = t.rank_s[op] - t.mean_s[op]
         critical = max(critical, best_s[i] + tail)
         d = best_at[i]
@@ -318,11 +347,7 @@ def offer(t, s):
         f[1] = t.rank_s[op] / t.path_s
         f[2] = _softer((reach + tail - critical) / unit)
         f[3] = _soft((reach - best_s[i]) / unit)
-        least = np.inf
-        for e in range(num_devices):
-            if s.begin_s[i, e] < np.inf:
-                least = min(least, s.reach_s[i, e] + t.follow_s[op, e])
-        f[4] = _soft((reach + t.follow_s[op, d] - least) / unit)
+        f[4] = _soft((reach + t.follow_s[op, d] - most_s[i]) / unit)
         f[5] = _soft((start - first_start) / unit)
         f[6] = _soft((end - first_end) / unit)
         f[7] = _soft(max(0.0, start - p.free_s[d]) / unit)
@@ -383,6 +408,14 @@ def offer(t, s):
         f[35] = min(2.0, max(-2.0, bound))
         f[36] = t.fixed[2]
         f[37] = min(1.0, t.below_s[op] / (left + 1e-12))
+        f[38] = _softer((reach + t.follow_s[op, d] - max(bound_s, last)) / unit)
+        urgent, late = -1.0, 0.0
+        for j in range(rows):
+            if j != i and s.begin_s[j, d] < end and t.rank_s[s.ready[j]] > urgent:
+                urgent, late = t.rank_s[s.ready[j]], end - s.begin_s[j, d]
+        f[39] = _softer((urgent - t.rank_s[op]) / unit) if urgent >= 0.0 else -1.0
+        f[40] = _soft(late / unit)
+        f[41] = near[i, d]
 
 
 @kernel
@@ -427,22 +460,37 @@ def take(t, s, k):
 
 @allocating
 def judge(s, net, scale, first, second):
-    """Logits of what is offered: ``scale`` times the rule's score, and the network's."""
-    linear, into, bias, hidden, hidden_bias, out = net
+    """Logits of what is offered: ``scale`` times the rule's score, and the network's.
+
+    ``first`` float32 ``[PAIRS, H]`` and ``second`` float32 ``[H]`` are room.
+    """
+    linear, into, bias, hidden, hidden_bias, around, out = net
     size = len(bias)
+    common = hidden_bias.copy()
+    for k in range(s.count if size > 0 else 0):
+        x = first[k]
+        x[:] = bias
+        for i in range(len(into)):
+            a = s.features[k, i]
+            for j in range(size):
+                x[j] += a * into[i, j]
+        for j in range(size):
+            x[j] = max(x[j], np.float32(0.0))
+            second[j] = x[j] + (second[j] if k > 0 else np.float32(0.0))
+    if len(around) > 0:
+        share = np.float32(1.0 / s.count)
+        for i in range(size):
+            a = second[i] * share
+            for j in range(size):
+                common[j] += a * around[i, j]
     for k in range(s.count):
         value = scale * s.score[k]
         for i in range(len(linear)):
             value += s.features[k, i] * linear[i]
         if size > 0:
-            first[:] = bias
-            for i in range(len(into)):
-                a = s.features[k, i]
-                for j in range(size):
-                    first[j] += a * into[i, j]
-            second[:] = hidden_bias
+            second[:] = common
             for i in range(size):
-                a = first[i]
+                a = first[k, i]
                 if a > 0.0:
                     for j in range(size):
                         second[j] += a * hidden[i, j]
@@ -482,7 +530,7 @@ def construct(t, s, net, scale, greedy, keep, features, score, count, taken):
     """
     begin(t, s)
     size = len(net[2])
-    first, second = np.empty(size, np.float32), np.empty(size, np.float32)
+    first, second = np.empty((PAIRS, size), np.float32), np.empty(size, np.float32)
     noted, at, over = 0, 0, False
     while not over:
         offer(t, s)
