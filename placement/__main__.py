@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from placement import cli
 from placement.cli import (
+    bench,
     completion,
     dataset,
     doctor,
@@ -77,6 +78,12 @@ VERBS = {
         import_problem.EXAMPLE,
     ),
     "plan": Verb("let a planner decide", plan.configure, plan.run, plan.EXAMPLE),
+    "bench": Verb(
+        "how far a planner stays from optima that are proved",
+        bench.configure,
+        bench.run,
+        bench.EXAMPLE,
+    ),
     "run": Verb(
         "carry a plan out, check its results, measure it", run.configure, run.run, run.EXAMPLE
     ),
