@@ -28,11 +28,12 @@ The machine-readable result (--json) is one object with suite, planner, gap (geo
 over best known, less 1) and rows, each with problem, devices, value, lower_bound, best_known, gap,
 evaluations, seconds, feasible, device (index of the machine, per operation of the file, in its
 order) and start (in the file's unit of time, per operation; null for objectives without a
-timetable). Where nothing better is known, gap is over the lower bound. gap is of the rows that have
-an answer; unsolved counts the others. A value below a proved bound ends the command with exit code
+timetable). A row's gap is over the lower bound where no best is known; such rows count in the mean
+only in a suite of which nothing better is known. Rows without an answer do not count; unsolved says
+how many. A value below a proved bound ends the command with exit code
 70. The same object is kept in --out FILE after every problem, and the same command continues it.
 """
-WIDE = 28  # of a problem's name; of longer ones the end says more
+WIDE = 18  # of a problem's name; of longer ones the end says more
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +162,7 @@ def _show(args: argparse.Namespace, rows: Sequence[BenchRow]) -> None:
             row.problem if len(row.problem) <= WIDE else f"…{row.problem[1 - WIDE :]}",
             str(row.devices),
             *map(_figure, (row.value, row.lower_bound, row.best_known)),
-            "-" if row.gap is None else f"{row.gap:.2%}" + ("*" if row.optimal else ""),
+            _gap(row),
             "-" if row.evaluations is None else str(row.evaluations),
             f"{row.seconds:.2f}",
         ]
@@ -174,14 +175,21 @@ def _show(args: argparse.Namespace, rows: Sequence[BenchRow]) -> None:
     if mean.gap is not None:
         cli.put(
             f"gap {mean.gap:.2%} (95 % interval {mean.low:.2%} to {mean.high:.2%}), geometric mean "
-            f"of {cli.count(len(rows) - mean.unsolved, 'problem')}; * proved optimal: "
-            f"{mean.optimal:.1%}"
+            f"of {cli.count(mean.count, 'problem')}; * proved optimal: {mean.optimal:.1%}"
         )
     unsolved = [row for row in rows if not row.feasible]
     for row in unsolved[:3]:
         cli.say(f"{row.problem}: no answer: {cli.one_line(row.note)}")
     if len(unsolved) > 3:
         cli.say(f"and {len(unsolved) - 3} more of {len(rows)} without an answer")
+
+
+def _gap(row: BenchRow) -> str:
+    """Of a problem whose best is not known, at most so much: over the bound."""
+    if row.gap is None:
+        return "-"
+    most = "" if row.best_known is not None or row.optimal else "<="
+    return f"{most}{row.gap:.2%}" + ("*" if row.optimal else "")
 
 
 def _figure(value: float | None) -> str:

@@ -67,11 +67,16 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchMean:
-    """Over the rows that have an answer: geometric mean of the gaps, and its 95 % interval."""
+    """Over ``count`` rows: geometric mean of the gaps, and its 95 % interval.
+
+    Rows are those that have an answer, and where the best known is known of any, those of which it
+    is. ``optimal`` is a share of all rows.
+    """
 
     gap: float | None
     low: float | None
     high: float | None
+    count: int
     optimal: float
     unsolved: int
 
@@ -149,15 +154,16 @@ def _plain(value: Any) -> Any:
 
 def mean_of(rows: Sequence[BenchRow]) -> BenchMean:
     """What the rows come to; without a gap where none has an answer."""
-    solved = [row for row in rows if row.gap is not None]
+    answered = [row for row in rows if row.gap is not None]
+    solved = [row for row in answered if row.best_known is not None] or answered
     optimal = sum(row.optimal for row in rows) / max(1, len(rows))
     unsolved = sum(not row.feasible for row in rows)
     if not solved:
-        return BenchMean(None, None, None, optimal, unsolved)
+        return BenchMean(None, None, None, 0, optimal, unsolved)
     ratios = [1 + row.gap for row in solved if row.gap is not None]
     low, high = geometric_interval(ratios)
     mean = float(np.exp(np.mean(np.log(ratios))))
-    return BenchMean(mean - 1, low - 1, high - 1, optimal, unsolved)
+    return BenchMean(mean - 1, low - 1, high - 1, len(solved), optimal, unsolved)
 
 
 def answer(suite: str, planner: str, rows: Sequence[BenchRow], **facts: Any) -> dict[str, Any]:
