@@ -155,7 +155,8 @@ def test_the_contract(suite: str, planner: tuple[str, ...], data: Path, capsys: 
         assert isinstance(row["value"], int), "durations of the file are whole"
         best = row["best_known"] or row["lower_bound"]
         assert row["gap"] == pytest.approx(row["value"] / best - 1)
-        ratios.append(row["value"] / best)
+        if row["best_known"] is not None:
+            ratios.append(row["value"] / best)
     assert got["gap"] == pytest.approx(np.exp(np.log(ratios).mean()) - 1)
     first = got["rows"][0]
     known = 20 if suite == "shops" else 1
@@ -271,7 +272,7 @@ def test_ctrl_c_leaves_what_is_finished(
 
     monkeypatch.setattr(bench, "measure", stops)
     assert main(argv) == INTERRUPTED
-    assert "geometric mean of 3 problems" in capsys.readouterr().out
+    assert "geometric mean of 1 problem;" in capsys.readouterr().out
     assert len(json.loads(Path(out).read_text())["rows"]) == 3
     monkeypatch.setattr(bench, "measure", make)
     assert main([*argv, "--json"]) == OK
