@@ -17,6 +17,7 @@ from placement.tools.files import parse_json, read_arrays, write_atomic
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
+_NO_MORE = ("sleep_w", "sleep_after_s", "sleep_exit_s")  # arrays of older files, ignored
 MOST_PATTERN = 256  # micro-batches of a pattern that is looked for: all of them would take M * M
 
 
@@ -160,40 +161,11 @@ class Timeline:
 
     @cached_property
     def energy_j(self) -> float | None:
-        """``sum_d busy_w * busy_s + sleep_w * asleep_s``, and ``idle_w`` for the rest of the
-        makespan; None if power is unknown."""
+        """``busy_w * busy_s``, and ``idle_w`` for the rest of the makespan, summed over devices;
+        None if power is unknown."""
         if self.power is None:
             return None
-        return float(self.power.energy_j(self.makespan_s, self.busy_s, self.asleep_s))
-
-    @cached_property
-    def asleep_s(self) -> Floats:
-        """float64 ``[D]`` seconds each device slept between operators, before and after them."""
-        return self._slept[0]
-
-    @cached_property
-    def taken_s(self) -> Floats:
-        """float64 ``[M, N]`` when each operator was taken: ``start_s``, or when its device woke."""
-        return self._slept[1]
-
-    @cached_property
-    def _slept(self) -> tuple[Floats, Floats]:
-        asleep, taken = np.zeros(len(self.device_names)), self.start_s.copy()
-        if self.power is None:
-            return asleep, taken
-        for d in np.flatnonzero(np.isfinite(self.power.sleep_after_s)):
-            batch, op = np.nonzero(np.broadcast_to(self.placement == d, self.start_s.shape))
-            order = np.argsort(self.start_s[batch, op])
-            batch, op = batch[order], op[order]
-            begins = np.append(self.start_s[batch, op] - self.begin_s, self.makespan_s)
-            ends = np.append(0.0, self.end_s[batch, op] - self.begin_s)
-            exits = np.full(len(begins), self.power.sleep_exit_s[d])
-            exits[-1] = 0.0  # after the last it may sleep on
-            slept = begins - np.maximum.accumulate(ends) - self.power.sleep_after_s[d] - exits
-            asleep[d] = np.maximum(slept, 0.0).sum()
-            woken = slept[:-1] > 0
-            taken[batch[woken], op[woken]] -= exits[0]
-        return asleep, taken
+        return float(self.power.energy_j(self.makespan_s, self.busy_s))
 
     def to_trace(self, op_name: tuple[str, ...] | None = None) -> dict[str, Any]:
         """Chrome/Perfetto trace: a track per device, per pair of devices that talk, per loader.
@@ -262,6 +234,8 @@ class Timeline:
             names = tuple(head["device_names"])
             watts = {f.name: arrays.pop(f.name) for f in fields(Power) if f.name in arrays}
             power = Power(**watts) if watts else None
+            for name in _NO_MORE:
+                arrays.pop(name, None)
             line = cls(device_names=names, measured=head["measured"], power=power, **arrays)
             line.check()
             return line

@@ -24,9 +24,6 @@
   begin at the same moment). In a pipelined run it is how much of the time they are busy (their
   mean load over the largest load), and operators are stretched alike so that all of a micro-batch
   together take ``batch_s`` longer.
-* A device that has run nothing for longer than its ``sleep_after_s`` (counted from its last
-  operator, or the begin) is asleep. The next operator is then taken as ever, but begins
-  ``sleep_exit_s`` later.
 * Memory: parameters, plus every tensor from when its producer is taken (or its transfer begins)
   until its last consumer or outgoing transfer on that device ended (outputs: until their
   micro-batch finished), plus the workspace of running operators. Tensors that share memory
@@ -188,13 +185,11 @@ def score(problem: Problem, placements: ArrayLike) -> Floats:
 @dataclass(frozen=True, eq=False)
 class _Runs:
     """Of ``B`` placements, float64 ``[B]``: the period, and seconds of the run per micro-batch
-    (inf: it cannot run); ``busy_s [B, D]`` and ``asleep_s [B, D]`` of the whole run; the rest as in
-    ``Values``."""
+    (inf: it cannot run); ``busy_s [B, D]`` of the whole run; the rest as in ``Values``."""
 
     period_s: Floats
     run_s: Floats
     busy_s: Floats
-    asleep_s: Floats
     peak_bytes: NDArray[np.int64] | None
     feasible: NDArray[np.bool_]
 
@@ -206,19 +201,19 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
     m, track = num_microbatches, problem.memory_may_bind
     finish, busiest = np.empty((len(p), m)), np.empty(len(p))
     peak = np.zeros((len(p), problem.num_devices), np.int64)
-    busy, asleep = np.zeros((2, len(p), problem.num_devices))
+    busy = np.zeros((len(p), problem.num_devices))
     tables, window = kernels.tables(problem), min(m, problem.max_in_flight)
     with kernels.room(problem, m, window, track) as state:
-        kernels.run_batch(tables, state, p, finish, busiest, busy, asleep, peak)
+        kernels.run_batch(tables, state, p, finish, busiest, busy, peak)
     ok = np.isfinite(busiest)
     value = np.full(len(p), np.inf)
     value[ok] = steady_period(finish[ok], busiest[ok])
     run_s = np.where(ok, finish.max(axis=1) / m, np.inf)
     if not track:
-        return _Runs(value, run_s, busy, asleep, None, ok)
+        return _Runs(value, run_s, busy, None, ok)
     for i in np.flatnonzero(ok):
         peak[i] += problem.param_bytes_on(p[i])
-    return _Runs(value, run_s, busy, asleep, peak, ok & (peak <= problem.memory_bytes).all(axis=1))
+    return _Runs(value, run_s, busy, peak, ok & (peak <= problem.memory_bytes).all(axis=1))
 
 
 def _energy_j(problem: Problem, runs: _Runs) -> Floats:
@@ -227,8 +222,7 @@ def _energy_j(problem: Problem, runs: _Runs) -> Floats:
     m = problem.num_microbatches
     energy = np.full(len(runs.run_s), np.inf)
     for i in np.flatnonzero(np.isfinite(runs.run_s)):
-        busy_s, asleep_s = runs.busy_s[i] / m, runs.asleep_s[i] / m
-        energy[i] = problem.power.energy_j(runs.run_s[i], busy_s, asleep_s)
+        energy[i] = problem.power.energy_j(runs.run_s[i], runs.busy_s[i] / m)
     return energy
 
 
@@ -324,7 +318,7 @@ def simulate_reference(
     rows = np.array([s[:4] for s in run.sent], np.int32).reshape(-1, 4)
     begin, finish = np.array([s[4] for s in run.sent]), np.array([s[5] for s in run.sent])
     peak = _peak_bytes_reference(
-        problem, p, run.admitted_s, run.taken, run.end, rows, begin, finish
+        problem, p, run.admitted_s, run.start, run.end, rows, begin, finish
     )
     return Timeline(
         device_names=problem.cluster.device_names,
@@ -355,7 +349,7 @@ class _Reference:
         self.consumers = [g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]] for t in range(g.num_tensors)]
         self.produced = [g.out_tensor[g.out_ptr[i] : g.out_ptr[i + 1]] for i in range(n)]
         self.num_inputs = np.diff(g.in_ptr)
-        self.start, self.end, self.taken = np.empty((3, num_batches, n))
+        self.start, self.end = np.empty((2, num_batches, n))
         self.sent: list[tuple[int, int, int, int, float, float]] = []
         self.events: list[tuple[float, int]] = []  # (time, device): something may happen there
         self.missing: dict[tuple[int, int], int] = {}  # inputs that have not been sent off yet
@@ -364,7 +358,6 @@ class _Reference:
         self.running: list[tuple[int, int] | None] = [None] * d
         self.free_at = [0.0] * d  # end of the running operator or of blocking transfers
         self.told_s = [-1.0] * d  # arrival of the last that was sent there
-        self.ended_s = [0.0] * d  # of the last operator
         self.channel_free = [0.0] * problem.num_channels
         self.next_entry = [0] * d
         self.unfinished: dict[int, int] = {}
@@ -392,7 +385,7 @@ class _Reference:
             return
         batch, op = key
         self.running[device] = None
-        self.end[batch, op] = self.ended_s[device] = now
+        self.end[batch, op] = now
         own, sending = np.arange(self.problem.num_devices) == device, 0.0
         for tensor in self.produced[op]:
             until, sending = self._deliver(int(tensor), batch, device, now, own, sending)
@@ -405,16 +398,14 @@ class _Reference:
 
     def begin(self, now: float) -> None:
         """Free devices take what they run next."""
-        power, begun = self.problem.cluster.power, []
+        begun = []
         for device in range(self.problem.num_devices):
             if self.running[device] is None and self.free_at[device] <= now:
                 key = self._choose(device, now)
                 if key is not None:
                     del self.waiting[device][key]
                     self.running[device] = key
-                    self.taken[key] = self.start[key] = now
-                    if now - self.ended_s[device] > power.sleep_after_s[device]:
-                        self.start[key] = now + power.sleep_exit_s[device]
+                    self.start[key] = now
                     begun.append((device, key))
         others = sum(key is not None for key in self.running) - 1
         for device, key in begun:
@@ -491,7 +482,7 @@ def _peak_bytes_reference(
     problem: Problem,
     placement: Placement,
     admitted_s: list[float],
-    taken: Floats,
+    start: Floats,
     end: Floats,
     transfers: NDArray[np.int32],
     transfer_start: Floats,
@@ -502,7 +493,7 @@ def _peak_bytes_reference(
     At home a tensor lives in its root's memory, which is held while any tensor in it is; a
     copy sent elsewhere is its own.
     """
-    g, m = problem.graph, taken.shape[0]
+    g, m = problem.graph, start.shape[0]
     _, shares_host = host_of(problem)
     spans: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
 
@@ -523,7 +514,7 @@ def _peak_bytes_reference(
                     until = end[batch].max()
                 sent = (transfers[:, :2] == (tensor, batch)).all(axis=1)
                 until = max(until, *transfer_end[sent], 0.0)
-                hold(root, batch, home, taken[batch, src], until)
+                hold(root, batch, home, start[batch, src], until)
                 continue
             for cpu in np.flatnonzero(shares_host):
                 if len(here := users(tensor, cpu)):
@@ -544,7 +535,7 @@ def _peak_bytes_reference(
             for op in np.flatnonzero(placement == device):
                 size = int(problem.profile.workspace_bytes[op])
                 for batch in range(m):
-                    changes += [(taken[batch, op], 1, size), (end[batch, op], 0, -size)]
+                    changes += [(start[batch, op], 1, size), (end[batch, op], 0, -size)]
         now = most = 0
         for _, _, change in sorted(changes):
             now += change

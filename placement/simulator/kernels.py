@@ -71,8 +71,6 @@ class Tables(Struct):
     compute_s: Array  # float64 [N, D]
     loaded_s: Array  # float64 [N, D] beside busy devices
     batch_s: float  # seconds that a micro-batch of a pipelined run takes longer
-    sleep_after_s: Array  # float64 [D]
-    sleep_exit_s: Array  # float64 [D]
 
 
 def tables(problem: Problem) -> Tables:
@@ -139,8 +137,6 @@ def tables(problem: Problem) -> Tables:
         compute_s=problem.compute_s,
         loaded_s=problem.loaded_s,
         batch_s=problem.profile.batch_s,
-        sleep_after_s=problem.cluster.power.sleep_after_s,
-        sleep_exit_s=problem.cluster.power.sleep_exit_s,
     )
     problem.__dict__["_kernel_tables"] = cached
     return cached
@@ -165,7 +161,6 @@ class State(Struct):
     # What comes of it.
     finish: Array  # float64 [M]
     busy: Array  # float64 [D]
-    asleep: Array  # float64 [D]
     peak: Array  # int64 [D] the most bytes of tensors and workspace held
     start: Array  # float64 [M, N], recorded, as are the next
     end: Array  # float64 [M, N]
@@ -207,7 +202,6 @@ class State(Struct):
     soon_s: Array  # float64 [D / 64] the first ``wake_s`` of 64 devices
     blocked_s: Array  # float64 [D + 1] end of what keeps the worker from its next operator
     told_s: Array  # float64 [D] arrival of the last that was sent there
-    ended_s: Array  # float64 [D] of the last operator
     channel_s: Array  # float64 [channels + 1] when each is free
     arrives: Array  # float64 [D] when what ``stamp`` names is there
     stamp: Array  # int64 [D] the micro-batch and tensor that were sent there last
@@ -249,7 +243,6 @@ def state_of(
         record=record,
         finish=np.empty(num_batches),
         busy=np.empty(d),
-        asleep=np.empty(d),
         peak=np.empty(d, np.int64),
         start=np.empty(times),
         end=np.empty(times),
@@ -287,7 +280,6 @@ def state_of(
         soon_s=np.empty((d + _MANY - 1) // _MANY),
         blocked_s=np.empty(d + 1),
         told_s=np.empty(d),
-        ended_s=np.empty(d),
         channel_s=np.empty(problem.num_channels + 1),
         arrives=np.empty(d),
         stamp=np.empty(d, np.int64),
@@ -541,9 +533,7 @@ def _begin(t, s):
         s.wake_s[d] = _FAR
         s.blocked_s[d] = 0.0
         s.told_s[d] = -1.0
-        s.ended_s[d] = 0.0
         s.busy[d] = 0.0
-        s.asleep[d] = 0.0
         s.stamp[d] = -1
         s.next_entry[d] = s.order_ptr[d]
         s.held[d] = 0
@@ -704,7 +694,6 @@ def _end(s, op, d, slot):
     """An operator has ended."""
     s.running[d] = -1
     s.num_running -= s.num_batches == 1
-    s.ended_s[d] = s.now
     if s.record:
         s.end[s.batch_of[slot], op] = s.now
 
@@ -786,14 +775,10 @@ def _start(t, s):
         if slows:
             s.begun[num_begun] = d
             num_begun += 1
-        begin = now
-        if now - s.ended_s[d] > t.sleep_after_s[d]:
-            s.asleep[d] += now - s.ended_s[d] - t.sleep_after_s[d]
-            begin = now + t.sleep_exit_s[d]
-        wake_s[d] = begin + s.seconds[op]
+        wake_s[d] = now + s.seconds[op]
         s.busy[d] += s.seconds[op]
         if s.record:
-            s.start[s.batch_of[slot], op] = begin
+            s.start[s.batch_of[slot], op] = now
         if s.track:
             if len(t.workspace_bytes) > 0:
                 s.held[d] += t.workspace_bytes[op]
@@ -878,8 +863,6 @@ def run(t, s):
             return 1
         if s.track:
             _remember(t, s, before)
-    for d in range(len(s.running)):
-        s.asleep[d] += max(0.0, s.now - s.ended_s[d] - t.sleep_after_s[d])
     return 0
 
 
@@ -928,9 +911,9 @@ def durations(t, s):
 
 
 @kernel
-def run_batch(t, s, placements, finish, busiest, busy, asleep, peak):
+def run_batch(t, s, placements, finish, busiest, busy, peak):
     """``run`` for placements ``[B, N]``: fills ``finish [B, M]``, ``busiest [B]``, and
-    ``busy [B, D]``, ``asleep [B, D]`` and ``peak [B, D]`` (where it is tracked) of the whole run.
+    ``busy [B, D]`` and ``peak [B, D]`` (where it is tracked) of the whole run.
 
     ``busiest`` is the seconds per micro-batch of the busiest device, inf where an operator
     cannot run on its device.
@@ -945,4 +928,4 @@ def run_batch(t, s, placements, finish, busiest, busy, asleep, peak):
         for m in range(len(s.finish)):
             finish[b, m] = s.finish[m]
         for d in range(len(s.busy)):
-            busy[b, d], asleep[b, d], peak[b, d] = s.busy[d], s.asleep[d], s.peak[d]
+            busy[b, d], peak[b, d] = s.busy[d], s.peak[d]
