@@ -48,9 +48,6 @@ class Device:
         threads: intra-operator threads.
         memory_bytes: capacity for parameters, activations and workspace.
         busy_w, idle_w: watts while working and while waiting; None if unknown.
-        sleep_w, sleep_after_s, sleep_exit_s: once it has waited for ``sleep_after_s``, it sleeps
-            and draws ``sleep_w`` (None: it never sleeps); its next operator then begins
-            ``sleep_exit_s`` later, and it draws ``idle_w`` until then.
         power_source: where watts come from: ``declared``, or ``measured`` by
             ``placement.costs.power.measured``.
         like, speed: a device that is not at hand: ``speed`` times as fast as device ``like``.
@@ -68,9 +65,6 @@ class Device:
     speed: float = 1.0
     model: str = ""
     power_source: str = "declared"
-    sleep_w: float | None = None
-    sleep_after_s: float = 0.0
-    sleep_exit_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads <= MOST_THREADS:
@@ -90,26 +84,12 @@ class Device:
             )
         if not self.speed > 0:
             raise ClusterError(f"device {self.name!r}: speed = {self.speed}, must be > 0")
-        for what in ("busy_w", "idle_w", "sleep_w"):
+        for what in ("busy_w", "idle_w"):
             watts = getattr(self, what)
             if watts is not None and watts < 0:
                 raise ClusterError(f"device {self.name!r}: {what} = {watts} watts is negative")
             if watts is not None and not isfinite(watts):
                 raise ClusterError(f"device {self.name!r}: {what} = {watts} is no number of watts")
-        for what in ("sleep_after_s", "sleep_exit_s"):
-            seconds = getattr(self, what)
-            if not 0 <= seconds < LONGEST_S:
-                raise ClusterError(f"device {self.name!r}: {what} = {seconds}, must be >= 0")
-            if seconds and self.sleep_w is None:
-                raise ClusterError(
-                    f"device {self.name!r}: {what} = {seconds} without sleep_w: state the watts "
-                    "that it draws asleep"
-                )
-        if self.sleep_w is not None and not (self.idle_w or 0.0) >= self.sleep_w:
-            raise ClusterError(
-                f"device {self.name!r}: sleep_w = {self.sleep_w} watts, but idle_w = "
-                f"{self.idle_w}: asleep it must draw no more than idle"
-            )
         if self.power_source not in ("declared", "measured"):
             raise ClusterError(
                 f"device {self.name!r}: power_source = {self.power_source!r}, must be declared or "
@@ -119,37 +99,21 @@ class Device:
 
 @dataclass(frozen=True, eq=False)
 class Power:
-    """What ``D`` devices draw, float64 ``[D]`` each; see ``Device``.
-
-    A device that never sleeps has an infinite ``sleep_after_s``.
-    """
+    """What ``D`` devices draw, float64 ``[D]`` each; see ``Device``."""
 
     busy_w: Floats
     idle_w: Floats
-    sleep_w: Floats
-    sleep_after_s: Floats
-    sleep_exit_s: Floats
 
     @classmethod
     def of(cls, devices: Sequence[Device]) -> Power:
         """Watts that are not known are nan."""
+        watts = [[d.busy_w for d in devices], [d.idle_w for d in devices]]
+        return cls(*np.array(watts, np.float64))
 
-        def row(*values: float | None) -> Floats:
-            return np.array(values, np.float64)
-
-        sleeps = [d.sleep_w is not None for d in devices]
-        return cls(
-            row(*(d.busy_w for d in devices)),
-            row(*(d.idle_w for d in devices)),
-            row(*(d.idle_w if d.sleep_w is None else d.sleep_w for d in devices)),
-            np.where(sleeps, row(*(d.sleep_after_s for d in devices)), np.inf),
-            row(*(d.sleep_exit_s for d in devices)),
-        )
-
-    def energy_j(self, run_s: Floats | float, busy_s: Floats, asleep_s: Floats) -> Floats:
-        """Joules of runs of ``run_s [..]``, in which devices were busy and asleep ``[.., D]``."""
-        waiting_s = np.maximum(np.asarray(run_s)[..., None] - busy_s - asleep_s, 0.0)
-        joules: Floats = busy_s @ self.busy_w + waiting_s @ self.idle_w + asleep_s @ self.sleep_w
+    def energy_j(self, run_s: Floats | float, busy_s: Floats) -> Floats:
+        """Joules of runs of ``run_s [..]``, in which devices were busy for ``busy_s [.., D]``."""
+        waiting_s = np.maximum(np.asarray(run_s)[..., None] - busy_s, 0.0)
+        joules: Floats = busy_s @ self.busy_w + waiting_s @ self.idle_w
         return joules
 
 
@@ -323,11 +287,8 @@ class Cluster:
         """SHA-256 (hex) of all fields of the devices (names and watts too) and declared links."""
         devices = [asdict(d) for d in self.devices]
         for device in devices:
-            # As it was before there were these.
             if device["power_source"] == "declared":
-                del device["power_source"]
-            if device["sleep_w"] is None:
-                del device["sleep_w"], device["sleep_after_s"], device["sleep_exit_s"]
+                del device["power_source"]  # as it was before there was one
         links = [asdict(x) for x in self.links]
         for link in links:
             for new in ("wake_s", "send_s", "send_s_per_byte"):
@@ -471,7 +432,7 @@ def from_record(kind: type, data: Any) -> Any:
             raise ClusterError(f"cores: {short(core)} is not a core number")
     numbers = (
         "latency_s", "bandwidth_bytes_per_s", "wake_s", "send_s", "send_s_per_byte", "speed",
-        "busy_w", "idle_w", "sleep_w", "sleep_after_s", "sleep_exit_s", "memory_bytes",
+        "busy_w", "idle_w", "memory_bytes",
     )  # fmt: skip
     for key in numbers:
         if values.get(key) is not None:

@@ -479,8 +479,8 @@ def _clusters(_: Any) -> Target:
         "name": "two",
         "devices": [
             {"name": "a", "like": "cpu:0", "speed": 2.0, "memory_bytes": 10**9, "threads": 2},
-            {"name": "b", "like": "cpu:1", "kind": "npu", "busy_w": 5, "idle_w": 2, "sleep_w": 1},
-            {"name": "cpu:0", "cores": [0, 1], "busy_w": 5.0, "idle_w": 2.0, "sleep_after_s": 0},
+            {"name": "b", "like": "cpu:1", "kind": "npu", "busy_w": 5, "idle_w": 2},
+            {"name": "cpu:0", "cores": [0, 1], "busy_w": 5.0, "idle_w": 2.0},
         ],
         "links": [
             {"src": "*", "dst": "*", "latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9},
