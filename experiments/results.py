@@ -30,7 +30,7 @@ from placement.tools.files import write_atomic
 DOCS = ROOT / "docs"
 BEST_SHOWN = 12  # planners in tables and pictures
 MOST_ROWS = 16  # of a table that is shown beside its link
-LEARNED = ("against", "executed", "guided", "zero_shot", "giph", "doppler", "cost")
+LEARNED = ("against", "executed", "guided", "zero_shot", "giph", "doppler")
 # Whose page begins with a table that says it all, in the order of the page.
 MEASURED = (
     "pipelining",
@@ -109,19 +109,17 @@ def known(results: Path) -> str:
         f"have one; {min(speed):.1f} to {max(speed):.0f} times as fast as the published program "
         "([files](../experiments/results/public_exact.md))"
     ]
-    for word in ("search", "pipedream", "moirai"):
-        cases = public.cases(studies[word].read(results))
-        for planner in ("macro_search", "simulated_annealing", "heft", "ideal_dp"):
-            ratios = {
-                i: [case.value_s(planner) / case.value_s()]
-                for i, case in enumerate(cases)
-                if np.isfinite(case.value_s(planner))
-            }
-            if ratios:
-                lines.append(
-                    f"- {word}, `{planner}`: {geometric(ratios).ratio()} of the best found, "
-                    f"{len(ratios)} cases, [table](../experiments/results/public_{word}.md)"
-                )
+    cases = public.cases(studies["search"].read(results))
+    for planner in ("macro_search", "ideal_dp"):
+        ratios = {
+            i: [case.value_s(planner) / case.value_s()]
+            for i, case in enumerate(cases)
+            if np.isfinite(case.value_s(planner))
+        }
+        lines.append(
+            f"- search, `{planner}`: {geometric(ratios).ratio()} of the best found, "
+            f"{len(ratios)} cases, [table](../experiments/results/public_search.md)"
+        )
     return "\n".join(lines) + "\n"
 
 

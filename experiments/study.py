@@ -3,10 +3,10 @@
 A study is a function that yields rows, and a description of the page that shows them:
 
     STUDY = Study(
-        name="side_by_side",  # of results/NAME.md and runs/NAME
+        name="baselines",  # of results/NAME.md and runs/NAME
         rows=rows,  # (options) -> rows, one after another
-        options={"evaluations": Option(300, "of every search")},
-        columns=(Column("way", "way"), Column("wall clock", "seconds", 1, unit=" s")),
+        options={"seconds": Option(2.0, "budget of every planner")},
+        columns=(Column("planner", "planner"), Column("wall clock", "seconds", 1, unit=" s")),
     )
     main = partial(run, (STUDY,))
 
