@@ -162,7 +162,6 @@ class Case:
         return short(self.rows[0].file)
 
     def of(self, planner: str) -> Row | None:
-        """The first run of a planner."""
         return next((r for r in self.rows if r.planner == planner), None)
 
     def value_s(self, *names: str) -> float:
@@ -177,12 +176,10 @@ class Case:
 
     @property
     def gap(self) -> float:
-        """Of the best value."""
         return self.value_s() / self.bound_s - 1
 
 
 def cases(rows: Sequence[Row]) -> list[Case]:
-    """The rows by problem."""
     return [Case(mine) for mine in groups(rows, "file", "objective").values()]
 
 
@@ -287,7 +284,6 @@ def run_reference(program: Path, file: Path, seconds: float) -> _Reference:
 
 
 def exact(options: Options) -> Iterator[Exact]:
-    """A row per file."""
     files = chosen(options, *DNN_FILES)
     program = None
     if options.reference is not None:
@@ -389,8 +385,6 @@ def not_optimal(rows: Sequence[Exact], options: Options) -> list[str]:
 
 
 def exact_parts(rows: Sequence[Exact], options: Options) -> dict[str, Any]:
-    """A line per file."""
-
     def ideals(row: Exact) -> str:
         shown = "" if row.ideals is None else str(row.ideals)
         return shown if row.truth_ideals in (row.ideals, None) else f"{shown} ≠ {row.truth_ideals}"
@@ -423,7 +417,6 @@ def exact_parts(rows: Sequence[Exact], options: Options) -> dict[str, Any]:
 
 
 def mistake(text: str, files: Sequence[str]) -> str:
-    """Behind a table, if there are any."""
     return f"\n\n**{text}: {', '.join(files)}**" if files else ""
 
 
@@ -431,7 +424,6 @@ def mistake(text: str, files: Sequence[str]) -> str:
 
 
 def search(options: Options) -> Iterator[Row]:
-    """Searches with every seed, proofs, and the contiguous optimum, on every file."""
     files = chosen(options, *DNN_FILES)
     num_loads = sum("/throughput/" in f for f in files)
     took_s = len(files) * (options.seeds * options.seconds + options.exact_seconds)
@@ -466,7 +458,6 @@ def below_a_bound(rows: Sequence[Row], options: Options) -> list[str]:
 
 
 def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
-    """A table for loads and one for latencies."""
     truth = known(options.data)
 
     def searched(reduce: Callable[[Any], Any], case: Case) -> float:

@@ -276,7 +276,6 @@ def sources(results: Path) -> str:
 
 
 def page(results: Path = RESULTS) -> str:
-    """``docs/results.md``."""
     parts = {
         "digest": sources(results),
         "goals": goals.page(results),
@@ -295,7 +294,6 @@ def page(results: Path = RESULTS) -> str:
 
 
 def pictures(results: Path, folder: Path) -> None:
-    """The pictures of the page."""
     plot_profile(by_planner(baselines.STUDY.read(results)), folder / "results_profile.png")
     for study in LEARNED:
         path = results / f"learned_{study}.json"
@@ -305,7 +303,6 @@ def pictures(results: Path, folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
     parser.add_argument("--results", type=Path, default=RESULTS)

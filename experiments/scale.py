@@ -74,7 +74,6 @@ def prepared(operators: int, devices: int) -> Problem:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """All rows, small problems first."""
     for name in options.planners:
         planners.find(name)
     names = options.planners or [n for n in planners.names() if n not in NEEDS_A_FILE]
@@ -135,7 +134,6 @@ def cell(row: Any) -> str:
 
 
 def parts(rows: Rows, options: Options) -> dict[str, str]:
-    """The matrix, and what was said."""
     sizes = list(dict.fromkeys((r.operators, r.devices) for r in rows))
     by = {(r.planner, r.operators, r.devices): r for r in rows}
     columns = (
@@ -213,7 +211,6 @@ def seconds_of(row: Any) -> float:
 
 
 def plot(rows: Rows, path: Path, options: Options) -> Path:
-    """Seconds and memory over operators."""
     measures = {
         "seconds": seconds_of,
         "MiB above the problem": lambda r: max(1.0, (r.grown_bytes or 0) / 2**20),

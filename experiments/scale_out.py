@@ -80,7 +80,6 @@ def build(operators: int, num_devices: int) -> Problem:
 
 
 def split(problem: Problem) -> np.ndarray[Any, Any]:
-    """Equal pieces, one per device."""
     return (np.arange(problem.num_ops) * problem.num_devices // problem.num_ops).astype(np.int32)
 
 
@@ -95,7 +94,6 @@ def _policy(problem: Problem) -> Any:
 
 
 def subjects(seconds: float) -> dict[str, Callable[[Problem], Any]]:
-    """What is run on a problem that is there."""
     calls: dict[str, Callable[[Problem], Any]] = {SIMULATE: lambda p: score(p, split(p))}
     for name in PLANNERS:
         calls[name] = budgeted(name, seconds)
@@ -103,7 +101,6 @@ def subjects(seconds: float) -> dict[str, Callable[[Problem], Any]]:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """All rows, small problems first."""
     warm(PLANNERS, ["period"])
     _policy(build(2 * WIDTH, 2))  # imports: forked processes inherit them
     before: list[Row] = []
@@ -140,7 +137,6 @@ def _row(
     call: Callable[[], Any],
     before: Sequence[Row],
 ) -> Row:
-    """One run, if nothing smaller was stopped by a limit."""
     smaller = stopped(before, (subject, BUILD), *size, "subject")
     if smaller is not None:
         note = f"{smaller.subject}: {smaller.operators} x {smaller.devices} {smaller.status}"
@@ -164,7 +160,6 @@ def _row(
 
 
 def parts(rows: Rows, options: Options) -> dict[str, str]:
-    """A table per number of operators, and the periods."""
     devices = sorted({r.devices for r in rows})
     by = {(r.subject, r.operators, r.devices): r for r in rows}
     tables = []
@@ -190,7 +185,6 @@ def parts(rows: Rows, options: Options) -> dict[str, str]:
 
 
 def plot(rows: Rows, path: Path, options: Options) -> Path:
-    """Seconds over devices."""
     return plot_panels(rows, path, "subject", "operators", "devices", {"seconds": seconds_of}, 2)
 
 

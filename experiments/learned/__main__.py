@@ -31,7 +31,6 @@ STUDIES = tuple(module.STUDY for module in MODULES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     return run((*STUDIES, goals.GOALS), argv)
 
 
