@@ -125,7 +125,7 @@ def known(results: Path) -> str:
 
 def sizes(results: Path) -> str:
     """The largest problem that each planner finished."""
-    runs = groups((r for r in scale.STUDY.read(results) if r.status == "ok"), "planner")
+    runs = groups((r for r in scale.STUDIES[0].read(results) if r.status == "ok"), "subject")
     by_size: dict[tuple[int, int], list[str]] = {}
     for planner, mine in runs.items():
         largest = max((r.operators, r.devices) for r in mine)

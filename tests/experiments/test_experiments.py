@@ -284,9 +284,9 @@ SMALL = {
     "schedules": "executed tiny_mlp --rounds 1 --repeats 1 --microbatches 4",
     "fidelity": "tiny_cnn --placements 9 --rounds 1 --minutes 0 --repeats 1",
     "measured": "tiny_cnn --quick",
-    "scale_out": "--devices 2 9 --operators 100 --seconds 0.2",
+    "scale": "devices --devices 2 9 --operators 100 --seconds 0.2",
 }
-RESUMED = ("fidelity", "measured", "scale_out", "learned.__main__")
+RESUMED = ("fidelity", "measured", "scale", "learned.__main__")
 SAYS = {
     "bench": r"\| problem and its tables \| [\d.]+ \| ms \| ≤ 300 [✓✗] \|",
     "learned.__main__": r"\n48 to 48 operators on 17 (?s:.*)\| policy \| \+\d.* % \(.*\) \| 1 \|",
@@ -297,7 +297,7 @@ SAYS = {
     "schedules": r"\| tiny_mlp, searched \| .* \| 1\.00x \|",
     "fidelity": r"\| tiny_cnn \| 9 \| 1 \|(?s:.*)without slowing down of busy neighbours",
     "measured": r"\| tiny_cnn \| measured_search \| 12 \| \d\.\d+ \(\d",
-    "scale_out": r"\| policy \(one shot\) \| [\d.]+ s, (?s:.*)\| replicated \| 100 \| 9 \|",
+    "scale": r"\| policy \(one shot\) \| [\d.]+ s, (?s:.*)\| replicated \| 100 \| 9 \|",
 }
 
 
@@ -320,7 +320,7 @@ def test_a_small_run(
             raise AssertionError("this was finished already")
 
         monkeypatch.setattr("placement.executor.Executor.run", fail)
-        for module in ("scale_out", "learned.cells"):
+        for module in ("scale", "learned.cells"):
             monkeypatch.setattr(f"experiments.{module}.limited", fail)
         assert main(words) == 0 and capsys.readouterr().out == text
 
@@ -685,10 +685,21 @@ def test_scale_survives_planners_that_do_not(
     tmp_path: Path, places: list[str], no_more_runs: Callable[[], None]
 ) -> None:
     names = ["round_robin", *(f"{HERE}:{x}" for x in ("Refuses", "Dies", "Sleeps", "FallsBack"))]
-    words = [*names, "--operators", "60", "100", "--devices", "2", "--limit", "4", *places]
+    words = [
+        "operators",
+        *names,
+        "--operators",
+        "60",
+        "100",
+        "--devices",
+        "2",
+        "--limit",
+        "4",
+        *places,
+    ]
     assert scale.main(words) == 0
     rows = rows_of(tmp_path / "out" / "scale.csv")
-    status = {(r["planner"].partition(":")[2], r["operators"]): r["status"] for r in rows}
+    status = {(r["subject"].partition(":")[2], r["operators"]): r["status"] for r in rows}
     # 60 operators make two layers of 50, as 100 do: these were run once.
     assert status == {
         ("", "100"): "ok",
@@ -700,10 +711,21 @@ def test_scale_survives_planners_that_do_not(
     text = (tmp_path / "out" / "scale.md").read_text()
     assert "SIGKILL" in text and "gave up" in text and "N operators are too many" in text
     # What a limit stopped is not tried on more operators.
-    more = [*names, "--operators", "100", "150", "--devices", "2", "--limit", "4", *places]
+    more = [
+        "operators",
+        *names,
+        "--operators",
+        "100",
+        "150",
+        "--devices",
+        "2",
+        "--limit",
+        "4",
+        *places,
+    ]
     assert scale.main(more) == 0
     rows = rows_of(tmp_path / "out" / "scale.csv")
-    status = {(r["planner"].partition(":")[2], r["operators"]): r["status"] for r in rows}
+    status = {(r["subject"].partition(":")[2], r["operators"]): r["status"] for r in rows}
     assert status["Sleeps", "150"] == status["Dies", "150"] == "not tried"
     assert status["Refuses", "150"] == "refused" and status["", "150"] == "ok"
     assert (tmp_path / "out" / "scale.png").stat().st_size > 0
