@@ -30,7 +30,7 @@ from placement.tools.files import write_atomic
 DOCS = ROOT / "docs"
 BEST_SHOWN = 12  # planners in tables and pictures
 MOST_ROWS = 16  # of a table that is shown beside its link
-LEARNED = ("against", "executed", "guided", "zero_shot", "giph", "doppler", "cost")
+LEARNED = ("against", "executed", "guided", "zero_shot", "giph", "doppler")
 # Whose page begins with a table that says it all, in the order of the page.
 MEASURED = (
     "pipelining",
@@ -109,25 +109,23 @@ def known(results: Path) -> str:
         f"have one; {min(speed):.1f} to {max(speed):.0f} times as fast as the published program "
         "([files](../experiments/results/public_exact.md))"
     ]
-    for word in ("search", "pipedream", "moirai"):
-        cases = public.cases(studies[word].read(results))
-        for planner in ("macro_search", "simulated_annealing", "heft", "ideal_dp"):
-            ratios = {
-                i: [case.value_s(planner) / case.value_s()]
-                for i, case in enumerate(cases)
-                if np.isfinite(case.value_s(planner))
-            }
-            if ratios:
-                lines.append(
-                    f"- {word}, `{planner}`: {geometric(ratios).ratio()} of the best found, "
-                    f"{len(ratios)} cases, [table](../experiments/results/public_{word}.md)"
-                )
+    cases = public.cases(studies["search"].read(results))
+    for planner in ("macro_search", "ideal_dp"):
+        ratios = {
+            i: [case.value_s(planner) / case.value_s()]
+            for i, case in enumerate(cases)
+            if np.isfinite(case.value_s(planner))
+        }
+        lines.append(
+            f"- search, `{planner}`: {geometric(ratios).ratio()} of the best found, "
+            f"{len(ratios)} cases, [table](../experiments/results/public_search.md)"
+        )
     return "\n".join(lines) + "\n"
 
 
 def sizes(results: Path) -> str:
     """The largest problem that each planner finished."""
-    runs = groups((r for r in scale.STUDY.read(results) if r.status == "ok"), "planner")
+    runs = groups((r for r in scale.STUDIES[0].read(results) if r.status == "ok"), "subject")
     by_size: dict[tuple[int, int], list[str]] = {}
     for planner, mine in runs.items():
         largest = max((r.operators, r.devices) for r in mine)
@@ -278,7 +276,6 @@ def sources(results: Path) -> str:
 
 
 def page(results: Path = RESULTS) -> str:
-    """``docs/results.md``."""
     parts = {
         "digest": sources(results),
         "goals": goals.page(results),
@@ -297,7 +294,6 @@ def page(results: Path = RESULTS) -> str:
 
 
 def pictures(results: Path, folder: Path) -> None:
-    """The pictures of the page."""
     plot_profile(by_planner(baselines.STUDY.read(results)), folder / "results_profile.png")
     for study in LEARNED:
         path = results / f"learned_{study}.json"
@@ -307,7 +303,6 @@ def pictures(results: Path, folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
     parser.add_argument("--results", type=Path, default=RESULTS)
