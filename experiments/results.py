@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 
 from experiments import baselines, fidelity, pipelining
 from experiments.learned import doppler, giph, goals, guided, zero_shot
-from experiments.learned.cells import best_known, gain, ratios
+from experiments.learned.cells import best_known, gain, policy_digests, ratios, released_folder
 from experiments.study import RESULTS, ROOT, Study, filled, say
 from experiments.tables import Column, Mean, geometric, groups, table
 from placement.report import gantt
@@ -115,6 +116,31 @@ def of_group(row: Trained, results: Path) -> list[Any]:
 def link(study: Study) -> str:
     """From a page of the documentation to the page of a study."""
     return f"../experiments/results/{study.name}.md"
+
+
+def chooser(planner: str, objective: str, released: str) -> str:
+    """Who decided in a row of a study: network, untrained, hand, uniform, or none of them (rule).
+
+    ``released`` names the policies that shipped when the row was made (``released_for``). Where
+    none of them chooses moves for the objective, ``PolicyPlanner`` says ``hand`` in its stats.
+    """
+    words = planner.split(", ")
+    if "untrained" in words or "frozen" in words:
+        return "untrained"
+    if words[0] in ("greedy decode", "best of k", "samples alone"):
+        return "network"
+    if words[0] == "policy" or words[-1] == "then policy":
+        return "network" if re.search(rf"(guided|order)_search-{objective}\b", released) else "hand"
+    chosen = words[-1].removeprefix("then ")
+    return words[0] if words[0] in ("hand", "uniform") else "hand" if chosen == "hand" else "rule"
+
+
+def released_for(study: Study, results: Path) -> str:
+    """Names of the policies that shipped when a study ran, from its page; else of today's."""
+    noted = re.search(
+        r"^- policies: (.+)$", (results / f"{study.name}.md").read_text("utf-8"), re.M
+    )
+    return noted[1] if noted else " ".join(policy_digests(released_folder()))
 
 
 def answers(results: Path) -> str:
@@ -236,12 +262,17 @@ def page(results: Path = RESULTS) -> str:
     """``docs/results.md``."""
     placements = fidelity.STUDY.read(results)
     optimal, problems = proved(results)
+    released = released_for(baselines.STUDY, results)
+    objectives = {r.problem: r.objective for r in baselines.STUDY.read(results)}
+    chose = [chooser(baselines.LEARNED, o, released) for o in objectives.values()]
     parts: Mapping[str, Any] = {
         "digest": sources(results),
         "learning": learning(results),
         "answers": answers(results),
         "optimal": optimal,
         "problems": problems,
+        "by_network": chose.count("network"),
+        "by_hand": chose.count("hand"),
         "placements": len(placements),
         "models": len(groups(placements, "workload")),
         "latency": error(placements, "latency"),
