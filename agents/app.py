@@ -44,7 +44,7 @@ _LISTS = ("workload", "planner")
 _MANY = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 _PLUGINS = (
     f"joblib, submitit and optuna: pip install '{DISTRIBUTION}[sweep]'; "
-    f"ray: pip install '{DISTRIBUTION}[ray]' in an environment of its own (docs/sweeps.md)"
+    f"ray: pip install '{DISTRIBUTION}[ray]' in an environment of its own (docs/distributed.md)"
 )
 _VERSIONS_OF = ("torch", "numpy", "numba", "stable-baselines3", "torch-geometric", "hydra-core")
 
