@@ -44,6 +44,7 @@ class Notes:
         self.score = np.zeros(pairs, np.float32)
         self.count = np.zeros(decisions, np.int32)
         self.taken = np.zeros(decisions, np.int32)
+        self.log = np.zeros(decisions, np.float32)
 
 
 _NOTHING = Notes(0, 0)
@@ -83,7 +84,7 @@ class Dispatcher:
         n = notes
         noted: int = kernels.construct(
             self.tables, self.state, net, scale, seed is None, keep,
-            n.features, n.score, n.count, n.taken,
+            n.features, n.score, n.count, n.taken, n.log,
         )  # fmt: skip
         return noted
 

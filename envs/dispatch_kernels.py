@@ -212,10 +212,11 @@ def _arrivals(t, s, op, arrive):
             if src < 0 and x.shares_host[d]:
                 continue
             there = made
-            if home != d:
+            cost = transfer_s(x, tensor, home, d)
+            if cost > 0.0:
                 if busy:
                     there = max(there, s.channel_s[t.channel[home, d]])
-                there += transfer_s(x, tensor, home, d)
+                there += cost
             arrive[d] = max(arrive[d], there)
 
 
@@ -367,7 +368,7 @@ def offer(t, s):
             cost = transfer_s(x, tensor, home, d)
             moved += cost
             free = s.channel_s[t.channel[home, d]]
-            if t.contended:
+            if t.contended and cost > 0.0:
                 wait = max(wait, free - p.finish_s[src])
             ready = max(ready, p.finish_s[src] + cost)
         f[9] = _soft(max(0.0, start - ready) / unit)
@@ -432,8 +433,10 @@ def take(t, s, k):
         if home == d or (src < 0 and x.shares_host[d]):
             continue
         made = 0.0 if src < 0 else p.finish_s[src]
-        c = t.channel[home, d]
-        there = max(made, s.channel_s[c]) + transfer_s(x, tensor, home, d)
+        c, cost = t.channel[home, d], transfer_s(x, tensor, home, d)
+        if cost == 0.0:
+            continue
+        there = max(made, s.channel_s[c]) + cost
         s.channel_s[c] = there
         if busy and there > start:
             start = gap(x, p, op, d, there)
@@ -521,12 +524,21 @@ def choose(s, greedy):
     return best
 
 
+@kernel
+def _log_of(s, k):
+    """Of its probability."""
+    total = 0.0
+    for m in range(s.count):
+        total += np.exp(s.logits[m] - s.logits[k])
+    return -np.log(total)
+
+
 @allocating
-def construct(t, s, net, scale, greedy, keep, features, score, count, taken):
+def construct(t, s, net, scale, greedy, keep, features, score, count, taken, log):
     """A whole episode; how many decisions were noted, a share ``keep`` of those with a choice.
 
     Notes go into ``features`` float32 ``[C, F]``, ``score`` float32 ``[C]``, ``count`` and
-    ``taken`` int32 ``[S]`` until one is full. The latest end is ``finish_s``'s.
+    ``taken`` int32 ``[S]``, and ``log`` float32 ``[S]``, its probability, until one is full.
     """
     begin(t, s)
     size = len(net[2])
@@ -542,7 +554,7 @@ def construct(t, s, net, scale, greedy, keep, features, score, count, taken):
                     for i in range(NUM_PAIR_FEATURES):
                         features[at + m, i] = s.features[m, i]
                     score[at + m] = s.score[m]
-                count[noted], taken[noted] = s.count, k
+                count[noted], taken[noted], log[noted] = s.count, k, _log_of(s, k)
                 at += s.count
                 noted += 1
         over = take(t, s, k)
