@@ -339,10 +339,10 @@ def offer(t, s):
         end = start + seconds
         tail = t.rank_s[op] - t.mean_s[op]
         s.score[k] = (
-            -t.rule[0] * (highest - t.rank_s[op])
-            - t.rule[1] * (s.score[k] - least_key[i])
-            - t.rule[3] * (start - first_start)
-        ) / unit
+            -t.rule[0] * np.log1p((highest - t.rank_s[op]) / unit)
+            - t.rule[1] * np.log1p((s.score[k] - least_key[i]) / unit)
+            - t.rule[3] * np.log1p((start - first_start) / unit)
+        )
         f = s.features[k]
         f[0] = _softer((highest - t.rank_s[op]) / unit)
         f[1] = t.rank_s[op] / t.path_s
