@@ -35,7 +35,7 @@ replicated also replicated_period_s and stages, each with its devices.
 
 
 _FILE_OPTIONS = (
-    ("devices", int, "K", "of a PipeDream or ONNX file"),
+    ("devices", int, "K", "where a file does not say"),
     ("bandwidth", float, "BYTES_PER_S", "between those devices"),
     ("memory", int, "BYTES", "of each of those devices"),
     ("flops", float, "FLOP_PER_S", "of a device, for an ONNX file, which has no times"),
