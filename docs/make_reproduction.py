@@ -38,6 +38,7 @@ STUDIES = {
     "schedules_executed": Study("Are searched schedules faster on real devices?", 3),
     "schedules": Study("Are searched schedules as short as published ones?", 26, True),
     "baselines": Study("Every planner on 48 problems, equal budgets", 21, True),
+    "leaderboard": Study("How far from proved optima does a planner stay?", 8, True),
     "public_exact": Study("The contiguous optimum, exactly: how fast?", 11, True),
     "public_search": Study("Any split: how far from the best known and from bounds?", 38, True),
     "public_pipedream": Study("Pipelines over equal devices", 7, True),

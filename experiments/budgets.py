@@ -120,6 +120,14 @@ DOPPLER = {
     "seeds": Option(5, "of every planner that draws"),
 }
 
+# Published learners as configured here, beside rules and searches.
+PUBLISHED = {
+    "steps": Option(20_000, "of each training"),
+    "evaluations": Option(500, "of every run"),
+    "seconds": Option(2.0, "processor seconds of every run, where these are limited instead"),
+    "seeds": Option(3, "trainings of each method, and of every planner that draws"),
+}
+
 # What training costs.
 COST = {
     "steps": Option(6_000, "of each training whose speed is measured"),

@@ -1,7 +1,7 @@
-"""``docs/results.md`` and its pictures, from the committed files in ``experiments/results``.
+"""``docs/results.md``, its pictures and ``docs/bench.md``, from files in ``experiments/results``.
 
-    python -m experiments.results            # writes docs/results.md and docs/img/results_*.png
-    python -m experiments.results --check    # exit code 1 if the page is not up to date
+    python -m experiments.results            # writes the pages and docs/img/results_*.png
+    python -m experiments.results --check    # exit code 1 if a page is not up to date
 
 Nothing is measured here. A study that has not been run is named with its command.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import baselines, fidelity, public, scale, schedules
+from experiments import baselines, fidelity, leaderboard, public, scale, schedules
 from experiments.learned import goals
 from experiments.study import RESULTS, ROOT, filled, say
 from experiments.tables import Column, geometric, groups, number, table
@@ -296,6 +296,12 @@ def page(results: Path = RESULTS) -> str:
     return filled("results", parts)
 
 
+def bench(results: Path = RESULTS) -> str:
+    """``docs/bench.md``."""
+    rows = leaderboard.STUDY.read(results)
+    return filled("bench", {"suites": leaderboard.suites(), "tables": leaderboard.tables(rows)})
+
+
 def pictures(results: Path, folder: Path) -> None:
     """The pictures of the page."""
     plot_profile(by_planner(baselines.STUDY.read(results)), folder / "results_profile.png")
@@ -313,15 +319,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--docs", type=Path, default=DOCS)
     options = parser.parse_args(argv)
-    path, text = options.docs / "results.md", page(options.results)
+    pages = {
+        options.docs / "results.md": page(options.results),
+        options.docs / "bench.md": bench(options.results),
+    }
+    old = [p for p in pages if not p.is_file() or p.read_text(encoding="utf-8") != pages[p]]
     if options.check:
-        before = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if before != text:
+        for path in old:
             say(f"{path} is not up to date; run: python -m experiments.results")
-        return int(before != text)
-    write_atomic(path, text)
+        return int(bool(old))
+    for path, text in pages.items():
+        write_atomic(path, text)
     pictures(options.results, options.docs / "img")
-    say(f"written: {path}")
+    say(f"written: {', '.join(map(str, pages))}")
     return 0
 
 
