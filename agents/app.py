@@ -228,6 +228,7 @@ class _Settings:
     contention: bool | None = None
     ready_order: str | None = None
     second_j: float | None = None
+    max_phases: int | None = None
 
 
 def seeds_of(cfg: DictConfig) -> list[int]:
@@ -340,7 +341,7 @@ def make_problems(job: Job) -> dict[str, Problem]:
         problem.profile.save(job.folder / name / "profile.npz")
         problems[name] = problem
     problems |= _synthetic_problems(job.cfg)
-    asked = {key: job.cfg.get(key) for key in ("contention", "ready_order", "second_j")}
+    asked = {key: job.cfg.get(key) for key in ("contention", "ready_order", "second_j", "max_phases")}
     changes: Any = {key: value for key, value in asked.items() if value is not None}
     problems = {name: replace(problem, **changes) for name, problem in problems.items()}
     if not problems:

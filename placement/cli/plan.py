@@ -9,9 +9,13 @@ from dataclasses import fields, is_dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from placement import cli
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from placement.plan import Measured
     from placement.problem import Planner, Problem, Solution
     from placement.schedule import Schedule
@@ -28,9 +32,10 @@ EXAMPLE = """examples:
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
 lower_bound_s, seconds, evaluations, feasible, assignment. Where the planner or --scheduler decides
 an order, value_s is of that order, and order has, for every device, its operators in turn, each
-with the number of its micro-batch. With --measurements planner is measured_search, and there also
-are measured_s, measured_single_s (of the best single device) and measurements; with the planner
-replicated also replicated_period_s and stages, each with its devices.
+with the number of its micro-batch. Where micro-batches take turns (--max-phases) assignment is that
+of the first phase, and phases has what each later one has elsewhere. With --measurements planner is
+measured_search, and there also are measured_s, measured_single_s (of the best single device) and
+measurements; with the planner replicated also stages, each with its devices.
 """
 
 
@@ -89,6 +94,12 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--microbatches", type=int, metavar="M", help="of a pipelined run (32)")
     parser.add_argument("--in-flight", type=int, metavar="W", help="micro-batches at a time (4)")
+    parser.add_argument(
+        "--max-phases",
+        type=int,
+        metavar="K",
+        help="micro-batches may take turns, with up to K placements: replicas; default: 1",
+    )
     parser.add_argument(
         "--second-j",
         type=float,
@@ -328,6 +339,7 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         "num_microbatches": args.microbatches,
         "max_in_flight": args.in_flight,
         "second_j": args.second_j,
+        "max_phases": args.max_phases,
     }
     changes = {key: value for key, value in chosen.items() if value is not None}
     _check_settings(args)
@@ -389,6 +401,7 @@ def _check_settings(args: argparse.Namespace) -> None:
         UsageError: an unknown objective, or a number out of range.
     """
     from placement.objective import Objective
+    from placement.problem import MOST_PHASES
     from placement.tools.named import meant
 
     if args.objective is not None and args.objective not in list(Objective):
@@ -398,6 +411,8 @@ def _check_settings(args: argparse.Namespace) -> None:
     for option, value in (("--microbatches", args.microbatches), ("--in-flight", args.in_flight)):
         if value is not None and not 1 <= value <= cli.MAX_BATCHES:
             raise cli.UsageError(f"{option} {value}: must be from 1 to {cli.MAX_BATCHES:,}")
+    if args.max_phases is not None and not 1 <= args.max_phases <= MOST_PHASES:
+        raise cli.UsageError(f"--max-phases {args.max_phases}: must be from 1 to {MOST_PHASES}")
     if args.second_j is not None and not 0 <= args.second_j < float("inf"):
         raise cli.UsageError(f"--second-j {args.second_j}: joules must be a number of at least 0")
 
@@ -429,7 +444,7 @@ def _answer(
     from placement.plan import proved_bound_s
 
     feasible = isfinite(solution.value_s)
-    devices = problem.cluster.device_names
+    devices, phases = problem.cluster.device_names, np.atleast_2d(solution.placement)
     told = ("measured_s", "measured_single_s", "measurements", "replicated_period_s", "stages")
     measured = {key: solution.stats[key] for key in told if key in solution.stats}
     if not isfinite(measured.get("measured_single_s", 0.0)):
@@ -443,12 +458,21 @@ def _answer(
         "evaluations": solution.stats.get("evaluations"),
         "feasible": feasible,
         "assignment": {
-            op: devices[d]
-            for op, d in zip(problem.graph.op_name, solution.placement.tolist(), strict=True)
+            op: devices[d] for op, d in zip(problem.graph.op_name, phases[0].tolist(), strict=True)
         },
+        **({} if len(phases) == 1 else {"phases": _phases(problem, phases)}),
         **({} if solution.schedule is None else {"order": _order(problem, solution.schedule)}),
         **measured,
     }
+
+
+def _phases(problem: Problem, phases: NDArray[np.int32]) -> list[dict[str, str]]:
+    """What each later phase has elsewhere than ``assignment``, as a plan's ``phases`` have it."""
+    devices, names = problem.cluster.device_names, problem.graph.op_name
+    return [
+        {names[n]: devices[phase[n]] for n in np.flatnonzero(phase != phases[0]).tolist()}
+        for phase in phases[1:]
+    ]
 
 
 def _order(problem: Problem, schedule: Schedule) -> dict[str, list[tuple[str, int]]]:

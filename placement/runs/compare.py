@@ -433,6 +433,7 @@ def _rows(
         c.solution.lower_bound_s
         for c in cells
         if c.solution is not None and c.solution.lower_bound_s is not None
+        if problem.max_phases == 1  # planners prove theirs for placements with one phase
     ]
     rows = [_row(workload, problem, cell, samples, max(proved)) for cell in cells]
     # Speed-ups are ratios of times that can be measured, also for the analytic objectives.
@@ -495,7 +496,7 @@ def _row(
     )
     if cell.solution is None:
         return row
-    values = evaluate(problem, cell.solution.placement)
+    values = evaluate(problem, cell.solution.placement[None])
     value_s, feasible = value_of(problem, cell.solution), bool(values.feasible[0])
     ordered = cell.solution.schedule is not None and problem.objective is Objective.LATENCY
     feasible = feasible and (np.isfinite(value_s) or not ordered)  # memory, in its own order
@@ -572,7 +573,7 @@ def geometric_interval(values: ArrayLike, num_resamples: int = 10_000) -> tuple[
 
 
 def placement_id(placement: Placement) -> str:
-    """Equal for equal placements, int32 ``[N]``: 12 hexadecimal digits."""
+    """Equal for equal placements, int32 ``[N]`` or ``[K, N]``: 12 hexadecimal digits."""
     return _digest(placement)[:12]
 
 
@@ -600,6 +601,7 @@ def problem_fingerprint(problem: Problem) -> str:
         *(() if problem.contention else ("no contention",)),
         *(() if problem.ready_order == "priority" else (problem.ready_order,)),
         *(("second", problem.second_j) if problem.second_j else ()),
+        *(() if problem.max_phases == 1 else ("phases", problem.max_phases)),
     )
 
 
@@ -668,7 +670,9 @@ def solution_of(saved: Mapping[str, Any]) -> Solution:
     curve = np.array(stats.get("curve") or [], np.float64)
     if curve.size and (curve.ndim != 2 or curve.shape[1] != 3):
         raise ValueError("stats: curve must have rows of seconds, evaluations and value")
-    return Solution(**given | {"placement": _whole(saved["placement"]).reshape(-1)})
+    placement = _whole(saved["placement"])
+    given["placement"] = placement if placement.ndim == 2 else placement.ravel()
+    return Solution(**given)
 
 
 def _whole(values: Any) -> NDArray[np.int32]:
