@@ -122,13 +122,14 @@ def first_difference(runner: Runner, inputs: Any) -> str:
     flat = program.flatten_inputs(*split_inputs(inputs))
     expected = run_program(every, flat)
     shown = replace(graph, program=every, output_tensor=np.array(sorted(made), np.int32))
-    with Runner(shown, runner.cluster, runner.placement) as watched:
+    place = np.atleast_2d(runner.placement)[0]
+    with Runner(shown, runner.cluster, place) as watched:
         (got,) = watched.stream_tensors([flat])
     for t, a, b in zip(made, got, expected, strict=True):
         wrong = difference([a.cpu()], [b.cpu()])
         if wrong:
             n = int(graph.tensor_src[t])
-            device = runner.cluster.device_names[runner.placement[n]]
+            device = runner.cluster.device_names[place[n]]
             return (
                 f"; first in operator {graph.op_name[n]!r} (module {graph.op_module[n]!r}) on "
                 f"{device!r}, whose {wrong}"

@@ -100,7 +100,7 @@ def test_a_batch_says_what_the_timelines_say(seed: int) -> None:
 @settings(max_examples=60, deadline=None)
 def test_phases_that_are_alike_are_one(seed: int, phases: int) -> None:
     problem, p = periodic(seed)
-    profile = replace(problem.profile, loaded_s=None, batch_s=0.0)  # what means of loads would round
+    profile = replace(problem.profile, loaded_s=None, batch_s=0.0)  # means of loads round
     problem = replace(problem, profile=profile)
     one, many = p[0], np.stack([p[0]] * phases)
     for objective in ("period", "latency", "energy", "max_load", "piecewise_latency"):
