@@ -75,6 +75,7 @@ def build(operators: int, num_devices: int) -> Problem:
     seconds = np.repeat(one.compute_s, num_devices, axis=1)
     profile = Profile(machine.device_names, seconds, np.zeros_like(seconds), machine.links)
     problem = Problem(one.graph, machine, profile, num_microbatches=64, max_in_flight=16)
+    problem = replace(problem, max_phases=64)  # for replicas
     assert problem.num_channels >= 1
     return problem
 

@@ -184,6 +184,11 @@ def _check_measurable(args: argparse.Namespace) -> None:
         raise cli.UsageError(
             f"--measurements is for --objective period or latency, not {args.objective}"
         )
+    if args.max_phases not in (None, 1):
+        raise cli.UsageError(
+            f"--max-phases {args.max_phases}: --measurements moves operators of all micro-batches "
+            "alike; leave one of the two out"
+        )
     away = [d.name for d in cli.cluster_of(args.cluster).devices if d.like is not None]
     if away:
         raise cli.UsageError(f"--measurements is for devices that are here; {away} are described")
@@ -216,6 +221,11 @@ def _ordered(
     """The answer in the order of the scheduler, with the value that it has in that order."""
     from placement.simulator import as_simulated
 
+    if solution.placement.ndim == 2:
+        raise cli.UsageError(
+            f"--scheduler {args.scheduler} orders placements with one phase, the answer of "
+            f"{args.planner} has {len(solution.placement)}: --max-phases 1"
+        )
     with cli.says_nothing_in_answers():
         schedule = scheduler(problem, solution.placement, problem.num_microbatches)
     why = f"the placement does not fit in the order of {args.scheduler}"
@@ -445,7 +455,8 @@ def _answer(
 
     feasible = isfinite(solution.value_s)
     devices, phases = problem.cluster.device_names, np.atleast_2d(solution.placement)
-    told = ("measured_s", "measured_single_s", "measurements", "replicated_period_s", "stages")
+    told = ("measured_s", "measured_single_s", "measurements")
+    told += ("replicated_period_s", "stages", "turns")
     measured = {key: solution.stats[key] for key in told if key in solution.stats}
     if not isfinite(measured.get("measured_single_s", 0.0)):
         measured["measured_single_s"] = None

@@ -35,7 +35,7 @@ from tests.problems import random_problem
 
 # Not these: they need a file or an optional package, take seconds for each proof, or are for one
 # objective; each has contract tests of its own.
-ELSEWHERE = ("expert", "metis", "cp_sat", "mip", "coarsened", "order_search")
+ELSEWHERE = ("expert", "metis", "cp_sat", "mip", "coarsened", "order_search", "data_parallel")
 PLANNERS = [name for name in names() if name not in ELSEWHERE]
 SEARCHES = (
     "random_search",
@@ -618,7 +618,6 @@ def test_best_of_knows_every_planner_that_is_neither_a_search_nor_a_solver() -> 
         "policy",
         "order_search",
     }
-    others.add("replicated")  # plans several devices per operator, a placement is only its part
     assert set(load("best_of").planners) == set(names()) - others
 
 
