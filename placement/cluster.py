@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -268,7 +268,7 @@ class Cluster:
 
     @cached_property
     def power(self) -> Power:
-        """What the devices draw, and when they sleep; watts that are not known are nan."""
+        """What the devices draw; watts that are not known are nan."""
         return Power.of(self.devices)
 
     @property
@@ -386,71 +386,54 @@ class Cluster:
             raise ClusterError(f"{path}: {error}") from error
 
 
-_TYPES: dict[str, type] = {
-    **dict.fromkeys(("name", "kind", "like", "model", "power_source"), str),
-    **dict.fromkeys(("src", "dst", "channel"), str),
-    "threads": int,
-    "blocking": bool,
-}
 _WORDS = {str: "a text: write it in quotes", int: "a whole number", bool: "true or false"}
 
 
 def from_record(kind: type, data: Any) -> Any:
-    """A ``Device`` or a ``Link`` of the fields that a file gives.
+    """A ``Device`` or a ``Link`` of the fields that a file gives, of the types that they have.
 
     Raises:
         ClusterError: a field that is unknown, missing, or of another kind.
     """
-    known = {f.name: f for f in fields(kind)}
+    what = kind.__name__.lower()
     if not isinstance(data, dict):
-        raise ClusterError(f"a {kind.__name__.lower()} must be a mapping, not {short(data)}")
-    unknown = set(data) - set(known)
-    if unknown:
+        raise ClusterError(f"a {what} must be a mapping, not {short(data)}")
+    where = f"{what} {short(data.get('name', ''))}"
+    known, hints = {f.name: f for f in fields(kind)}, get_type_hints(kind)
+    if unknown := set(data) - set(known):
         raise ClusterError(
-            f"{kind.__name__.lower()} {short(data.get('name', ''))}: unknown field "
-            f"{short(sorted(map(str, unknown)))}; fields are {sorted(known)}"
+            f"{where}: unknown field {short(sorted(map(str, unknown)))}; fields are {sorted(known)}"
         )
-    values = dict(data)
-    if "cores" in values:
-        if not isinstance(values["cores"], list):
-            raise ClusterError(f"cores = {short(values['cores'])} is not a list of core numbers")
-        values["cores"] = tuple(values["cores"])
-    for key, value in values.items():
+    values = {}
+    for key, value in data.items():
         if value is None and known[key].default is not None:
-            raise ClusterError(
-                f"{kind.__name__.lower()} {short(data.get('name', ''))}: {key} must not be empty; "
-                "leave it out"
-            )
-        needed = _TYPES.get(key)
-        if value is not None and needed is not None and type(value) is not needed:
-            raise ClusterError(
-                f"{kind.__name__.lower()} {short(data.get('name', ''))}: {key} = {short(value)} "
-                f"must be {_WORDS[needed]}"
-            )
-    for core in values.get("cores", ()):
-        if type(core) is not int:
-            raise ClusterError(f"cores: {short(core)} is not a core number")
-    numbers = (
-        "latency_s", "bandwidth_bytes_per_s", "wake_s", "send_s", "send_s_per_byte", "speed",
-        "busy_w", "idle_w", "memory_bytes",
-    )  # fmt: skip
-    for key in numbers:
-        if values.get(key) is not None:
-            # YAML reads 1e9 as a string: accept it, and name the field if it is no number.
-            try:
-                if isinstance(values[key], bool):
-                    raise TypeError("a word")
-                if key == "memory_bytes" and type(values[key]) is int:
-                    continue  # a float would round it
-                values[key] = float(values[key])
-                if key == "memory_bytes":
-                    values[key] = int(values[key])
-            except (TypeError, ValueError, OverflowError):
-                raise ClusterError(f"{key} = {short(values[key])} is not a number") from None
+            raise ClusterError(f"{where}: {key} must not be empty; leave it out")
+        needed = next(x for x in (*get_args(hints[key]), hints[key]) if x is not type(None))
+        values[key] = value if value is None else _field(where, key, value, needed)
     try:
         return kind(**values)
     except TypeError as error:
-        raise ClusterError(f"{kind.__name__.lower()} {short(data)}: {error}") from error
+        raise ClusterError(f"{what} {short(data)}: {error}") from error
+
+
+def _field(where: str, key: str, value: Any, needed: Any) -> Any:
+    if key == "cores":
+        if not isinstance(value, list):
+            raise ClusterError(f"cores = {short(value)} is not a list of core numbers")
+        for core in value:
+            if type(core) is not int:
+                raise ClusterError(f"cores: {short(core)} is not a core number")
+        return tuple(value)
+    if type(value) is needed:  # a float would round a large number of bytes
+        return value
+    if needed is not float and key != "memory_bytes":
+        raise ClusterError(f"{where}: {key} = {short(value)} must be {_WORDS[needed]}")
+    try:  # YAML reads 1e9 as a text: accept it, and name the field if it is no number
+        if isinstance(value, bool):
+            raise TypeError("a word")
+        return needed(float(value))
+    except (TypeError, ValueError, OverflowError):
+        raise ClusterError(f"{key} = {short(value)} is not a number") from None
 
 
 def _host_memory_bytes() -> int:
