@@ -41,10 +41,11 @@ class Replicated:
     ``last`` operator and the ``devices`` of each stage, ``stats["replicated_period_s"]`` is what
     the program counts for them; ``value_s`` is the simulator's.
 
-    Deviations: devices count as the slowest of them, and links as the slowest too (a ring is no
-    faster); the all-reduce overlaps with nothing, and the simulator does not know it; nodes are not
-    told apart, devices are used in the cluster's order; parameters, and the activations of the
-    micro-batches in flight, must fit on the smallest device.
+    Deviations: devices count as the slowest of those that are used, which are the fastest, or those
+    and the second fastest, and so on; links count as the slowest too (a ring is no faster); the
+    all-reduce overlaps with nothing, and the simulator does not know it; nodes are not told apart,
+    devices of one speed are used in the cluster's order; parameters, and the activations
+    of the micro-batches in flight, must fit on the smallest device.
 
     Attributes:
         max_blocks: groups are merged into this many blocks of about equal seconds first.
@@ -58,24 +59,29 @@ class Replicated:
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
         block = merge_blocks(problem, self.max_blocks)
-        table = stage_periods(problem, block)
-        period_s, stages = fewest_in_turns(table, problem.num_devices, problem.max_phases)
+        period_s, stages, table, devices = np.inf, [], None, None
+        for used in by_speed(problem):
+            some = stage_periods(problem, block, used)
+            found = fewest_in_turns(some, len(used), problem.max_phases)
+            if found[0] < period_s:
+                (period_s, stages), table, devices = found, some, used
         phases = math.lcm(*(r for *_, r in stages)) if stages else 1
         choice = np.zeros((phases, problem.graph.num_groups), np.int32)
         told, free = [], 0
         number = block[problem.graph.group]
         for begin, end, replicas in stages:
-            turn = free + np.arange(phases, dtype=np.int32) % replicas
+            assert table is not None and devices is not None, "stages are of some"
+            mine = devices[free : free + replicas]
+            turn = mine[np.arange(phases) % replicas]
             choice[:, (block >= begin) & (block < end)] = turn[:, None]
             ops = np.flatnonzero((number >= begin) & (number < end))
-            names = problem.cluster.device_names[free : free + replicas]
             op_name = problem.graph.op_name
             told.append(
                 {
                     "first": op_name[ops[0]],
                     "last": op_name[ops[-1]],
                     "num_ops": len(ops),
-                    "devices": list(names),
+                    "devices": [problem.cluster.device_names[d] for d in mine],
                     "period_s": float(table.period_s[table.at(replicas), begin, end]),
                 }
             )
@@ -113,12 +119,26 @@ def numbers(most: int) -> NDArray[np.int64]:
     return np.array(found, np.int64)
 
 
-def stage_periods(problem: Problem, block: Ints) -> StagePeriods:
-    """The table of all stages, ``block`` int32 ``[G]`` being the block of each group."""
+def by_speed(problem: Problem) -> list[NDArray[np.intp]]:
+    """The fastest devices, those and the second fastest, ... and all, by what the whole takes."""
+    whole_s = problem.compute_s.sum(axis=0)
+    order = np.argsort(whole_s, kind="stable")
+    slower = np.flatnonzero(whole_s[order][1:] > whole_s[order][:-1] * (1 + ROUNDING)) + 1
+    return [order[:count] for count in (*slower.tolist(), len(order))]
+
+
+def stage_periods(
+    problem: Problem, block: Ints, devices: NDArray[np.intp] | None = None
+) -> StagePeriods:
+    """The table of all stages, ``block`` int32 ``[G]`` being the block of each group.
+
+    ``devices``: those that are used; None: all.
+    """
+    devices = np.arange(problem.num_devices) if devices is None else devices
     g, size = problem.graph, int(block.max()) + 2
     at = block[g.group]
     seconds = np.zeros(size - 1)
-    slowest = problem.compute_s.max(axis=1)  # any device must be able to take any stage
+    slowest = problem.compute_s[:, devices].max(axis=1)  # any device must be able to take any stage
     np.add.at(seconds, at, slowest)
     total = np.append(0.0, np.cumsum(seconds))
     finite = np.isfinite(total)
@@ -142,11 +162,12 @@ def stage_periods(problem: Problem, block: Ints) -> StagePeriods:
             np.bincount(at[g.tensor_src[made]], weights=g.tensor_bytes[made], minlength=size - 1)
         ),
     )
-    flights = problem.max_in_flight if problem.memory_may_bind else 0
+    in_time = problem.memory_may_bind and not problem.objective.is_analytic
+    flights = problem.max_in_flight if in_time else 0
     need = own + flights * (activation[None, :] - activation[:, None])
-    impossible = (highs <= lows) | (need > problem.memory_bytes.min())
+    impossible = (highs <= lows) | (need > problem.memory_bytes[devices].min())
 
-    replicas = numbers(min(problem.num_devices, problem.max_phases))
+    replicas = numbers(min(len(devices), problem.max_phases))
     latency_s, per_byte_s = _slowest_link(problem)
     period = np.empty((len(replicas), size, size))
     moved = np.maximum(np.maximum(received, sent), 0.0)
