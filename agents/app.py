@@ -315,7 +315,8 @@ def make_problems(job: Job) -> dict[str, Problem]:
         problem.profile.save(job.folder / name / "profile.npz")
         problems[name] = problem
     problems |= _synthetic_problems(job.cfg)
-    asked = {key: job.cfg.get(key) for key in ("contention", "ready_order", "second_j", "max_phases")}
+    names = ("contention", "ready_order", "second_j", "max_phases")
+    asked = {key: job.cfg.get(key) for key in names}
     changes: Any = {key: value for key, value in asked.items() if value is not None}
     problems = {name: replace(problem, **changes) for name, problem in problems.items()}
     if not problems:

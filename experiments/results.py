@@ -209,9 +209,10 @@ def second_device(results: Path) -> str:
     """Pipelines over two devices beside plain PyTorch."""
     return table(
         pipelining.STUDY.read(results),
-        Column("model", "workload"),
+        Column("model", "case"),
         Column("one device", "one device", 1, 1e3, " ms"),
-        Column("two devices", "planned", 1, 1e3, " ms"),
+        Column("two replicas", "two replicas", 1, 1e3, " ms"),
+        Column("best cut", "best cut", 1, 1e3, " ms"),
         Column("plain PyTorch, both cores", "plain, 2 threads", 1, 1e3, " ms"),
         Column("gain over one device", "against one device", 2, 1, "x"),
         Column("gain over plain PyTorch", "against plain", 2, 1, "x"),

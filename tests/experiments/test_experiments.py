@@ -277,7 +277,7 @@ def test_the_committed_page_follows_from_the_committed_rows(name: str) -> None:
 SMALL = {
     "bench": "",
     "learned.__main__": "giph --graphs 1 --seeds 1 --per-operator 1 --known-per-operator 2",
-    "pipelining": "tiny_mlp --rounds 1 --count 8",
+    "pipelining": "tiny_mlp tiny_mlp:0.6 tiny_mlp:latency --rounds 1 --count 8",
     "training": "resnet_tiny --steps 1 --rounds 1 --microbatches 2 --seconds 0.2",
     "peers": "pipelining --tiny --rounds 1 --micro-batches 2 --repeats 1",
     "input_pipeline": "--rounds 1 --count 4 --width 64",
@@ -290,7 +290,7 @@ RESUMED = ("fidelity", "measured", "scale", "learned.__main__")
 SAYS = {
     "bench": r"\| problem and its tables \| [\d.]+ \| ms \| ≤ 300 [✓✗] \|",
     "learned.__main__": r"\n48 to 48 operators on 17 (?s:.*)\| policy \| \+\d.* % \(.*\) \| 1 \|",
-    "pipelining": r"\| tiny_mlp \| 6 \| .* ms \| .*x \|",
+    "pipelining": r"\| tiny_mlp \| 6 \| .* ms \| .*x \| (?s:.*)tiny_mlp:0.6 \| 6 \| – \| – \|",
     "training": r"\| resnet_tiny \| \d+ \| .* \| 1 \| [01]\.\de[+-]0\d \| (?s:.*)\| searched \|",
     "peers": r"\| tiny \| 30 \| .* ms \| .*x \(",
     "input_pipeline": r"\| 1 \| Python, in a process \| 200 % \| .* \| – \| – \|",
