@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from placement import cli
 from placement.cli import (
+    audit,
     completion,
     dataset,
     doctor,
@@ -102,6 +103,9 @@ VERBS = {
         export.configure,
         export.run,
         export.EXAMPLE,
+    ),
+    "audit": Verb(
+        "what a runtime did with a plan, from its log", audit.configure, audit.run, audit.EXAMPLE
     ),
     "report": Verb("one HTML page of a run folder", report.configure, report.run, report.EXAMPLE),
     "pull": Verb("fetch a plan or a policy from W&B", pull.configure, pull.run, pull.EXAMPLE),

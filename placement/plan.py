@@ -123,6 +123,9 @@ class DeviceInfo(_Strict):
     sleep_w: Seconds | None = None
     sleep_after_s: Seconds = 0.0
     sleep_exit_s: Seconds = 0.0
+    flops_per_s: FiniteFloat | None = None
+    bytes_per_s: FiniteFloat | None = None
+    call_s: Seconds | None = None
 
 
 class LinkInfo(_Strict):

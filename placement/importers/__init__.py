@@ -7,30 +7,48 @@
 * ``doppler``: ``compute_graph/*.txt`` of github.com/xinyuyao/Doppler
 * ``moirai``: JSON with times on several devices and a transfer matrix per tensor
 * ``onnx_model``: an ONNX model (needs the package onnx); its times are predicted
+
+``load_decoder`` reads a language model without its weights, ``config.json`` or a GGUF file's
+header; what it costs on devices, and so its problem, ``placement.costs.serving`` says.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-from placement.importers import dnn_partitioning, doppler, moirai, onnx_model, pipedream
-from placement.importers._read import FormatError
+from placement.importers import (
+    dnn_partitioning,
+    doppler,
+    gguf,
+    hf_config,
+    moirai,
+    onnx_model,
+    pipedream,
+)
+from placement.importers._read import FormatError, check_table
+from placement.importers.decoder import Decoder
 from placement.problem import Problem
 from placement.tools.files import model_file, parse_json, short
 
-__all__ = ["FormatError", "load", "save"]
+__all__ = ["FormatError", "check_table", "is_decoder", "load", "load_decoder", "save"]
 
 MAX_BYTES = 2**30  # of a compressed file's content, and no more than text compresses to
 _MAX_RATIO = 50
+_MOST_CONFIG = 2**24
 
 KNOWN = (
     "formats are problem files (problem_version), dnn-partitioning JSON (nodes with fpgaLatency, "
     "maxFPGAs), Moirai JSON (nodes with a list 'time', num_devices), PipeDream graph.txt "
     "(node1 -- Conv2d -- forward_compute_time=...), DOPPLER graphs (a count, three lists, then "
     "'compute,transfer' per operator) and ONNX (binary)"
+)
+_SERVED = (
+    "a language model without weights: placement plan with --cluster FILE, --context TOKENS and "
+    "--objective prefill, decode or serve"
 )
 
 
@@ -61,6 +79,8 @@ def load(
     """
     given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     try:
+        if gguf.looks_like(_begin(path)):  # which has gigabytes of weights
+            raise FormatError(f"{path}: {_SERVED}")
         content = Path(path).read_bytes()
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
@@ -101,12 +121,54 @@ def load(
         return dnn_partitioning.read(data, str(path), objective=objective)
     if moirai.looks_like(data):
         return moirai.read(data, str(path), objective=objective)
+    if hf_config.looks_like(data):
+        raise FormatError(f"{path}: {_SERVED}")
     if isinstance(data, dict) and "assignment" in data:
         raise FormatError(
             f"{path} is a plan, not a problem: placement show, run, replan and export take plans"
         )
     found = short(sorted(data)) if isinstance(data, dict) else type(data).__name__
     raise FormatError(f"{path}: unknown JSON format (top level: {found}); {KNOWN}")
+
+
+def is_decoder(path: str | Path) -> bool:
+    """Whether the file is one that ``load_decoder`` reads; false of one that cannot be read."""
+    try:
+        if gguf.looks_like(_begin(path)):
+            return True
+        if os.path.getsize(path) > _MOST_CONFIG or _begin(path, 1) != b"{":
+            return False
+        return hf_config.looks_like(parse_json(Path(path).read_text("utf-8"), infinite=True))
+    except (OSError, ValueError):
+        return False
+
+
+def load_decoder(path: str | Path) -> Decoder:
+    """The language model that a Hugging Face ``config.json`` or a GGUF file's header describes.
+
+    Raises:
+        FormatError: it does not, or not one that is known; the message names file and field.
+    """
+    try:
+        if gguf.looks_like(_begin(path)):
+            return gguf.read(path)
+        data = parse_json(Path(path).read_text("utf-8"), infinite=True)
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
+    except FormatError:
+        raise
+    except ValueError as error:
+        raise FormatError(f"{path}: not valid JSON: {error}") from error
+    if not hf_config.looks_like(data):
+        raise FormatError(f"{path}: no config of a model: it names no model_type")
+    where = Path(path)
+    name = where.parent.name if where.name == "config.json" and where.parent.name else where.stem
+    return hf_config.read(data, str(path), name)
+
+
+def _begin(path: str | Path, size: int = 4) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(size)
 
 
 def save(problem: Problem, path: str | Path) -> None:
