@@ -1,26 +1,98 @@
 """Sphinx builds the site: ``make docs``. The pages are Markdown, and are read as they are too.
 
 The source folder is the root of the repository, so that links to results and to the log lead to
-pages of the site.
+pages of the site. The pages of the API reference are written here, one per package, and are not
+kept.
 """
 
 from __future__ import annotations
+
+import pkgutil
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
 project = "device-placement-rl"
 root_doc = "docs/index"
 include_patterns = [
     "docs/*.md",
+    "docs/api/*.rst",
     "experiments/**.md",
     "agents/released/*.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
 ]
 exclude_patterns = ["experiments/pages.md"]  # what pages of results are filled into
-extensions = ["myst_parser", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_heading_anchors = 4  # links to headings, as GitHub makes them
-# Results are reached by links; that every page of docs/ is in the contents is a test.
-suppress_warnings = ["toc.not_included"]
+# Results are reached by links; that every page of docs/ is in the contents is a test. Annotations
+# have short names, and two packages may have the same one.
+suppress_warnings = ["toc.not_included", "ref.python"]
+autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_typehints_format = "short"
+napoleon_use_ivar = True  # attributes of dataclasses are described once
 html_theme = "furo"
 html_title = project
 html_copy_source = False
 html_show_copyright = False
+
+# What is for users; the rooms that planners are made of are not.
+ROOMS = (
+    "planners", "schedulers", "simulator", "costs", "executor", "runs", "importers", "exporters",
+    "report", "workloads",
+)  # fmt: skip
+
+INNER = ("kernels", "table")
+RE_EXPORTS = ("placement", "placement.executor")  # their names are described where they are defined
+
+
+def public_modules(package: str) -> list[str]:
+    """The package and its modules that are for users."""
+    found = pkgutil.iter_modules(import_module(package).__path__)
+    names = [m.name for m in found if not (m.name[0] == "_" or m.name.endswith(INNER))]
+    files = [n for n in names if not (package == "placement" and (ROOT / package / n).is_dir())]
+    return [package, *(f"{package}.{name}" for name in files)]
+
+
+def write_reference(app: Any) -> None:
+    """A page per package."""
+    folder = ROOT / "docs" / "api"
+    folder.mkdir(exist_ok=True)
+    for package in ("placement", *(f"placement.{room}" for room in ROOMS), "envs", "agents"):
+        parts = [f"{package}\n{'=' * len(package)}\n"]
+        for module in public_modules(package):
+            if module != package:
+                parts.append(f"{module}\n{'-' * len(module)}\n")
+            parts.append(f".. automodule:: {module}\n")
+            if module in RE_EXPORTS:
+                here = import_module(module)
+                named = {name: getattr(here, name) for name in here.__all__}
+                links = [f":obj:`{n} <{x.__module__}.{n}>`" for n, x in named.items()]
+                parts[-1] += "   :no-members:\n"
+                parts.append(f"Imported from here: {', '.join(links)}.\n")
+        path = folder / f"{package.rpartition('.')[2]}.rst"
+        path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def literal_blocks(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Indented lines after a colon and an empty line are code or a drawing."""
+    for i in range(len(lines) - 2):
+        indent = len(lines[i]) - len(lines[i].lstrip())
+        if (
+            lines[i].endswith(":")
+            and not lines[i + 1]
+            and lines[i + 2].startswith(" " * (indent + 4))
+        ):
+            lines[i] += ":"
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", literal_blocks, priority=400)  # before napoleon
+    app.connect("builder-inited", write_reference)
