@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from placement import cli
 from placement.cli import (
+    audit,
     bench,
     completion,
     dataset,
@@ -67,6 +68,7 @@ VERBS = {
     "show": _of(show, "summarise a plan"),
     "diff": Verb("what two plans differ in", show.configure_diff, show.run_diff, show.DIFF_EXAMPLE),
     "export": _of(export, "write a plan in the format of another program"),
+    "audit": _of(audit, "what a runtime did with a plan, from its log"),
     "report": _of(report, "one HTML page of a run folder"),
     "pull": _of(pull, "fetch a plan or a policy from W&B"),
     "schema": Verb(

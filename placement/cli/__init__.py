@@ -438,7 +438,7 @@ def is_file(spec: str) -> bool:
 
 def looks_like_file(spec: str) -> bool:
     """A name that no workload can have, or that of a file that is there."""
-    suffixes = (".json", ".txt", ".npz", ".onnx", ".yaml", ".pt", ".pt2", ".pth", ".py")
+    suffixes = (".json", ".txt", ".npz", ".onnx", ".gguf", ".yaml", ".pt", ".pt2", ".pth", ".py")
     return "/" in spec or Path(spec).suffix in suffixes or os.path.isfile(spec)
 
 
