@@ -35,6 +35,7 @@ myst_heading_anchors = 4  # links to headings, as GitHub makes them
 suppress_warnings = ["toc.not_included", "ref.python"]
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
 napoleon_use_ivar = True  # attributes of dataclasses are described once
 html_theme = "furo"
 html_title = project
@@ -97,7 +98,20 @@ def in_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
         )
 
 
+def short(app: Any, what: str, name: str, obj: Any, options: Any, *texts: str | None) -> Any:
+    """A signature and what is returned, with arrays as they are written in the code."""
+
+    def shorter(text: str | None) -> str | None:
+        if text is None:
+            return None
+        array = r"ndarray\[tuple\[Any, \.\.\.\], dtype\[(\w+)\]\]"
+        return re.sub(array, r"NDArray[\1]", re.sub(r"~(\w+\.)+", "", text))
+
+    return tuple(map(shorter, texts))
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", in_rst, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", short)
     app.connect("builder-inited", write_reference)
