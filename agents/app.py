@@ -10,7 +10,6 @@ import shlex
 import sys
 import traceback
 import typing
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from hydra import version
+from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
@@ -31,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 import conf
 from agents.sweeps import is_best_of_sweep
 from placement import cli
-from placement.tools.ownership import DISTRIBUTION, check_packages
+from placement.tools.ownership import DISTRIBUTION
 
 if TYPE_CHECKING:
     from placement.problem import Planner, Problem
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from placement.runs.row import Row
     from placement.runs.tracking import Mirror, Tracker
 
-_OURS = ("placement", "envs", "agents")
 _LISTS = ("workload", "planner")
 _MANY = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 _PLUGINS = (
@@ -53,62 +53,41 @@ class AppError(ValueError):
     """The configuration asks for something impossible; the message says what to change."""
 
 
-def launch(app: Callable[[], Any]) -> int:
-    """Run a ``hydra.main`` function; returns the exit code, and users' errors are one message.
+def launch(
+    task: Callable[[DictConfig], float], config: str, words: Sequence[str] | None = None
+) -> int:
+    """The exit code of a Hydra command: ``task`` of ``conf/<config>.yaml`` and these words.
 
     The environment variable ``HYDRA_FULL_ERROR=1`` shows where an error comes from.
     """
+    typed = sys.argv[1:] if words is None else words
+    debug = bool(os.environ.get("HYDRA_FULL_ERROR"))
 
     def run() -> int:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors itself, exits with 1
         # Workers bring their own threads; spinning ones of this process would only disturb them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        sys.argv[1:] = with_lists(sys.argv[1:])
+        parser = get_args_parser()
         with cli.says_when_compiling():
             try:
-                app()
+                args = parser.parse_args(with_lists(typed))
+                if args.experimental_rerun:
+                    raise AppError("--experimental-rerun: give the same words instead")
+                # As hydra.main does, which reads its words from sys.argv.
+                version.setbase("1.3")
+                _run_hydra(args, parser, task, "pkg://conf", config)
             except SystemExit as error:  # of Hydra, for what it is asked and cannot do
                 return cli.BAD_INPUT if error.code else cli.OK
         return cli.OK
 
-    return guarded(run)
-
-
-def guarded(work: Callable[[], int]) -> int:
-    """The exit code of ``work``; users' errors are one message."""
-    wants_traceback = bool(os.environ.get("HYDRA_FULL_ERROR"))
-    cli.any_output()
-    try:
-        with cli.interruptible(), warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            check_packages()
-            return work()
-    except KeyboardInterrupt:
-        cli.say("interrupted")
-        return cli.INTERRUPTED
-    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
-        cli.close_output()
-        return cli.OK
-    except Exception as error:
-        message = explain(error)
-        if message is None or wants_traceback:
-            traceback.print_exc()
-        if message is None:
-            cli.say(cli.A_DEFECT)
-            return cli.DEFECT
-        cli.say(f"error: {message}")
-        return cli.BAD_INPUT
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    cli.say(f"warning: {message}")
+    return cli.guarded(run, explain, debug=debug)
 
 
 def explain(error: Exception) -> str | None:
     """What to tell the user; None if the error is a mistake of ours."""
     if isinstance(error, InstantiationException):
         cause = error.__cause__
-        if cause is not None and type(cause).__module__.partition(".")[0] in _OURS:
+        if cause is not None and type(cause).__module__.partition(".")[0] in cli.OUR_PACKAGES:
             return str(cause)
         return f"{error}\n(to see all options and values, add: --cfg job)"
     if isinstance(error, HydraException | OmegaConfBaseException):
@@ -118,17 +97,12 @@ def explain(error: Exception) -> str | None:
         return f"{error}{because}\n(to see all options and values, add: --cfg job)"
     if _raised_by(error) == "hydra":  # plain exceptions, for flags that exclude each other
         return f"{error}\n(flags that can be given: --help, --hydra-help)"
-    full = cli.full_output(error)
-    if full is not None:
-        return full
     if isinstance(error, OSError) and error.filename:
         return (
             f"cannot use {error.filename}: {error.strerror}; "
             "another run folder: hydra.run.dir=FOLDER (or hydra.sweep.dir=FOLDER)"
         )
-    if isinstance(error, OSError | MemoryError):
-        return str(error) or cli.NO_MEMORY
-    return str(error) if type(error).__module__.partition(".")[0] in _OURS else None
+    return cli.explain(error)
 
 
 def _raised_by(error: BaseException) -> str:

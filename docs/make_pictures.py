@@ -34,8 +34,9 @@ from placement.workloads import load
 
 IMAGES = Path(__file__).parent / "img"
 INK, FAINT, LANE = "#22272e", "#6e7781", "#f1f3f5"
+RED = "#c8553d"
 DEVICES = ("#3b6fb6", "#f2a541", "#4aa57c")
-BATCHES = ("#3b6fb6", "#f2a541", "#4aa57c", "#c8553d")
+BATCHES = (*DEVICES, RED)
 TEXT = ("white", INK, "white", "white")
 WIDTH = 8.4  # inches: two thirds of a page
 
@@ -47,11 +48,12 @@ def graph() -> Figure:
     level = np.zeros(found.num_ops, int)
     for src, dst in found.edges[np.argsort(found.edges[:, 1], kind="stable")]:
         level[dst] = max(level[dst], level[src] + 1)
-    at = {}
-    for depth in range(level.max() + 1):
-        here = np.flatnonzero(level == depth)
-        for k, op in enumerate(here):
-            at[int(op)] = (float(depth), k - (len(here) - 1) / 2)
+    rows = [np.flatnonzero(level == depth) for depth in range(level.max() + 1)]
+    at = {
+        int(op): (float(depth), k - (len(row) - 1) / 2)
+        for depth, row in enumerate(rows)
+        for k, op in enumerate(row)
+    }
     names = ("cpu:0", "cpu:1")
     devices = tuple(Device(name, memory_bytes=10**9) for name in names)
     links = (Link(*names, 0.1), Link(*names[::-1], 0.1))
@@ -69,53 +71,19 @@ def graph() -> Figure:
     for src, dst in found.edges.tolist():
         (x, y), (u, v) = at[src], at[dst]
         crosses = placement[src] != placement[dst]
-        axis.annotate(
-            "",
-            (u - 0.40, v + 0.12 * np.sign(y - v)),
-            (x + 0.40, y),
-            arrowprops={
-                "arrowstyle": "-|>",
-                "color": "#c8553d" if crosses else FAINT,
-                "lw": 1.8 if crosses else 1.0,
-                "shrinkA": 0,
-                "shrinkB": 0,
-            },
-        )
+        arrow = {"arrowstyle": "-|>", "color": RED if crosses else FAINT}
+        arrow |= {"lw": 1.8 if crosses else 1.0, "shrinkA": 0, "shrinkB": 0}
+        axis.annotate("", (u - 0.40, v + 0.12 * np.sign(y - v)), (x + 0.40, y), arrowprops=arrow)
     for op, (x, y) in at.items():
-        box = FancyBboxPatch(
-            (x - 0.39, y - 0.2),
-            0.78,
-            0.4,
-            "round,pad=0,rounding_size=0.08",
-            lw=0,
-            facecolor=DEVICES[placement[op]],
-        )
-        axis.add_patch(box)
-        axis.text(
-            x,
-            y,
-            found.op_name[op],
-            ha="center",
-            va="center",
-            fontsize=7.5,
-            color=TEXT[placement[op]],
-        )
+        d, shape = placement[op], "round,pad=0,rounding_size=0.08"
+        corner = (x - 0.39, y - 0.2)
+        axis.add_patch(FancyBboxPatch(corner, 0.78, 0.4, shape, lw=0, facecolor=DEVICES[d]))
+        _write(axis, x, y, found.op_name[op], TEXT[d], 7.5)
     for d, name in enumerate(names):
-        axis.text(
-            d * 0.9 - 0.39,
-            high + 0.75,
-            name,
-            fontsize=9,
-            color=TEXT[d],
-            bbox={"facecolor": DEVICES[d], "lw": 0, "boxstyle": "round,pad=0.3"},
-        )
-    axis.text(
-        1.9 - 0.39,
-        high + 0.75,
-        "red: a tensor that is sent to the other device",
-        fontsize=9,
-        color="#c8553d",
-    )
+        box = {"facecolor": DEVICES[d], "lw": 0, "boxstyle": "round,pad=0.3"}
+        axis.text(d * 0.9 - 0.39, high + 0.75, name, fontsize=9, color=TEXT[d], bbox=box)
+    sent = "red: a tensor that is sent to the other device"
+    axis.text(1.9 - 0.39, high + 0.75, sent, fontsize=9, color=RED)
     axis.set_xlim(-0.5, level.max() + 0.5)
     axis.set_ylim(-high - 0.4, high + 1.1)
     axis.set_axis_off()
@@ -208,14 +176,8 @@ def sharing() -> Figure:
 
 
 def _chain(max_in_flight: int) -> Problem:
-    made = OpGraph.build(
-        "chain",
-        ["a", "b", "c"],
-        [-1, 0, 1, 2],
-        [40, 40, 100, 40],
-        [(0, 0), (1, 1), (2, 2)],
-        output_tensor=[3],
-    )
+    uses, sizes = [(0, 0), (1, 1), (2, 2)], [40, 40, 100, 40]
+    made = OpGraph.build("chain", list("abc"), [-1, 0, 1, 2], sizes, uses, output_tensor=[3])
     seconds = np.array([[2.0, 2.0], [1.0, 1.0], [3.0, 3.0]])
     links = (Link("one", "two", 1.0), Link("two", "one", 1.0))
     return _problem(made, ("one", "two"), seconds, links, max_in_flight)
@@ -238,14 +200,8 @@ def _step(where: list[int], forward_s: list[float], training: bool = True) -> Pr
 
 def _fork(channel: str | None) -> Problem:
     """Operator a makes one tensor, which b and c read on device one, d and e on device two."""
-    made = OpGraph.build(
-        "fork",
-        list("abcde"),
-        range(5),
-        [2] * 5,
-        [(0, 1), (0, 2), (0, 3), (0, 4)],
-        output_tensor=[1, 2, 3, 4],
-    )
+    uses, outputs = [(0, n) for n in range(1, 5)], range(1, 5)
+    made = OpGraph.build("fork", list("abcde"), range(5), [2] * 5, uses, output_tensor=outputs)
     names = ("zero", "one", "two")
     links = tuple(Link(a, b, 0.0, 1.0, channel=channel) for a in names for b in names if a != b)
     return _problem(made, names, np.repeat([[1.0], [2.0], [1.0], [2.0], [1.0]], 3, 1), links, 1)
@@ -280,32 +236,16 @@ def _draw(
             begin, end = found.start_s[batch, op], found.end_s[batch, op]
             pale = faded is not None and faded[op]
             _bar(axis, lane, begin, end, colour, 0.35 if pale else 1.0)
-            text = f"{op_label[op] if op_label else ''}{batch if not op_label or batch else ''}"
-            if op_label and found.num_microbatches > 1:
-                text = f"{op_label[op]}{batch}"
-            axis.text(
-                (begin + end) / 2,
-                lane,
-                text,
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=INK if pale else TEXT[batch % len(TEXT)],
-            )
+            number = batch if found.num_microbatches > 1 or not op_label else ""
+            text = f"{op_label[op] if op_label else ''}{number}"
+            _write(axis, (begin + end) / 2, lane, text, INK if pale else TEXT[batch % len(TEXT)])
     for row, (_, batch, src, dst) in enumerate(found.transfers.tolist()):
         if (src, dst) in channels:
             lane = len(found.device_names) + [*channels].index((src, dst))
             begin, end = found.transfer_start_s[row], found.transfer_end_s[row]
             _bar(axis, lane, begin, end, BATCHES[batch % len(BATCHES)], 0.6, 0.24)
-            axis.text(
-                (begin + end) / 2,
-                lane,
-                f"{batch}" if found.num_microbatches > 1 else "a",
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=INK,
-            )
+            text = f"{batch}" if found.num_microbatches > 1 else "a"
+            _write(axis, (begin + end) / 2, lane, text, INK)
     axis.set_yticks(range(len(lanes)), lanes, fontsize=9, color=INK)
     axis.set_ylim(len(lanes) - 0.5, -0.55)
     axis.tick_params(axis="y", length=0)
@@ -318,13 +258,12 @@ def _draw(
 def _bar(
     axis: Axes, lane: int, begin: float, end: float, colour: str, alpha: float, half: float = 0.38
 ) -> None:
-    axis.broken_barh(
-        [(begin + 0.03, end - begin - 0.06)],
-        (lane - half, 2 * half),
-        facecolor=colour,
-        alpha=alpha,
-        lw=0,
-    )
+    span, height = [(begin + 0.03, end - begin - 0.06)], (lane - half, 2 * half)
+    axis.broken_barh(span, height, facecolor=colour, alpha=alpha, lw=0)
+
+
+def _write(axis: Axes, x: float, y: float, text: str, colour: str, size: float = 8) -> None:
+    axis.text(x, y, text, ha="center", va="center", fontsize=size, color=colour)
 
 
 def _title(axis: Axes, left: str, right: str) -> None:

@@ -119,10 +119,3 @@ DOPPLER = {
     "known": Option(100_000, "evaluations of the searches whose result counts as best known"),
     "seeds": Option(5, "of every planner that draws"),
 }
-
-# What training costs.
-COST = {
-    "steps": Option(6_000, "of each training whose speed is measured"),
-    "limit_s": Option(30.0, "of the search for the time to reach the best baseline"),
-    "seeds": Option(5, "of the latter"),
-}

@@ -171,7 +171,6 @@ class Bench:
         self.before: Floats = np.zeros(0)
 
     def profile_again(self) -> None:
-        """Another measurement of all operators."""
         self.profiles.append(measure(self.graph, self.cluster, repeats=self.repeats))
 
     def span_s(self, placement: Placement, count: int) -> float:
@@ -180,7 +179,6 @@ class Bench:
         return float(np.median(run.span_s))
 
     def speeds(self) -> Floats:
-        """Seconds of the whole model on each device, now."""
         return np.array([self.span_s(p, self.speed) for p in self.singles])
 
     def once(self, placement: Placement) -> Floats:
@@ -219,7 +217,6 @@ def rows_of(workload: str, options: Options) -> dict[str, Any]:
 def _row(
     problem: Problem, profile: Profile, name: str, placement: Placement, measured: Floats
 ) -> Row:
-    """A placement, from what was measured in each round."""
     latency, period, peak = measured[:, :3].T
     here = as_slow_as(profile, np.median(measured[:, 3:], axis=0))
     ours, plain = (predicted(problem, p, placement) for p in (here, profile))
@@ -295,7 +292,6 @@ def merged(profiles: list[Profile]) -> Profile:
 
 
 def values(rows: Sequence[Row], name: str) -> list[float]:
-    """A field of all rows."""
     return [getattr(r, name) for r in rows]
 
 

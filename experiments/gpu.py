@@ -74,7 +74,6 @@ class Bench:
     failures: int = field(default=0)
 
     def emit(self, item: str, **facts: Any) -> None:
-        """A row of the results."""
         facts = {k: None if v != v else v for k, v in facts.items()}  # JSON knows no nan
         row = {"section": self.section, "item": item, **facts}
         with (self.out / "gpu.jsonl").open("a", encoding="utf-8") as file:
@@ -109,7 +108,6 @@ class Bench:
         return torch.device("cuda:0")
 
     def graph(self, name: str, **options: Any) -> tuple[nn.Module, Any, OpGraph]:
-        """A workload and its graph."""
         module, inputs = load(name, **options)
         return module, inputs, capture(module, inputs, name=name)
 
@@ -126,17 +124,14 @@ class Bench:
 
 
 def shown(value: Any) -> str:
-    """A figure with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def all_on(graph: OpGraph, device: int) -> np.ndarray:
-    """Everything on one device."""
     return np.full(graph.num_ops, device, np.int32)
 
 
 def scattered(graph: OpGraph, seed: int, num_devices: int = 2) -> np.ndarray:
-    """Colocation groups at random."""
     chosen = np.random.default_rng(seed).integers(num_devices, size=graph.num_groups)
     return chosen[graph.group].astype(np.int32)
 
@@ -200,13 +195,11 @@ def timed(call: Callable[[], Any], times: int = 1) -> float:
 
 
 def call_seconds(runner: Runner, inputs: Any, times: int) -> float:
-    """Seconds of one call at a time."""
     args, kwargs = split_inputs(inputs)
     return timed(lambda: runner(*args, **kwargs), times)
 
 
 def period_of(runner: Runner, inputs: Any, count: int) -> float:
-    """Seconds per micro-batch of a stream."""
     began = time.perf_counter()
     ends = [time.perf_counter() - began for _ in runner.stream([inputs] * count)]
     return float(steady_period(np.array(ends)))
@@ -233,7 +226,6 @@ def on_gpu(
 
 
 def facts(b: Bench) -> None:
-    """What this machine is."""
     cluster = b.cluster
     for d in cluster.devices:
         b.emit(
@@ -310,7 +302,6 @@ def wake_seconds(event: Any) -> float:
 
 
 def replay_us(x: Tensor, kernels: int = 200) -> float:
-    """Microseconds of a kernel of a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x
@@ -446,7 +437,6 @@ One = Callable[["Bench", str, nn.Module, Any, OpGraph], None]
 
 
 def each(b: Bench, one: One, most: int | None = None) -> None:
-    """Do ``one`` for each model that is profiled."""
     for key, name, options in (("tiny_mlp", "tiny_mlp", {}),) if b.emulated else PROFILED[:most]:
         with b.item(key):
             one(b, key, *b.graph(name, **options))
@@ -458,7 +448,6 @@ def profile(b: Bench) -> None:
 
 
 def profiled(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
-    """Of one model."""
     cluster = b.cluster
     found = b.profile(key, graph, cluster)
     cpu, gpu = found.compute_s.T
@@ -493,7 +482,6 @@ def fidelity(b: Bench) -> None:
 
 
 def predicted(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
-    """Of one model."""
     from scipy.stats import spearmanr
 
     cluster = b.cluster
@@ -531,7 +519,6 @@ def plans(b: Bench) -> None:
 
 
 def planned(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
-    """Of one model."""
     cluster = b.cluster
     found = b.profile(key, graph, cluster)
     seconds: dict[str, float] = {}
@@ -854,7 +841,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def table(lines: Sequence[str]) -> str:
-    """Each section's rows, those of equal columns together."""
     rows = [json.loads(line) for line in lines]
     said = []
     for name in list(dict.fromkeys(row["section"] for row in rows)):

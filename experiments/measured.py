@@ -284,7 +284,6 @@ def budget_of(options: Options) -> Budget:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """All ways on every workload; trials, and with them the answers, are kept."""
     import torch
 
     from placement.executor import Executor
@@ -303,8 +302,6 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
-    """A line per workload and way."""
-
     def ratio(field: str, summary: Summary) -> str:
         middle, low, high = map(number, getattr(summary, field))
         return f"{middle} ({low} to {high})"

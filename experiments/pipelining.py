@@ -35,7 +35,6 @@ WAYS = ("one device", "planned", "contiguous_dp", "plain, 1 thread", "plain, 2 t
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
-    """Median seconds per item of each way to run a workload."""
     for workload in options.workloads:
         picture = options.out / "pipelining.png" if workload == options.workloads[0] else None
         yield row(workload, options.rounds, options.count, picture)

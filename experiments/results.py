@@ -289,7 +289,6 @@ def goals_page(results: Path = RESULTS) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
     parser.add_argument("--results", type=Path, default=RESULTS)

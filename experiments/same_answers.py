@@ -85,19 +85,16 @@ def digest(*parts: Any) -> str:
 
 
 def exact(value: float | None) -> str | None:
-    """Every digit of a number."""
     return None if value is None else repr(float(value))
 
 
 def of_schedule(schedule: Any) -> str | None:
-    """A hash of every device's order."""
     if schedule is None:
         return None
     return digest(str(schedule.num_microbatches), *(np.reshape(x, (-1, 2)) for x in schedule.order))
 
 
 def of_solution(solution: Any) -> Row:
-    """What a planner answered."""
     return {
         "value": exact(solution.value_s),
         "bound": exact(solution.lower_bound_s),
@@ -222,7 +219,6 @@ def placements(problem: placement.Problem, number: int) -> Any:
 
 
 def planner_rows(wanted: Wanted) -> Iterator[Task]:
-    """Every planner on every problem."""
     for name, problem in problems(wanted):
         made, _, kind = name.partition(" ")
         extra = made.startswith(("profile", "synthetic")) and kind not in ("period", "latency")
@@ -340,7 +336,6 @@ def simulator_rows(wanted: Wanted) -> Iterator[Task]:
 
 
 def bounds(problem: placement.Problem) -> Row:
-    """What is proved for every placement."""
     return {k: exact(v) for k, v in lower_bounds(problem).items()}
 
 
@@ -357,7 +352,6 @@ def batch(problem: placement.Problem) -> Row:
 
 
 def timeline(problem: placement.Problem, simulated: Any, number: int | None) -> Row:
-    """Two timelines, in full."""
     made = [simulated(problem, p, num_microbatches=number) for p in placements(problem, 2)]
     return {
         "latency": digest([t.latency_s for t in made]),
@@ -467,7 +461,6 @@ def policy_rows(wanted: Wanted) -> Iterator[Task]:
 
 
 def decided(problem: placement.Problem, options: Row) -> Row:
-    """The answer, and the parts of it that the network alone decided."""
     answer = planners.load("policy", **options)(problem)
     shown = ("baseline_value_s", "greedy_value_s", "best_of_k_value_s", "best_value_s", "steps")
     return of_solution(answer) | {k: exact(answer.stats[k]) for k in shown if k in answer.stats}
@@ -489,7 +482,6 @@ def env_rows(wanted: Wanted) -> Iterator[Task]:
 
 
 def walked(name: str, kind: Any) -> Row:
-    """Observations and rewards of fifty steps."""
     import gymnasium
 
     chosen = ("branches", "synthetic/u_net", "synthetic/inception", "synthetic/reduction_tree")
@@ -594,7 +586,6 @@ def rewritten(text: str) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     make = verbs.add_parser("record", help="write the answers of this checkout")

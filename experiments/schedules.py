@@ -153,8 +153,6 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
-    """How often what was to be shown holds, and all cases."""
-
     def general(value: float | None) -> str:
         return DASH if value is None else f"{value:.4g}"
 
@@ -230,7 +228,6 @@ def folded(problem: Problem, pieces: Sequence[tuple[int, float]] = PIECES) -> Pl
 
 
 def executed(options: Options) -> Iterator[Executed]:
-    """Every scheduler's order of every workload, in rounds in turns."""
     from placement.capturing import capture
     from placement.executor import Executor
     from placement.simulator import simulate

@@ -24,7 +24,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem)
     bounds = {"latency": path_s, "period": load_s, "max_load": load_s, "piecewise_latency": path_s}
     if problem.power is not None:
-        busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.sleep_w)
+        busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.idle_w)
         added = np.where(problem.supported, problem.compute_s, 0.0) * (busy - least)
         added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
         run_s = max(path_s / problem.num_microbatches, load_s)

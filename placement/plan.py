@@ -120,9 +120,6 @@ class DeviceInfo(_Strict):
     speed: FiniteFloat
     model: Name
     power_source: Literal["declared", "measured"] = "declared"
-    sleep_w: Seconds | None = None
-    sleep_after_s: Seconds = 0.0
-    sleep_exit_s: Seconds = 0.0
 
 
 class LinkInfo(_Strict):
@@ -836,9 +833,32 @@ def read_plan(path: str | Path) -> Plan:
             "install the version that wrote the plan, or make it again: placement plan"
         )
     try:
-        return Plan.model_validate_json(text)
+        return Plan.model_validate_json(_awake(path, data, text))
     except ValidationError as error:
         raise PlanError(f"{path}: {_explain(error)}") from error
+
+
+_OF_SLEEP = ("sleep_after_s", "sleep_exit_s")
+
+
+def _awake(path: Path, data: dict[str, Any], text: str) -> str:
+    """Older files say of every device whether it sleeps: of one that does not, it is nothing.
+
+    Raises:
+        PlanError: one does, and the plan's values count on it.
+    """
+    try:
+        for device in data["cluster"]["devices"]:
+            watts, *_ = [device.pop(key, None) for key in ("sleep_w", *_OF_SLEEP)]
+            if watts is not None:
+                raise PlanError(
+                    f"{path}: device {short(device.get('name'))} has sleep_w = {short(watts)}, but "
+                    "devices that sleep are no longer modelled: plan again without it in the "
+                    "cluster's file"
+                )
+    except (LookupError, TypeError, AttributeError):  # told by who reads it next
+        pass
+    return json.dumps(data) if '"sleep_' in text else text
 
 
 def schema_text() -> str:

@@ -57,7 +57,6 @@ OPTIONS = {
 
 
 def budget_of(budget: Mapping[str, Option], options: Options) -> dict[str, Any]:
-    """The numbers of a study as they are asked for."""
     return {name: getattr(options, name) for name in budget}
 
 

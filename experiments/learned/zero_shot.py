@@ -172,7 +172,6 @@ def recipe(options: Options, seed: int) -> Any:
 
 
 def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:
-    """Every machine of every problem: the policy, the heuristics and the best known."""
     warm = bool(options.warm)
     begun = Decode(untrained(options), warm=warm)
     for family in dict.fromkeys(map(unit, chosen)):
@@ -194,7 +193,6 @@ def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:
 def tasks(
     options: Options, machine: str, begun: Decode, decodes: Sequence[Decode]
 ) -> Iterator[Task]:
-    """What runs on one machine."""
     for label in HEURISTICS:
         yield Task(machine, label, load(label))
     yield Task(machine, UNTRAINED, begun)
@@ -264,7 +262,6 @@ def of_machine(cells: Sequence[Cell]) -> str:
 
 
 def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
-    """A table per machine, and how long a plan takes."""
     tables = [
         f"## {machine.capitalize()}\n\n{of_machine(mine)}"
         for machine in families.MACHINES

@@ -15,6 +15,8 @@ import os
 import sys
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from placement.problem import Problem
 
 WIDTH = 80
+OUR_PACKAGES = ("placement", "envs", "agents")
 OPTIMIZER = "AdamW"
 OK, NO, BAD_INPUT, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
 EXIT_CODES = (
@@ -76,6 +79,50 @@ def one_line(text: str) -> str:
         return text
     half = MAX_MESSAGE // 2
     return f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
+
+
+def guarded(
+    work: Callable[[], int],
+    explain: Callable[[Exception], str | None],
+    *,
+    debug: bool = False,
+    interrupted: str = "interrupted",
+) -> int:
+    """The exit code of ``work``; what ends it is one message, with ``debug`` the traceback too.
+
+    ``explain`` says what to tell the user of an error; None: it is a defect of ours.
+    """
+    from placement.tools.ownership import check_packages
+
+    any_output()
+    try:
+        with interruptible(), warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+            check_packages()
+            return work()
+    except KeyboardInterrupt:
+        say(interrupted)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
+        close_output()
+        return OK
+    except Exception as error:
+        message = explain(error)
+        if debug or message is None:
+            traceback.print_exc()
+        if message is None:
+            say(A_DEFECT)
+            return DEFECT
+        say(f"error: {message}")
+        return BAD_INPUT
+
+
+def explain(error: Exception) -> str | None:
+    """What to tell the user: a mistake of theirs has a class of ours, the machine's says itself."""
+    is_ours = type(error).__module__.partition(".")[0] in OUR_PACKAGES
+    if not is_ours and not isinstance(error, OSError | MemoryError):
+        return None
+    return full_output(error) or one_line(str(error)) or NO_MEMORY
 
 
 @contextmanager

@@ -6,6 +6,10 @@
 * ``pipedream``: ``graph.txt`` of github.com/msr-fiddle/pipedream
 * ``doppler``: ``compute_graph/*.txt`` of github.com/xinyuyao/Doppler
 * ``moirai``: JSON with times on several devices and a transfer matrix per tensor
+* ``shop``: flexible job shops, the JSON of github.com/ScheduleOpt/benchmarks and ``.fjs`` texts
+* ``stg``: standard task graphs, ``.stg``
+* ``neusight``: operators measured on a GPU, the CSV files of github.com/sitar-lab/NeuSight
+* ``wfformat``: workflows, the JSON of github.com/wfcommons
 * ``onnx_model``: an ONNX model (needs the package onnx); its times are predicted
 """
 
@@ -16,7 +20,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-from placement.importers import dnn_partitioning, doppler, moirai, onnx_model, pipedream
+from placement.importers import (
+    dnn_partitioning,
+    doppler,
+    moirai,
+    neusight,
+    onnx_model,
+    pipedream,
+    shop,
+    stg,
+    wfformat,
+)
 from placement.importers._read import FormatError
 from placement.problem import Problem
 from placement.tools.files import model_file, parse_json, short
@@ -30,7 +44,22 @@ KNOWN = (
     "formats are problem files (problem_version), dnn-partitioning JSON (nodes with fpgaLatency, "
     "maxFPGAs), Moirai JSON (nodes with a list 'time', num_devices), PipeDream graph.txt "
     "(node1 -- Conv2d -- forward_compute_time=...), DOPPLER graphs (a count, three lists, then "
-    "'compute,transfer' per operator) and ONNX (binary)"
+    "'compute,transfer' per operator), flexible job shops (JSON with operations, precedences, or "
+    ".fjs), standard task graphs (.stg: a count, then 'number time predecessors ...'), NeuSight's "
+    "CSV (columns _input_nodes, fw_latency), WfCommons' JSON (workflow) and ONNX (binary)"
+)
+_TEXTS: tuple[tuple[Any, str], ...] = (
+    (pipedream, "PipeDream files"),
+    (doppler, "DOPPLER graphs"),
+    (neusight, "NeuSight's files"),
+    (shop, "shops"),
+    (stg, "standard task graphs"),
+)
+_OBJECTS: tuple[tuple[Any, str], ...] = (
+    (dnn_partitioning, "dnn-partitioning files"),
+    (moirai, "Moirai files"),
+    (shop, "shops"),
+    (wfformat, "workflows"),
 )
 
 
@@ -50,10 +79,11 @@ def load(
 
     ``objective`` defaults to the problem file's; to ``max_load`` for dnn-partitioning files, for
     which ``latency`` is the analytic ``piecewise_latency`` their authors mean; to ``latency``
-    for graphs of DOPPLER; otherwise to ``period``. The other options, of which None is not given,
-    are for files that say nothing about devices: see ``pipedream.read`` (``devices``,
-    ``bandwidth``, ``memory``, ``mode``), ``doppler.read`` (``devices``) and ``onnx_model.read``
-    (all but ``mode``).
+    for graphs of DOPPLER, shops, task graphs, workflows and NeuSight's files; otherwise to
+    ``period``. The other options, of which None is not given, are for files that say nothing
+    about devices: see ``pipedream.read`` (``devices``, ``bandwidth``, ``memory``, ``mode``),
+    ``doppler.read`` and ``stg.read`` (``devices``), ``neusight.read`` and ``wfformat.read``
+    (``devices``, ``bandwidth``) and ``onnx_model.read`` (all but ``mode``).
 
     Raises:
         FormatError: not readable, not a format we know, an option that the format does not
@@ -77,30 +107,24 @@ def load(
     if not text.strip():
         raise FormatError(f"{path}: the file is empty; {KNOWN}")
     if text.lstrip()[0] not in "{[":
-        if pipedream.looks_like(text):
-            _check_options(given, pipedream.read.__kwdefaults__ or (), path, "PipeDream files")
-            return pipedream.read(text, str(path), objective=objective, **given)
-        if doppler.looks_like(text):
-            _check_options(given, doppler.read.__kwdefaults__ or (), path, "DOPPLER graphs")
-            return doppler.read(text, str(path), objective=objective, **given)
+        for module, files in _TEXTS:
+            if module.looks_like(text):
+                _check_options(given, module.read.__kwdefaults__, path, files)
+                return module.read(text, str(path), objective=objective, **given)
         raise FormatError(f"{path}: {model_file(path, content) or f'unknown format; {KNOWN}'}")
     try:
         data = parse_json(text, infinite=True)  # which each format refuses by name
     except ValueError as error:
         raise FormatError(f"{path}: not valid JSON: {error}") from error
-    ours = isinstance(data, dict) and "problem_version" in data
-    if given and (ours or dnn_partitioning.looks_like(data) or moirai.looks_like(data)):
-        raise FormatError(
-            f"{path}: {', '.join(given)} cannot be set: the file itself describes its devices"
-        )
-    if ours:
+    if isinstance(data, dict) and "problem_version" in data:
         from placement.importers import problem_file  # pydantic is slow to import
 
+        _check_options(given, problem_file.read.__kwdefaults__ or (), path, "problem files")
         return problem_file.read(text, str(path), objective=objective)
-    if dnn_partitioning.looks_like(data):
-        return dnn_partitioning.read(data, str(path), objective=objective)
-    if moirai.looks_like(data):
-        return moirai.read(data, str(path), objective=objective)
+    for module, files in _OBJECTS:
+        if module.looks_like(data):
+            _check_options(given, module.read.__kwdefaults__, path, files)
+            return module.read(data, str(path), objective=objective, **given)
     if isinstance(data, dict) and "assignment" in data:
         raise FormatError(
             f"{path} is a plan, not a problem: placement show, run, replan and export take plans"
@@ -144,6 +168,10 @@ def _check_options(
     """Raise ``FormatError`` unless all options that are ``given`` are among those ``known``."""
     taken = [k for k in known if k != "objective"]
     wrong = [k for k in given if k not in taken]
+    if given and not taken:
+        raise FormatError(
+            f"{path}: {', '.join(given)} cannot be set: the file itself describes its devices"
+        )
     if wrong:
         raise FormatError(
             f"{path}: {', '.join(wrong)} cannot be set: {files} take {', '.join(taken)}"

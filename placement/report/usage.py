@@ -50,7 +50,7 @@ def memory_steps(problem: Problem, timeline: Timeline, max_in_flight: int) -> li
     size = g.tensor_bytes[stored]
     if problem.profile.workspace_bytes is not None:
         device = np.append(device, np.broadcast_to(p, timeline.start_s.shape).ravel())
-        begin, until = np.append(begin, timeline.taken_s), np.append(until, timeline.end_s)
+        begin, until = np.append(begin, timeline.start_s), np.append(until, timeline.end_s)
         workspace = np.broadcast_to(problem.profile.workspace_bytes, timeline.start_s.shape)
         size = np.append(size, workspace.ravel())
     params = problem.param_bytes_on(p)
@@ -98,7 +98,7 @@ def _local_spans(problem: Problem, timeline: Timeline, max_in_flight: int) -> Sp
         np.repeat(g.tensor_root[np.append(made, which)], m),
         np.tile(np.arange(m), len(made) + len(which)),
         np.repeat(np.append(p[src], cpu), m),
-        np.append(timeline.taken_s[:, src].T, admitted),
+        np.append(timeline.start_s[:, src].T, admitted),
         np.append(last, until[which, cpu]),
     )
 

@@ -450,7 +450,6 @@ def device_classes(problem: Problem) -> NDArray[np.int32]:
     count, power, latency = problem.num_devices, problem.cluster.power, problem.link_latency_s
     host, kinds = host_of(problem)
     by_device = [problem.compute_s, problem.loaded_s, problem.memory_bytes, kinds]
-    by_device += [power.sleep_after_s, power.sleep_exit_s]
     if problem.profile.io_s is not None:
         by_device.append(problem.profile.io_s)
     # Of those that share host memory only the first sends model inputs to those that do not.
@@ -458,7 +457,7 @@ def device_classes(problem: Problem) -> NDArray[np.int32]:
     if simulated and not kinds.all() and (problem.graph.tensor_src < 0).any():
         by_device.append(np.arange(count) == host)
     if problem.objective is Objective.ENERGY:
-        by_device += [power.busy_w, power.idle_w, power.sleep_w]
+        by_device += [power.busy_w, power.idle_w]
     columns: NDArray[Any] = np.vstack(by_device).T
     alike = np.array([hash(column.tobytes()) for column in columns])
     by_pair: list[NDArray[Any]] = [problem.link_blocking, problem.link_wake_s, problem.link_send_s]

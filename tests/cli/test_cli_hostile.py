@@ -49,6 +49,7 @@ READERS = {
     "profile": ["profile", "FILE", "--out", "OUT"],
     "features": ["features", "FILE", "--csv", "OUT"],
     "replan": ["replan", "FILE", "--without", "a", "--out", "OUT"],
+    "bench": ["bench", "shops", "--data", "FILE", "--planner", "heft", "--out", "OUT"],
     "schedule": ["schedule", "FILE", "--case", "a", "--micro-batches", "2"],
     "cluster": ["plan", "tiny_mlp", "--planner", "heft", "--cluster", "FILE", "--out", "OUT"],
     "measured": ["plan", "tiny_mlp", "--planner", "heft", "--profile", "FILE", "--out", "OUT"],

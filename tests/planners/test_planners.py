@@ -798,9 +798,7 @@ def may_be_swapped(problem: Problem, a: int, b: int) -> bool:
     inputs = (problem.graph.tensor_src < 0).any() and problem.objective == "period"
     if host in (a, b) and inputs and not shares.all():
         return False  # only the host sends them
-    power = problem.cluster.power
-    for x in (problem.compute_s, problem.loaded_s, problem.memory_bytes, power.sleep_after_s,
-              power.sleep_exit_s):  # fmt: skip
+    for x in (problem.compute_s, problem.loaded_s, problem.memory_bytes):
         if not np.array_equal(x, x[..., swap]):
             return False
     pairs = [problem.link_latency_s, problem.link_s_per_byte, problem.link_blocking]
