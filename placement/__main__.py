@@ -21,6 +21,7 @@ from placement.cli import (
     export,
     features,
     import_problem,
+    optimize,
     plan,
     power,
     profile,
@@ -46,6 +47,12 @@ class Verb(NamedTuple):
 
 
 VERBS = {
+    "optimize": Verb(
+        "capture, measure, plan and run a model, in one command",
+        optimize.configure,
+        optimize.run,
+        optimize.EXAMPLE,
+    ),
     "profile": Verb(
         "measure every operator on every device",
         profile.configure,
