@@ -665,8 +665,8 @@ def test_profile_of_another_model(home: Path, capsys: Any) -> None:
     ("words", "said"),
     [
         ("", "the verb is missing; verbs are optimize, profile, "),
-        ("fly", "no verb 'fly'; verbs are profile, "),
-        ("pln x", "no verb 'pln'; did you mean 'plan'? verbs are profile, "),
+        ("fly", "no verb 'fly'; verbs are optimize, "),
+        ("pln x", "no verb 'pln'; did you mean 'plan'? verbs are optimize, "),
         ("--verson", "no option '--verson'; did you mean '--version'? see: placement --help"),
         ("show", "required: plan.json; see: placement show --help"),
         ("show a --seed", "no option '--seed'; see: placement show --help"),
@@ -853,8 +853,8 @@ def test_the_plain_module_runs_with_the_threads_of_the_devices():
     """Otherwise ResNet-50 differs beyond the tolerance on any machine of several cores."""
     import torch
 
-    from placement.runs.ways import difference
     from placement.cluster import Cluster, Device
+    from placement.runs.ways import difference
 
     seen = []
 
