@@ -46,7 +46,7 @@ which share they may err), or largest_context where nothing fits.
 
 
 _FILE_OPTIONS = (
-    ("devices", int, "K", "of a PipeDream or ONNX file"),
+    ("devices", int, "K", "where a file does not say"),
     ("bandwidth", float, "BYTES_PER_S", "between those devices"),
     ("memory", int, "BYTES", "of each of those devices"),
     ("flops", float, "FLOP_PER_S", "of a device, for an ONNX file, which has no times"),
