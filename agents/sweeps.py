@@ -8,9 +8,7 @@ suggests with a fixed seed is told the same metrics again and suggests the same 
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
@@ -28,7 +26,7 @@ from placement import cli
 from placement.report import table
 from placement.runs.compare import describe, on_one_device
 from placement.runs.row import SINGLE, Row
-from placement.tools.files import parse_json, parse_yaml, short, write_atomic
+from placement.tools.files import csv_text, parse_json, parse_yaml, short, write_atomic
 
 RESULT = "result.json"
 STATUSES = ("finished", "failed", "unfinished", "not started")
@@ -422,12 +420,7 @@ def _interval(scale: float, low: float | None, high: float | None) -> str:
 
 def to_csv(report: Report) -> str:
     """One line per ``Aggregate``, full precision; empty where not known."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([f.name for f in fields(Aggregate)])
-    for a in report.aggregates:
-        writer.writerow(["" if v is None or v != v else v for v in astuple(a)])
-    return text.getvalue()
+    return csv_text([f.name for f in fields(Aggregate)], map(astuple, report.aggregates))
 
 
 def to_json(report: Report) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 from dataclasses import asdict, astuple, fields
 from typing import TYPE_CHECKING
 
@@ -116,13 +114,10 @@ def _load(args: argparse.Namespace) -> int:
     rows = dataset.operators(problems)
     facts = {"graphs": len(problems), "operators": sum(p.num_ops for p in problems.values())}
     if args.out is not None:
-        from placement.tools.files import write_atomic
+        from placement.tools.files import csv_text, write_atomic
 
-        text = io.StringIO()
-        table = csv.writer(text, lineterminator="\n")
-        table.writerow([f.name for f in fields(dataset.Operators)])
-        table.writerows(map(astuple, rows))
-        write_atomic(args.out, text.getvalue())
+        header = [f.name for f in fields(dataset.Operators)]
+        write_atomic(args.out, csv_text(header, map(astuple, rows)))
     if args.json:
         cli.print_json(facts | {"rows": len(rows), "out": args.out})
     else:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 
 from placement import cli
-from placement.tools.files import write_atomic
+from placement.tools.files import csv_text, write_atomic
 
 EXAMPLE = """examples:
   placement features resnet50
@@ -65,11 +63,7 @@ def run(args: argparse.Namespace) -> int:
         for n in range(graph.num_ops)
     ]
     if args.csv:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_atomic(args.csv, text.getvalue())
+        write_atomic(args.csv, csv_text(rows[0], (row.values() for row in rows)))
         cli.say(f"{len(rows)} operators written to {args.csv}")
     if args.json:
         cli.print_json(

@@ -225,20 +225,20 @@ def _workload(
     planners = [_planner(name, mine, index) for name, mine in by_planner.items()]
     if not rows and plan is not None:
         planners = [_planned(workload, index)]
-    first = rows[0] if rows else None
+    about: dict[str, Any] = dict.fromkeys(("objective", "num_ops", "num_devices", "bound"))
+    if rows:
+        about |= {name: getattr(rows[0], name) for name in about if name != "bound"}
+        about["bound"] = rows[0].bound_s
+    elif plan is not None:
+        about |= {"objective": plan.objective, "num_ops": plan.graph.num_ops}
+        about["num_devices"] = len(plan.cluster.devices)
+        about["bound"] = plan.lower_bound_s.get(plan.objective)
     return {
         "name": workload.name,
-        "objective": first.objective if first else plan.objective if plan else None,
-        "num_ops": first.num_ops if first else plan.graph.num_ops if plan else None,
-        "num_devices": first.num_devices if first else len(plan.cluster.devices) if plan else None,
+        **about,
         "num_microbatches": _either(problem, plan, "num_microbatches"),
         "max_in_flight": _either(problem, plan, "max_in_flight"),
         "devices": _devices(workload, decisions),
-        "bound": first.bound_s
-        if first
-        else plan.lower_bound_s.get(plan.objective)
-        if plan
-        else None,
         "best": _best(comparison, workload.name),
         "planners": planners,
         "decisions": [_decision(problem, d, batches) for d in decisions],
@@ -262,22 +262,10 @@ def _best(comparison: Comparison | None, workload: str) -> str | None:
 
 
 _MEDIANS = (
-    "value_s",
-    "latency_s",
-    "period_s",
-    "energy_j",
-    "measured_latency_s",
-    "measured_latency_iqr_s",
-    "measured_period_s",
-    "measured_period_iqr_s",
-    "latency_error",
-    "period_error",
-    "speedup",
-    "measured_speedup",
-    "gap",
-    "plan_s",
-    "evaluations",
-)
+    "value_s", "latency_s", "period_s", "energy_j", "measured_latency_s", "measured_latency_iqr_s",
+    "measured_period_s", "measured_period_iqr_s", "latency_error", "period_error", "speedup",
+    "measured_speedup", "gap", "plan_s", "evaluations",
+)  # fmt: skip
 
 
 def _planner(name: str, rows: Sequence[Row], index: dict[str, int]) -> dict[str, Any]:
@@ -303,19 +291,12 @@ def _planned(workload: Workload, index: dict[str, int]) -> dict[str, Any]:
     said = plan.predicted
     what = "latency" if "latency" in plan.objective else "period"
     line: dict[str, Any] = dict.fromkeys(_MEDIANS)
+    line |= {name: getattr(said, name) for name in ("value_s", "latency_s", "period_s", "energy_j")}
+    line |= {"single": False, "seeds": 1, "feasible": True, "rounds": 0, "note": ""}
     line |= {
         "name": plan.planner.name,
-        "single": False,
-        "seeds": 1,
-        "feasible": True,
-        "rounds": 0,
-        "note": "",
         "pareto": False,
         "decision": index.get(plan.planner.name),
-        "value_s": said.value_s,
-        "latency_s": said.latency_s,
-        "period_s": said.period_s,
-        "energy_j": said.energy_j,
         "gap": said.value_s / bound - 1 if bound else None,
     }
     if plan.fallback is not None:
@@ -326,14 +307,10 @@ def _planned(workload: Workload, index: dict[str, int]) -> dict[str, Any]:
             spread = getattr(plan.measured, f"{name}_s")
             if spread is None:
                 continue
-            line |= {
-                "rounds": plan.measured.n,
-                f"measured_{name}_s": spread.median_s,
-                f"measured_{name}_iqr_s": spread.iqr_s,
-                f"{name}_error": getattr(said, f"{name}_s") / spread.median_s - 1
-                if spread.median_s
-                else None,
-            }
+            told_s, found_s = getattr(said, f"{name}_s"), spread.median_s
+            line |= {"rounds": plan.measured.n, f"measured_{name}_s": found_s}
+            line[f"measured_{name}_iqr_s"] = spread.iqr_s
+            line[f"{name}_error"] = told_s / found_s - 1 if found_s else None
     return line
 
 
@@ -458,18 +435,13 @@ def _graph(workload: Workload) -> dict[str, Any] | None:
     of_op = plan.graph.modules or ("",) * plan.graph.num_ops
     modules = list(dict.fromkeys(of_op))
     number = {m: i for i, m in enumerate(modules)}
-    return {
+    unknown = ("kind", "param_bytes", "compute_s", "edges", "tensor_bytes", "tensor_src")
+    return dict.fromkeys(unknown) | {
         "ops": list(plan.assignment),
         "modules": modules,
         "module": [number[m] for m in of_op],
         "kinds": [],
-        "kind": None,
         "backward": list(plan.graph.backward),
-        "param_bytes": None,
-        "compute_s": None,
-        "edges": None,
-        "tensor_bytes": None,
-        "tensor_src": None,
     }
 
 

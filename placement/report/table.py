@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from placement.tools.files import csv_text
+
 if TYPE_CHECKING:
     from placement.runs.compare import Comparison
     from placement.runs.row import Row
@@ -184,12 +186,7 @@ def to_csv(comparison: Comparison) -> str:
     """One line per ``Row``, one column per field, full precision; empty where not known."""
     from placement.runs.row import Row
 
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([f.name for f in fields(Row)])
-    for row in comparison.rows:
-        writer.writerow(["" if v is None else v for v in astuple(row)])
-    return text.getvalue()
+    return csv_text([f.name for f in fields(Row)], map(astuple, comparison.rows))
 
 
 def from_csv(text: str) -> tuple[Row, ...]:

@@ -6,7 +6,9 @@ as many as they look, and whose numbers float64 holds; ``short`` shows any of th
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import os
 import reprlib
@@ -184,6 +186,15 @@ def read_arrays(path: str | Path) -> dict[str, Any]:
             raise
         except Exception as error:  # zip, zlib and numpy's own parser each raise their own kinds
             raise ValueError(f"damaged: {error}") from error
+
+
+def csv_text(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A table as CSV: full precision, empty where a value is None or not a number."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(["" if v is None or v != v else v for v in row] for row in rows)
+    return text.getvalue()
 
 
 def short(value: Any, limit: int = 60) -> str:
