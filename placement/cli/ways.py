@@ -50,22 +50,22 @@ def mirror(project: str, folder: Path, plan: Plan) -> None:
     }
     config = {"graph": plan.graph.name, "planner": plan.planner.model_dump()}
     with (
-        tempfile.TemporaryDirectory() as kept,
+        tempfile.TemporaryDirectory() as temporary,
         WandbTracker(project).run(folder.resolve(), config, "run") as run,
     ):
         run.log(figures)
-        plan.save(Path(kept) / "plan.json")
+        plan.save(Path(temporary) / "plan.json")
         name = f"plan-{plan.graph.name}"
-        run.artifact(name, "plan", Path(kept) / "plan.json", aliases=["measured"])
+        run.artifact(name, "plan", Path(temporary) / "plan.json", aliases=["measured"])
 
 
-def model_of(plan: Plan, given: str | None) -> str:
+def model_of(plan: Plan, model: str | None) -> str:
     """The workload to load. A plan is data: the code that it names runs only if it is ours."""
     from placement import workloads
 
     named = plan.graph.workload
-    if given is not None:
-        return given
+    if model is not None:
+        return model
     if named is None:
         raise cli.UsageError(
             "the plan was made from a problem file, or from a workload with options: there is no "
@@ -113,18 +113,18 @@ def first_difference(runner: Runner, inputs: Any) -> str:
 
     graph, program = runner.graph, runner.graph.program
     assert program is not None
-    made = [t for step in program.steps for t in step.outputs]
+    tensors = [t for step in program.steps for t in step.outputs]
     every = replace(
         program,
-        output_leaves=tuple(map(Ref, made)),
-        out_tree=pytree.tree_structure(made),
+        output_leaves=tuple(map(Ref, tensors)),
+        out_tree=pytree.tree_structure(tensors),
     )
     flat = program.flatten_inputs(*split_inputs(inputs))
     expected = run_program(every, flat)
-    shown = replace(graph, program=every, output_tensor=np.array(sorted(made), np.int32))
+    shown = replace(graph, program=every, output_tensor=np.array(sorted(tensors), np.int32))
     with Runner(shown, runner.cluster, runner.placement) as watched:
         (got,) = watched.stream_tensors([flat])
-    for t, a, b in zip(made, got, expected, strict=True):
+    for t, a, b in zip(tensors, got, expected, strict=True):
         wrong = difference([a.cpu()], [b.cpu()])
         if wrong:
             n = int(graph.tensor_src[t])

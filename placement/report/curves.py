@@ -53,8 +53,8 @@ def steps(
     curve = solution.stats.get("curve") or [(row.plan_s, 1, row.value_s)]
     when = np.array([point[0] for point in curve], float)
     value = np.array([point[2] for point in curve], float)
-    known = np.isfinite(value)
-    return when[known], np.maximum(value, row.value_s)[known]
+    finite = np.isfinite(value)
+    return when[finite], np.maximum(value, row.value_s)[finite]
 
 
 def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Path:

@@ -148,7 +148,7 @@ class _Decision:
 
 
 def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decision]:
-    found: dict[str, _Decision] = {}
+    decisions: dict[str, _Decision] = {}
     plan, problem = workload.plan, workload.problem
     plan_id = None
     if plan is not None:
@@ -162,19 +162,19 @@ def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decis
             solution = comparison.solutions.get((workload.name, row.planner, row.seed))
         if solution is None or row.placement_id is None:
             continue
-        if row.placement_id in found:
-            found[row.placement_id].planners.append(row.planner)
+        if row.placement_id in decisions:
+            decisions[row.placement_id].planners.append(row.planner)
             continue
         traces = workload.traces if row.placement_id == plan_id else {}
         window = problem.max_in_flight if problem else 1
-        found[row.placement_id] = _Decision(
+        decisions[row.placement_id] = _Decision(
             [row.planner],
             solution.placement,
             _simulated(problem, solution) or traces.get("predicted"),
             workload.measured.get(row.placement_id) or traces.get("measured"),
             window,
         )
-    if plan is not None and plan_id is not None and plan_id not in found and not rows:
+    if plan is not None and plan_id is not None and plan_id not in decisions and not rows:
         predicted, window = workload.traces.get("predicted"), plan.max_in_flight
         if problem is not None:
             predicted = plan.timeline(problem)
@@ -186,8 +186,8 @@ def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decis
                 predicted = other
             elif measured is None and other.measured:
                 measured = other
-        found[plan_id] = _Decision([plan.planner.name], on, predicted, measured, window)
-    return list(found.values())
+        decisions[plan_id] = _Decision([plan.planner.name], on, predicted, measured, window)
+    return list(decisions.values())
 
 
 def _representatives(comparison: Comparison, workload: str) -> list[Row]:
@@ -339,12 +339,12 @@ def _devices(workload: Workload, decisions: list[_Decision]) -> list[dict[str, A
 
 
 def _decision(problem: Problem | None, decision: _Decision, batches: int) -> dict[str, Any]:
-    said, found = decision.predicted, decision.measured
+    said, measured = decision.predicted, decision.measured
     return {
         "planners": decision.planners,
         "placement": _packed(decision.placement.astype("<u2")),
         "predicted": _timeline(problem, said, decision.window, batches) if said else None,
-        "measured": _timeline(problem, found, decision.window, batches) if found else None,
+        "measured": _timeline(problem, measured, decision.window, batches) if measured else None,
     }
 
 
@@ -451,20 +451,20 @@ def _short(seconds: float) -> float | None:
 
 def _curves(rows: Sequence[Row], comparison: Comparison) -> list[dict[str, Any]]:
     """Best value so far of every planner and seed: points (seconds of planning, value)."""
-    made = []
+    shown = []
     for row in rows:
         if row.planner.startswith(SINGLE):
             continue
         when, value = curves.steps(row, comparison.solutions)
         if len(when):
             best = np.minimum.accumulate(value)
-            kept = np.flatnonzero(np.append(True, best[1:] < best[:-1]))
-            if len(kept) > NUM_POINTS:
-                kept = kept[np.linspace(0, len(kept) - 1, NUM_POINTS).astype(int)]
-            points = [[_short(float(when[k])), float(best[k])] for k in kept]
+            drops = np.flatnonzero(np.append(True, best[1:] < best[:-1]))
+            if len(drops) > NUM_POINTS:
+                drops = drops[np.linspace(0, len(drops) - 1, NUM_POINTS).astype(int)]
+            points = [[_short(float(when[k])), float(best[k])] for k in drops]
             end = max(row.plan_s, float(when[-1]))
-            made.append({"planner": row.planner, "seed": row.seed, "points": points, "end_s": end})
-    return made
+            shown.append({"planner": row.planner, "seed": row.seed, "points": points, "end_s": end})
+    return shown
 
 
 def _overall(comparison: Comparison) -> dict[str, Any]:
@@ -543,14 +543,14 @@ def _said(value: Any) -> str:
 
 def _commands(run: RunFolder) -> list[dict[str, str]]:
     """What to type to make the run again, to carry its plans out, and to make this page again."""
-    made = []
+    commands = []
     hydra = _hydra_command(run)
     if hydra is not None:
-        made.append({"what": "the run again, in another folder", "command": hydra})
+        commands.append({"what": "the run again, in another folder", "command": hydra})
         here = f"{hydra} hydra.run.dir={shlex.quote(str(run.path))}"
         if hydra.startswith("placement-train ") and " resume=true" not in hydra:
             here += " resume=true"
-        made.append({"what": "continue it where it stopped", "command": here})
+        commands.append({"what": "continue it where it stopped", "command": here})
     for workload in run.workloads:
         plan, path = workload.plan, shlex.quote(str(workload.plan_path))
         if plan is None:
@@ -559,13 +559,15 @@ def _commands(run: RunFolder) -> list[dict[str, str]]:
         if plan.graph.workload is not None:
             again = _plan_command(plan, plan.graph.workload)
             if again is not None:
-                made.append({"what": f"{name}: plan again", "command": again})
+                commands.append({"what": f"{name}: plan again", "command": again})
             model = [] if ":" not in plan.graph.workload else ["--model", plan.graph.workload]
             run_it = f"placement run {path} --against-single-device {shlex.join(model)}".strip()
-            made.append({"what": f"{name}: run, compare with PyTorch", "command": run_it})
-        made.append({"what": f"{name}: check the plan", "command": f"placement validate {path}"})
+            commands.append({"what": f"{name}: run, compare with PyTorch", "command": run_it})
+        commands.append(
+            {"what": f"{name}: check the plan", "command": f"placement validate {path}"}
+        )
     page = f"placement report {shlex.quote(str(run.path))}"
-    return [*made, {"what": "this page again", "command": page}]
+    return [*commands, {"what": "this page again", "command": page}]
 
 
 def _plan_command(plan: Plan, workload: str) -> str | None:

@@ -77,14 +77,14 @@ def _local_spans(problem: Problem, timeline: Timeline, max_in_flight: int) -> Sp
     until = np.full((t, d, m), -np.inf)  # last local use
     for tensor, op in zip(g.use_tensor, g.use_dst, strict=True):
         np.maximum(until[tensor, p[op]], end[:, op], out=until[tensor, p[op]])
-    made = np.flatnonzero(g.tensor_src >= 0)
-    src = g.tensor_src[made]
-    last = np.maximum(until[made, p[src]], end[:, src].T)
-    leaves = np.isin(made, g.output_tensor)
+    produced = np.flatnonzero(g.tensor_src >= 0)
+    src = g.tensor_src[produced]
+    last = np.maximum(until[produced, p[src]], end[:, src].T)
+    leaves = np.isin(produced, g.output_tensor)
     last[leaves] = np.maximum(last[leaves], end.max(axis=1))
     sent = np.full((t, m), -np.inf)
     np.maximum.at(sent, tuple(timeline.transfers[:, :2].T), timeline.transfer_end_s)
-    last = np.maximum(last, sent[made])
+    last = np.maximum(last, sent[produced])
     shares_host = np.flatnonzero(host_of(problem)[1])
     inputs = [
         (x, c)
@@ -95,8 +95,8 @@ def _local_spans(problem: Problem, timeline: Timeline, max_in_flight: int) -> Sp
     which, cpu = np.array(inputs, np.int64).reshape(-1, 2).T
     admitted = np.broadcast_to(_admitted_s(timeline, max_in_flight), (len(which), m))
     return (
-        np.repeat(g.tensor_root[np.append(made, which)], m),
-        np.tile(np.arange(m), len(made) + len(which)),
+        np.repeat(g.tensor_root[np.append(produced, which)], m),
+        np.tile(np.arange(m), len(produced) + len(which)),
         np.repeat(np.append(p[src], cpu), m),
         np.append(timeline.taken_s[:, src].T, admitted),
         np.append(last, until[which, cpu]),

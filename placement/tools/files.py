@@ -123,7 +123,7 @@ def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
             nested deeper than ``MAX_DEPTH``; the message is one line.
     """
     try:
-        found = json.loads(
+        value = json.loads(
             text,
             object_pairs_hook=_no_repeats,
             parse_constant=None if infinite else _no_constant,
@@ -132,8 +132,8 @@ def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
         )
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    _check_depth([found], _inside)
-    return found
+    _check_depth([value], _inside)
+    return value
 
 
 def parse_yaml(text: str) -> Any:
@@ -247,10 +247,10 @@ def _inside_yaml(node: Any) -> Iterable[Any]:
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    record = dict(pairs)
+    if len(record) != len(pairs):
         _check_keys([key for key, _ in pairs])
-    return found
+    return record
 
 
 def _check_keys(keys: list[str]) -> None:
