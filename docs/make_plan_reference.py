@@ -204,8 +204,8 @@ def _type(value: dict[str, Any]) -> str:
 
 def _anchor(title: str) -> str:
     """The heading as a link target, as GitHub makes it."""
-    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
-    return kept.replace(" ", "-")
+    letters = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return letters.replace(" ", "-")
 
 
 def updated(page: str) -> str:

@@ -42,22 +42,22 @@ def mirror(project: str, folder: Path, plan: Plan) -> None:
     }
     config = {"graph": plan.graph.name, "planner": plan.planner.model_dump()}
     with (
-        tempfile.TemporaryDirectory() as kept,
+        tempfile.TemporaryDirectory() as temporary,
         WandbTracker(project).run(folder.resolve(), config, "run") as run,
     ):
         run.log(figures)
-        plan.save(Path(kept) / "plan.json")
+        plan.save(Path(temporary) / "plan.json")
         name = f"plan-{plan.graph.name}"
-        run.artifact(name, "plan", Path(kept) / "plan.json", aliases=["measured"])
+        run.artifact(name, "plan", Path(temporary) / "plan.json", aliases=["measured"])
 
 
-def model_of(plan: Plan, given: str | None) -> str:
+def model_of(plan: Plan, model: str | None) -> str:
     """The workload to load. A plan is data: the code that it names runs only if it is ours."""
     from placement import workloads
 
     named = plan.graph.workload
-    if given is not None:
-        return given
+    if model is not None:
+        return model
     if named is None:
         raise cli.UsageError(
             "the plan was made from a problem file, or from a workload with options: there is no "
