@@ -296,7 +296,7 @@ def fits(problem: Problem) -> bool:
     held = np.zeros((len(graph.param_bytes), problem.num_devices), bool)
     size = np.bincount(graph.group, weights=graph.op_param_bytes)
     for g in np.argsort(-size, kind="stable"):
-        params = graph.param_use[np.isin(graph.param_use_op, np.flatnonzero(graph.group == g))]
+        params = np.unique(graph.param_use[graph.group[graph.param_use_op] == g])
         new = graph.param_bytes[params] @ ~held[params]
         left = np.where(np.isfinite(problem.group_compute_s[g]), free - new, -np.inf)
         d = int(np.argmax(left))

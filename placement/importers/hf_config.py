@@ -272,13 +272,16 @@ class _Config:
         family, hidden, table = self.family, self.hidden, self.vocabulary * self.hidden
         plain = _BITS[self.dtype] / 8
         shared = f"{family.embed}.weight"
-        factor = 1 if self.kind != "bloom" else 1 + 2 / max(1, self.vocabulary)
-        size = int(table * factor * plain)
+        size = int(table * plain)
         yield Part(family.embed, "embedding", family.embed, -1, {shared: size})
         if family.positions is not None:
             module, more = family.positions
             count = self.size("n_positions", "max_position_embeddings") + more
             weights = {f"{module}.weight": int(count * hidden * plain)}
+            yield Part(module, "embedding", module, -1, weights)
+        if self.kind == "bloom":
+            module = f"{family.embed}_layernorm"
+            weights = {f"{module}.weight": int(2 * hidden * plain)}
             yield Part(module, "embedding", module, -1, weights)
         for i in range(self.num_layers):
             yield from self._layer(i)
@@ -286,7 +289,7 @@ class _Config:
             weights = {f"{family.final}.weight": int(hidden * family.norm_size * plain)}
             yield Part(family.final, "head", family.final, -2, weights)
         name = shared if self.tied else f"{family.head}.weight"
-        weights = {name: size if self.tied else int(table * plain)}
+        weights = {name: size}
         if self.bias("h"):
             weights[f"{family.head}.bias"] = int(self.vocabulary * plain)
         yield Part(family.head, "head", family.head, -2, weights, numel=float(table))

@@ -127,7 +127,7 @@ def profile_of(
     if len(measured) > 1:
         loaded = compute * slowdown(samples)[features(graph).op_class][:, None]
     if known is not None:
-        keep = ~predicted if known.predicted is None else ~known.predicted
+        keep = predicted if known.predicted is None else ~known.predicted
         predicted = ~keep
         compute, spread = (
             np.where(keep, known.compute_s, compute),
