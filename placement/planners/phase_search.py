@@ -34,7 +34,7 @@ class PhaseSearch:
 
     Attributes:
         start: planner of one phase (a name or a planner).
-        phases: ``K``; None: as many as there are devices, if ``max_phases`` allows.
+        phases: ``K``; None: twice the number of devices, or ``max_phases`` if that is less.
         seconds, evaluations: budget; with neither, 300,000 evaluations, most of them of loads.
         seed: of the draws.
     """
@@ -68,7 +68,7 @@ class PhaseSearch:
             if search.left:
                 search.run(planner)
         known = np.atleast_2d(search.best)
-        count = self.phases or min(problem.max_phases, problem.num_devices)
+        count = self.phases or min(problem.max_phases, 2 * problem.num_devices)
         count = max(count // len(known), 1) * len(known)
         starts = [np.tile(known, (count // len(known), 1))]
         if len(known) == 1 and search.left:
