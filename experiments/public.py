@@ -521,20 +521,22 @@ def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
 
 # --- replicas ------------------------------------------------------------------------------------
 
-TURNS = ("data_parallel", "replicated")
+TURNS = ("data_parallel", "replicated", "phase_search")
 LOADS = ("dnn_partitioning/throughput/*/*.json", "pipedream/vgg16.txt", "pipedream/alexnet.txt")
 
 
 def replicas(options: Options) -> Iterator[Row]:
     files = chosen(options, *LOADS)
-    say(f"{len(files)} files: about {len(files) * (options.seconds + 2) / 60:.0f} minutes")
-    warm(["macro_search", "single_device", *TURNS], ["max_load"])
+    say(f"{len(files)} files: about {len(files) * (2 * options.seconds + 2) / 60:.0f} minutes")
+    warm(["macro_search", "single_device"], ["max_load"])
     for file, path in files.items():
         problem = importers.load(path, objective="max_load")
         yield answer(options, file, problem, "single_device")
         yield answer(options, file, problem, "macro_search", options.seconds, 0)
+        free = replace(problem, max_phases=options.phases)
         for name in TURNS:
-            yield answer(options, file, replace(problem, max_phases=options.phases), name)
+            budget = (options.seconds, 0) if name == "phase_search" else ()
+            yield answer(options, file, free, name, *budget)
 
 
 def below_its_bound(rows: Sequence[Row], options: Options) -> list[str]:
@@ -565,7 +567,7 @@ def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
         Column("one phase ms", value("macro_search"), 2, 1e3),
         Column("its bound", bound("macro_search"), 2, 1e3),
         *(Column(f"{name} ms", value(name), 2, 1e3) for name in TURNS),
-        Column("its stages", lambda c: getattr(c.of("replicated"), "note", "")),
+        Column("stages of replicated", lambda c: getattr(c.of("replicated"), "note", "")),
         Column("bound", bound("replicated"), 2, 1e3),
         Column("replicas bring", gain, 2, unit="x"),
     )
@@ -592,7 +594,7 @@ SEARCH = {
     "exact_seconds": Option(60.0, "of cp_sat and mip"),
 }
 REPLICAS = {
-    "seconds": Option(10.0, "of macro_search, for one phase"),
+    "seconds": Option(10.0, "of a search"),
     "phases": Option(12, "most that replicas take turns in"),
 }
 STUDIES = (

@@ -41,16 +41,7 @@ class DataParallel:
         Raises:
             PlannerError: it allows one phase only, or its objective is a latency.
         """
-        if not problem.objective.is_throughput:
-            raise PlannerError(
-                "data_parallel: micro-batches that take turns end more often, not sooner: "
-                f"the objective {problem.objective} is of one alone; use period, energy or max_load"
-            )
-        if problem.max_phases == 1:
-            raise PlannerError(
-                "data_parallel: the problem allows one phase, in which all micro-batches run "
-                "alike: allow more, --max-phases 16 or replace(problem, max_phases=16)"
-            )
+        check_turns("data_parallel", problem)
         search = Search(problem, self.seconds, self.evaluations)
         able = np.flatnonzero(np.isfinite(problem.compute_s).all(axis=0))
         single = single_devices(problem)[able if len(able) else slice(None)]
@@ -72,6 +63,20 @@ class DataParallel:
         names = problem.cluster.device_names
         told = {names[d]: int(n) for d, n in zip(used, turns, strict=True)}
         return search.solution(turns=told)
+
+
+def check_turns(planner: str, problem: Problem) -> None:
+    """Raises: PlannerError, the problem allows one phase only, or its objective is a latency."""
+    if not problem.objective.is_throughput:
+        raise PlannerError(
+            f"{planner}: micro-batches that take turns end more often, not sooner: "
+            f"the objective {problem.objective} is of one alone; use period, energy or max_load"
+        )
+    if problem.max_phases == 1:
+        raise PlannerError(
+            f"{planner}: the problem allows one phase, in which all micro-batches run alike: "
+            "allow more, --max-phases 16 or replace(problem, max_phases=16)"
+        )
 
 
 def deal(seconds: Floats, most: int, slack: float = 0.0) -> Ints:

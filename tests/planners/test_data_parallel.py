@@ -21,6 +21,7 @@ from placement.importers import save
 from placement.plan import load_plan, make_plan
 from placement.planners import PlannerError, load
 from placement.planners.data_parallel import deal
+from placement.planners.phase_search import unrolled
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.runs.compare import compare
@@ -95,11 +96,37 @@ def test_it_says_why_it_has_no_answer() -> None:
         load("data_parallel")(problem.with_objective("latency"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["data_parallel", "replicated", "best_of"])
+@pytest.mark.parametrize("name", ["data_parallel", "replicated", "best_of", "phase_search"])
 def test_contracts(name: str) -> None:
+    options = {"start": "heft", "evaluations": 200} if name == "phase_search" else {}
     for seed, objective in enumerate(("period", "energy", "max_load")):
         problem = random_problem(seed, objective=objective)
-        check_planner(load(name), [replace(problem, max_phases=6)])
+        check_planner(load(name, **options), [replace(problem, max_phases=6)])
+
+
+@given(st.integers(0, 10_000), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_copies_of_a_graph_have_the_loads_of_its_phases(seed: int, phases: int) -> None:
+    problem = random_problem(seed, objective="max_load", grouped=True)
+    groups = np.random.default_rng(seed).integers(
+        problem.num_devices, size=(phases, problem.graph.num_groups)
+    )
+    p = groups[:, problem.graph.group].astype(np.int32)
+    (value,) = score(problem, [p])
+    assert score(unrolled(problem, phases), p.ravel())[0] == pytest.approx(value, rel=1e-9)
+
+
+def test_a_search_over_phases_uses_a_slow_device_for_what_it_is_good_at() -> None:
+    # Two devices; the third is slow, but for the last operator, which it takes in some phases.
+    problem = chain([[3.0, 3.0, 90.0], [5.0, 5.0, 90.0], [2.0, 2.0, 2.0]]).with_objective(
+        "max_load"  # type: ignore[arg-type]
+    )
+    before = load("best_of")(problem)
+    found = load("phase_search", seed=0)(problem)
+    assert before.value_s == 5.0  # one operator of 5 s, or 3 + 5 + 2 on two replicas
+    assert found.value_s == pytest.approx(4.0)  # 3 + 5 in turns, and 2 on the third
+    with pytest.raises(PlannerError, match="phases = 99, the problem allows 16"):
+        load("phase_search", phases=99)(problem)
 
 
 @given(st.integers(0, 10_000))
