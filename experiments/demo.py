@@ -25,7 +25,6 @@ BASELINES = ("round_robin", "heft", "contiguous_dp", "random_search")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", default="resnet50", help="a name, or package.module:function")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))

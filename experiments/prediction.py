@@ -276,7 +276,6 @@ def answers(measured_cases: Sequence[Case], methods: Sequence[str]) -> list[Answ
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """Measure, then predict every case."""
     torch.set_num_threads(1)
     if options.seconds > 0:
         measure_all(options.dataset, options.work, options.seconds)
@@ -307,7 +306,6 @@ def row_of(answer: Answer) -> Row:
 
 
 def whole_models(rows: Sequence[Row]) -> str:
-    """Errors of whole models by method and threads."""
     lines = groups(sorted(rows, key=lambda r: r.threads), "method", "threads")
     order = {method: i for i, method in enumerate(groups(rows, "method"))}
 
@@ -449,7 +447,6 @@ are about as good; medians over models. The published bound for periods is 12 %.
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
-    """All tables."""
     return {
         "families": len(groups(rows, "family")),
         "whole_models": whole_models(rows),

@@ -101,12 +101,10 @@ def gpt2_small(batch: int = 4, length: int = 128, **config: Any) -> Task:
 
 
 def resnet_tiny() -> Task:
-    """For a first look: seconds."""
     return resnet18(2, 16, depths=[1, 1], hidden_sizes=[4, 8], embedding_size=4)
 
 
 def gpt2_tiny() -> Task:
-    """For a first look: seconds."""
     return gpt2_small(2, 8, n_layer=2, n_embd=16, n_head=2, vocab_size=50)
 
 
@@ -114,7 +112,6 @@ MODELS = {x.__name__: x for x in (resnet18, gpt2_small, resnet_tiny, gpt2_tiny)}
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
-    """A row per model: equality and seconds."""
     for model in options.models:
         task = MODELS[model]()
         problem = problem_of(task, options)
@@ -131,7 +128,6 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
 
 
 def problem_of(task: Task, options: Options) -> Problem:
-    """The training step on two devices of this machine, measured."""
     graph = capture(
         task.module,
         task.examples(1, 0)[0],
@@ -235,7 +231,6 @@ def times(
 
 
 def parts(rows: Rows, options: Options) -> dict[str, str]:
-    """How equal they are, then the seconds of every model."""
     equality = table(
         rows,
         Column("model", "model"),

@@ -75,7 +75,6 @@ class Measured:
 
 
 def problems(options: Options) -> families.Problems:
-    """Captured models on the first two cores, period and latency."""
     names = [n for n in options.workloads.split(",") if wants(options, f"captured/{n}")]
     return families.captured(names, options.repeats)
 
@@ -180,7 +179,6 @@ def measured(rows: Sequence[Row], planner: str, against: Reference) -> dict[str,
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
-    """Both objectives, then problem by problem."""
     lines = [
         (planner, objective, some)
         for planner in (LEARNED, CHOSEN)

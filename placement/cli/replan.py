@@ -210,4 +210,5 @@ def decided(plan: Plan) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches,
         "max_in_flight": plan.max_in_flight,
         "second_j": plan.second_j,
+        "max_phases": len(plan.assignments),
     }

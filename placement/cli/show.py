@@ -30,6 +30,7 @@ SCHEMA_EXAMPLE = """example:
   placement schema > plan.schema.json
 """
 NUM_SHOWN = 20
+NUM_PHASES = 4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -93,14 +94,14 @@ def show_plan(plan: Plan) -> None:
     )
     if declared:
         print("energy: from declared watts, not from measured ones")
-    on = list(plan.assignment.values())
+    on = [list(phase.values()) for phase in plan.assignments]
     cli.print_table(
-        "devices",
+        f"devices; micro-batches take turns in {len(on)} phases" if plan.phases else "devices",
         ["device", "operators", "stages", "busy", "peak memory", "of"],
         [
             [
                 d.name,
-                str(on.count(d.name)),
+                _counts([phase.count(d.name) for phase in on]),
                 str(sum(s.device == d.name for s in plan.stages)),
                 cli.seconds(plan.predicted.busy_s[d.name]),
                 cli.mebibytes(plan.predicted.peak_bytes[d.name]),
@@ -113,6 +114,13 @@ def show_plan(plan: Plan) -> None:
         f"graph {plan.graph.fingerprint[:12]}, cluster {plan.cluster.fingerprint[:12]}, "
         f"made {plan.provenance.created}"
     )
+
+
+def _counts(numbers: list[int]) -> str:
+    """Of one phase after another, as few of them as show how they repeat."""
+    if len(numbers) <= NUM_PHASES:
+        return " / ".join(map(str, numbers))
+    return " / ".join([*map(str, numbers[:NUM_PHASES]), "..."])
 
 
 def _values(plan: Plan, what: str) -> list[str]:
@@ -135,10 +143,11 @@ def run_diff(args: argparse.Namespace) -> int:
     from placement.plan import load_plan
 
     a, b = load_plan(args.a), load_plan(args.b)
+    was_on, is_on = _wheres(a), _wheres(b)
     moved = {
-        op: [a.assignment.get(op), b.assignment.get(op)]
-        for op in dict.fromkeys([*a.assignment, *b.assignment])
-        if a.assignment.get(op) != b.assignment.get(op)
+        op: [was_on.get(op), is_on.get(op)]
+        for op in dict.fromkeys([*was_on, *is_on])
+        if was_on.get(op) != is_on.get(op)
     }
     settings = {
         key: [was, now]
@@ -183,6 +192,12 @@ def run_diff(args: argparse.Namespace) -> int:
     return cli.OK
 
 
+def _wheres(plan: Plan) -> dict[str, str]:
+    """Operator -> its device, or those of the phases one after another."""
+    phases = plan.assignments
+    return {op: " / ".join(on[op] for on in phases) for op in plan.assignment}
+
+
 def run_validate(args: argparse.Namespace) -> int:
     from placement.plan import read_plan
 
@@ -214,8 +229,8 @@ def run_validate(args: argparse.Namespace) -> int:
             cli.put(f"- {line}")
         for line in notes:
             cli.say(line)
-        found = f"not valid, {cli.count(len(failures), 'failure')}" if failures else "valid"
-        cli.put(f"{args.plan}: {found}")
+        verdict = f"not valid, {cli.count(len(failures), 'failure')}" if failures else "valid"
+        cli.put(f"{args.plan}: {verdict}")
     return cli.NO if failures else cli.OK
 
 

@@ -260,7 +260,7 @@ def _priced(problem: Problem, energy_j: Floats, run_s: Floats) -> Floats:
 def value_of(problem: Problem, solution: Solution) -> float:
     """The objective of an answer: in its own order, if it has one; inf: it cannot run."""
     if solution.schedule is None or problem.objective.is_analytic:
-        return float(score(problem, problem.check_placement(solution.placement))[0])
+        return float(score(problem, problem.check_placement(solution.placement)[None])[0])
     timeline = simulate(problem, solution.placement, solution.schedule)
     peak = timeline.peak_bytes
     if peak is not None and (peak > problem.memory_bytes).any():

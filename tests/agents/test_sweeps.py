@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -106,9 +105,7 @@ def run(
 
     def call(*words: str, module: Any = agents.compare) -> int:
         monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-        monkeypatch.setattr(sys, "argv", ["placement", *words])
-        code: int = module.main()
-        return code
+        return module.main(words)
 
     return call
 

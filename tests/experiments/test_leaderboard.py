@@ -64,7 +64,7 @@ def test_a_row_is_added_and_the_others_stay(
 
 def test_the_page_is_up_to_date() -> None:
     page = (results.DOCS / "bench.md").read_text(encoding="utf-8")
-    assert page == results.bench(), "run: python -m experiments.results"
+    assert page == results.optima_page(), "run: python -m experiments.results"
 
 
 def test_published_learners_are_trained_once_and_run(
