@@ -133,7 +133,7 @@ def clock() -> float:
 
 
 def loads(function: Callable[P, None]) -> Callable[P, None]:
-    """Of a function that calls kernels so that they are compiled, or read from their cache.
+    """Of a function that only imports, or calls kernels so that they are compiled or read.
 
     It is called once for its arguments. Budgets, and seconds that are told, are by ``clock``.
     """
