@@ -57,4 +57,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "make: '$(PYTHON) -m venv' failed (on Debian or Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@echo "Installing the tested versions into .venv (a few minutes, about 2 GB) ..."
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[cp,plots,models,dev]'
-	@rm .venv/.installing && touch $@
+	@rm .venv/.installing
+	@echo "Compiling the kernels, once (a minute) ..."
+	$(BIN)/placement doctor --warm
+	@touch $@

@@ -145,8 +145,8 @@ def _only_names(arg: str) -> list[str]:
     if not specs and not files:
         return [arg]
     others = [str(x) for x in items if x not in (*specs, *files)]
-    found = [f"workload=[{','.join(others)}]"]
-    found += [f"files={json.dumps(files, ensure_ascii=False)}"] if files else []
+    lists = [f"workload=[{','.join(others)}]"]
+    lists += [f"files={json.dumps(files, ensure_ascii=False)}"] if files else []
     names = [*others, *(spec.partition(":")[2] for spec in specs)]
     for name, spec in zip(names[len(others) :], specs, strict=True):
         node = f'={{_target_: placement.workloads.load, spec: "{spec}"}}'
@@ -155,23 +155,23 @@ def _only_names(arg: str) -> list[str]:
                 f"{arg}: two workloads are called {name!r}; instead of {spec} in the list add "
                 f"'+workload.NAME{node}'"
             )
-        found.append(f"+workload.{name}{node}")
-    return found
+        lists.append(f"+workload.{name}{node}")
+    return lists
 
 
 def _one_list_of_files(argv: list[str]) -> list[str]:
     """``files=[a]`` and ``files=[b]`` as ``files=[a,b]``: of two, Hydra takes the later alone."""
-    given = [arg for arg in argv if arg.startswith("files=")]
-    if len(given) < 2:
+    files = [arg for arg in argv if arg.startswith("files=")]
+    if len(files) < 2:
         return argv
     lists = []
-    for arg in given:
+    for arg in files:
         override = OverridesParser.create().parse_override(arg)
         if not isinstance(override.value(), list):
             raise AppError(f"{arg}: must be one list where problem files are workloads too")
         lists.append(override.get_value_element_as_str()[1:-1])
     joined = f"files=[{','.join(filter(None, lists))}]"
-    return [*(arg for arg in argv if arg not in given), joined]
+    return [*(arg for arg in argv if arg not in files), joined]
 
 
 def _listed(arg: str) -> str:
@@ -288,13 +288,13 @@ def _tracker(cfg: DictConfig) -> Tracker:
 
 
 def _versions() -> str:
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name in (DISTRIBUTION, *_VERSIONS_OF):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return json.dumps(found, indent=1)
+            versions[name] = "not installed"
+    return json.dumps(versions, indent=1)
 
 
 def make_problems(job: Job) -> dict[str, Problem]:
@@ -339,9 +339,11 @@ def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
         options: Any = {"path": node}
         if not isinstance(node, str):
             options = OmegaConf.to_container(node) if isinstance(node, DictConfig) else {}
-        known = {"path", "name", *typing.get_type_hints(importers.Options)} - {"cluster"}
-        if "path" not in options or not set(options) <= known:
-            raise AppError(f"files: {node} must be a path, or have path and any of {sorted(known)}")
+        allowed = {"path", "name", *typing.get_type_hints(importers.Options)} - {"cluster"}
+        if "path" not in options or not set(options) <= allowed:
+            raise AppError(
+                f"files: {node} must be a path, or have path and any of {sorted(allowed)}"
+            )
         stem = Path(str(options["path"]).removesuffix(".gz")).stem
         name = str(options.pop("name", stem))
         if Path(name).name != name or name == "..":  # it would leave the run's folder
@@ -362,15 +364,15 @@ def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
 def _synthetic_problems(cfg: DictConfig) -> dict[str, Problem]:
     from placement.workloads.synthetic import families, giph
 
-    known: dict[str, Callable[[int], Problem]] = {**families(), "giph": giph}
+    draws: dict[str, Callable[[int], Problem]] = {**families(), "giph": giph}
     problems = {}
     for node in cfg.get("synthetic") or []:
         family, seeds = (node, [0]) if isinstance(node, str) else (node.family, node.seeds)
-        if family not in known:
-            raise AppError(f"synthetic: {family!r} is unknown; there are {', '.join(known)}")
+        if family not in draws:
+            raise AppError(f"synthetic: {family!r} is unknown; there are {', '.join(draws)}")
         for seed in seeds:
             problems[f"{family}-{seed}"] = replace(
-                known[family](seed),
+                draws[family](seed),
                 objective=cfg.objective,
                 num_microbatches=cfg.num_microbatches,
                 max_in_flight=cfg.max_in_flight,
@@ -464,8 +466,8 @@ def make_planner(node: DictConfig) -> Planner:
     cli.search_here(target)
     kind = planners.find(target)
     if not is_dataclass(kind):
-        made: Planner = instantiate(node, _convert_="all")
-        return made
+        planner: Planner = instantiate(node, _convert_="all")
+        return planner
     # A planner inside a planner is a node with a _target_ too; instantiate leaves others alone.
     made_options: Any = instantiate(
         {str(k): v for k, v in node.items() if k != "_target_"}, _convert_="all"
@@ -549,8 +551,8 @@ def save_report(job: Job) -> None:
     if HydraConfig.get().mode != RunMode.MULTIRUN:
         html.write_report(job.folder, progress=job.report)
     names = ("report.html", "compare.csv", "compare.md", "curves.png", "pareto.png")
-    found = [job.folder / name for name in names if (job.folder / name).exists()]
-    job.mirror.artifact("report", "report", *found)
+    present = [job.folder / name for name in names if (job.folder / name).exists()]
+    job.mirror.artifact("report", "report", *present)
 
 
 def _spec(cfg: DictConfig, workload: str) -> str | None:
@@ -563,17 +565,19 @@ def _spec(cfg: DictConfig, workload: str) -> str | None:
     node = (cfg.get("workload") or {}).get(workload)
     if node is None or node.get("spec") is None:
         return None
-    given = {str(k): v for k, v in node.items() if k not in ("_target_", "spec")}
-    return str(node.spec) if workloads.is_default(str(node.spec), given) else None
+    options = {str(k): v for k, v in node.items() if k not in ("_target_", "spec")}
+    return str(node.spec) if workloads.is_default(str(node.spec), options) else None
 
 
 def _parameters(cfg: DictConfig, planner: Planner | None, seed: int | None) -> dict[str, Any]:
     """The planner's fields as ``compare`` set them."""
     from placement.plan import parameters_of
 
-    known = {f.name for f in fields(planner)} if is_dataclass(planner) else ()
-    given = {"seed": seed, "seconds": cfg.get("seconds"), "evaluations": cfg.get("evaluations")}
-    return parameters_of(planner) | {k: v for k, v in given.items() if k in known and v is not None}
+    names = {f.name for f in fields(planner)} if is_dataclass(planner) else ()
+    values = {"seed": seed, "seconds": cfg.get("seconds"), "evaluations": cfg.get("evaluations")}
+    return parameters_of(planner) | {
+        k: v for k, v in values.items() if k in names and v is not None
+    }
 
 
 def _measured(row: Row) -> Any:

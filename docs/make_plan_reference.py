@@ -95,6 +95,9 @@ MEANINGS = {
     "DeviceInfo.busy_w": "Watts while working, if known.",
     "DeviceInfo.idle_w": "Watts while waiting, if known.",
     "DeviceInfo.power_source": "Whether a meter measured the watts, or somebody declared them.",
+    "DeviceInfo.flops_per_s": "Peak rate for predictions, where it is stated.",
+    "DeviceInfo.bytes_per_s": "Of its memory, likewise.",
+    "DeviceInfo.call_s": "To start an operator, likewise.",
     "DeviceInfo.like": "The measured device that this one is described by.",
     "DeviceInfo.speed": "It is this many times as fast as `like`.",
     "DeviceInfo.model": "Model of the hardware, for people.",
@@ -201,8 +204,8 @@ def _type(value: dict[str, Any]) -> str:
 
 def _anchor(title: str) -> str:
     """The heading as a link target, as GitHub makes it."""
-    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
-    return kept.replace(" ", "-")
+    letters = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return letters.replace(" ", "-")
 
 
 def updated(page: str) -> str:

@@ -77,9 +77,9 @@ def table() -> str:
         machine = f"{short(facts['cpu'])}, {facts['cores']} cores"
         if machine not in machines:
             machines.append(machine)
-        made = f"{facts['when'][:10]} {'ABCDEFGH'[machines.index(machine)]}"
+        day = f"{facts['when'][:10]} {'ABCDEFGH'[machines.index(machine)]}"
         run = f"`{command.removeprefix('python -m ')}`{' (1)' if study.needs_data else ''}"
-        cells = [", ".join(links), study.answers, run, f"{study.minutes:g}", made]
+        cells = [", ".join(links), study.answers, run, f"{study.minutes:g}", day]
         rows.append(f"| {' | '.join(cells)} |")
     where = [f"Machine {letter}: {m}." for letter, m in zip("ABCDEFGH", machines, strict=False)]
     return "\n".join([*rows, "", *where]) + "\n"
@@ -87,14 +87,14 @@ def table() -> str:
 
 def files_by_study(names: list[str]) -> dict[str, list[str]]:
     """The files of each study; what is read first comes first."""
-    found: dict[str, list[str]] = {stem: [] for stem in STUDIES}
+    paths: dict[str, list[str]] = {stem: [] for stem in STUDIES}
     order = [".md", ".json", ".csv", ".png"]
     for name in sorted(names, key=lambda name: order.index(Path(name).suffix)):
         stem = Path(name).stem.removesuffix("_curves")
         if stem not in STUDIES:
             raise KeyError(f"experiments/results/{name} belongs to no study in {__file__}")
-        found[stem].append(name)
-    return found
+        paths[stem].append(name)
+    return paths
 
 
 def origin(stem: str) -> tuple[str, dict[str, str]]:

@@ -91,15 +91,12 @@ GUIDED = {
 ZERO_SHOT = {
     "largest": Option(700, "operators of a graph that is trained on (evaluation has no limit)"),
     "variants": Option(1, "machines drawn for each problem, besides its own"),
-    "solve_seconds": Option(1.0, "of macro_search for each solution to imitate"),
-    "imitation_epochs": Option(0, "passes over these, before PPO; 0: none"),
     "total_steps": Option(200_000, "of the training, whichever ends first"),
     "max_seconds": Option(900.0, "of the training, whichever ends first"),
     "seeds": Option(5, "trainings per family"),
     "graphs": Option(1, "seeds HELD_OUT.. of each synthetic family"),
     "known_seconds": Option(1.0, "of the search for the best known value"),
     "k": Option(32, "samples of best-of-k, on the machine that a problem comes with"),
-    "warm": Option(0, "1: from the best of four heuristics, in training too; 0: from nothing"),
     "repeats": Option(10, "of the profiles that have to be measured"),
 }
 

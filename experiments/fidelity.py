@@ -88,14 +88,6 @@ class Row:
     period_between_rounds: float
 
 
-def _alone(profile: Profile) -> Profile:
-    return replace(profile, loaded_s=None)
-
-
-def _free_links(profile: Profile) -> Profile:
-    return replace(profile, links=())
-
-
 def _no_waking(profile: Profile) -> Profile:
     return replace(profile, links=tuple(replace(x, wake_s=0.0) for x in profile.links))
 
@@ -106,17 +98,13 @@ def _fastest(profile: Profile) -> Profile:
     return replace(profile, compute_s=fastest.copy())
 
 
-def _free_batches(profile: Profile) -> Profile:
-    return replace(profile, batch_s=0.0)
-
-
 # What the simulator takes into account, and the profile without it.
 CORRECTIONS: Mapping[str, Callable[[Profile], Profile]] = {
-    "slowing down of busy neighbours": _alone,
-    "letting micro-batches in and out": _free_batches,
+    "slowing down of busy neighbours": lambda profile: replace(profile, loaded_s=None),
+    "letting micro-batches in and out": lambda profile: replace(profile, batch_s=0.0),
     "waking the receiver": _no_waking,
-    "transfers and waking": _free_links,
-    "the neighbours and the transfers": lambda profile: _alone(_free_links(profile)),
+    "transfers and waking": lambda profile: replace(profile, links=()),
+    "the neighbours and the transfers": lambda p: replace(p, loaded_s=None, links=()),
     "differences between the devices": _fastest,
 }
 
@@ -133,10 +121,9 @@ def candidates(problem: Problem, count: int) -> dict[str, Placement]:
     for i in range(count - len(placements)):
         # Every third is a random cut in operator order, the others scatter the operators.
         share = rng.dirichlet(np.ones(problem.num_devices))
-        groups = rng.choice(problem.num_devices, problem.graph.num_groups, p=share)
-        if i % 3 == 0:
-            groups = np.sort(groups)
-        placements[f"random {i}"] = groups[problem.graph.group].astype(np.int32)
+        devices = rng.choice(problem.num_devices, problem.graph.num_groups, p=share)
+        devices = devices if i % 3 else np.sort(devices)
+        placements[f"random {i}"] = devices[problem.graph.group].astype(np.int32)
     return placements
 
 
@@ -271,24 +258,15 @@ def predicted(problem: Problem, profile: Profile, placement: Placement) -> tuple
 def merged(profiles: list[Profile]) -> Profile:
     """Medians over several profiles of the same graph and cluster."""
     compute = np.median([p.compute_s for p in profiles], axis=0)
+    figures = ("latency_s", "bandwidth_bytes_per_s", "wake_s")
     links = tuple(
-        replace(
-            links[0],
-            latency_s=float(np.median([x.latency_s for x in links])),
-            bandwidth_bytes_per_s=float(np.median([x.bandwidth_bytes_per_s for x in links])),
-            wake_s=float(np.median([x.wake_s for x in links])),
-        )
-        for links in zip(*(p.links for p in profiles), strict=True)
+        replace(same[0], **{f: float(np.median([getattr(x, f) for x in same])) for f in figures})
+        for same in zip(*(p.links for p in profiles), strict=True)
     )
     loaded = [p.loaded_s for p in profiles if p.loaded_s is not None]
+    loaded_s = np.median(loaded, axis=0) if loaded else None
     batch_s = float(np.median([p.batch_s for p in profiles]))
-    return replace(
-        profiles[0],
-        compute_s=compute,
-        links=links,
-        batch_s=batch_s,
-        loaded_s=np.median(loaded, axis=0) if loaded else None,
-    )
+    return replace(profiles[0], compute_s=compute, links=links, batch_s=batch_s, loaded_s=loaded_s)
 
 
 def values(rows: Sequence[Row], name: str) -> list[float]:

@@ -129,6 +129,9 @@ class DeviceInfo(_Strict):
     speed: FiniteFloat
     model: Name
     power_source: Literal["declared", "measured"] = "declared"
+    flops_per_s: FiniteFloat | None = None
+    bytes_per_s: FiniteFloat | None = None
+    call_s: Seconds | None = None
 
 
 class LinkInfo(_Strict):

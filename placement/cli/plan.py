@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from placement import cli
+from placement.cli import serving
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,6 +29,8 @@ EXAMPLE = """examples:
   placement plan model.onnx --devices 2 --dim batch=1 --planner heft --objective latency
   placement plan resnet50 --planner heft --measurements 100 --trials runs.jsonl
   placement plan resnet50 --planner heft --predict polynomial
+  placement plan config.json --cluster home.yaml --objective decode --context 8192 \
+      --planner layer_dp
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
 lower_bound_s, seconds, evaluations, feasible, assignment. Where the planner or --scheduler decides
@@ -35,12 +38,15 @@ an order, value_s is of that order, and order has, for every device, its operato
 with the number of its micro-batch. Where micro-batches take turns (--max-phases) assignment is that
 of the first phase, and phases has what each later one has elsewhere. With --measurements planner is
 measured_search, and there also are measured_s, measured_single_s (of the best single device) and
-measurements; with the planner replicated also stages, each with its devices.
+measurements; with the planner replicated also stages, each with its devices. For a language model
+there also is memory: of every device weights_bytes, kv_cache_bytes, buffers_bytes, needed_bytes and
+there_bytes; and prefill_s, decode_s, weights (how often these count in value_s) and spread (by
+which share they may err), or largest_context where nothing fits.
 """
 
 
 _FILE_OPTIONS = (
-    ("devices", int, "K", "of a PipeDream or ONNX file"),
+    ("devices", int, "K", "where a file does not say"),
     ("bandwidth", float, "BYTES_PER_S", "between those devices"),
     ("memory", int, "BYTES", "of each of those devices"),
     ("flops", float, "FLOP_PER_S", "of a device, for an ONNX file, which has no times"),
@@ -83,7 +89,8 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--objective",
         metavar="NAME",
-        help="period, latency, energy, max_load, piecewise_latency; default: period, or the file's",
+        help="period, latency, energy, max_load, piecewise_latency; of a language model prefill, "
+        "decode, serve; default: period, or the file's",
     )
     parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
     parser.add_argument("--profile", metavar="FILE", help="measured before; default: the cache")
@@ -107,6 +114,7 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
         help="of the objective energy: joules that a second per micro-batch is worth (0)",
     )
     cli.add_mode(parser)
+    serving.configure(parser)
     for name, kind, unit, what in _FILE_OPTIONS:
         parser.add_argument(f"--{name}", type=kind, metavar=unit, help=what)
     parser.add_argument(
@@ -144,6 +152,9 @@ def run(args: argparse.Namespace) -> int:
             measured = None  # what ran was not in this order
     if args.json:
         cli.print_json(_answer(args, problem, solution, took))
+    if not isfinite(solution.value_s) and serving.is_served(args):
+        cli.say(serving.why_not(args, problem))
+        return cli.NO
     if not isfinite(solution.value_s):
         cli.say(solution.stats.get("infeasible", "no placement that fits and can run was found"))
         return cli.NO
@@ -299,6 +310,8 @@ def _show_and_save(
     )
     if not args.json:
         show_plan(plan)
+        if serving.is_served(args):
+            serving.table(problem, solution)
     if args.out:
         plan.save(args.out)
         # Code of yours is not called on a plan's word: it is named again.
@@ -352,6 +365,10 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         "max_phases": args.max_phases,
     }
     changes = {key: value for key, value in chosen.items() if value is not None}
+    if serving.is_served(args):
+        problem = serving.load(args)
+        cli.say_if_predicted(args.workload, problem)
+        return problem
     _check_settings(args)
     names = [name.replace("-", "_") for name, *_ in _FILE_OPTIONS]
     for_file = {name: getattr(args, name) for name in names} | {"dims": _dims(args.dim)}
@@ -474,6 +491,7 @@ def _answer(
         **({} if len(phases) == 1 else {"phases": _phases(problem, phases)}),
         **({} if solution.schedule is None else {"order": _order(problem, solution.schedule)}),
         **measured,
+        **(serving.answer(args, problem, solution) if serving.is_served(args) else {}),
     }
 
 

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from placement import cli
-from placement.cli.ways import (
-    alone,
-    calls,
-    difference,
-    first_difference,
-    keep,
-    measure,
-    model_of,
-    recorded_trace,
-    show,
-)
-
-if TYPE_CHECKING:
-    pass
+from placement.cli.ways import keep, model_of, recorded_trace, show
+from placement.runs.ways import alone, calls, difference, first_difference, measure
 
 EXAMPLE = """examples:
   placement run plan.json --against-single-device

@@ -229,8 +229,8 @@ def run_validate(args: argparse.Namespace) -> int:
             cli.put(f"- {line}")
         for line in notes:
             cli.say(line)
-        found = f"not valid, {cli.count(len(failures), 'failure')}" if failures else "valid"
-        cli.put(f"{args.plan}: {found}")
+        verdict = f"not valid, {cli.count(len(failures), 'failure')}" if failures else "valid"
+        cli.put(f"{args.plan}: {verdict}")
     return cli.NO if failures else cli.OK
 
 

@@ -150,10 +150,10 @@ class Corpus:
                 if machine in (None, of)
             }
             rows: dict[tuple[str, str], dict[str, tuple[float, float, float]]] = {}
-            found = store.execute(
+            measured = store.execute(
                 "SELECT graph, device, signature, compute_s, spread_s, loaded_s FROM operators"
             )
-            for graph, device, operator, compute, spread, loaded in found:
+            for graph, device, operator, compute, spread, loaded in measured:
                 beside = np.nan if loaded is None else loaded
                 rows.setdefault((graph, device), {})[operator] = (compute, spread, beside)
         samples = []
@@ -176,7 +176,7 @@ class Corpus:
         """
         rows: dict[str, list[tuple[float, float]]] = {}
         with self._open() as store:
-            found = (
+            measured = (
                 ()
                 if store is None
                 else store.execute(
@@ -184,7 +184,7 @@ class Corpus:
                     (device_signature(device, machine),),
                 )
             )
-            for signature, compute, spread in found:
+            for signature, compute, spread in measured:
                 rows.setdefault(signature, []).append((compute, spread))
         seconds, spreads = np.full(graph.num_ops, np.nan), np.full(graph.num_ops, np.nan)
         for n, signature in enumerate(graph.op_signature):
@@ -298,8 +298,8 @@ def _group(cluster: Cluster) -> str:
 
 
 def _device(text: str) -> dict[str, Any]:
-    known = {f.name for f in fields(Device)}
-    values = {key: value for key, value in json.loads(text).items() if key in known}
+    names = {f.name for f in fields(Device)}
+    values = {key: value for key, value in json.loads(text).items() if key in names}
     return values | {"cores": tuple(values.get("cores", ()))}
 
 

@@ -301,6 +301,15 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
     return found, unit, num_layers
 
 
+def served_format(plan: Plan) -> str | None:
+    """``config.json`` or ``gguf`` where the plan is of a language model without its weights.
+
+    Operators of layers then end in ``.attention``, ``.router``, ``.feed_forward`` or ``.experts``.
+    """
+    found = plan.provenance.profile.get("format")
+    return found if found in ("config.json", "gguf") else None
+
+
 def gpu_number(name: str) -> int | None:
     """1 of ``cuda:1``; None of any other name: names are free, and what is exported may be run."""
     found = re.fullmatch(r"cuda:([0-9]{1,4})", name)

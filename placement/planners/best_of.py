@@ -96,6 +96,7 @@ class BestOf:
         "m_etf",
         "m_sct",
         "contiguous_dp",
+        "layer_dp",
         "coarsened",
         "metis",
         "time_slices",

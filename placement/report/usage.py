@@ -71,7 +71,7 @@ Spans = tuple[NDArray, NDArray, NDArray, Floats, Floats]  # tensor, batch, devic
 
 
 def _local_spans(problem: Problem, timeline: Timeline, max_in_flight: int) -> Spans:
-    """Where tensors are made, and model inputs on the devices that share the host's memory."""
+    """Where tensors are produced, and model inputs on the devices that share the host's memory."""
     g, on, end = problem.graph, timeline.device_of.T, timeline.end_s
     m, t, d = timeline.num_microbatches, g.num_tensors, problem.num_devices
     batches = np.arange(m)
@@ -79,14 +79,14 @@ def _local_spans(problem: Problem, timeline: Timeline, max_in_flight: int) -> Sp
     for tensor, op in zip(g.use_tensor, g.use_dst, strict=True):
         at = tensor, on[op], batches
         until[at] = np.maximum(until[at], end[:, op])
-    made = np.flatnonzero(g.tensor_src >= 0)
-    src = g.tensor_src[made]
-    last = np.maximum(until[made[:, None], on[src], batches], end[:, src].T)
-    leaves = np.isin(made, g.output_tensor)
+    produced = np.flatnonzero(g.tensor_src >= 0)
+    src = g.tensor_src[produced]
+    last = np.maximum(until[produced[:, None], on[src], batches], end[:, src].T)
+    leaves = np.isin(produced, g.output_tensor)
     last[leaves] = np.maximum(last[leaves], end.max(axis=1))
     sent = np.full((t, m), -np.inf)
     np.maximum.at(sent, tuple(timeline.transfers[:, :2].T), timeline.transfer_end_s)
-    last = np.maximum(last, sent[made])
+    last = np.maximum(last, sent[produced])
     shares_host = np.flatnonzero(host_of(problem)[1])
     inputs = [
         (x, c)
@@ -99,8 +99,8 @@ def _local_spans(problem: Problem, timeline: Timeline, max_in_flight: int) -> Sp
     reach = np.append(last, until[which, cpu])
     used = reach > -np.inf  # an input may be used here in some phases only
     return (
-        np.repeat(g.tensor_root[np.append(made, which)], m)[used],
-        np.tile(batches, len(made) + len(which))[used],
+        np.repeat(g.tensor_root[np.append(produced, which)], m)[used],
+        np.tile(batches, len(produced) + len(which))[used],
         np.append(on[src], np.repeat(cpu, m))[used],
         np.append(timeline.start_s[:, src].T, admitted)[used],
         reach[used],

@@ -119,12 +119,12 @@ class Comparison:
         errors, ranks = {}, {}
         for what in ("latency_s", "period_s"):
             said = np.array([getattr(r, what) for r in rows])
-            found = np.array([getattr(r, f"measured_{what}") for r in rows])
-            errors[what] = mape(said, found)
+            measured = np.array([getattr(r, f"measured_{what}") for r in rows])
+            errors[what] = mape(said, measured)
             of = np.array([r.workload for r in rows])
-            each = [spearman(said[of == w], found[of == w]) for w in dict.fromkeys(of)]
-            known = [x for x in each if not np.isnan(x)]
-            ranks[what] = float(np.mean(known)) if known else float("nan")
+            each = [spearman(said[of == w], measured[of == w]) for w in dict.fromkeys(of)]
+            ranked = [x for x in each if not np.isnan(x)]
+            ranks[what] = float(np.mean(ranked)) if ranked else float("nan")
         return Fidelity(
             len(rows),
             errors["latency_s"],
@@ -163,10 +163,10 @@ class Comparison:
         Where no single device fits, it counts as the worst answer. inf without any answer.
         """
         rows = [r for r in self.rows if r.workload == workload]
-        found = [r.value_s for r in rows if np.isfinite(r.value_s)]
+        values = [r.value_s for r in rows if np.isfinite(r.value_s)]
         singles = [r.value_s for r in rows if r.planner.startswith(SINGLE)]
-        alone = min((v for v in singles if np.isfinite(v)), default=max(found, default=np.inf))
-        return min(found, default=np.inf), alone
+        alone = min((v for v in singles if np.isfinite(v)), default=max(values, default=np.inf))
+        return min(values, default=np.inf), alone
 
     def ratios(self) -> dict[str, dict[str, float]]:
         """Value over the best found, by planner and workload: geometric mean over the seeds.
@@ -294,23 +294,23 @@ def _plan_all(
     saved_problem = folder / "problems" / f"{fingerprint[:12]}.json"
     if not saved_problem.is_file():
         importers.save(problem, saved_problem)
-    found: list[_Cell | None] = []
+    results: list[_Cell | None] = []
     todo: list[tuple[int, Path, str, _Task]] = []
     for name, planner in planners.items():
         for seed in seeds if "seed" in _fields(planner) else (None,):
             ready = prepared(planner, seed, budget)
             key = _digest(fingerprint, workload, name, describe(ready), seed)
             path = folder / "cells" / f"{_slug(workload)}-{_slug(name)}-{key[:12]}.json"
-            found.append(_saved_cell(_read(path, key), name, seed, problem))
-            if found[-1] is None:
-                todo.append((len(found) - 1, path, key, (name, seed, ready, problem)))
+            results.append(_saved_cell(_read(path, key), name, seed, problem))
+            if results[-1] is None:
+                todo.append((len(results) - 1, path, key, (name, seed, ready, problem)))
 
     def keep(number: int, cell: _Cell) -> None:
         at, path, key, (_, _, ready, _) = todo[number]
         head = {"key": key, "workload": workload, "problem": fingerprint}
         head |= {"parameters": describe(ready)}
         write_atomic(path, _json({**head, **asdict(cell)}))
-        found[at] = cell
+        results[at] = cell
 
     def told() -> Iterator[_Task]:
         for *_, task in todo:
@@ -321,7 +321,7 @@ def _plan_all(
             yield task if parallel == "serial" else (name, seed, ready, bare)
 
     parallel_map(_plan_task, told(), parallel, done=keep)
-    return cells + [cell for cell in found if cell is not None]
+    return cells + [cell for cell in results if cell is not None]
 
 
 def _saved_cell(
@@ -443,14 +443,14 @@ def _rows(
         singles = [getattr(r, column) for r in rows if r.planner.startswith(SINGLE) and r.feasible]
         return min((x for x in singles if x is not None), default=None)
 
-    said, found = best(what), best(f"measured_{what}")
+    said, measured = best(what), best(f"measured_{what}")
     on_front = pareto_front(_values(rows))
     return [
         replace(
             row,
             pareto=bool(front),
             speedup=_ratio(said, getattr(row, what) if row.feasible else None),
-            measured_speedup=_ratio(found, getattr(row, f"measured_{what}")),
+            measured_speedup=_ratio(measured, getattr(row, f"measured_{what}")),
         )
         for row, front in zip(rows, on_front, strict=True)
     ]
@@ -458,9 +458,9 @@ def _rows(
 
 def _values(rows: Sequence[Row]) -> Floats:
     """float64 ``[K, 3]`` latency, period and energy; inf where infeasible, 0 where not known."""
-    known = [(r.latency_s, r.period_s, 0.0 if r.energy_j is None else r.energy_j) for r in rows]
+    figures = [(r.latency_s, r.period_s, 0.0 if r.energy_j is None else r.energy_j) for r in rows]
     feasible = np.array([r.feasible for r in rows])
-    return np.where(feasible[:, None], np.array(known, float), np.inf)
+    return np.where(feasible[:, None], np.array(figures, float), np.inf)
 
 
 def pareto_front(values: ArrayLike) -> NDArray[np.bool_]:
@@ -580,16 +580,16 @@ def placement_id(placement: Placement) -> str:
 def problem_fingerprint(problem: Problem) -> str:
     """SHA-256 (hex) of everything that a planner's answer or a measurement depends on."""
     profile = problem.profile
-    given = {f.name: getattr(profile, f.name) for f in fields(profile)}
-    del given["provenance"], given["spread_s"]
+    state = {f.name: getattr(profile, f.name) for f in fields(profile)}
+    del state["provenance"], state["spread_s"]
     # What is already known of problems without costs that were added later stays known.
-    given["links"] = [
+    state["links"] = [
         {k: v for k, v in asdict(x).items() if not k.startswith("send_s") or v}
         for x in profile.links
     ]
-    if not given["batch_s"]:
-        del given["batch_s"]
-    costs = [part for item in given.items() for part in item]
+    if not state["batch_s"]:
+        del state["batch_s"]
+    costs = [part for item in state.items() for part in item]
     return _digest(
         problem.graph.fingerprint,
         problem.cluster.fingerprint,
@@ -643,9 +643,9 @@ def _fields(planner: Planner) -> set[str]:
 def prepared(planner: Planner, seed: int | None, budget: Budget = NO_LIMIT) -> Planner:
     """The planner with this seed and this budget, where it has such fields."""
     wanted = {"seed": seed, **asdict(budget)}
-    known = _fields(planner)
-    given = {k: v for k, v in wanted.items() if v is not None and k in known}
-    return replace(planner, **given) if given else planner  # type: ignore[type-var]
+    names = _fields(planner)
+    values = {k: v for k, v in wanted.items() if v is not None and k in names}
+    return replace(planner, **values) if values else planner  # type: ignore[type-var]
 
 
 def solution_of(saved: Mapping[str, Any]) -> Solution:
@@ -654,33 +654,33 @@ def solution_of(saved: Mapping[str, Any]) -> Solution:
     Raises:
         ValueError, LookupError, TypeError: it is none.
     """
-    order, given = saved.get("schedule"), dict(saved)
+    order, state = saved.get("schedule"), dict(saved)
     if order is not None:
         rows = tuple(_whole(r).reshape(-1, 2) for r in order["order"])
-        given["schedule"] = Schedule(rows, int(_whole(order["num_microbatches"])))
+        state["schedule"] = Schedule(rows, int(_whole(order["num_microbatches"])))
     for what in ("value_s", "lower_bound_s"):
-        value: Any = given.get(what)
+        value: Any = state.get(what)
         if value is None and what == "lower_bound_s":
             continue
         if type(value) not in (int, float) or not value >= 0:  # comparisons with NaN are false
             raise ValueError(f"{what} = {short(value)} is no number of seconds")
-    stats = given.get("stats", {})
+    stats = state.get("stats", {})
     if not isinstance(stats, dict):
         raise ValueError(f"stats = {short(stats)} is no object")
     curve = np.array(stats.get("curve") or [], np.float64)
     if curve.size and (curve.ndim != 2 or curve.shape[1] != 3):
         raise ValueError("stats: curve must have rows of seconds, evaluations and value")
     placement = _whole(saved["placement"])
-    given["placement"] = placement if placement.ndim == 2 else placement.ravel()
-    return Solution(**given)
+    state["placement"] = placement if placement.ndim == 2 else placement.ravel()
+    return Solution(**state)
 
 
 def _whole(values: Any) -> NDArray[np.int32]:
     """Nested lists of numbers from 0 to 2**31 - 1; of no numbers too."""
-    found = np.array(values)
-    if found.size and (found.dtype.kind != "i" or found.min() < 0 or found.max() >= 2**31):
+    numbers = np.array(values)
+    if numbers.size and (numbers.dtype.kind != "i" or numbers.min() < 0 or numbers.max() >= 2**31):
         raise ValueError(f"{short(values)} are not all numbers of operators, devices or batches")
-    return found.astype(np.int32)
+    return numbers.astype(np.int32)
 
 
 def _digest(*parts: Any) -> str:

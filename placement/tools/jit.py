@@ -8,20 +8,28 @@ given: ``a[:] = b``, ``a.max()``, ``a.mean()``, ``a.sort()`` and ``np.empty`` ma
 
 numba passes a tuple of arrays as seven words for each, to every function that it is passed on to:
 that is most of the time that compiling takes, and much of a call's. A ``Struct`` is one word.
+
+What is compiled is kept beside the source, or in the user's folder for caches where that cannot be
+written (``$NUMBA_CACHE_DIR`` is another folder), and used as long as the source is the same.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, ParamSpec
 
 import numba as nb
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.caching import FunctionCache
 from numba.core.options import DefaultOptions
 from numba.core.typing.templates import AttributeTemplate
 from numba.extending import (
@@ -42,9 +50,98 @@ def _counting(wanted: bool) -> dict[str, Any]:
     return {"_nrt": wanted} if hasattr(DefaultOptions, "_nrt") else {}
 
 
-kernel = partial(nb.njit, cache=True, nogil=True, **_counting(False))
+def _compiled(function: Any = None, *, cache: bool = True, **options: Any) -> Any:
+    """As ``numba.njit``, with our cache."""
+    if function is None:
+        return partial(_compiled, cache=cache, **options)
+    found = nb.njit(function, nogil=True, **options)
+    if cache:
+        with suppress(RuntimeError):  # no folder can be written: compiled by every process
+            found._cache = _Cache(function)
+    return found
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """numba's, where a kernel is also compiled again if another file changes that it stands on.
+
+    numba asks for the kernel's own file alone. What cannot be read is compiled again; what cannot
+    be written is not kept.
+    """
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), _own_digest(), uses_digest(self._py_func))
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # pickle raises anything for a file that is cut off
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """One process at a time: the name of a file is taken before the file is there."""
+        with suppress(OSError), open(Path(self.cache_path) / "kernels.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().save_overload(sig, data)
+
+
+@cache
+def _own_digest() -> str:
+    return hashlib.sha1(Path(__file__).read_bytes()).hexdigest()
+
+
+@cache
+def uses_digest(function: Callable[..., Any]) -> str:
+    """Of what is compiled into a kernel beside itself: kernels that it calls, and constants."""
+    found = hashlib.sha1()
+    for name, value in _named(function.__code__, function.__globals__):
+        value = getattr(value, "py_func", getattr(value, "_defn", value))  # kernel, intrinsic
+        found.update(name.encode())
+        if isinstance(value, np.ndarray):
+            found.update(value.tobytes())
+        elif isinstance(value, bool | int | float | str | tuple | np.generic):
+            found.update(repr(value).encode())
+        elif hasattr(value, "__code__") and value is not function:
+            for code in _codes(value.__code__):
+                found.update(code.co_code + repr(_plain(code)).encode())
+            found.update(uses_digest(value).encode())
+    return found.hexdigest()
+
+
+def _named(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the code finds by name, also in a module: globals alone, ``names``, are constants."""
+    for part in _codes(code):
+        for name in part.co_names:
+            value = names.get(name)
+            if not isinstance(value, ModuleType):
+                yield name, value
+                continue
+            inside = {n: vars(value).get(n) for n in part.co_names}
+            yield from ((n, x) for n, x in inside.items() if not isinstance(x, FunctionType))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code and what is defined in it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+def _plain(code: CodeType) -> list[Any]:
+    return [x for x in code.co_consts if not isinstance(x, CodeType)]
+
+
+kernel = partial(_compiled, **_counting(False))
 inlined = partial(kernel, inline="always")
-allocating = partial(nb.njit, cache=True, nogil=True, **_counting(True))
+allocating = partial(_compiled, **_counting(True))
+
+
+def kernel_folder() -> Path | None:
+    """Where kernels of this package are kept; None: nowhere."""
+    path = copy._cache.cache_path
+    return None if path is None else Path(path)
 
 
 _loading_s = 0.0

@@ -273,27 +273,27 @@ def small(model: str, batch: int = 1, size: int = 64) -> tuple[Any, Any]:
     Raises:
         WorkloadError: no such model, or transformers is missing or of another version.
     """
-    found = {m.name: m for m in MODELS}.get(model)
-    if found is None:
+    kind = {m.name: m for m in MODELS}.get(model)
+    if kind is None:
         raise WorkloadError(
             f"model {model!r} is unknown; there are {', '.join(m.name for m in MODELS)}"
         )
     transformers = import_transformers()
-    settings = _class(transformers, found.settings or f"{found.name}Config")
-    module = _class(transformers, found.model or f"{found.name}Model")
+    settings = _class(transformers, kind.settings or f"{kind.name}Config")
+    module = _class(transformers, kind.model or f"{kind.name}Model")
     with seeded():
-        options = {"image_size": size} if found.inputs == "image" else {}
-        config = settings(**options | found.config | {"use_cache": False, "return_dict": True})
-        return module(config).eval(), _inputs(found, config, batch, size)
+        options = {"image_size": size} if kind.inputs == "image" else {}
+        config = settings(**options | kind.config | {"use_cache": False, "return_dict": True})
+        return module(config).eval(), _inputs(kind, config, batch, size)
 
 
 def _class(transformers: Any, path: str) -> Any:
-    found = transformers
+    place = transformers
     for part in path.split("."):
-        found = getattr(found, part, None)
-        if found is None:
+        place = getattr(place, part, None)
+        if place is None:
             raise WorkloadError(f"transformers {transformers.__version__} has no {path}")
-    return found
+    return place
 
 
 def _inputs(model: Model, config: Any, batch: int, size: int) -> Any:
