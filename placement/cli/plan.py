@@ -472,8 +472,8 @@ def _answer(
 
     feasible = isfinite(solution.value_s)
     devices, phases = problem.cluster.device_names, np.atleast_2d(solution.placement)
-    told = ("measured_s", "measured_single_s", "measurements")
-    told += ("replicated_period_s", "stages", "turns")
+    told = ["measured_s", "measured_single_s", "measurements"]
+    told += ["replicated_period_s", "stages", "turns"]
     measured = {key: solution.stats[key] for key in told if key in solution.stats}
     if not isfinite(measured.get("measured_single_s", 0.0)):
         measured["measured_single_s"] = None
