@@ -13,7 +13,7 @@ help:  ## list the verbs
 
 setup: $(INSTALLED)  ## the environment in .venv, and nothing else
 
-demo: $(INSTALLED)  ## capture, measure, place, train, execute, compare and export a real model
+demo: $(INSTALLED)  ## the whole path on a real model, in under 3 minutes on two cores
 	$(BIN)/python -m experiments.demo
 
 test: $(INSTALLED)  ## the whole test suite, on two processes

@@ -21,8 +21,9 @@ from envs.lookup import find
 from envs.problems import EnvError
 from envs.sequential_kernels import NUM_DEVICE_FEATURES
 from placement.tools.files import short
+from placement.tools.jit import loads
 
-if TYPE_CHECKING:  # PyG takes seconds to import
+if TYPE_CHECKING:  # where no graph is encoded PyG is not imported
     from torch_geometric.data import Batch
 
 ILLEGAL = -1e9
@@ -210,11 +211,18 @@ class Attention(nn.Module):
         return (x + self.own(x)) * real[:, :, None]
 
 
+@loads
+def load_pyg() -> None:
+    """Import it: that takes seconds, and is no budget's."""
+    import torch_geometric.nn  # noqa: F401
+
+
 class Encoder(nn.Module):
     """Message passing over the groups, then what a graph and its devices are in it."""
 
     def __init__(self, config: NetworkConfig, attention: int = 0) -> None:
         super().__init__()
+        load_pyg()
         h = config.hidden
         layer = layer_of(config.encoder)
         self.needs_waves = bool(getattr(layer, "needs_waves", False))

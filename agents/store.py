@@ -13,7 +13,7 @@ from envs.features import PAIR_FEATURES, Features, features
 from envs.graphs import KEYS
 from placement.problem import Placement, Problem
 
-if TYPE_CHECKING:  # PyG takes seconds to import
+if TYPE_CHECKING:  # where no graph is encoded PyG is not imported
     from torch_geometric.data import Batch, Data
 
 MAX_WAVES = 48

@@ -1,6 +1,6 @@
 """The whole path on this machine, in minutes: what `make demo` runs.
 
-    python -m experiments.demo [--workload resnet50] [--out runs/demo] [--seconds 30]
+    python -m experiments.demo [--workload resnet50] [--out runs/demo] [--seconds 20]
 
 Captures a model, measures every operator on every device, places it with baselines, with a GNN
 policy that PPO trains on the spot and with a search that the released policy guides, runs every
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=30.0,
+        default=20.0,
         help="budget of each search, the policy and its training included",
     )
     parser.add_argument("--rounds", type=int, default=3, help="interleaved measurements")

@@ -597,13 +597,13 @@ class Plan(_Strict):
                 f"cluster.fingerprint = {self.cluster.fingerprint[:12]}..., but the devices listed "
                 f"give {built.fingerprint[:12]}..."
             )
-        for key, on in (("assignment", self.assignment), *self._named_phases()):
+        for key, phase in (("assignment", self.assignment), *self._named_phases()):
             found += [
                 f"{key}[{op!r}] = {device!r}: no such device, there are {devices}"
-                for op, device in on.items()
+                for op, device in phase.items()
                 if device not in devices
             ]
-            unknown = [op for op in on if op not in self.assignment]
+            unknown = [op for op in phase if op not in self.assignment]
             if unknown:
                 found.append(f"{key}: no operator {_some(unknown)} in assignment")
         if (self.schema_version == 2) != bool(self.phases):

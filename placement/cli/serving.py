@@ -39,15 +39,18 @@ def is_served(args: argparse.Namespace) -> bool:
 
     Raises:
         UsageError: it is not, but options or the objective are for one.
+        FormatError: likewise, of a file.
     """
     from placement.costs.serving import Phase
-    from placement.importers import is_decoder
+    from placement.importers import is_decoder, load_decoder
 
     if cli.looks_like_file(args.workload) and is_decoder(args.workload):
         return True
     given = [f"--{name}" for name in _ONLY if getattr(args, name) is not None]
     if args.objective in list(Phase):
         given.append(f"--objective {args.objective}")
+    if given and cli.is_file(args.workload):
+        load_decoder(args.workload)  # says why it is none
     if given:
         raise cli.UsageError(
             f"{', '.join(given)} is for language models without weights, a config.json or a GGUF "

@@ -489,10 +489,10 @@ class Runner:
             source = int(self.graph.tensor_src[t])
             if source in ops:  # replicas add up what they make, each by itself
                 sums: Any = self.gradients if home[source] == d else self.partial
-                key = p if home[source] == d else (d, p)
-                if key not in sums:
-                    sums[key] = torch.zeros_like(program.params[p].detach(), device=device)
-                gradients[p] = sums[key]
+                name = p if home[source] == d else (d, p)
+                if name not in sums:
+                    sums[name] = torch.zeros_like(program.params[p].detach(), device=device)
+                gradients[p] = sums[name]
         return params, gradients
 
     def call_on(self, functions: Mapping[int, Callable[[], None]]) -> None:

@@ -99,7 +99,7 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
         FormatError: an architecture that is not known, or a number that is missing or cannot be.
     """
     inner = data.get("text_config")
-    if isinstance(inner, dict) and inner.get("model_type") in FAMILIES:
+    if looks_like(inner) and inner["model_type"] in FAMILIES:
         quantised = {k: data[k] for k in ("quantization_config",) if k in data}
         data = {**{k: data[k] for k in _DTYPES if k in data}, **inner, **quantised}
     kind = data["model_type"]
@@ -240,6 +240,7 @@ class _Config:
         if found is None:
             return _BITS[self.dtype]
         method = found.get("quant_method") if isinstance(found, dict) else None
+        method = method if isinstance(method, str) else ""
         if method in ("gptq", "awq", "auto-round"):
             bits = whole(found.get("bits"), f"{self.path}: quantization_config: bits", 1, 16)
             group = whole(found.get("group_size", 128), f"{self.path}: group_size", -1, _MOST)

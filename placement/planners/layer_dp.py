@@ -13,7 +13,7 @@ from placement.planners import check_least
 from placement.planners.contiguous_dp import points, touched
 from placement.planners.even_layers import layer_units
 from placement.problem import Problem, Solution, host_of
-from placement.search.evaluation import Choice, Search, device_classes, single_devices
+from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes, single_devices
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -25,9 +25,10 @@ class LayerDp:
 
     A dynamic program over (devices used, the last of them, groups placed): the latency of a chain
     is the sum of its operators and of what is handed on from each stage to the next, by the link
-    of the two, and a stage must fit into its device's memory. Devices that may be swapped count
-    as one; with more than ``max_states`` sets of devices they are used in one order, fastest
-    first (``stats["all_orders"]`` is False then). A group is placed whole.
+    of the two, and a stage must fit into its device's memory: its parameters, and where the
+    simulator finds that activations do not, all that it makes or uses. Devices that may be
+    swapped count as one; with more than ``max_states`` sets of devices they are used in one order,
+    fastest first (``stats["all_orders"]`` is False then). A group is placed whole.
 
     Where layers may be apart (experts beside attention), a second program follows for each
     device as a helper: a stage may leave the last group of some of its layers to it, and what is
@@ -58,9 +59,10 @@ class LayerDp:
             parted = unit + (problem.graph.group[0] != groups)  # what is before the layers apart
             tries += [(parted, helper) for helper in range(problem.num_devices)]
         for block, helper in tries:
-            found = _solve(problem, block, helper, self.max_states)
-            if found is not None:
-                search.costs(found)
+            for activations in (False, True):
+                found = _solve(problem, block, helper, activations, self.max_states)
+                if found is None or search.costs(found)[0] < INFEASIBLE:
+                    break  # the best without them, and it fits with them too
         return search.solution(all_orders=all_orders)
 
 
@@ -103,8 +105,13 @@ class _Stages:
     room: int
 
     @classmethod
-    def of(cls, problem: Problem, block: Ints, kind: Ints, helper: int | None) -> _Stages:
-        """Costs where ``block`` int32 ``[G]`` are never cut, with or without a helper."""
+    def of(
+        cls, problem: Problem, block: Ints, kind: Ints, helper: int | None, activations: bool
+    ) -> _Stages:
+        """Costs where ``block`` int32 ``[G]`` are never cut, with or without a helper.
+
+        ``activations``: all tensors that a stage makes or uses count as memory too.
+        """
         graph, size = problem.graph, int(block.max()) + 2
         firsts = np.unique(kind, return_index=True)[1]
         last = np.append(block[1:] != block[:-1], True)
@@ -121,7 +128,7 @@ class _Stages:
             0.0 if shares[d] else sum(problem.transfer_s(t, host, d) for t in given)
             for d in firsts.tolist()
         ])  # fmt: skip
-        held = _held(problem, block, size)
+        held = _held(problem, block, size, activations)
         own = np.zeros(size - 1)  # bytes that only the routed group of a block has
         shared = 0.0
         if helper is not None:
@@ -169,12 +176,12 @@ def _ways(problem: Problem, cuts: NDArray[np.intp]) -> Floats:
     return way
 
 
-def _held(problem: Problem, block: Ints, size: int) -> Floats:
-    """float64 ``[C + 1, C + 1]`` bytes of stages: parameters once, and what flows in and out."""
+def _held(problem: Problem, block: Ints, size: int, activations: bool) -> Floats:
+    """float64 ``[C + 1, C + 1]`` bytes of stages: parameters once, and what they make or use."""
     graph = problem.graph
     params = np.stack([graph.param_use, block[graph.group[graph.param_use_op]]])
     held = touched(points(params, size), graph.param_bytes.astype(np.float64), size)
-    if graph.tensor_bytes.any():
+    if activations:
         made = graph.tensor_src >= 0
         uses = np.stack([graph.use_tensor, block[graph.group[graph.use_dst]]])
         ends = np.stack([
@@ -258,13 +265,15 @@ def _states(
     return nodes, True
 
 
-def _solve(problem: Problem, block: Ints, helper: int | None, max_states: int) -> Choice | None:
+def _solve(
+    problem: Problem, block: Ints, helper: int | None, activations: bool, max_states: int
+) -> Choice | None:
     """int32 ``[G]``: the best devices, blocks whole but for the helper's; None: nothing fits."""
     kind = device_classes(problem).copy()
     if helper is not None:
         kind[helper] = kind.max() + 1  # of a class of its own, last
         kind = np.unique(kind, return_inverse=True)[1].astype(np.int32)
-    stages = _Stages.of(problem, block, kind, helper)
+    stages = _Stages.of(problem, block, kind, helper, activations)
     if helper is not None and not stages.left.any():
         return None  # as without one
     nodes, _ = _states(problem, kind, max_states, helper)

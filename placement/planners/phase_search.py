@@ -17,7 +17,7 @@ from placement.problem import Planner, Problem, Solution
 from placement.search.evaluation import Search, device_classes
 
 Ints = NDArray[np.int32]
-_EVALUATIONS = 300_000
+_EVALUATIONS, _SMALL = 300_000, 100
 _SEARCH_SHARE = 0.95  # of what is left, for the search; the simulator has the last word
 
 
@@ -34,7 +34,8 @@ class PhaseSearch:
 
     Attributes:
         start: planner of one phase (a name or a planner).
-        phases: ``K``; None: twice the number of devices, or ``max_phases`` if that is less.
+        phases: ``K``; None: the number of devices (of fewer than 100 groups twice as many), or
+            ``max_phases`` if that is less.
         seconds, evaluations: budget; with neither, 300,000 evaluations, most of them of loads.
         seed: of the draws.
     """
@@ -68,7 +69,8 @@ class PhaseSearch:
             if search.left:
                 search.run(planner)
         known = np.atleast_2d(search.best)
-        count = self.phases or min(problem.max_phases, 2 * problem.num_devices)
+        each = 2 if problem.graph.num_groups < _SMALL else 1
+        count = self.phases or min(problem.max_phases, each * problem.num_devices)
         count = max(count // len(known), 1) * len(known)
         starts = [np.tile(known, (count // len(known), 1))]
         if len(known) == 1 and search.left:

@@ -59,18 +59,17 @@ class Replicated:
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
         block = merge_blocks(problem, self.max_blocks)
-        period_s, stages, table, devices = np.inf, [], None, None
-        for used in by_speed(problem):
-            some = stage_periods(problem, block, used)
-            found = fewest_in_turns(some, len(used), problem.max_phases)
-            if found[0] < period_s:
-                (period_s, stages), table, devices = found, some, used
+        tried = []
+        for devices in by_speed(problem):
+            table = stage_periods(problem, block, devices)
+            period_s, stages = fewest_in_turns(table, len(devices), problem.max_phases)
+            tried.append((period_s, stages, table, devices))
+        period_s, stages, table, devices = min(tried, key=lambda x: x[0])
         phases = math.lcm(*(r for *_, r in stages)) if stages else 1
         choice = np.zeros((phases, problem.graph.num_groups), np.int32)
         told, free = [], 0
         number = block[problem.graph.group]
         for begin, end, replicas in stages:
-            assert table is not None and devices is not None, "stages are of some"
             mine = devices[free : free + replicas]
             turn = mine[np.arange(phases) % replicas]
             choice[:, (block >= begin) & (block < end)] = turn[:, None]

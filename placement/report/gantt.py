@@ -45,8 +45,8 @@ def text_gantt(timeline: Timeline, width: int = 80) -> str:
             here = timeline.device_of == d
             ops = np.flatnonzero(here.any(axis=0))
             start = timeline.start_s[:, ops]  # what ran elsewhere took no time here
-            end = np.where(here[:, ops], timeline.end_s[:, ops], start)
-            busy = _busy_per_slice(start, end, edges)
+            until = np.where(here[:, ops], timeline.end_s[:, ops], start)
+            busy = _busy_per_slice(start, until, edges)
             share = timeline.utilisation[d]
         else:
             assert timeline.load_s is not None

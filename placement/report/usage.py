@@ -96,16 +96,15 @@ def _local_spans(problem: Problem, timeline: Timeline, max_in_flight: int) -> Sp
     ]
     which, cpu = np.array(inputs, np.int64).reshape(-1, 2).T
     admitted = np.broadcast_to(_admitted_s(timeline, max_in_flight), (len(which), m))
-    spans = (
-        np.repeat(g.tensor_root[np.append(produced, which)], m),
-        np.tile(batches, len(produced) + len(which)),
-        np.append(on[src], np.repeat(cpu, m)),
-        np.append(timeline.start_s[:, src].T, admitted),
-        np.append(last, until[which, cpu]),
+    reach = np.append(last, until[which, cpu])
+    used = reach > -np.inf  # an input may be used here in some phases only
+    return (
+        np.repeat(g.tensor_root[np.append(produced, which)], m)[used],
+        np.tile(batches, len(produced) + len(which))[used],
+        np.append(on[src], np.repeat(cpu, m))[used],
+        np.append(timeline.start_s[:, src].T, admitted)[used],
+        reach[used],
     )
-    used = spans[-1] > -np.inf  # an input may be used here in some phases only
-    stored, batch, device, begin, end = (x[used] for x in spans)
-    return stored, batch, device, begin, end
 
 
 def _admitted_s(timeline: Timeline, max_in_flight: int) -> Floats:

@@ -21,7 +21,7 @@ from placement.search.budget import Budget
 from placement.search.macro import Neighbours
 from placement.simulator import analytic, evaluate, score, simulate, value_of
 from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves
-from placement.tools.jit import loading_s, loads
+from placement.tools.jit import clock, loads
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -75,7 +75,7 @@ class Search:
         # The same run as the objective's, but one that also tells the peak memory.
         self._run = problem.one_run
         load_kernels(problem.objective)
-        self._started = time.perf_counter() - loading_s()
+        self._started = clock()
 
     @property
     def best_s(self) -> float:
@@ -85,7 +85,7 @@ class Search:
     @property
     def seconds(self) -> float:
         """Seconds since the search began, without those in which kernels were loaded."""
-        return time.perf_counter() - loading_s() - self._started
+        return clock() - self._started
 
     @property
     def used(self) -> float:

@@ -18,11 +18,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any, ClassVar, ParamSpec
 
 import numba as nb
@@ -69,7 +69,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     """
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), _own_digest(), uses_digest(self._py_func))
+        return (*super()._index_key(sig, codegen), _of_this_file(), _digest(self._py_func))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -87,55 +87,35 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 @cache
-def _own_digest() -> str:
+def _of_this_file() -> str:
     return hashlib.sha1(Path(__file__).read_bytes()).hexdigest()
 
 
 @cache
-def uses_digest(function: Callable[..., Any]) -> str:
-    """Of what is compiled into a kernel beside itself: kernels that it calls, and constants."""
+def _digest(function: Callable[..., Any]) -> str:
+    """Of a kernel's code, and of what is compiled into it: kernels that it calls, constants."""
     found = hashlib.sha1()
-    for name, value in _named(function.__code__, function.__globals__):
-        value = getattr(value, "py_func", getattr(value, "_defn", value))  # kernel, intrinsic
-        found.update(name.encode())
-        if isinstance(value, np.ndarray):
-            found.update(value.tobytes())
-        elif isinstance(value, bool | int | float | str | tuple | np.generic):
-            found.update(repr(value).encode())
-        elif hasattr(value, "__code__") and value is not function:
-            for code in _codes(value.__code__):
-                found.update(code.co_code + repr(_plain(code)).encode())
-            found.update(uses_digest(value).encode())
+    codes = [function.__code__]
+    for code in codes:
+        codes += [x for x in code.co_consts if isinstance(x, CodeType)]
+        plain = [x for x in code.co_consts if not isinstance(x, CodeType)]
+        found.update(code.co_code + repr(plain).encode())
+        values = [function.__globals__.get(name) for name in code.co_names]
+        modules = [vars(x) for x in values if isinstance(x, ModuleType)]
+        for value in values + [x.get(name) for x in modules for name in code.co_names]:
+            called = getattr(value, "py_func", getattr(value, "_defn", None))  # kernel, intrinsic
+            if called is not None and called is not function:
+                found.update(_digest(called).encode())
+            elif isinstance(value, np.ndarray):
+                found.update(value.tobytes())
+            elif isinstance(value, bool | int | float | str | tuple | np.generic):
+                found.update(repr(value).encode())
     return found.hexdigest()
 
 
-def _named(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What the code finds by name, also in a module: globals alone, ``names``, are constants."""
-    for part in _codes(code):
-        for name in part.co_names:
-            value = names.get(name)
-            if not isinstance(value, ModuleType):
-                yield name, value
-                continue
-            inside = {n: vars(value).get(n) for n in part.co_names}
-            yield from ((n, x) for n, x in inside.items() if not isinstance(x, FunctionType))
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code and what is defined in it."""
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _codes(inner)
-
-
-def _plain(code: CodeType) -> list[Any]:
-    return [x for x in code.co_consts if not isinstance(x, CodeType)]
-
-
-kernel = partial(_compiled, **_counting(False))
-inlined = partial(kernel, inline="always")
-allocating = partial(_compiled, **_counting(True))
+kernel: Any = partial(_compiled, **_counting(False))
+inlined: Any = partial(kernel, inline="always")
+allocating: Any = partial(_compiled, **_counting(True))
 
 
 def kernel_folder() -> Path | None:
@@ -147,15 +127,15 @@ def kernel_folder() -> Path | None:
 _loading_s = 0.0
 
 
-def loading_s() -> float:
-    """Seconds that this process has spent in functions that ``loads`` marks: no budget's."""
-    return _loading_s
+def clock() -> float:
+    """As ``time.perf_counter``, but it stands still in functions that ``loads`` marks."""
+    return time.perf_counter() - _loading_s
 
 
 def loads(function: Callable[P, None]) -> Callable[P, None]:
-    """Of a function that calls kernels so that they are compiled, or read from their cache.
+    """Of a function that only imports, or calls kernels so that they are compiled or read.
 
-    It is called once for its arguments. Clocks of budgets leave out how long it takes.
+    It is called once for its arguments. Budgets, and seconds that are told, are by ``clock``.
     """
 
     @cache

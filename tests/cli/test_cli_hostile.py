@@ -48,6 +48,7 @@ READERS = {
     "import": ["import", "FILE", "--out", "OUT"],
     "profile": ["profile", "FILE", "--out", "OUT"],
     "features": ["features", "FILE", "--csv", "OUT"],
+    "audit": ["audit", "FILE", "--log", "FILE"],
     "replan": ["replan", "FILE", "--without", "a", "--out", "OUT"],
     "bench": ["bench", "shops", "--data", "FILE", "--planner", "heft", "--out", "OUT"],
     "schedule": ["schedule", "FILE", "--case", "a", "--micro-batches", "2"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,12 @@ def test_the_library_says_all_of_every_device() -> None:
         assert 4e9 < facts.memory_bytes < 1e12 and facts.idle_w < facts.busy_w
         assert facts.peak("fp8") >= facts.peak("fp16") >= facts.peak("fp32")
     assert library()["nvidia/t4"].peak("bf16") == 8.1e12  # it has none: as fp32
+
+
+def test_the_page_lists_the_library() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `([a-z]+/[\w-]+)` \| (\d+) \|", page, re.MULTILINE))
+    assert told == {name: f"{x.memory_bytes / 1e9:.0f}" for name, x in library().items()}
 
 
 def test_a_device_like_one_of_the_library(tmp_path: Path) -> None:

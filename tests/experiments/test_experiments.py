@@ -285,9 +285,11 @@ SMALL = {
     "fidelity": "tiny_cnn --placements 9 --rounds 1 --minutes 0 --repeats 1",
     "measured": "tiny_cnn --quick",
     "scale": "devices --devices 2 9 --operators 100 --seconds 0.2",
+    "homes": "--clusters 2 --planners by_memory layer_dp",
 }
 RESUMED = ("fidelity", "measured", "scale", "learned.__main__")
 SAYS = {
+    "homes": r"\| all \| layer_dp \| 2 \| 2 \| 0 \| 1\.\d\dx \|",
     "bench": r"\| problem and its tables \| [\d.]+ \| ms \| ≤ 300 [✓✗] \|",
     "learned.__main__": r"\n48 to 48 operators on 17 (?s:.*)\| policy \| \+\d.* % \(.*\) \| 1 \|",
     "pipelining": r"\| tiny_mlp \| 6 \| .* ms \| .*x \| (?s:.*)tiny_mlp:0.6 \| 6 \| – \| – \|",
