@@ -54,7 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement.cli.plan import check_budget
+    import numpy as np
+
+    from placement.cli.plan import check_budget, later_phases
     from placement.plan import load_plan, make_plan, proved_bound_s, whole_modules
     from placement.replan import NothingFits, replan
 
@@ -86,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
             return cli.NO
     feasible = isfinite(solution.value_s)
     devices = left.cluster.device_names
-    on = [devices[d] for d in solution.placement.tolist()]
+    phases = np.atleast_2d(solution.placement)
+    on = [devices[d] for d in phases[0].tolist()]
     if args.json:
         cli.print_json(
             {
@@ -101,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
                 "without": without,
                 "moved": solution.stats["moved"],
                 "assignment": dict(zip(left.graph.op_name, on, strict=True)),
+                **({} if len(phases) == 1 else {"phases": later_phases(left, phases)}),
             }
         )
     if not feasible:
