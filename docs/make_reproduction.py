@@ -54,6 +54,7 @@ STUDIES = {
     "scale_out": Study("From 8 to 4,096 devices", 20),
     "distributed": Study("Plans over processes: equal, as predicted, as fast as a peer?", 3),
     "neusight": Study("How far are times of a GPU that was left out?", 1, True),
+    "decoding": Study("Seconds for a token, predicted and run, the cache included", 2),
     "homes": Study("Language models on clusters at home, beside the split by memory", 3),
     "bench": Study("Speeds of simulator, planners and training", 1),
 }
