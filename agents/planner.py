@@ -275,7 +275,7 @@ class PolicyPlanner:
                     embed = net.config.embed  # features of the graph take a while
                     store = GraphStore([problem], [search.best[group]]) if embed else None
                     weights = net.weights(store)
-                stats["steps"] = anneal_orders(
+                stats |= anneal_orders(
                     search, weights, CHOOSERS[chooser], width or WIDTH, self.seed
                 )
             else:
