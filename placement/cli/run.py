@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from placement import cli
 from placement.cli.ways import (
@@ -18,9 +17,6 @@ from placement.cli.ways import (
     recorded_trace,
     show,
 )
-
-if TYPE_CHECKING:
-    pass
 
 EXAMPLE = """examples:
   placement run plan.json --against-single-device

@@ -94,21 +94,14 @@ def show_plan(plan: Plan) -> None:
     if declared:
         print("energy: from declared watts, not from measured ones")
     on = list(plan.assignment.values())
-    cli.print_table(
-        "devices",
-        ["device", "operators", "stages", "busy", "peak memory", "of"],
-        [
-            [
-                d.name,
-                str(on.count(d.name)),
-                str(sum(s.device == d.name for s in plan.stages)),
-                cli.seconds(plan.predicted.busy_s[d.name]),
-                cli.mebibytes(plan.predicted.peak_bytes[d.name]),
-                cli.mebibytes(plan.limits.memory_bytes[d.name]),
-            ]
-            for d in plan.cluster.devices
-        ],
-    )
+    rows = []
+    for device in (d.name for d in plan.cluster.devices):
+        counts = [on.count(device), sum(s.device == device for s in plan.stages)]
+        memory = plan.predicted.peak_bytes[device], plan.limits.memory_bytes[device]
+        busy = cli.seconds(plan.predicted.busy_s[device])
+        rows.append([device, *map(str, counts), busy, *map(cli.mebibytes, memory)])
+    columns = ["device", "operators", "stages", "busy", "peak memory", "of"]
+    cli.print_table("devices", columns, rows)
     print(
         f"graph {plan.graph.fingerprint[:12]}, cluster {plan.cluster.fingerprint[:12]}, "
         f"made {plan.provenance.created}"
@@ -140,19 +133,12 @@ def run_diff(args: argparse.Namespace) -> int:
         for op in dict.fromkeys([*a.assignment, *b.assignment])
         if a.assignment.get(op) != b.assignment.get(op)
     }
-    settings = {
-        key: [was, now]
-        for key, was, now in (
-            ("planner", a.planner.name, b.planner.name),
-            ("objective", a.objective, b.objective),
-            ("num_microbatches", a.num_microbatches, b.num_microbatches),
-            ("max_in_flight", a.max_in_flight, b.max_in_flight),
-            ("second_j", a.second_j, b.second_j),
-            ("graph", a.graph.fingerprint[:12], b.graph.fingerprint[:12]),
-            ("cluster", a.cluster.fingerprint[:12], b.cluster.fingerprint[:12]),
-        )
-        if was != now
-    }
+    names = ("objective", "num_microbatches", "max_in_flight", "second_j")
+    pairs = {"planner": [a.planner.name, b.planner.name]}
+    pairs |= {name: [getattr(a, name), getattr(b, name)] for name in names}
+    pairs["graph"] = [p.graph.fingerprint[:12] for p in (a, b)]
+    pairs["cluster"] = [p.cluster.fingerprint[:12] for p in (a, b)]
+    settings = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     metrics = {
         f"predicted {what}": [getattr(p.predicted, f"{what}_s") for p in (a, b)]
         for what in ("latency", "period")

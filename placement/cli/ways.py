@@ -39,15 +39,12 @@ def mirror(project: str, folder: Path, plan: Plan) -> None:
     """A W&B run of type ``run``: predicted and measured seconds, and the plan as an artifact."""
     from placement.runs.tracking import WandbTracker
 
-    figures = {
-        f"{what}_s/{kind}": value
-        for what, said in (
-            ("latency", plan.predicted.latency_s),
-            ("period", plan.predicted.period_s),
-        )
-        for kind, value in (("predicted", said), ("measured", plan.measured_s(what)))
-        if value is not None
-    }
+    figures = {}
+    for what in ("latency", "period"):
+        figures[f"{what}_s/predicted"] = getattr(plan.predicted, f"{what}_s")
+        measured_s = plan.measured_s(what)
+        if measured_s is not None:
+            figures[f"{what}_s/measured"] = measured_s
     config = {"graph": plan.graph.name, "planner": plan.planner.model_dump()}
     with (
         tempfile.TemporaryDirectory() as temporary,
@@ -114,11 +111,8 @@ def first_difference(runner: Runner, inputs: Any) -> str:
     graph, program = runner.graph, runner.graph.program
     assert program is not None
     tensors = [t for step in program.steps for t in step.outputs]
-    every = replace(
-        program,
-        output_leaves=tuple(map(Ref, tensors)),
-        out_tree=pytree.tree_structure(tensors),
-    )
+    leaves, tree = tuple(map(Ref, tensors)), pytree.tree_structure(tensors)
+    every = replace(program, output_leaves=leaves, out_tree=tree)
     flat = program.flatten_inputs(*split_inputs(inputs))
     expected = run_program(every, flat)
     shown = replace(graph, program=every, output_tensor=np.array(sorted(tensors), np.int32))
@@ -143,13 +137,8 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
     from placement.executor import Runner
 
     placement = np.full(runner.graph.num_ops, runner.cluster.index(device), np.int32)
-    return Runner(
-        runner.graph,
-        runner.cluster,
-        placement,
-        max_in_flight=plan.max_in_flight,
-        priority=plan.priority,
-    )
+    options: Any = {"max_in_flight": plan.max_in_flight, "priority": plan.priority}
+    return Runner(runner.graph, runner.cluster, placement, **options)
 
 
 def calls(one: Runner, many: Runner, inputs: Any, batches: int) -> Way:
@@ -187,16 +176,9 @@ def measure(ways: dict[str, Way], report: cli.Progress) -> dict[str, Measured]:
             if r >= 0:
                 latency[name].append(one)
                 periods[name].append(many)
-    return {
-        name: Measured(
-            latency_s=Spread.of(latency[name]),
-            period_s=Spread.of(periods[name]),
-            n=ROUNDS,
-            when=now(),
-            machine=platform.node()[:200],
-        )
-        for name in ways
-    }
+    facts: dict[str, Any] = {"n": ROUNDS, "when": now(), "machine": platform.node()[:200]}
+    spreads = {n: (Spread.of(latency[n]), Spread.of(periods[n])) for n in ways}
+    return {n: Measured(latency_s=a, period_s=b, **facts) for n, (a, b) in spreads.items()}
 
 
 def recorded_trace(plan: Plan, module: Any, inputs: Any, batches: int) -> dict[str, Any]:
@@ -238,17 +220,12 @@ def show(
         alone_s = {what: getattr(other, f"{what}_s").median_s for what in predicted}
     ratios = {what: took_s / spreads[what].median_s for what, took_s in alone_s.items()} or None
     if as_json:
-        cli.print_json(
-            {
-                "numerics_equal": True if compared else None,
-                "predicted": {f"{k}_s": v for k, v in predicted.items()},
-                "measured": mine.model_dump(),
-                "single_device": None
-                if other is None
-                else {"device": single, "measured": other.model_dump()},
-                "speedup_over_single_device": ratios,
-            }
-        )
+        answer: dict[str, Any] = {"numerics_equal": True if compared else None}
+        answer |= {"predicted": {f"{k}_s": v for k, v in predicted.items()}}
+        answer |= {"measured": mine.model_dump(), "single_device": None}
+        if other is not None:
+            answer["single_device"] = {"device": single, "measured": other.model_dump()}
+        cli.print_json(answer | {"speedup_over_single_device": ratios})
         return
     rows = []
     for what, spread in spreads.items():

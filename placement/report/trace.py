@@ -78,21 +78,15 @@ def _timeline(events: list[dict[str, Any]]) -> tuple[str, Timeline]:
     if np.isnan(end).any():
         raise ValueError("an operator is missing in a micro-batch")
     name = named.get("process_name", "")
+    transfers = [
+        (e["args"]["tensor"], e["args"]["micro_batch"], *pairs[tracks[e["tid"]]]) for e in sent
+    ]
     line = Timeline(
-        tuple(devices),
-        placement,
-        start,
-        end,
-        np.array(
-            [
-                [e["args"]["tensor"], e["args"]["micro_batch"], *pairs[tracks[e["tid"]]]]
-                for e in sent
-            ],
-            np.int32,
-        ).reshape(-1, 4),
+        tuple(devices), placement, start, end,
+        np.array(transfers, np.int32).reshape(-1, 4),
         np.array([e["ts"] for e in sent]) * 1e-6,
         np.array([e["ts"] + e["dur"] for e in sent]) * 1e-6,
         measured=name == "measured",
-    )
+    )  # fmt: skip
     line.check()
     return name, line
