@@ -33,14 +33,9 @@ MOST_ROWS = 16  # of a table that is shown beside its link
 LEARNED = ("against", "executed", "guided", "zero_shot", "giph", "doppler")
 # Whose page begins with a table that says it all, in the order of the page.
 MEASURED = (
-    "pipelining",
-    "measured",
-    "peers",
-    "training",
-    "time_slices",
-    "input_pipeline",
+    "pipelining", "measured", "peers", "training", "time_slices", "input_pipeline",
     "schedules_executed",
-)
+)  # fmt: skip
 
 
 def first_table(text: str) -> str:
