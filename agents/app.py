@@ -44,7 +44,7 @@ _LISTS = ("workload", "planner")
 _MANY = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 _PLUGINS = (
     f"joblib, submitit and optuna: pip install '{DISTRIBUTION}[sweep]'; "
-    f"ray: pip install '{DISTRIBUTION}[ray]' in an environment of its own (docs/sweeps.md)"
+    f"ray: pip install '{DISTRIBUTION}[ray]' in an environment of its own (docs/distributed.md)"
 )
 _VERSIONS_OF = ("torch", "numpy", "numba", "stable-baselines3", "torch-geometric", "hydra-core")
 
@@ -202,6 +202,7 @@ class _Settings:
     contention: bool | None = None
     ready_order: str | None = None
     second_j: float | None = None
+    max_phases: int | None = None
 
 
 def seeds_of(cfg: DictConfig) -> list[int]:
@@ -314,7 +315,9 @@ def make_problems(job: Job) -> dict[str, Problem]:
         problem.profile.save(job.folder / name / "profile.npz")
         problems[name] = problem
     problems |= _synthetic_problems(job.cfg)
-    names = ("num_microbatches", "max_in_flight", "contention", "ready_order", "second_j")
+    names = (
+        "num_microbatches", "max_in_flight", "contention", "ready_order", "second_j", "max_phases",
+    )  # fmt: skip
     changes: Any = {key: job.cfg[key] for key in names if job.cfg.get(key) is not None}
     problems = {name: replace(problem, **changes) for name, problem in problems.items()}
     if not problems:

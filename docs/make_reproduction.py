@@ -29,7 +29,7 @@ class Study(NamedTuple):
 
 # By the name that the files of a result begin with.
 STUDIES = {
-    "pipelining": Study("Does a planned pipeline beat plain PyTorch at batch 1?", 3),
+    "pipelining": Study("Two cores: replicas, a cut, or plain PyTorch?", 6),
     "fidelity": Study("How far are predictions from measurements?", 57),
     "peers": Study("Throughput beside `torch.distributed.pipelining`", 1),
     "training": Study("Are losses plain PyTorch's, and how fast is a step?", 5),
@@ -39,6 +39,7 @@ STUDIES = {
     "schedules": Study("Are searched schedules as short as published ones?", 26, True),
     "baselines": Study("Every planner on 48 problems, equal budgets", 21, True),
     "public_exact": Study("The contiguous optimum, exactly: how fast?", 11, True),
+    "public_replicas": Study("What do replicas bring on public throughput problems?", 3, True),
     "public_search": Study("Any split: how far from the best known and from bounds?", 38, True),
     "learned_guided": Study("Who should choose the moves of a search?", 50, True),
     "learned_against": Study("Is the planner `policy` ever worse than a baseline?", 100, True),
@@ -51,6 +52,8 @@ STUDIES = {
     "scale": Study("Planners up to 100,000 operators", 22),
     "scale_out": Study("From 8 to 4,096 devices", 20),
     "distributed": Study("Plans over processes: equal, as predicted, as fast as a peer?", 3),
+    "neusight": Study("How far are times of a GPU that was left out?", 1, True),
+    "homes": Study("Language models on clusters at home, beside the split by memory", 3),
     "bench": Study("Speeds of simulator, planners and training", 1),
 }
 

@@ -44,7 +44,7 @@ FILES = (
 LEARNED = "policy"  # as it is by default: a search whose moves the released policies choose
 NEEDS_A_FILE = ("expert",)
 # For few of these problems, and there it is what LEARNED does; its answer is no placement.
-APART = ("order_search", "replicated")
+APART = ("order_search", "replicated", "data_parallel", "phase_search")
 TIES = 1 + 1e-6  # values this close are equal
 MEMORY_BYTES = 2**40  # of a PipeDream device: never binds
 BANDWIDTH = 12e9  # bytes per second between them

@@ -1,6 +1,6 @@
 """The whole path on this machine, in minutes: what `make demo` runs.
 
-    python -m experiments.demo [--workload resnet50] [--out runs/demo] [--seconds 30]
+    python -m experiments.demo [--workload resnet50] [--out runs/demo] [--seconds 20]
 
 Captures a model, measures every operator on every device, places it with baselines, with a GNN
 policy that PPO trains on the spot and with a search that the released policy guides, runs every
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--workload", default="resnet50", help="a name, or package.module:function")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     budget = "budget of each search, the policy and its training included"
-    parser.add_argument("--seconds", type=float, default=30.0, help=budget)
+    parser.add_argument("--seconds", type=float, default=20.0, help=budget)
     parser.add_argument("--rounds", type=int, default=3, help="interleaved measurements")
     options = parser.parse_args(argv)
     # Workers bring their own threads; spinning ones of this process would only disturb them.

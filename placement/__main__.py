@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 
 from placement import cli
 from placement.cli import (
+    audit,
+    bench,
     completion,
     dataset,
     doctor,
     export,
     features,
     import_problem,
+    optimize,
     plan,
     power,
     profile,
@@ -47,12 +50,14 @@ def _of(module: Any, help: str, first_page: bool = True) -> Verb:
 
 
 VERBS = {
+    "optimize": _of(optimize, "capture, measure, plan and run a model, in one command"),
     "profile": _of(profile, "measure every operator on every device"),
     "features": _of(features, "what every operator costs by its description; nothing is measured"),
     "dataset": _of(dataset, "graphs of many models with measured times: build, show, load"),
     "power": _of(power, "watts of this machine's devices, where it has meters"),
     "import": _of(import_problem, "write any problem as one file of our own format"),
     "plan": _of(plan, "let a planner decide"),
+    "bench": _of(bench, "how far a planner stays from optima that are proved"),
     "run": _of(run, "carry a plan out, check its results, measure it"),
     "schedule": _of(schedule, "search the order of blocks that are given as data"),
     "replan": _of(replan, "plan again without devices that are gone"),
@@ -65,6 +70,7 @@ VERBS = {
     "show": _of(show, "summarise a plan"),
     "diff": Verb("what two plans differ in", show.configure_diff, show.run_diff, show.DIFF_EXAMPLE),
     "export": _of(export, "write a plan in the format of another program"),
+    "audit": _of(audit, "what a runtime did with a plan, from its log"),
     "report": _of(report, "one HTML page of a run folder"),
     "pull": _of(pull, "fetch a plan or a policy from W&B"),
     "schema": Verb(

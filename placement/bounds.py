@@ -16,7 +16,8 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     """Bounds that hold for every placement, by objective: seconds, joules for ``energy``.
 
     Latency: the critical path with every operator at its fastest device. Period and largest
-    load: the fractional load balance without communication (an LP), and the heaviest
+    load: the fractional load balance without communication (an LP), which also holds where
+    replicas take turns; and, where they may not (``max_phases`` of the problem is 1), the heaviest
     colocation group at its cheapest device. Energy (where power is known): every operator
     where it adds least, and every device idle for the shortest possible run, whose seconds are
     worth ``second_j``.
@@ -24,7 +25,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem)
     bounds = {"latency": path_s, "period": load_s, "max_load": load_s, "piecewise_latency": path_s}
     if problem.power is not None:
-        busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.sleep_w)
+        busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.idle_w)
         added = np.where(problem.supported, problem.compute_s, 0.0) * (busy - least)
         added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
         run_s = max(path_s / problem.num_microbatches, load_s)
@@ -51,7 +52,8 @@ def _path_bound_s(problem: Problem) -> float:
 
 def _load_bound_s(problem: Problem) -> float:
     groups = problem.group_compute_s
-    return max(float(groups.min(axis=1).max()), balance_bound(groups))
+    heaviest = float(groups.min(axis=1).max()) if problem.max_phases == 1 else 0.0
+    return max(heaviest, balance_bound(groups))
 
 
 def balance_bound(seconds: Sequence[Sequence[float]] | Floats) -> float:

@@ -19,20 +19,42 @@ from placement.tools.ownership import DISTRIBUTION, version
 EXAMPLE = """examples:
   placement doctor
   placement doctor --json
+  placement doctor --warm       compile what the first commands need, a minute, and nothing else
 
 Exit code 1: something that every run needs is missing or cannot be written.
 """
 NEEDED_BYTES = 2**30  # for profiles, plans and traces of a day
+# Planners whose kernels the first commands need.
+WARM: dict[str, dict[str, Any]] = {
+    "heft": {},
+    "best_of": {},
+    "macro_search": {"evaluations": 50},
+    "policy": {"evaluations": 50},
+}
+NOT_KEPT = (
+    "compiled kernels cannot be kept, every command compiles them anew (a minute): "
+    "export NUMBA_CACHE_DIR=/a/folder/of/yours"
+)
 BUSY = 0.25  # other programs' share of the cores above which timings are doubtful
 SHAKY = 1.3  # the slow runs of a fixed piece of work over the fast ones
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*(?:;.*?extra\s*==\s*['\"]([\w-]+)['\"])?")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    pass
+    parser.add_argument(
+        "--warm", action="store_true", help="compile kernels now, not in the first commands"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.warm:
+        folder = kept_in()
+        if folder is None:
+            raise cli.UsageError(NOT_KEPT)
+        with cli.progress() as report:
+            warm(report)
+        cli.say(f"kernels are compiled, and kept in {folder}")
+        return cli.OK
     with cli.progress() as report:
         report("asking Python, torch and the machine", None)
         machine = facts()
@@ -48,6 +70,18 @@ def run(args: argparse.Namespace) -> int:
         if not problems:
             cli.put("next: placement profile tiny_mlp    (or your own package.module:function)")
     return cli.NO if problems else cli.OK
+
+
+def warm(report: cli.Progress) -> None:
+    """Compile what the planners of ``WARM`` use, as they do it: on a problem of two operators."""
+    from placement import planners
+    from placement.objective import Objective
+    from placement.search.evaluation import two_operators
+
+    for i, (name, options) in enumerate(WARM.items()):
+        report(f"compiling the kernels of {name}", i / len(WARM))
+        for objective in Objective.PERIOD, Objective.LATENCY:
+            planners.load(name, **options)(two_operators().with_objective(objective))
 
 
 def facts() -> dict[str, Any]:
@@ -68,7 +102,7 @@ def facts() -> dict[str, Any]:
         "cpu": _cpu(),
         "memory": _memory(),
         **_torch(),
-        "kernels_cached": kernels_cached(),
+        "kernels_cached": kept_in() is not None,
         "cache": {
             "folder": str(folder),
             "writable": writable,
@@ -101,10 +135,7 @@ def advice(machine: dict[str, Any]) -> tuple[list[str], list[str]]:
             "export PLACEMENT_HOME=/another/folder"
         )
     if not machine["kernels_cached"]:
-        hints.append(
-            "compiled kernels cannot be kept, every command compiles them anew (a minute): "
-            "export NUMBA_CACHE_DIR=/a/folder/of/yours"
-        )
+        hints.append(NOT_KEPT)
     if not machine["platform"].startswith("Linux"):
         hints.append(f"{machine['platform']} is not supported, Linux is: some commands fail here")
     cpu, noisy = machine["cpu"], machine["noise"]
@@ -195,12 +226,13 @@ def noise(seconds: list[float]) -> dict[str, float]:
     return {"fast_s": float(fast), "slow_s": float(slow), "slow_over_fast": float(slow / fast)}
 
 
-def kernels_cached() -> bool:
-    """Whether numba finds a folder for what it compiles: beside our files, or of the user."""
-    folder = os.environ.get("NUMBA_CACHE_DIR")
-    beside = Path(cli.__file__).parents[1]
-    choices = [Path(folder)] if folder else [beside, Path.home() / ".cache"]
-    return any(os.access(next(q for q in (p, *p.parents) if q.exists()), os.W_OK) for p in choices)
+def kept_in() -> Path | None:
+    """Where compiled kernels are kept: beside our files, or in a folder of the user; None: not."""
+    try:
+        from placement.tools.jit import kernel_folder
+    except ImportError:  # without numba there are none
+        return None
+    return kernel_folder()
 
 
 def _timed_loops(rounds: int = 150) -> list[float]:

@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
             return cli.NO
         if problem is None:
             problem = _problem(plan, args)
-        error = _priced(exporter, plan, problem, error)
-        nearest = exporters.moved(plan, error.nearest)
+        told = str(error).partition(". --nearest")[0]
+        nearest = _nearest(exporter, plan, problem, error)
         moved = {op: d for op, d in nearest.assignment.items() if d != plan.assignment[op]}
-        cli.say(str(error).partition(". --nearest")[0])
+        cli.say(told)
         title = f"{len(moved)} of {plan.graph.num_ops} operators move"
         if problem is None:
             cli.say(
@@ -116,6 +116,20 @@ def _answer(
     """What machines read; without files, ``note`` says why the plan cannot be expressed."""
     answer = {"to": args.to, "files": files, "moved": moved, "predicted": predicted}
     cli.print_json(answer | {"note": note})
+
+
+def _nearest(exporter: Exporter, plan: Plan, problem: Problem | None, error: Inexpressible) -> Plan:
+    """The plan that ``error`` leads to: first nobody takes turns, then what is left is moved."""
+    from placement import exporters
+
+    if plan.phases:
+        plan = exporters.moved(plan, error.nearest)
+        try:
+            exporter(plan, problem)
+            return plan
+        except exporters.Inexpressible as again:
+            error = again
+    return exporters.moved(plan, _priced(exporter, plan, problem, error).nearest)
 
 
 def _priced(

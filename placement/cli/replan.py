@@ -187,4 +187,4 @@ def problem_in_file(plan: Plan, args: argparse.Namespace, path: str) -> Problem:
 def decided(plan: Plan) -> dict[str, Any]:
     """What a plan says about its problem beside graph, devices and times."""
     names = ("objective", "num_microbatches", "max_in_flight", "second_j")
-    return {name: getattr(plan, name) for name in names}
+    return {name: getattr(plan, name) for name in names} | {"max_phases": len(plan.assignments)}

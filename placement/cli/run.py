@@ -6,17 +6,8 @@ import argparse
 from contextlib import ExitStack
 
 from placement import cli
-from placement.cli.ways import (
-    alone,
-    calls,
-    difference,
-    first_difference,
-    keep,
-    measure,
-    model_of,
-    recorded_trace,
-    show,
-)
+from placement.cli.ways import keep, model_of, recorded_trace, show
+from placement.runs.ways import alone, calls, difference, first_difference, measure
 
 EXAMPLE = """examples:
   placement run plan.json --against-single-device

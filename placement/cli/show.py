@@ -30,6 +30,7 @@ SCHEMA_EXAMPLE = """example:
   placement schema > plan.schema.json
 """
 NUM_SHOWN = 20
+NUM_PHASES = 4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -93,19 +94,30 @@ def show_plan(plan: Plan) -> None:
     )
     if declared:
         print("energy: from declared watts, not from measured ones")
-    on = list(plan.assignment.values())
+    on = [list(phase.values()) for phase in plan.assignments]
     rows = []
     for device in (d.name for d in plan.cluster.devices):
-        counts = [on.count(device), sum(s.device == device for s in plan.stages)]
+        operators = _counts([phase.count(device) for phase in on])
+        stages = str(sum(s.device == device for s in plan.stages))
         memory = plan.predicted.peak_bytes[device], plan.limits.memory_bytes[device]
         busy = cli.seconds(plan.predicted.busy_s[device])
-        rows.append([device, *map(str, counts), busy, *map(cli.mebibytes, memory)])
+        rows.append([device, operators, stages, busy, *map(cli.mebibytes, memory)])
+    title = "devices"
+    if plan.phases:
+        title += f"; micro-batches take turns in {len(on)} phases"
     columns = ["device", "operators", "stages", "busy", "peak memory", "of"]
-    cli.print_table("devices", columns, rows)
+    cli.print_table(title, columns, rows)
     print(
         f"graph {plan.graph.fingerprint[:12]}, cluster {plan.cluster.fingerprint[:12]}, "
         f"made {plan.provenance.created}"
     )
+
+
+def _counts(numbers: list[int]) -> str:
+    """Of one phase after another, as few of them as show how they repeat."""
+    if len(numbers) <= NUM_PHASES:
+        return " / ".join(map(str, numbers))
+    return " / ".join([*map(str, numbers[:NUM_PHASES]), "..."])
 
 
 def _values(plan: Plan, what: str) -> list[str]:
@@ -128,10 +140,11 @@ def run_diff(args: argparse.Namespace) -> int:
     from placement.plan import load_plan
 
     a, b = load_plan(args.a), load_plan(args.b)
+    was_on, is_on = _wheres(a), _wheres(b)
     moved = {
-        op: [a.assignment.get(op), b.assignment.get(op)]
-        for op in dict.fromkeys([*a.assignment, *b.assignment])
-        if a.assignment.get(op) != b.assignment.get(op)
+        op: [was_on.get(op), is_on.get(op)]
+        for op in dict.fromkeys([*was_on, *is_on])
+        if was_on.get(op) != is_on.get(op)
     }
     names = ("objective", "num_microbatches", "max_in_flight", "second_j")
     pairs = {"planner": [a.planner.name, b.planner.name]}
@@ -167,6 +180,12 @@ def run_diff(args: argparse.Namespace) -> int:
     else:
         print("every operator is on the same device")
     return cli.OK
+
+
+def _wheres(plan: Plan) -> dict[str, str]:
+    """Operator -> its device, or those of the phases one after another."""
+    phases = plan.assignments
+    return {op: " / ".join(on[op] for on in phases) for op in plan.assignment}
 
 
 def run_validate(args: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.ways import Way, keep, measure, model_of, show, timed
+from placement.cli.ways import keep, model_of, show
+from placement.runs.ways import Way, measure, timed
 
 if TYPE_CHECKING:
     from placement.executor import Trainer
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
 def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: int) -> str:
     """How losses, gradients and parameters differ from plain PyTorch's in a few steps; or nothing.
 
-    Plain PyTorch runs with the threads of the devices, as in ``cli.ways.difference``. What is
+    Plain PyTorch runs with the threads of the devices, as in ``runs.ways.difference``. What is
     small beside all gradients, or parameters, is held to their size: some gradients are nothing
     but rounding, e.g. of a bias before a normalisation. On a GPU, where rounding is another, Adam
     makes a step of the learning rate of that.

@@ -166,7 +166,7 @@ def _runs(runner: Alone, whole_s: float) -> int:
     """
     if isinstance(runner, InParts):
         return 1
-    on_gpu = any(w.backend.torch_device.type == "cuda" for w in runner.workers if w.share.ops)
+    on_gpu = any(w.backend.torch_device.type == "cuda" for w in runner.workers if w.shares[0].ops)
     rising = _RISING_S / whole_s if on_gpu and whole_s else 0.0
     return int(np.clip(2 + rising, 2, _MOST_RUNS))
 

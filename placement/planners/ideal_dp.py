@@ -699,3 +699,4 @@ def load_kernels() -> None:
     ideals = _enumerate(2, {(0, 1)}, kinds, 2**20, np.inf)
     assert isinstance(ideals, _Ideals)
     _solve(one, b, ideals, kinds, _FAR, _Left())
+    score(one, [[0, 0]])

@@ -42,8 +42,11 @@ def text_gantt(timeline: Timeline, width: int = 80) -> str:
     lines = []
     for d, name in enumerate(names):
         if d < len(timeline.device_names):
-            ops = np.flatnonzero(timeline.placement == d)
-            busy = _busy_per_slice(timeline.start_s[:, ops], timeline.end_s[:, ops], edges)
+            here = timeline.device_of == d
+            ops = np.flatnonzero(here.any(axis=0))
+            start = timeline.start_s[:, ops]  # what ran elsewhere took no time here
+            until = np.where(here[:, ops], timeline.end_s[:, ops], start)
+            busy = _busy_per_slice(start, until, edges)
             share = timeline.utilisation[d]
         else:
             assert timeline.load_s is not None
@@ -151,7 +154,7 @@ def _draw(axis: Any, timeline: Timeline, scale: float, resolution_s: float) -> N
     for d in range(num_devices):
         axis.axhspan(d - 0.36, d + 0.36, color=LANE, lw=0, zorder=0)
         for m in range(timeline.num_microbatches):
-            ops = np.flatnonzero(timeline.placement == d)
+            ops = np.flatnonzero(timeline.device_of[m] == d)
             bars = merged(timeline.start_s[m, ops], timeline.end_s[m, ops], resolution_s)
             spans = [((a - begin) * scale, (b - a) * scale) for a, b in bars]
             # An edge of the bar's own colour keeps bars below one pixel visible.

@@ -153,7 +153,8 @@ def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decis
     plan_id = None
     if plan is not None:
         devices = [d.name for d in plan.cluster.devices]
-        on = np.array([devices.index(d) for d in plan.assignment.values()], np.int32)
+        phases = [[devices.index(d) for d in on.values()] for on in plan.assignments]
+        on = np.array(phases if plan.phases else phases[0], np.int32)
         plan_id = placement_id(on)
     rows = [] if comparison is None else _representatives(comparison, workload.name)
     for row in rows:
@@ -204,7 +205,7 @@ def _representatives(comparison: Comparison, workload: str) -> list[Row]:
 def _simulated(problem: Problem | None, solution: Solution) -> Timeline | None:
     from placement.simulator import simulate
 
-    if problem is None or len(solution.placement) != problem.num_ops:
+    if problem is None or solution.placement.shape[-1] != problem.num_ops:
         return None
     try:
         return simulate(problem, solution.placement, solution.schedule)

@@ -4,8 +4,8 @@ A workload is a function that returns ``(module, inputs)``: a module in evaluati
 random weights of a fixed seed, and example inputs as ``placement.capture`` takes them. Every
 public function of the files of models is one, and its name is how ``load`` finds it.
 
-Beside them: ``synthetic`` problems, the ``zoo`` of other people's models, and the ``dataset`` of
-the graphs of all of them with measured times.
+Beside them: ``synthetic`` problems, the ``zoo`` of other people's models, the ``dataset`` of the
+graphs of all of them with measured times, and the ``suites`` of problems whose optimum is known.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from placement.tools.named import meant
 
-# Synthetic problems, models of others, and their graphs.
-_NO_MODELS = ("__init__", "synthetic", "zoo", "dataset")
+# Synthetic problems, models of others, their graphs, and problems with known optima.
+_NO_MODELS = ("__init__", "synthetic", "zoo", "dataset", "suites")
 
 
 class WorkloadError(ValueError):

@@ -3,7 +3,7 @@
 ``build`` makes or extends one, ``load`` gives its graphs as problems, ``summary`` counts. A data
 set is a folder: one file ``<machine>/<graph>.json.gz`` per graph, a problem file (see
 ``placement.importers.problem_file``) that is compressed, so every command that takes a problem
-takes it. What a problem file has no word for is in its ``provenance``: ``docs/dataset.md``.
+takes it. What a problem file has no word for is in its ``provenance``: ``docs/latency.md``.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ FROM_MORE_THAN_ROWS = ("measured", "prediction")
 
 def test_every_study_has_a_page() -> None:
     sections = re.findall(r"^<!-- (\w+) -->$", study.PAGES.read_text(), re.MULTILINE)
-    assert sorted(sections) == sorted([*STUDIES, "results"])
+    assert sorted(sections) == sorted([*STUDIES, "results", "bench"])
 
 
 @pytest.mark.parametrize("name", sorted(set(STUDIES) - set(FROM_MORE_THAN_ROWS)))
@@ -275,7 +275,7 @@ def test_the_committed_page_follows_from_the_committed_rows(name: str) -> None:
 SMALL = {
     "bench": "",
     "learned.__main__": "giph --graphs 1 --seeds 1 --per-operator 1 --known-per-operator 2",
-    "pipelining": "tiny_mlp --rounds 1 --count 8",
+    "pipelining": "tiny_mlp tiny_mlp:0.6 tiny_mlp:latency --rounds 1 --count 8",
     "training": "resnet_tiny --steps 1 --rounds 1 --microbatches 2 --seconds 0.2",
     "peers": "pipelining --tiny --rounds 1 --micro-batches 2 --repeats 1",
     "input_pipeline": "--rounds 1 --count 4 --width 64",
@@ -283,12 +283,14 @@ SMALL = {
     "fidelity": "tiny_cnn --placements 9 --rounds 1 --minutes 0 --repeats 1",
     "measured": "tiny_cnn --quick",
     "scale": "devices --devices 2 9 --operators 100 --seconds 0.2",
+    "homes": "--clusters 2 --planners by_memory layer_dp",
 }
 RESUMED = ("fidelity", "measured", "scale", "learned.__main__")
 SAYS = {
+    "homes": r"\| all \| layer_dp \| 2 \| 2 \| 0 \| 1\.\d\dx \|",
     "bench": r"\| problem and its tables \| [\d.]+ \| ms \| ≤ 300 [✓✗] \|",
     "learned.__main__": r"\n48 to 48 operators on 17 (?s:.*)\| policy \| \+\d.* % \(.*\) \| 1 \|",
-    "pipelining": r"\| tiny_mlp \| 6 \| .* ms \| .*x \|",
+    "pipelining": r"\| tiny_mlp \| 6 \| .* ms \| .*x \| (?s:.*)tiny_mlp:0.6 \| 6 \| – \| – \|",
     "training": r"\| resnet_tiny \| \d+ \| .* \| 1 \| [01]\.\de[+-]0\d \| (?s:.*)\| searched \|",
     "peers": r"\| tiny \| 30 \| .* ms \| .*x \(",
     "input_pipeline": r"\| 1 \| Python, in a process \| 200 % \| .* \| – \| – \|",

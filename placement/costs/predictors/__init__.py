@@ -111,9 +111,9 @@ def profile_of(
     Raises:
         LatencyError: nothing is known of one of the devices.
     """
-    measured = [d for d in cluster.devices if d.like is None]
+    measured = [d for d in cluster.devices if d.measured_as == d.name]
     names = tuple(d.name for d in measured)
-    sources = [d.like for d in cluster.devices if d.like is not None and d.like not in names]
+    sources = [d.measured_as for d in cluster.devices if d.measured_as not in names]
     if sources:
         raise LatencyError(
             f"devices {sources}, in terms of which others are described ('like'), are not in the "
@@ -127,7 +127,7 @@ def profile_of(
     if len(measured) > 1:
         loaded = compute * slowdown(samples)[features(graph).op_class][:, None]
     if known is not None:
-        keep = ~predicted if known.predicted is None else ~known.predicted
+        keep = predicted if known.predicted is None else ~known.predicted
         predicted = ~keep
         compute = np.where(keep, known.compute_s, compute)
         spread = np.where(keep, known.spread_s, spread)
