@@ -92,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
         answer |= {name: stats[name] for name in ("seconds", "evaluations")}
         answer |= {"feasible": feasible, "without": without, "moved": stats["moved"]}
         answer["assignment"] = dict(zip(left.graph.op_name, on, strict=True))
-        cli.print_json(answer | ({} if len(phases) == 1 else {"phases": later_phases(left, phases)}))
+        cli.print_json(
+            answer | ({} if len(phases) == 1 else {"phases": later_phases(left, phases)})
+        )
     if not feasible:
         cli.say(f"on {list(devices)}: {stats['infeasible']}")
         return cli.NO
