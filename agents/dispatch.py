@@ -125,6 +125,4 @@ def decode(net: DispatchNet, search: Search, samples: int, seed: int) -> dict[st
         best = min(best, evaluate(weights, seed + number))
     stats |= {"network": "dispatch", "greedy_evaluations": 1, "best_of_k_value_s": best}
     stats["best_of_k_evaluations"] = search.num_evaluations - begun
-    return {
-        k: np.inf if k.endswith("value_s") and v >= INFEASIBLE else v for k, v in stats.items()
-    }
+    return {k: np.inf if k.endswith("value_s") and v >= INFEASIBLE else v for k, v in stats.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -35,6 +34,7 @@ from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.search.evaluation import INFEASIBLE, Search, can_move, two_operators
+from placement.tools.jit import loads
 
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
 Mode = Literal["auto", "zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
@@ -278,7 +278,7 @@ class PolicyPlanner:
                     embed = net.config.embed  # features of the graph take a while
                     store = GraphStore([problem], [search.best[group]]) if embed else None
                     weights = net.weights(store)
-                stats["steps"] = anneal_orders(
+                stats |= anneal_orders(
                     search, weights, CHOOSERS[chooser], width or WIDTH, self.seed
                 )
             else:
@@ -357,7 +357,7 @@ class PolicyPlanner:
         )
 
 
-@cache
+@loads
 def _load_mode(mode: Mode, formulation: str) -> None:
     """Import and compile what a mode needs, or read it from its cache: outside of every budget."""
     policy = TrainedPolicy(untrained_net(None, formulation))

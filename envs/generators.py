@@ -15,9 +15,9 @@ import numpy as np
 from envs.features import features
 from envs.lookup import find, name_of
 from envs.problems import EnvError, Sizes
-from placement.objective import Objective
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
+from placement.objective import Objective
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.workloads.synthetic import (

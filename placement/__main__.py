@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from placement import cli
 from placement.cli import (
+    audit,
     bench,
     completion,
     dataset,
@@ -20,6 +21,7 @@ from placement.cli import (
     export,
     features,
     import_problem,
+    optimize,
     plan,
     power,
     profile,
@@ -48,6 +50,7 @@ def _of(module: Any, help: str, first_page: bool = True) -> Verb:
 
 
 VERBS = {
+    "optimize": _of(optimize, "capture, measure, plan and run a model, in one command"),
     "profile": _of(profile, "measure every operator on every device"),
     "features": _of(features, "what every operator costs by its description; nothing is measured"),
     "dataset": _of(dataset, "graphs of many models with measured times: build, show, load"),
@@ -67,6 +70,7 @@ VERBS = {
     "show": _of(show, "summarise a plan"),
     "diff": Verb("what two plans differ in", show.configure_diff, show.run_diff, show.DIFF_EXAMPLE),
     "export": _of(export, "write a plan in the format of another program"),
+    "audit": _of(audit, "what a runtime did with a plan, from its log"),
     "report": _of(report, "one HTML page of a run folder"),
     "pull": _of(pull, "fetch a plan or a policy from W&B"),
     "schema": Verb(

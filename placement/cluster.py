@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,6 +17,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.devices import library, nearest
 from placement.tools.files import parse_yaml, short, write_atomic
 
 Floats = NDArray[np.float64]
@@ -50,7 +52,10 @@ class Device:
         busy_w, idle_w: watts while working and while waiting; None if unknown.
         power_source: where watts come from: ``declared``, or ``measured`` by
             ``placement.costs.power.measured``.
-        like, speed: a device that is not at hand: ``speed`` times as fast as device ``like``.
+        like, speed: a device that is not at hand: ``speed`` times as fast as device ``like``,
+            one that was measured or one of the library (``nvidia/l4``, see ``placement.devices``).
+        flops_per_s, bytes_per_s, call_s: peak rates of any type, of its memory, and seconds to
+            start an operator, for predictions; None: those of the library, or as measured here.
         model: of the processor or accelerator, as the machine calls it.
     """
 
@@ -65,6 +70,9 @@ class Device:
     speed: float = 1.0
     model: str = ""
     power_source: str = "declared"
+    flops_per_s: float | None = None
+    bytes_per_s: float | None = None
+    call_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads <= MOST_THREADS:
@@ -90,11 +98,20 @@ class Device:
                 raise ClusterError(f"device {self.name!r}: {what} = {watts} watts is negative")
             if watts is not None and not isfinite(watts):
                 raise ClusterError(f"device {self.name!r}: {what} = {watts} is no number of watts")
+        for what in ("flops_per_s", "bytes_per_s", "call_s"):
+            rate = getattr(self, what)
+            if rate is not None and not (0 <= rate < 1e30 and (rate > 1e-30 or what == "call_s")):
+                raise ClusterError(f"device {self.name!r}: {what} = {rate} must be positive")
         if self.power_source not in ("declared", "measured"):
             raise ClusterError(
                 f"device {self.name!r}: power_source = {self.power_source!r}, must be declared or "
                 "measured"
             )
+
+    @property
+    def measured_as(self) -> str:
+        """The device whose measured times are its own, ``speed`` apart: of the library none is."""
+        return self.name if self.like is None or self.like in library() else self.like
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,6 +306,9 @@ class Cluster:
         for device in devices:
             if device["power_source"] == "declared":
                 del device["power_source"]  # as it was before there was one
+            for rate in ("flops_per_s", "bytes_per_s", "call_s"):
+                if device[rate] is None:
+                    del device[rate]
         links = [asdict(x) for x in self.links]
         for link in links:
             for new in ("wake_s", "send_s", "send_s_per_byte"):
@@ -359,6 +379,9 @@ class Cluster:
     def from_yaml(cls, path: str | Path) -> Cluster:
         """Read ``name``, ``devices`` and ``links`` (fields of ``Device`` and ``Link``).
 
+        What is not said of a device that is ``like`` one of the library is as there; two such
+        devices that no link joins have that of the slower slot.
+
         Raises:
             ClusterError: not readable, not YAML, or a field that is unknown or wrong.
         """
@@ -379,13 +402,66 @@ class Cluster:
                 "links"
             )
         try:
-            devices = tuple(from_record(Device, d) for d in data["devices"])
+            devices = tuple(_described(d) for d in data["devices"])
             links = tuple(from_record(Link, d) for d in data.get("links") or [])
-            return cls(str(data.get("name", Path(path).stem)), devices, links)
+            declared = cls(str(data.get("name", Path(path).stem)), devices, links)
+            return replace(declared, links=(*_slots(declared), *links))
         except ClusterError as error:
             raise ClusterError(f"{path}: {error}") from error
 
 
+_SLOT_LATENCY_S = 15e-6  # of a copy from one device to another of the same host
+_ELSEWHERE = re.compile(r"(.*/)?(cpu|cuda):[0-9]+")  # a device that was measured on another machine
+
+
+def _described(data: Any) -> Device:
+    """A device of a file; of the library, what is not said is as there.
+
+    Raises:
+        ClusterError: as ``from_record``, or a name that the library does not have.
+    """
+    like = data.get("like") if isinstance(data, dict) else None
+    if not isinstance(like, str) or "/" not in like or _ELSEWHERE.fullmatch(like):
+        return from_record(Device, data)  # type: ignore[no-any-return]
+    if like not in library():
+        raise ClusterError(
+            f"device {short(data.get('name', ''))}: like = {short(like)} is not in the library; "
+            f"did you mean {', '.join(nearest(like))}? all are in docs/hardware.md; "
+            "flops_per_s, bytes_per_s and memory_bytes describe one that is not there"
+        )
+    known = library()[like]
+    facts = {what: getattr(known, what) for what in ("kind", "memory_bytes", "busy_w", "idle_w")}
+    return from_record(Device, {**facts, "model": like, **data})  # type: ignore[no-any-return]
+
+
+def _slots(cluster: Cluster) -> list[Link]:
+    """Of each two devices of the library that no declared link joins: through their slots.
+
+    Raises:
+        ClusterError: so many devices without links.
+    """
+    speed = {
+        d.name: library()[d.like].link_bytes_per_s
+        for d in cluster.devices
+        if d.like is not None and d.like in library()
+    }
+    if not speed or cluster.joins[~np.eye(cluster.num_devices, dtype=bool)].all():
+        return []
+    if len(speed) > _MOST_SLOTS:
+        raise ClusterError(
+            f"{len(speed)} devices of the library in one host, at most {_MOST_SLOTS}: declare "
+            "links, e.g. {src: '*', dst: '*', bandwidth_bytes_per_s: 1.2e9, latency_s: 5e-5}"
+        )
+    at = {name: cluster.index(name) for name in speed}
+    return [
+        Link(a, b, _SLOT_LATENCY_S, min(speed[a], speed[b]))
+        for a in speed
+        for b in speed
+        if a != b and not cluster.joins[at[a], at[b]]
+    ]
+
+
+_MOST_SLOTS = 64
 _WORDS = {str: "a text: write it in quotes", int: "a whole number", bool: "true or false"}
 
 

@@ -466,6 +466,44 @@ def _onnx(_: Any) -> Target:
     return _imported({"model.onnx": model.SerializeToString()})
 
 
+def _decoders(files: Mapping[str, bytes]) -> Target:
+    from placement.cluster import Cluster, Device
+    from placement.costs.serving import Phase, Serving, fits, largest_context, serving_problem
+    from placement.importers import load_decoder
+
+    gpu = Device("cuda:0", "cuda", like="nvidia/l4", memory_bytes=10**10)
+    cluster = Cluster("two", (gpu, Device("cpu:0", like="amd/epyc-7763", memory_bytes=10**11)))
+
+    def use(path: Path) -> None:
+        decoder, asked = load_decoder(path), Serving(Phase.DECODE, 4096, 2, whole_layers=False)
+        problem = serving_problem(decoder, cluster, asked)
+        if problem.num_ops <= 200:
+            _solved(problem)
+            if not fits(problem):
+                assert largest_context(decoder, cluster, asked) < asked.context
+
+    return Target(files, use)
+
+
+def _configs(_: Any) -> Target:
+    from tests.served import LLAMA, MIXTRAL
+
+    sizes = {"num_hidden_layers": 3, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    more = {
+        "model_type": "qwen2_moe",
+        "layer_types": ["full_attention"] * 3,
+        "mlp_only_layers": [1],
+    }
+    said = {"a.json": LLAMA | sizes, "b.json": MIXTRAL | sizes | more}
+    return _decoders({name: json.dumps(x).encode() for name, x in said.items()})
+
+
+def _gguf(_: Any) -> Target:
+    from tests.served import gguf_llama
+
+    return _decoders({"a.gguf": gguf_llama(2), "b.gguf": gguf_llama(2, experts=4, tied=True)})
+
+
 def _clusters(_: Any) -> Target:
     from placement.cluster import Cluster
     from placement.problem import Problem
@@ -478,7 +516,7 @@ def _clusters(_: Any) -> Target:
     said = {
         "name": "two",
         "devices": [
-            {"name": "a", "like": "cpu:0", "speed": 2.0, "memory_bytes": 10**9, "threads": 2},
+            {"name": "a", "like": "cpu:0", "speed": 2.0, "memory_bytes": 10**9, "call_s": 1e-6},
             {"name": "b", "like": "cpu:1", "kind": "npu", "busy_w": 5, "idle_w": 2},
             {"name": "cpu:0", "cores": [0, 1], "busy_w": 5.0, "idle_w": 2.0},
         ],
@@ -684,6 +722,8 @@ _MAKERS: dict[str, Callable[[Any], Target]] = {
     "moirai": _moirai,
     "pipedream": _pipedream,
     "doppler": _doppler,
+    "config": _configs,
+    "gguf": _gguf,
     "shop": _shop,
     "stg": _stg,
     "neusight": _neusight,

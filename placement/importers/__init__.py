@@ -11,10 +11,14 @@
 * ``neusight``: operators measured on a GPU, the CSV files of github.com/sitar-lab/NeuSight
 * ``wfformat``: workflows, the JSON of github.com/wfcommons
 * ``onnx_model``: an ONNX model (needs the package onnx); its times are predicted
+
+``load_decoder`` reads a language model without its weights, ``config.json`` or a GGUF file's
+header; what it costs on devices, and so its problem, ``placement.costs.serving`` says.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +27,8 @@ from typing import Any, Unpack
 from placement.importers import (
     dnn_partitioning,
     doppler,
+    gguf,
+    hf_config,
     moirai,
     neusight,
     onnx_model,
@@ -31,14 +37,16 @@ from placement.importers import (
     stg,
     wfformat,
 )
-from placement.importers._read import FormatError
+from placement.importers._read import FormatError, check_table
+from placement.importers.decoder import Decoder
 from placement.problem import Problem
 from placement.tools.files import model_file, parse_json, short
 
-__all__ = ["FormatError", "load", "save"]
+__all__ = ["FormatError", "check_table", "is_decoder", "load", "load_decoder", "save"]
 
 MAX_BYTES = 2**30  # of a compressed file's content, and no more than text compresses to
 _MAX_RATIO = 50
+_MOST_CONFIG = 2**24
 
 KNOWN = (
     "formats are problem files (problem_version), dnn-partitioning JSON (nodes with fpgaLatency, "
@@ -60,6 +68,10 @@ _OBJECTS: tuple[tuple[Any, str], ...] = (
     (moirai, "Moirai files"),
     (shop, "shops"),
     (wfformat, "workflows"),
+)
+_SERVED = (
+    "a language model without weights: placement plan with --cluster FILE, --context TOKENS and "
+    "--objective prefill, decode or serve"
 )
 
 
@@ -91,6 +103,8 @@ def load(
     """
     given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     try:
+        if gguf.looks_like(_begin(path)):  # which has gigabytes of weights
+            raise FormatError(f"{path}: {_SERVED}")
         content = Path(path).read_bytes()
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
@@ -121,6 +135,8 @@ def load(
 
         _check_options(given, problem_file.read.__kwdefaults__ or (), path, "problem files")
         return problem_file.read(text, str(path), objective=objective)
+    if hf_config.looks_like(data):
+        raise FormatError(f"{path}: {_SERVED}")
     for module, files in _OBJECTS:
         if module.looks_like(data):
             _check_options(given, module.read.__kwdefaults__, path, files)
@@ -131,6 +147,46 @@ def load(
         )
     found = short(sorted(data)) if isinstance(data, dict) else type(data).__name__
     raise FormatError(f"{path}: unknown JSON format (top level: {found}); {KNOWN}")
+
+
+def is_decoder(path: str | Path) -> bool:
+    """Whether the file is one that ``load_decoder`` reads; false of one that cannot be read."""
+    try:
+        if gguf.looks_like(_begin(path)):
+            return True
+        if os.path.getsize(path) > _MOST_CONFIG or _begin(path, 1) != b"{":
+            return False
+        return hf_config.looks_like(parse_json(Path(path).read_text("utf-8"), infinite=True))
+    except (OSError, ValueError):
+        return False
+
+
+def load_decoder(path: str | Path) -> Decoder:
+    """The language model that a Hugging Face ``config.json`` or a GGUF file's header describes.
+
+    Raises:
+        FormatError: it does not, or not one that is known; the message names file and field.
+    """
+    try:
+        if gguf.looks_like(_begin(path)):
+            return gguf.read(path)
+        data = parse_json(Path(path).read_text("utf-8"), infinite=True)
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
+    except FormatError:
+        raise
+    except ValueError as error:
+        raise FormatError(f"{path}: not valid JSON: {error}") from error
+    if not hf_config.looks_like(data):
+        raise FormatError(f"{path}: no config of a model: it names no model_type")
+    where = Path(path)
+    name = where.parent.name if where.name == "config.json" and where.parent.name else where.stem
+    return hf_config.read(data, str(path), name)
+
+
+def _begin(path: str | Path, size: int = 4) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(size)
 
 
 def save(problem: Problem, path: str | Path) -> None:
