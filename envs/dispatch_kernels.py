@@ -14,12 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from placement.search.list_kernels import (
-    State as Placed,
-)
-from placement.search.list_kernels import (
-    Tables as Listed,
-)
+from placement.search import list_kernels
 from placement.search.list_kernels import fill_able, gap, need, place, transfer_s
 from placement.search.macro import uniform
 from placement.tools.jit import Struct, allocating, inlined, kernel
@@ -28,9 +23,9 @@ Array = Any
 
 OPS, DEVICES = 20, 3  # offered at a step, at most
 PAIRS = OPS * DEVICES
-# Weights of the rule: order by rank, end within the operator, optimistic cost table in that end
-# (PEFT), earliest start of all, 1 if channels are busy.
-NUM_RULE = 5
+# Weights of the rule: of the rank, of the end among the operator's devices, of the optimistic cost
+# of what follows in that end (PEFT), of the start among all pairs, and 1 if channels are busy. What
+# is lost counts by its logarithm, so that a network can outweigh it.
 
 PAIR_FEATURES = (
     "rank below that of the first offered",
@@ -82,7 +77,7 @@ NUM_PAIR_FEATURES = len(PAIR_FEATURES)
 class Tables(Struct):
     """A problem."""
 
-    listed: Listed
+    listed: list_kernels.Tables
     position: Array  # int32 [N] by falling rank
     rank_s: Array  # float64 [N] HEFT's upward rank
     follow_s: Array  # float64 [N, D] PEFT's optimistic cost of what follows
@@ -98,13 +93,13 @@ class Tables(Struct):
     unit_s: float  # the mean operator
     path_s: float  # the longest path
     fixed: Array  # float32 [4] mean of one over devices, transfer, spread, log devices
-    rule: Array  # float64 [NUM_RULE]
+    rule: Array  # float64 [5]
 
 
 class State(Struct):
     """An episode, and what is offered."""
 
-    placed: Placed
+    placed: list_kernels.State
     random: Array  # uint64 [1]
     waits: Array  # int64 [N]
     ready: Array  # int64 [N] by position
@@ -556,14 +551,14 @@ def construct(t, s, net, scale, greedy, keep, features, score, count, taken, log
         offer(t, s)
         judge(s, net, scale, first, second)
         k = choose(s, greedy)
-        if s.count > 1 and keep > 0.0 and uniform(s.random) < keep:
-            if noted < len(count) and at + s.count <= len(score):
-                for m in range(s.count):
-                    for i in range(NUM_PAIR_FEATURES):
-                        features[at + m, i] = s.features[m, i]
-                    score[at + m] = s.score[m]
-                count[noted], taken[noted], log[noted] = s.count, k, _log_of(s, k)
-                at += s.count
-                noted += 1
+        wanted = s.count > 1 and keep > 0.0 and uniform(s.random) < keep
+        if wanted and noted < len(count) and at + s.count <= len(score):
+            for m in range(s.count):
+                for i in range(NUM_PAIR_FEATURES):
+                    features[at + m, i] = s.features[m, i]
+                score[at + m] = s.score[m]
+            count[noted], taken[noted], log[noted] = s.count, k, _log_of(s, k)
+            at += s.count
+            noted += 1
         over = take(t, s, k)
     return noted
