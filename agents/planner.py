@@ -23,6 +23,7 @@ from agents.guided import (
 )
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
+from envs.dispatch import load_kernels as load_dispatcher
 from envs.problems import Evaluator, ProblemSet, canonical, choice_of
 from envs.refine import RefineRules
 from placement.bounds import lower_bound
@@ -38,7 +39,7 @@ from placement.tools.jit import loads
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
 Mode = Literal["auto", "zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
-SMALL = 100  # groups, where sampled placements are worth their evaluations
+FEW = 8  # evaluations, below which a search does not come to anything
 UNTRAINED = "untrained"
 
 
@@ -89,8 +90,7 @@ class PolicyPlanner:
             may ask for, as ``package.module:name`` (``TrainedPolicy.load``).
         seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
             sampled placements are evaluated first; the search starts from the best. None is the
-            released constructor of placements for ``latency``, on graphs of at most ``SMALL``
-            groups; on larger ones its samples were never worth their evaluations.
+            released constructor for ``latency``; of at most ``FEW`` evaluations it gets all.
     """
 
     policy: str | Path | TrainedPolicy | None = None
@@ -236,6 +236,10 @@ class PolicyPlanner:
         return stats
 
     def _guided_search(self, problem: Problem) -> Solution:
+        seeds = self._seeds(problem)
+        few = (self.evaluations or FEW + 1) <= FEW and self.policy is self.baseline is None
+        if few and seeds is not None and seeds[0].formulation == "dispatch":
+            return replace(self, mode="best_of_k")._dispatch(problem, *seeds)
         net: GuidedNet | None = None
         chooser, width, name = self.chooser, self.width, "none"
         kind: Kind = kind_of(problem) if self.order else "guided_search"
@@ -255,7 +259,6 @@ class PolicyPlanner:
                 raise PolicyError(f"this policy searches orders, and {why}")
             net, kind = found, found.formulation  # type: ignore[assignment]
             width = width or policy.width
-        seeds = self._seeds(problem)
         if kind == "order_search":
             load_order_kernel()
         else:
@@ -285,15 +288,12 @@ class PolicyPlanner:
     def _seeds(self, problem: Problem) -> tuple[TrainedPolicy, str] | None:
         """Whose placements a guided search evaluates before it moves anything, and its name."""
         given = self.seed_policy
-        if (
-            given is None
-            and problem.objective is Objective.LATENCY
-            and problem.graph.num_groups <= SMALL
-        ):
+        if given is None and problem.objective is Objective.LATENCY:
             given = released("best_of_k", problem.objective)
         if given is None or not self.k:
             return None
         load_constructor()
+        load_dispatcher()
         return self._policy(given, problem, "best_of_k")
 
     def _policy(
@@ -373,13 +373,14 @@ def kind_of(problem: Problem) -> Kind:
 def released(mode: Mode | Kind, objective: Objective) -> Path:
     """The file of the policy that ships with this package; its model card lies beside it.
 
-    One that searches or refines serves the objective that it was trained for, a constructor of
-    placements for ``max_load`` pipelines too. Not every file exists.
+    One that searches or refines serves the objective that it was trained for, a constructor for
+    ``max_load`` pipelines too. Not every file exists.
     """
     if mode in ("guided_search", "order_search", "refine"):
         name = f"{mode}-{objective}"
     else:
-        name = f"sequential-{'max_load' if Objective(objective).is_throughput else 'latency'}"
+        throughput = Objective(objective).is_throughput
+        name = "sequential-max_load" if throughput else "dispatch-latency"
     return Path(__file__).with_name("released") / f"{name}.safetensors"
 
 
