@@ -8,6 +8,7 @@ kept.
 from __future__ import annotations
 
 import pkgutil
+import re
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -32,8 +33,9 @@ myst_heading_anchors = 4  # links to headings, as GitHub makes them
 # Results are reached by links; that every page of docs/ is in the contents is a test. Annotations
 # have short names, and two packages may have the same one.
 suppress_warnings = ["toc.not_included", "ref.python"]
-autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
 napoleon_use_ivar = True  # attributes of dataclasses are described once
 html_theme = "furo"
 html_title = project
@@ -42,8 +44,8 @@ html_show_copyright = False
 
 # What is for users; the rooms that planners are made of are not.
 ROOMS = (
-    "planners", "schedulers", "simulator", "costs", "executor", "runs", "importers", "exporters",
-    "report", "workloads",
+    "capturing", "planners", "schedulers", "simulator", "costs", "executor", "runs", "importers",
+    "exporters", "report", "workloads",
 )  # fmt: skip
 
 INNER = ("kernels", "table")
@@ -52,6 +54,8 @@ RE_EXPORTS = ("placement", "placement.executor")  # their names are described wh
 
 def public_modules(package: str) -> list[str]:
     """The package and its modules that are for users."""
+    if package == "placement.capturing":
+        return [package]  # one function; the rest is how
     found = pkgutil.iter_modules(import_module(package).__path__)
     names = [m.name for m in found if not (m.name[0] == "_" or m.name.endswith(INNER))]
     files = [n for n in names if not (package == "placement" and (ROOT / package / n).is_dir())]
@@ -78,21 +82,36 @@ def write_reference(app: Any) -> None:
         path.write_text("\n".join(parts), encoding="utf-8")
 
 
-def literal_blocks(
-    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
-) -> None:
-    """Indented lines after a colon and an empty line are code or a drawing."""
-    for i in range(len(lines) - 2):
-        indent = len(lines[i]) - len(lines[i].lstrip())
-        if (
-            lines[i].endswith(":")
-            and not lines[i + 1]
-            and lines[i + 2].startswith(" " * (indent + 4))
-        ):
-            lines[i] += ":"
+def in_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """A docstring as napoleon reads it.
+
+    Indented lines after a colon and an empty line are code or a drawing. Of several names that are
+    described together it would take the first for a type.
+    """
+    for i, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        block = lines[i + 1 : i + 3]
+        if line.endswith(":") and len(block) == 2 and not block[0]:
+            lines[i] += ":" * block[1].startswith(" " * (indent + 4))
+        lines[i] = re.sub(
+            r"^ +(\w+, )+\w+(?=: )", lambda names: names[0].replace(", ", ","), lines[i]
+        )
+
+
+def short(app: Any, what: str, name: str, obj: Any, options: Any, *texts: str | None) -> Any:
+    """A signature and what is returned, with arrays as they are written in the code."""
+
+    def shorter(text: str | None) -> str | None:
+        if text is None:
+            return None
+        array = r"ndarray\[tuple\[Any, \.\.\.\], dtype\[(\w+)\]\]"
+        return re.sub(array, r"NDArray[\1]", re.sub(r"~(\w+\.)+", "", text))
+
+    return tuple(map(shorter, texts))
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("autodoc-process-docstring", literal_blocks, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", in_rst, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", short)
     app.connect("builder-inited", write_reference)

@@ -2,6 +2,7 @@
 
     python -m experiments.public exact [--reference FOLDER]   # ideal_dp, and the C++ program
     python -m experiments.public search       # non-contiguous splits and latency, proved gaps
+    python -m experiments.public replicas     # the loads again, where micro-batches take turns
 
 Each writes ``experiments/results/public_NAME.csv`` and ``.md``. Every run has one core and a
 process of its own, all kernels loaded. What is finished lies in ``runs/public``: the same command
@@ -32,6 +33,7 @@ from experiments.study import Option, Options, Study, StudyError, run, say
 from experiments.tables import DASH, Column, groups, number, table
 from placement import importers, planners
 from placement.bounds import lower_bound
+from placement.plan import proved_bound_s
 from placement.problem import Problem
 from placement.simulator import score, value_of
 
@@ -135,8 +137,14 @@ def _answer(problem: Problem, *key: Any) -> Row:
     if done.value is not None:
         problem.check_placement(done.value.placement)
         value_s = value_of(problem, done.value)
-        bound_s = max(bound_s, done.value.lower_bound_s or 0.0)
-    said = [done.note, str(stats.get("message", "")), str(stats.get("infeasible", ""))]
+        bound_s = proved_bound_s(problem, done.value)
+    stages = [f"{x['num_ops']} on {len(x['devices'])}" for x in stats.get("stages", ())]
+    said = [
+        done.note,
+        ", ".join(stages),
+        str(stats.get("message", "")),
+        str(stats.get("infeasible", "")),
+    ]
     return Row(
         *key,
         value_s=value_s if np.isfinite(value_s) else None,
@@ -511,6 +519,64 @@ def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     return {"tables": tables, "wrong": wrong}
 
 
+# --- replicas ------------------------------------------------------------------------------------
+
+TURNS = ("data_parallel", "replicated", "phase_search")
+LOADS = ("dnn_partitioning/throughput/*/*.json", "pipedream/vgg16.txt", "pipedream/alexnet.txt")
+
+
+def replicas(options: Options) -> Iterator[Row]:
+    files = chosen(options, *LOADS)
+    say(f"{len(files)} files: about {len(files) * (2 * options.seconds + 2) / 60:.0f} minutes")
+    warm(["macro_search", "single_device"], ["max_load"])
+    for file, path in files.items():
+        problem = importers.load(path, objective="max_load")
+        yield answer(options, file, problem, "single_device")
+        yield answer(options, file, problem, "macro_search", options.seconds, 0)
+        free = replace(problem, max_phases=options.phases)
+        for name in TURNS:
+            budget = (options.seconds, 0) if name == "phase_search" else ()
+            yield answer(options, file, free, name, *budget)
+
+
+def below_its_bound(rows: Sequence[Row], options: Options) -> list[str]:
+    """Runs whose value is less than what is proved for as many phases: a mistake."""
+    wrong = [r for r in rows if (r.value_s or np.inf) < (r.bound_s or 0.0) * (1 - 1e-9)]
+    return [f"{r.file} by {r.planner}" for r in wrong]
+
+
+def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
+    def value(*names: str) -> Callable[[Case], float | None]:
+        def least(case: Case) -> float | None:
+            found = case.value_s(*names)
+            return found if np.isfinite(found) else None
+
+        return least
+
+    def bound(planner: str) -> Callable[[Case], float | None]:
+        return lambda case: getattr(case.of(planner), "bound_s", None)
+
+    def gain(case: Case) -> float:
+        return case.value_s("single_device", "macro_search") / case.value_s()
+
+    shown = table(
+        cases(rows),
+        Column("file", "file"),
+        Column("devices", lambda c: c.rows[0].devices),
+        Column("one device ms", value("single_device"), 2, 1e3),
+        Column("one phase ms", value("macro_search"), 2, 1e3),
+        Column("its bound", bound("macro_search"), 2, 1e3),
+        *(Column(f"{name} ms", value(name), 2, 1e3) for name in TURNS),
+        Column("stages of replicated", lambda c: getattr(c.of("replicated"), "note", "")),
+        Column("bound", bound("replicated"), 2, 1e3),
+        Column("replicas bring", gain, 2, unit="x"),
+    )
+    found = [gain(c) for c in cases(rows)]
+    helped = f"{sum(x > 1.005 for x in found)} of {len(found)}"
+    wrong = mistake("Below a proved bound, which is a mistake", below_its_bound(rows, options))
+    return {"table": shown, "helped": helped, "most": max(found), "wrong": wrong}
+
+
 def _study(word: str, row: type, options: Mapping[str, Any], **more: Any) -> Study:
     words = Option((), "only files with it in the path", word=True, metavar="WORD")
     about = {"name": f"public_{word}", "word": word, "module": "experiments.public"}
@@ -527,9 +593,14 @@ SEARCH = {
     "seeds": 5,
     "exact_seconds": Option(60.0, "of cp_sat and mip"),
 }
+REPLICAS = {
+    "seconds": Option(10.0, "of a search"),
+    "phases": Option(12, "most that replicas take turns in"),
+}
 STUDIES = (
     _study("exact", Exact, EXACT, rows=exact, parts=exact_parts, wrong=not_optimal),
     _study("search", Row, SEARCH, rows=search, parts=search_parts, wrong=below_a_bound),
+    _study("replicas", Row, REPLICAS, rows=replicas, parts=replicas_parts, wrong=below_its_bound),
 )
 main = partial(run, STUDIES)
 

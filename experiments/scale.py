@@ -104,7 +104,9 @@ def in_nodes(operators: int, devices: int) -> Problem:
     one, machine = graph_of(operators, 1), cluster(devices)
     seconds = np.repeat(one.compute_s, devices, axis=1)
     profile = Profile(machine.device_names, seconds, np.zeros_like(seconds), machine.links)
-    problem = Problem(one.graph, machine, profile, num_microbatches=64, max_in_flight=16)
+    problem = Problem(
+        one.graph, machine, profile, num_microbatches=64, max_in_flight=16, max_phases=64
+    )
     assert problem.num_channels >= 1
     return problem
 

@@ -79,27 +79,19 @@ class Option:
 
     def add(self, parser: argparse.ArgumentParser, name: str) -> None:
         flag = name if self.word else f"--{name.replace('_', '-')}"
+        more: dict[str, Any] = {"default": self.default, "help": self.help}
         if isinstance(self.default, bool):
-            parser.add_argument(flag, action="store_true", help=self.help)
-            return
-        if isinstance(self.default, list):  # again and again
-            more = {"action": "append", "metavar": self.metavar}
-            parser.add_argument(flag, default=self.default, help=self.help, **more)
-            return
-        several = isinstance(self.default, tuple)
-        example = next(iter(self.default), "") if several else self.default
-        more: dict[str, Any] = (
-            {"nargs": "*" if self.word or not example else "+"} if several else {}
-        )
-        parser.add_argument(
-            flag,
-            type=self.kind or (str if example is None else type(example)),
-            default=self.default,
-            choices=self.choices,
-            metavar=self.metavar,
-            help=self.help,
-            **more,
-        )
+            more["action"] = "store_true"
+        elif isinstance(self.default, list):  # again and again
+            more |= {"action": "append", "metavar": self.metavar}
+        else:
+            example = self.default
+            if isinstance(self.default, tuple):
+                example = next(iter(self.default), "")
+                more["nargs"] = "*" if self.word or not example else "+"
+            kind = self.kind or (str if example is None else type(example))
+            more |= {"type": kind, "choices": self.choices, "metavar": self.metavar}
+        parser.add_argument(flag, **more)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from placement.cli import (
     export,
     features,
     import_problem,
+    optimize,
     plan,
     power,
     profile,
@@ -49,6 +50,7 @@ def _of(module: Any, help: str, first_page: bool = True) -> Verb:
 
 
 VERBS = {
+    "optimize": _of(optimize, "capture, measure, plan and run a model, in one command"),
     "profile": _of(profile, "measure every operator on every device"),
     "features": _of(features, "what every operator costs by its description; nothing is measured"),
     "dataset": _of(dataset, "graphs of many models with measured times: build, show, load"),

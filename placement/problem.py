@@ -419,7 +419,7 @@ class Problem:
             )
         return p
 
-    @property
+    @cached_property
     def one_phase(self) -> Problem:
         """The same problem, for planners that answer with one phase only."""
         return self if self.max_phases == 1 else replace(self, max_phases=1)

@@ -14,7 +14,6 @@ import json
 import os
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,11 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from placement.tools.progress import Progress as Progress
+from placement.tools.progress import printable as printable
+from placement.tools.progress import progress as progress
+from placement.tools.progress import say as say
+from placement.tools.progress import says_when_compiling as says_when_compiling
 from placement.tools.shown import count as count
 from placement.tools.shown import mebibytes as mebibytes
 from placement.tools.shown import seconds as seconds
@@ -43,33 +47,12 @@ AFTER_INTERRUPT = (
 )
 A_DEFECT = "a defect, unless it is in code of yours: please report what is above"
 NO_MEMORY = "not enough memory for a problem of this size"
-LIFE_SIGN_S = 60.0  # in a log
 MAX_BATCHES = 1_000_000  # more would only fill the memory
 MAX_MESSAGE = 1000  # characters of an error
-
-_UNPRINTABLE = dict.fromkeys(
-    [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)],
-    "?",
-)
-
-Progress = Callable[[str, float | None], None]  # (what is being done, share done or None)
 
 
 class UsageError(ValueError):
     """A command that cannot be carried out as given; the message says what to type."""
-
-
-def say(text: str) -> None:
-    """One message on standard error."""
-    print(f"placement: {printable(text)}", file=sys.stderr)
-
-
-def printable(text: str) -> str:
-    """``?`` for what would move a terminal's cursor, colour it or turn its text around.
-
-    Names come from files of anybody.
-    """
-    return text.translate(_UNPRINTABLE)
 
 
 def one_line(text: str) -> str:
@@ -222,76 +205,6 @@ def print_table(
     out = Output(markup=False, emoji=False, highlight=False)
     out.width = min(out.width, WIDTH)
     out.print(table)
-
-
-@contextmanager
-def says_when_compiling() -> Iterator[None]:
-    """The first kernel that is compiled inside is a message: nothing else may come for a minute."""
-    from numba.core import event
-
-    class Message(event.Listener):  # type: ignore[misc]
-        is_said = False
-
-        def on_start(self, event: object) -> None:
-            if not self.is_said:
-                self.is_said = True
-                say("compiling kernels, which are kept for later commands: up to a minute")
-
-        def on_end(self, event: object) -> None: ...
-
-    with event.install_listener("numba:compile", Message()):
-        yield
-
-
-@contextmanager
-def progress(quiet: bool = False) -> Iterator[Progress]:
-    """What reports progress: a bar on a terminal, elsewhere (in a log) a line every minute."""
-    if quiet:
-        yield lambda what, share: None
-        return
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import Progress as Bar
-        from rich.progress import TextColumn
-
-        # The first column is text, whatever brackets a name has. Seldom: the thread that draws
-        # takes time from the devices that are measured. Answers for a pipe are not drawn above.
-        bar = Bar(
-            TextColumn("{task.description}", markup=False),
-            *Bar.get_default_columns()[1:],
-            console=Console(stderr=True, markup=False, emoji=False),
-            transient=True,
-            refresh_per_second=3,
-            redirect_stdout=sys.stdout.isatty(),
-        )
-        with bar:
-            task = bar.add_task("", total=None)
-
-            def show(what: str, share: float | None) -> None:
-                total, done = share and 1.0, share or 0.0
-                bar.update(task, description=printable(what), total=total, completed=done)
-
-            yield show
-        return
-    began, ended = time.monotonic(), threading.Event()
-    doing = ""
-
-    def note(what: str, share: float | None) -> None:
-        nonlocal doing
-        doing = what + ("" if share is None else f" ({share:.0%})")
-
-    def tell() -> None:  # of its own: who works long may report nothing for long
-        while not ended.wait(LIFE_SIGN_S):
-            if doing:
-                say(f"{doing}, {round((time.monotonic() - began) / 60)} min since the begin")
-
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    try:
-        yield note
-    finally:
-        ended.set()
-        teller.join()
 
 
 def says_nothing_in_answers() -> AbstractContextManager[object]:

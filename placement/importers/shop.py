@@ -23,7 +23,7 @@ from placement.importers._read import (
 )
 from placement.problem import Problem
 
-_FIRST = re.compile(r"\s*\d{1,9}[ \t]+\d{1,9}([ \t]+\d{1,9}(\.\d*)?)?[ \t]*\n[\d \t]+(\n|$)")
+_FIRST = re.compile(r"\s*\d{1,9}[ \t]+\d{1,9}([ \t]+\d{1,9}(\.\d*)?)?[ \t\r]*\n[\d \t\r]+(\n|$)")
 Option = tuple[int, int, float]  # operation, machine, duration
 
 

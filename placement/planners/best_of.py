@@ -11,6 +11,7 @@ import numpy as np
 from placement.bounds import lower_bound
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least, load
+from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.critical_path_greedy import CriticalPathGreedy
 from placement.planners.ideal_dp import IdealDp
 from placement.problem import Problem, Solution
@@ -31,13 +32,16 @@ _QUICK = ("single_device", "heft", "peft", "critical_path_first", "level_balance
 # times what the slowest of the others took (of 5,000 operators): they are begun if that is left.
 _LATE = {"m_sct": 15.0, "coarsened": 15.0, "antichain_dp": 8.0}
 _AT_LEAST = {"ideal_dp": 5.0, **_LATE}
+_ORDERS = 8  # that contiguous_dp cuts
 # What ideal_dp gets where seconds are not limited: a second or less, and the same on every machine.
 _IDEALS: dict[str, Any] = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}
 # Where the load of devices counts splits come first, where one micro-batch does list schedules.
-_SPLITS = ("single_device", "ideal_dp", "level_balance", "balanced_split", "pipedream",
-           "contiguous_dp", "level_pipeline", "critical_path_greedy")  # fmt: skip
+_SPLITS = ("single_device", "data_parallel", "ideal_dp", "level_balance", "balanced_split",
+           "pipedream", "contiguous_dp", "level_pipeline", "critical_path_greedy")  # fmt: skip
 _LISTS = ("single_device", "heft", "peft", "critical_path_first", "level_balance",
           "level_pipeline", "m_etf", "m_sct", "critical_path_greedy")  # fmt: skip
+# These take part where micro-batches may take turns, and that helps.
+_REPLICAS = ("data_parallel", "replicated")
 # It walks on as long as it may: of evaluations that are limited it gets this share.
 _WALKS = {"critical_path_greedy": 0.25}
 _SEARCH_SHARE = 0.75  # of a budget, for a search where nothing fits
@@ -52,7 +56,9 @@ class BestOf:
 
     Heuristics complement each other: list scheduling fails where memory is tight, contiguous
     splits fail on wide graphs. So by default these are all constructive planners and dynamic
-    programs, the cheap ones first: splits for pipelines, list schedules for latency.
+    programs, the cheap ones first: splits for pipelines, list schedules for latency. Where the
+    problem's ``max_phases`` lets micro-batches take turns, ``data_parallel`` and ``replicated``
+    take part for pipelines.
     ``stats["winner"]`` names the planner that won, ``stats["values_s"]`` has the value of each
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
     of devices than a program takes, no time), and ``lower_bound_s`` is
@@ -100,6 +106,8 @@ class BestOf:
         "critical_path_greedy",
         "antichain_dp",
         "ideal_dp",
+        "replicated",
+        "data_parallel",
     )
     ideal_seconds: float = 15.0
     seconds: float | None = None
@@ -140,6 +148,8 @@ class BestOf:
                 share = max(share, _LATENCY_SHARE)
             if isinstance(planner, CriticalPathGreedy) and np.isfinite(search.seconds_left):
                 planner = replace(planner, beat=search.best_cost)
+            if isinstance(planner, ContiguousDp):
+                planner = replace(planner, orders=_ORDERS)
             if isinstance(planner, IdealDp) and self.seconds is None:
                 planner = replace(planner, **_IDEALS)
             elif isinstance(planner, IdealDp):
@@ -168,8 +178,10 @@ class BestOf:
     def _order(self, problem: Problem) -> list[str]:
         """Who comes first where not all of them may come."""
         loads = problem.objective.is_throughput
+        replicas = loads and problem.max_phases > 1
         first = _SPLITS if loads else _LISTS
-        order = sorted(self.planners, key=lambda name: (*first, name).index(name))
+        names = [name for name in self.planners if replicas or name not in _REPLICAS]
+        order = sorted(names, key=lambda name: (*first, name).index(name))
         if self.seconds is not None:
             order.sort(key=lambda name: (name in _LATE) - (name in _QUICK))
         if self.evaluations is not None:

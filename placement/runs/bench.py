@@ -117,13 +117,14 @@ def measure(case: Case, planner: Planner) -> BenchRow:
     if solution.lower_bound_s is not None and solution.lower_bound_s <= value * case.unit_s:
         bound = max(bound, solution.lower_bound_s / case.unit_s)
     best = bound if case.best_known is None else case.best_known
+    count = solution.stats.get("evaluations")
     device, start = _in_file_order(problem, solution, case.unit_s)
     return BenchRow(
         **facts,
         value=_plain(value),
         lower_bound=_plain(bound),
         gap=value / best - 1 if best > 0 else None,
-        evaluations=solution.stats.get("evaluations"),
+        evaluations=None if count is None else int(count),
         seconds=took_s,
         feasible=True,
         device=device,

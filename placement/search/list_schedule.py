@@ -31,7 +31,7 @@ class ListSchedule:
     def __init__(self, problem: Problem, activations: int = 0) -> None:
         """``activations``: how often a device must hold what its groups produce (see ``fits``)."""
         n, d, g = problem.num_ops, problem.num_devices, problem.graph
-        self._tables = _tables_of(problem, activations)
+        self._tables = tables_of(problem, activations)
         self._state = list_kernels.State(
             choice=np.full(g.num_groups, -1, np.int32),
             finish_s=np.zeros(n),
@@ -122,7 +122,7 @@ def _load(kernel: str) -> None:
     getattr(list_kernels, kernel)(empty._tables, empty._state, *arguments[kernel])
 
 
-def _tables_of(problem: Problem, activations: int) -> list_kernels.Tables:
+def tables_of(problem: Problem, activations: int) -> list_kernels.Tables:
     g, matrix_s = problem.graph, problem.profile.transfer_s
     host, shares_host = host_of(problem)
     param_ptr, param = _group_params(problem)

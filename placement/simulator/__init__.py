@@ -63,8 +63,8 @@ def durations(problem: Problem, placement: Placement, num_microbatches: int) -> 
     alone = problem.compute_s[rows, placement]
     if num_microbatches == 1:
         return alone
-    load = np.bincount(placement.ravel(), alone.ravel(), problem.num_devices)
-    load /= placement.size // problem.num_ops
+    phases = placement.size // problem.num_ops
+    load = np.bincount(placement.ravel(), alone.ravel(), problem.num_devices) / phases
     if not np.isfinite(load).all() or load.max() == 0:
         return alone
     # One device has no neighbours.
@@ -238,7 +238,7 @@ def _slowest(runs: _Runs, each: int) -> _Runs:
     peak = runs.peak_bytes
     if peak is not None:
         peak = peak.reshape(len(at), each, -1).max(axis=1)
-    fits = runs.feasible.reshape(-1, each).all(axis=1)
+    fits = np.asarray(runs.feasible.reshape(-1, each).all(axis=1))
     return _Runs(runs.period_s[at], runs.run_s[at], runs.busy_s[at], peak, fits)
 
 
@@ -260,7 +260,7 @@ def _priced(problem: Problem, energy_j: Floats, run_s: Floats) -> Floats:
 def value_of(problem: Problem, solution: Solution) -> float:
     """The objective of an answer: in its own order, if it has one; inf: it cannot run."""
     if solution.schedule is None or problem.objective.is_analytic:
-        return float(score(problem, problem.check_placement(solution.placement))[0])
+        return float(score(problem, problem.check_placement(solution.placement)[None])[0])
     timeline = simulate(problem, solution.placement, solution.schedule)
     peak = timeline.peak_bytes
     if peak is not None and (peak > problem.memory_bytes).any():

@@ -146,7 +146,7 @@ class State(Struct):
     """One run: what is given, what comes of it, and room; ``W`` micro-batches are in flight.
 
     A micro-batch in flight has a *slot*, 0..W - 1. One run leaves the room ready for the next.
-    Micro-batch ``m`` is in phase ``m % K``, and its operators are those from ``row`` of its slot on.
+    Micro-batch ``m`` is in phase ``m % K``: what it runs is at ``row`` of its slot, and behind it.
     """
 
     # Given.

@@ -96,6 +96,8 @@ def cases(
         if not any(True for pattern in known.files for _ in folder.glob(pattern)):
             raise SuiteError(f"no {' or '.join(known.files)} in {folder}. {_where(suite)}")
     every = list(known.read(folder, devices))
+    for ending in {Path(pattern).suffix for pattern in known.files}:
+        only = only.removesuffix(ending)
     found = [case for case in every if fnmatch(case.problem, only)]
     if not found:
         names = short([case.problem for case in every], 200)
@@ -247,7 +249,7 @@ SUITES: dict[str, Suite] = {
     "wfformat": Suite(
         "workflows of scientific applications on equal machines",
         "github.com/wfcommons/WfInstances",
-        "GPL-3.0 or as each file says",
+        "LGPL-3.0",
         ("**/*.json",),
         _wfformat,
     ),

@@ -192,6 +192,7 @@ def test_devices_and_names(data: Path, capsys: Any) -> None:
     (row,) = answer(capsys, *argv)["rows"]
     assert row["problem"] == "b" and row["devices"] == 4 and row["best_known"] is None
     assert [c.devices for c in cases("stg", data, only="a")] == [2, 4, 8, 16]
+    assert [c.problem for c in cases("shops", data, only="a*.json")] == ["a"], "or of the file"
     assert [c.problem for c in cases("shops", data / "shops")] == ["a", "b"], "or the folder itself"
 
 

@@ -61,7 +61,7 @@ def test_a_shop(tmp_path: Path) -> None:
     assert Heft()(problem).value_s == 12
 
 
-@pytest.mark.parametrize("first", ["2 4", "2 4 1.5", "2\t4\t2"])
+@pytest.mark.parametrize("first", ["2 4", "2 4 1.5", "2\t4\t2", "2 4 1\r"])
 def test_a_shop_as_a_text(first: str, tmp_path: Path) -> None:
     """Machines are numbered from 1; lines mean nothing."""
     text = f"{first}\n2 1 1 3  2 2 5\n3 4\n1 3 1 1 2 2 3 3\n\n"

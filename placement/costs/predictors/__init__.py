@@ -119,9 +119,9 @@ def profile_of(
             f"devices {sources}, in terms of which others are described ('like'), are not in the "
             "cluster: add them to it, so that their times can be predicted"
         )
-    found = [predictor.predict(graph, device) for device in measured]
-    compute = np.stack([seconds for seconds, _ in found], axis=1)
-    spread = np.stack([s for _, s in found], axis=1)
+    guesses = [predictor.predict(graph, device) for device in measured]
+    compute = np.stack([seconds for seconds, _ in guesses], axis=1)
+    spread = np.stack([s for _, s in guesses], axis=1)
     predicted = np.ones(compute.shape, bool)
     loaded = None
     if len(measured) > 1:
@@ -129,10 +129,8 @@ def profile_of(
     if known is not None:
         keep = predicted if known.predicted is None else ~known.predicted
         predicted = ~keep
-        compute, spread = (
-            np.where(keep, known.compute_s, compute),
-            np.where(keep, known.spread_s, spread),
-        )
+        compute = np.where(keep, known.compute_s, compute)
+        spread = np.where(keep, known.spread_s, spread)
         if loaded is not None and known.loaded_s is not None:
             loaded = np.where(keep, known.loaded_s, loaded)
     profile = Profile(

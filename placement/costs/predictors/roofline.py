@@ -76,7 +76,7 @@ class Roofline:
             self.call_s,
         ):
             return self._fitted(graph, device)
-        rates, found = self.rates(device), features(graph)
+        rates, found = self._rates(device), features(graph)
         moved = (found.read_bytes + found.written_bytes) / rates.bytes_per_s
         seconds = rates.call_s + np.maximum(found.flops / rates.flops_per_s, moved)
         return seconds, _SPREAD * seconds
@@ -95,20 +95,20 @@ class Roofline:
                 seconds[at] = peak.seconds(kind, found.flops[at], moved[at])
         return seconds, _SPREAD * seconds
 
-    def rates(self, device: Device) -> Rates:
+    def _rates(self, device: Device) -> Rates:
         """What the device reaches: as given, or as measured here.
 
         Raises:
             LatencyError: the device is not on this machine.
         """
-        given = {
+        stated = {
             name: value
             for name in ("flops_per_s", "bytes_per_s", "call_s")
             if (value := getattr(self, name)) is not None
         }
-        if len(given) == 3:
-            return Rates(**given)
-        return replace(calibrate(device), **given)
+        if len(stated) == 3:
+            return Rates(**stated)
+        return replace(calibrate(device), **stated)
 
 
 @lru_cache(maxsize=64)
@@ -119,20 +119,20 @@ def calibrate(device: Device) -> Rates:
         LatencyError: the device is not on this machine.
     """
     _check_here(device)
-    found: list[Any] = []
+    answers: list[Any] = []
 
     def work() -> None:
         try:
-            found.append(_calibrate(device))
+            answers.append(_calibrate(device))
         except Exception as error:  # goes on in the thread that asked
-            found.append(error)
+            answers.append(error)
 
     thread = threading.Thread(target=work, name="placement-calibrate")  # pinned while it runs
     thread.start()
     thread.join()
-    if isinstance(found[0], Exception):
-        raise found[0]
-    rates: Rates = found[0]
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    rates: Rates = answers[0]
     return rates
 
 
@@ -143,7 +143,7 @@ def _calibrate(device: Device) -> Rates:
     from placement.executor.backend import backend_for
 
     backend = backend_for(device)
-    found: list[Rates] = []
+    measured: list[Rates] = []
 
     def measure(stack: ExitStack) -> None:
         backend.enter(stack)
@@ -166,7 +166,7 @@ def _calibrate(device: Device) -> Rates:
         product_s = best_s(lambda: torch.mm(a, a), 4)
         copy_s = best_s(lambda: y.copy_(x), 1)
         call_s = best_s(lambda: one + one, 200)
-        found.append(Rates(2.0 * size**3 / product_s, 2 * 4 * long / copy_s, call_s))
+        measured.append(Rates(2.0 * size**3 / product_s, 2 * 4 * long / copy_s, call_s))
 
     def work() -> None:
         with ExitStack() as stack, torch.inference_mode():
@@ -174,7 +174,7 @@ def _calibrate(device: Device) -> Rates:
 
     backend.begin()
     backend.run(work)
-    return found[0]
+    return measured[0]
 
 
 def is_here(device: Device) -> bool:
