@@ -102,3 +102,11 @@ DOPPLER = {
     "known": Option(100_000, "evaluations of the searches whose result counts as best known"),
     "seeds": Option(5, "of every planner that draws"),
 }
+
+# Published learners as configured here, beside rules and searches.
+PUBLISHED = {
+    "steps": Option(20_000, "of each training"),
+    "evaluations": Option(500, "of every run"),
+    "seconds": Option(2.0, "processor seconds of every run, where these are limited instead"),
+    "seeds": Option(3, "trainings of each method, and of every planner that draws"),
+}

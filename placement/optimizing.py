@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from placement.plan import Measured, Plan
 
 PLANNER = "best_of"
+MAX_PHASES = 8  # replicas may take so many turns
 _LEAST_BATCHES = 6  # of a stream that tells a period
 
 
@@ -102,7 +103,9 @@ def optimize(
         report("capturing", None)
         graph = capture(module, inputs, name=workload)
         profile = load_or_measure(graph, cluster, progress=report)
-        problem = Problem(graph, cluster, profile, objective=Objective(objective))
+        goal = Objective(objective)
+        phases = MAX_PHASES if goal.is_throughput else 1
+        problem = Problem(graph, cluster, profile, objective=goal, max_phases=phases)
         report(f"planning with {PLANNER}", None)
         planner = planners.load(PLANNER, seconds=seconds)
         solution = planner(problem)
@@ -119,9 +122,10 @@ def optimize(
         runner = _runner(graph, cluster, plan)
         with ExitStack() as on_error:
             on_error.callback(runner.close)
-            wrong = "" if graph.program.is_random else difference(runner, module, inputs)
-            if wrong:
-                raise OptimizeError(f"the results differ from those of the module: {wrong}")
+            for _ in plan.assignments if not graph.program.is_random else ():  # replicas take turns
+                wrong = difference(runner, module, inputs)
+                if wrong:
+                    raise OptimizeError(f"the results differ from those of the module: {wrong}")
             measured = _in_turns(runner, plan, module, inputs, seconds, report)
             on_error.pop_all()
     kept = "plan"
@@ -142,11 +146,12 @@ def verdict(runner: OptimizedRunner) -> str:
     """What was measured, and what follows."""
     plan = runner.plan
     took_s = {way: _median_s(m, plan.objective) for way, m in runner.measured.items()}
-    devices = list(dict.fromkeys(plan.assignment.values()))
+    devices = devices_of(plan)
     used = " and ".join(devices)
+    threads = count(torch.get_num_threads(), "thread")
     ways = {
-        "plan": f"on {used}",
-        "plain": f"plain PyTorch with {count(torch.get_num_threads(), 'thread')}",
+        "plan": f"{'in turns ' if plan.phases else ''}on {used}",
+        "plain": f"plain PyTorch with {threads}",
     }
     if "single" not in took_s:
         begin = f"the best plan is {used} alone"
@@ -166,6 +171,11 @@ def verdict(runner: OptimizedRunner) -> str:
         else ""
     )
     return f"{begin}; measured {what}: {each}{end}"
+
+
+def devices_of(plan: Plan) -> list[str]:
+    """Those that the plan uses, in the order of their first operators."""
+    return list(dict.fromkeys(device for on in plan.assignments for device in on.values()))
 
 
 def check_options(objective: str, seconds: float) -> None:
@@ -205,7 +215,7 @@ def _in_turns(
     runner: Runner, plan: Plan, module: nn.Module, inputs: Any, seconds: float, report: Any
 ) -> dict[str, Measured]:
     """The plan, the best device alone and the plain module, timed in turns."""
-    several = len(set(plan.assignment.values())) > 1
+    several = len(devices_of(plan)) > 1
     expected_s = plan.fallback.period_s if plan.fallback else plan.predicted.latency_s
     fit = seconds / ((2 + several) * (ROUNDS + 1) * max(expected_s, 1e-9))
     batches = int(np.clip(fit, _LEAST_BATCHES, plan.num_microbatches))

@@ -115,6 +115,20 @@ def test_several_devices_where_they_pay(in_turns: Callable[..., None]) -> None:
     assert said.endswith("500 µs plain PyTorch with 1 thread; the module itself is the fastest")
 
 
+@needs_two
+def test_replicas_that_take_turns(in_turns: Callable[..., None]) -> None:
+    """Each turn is on one device, and both work."""
+    in_turns(plan=1e-3, single=2e-3, plain=3e-3)
+    replicas = np.repeat(np.array([[0], [1]], np.int32), 4, axis=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planners, "load", lambda *_, **__: lambda p: Solution(replicas, 1.0))
+        runner = optimize(module(), INPUT, quiet=True)
+    with runner:
+        assert runner.placement.shape == (2, 4)
+        torch.testing.assert_close(runner(INPUT), module()(INPUT))
+    assert "1 ms in turns on cpu:0 and cpu:1, " in verdict(runner)
+
+
 def test_named_devices(capfd: pytest.CaptureFixture[str]) -> None:
     name = Cluster.detect().device_names[0]
     with optimize(module(), {"input": INPUT}, devices=[name], seconds=1.0, quiet=True) as runner:
@@ -196,7 +210,7 @@ def test_the_command(
     assert load_plan("plan.json").graph.workload == "tiny_mlp"
     assert main([*words, "--json"]) == OK
     got = json.loads(capsys.readouterr().out)
-    assert set(got) == {"objective", "planner", "assignment", "predicted", "measured"}
+    assert set(got) == {"objective", "planner", "assignments", "predicted", "measured"}
     assert got["objective"] == "latency" and {"plan", "plain"} <= set(got["measured"])
 
 

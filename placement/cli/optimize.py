@@ -15,8 +15,9 @@ EXAMPLE = """examples:
   placement optimize my_package.my_module:my_function --out plan.json
   placement optimize resnet50 --objective latency --seconds 30
 
-The machine-readable result (--json) has the keys objective, planner, assignment, predicted,
-measured (of plan, plain and, where the plan uses several devices, single: the best device alone).
+The machine-readable result (--json) has the keys objective, planner, assignments (one for each
+turn of replicas, mostly one), predicted, measured (of plan, plain and, where the plan uses several
+devices, single: the best device alone).
 """
 
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             {
                 "objective": plan.objective,
                 "planner": plan.planner.name,
-                "assignment": plan.assignment,
+                "assignments": plan.assignments,
                 "predicted": plan.predicted.model_dump(),
                 "measured": {way: m.model_dump() for way, m in runner.measured.items()},
             }
@@ -78,8 +79,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(runner: OptimizedRunner) -> None:
+    from placement.optimizing import devices_of
+
     plan = runner.plan
-    used = " and ".join(dict.fromkeys(plan.assignment.values()))
+    used = " and ".join(devices_of(plan))
     single = plan.fallback.device if plan.fallback else ""
     names = {"plan": "best plan", "single": f"{single} alone", "plain": "plain PyTorch"}
     rows = []

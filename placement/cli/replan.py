@@ -54,7 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement.cli.plan import check_budget
+    import numpy as np
+
+    from placement.cli.plan import check_budget, later_phases
     from placement.plan import load_plan, make_plan, proved_bound_s, whole_modules
     from placement.replan import NothingFits, replan
 
@@ -80,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
             return cli.NO
     feasible, stats = isfinite(solution.value_s), solution.stats
     devices = left.cluster.device_names
-    on = [devices[d] for d in solution.placement.tolist()]
+    phases = np.atleast_2d(solution.placement)
+    on = [devices[d] for d in phases[0].tolist()]
     if args.json:
         value_s = float(solution.value_s) if feasible else None
         answer: dict[str, object] = {"planner": "replan", "objective": left.objective}
@@ -88,7 +91,10 @@ def run(args: argparse.Namespace) -> int:
         answer |= {"lower_bound_s": proved_bound_s(left, solution)}
         answer |= {name: stats[name] for name in ("seconds", "evaluations")}
         answer |= {"feasible": feasible, "without": without, "moved": stats["moved"]}
-        cli.print_json(answer | {"assignment": dict(zip(left.graph.op_name, on, strict=True))})
+        answer["assignment"] = dict(zip(left.graph.op_name, on, strict=True))
+        cli.print_json(
+            answer | ({} if len(phases) == 1 else {"phases": later_phases(left, phases)})
+        )
     if not feasible:
         cli.say(f"on {list(devices)}: {stats['infeasible']}")
         return cli.NO

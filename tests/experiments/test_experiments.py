@@ -238,7 +238,7 @@ FROM_MORE_THAN_ROWS = ("measured", "prediction")
 
 def test_every_study_has_a_page() -> None:
     sections = re.findall(r"^<!-- (\w+) -->$", study.PAGES.read_text(), re.MULTILINE)
-    assert sorted(sections) == sorted([*STUDIES, "results", "bench"])
+    assert sorted(sections) == sorted([*STUDIES, "results", "goals", "optima"])
 
 
 @pytest.mark.parametrize("name", sorted(set(STUDIES) - set(FROM_MORE_THAN_ROWS)))
