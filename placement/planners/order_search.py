@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from placement.bounds import grain_s, lower_bound
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least
+from placement.planners.heft import Heft
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.search import order, windows
 from placement.search.chooser import no_network
@@ -25,13 +26,18 @@ WARM, COLD = 5e-4, 1e-5  # temperatures at first and at last, of a few steps for
 _WARM_SHARE, _COLD_SHARE = 0.2, 0.1
 _FEW, _MANY = 200.0, 10_000.0  # steps for each operator; in between temperatures are, too
 # Where else to begin, and the share of what is left then that finding it may take.
-STARTS = (("heft", 0.1), ("critical_path_first", 0.1), ("critical_path_greedy", 0.15))
+STARTS: tuple[tuple[str | Planner, float], ...] = (
+    ("heft", 0.1),
+    (Heft(look_ahead=0.25, busy=True), 0.1),
+    ("critical_path_first", 0.1),
+    ("critical_path_greedy", 0.15),
+)
 # Searches that go on, the share of the budget of each, and how far they cool down meanwhile.
 _STAGES = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
 WIDTH = 16  # moves offered at each step
-# Windows: solved from where the last search begins until so much of the budget is used, and again
-# from there on.
-_FIRST_WINDOWS, _LAST = 0.4, 0.75
+# Windows get so much of the budget before the last search, and what is left when it has used so
+# much.
+_FIRST_WINDOWS, _LAST = 0.1, 0.8
 _LEAST_WINDOWS = 3  # that must be affordable
 _WINDOW, _LEAST_WINDOW, _GROWS = 40, 15, 1.1  # operators at first, at least; more where it closes
 _IN_VAIN = 40
@@ -274,7 +280,7 @@ def anneal(
         runs = sorted(runs, key=lambda state: float(state.x[order.BEST]))[:kept]
         if kept == 1 and runs:
             solved = partial(_solve_windows, search, tables, runs[0], rng, told)
-            if solved(_FIRST_WINDOWS):
+            if solved(search.used + _FIRST_WINDOWS):
                 made += _spend(search, tables, runs[0], network, chooser, _LAST, (cool, cooled))
                 solved(1.0)
                 cool = cooled
