@@ -60,7 +60,8 @@ class BestOf:
     Heuristics complement each other: list scheduling fails where memory is tight, contiguous
     splits fail on wide graphs. So by default these are all constructive planners and dynamic
     programs, the cheap ones first: splits for pipelines, list schedules for latency, where ``heft``
-    is followed by itself with busy channels and a look ahead. ``contiguous_dp`` cuts several orders.
+    is followed by itself with busy channels and a look ahead. ``contiguous_dp`` cuts several
+    orders.
     ``stats["winner"]`` names the planner that won, ``stats["values_s"]`` has the value of each
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
     of devices than a program takes, no time), and ``lower_bound_s`` is

@@ -37,8 +37,8 @@ _STAGES = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
 WIDTH = 16  # moves offered at each step
 # Windows get so much of the budget before the last search, and what is left when it has used so
 # much.
-_FIRST_WINDOWS, _LAST = 0.1, 0.8
-_LEAST_WINDOWS = 3  # that must be affordable
+_FIRST_WINDOWS, _LAST = 0.15, 0.75
+_LEAST_WINDOWS = 6  # that must be affordable
 _WINDOW, _LEAST_WINDOW, _GROWS = 40, 15, 1.1  # operators at first, at least; more where it closes
 _IN_VAIN = 40
 _LONGEST = 16  # groups that move together
@@ -305,9 +305,10 @@ def _solve_windows(
     is False, where they would be few, or without OR-Tools. ``told`` is what was done.
     """
     problem, n = search.problem, len(state.place)
-    worth = windows.LIMIT * windows.PER_UNIT
-    if (until - search.used) * _total(search) < _LEAST_WINDOWS * worth or not search.left:
+    left = (until - search.used) * _total(search)
+    if left < 2 * _LEAST_WINDOWS * windows.PER_OPERATOR * _WINDOW or not search.left:
         return False
+    worth = min(windows.MOST, left / _LEAST_WINDOWS)
     if not windows.available():
         told["windows"] = "none: OR-Tools is not installed (the extra cp)"
         return False
@@ -315,8 +316,10 @@ def _solve_windows(
     for name in ("better_windows", "closed_windows"):
         told.setdefault(name, 0)
     start(tables, state, state.best_place, state.best_sequence, rng)
-    while in_vain < _IN_VAIN and search.used < until and search.num_left > worth and search.left:
+    while in_vain < _IN_VAIN and search.used < until and search.left:
         cost, width = float(state.x[order.COST]), min(int(size), n)
+        if search.num_left < worth + windows.PER_OPERATOR * width:
+            break
         place, sequence = state.place.copy(), state.sequence.copy()
         first = int(rng.integers(n - width + 1))
         told["windows"] += 1
@@ -325,7 +328,14 @@ def _solve_windows(
             in_vain += 1
             continue
         found = windows.solve(
-            tables, state, first, first + width, grain, told["windows"], search.seconds_left
+            tables,
+            state,
+            first,
+            first + width,
+            grain,
+            told["windows"],
+            worth,
+            search.seconds_left,
         )
         search.num_evaluations += found.evaluations
         told["closed_windows"] += found.closed
