@@ -13,7 +13,7 @@ help:  ## list the verbs
 
 setup: $(INSTALLED)  ## the environment in .venv, and nothing else
 
-demo: $(INSTALLED)  ## capture, measure, place, train, execute, compare and export a real model
+demo: $(INSTALLED)  ## the whole path on a real model, in under 3 minutes on two cores
 	$(BIN)/python -m experiments.demo
 
 test: $(INSTALLED)  ## the whole test suite, on two processes
@@ -57,4 +57,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "make: '$(PYTHON) -m venv' failed (on Debian or Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@echo "Installing the tested versions into .venv (a few minutes, about 2 GB) ..."
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[cp,plots,models,dev]'
-	@rm .venv/.installing && touch $@
+	@rm .venv/.installing
+	@echo "Compiling the kernels, once (a minute) ..."
+	$(BIN)/placement doctor --warm
+	@touch $@

@@ -10,7 +10,6 @@ import shlex
 import sys
 import traceback
 import typing
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from hydra import version
+from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
@@ -31,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 import conf
 from agents.sweeps import is_best_of_sweep
 from placement import cli
-from placement.tools.ownership import DISTRIBUTION, check_packages
+from placement.tools.ownership import DISTRIBUTION
 
 if TYPE_CHECKING:
     from placement.problem import Planner, Problem
@@ -39,12 +40,11 @@ if TYPE_CHECKING:
     from placement.runs.row import Row
     from placement.runs.tracking import Mirror, Tracker
 
-_OURS = ("placement", "envs", "agents")
 _LISTS = ("workload", "planner")
 _MANY = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 _PLUGINS = (
     f"joblib, submitit and optuna: pip install '{DISTRIBUTION}[sweep]'; "
-    f"ray: pip install '{DISTRIBUTION}[ray]' in an environment of its own (docs/sweeps.md)"
+    f"ray: pip install '{DISTRIBUTION}[ray]' in an environment of its own (docs/distributed.md)"
 )
 _VERSIONS_OF = ("torch", "numpy", "numba", "stable-baselines3", "torch-geometric", "hydra-core")
 
@@ -53,62 +53,41 @@ class AppError(ValueError):
     """The configuration asks for something impossible; the message says what to change."""
 
 
-def launch(app: Callable[[], Any]) -> int:
-    """Run a ``hydra.main`` function; returns the exit code, and users' errors are one message.
+def launch(
+    task: Callable[[DictConfig], float], config: str, words: Sequence[str] | None = None
+) -> int:
+    """The exit code of a Hydra command: ``task`` of ``conf/<config>.yaml`` and these words.
 
     The environment variable ``HYDRA_FULL_ERROR=1`` shows where an error comes from.
     """
+    typed = sys.argv[1:] if words is None else words
+    debug = bool(os.environ.get("HYDRA_FULL_ERROR"))
 
     def run() -> int:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors itself, exits with 1
         # Workers bring their own threads; spinning ones of this process would only disturb them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        sys.argv[1:] = with_lists(sys.argv[1:])
+        parser = get_args_parser()
         with cli.says_when_compiling():
             try:
-                app()
+                args = parser.parse_args(with_lists(typed))
+                if args.experimental_rerun:
+                    raise AppError("--experimental-rerun: give the same words instead")
+                # As hydra.main does, which reads its words from sys.argv.
+                version.setbase("1.3")
+                _run_hydra(args, parser, task, "pkg://conf", config)
             except SystemExit as error:  # of Hydra, for what it is asked and cannot do
                 return cli.BAD_INPUT if error.code else cli.OK
         return cli.OK
 
-    return guarded(run)
-
-
-def guarded(work: Callable[[], int]) -> int:
-    """The exit code of ``work``; users' errors are one message."""
-    wants_traceback = bool(os.environ.get("HYDRA_FULL_ERROR"))
-    cli.any_output()
-    try:
-        with cli.interruptible(), warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            check_packages()
-            return work()
-    except KeyboardInterrupt:
-        cli.say("interrupted")
-        return cli.INTERRUPTED
-    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
-        cli.close_output()
-        return cli.OK
-    except Exception as error:
-        message = explain(error)
-        if message is None or wants_traceback:
-            traceback.print_exc()
-        if message is None:
-            cli.say(cli.A_DEFECT)
-            return cli.DEFECT
-        cli.say(f"error: {message}")
-        return cli.BAD_INPUT
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    cli.say(f"warning: {message}")
+    return cli.guarded(run, explain, debug=debug)
 
 
 def explain(error: Exception) -> str | None:
     """What to tell the user; None if the error is a mistake of ours."""
     if isinstance(error, InstantiationException):
         cause = error.__cause__
-        if cause is not None and type(cause).__module__.partition(".")[0] in _OURS:
+        if cause is not None and type(cause).__module__.partition(".")[0] in cli.OUR_PACKAGES:
             return str(cause)
         return f"{error}\n(to see all options and values, add: --cfg job)"
     if isinstance(error, HydraException | OmegaConfBaseException):
@@ -118,17 +97,12 @@ def explain(error: Exception) -> str | None:
         return f"{error}{because}\n(to see all options and values, add: --cfg job)"
     if _raised_by(error) == "hydra":  # plain exceptions, for flags that exclude each other
         return f"{error}\n(flags that can be given: --help, --hydra-help)"
-    full = cli.full_output(error)
-    if full is not None:
-        return full
     if isinstance(error, OSError) and error.filename:
         return (
             f"cannot use {error.filename}: {error.strerror}; "
             "another run folder: hydra.run.dir=FOLDER (or hydra.sweep.dir=FOLDER)"
         )
-    if isinstance(error, OSError | MemoryError):
-        return str(error) or cli.NO_MEMORY
-    return str(error) if type(error).__module__.partition(".")[0] in _OURS else None
+    return cli.explain(error)
 
 
 def _raised_by(error: BaseException) -> str:
@@ -171,8 +145,8 @@ def _only_names(arg: str) -> list[str]:
     if not specs and not files:
         return [arg]
     others = [str(x) for x in items if x not in (*specs, *files)]
-    found = [f"workload=[{','.join(others)}]"]
-    found += [f"files={json.dumps(files, ensure_ascii=False)}"] if files else []
+    lists = [f"workload=[{','.join(others)}]"]
+    lists += [f"files={json.dumps(files, ensure_ascii=False)}"] if files else []
     names = [*others, *(spec.partition(":")[2] for spec in specs)]
     for name, spec in zip(names[len(others) :], specs, strict=True):
         node = f'={{_target_: placement.workloads.load, spec: "{spec}"}}'
@@ -181,23 +155,23 @@ def _only_names(arg: str) -> list[str]:
                 f"{arg}: two workloads are called {name!r}; instead of {spec} in the list add "
                 f"'+workload.NAME{node}'"
             )
-        found.append(f"+workload.{name}{node}")
-    return found
+        lists.append(f"+workload.{name}{node}")
+    return lists
 
 
 def _one_list_of_files(argv: list[str]) -> list[str]:
     """``files=[a]`` and ``files=[b]`` as ``files=[a,b]``: of two, Hydra takes the later alone."""
-    given = [arg for arg in argv if arg.startswith("files=")]
-    if len(given) < 2:
+    files = [arg for arg in argv if arg.startswith("files=")]
+    if len(files) < 2:
         return argv
     lists = []
-    for arg in given:
+    for arg in files:
         override = OverridesParser.create().parse_override(arg)
         if not isinstance(override.value(), list):
             raise AppError(f"{arg}: must be one list where problem files are workloads too")
         lists.append(override.get_value_element_as_str()[1:-1])
     joined = f"files=[{','.join(filter(None, lists))}]"
-    return [*(arg for arg in argv if arg not in given), joined]
+    return [*(arg for arg in argv if arg not in files), joined]
 
 
 def _listed(arg: str) -> str:
@@ -228,6 +202,7 @@ class _Settings:
     contention: bool | None = None
     ready_order: str | None = None
     second_j: float | None = None
+    max_phases: int | None = None
 
 
 def seeds_of(cfg: DictConfig) -> list[int]:
@@ -313,13 +288,13 @@ def _tracker(cfg: DictConfig) -> Tracker:
 
 
 def _versions() -> str:
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name in (DISTRIBUTION, *_VERSIONS_OF):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return json.dumps(found, indent=1)
+            versions[name] = "not installed"
+    return json.dumps(versions, indent=1)
 
 
 def make_problems(job: Job) -> dict[str, Problem]:
@@ -340,8 +315,10 @@ def make_problems(job: Job) -> dict[str, Problem]:
         problem.profile.save(job.folder / name / "profile.npz")
         problems[name] = problem
     problems |= _synthetic_problems(job.cfg)
-    asked = {key: job.cfg.get(key) for key in ("contention", "ready_order", "second_j")}
-    changes: Any = {key: value for key, value in asked.items() if value is not None}
+    names = (
+        "num_microbatches", "max_in_flight", "contention", "ready_order", "second_j", "max_phases",
+    )  # fmt: skip
+    changes: Any = {key: job.cfg[key] for key in names if job.cfg.get(key) is not None}
     problems = {name: replace(problem, **changes) for name, problem in problems.items()}
     if not problems:
         raise AppError("no workload: add e.g. workload=resnet50 or 'workload=[problem.json]'")
@@ -363,9 +340,11 @@ def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
         options: Any = {"path": node}
         if not isinstance(node, str):
             options = OmegaConf.to_container(node) if isinstance(node, DictConfig) else {}
-        known = {"path", "name", *typing.get_type_hints(importers.Options)} - {"cluster"}
-        if "path" not in options or not set(options) <= known:
-            raise AppError(f"files: {node} must be a path, or have path and any of {sorted(known)}")
+        allowed = {"path", "name", *typing.get_type_hints(importers.Options)} - {"cluster"}
+        if "path" not in options or not set(options) <= allowed:
+            raise AppError(
+                f"files: {node} must be a path, or have path and any of {sorted(allowed)}"
+            )
         stem = Path(str(options["path"]).removesuffix(".gz")).stem
         name = str(options.pop("name", stem))
         if Path(name).name != name or name == "..":  # it would leave the run's folder
@@ -377,28 +356,21 @@ def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
         except TypeError as error:
             raise AppError(f"files: {node}: a value is of the wrong type: {error}") from error
         cli.say_if_predicted(name, problem)
-        problems[name] = replace(
-            problem, num_microbatches=cfg.num_microbatches, max_in_flight=cfg.max_in_flight
-        )
+        problems[name] = problem
     return problems
 
 
 def _synthetic_problems(cfg: DictConfig) -> dict[str, Problem]:
     from placement.workloads.synthetic import families, giph
 
-    known: dict[str, Callable[[int], Problem]] = {**families(), "giph": giph}
+    draws: dict[str, Callable[[int], Problem]] = {**families(), "giph": giph}
     problems = {}
     for node in cfg.get("synthetic") or []:
         family, seeds = (node, [0]) if isinstance(node, str) else (node.family, node.seeds)
-        if family not in known:
-            raise AppError(f"synthetic: {family!r} is unknown; there are {', '.join(known)}")
+        if family not in draws:
+            raise AppError(f"synthetic: {family!r} is unknown; there are {', '.join(draws)}")
         for seed in seeds:
-            problems[f"{family}-{seed}"] = replace(
-                known[family](seed),
-                objective=cfg.objective,
-                num_microbatches=cfg.num_microbatches,
-                max_in_flight=cfg.max_in_flight,
-            )
+            problems[f"{family}-{seed}"] = draws[family](seed).with_objective(cfg.objective)
     return problems
 
 
@@ -432,14 +404,7 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
             profile = load_or_measure(graph, cluster, repeats=cfg.repeats, progress=measuring)
         profile.save(job.folder / str(name) / "profile.npz")
         job.mirror.artifact(f"profile-{name}", "profile", job.folder / str(name) / "profile.npz")
-        problems[str(name)] = Problem(
-            graph,
-            cluster,
-            profile,
-            objective=cfg.objective,
-            num_microbatches=cfg.num_microbatches,
-            max_in_flight=cfg.max_in_flight,
-        )
+        problems[str(name)] = Problem(graph, cluster, profile, objective=cfg.objective)
     return problems
 
 
@@ -488,13 +453,12 @@ def make_planner(node: DictConfig) -> Planner:
     cli.search_here(target)
     kind = planners.find(target)
     if not is_dataclass(kind):
-        made: Planner = instantiate(node, _convert_="all")
-        return made
+        planner: Planner = instantiate(node, _convert_="all")
+        return planner
     # A planner inside a planner is a node with a _target_ too; instantiate leaves others alone.
-    made_options: Any = instantiate(
-        {str(k): v for k, v in node.items() if k != "_target_"}, _convert_="all"
-    )
-    return planners.load(target, **made_options)
+    inside = {str(k): v for k, v in node.items() if k != "_target_"}
+    options: Any = instantiate(inside, _convert_="all")
+    return planners.load(target, **options)
 
 
 def save_best(
@@ -532,23 +496,18 @@ def save_best(
         if not is_best_of_sweep(job.folder, best):
             aliases = aliases[1:]
         job.mirror.artifact(f"plan-{name}", "plan", folder / "plan.json", aliases=aliases)
-        timelines = {"predicted": simulate(problem, solution.placement, solution.schedule)}
+        placement, order, picture = solution.placement, solution.schedule, folder / "gantt.png"
+        timelines = {"predicted": simulate(problem, placement, order)}
         if best.num_rounds:
-            timelines["measured"] = Executor(problem).run(
-                solution.placement, schedule=solution.schedule
-            )
+            timelines["measured"] = Executor(problem).run(placement, schedule=order)
         trace.write_trace(folder / "trace.json", timelines, problem.graph.op_name)
+        both = timelines["predicted"], timelines.get("measured")
         try:
-            gantt.plot_gantt(
-                timelines["predicted"],
-                timelines.get("measured"),
-                folder / "gantt.png",
-                f"{name}, {best.planner}",
-            )
+            gantt.plot_gantt(*both, picture, f"{name}, {best.planner}")
         except gantt.PlotError as error:
             cli.say(f"no picture: {error}")
         else:
-            job.mirror.image(f"gantt/{name}", folder / "gantt.png")
+            job.mirror.image(f"gantt/{name}", picture)
 
 
 def save_pictures(job: Job, comparison: Comparison) -> None:
@@ -573,8 +532,8 @@ def save_report(job: Job) -> None:
     if HydraConfig.get().mode != RunMode.MULTIRUN:
         html.write_report(job.folder, progress=job.report)
     names = ("report.html", "compare.csv", "compare.md", "curves.png", "pareto.png")
-    found = [job.folder / name for name in names if (job.folder / name).exists()]
-    job.mirror.artifact("report", "report", *found)
+    present = [job.folder / name for name in names if (job.folder / name).exists()]
+    job.mirror.artifact("report", "report", *present)
 
 
 def _spec(cfg: DictConfig, workload: str) -> str | None:
@@ -587,17 +546,19 @@ def _spec(cfg: DictConfig, workload: str) -> str | None:
     node = (cfg.get("workload") or {}).get(workload)
     if node is None or node.get("spec") is None:
         return None
-    given = {str(k): v for k, v in node.items() if k not in ("_target_", "spec")}
-    return str(node.spec) if workloads.is_default(str(node.spec), given) else None
+    options = {str(k): v for k, v in node.items() if k not in ("_target_", "spec")}
+    return str(node.spec) if workloads.is_default(str(node.spec), options) else None
 
 
 def _parameters(cfg: DictConfig, planner: Planner | None, seed: int | None) -> dict[str, Any]:
     """The planner's fields as ``compare`` set them."""
     from placement.plan import parameters_of
 
-    known = {f.name for f in fields(planner)} if is_dataclass(planner) else ()
-    given = {"seed": seed, "seconds": cfg.get("seconds"), "evaluations": cfg.get("evaluations")}
-    return parameters_of(planner) | {k: v for k, v in given.items() if k in known and v is not None}
+    names = {f.name for f in fields(planner)} if is_dataclass(planner) else ()
+    values = {"seed": seed, "seconds": cfg.get("seconds"), "evaluations": cfg.get("evaluations")}
+    return parameters_of(planner) | {
+        k: v for k, v in values.items() if k in names and v is not None
+    }
 
 
 def _measured(row: Row) -> Any:
@@ -605,15 +566,15 @@ def _measured(row: Row) -> Any:
 
     if not row.num_rounds:
         return None
-    assert row.measured_latency_s is not None and row.measured_latency_iqr_s is not None
-    assert row.measured_period_s is not None and row.measured_period_iqr_s is not None
-    return Measured(
-        latency_s=Spread(median_s=row.measured_latency_s, iqr_s=row.measured_latency_iqr_s),
-        period_s=Spread(median_s=row.measured_period_s, iqr_s=row.measured_period_iqr_s),
-        n=row.num_rounds,
-        when=now(),
-        machine=platform.node()[:200],
+    latency_s, period_s = (
+        Spread(
+            median_s=getattr(row, f"measured_{what}_s"),
+            iqr_s=getattr(row, f"measured_{what}_iqr_s"),
+        )
+        for what in ("latency", "period")
     )
+    where = {"when": now(), "machine": platform.node()[:200]}
+    return Measured(latency_s=latency_s, period_s=period_s, n=row.num_rounds, **where)
 
 
 def show(job: Job, comparison: Comparison, said: str) -> None:

@@ -96,7 +96,10 @@ class Training:
             )
             for i in range(len(problems.problems))
         ]
-        if self.config.formulation == "order_search":  # an order is no part of what is returned
+        if self.config.formulation in (
+            "order_search",
+            "dispatch",
+        ):  # an order is no part of what is returned
             found = [
                 replace(s, value_s=float(score(p, s.placement)[0]))
                 for s, p in zip(found, problems.problems, strict=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import hydra
 from omegaconf import DictConfig
 
 from agents.app import (
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from placement.problem import Problem
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="compare")
 def app(cfg: DictConfig) -> float:
     """One comparison; returns the best planner's objective in seconds."""
     return once(cfg, _compare)
@@ -72,9 +71,9 @@ def _compare(cfg: DictConfig) -> float:
     return metric_s(comparison)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Entry point."""
-    return launch(app)
+    return launch(app, "compare", words)
 
 
 if __name__ == "__main__":

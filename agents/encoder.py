@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch_geometric.data import Batch
-from torch_geometric.nn import GATv2Conv, SAGEConv
-from torch_geometric.utils import scatter
 
 from agents.store import Graphs, Waves
 from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES
@@ -24,6 +21,10 @@ from envs.lookup import find
 from envs.problems import EnvError
 from envs.sequential_kernels import NUM_DEVICE_FEATURES
 from placement.tools.files import short
+from placement.tools.jit import loads
+
+if TYPE_CHECKING:  # where no graph is encoded PyG is not imported
+    from torch_geometric.data import Batch
 
 ILLEGAL = -1e9
 
@@ -108,6 +109,8 @@ class Sage(nn.Module):
     """GraphSAGE (Hamilton et al. 2017) along and against the edges, residual."""
 
     def __init__(self, hidden: int) -> None:
+        from torch_geometric.nn import SAGEConv
+
         super().__init__()
         self.along = SAGEConv(hidden, hidden)
         self.against = SAGEConv(hidden, hidden, root_weight=False)
@@ -123,6 +126,8 @@ class Gat(nn.Module):
     """GATv2 (Brody et al. 2022) with edge features along and against the edges, residual."""
 
     def __init__(self, hidden: int) -> None:
+        from torch_geometric.nn import GATv2Conv
+
         super().__init__()
         options = {"heads": 4, "edge_dim": 2, "add_self_loops": False}
         self.along = GATv2Conv(hidden, hidden // 4, **options)
@@ -153,6 +158,8 @@ class Dag(nn.Module):
         self.norm = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
 
     def forward(self, x: Tensor, batch: Batch, waves: Waves) -> Tensor:
+        from torch_geometric.utils import scatter
+
         for k, order in enumerate(waves):
             own = self.own[k](self.norm[k](x))
             done = x
@@ -204,11 +211,18 @@ class Attention(nn.Module):
         return (x + self.own(x)) * real[:, :, None]
 
 
+@loads
+def load_pyg() -> None:
+    """Import it: that takes seconds, and is no budget's."""
+    import torch_geometric.nn  # noqa: F401
+
+
 class Encoder(nn.Module):
     """Message passing over the groups, then what a graph and its devices are in it."""
 
     def __init__(self, config: NetworkConfig, attention: int = 0) -> None:
         super().__init__()
+        load_pyg()
         h = config.hidden
         layer = layer_of(config.encoder)
         self.needs_waves = bool(getattr(layer, "needs_waves", False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -11,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from agents import dispatch
+from agents.dispatch import DispatchNet
 from agents.encoder import PolicyError
 from agents.guided import (
     CHOOSERS,
@@ -24,6 +25,7 @@ from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
 from envs.problems import Evaluator, ProblemSet, canonical, choice_of
 from envs.refine import RefineRules
+from placement.bounds import lower_bound
 from placement.cli import search_here
 from placement.objective import Objective
 from placement.planners.order_search import NO_NETWORK, WIDTH, why_not
@@ -31,6 +33,7 @@ from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.search.evaluation import INFEASIBLE, Search, can_move, two_operators
+from placement.tools.jit import loads
 
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
 Mode = Literal["auto", "zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
@@ -69,7 +72,9 @@ class PolicyPlanner:
             limit. Without a budget the baseline runs to its end: the answer then is at most the
             least of all constructive planners and dynamic programs.
         seed: of sampling and training.
-        baseline: where to start: the name of a planner, or a planner.
+        baseline: where to start: the name of a planner, or a planner. None: ``best_of``, but a
+            policy that dispatches begins at what its own rule makes, and asks ``best_of`` only
+            where nothing else fits in memory.
         margin: share by which a placement must be better than the baseline's to be the answer; None
             is the error of the profile's predictions (``Profile.error``), 0 unless measured.
         chooser: of ``guided_search``: ``policy``, or for comparison the ``hand``-written score
@@ -95,7 +100,7 @@ class PolicyPlanner:
     seconds: float | None = None
     evaluations: int | None = None
     seed: int = 0
-    baseline: str | Planner = "best_of"
+    baseline: str | Planner | None = None
     margin: float | None = None
     chooser: Chooser = "policy"
     order: bool = True
@@ -155,7 +160,7 @@ class PolicyPlanner:
     def _start(self, problem: Problem, name: str) -> tuple[Search, Solution, dict[str, Any]]:
         """The budget, what the baseline answers on it, and the first facts about both."""
         search = Search(problem, self.seconds, self.evaluations)
-        start = search.run_start(self.baseline, "baseline")
+        start = search.run_start(self.baseline or "best_of", "baseline")
         stats: dict[str, Any] = {
             "mode": self.mode,
             "policy": name,
@@ -179,7 +184,21 @@ class PolicyPlanner:
         ordered = {k: v for k, v in start.stats.items() if k == "list_order_value_s"}
         return replace(start, stats=stats | ordered)
 
+    def _dispatch(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
+        """Greedy, what the rule makes, and samples: each an evaluation, and nothing besides."""
+        search = Search(problem, self.seconds, self.evaluations)
+        stats: dict[str, Any] = {"mode": self.mode, "policy": name}
+        stats |= self._decode(policy, search, None, 0 if self.mode == "zero_shot" else self.k)
+        if search.best_s == np.inf and search.left:
+            search.run("best_of")
+        found = search.solution(lower_bound(problem), **stats)
+        found.stats["best_value_s"] = found.value_s
+        return found
+
     def _plan(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
+        dispatches = policy.formulation == "dispatch" and self.mode in ("zero_shot", "best_of_k")
+        if dispatches and self.baseline is None:
+            return self._dispatch(problem, policy, name)
         search, start, stats = self._start(problem, name)
         if self.mode == "finetune" and search.left:
             before = search.num_evaluations
@@ -193,9 +212,11 @@ class PolicyPlanner:
         return self._answer(search, start, stats)
 
     def _decode(
-        self, policy: TrainedPolicy, search: Search, warm: Placement, wanted: int
+        self, policy: TrainedPolicy, search: Search, warm: Placement | None, wanted: int
     ) -> dict[str, Any]:
         """Evaluate the greedy placement and the ``wanted`` sampled ones; what they are worth."""
+        if isinstance(policy.net, DispatchNet):
+            return dispatch.decode(policy.net, search, wanted, self.seed)
         before = search.num_evaluations
         seconds: list[float] = []
         for sampled in range(0, max(wanted, 1), SAMPLES_AT_ONCE):
@@ -336,7 +357,7 @@ class PolicyPlanner:
         )
 
 
-@cache
+@loads
 def _load_mode(mode: Mode, formulation: str) -> None:
     """Import and compile what a mode needs, or read it from its cache: outside of every budget."""
     policy = TrainedPolicy(untrained_net(None, formulation))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, Data
 
 from envs.features import PAIR_FEATURES, Features, features
 from envs.graphs import KEYS
 from placement.problem import Placement, Problem
+
+if TYPE_CHECKING:  # where no graph is encoded PyG is not imported
+    from torch_geometric.data import Batch, Data
 
 MAX_WAVES = 48
 _KEPT = 64  # batches; batching costs as much as encoding
@@ -93,6 +95,8 @@ class GraphStore(Graphs):
 
     def batch(self, ids: tuple[int, ...]) -> Batch:
         """The last combinations of graphs are kept."""
+        from torch_geometric.data import Batch
+
         return _kept(
             self._batches, ids, lambda: Batch.from_data_list([self._graphs[i] for i in ids])
         )
@@ -126,6 +130,8 @@ class ObservedGraphs(Graphs):
     """
 
     def __init__(self, obs: dict[str, Tensor]) -> None:
+        from torch_geometric.data import Batch
+
         self.key, self.row, first = _distinct(obs)
         seen = {name: obs[name][first] for name in KEYS}
         sizes = seen["sizes"].long()
@@ -197,6 +203,8 @@ def _kept(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
 
 
 def _data(f: Features) -> Data:
+    from torch_geometric.data import Data
+
     depth = int(f.level.max()) + 1
     return Data(
         x=torch.from_numpy(f.group),

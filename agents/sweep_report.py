@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agents import sweeps
-from agents.app import guarded
+from agents.app import explain
 from placement import cli
 from placement.report import table
 from placement.tools.files import write_atomic
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--json", action="store_true", help="one JSON object for machines")
     args = parser.parse_args(argv)
-    return guarded(lambda: _report(Path(args.folder), args.json))
+    return cli.guarded(lambda: _report(Path(args.folder), args.json), explain)
 
 
 def _report(folder: Path, as_json: bool) -> int:

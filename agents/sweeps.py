@@ -8,9 +8,7 @@ suggests with a fixed seed is told the same metrics again and suggests the same 
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
@@ -28,7 +26,7 @@ from placement import cli
 from placement.report import table
 from placement.runs.compare import describe, on_one_device
 from placement.runs.row import SINGLE, Row
-from placement.tools.files import parse_json, parse_yaml, short, write_atomic
+from placement.tools.files import csv_text, parse_json, parse_yaml, short, write_atomic
 
 RESULT = "result.json"
 STATUSES = ("finished", "failed", "unfinished", "not started")
@@ -100,8 +98,8 @@ def _asked(row: Row) -> tuple[str, str, int]:
 def _digest(cfg: DictConfig) -> str:
     """SHA-256 (hex) of the configuration, with the content of every file that it names."""
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    kept = {k: v for k, v in config.items() if k not in _NOT_OF_THE_RESULT}
-    return hashlib.sha256(json.dumps(describe(kept), sort_keys=True).encode()).hexdigest()
+    parts = {k: v for k, v in config.items() if k not in _NOT_OF_THE_RESULT}
+    return hashlib.sha256(json.dumps(describe(parts), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -203,12 +201,12 @@ def _num_trials(path: Path) -> int:
 def _read_yaml(path: Path) -> Any:
     """Raises: OSError; SweepError, it is no YAML of lists or mappings."""
     try:
-        found = parse_yaml(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict | list):
-            raise ValueError(f"{short(found)} is no list or mapping")
+        content = parse_yaml(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict | list):
+            raise ValueError(f"{short(content)} is no list or mapping")
     except ValueError as error:
         raise SweepError(f"{path}: cannot be read: {error}") from error
-    return OmegaConf.create(found)
+    return OmegaConf.create(content)
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -218,10 +216,10 @@ def _split(text: str) -> tuple[str, str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(path.read_text(encoding="utf-8"), infinite=True)
+        content = parse_json(path.read_text(encoding="utf-8"), infinite=True)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -284,8 +282,8 @@ def aggregate(jobs: Sequence[SweepJob]) -> Report:
     for job, row in rows:
         if row.planner.startswith(SINGLE):
             continue
-        given = [k for k in varied if k in job.overrides]
-        setting = " ".join(f"{k.split('.')[-1]}={job.overrides[k]}" for k in given)
+        settings = [k for k in varied if k in job.overrides]
+        setting = " ".join(f"{k.split('.')[-1]}={job.overrides[k]}" for k in settings)
         seed = job.overrides.get("seed", "") if row.seed is None else str(row.seed)
         speedup = row.measured_speedup if is_measured else row.speedup
         if speedup is None:
@@ -295,17 +293,17 @@ def aggregate(jobs: Sequence[SweepJob]) -> Report:
         seeds.setdefault(seed, []).append((value_s, speedup, not np.isfinite(row.value_s)))
     cells = {key: {s: _middle(v) for s, v in seeds.items()} for key, seeds in samples.items()}
     workloads = list(dict.fromkeys(w for _, _, w in cells))
-    found = [_mean(key, list(seeds.values())) for key, seeds in cells.items()]
+    means = [_mean(key, list(seeds.values())) for key, seeds in cells.items()]
     if len(workloads) > 1:
         for setting, planner in dict.fromkeys(key[:2] for key in cells):
             each = [cells.get((setting, planner, w), {}) for w in workloads]
             whole = [s for s in each[0] if all(s in seeds for seeds in each)]
             if whole:
                 over = [_over_workloads([seeds[s] for seeds in each]) for s in whole]
-                found.append(_mean((setting, planner, None), over))
+                means.append(_mean((setting, planner, None), over))
     order = {w: i for i, w in enumerate((*workloads, None))}
-    found.sort(key=lambda a: (order[a.workload], -np.nan_to_num(a.speedup), a.value_s, a.label))
-    return Report(tuple(jobs), tuple(found), is_measured)
+    means.sort(key=lambda a: (order[a.workload], -np.nan_to_num(a.speedup), a.value_s, a.label))
+    return Report(tuple(jobs), tuple(means), is_measured)
 
 
 _Cell = tuple[str, str, str | None]  # setting, planner, workload
@@ -333,8 +331,8 @@ def _middle(samples: Sequence[_Sample]) -> _Sample:
 
 def _over_workloads(samples: Sequence[_Sample]) -> _Sample:
     value_s = np.exp(np.mean([np.log(s[0]) for s in samples]))
-    known = [np.log(s[1]) for s in samples if not np.isnan(s[1])]
-    speedup = np.exp(np.mean(known)) if known else np.nan
+    logs = [np.log(s[1]) for s in samples if not np.isnan(s[1])]
+    speedup = np.exp(np.mean(logs)) if logs else np.nan
     return float(value_s), float(speedup), sum(s[2] for s in samples)
 
 
@@ -422,12 +420,7 @@ def _interval(scale: float, low: float | None, high: float | None) -> str:
 
 def to_csv(report: Report) -> str:
     """One line per ``Aggregate``, full precision; empty where not known."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([f.name for f in fields(Aggregate)])
-    for a in report.aggregates:
-        writer.writerow(["" if v is None or v != v else v for v in astuple(a)])
-    return text.getvalue()
+    return csv_text([f.name for f in fields(Aggregate)], map(astuple, report.aggregates))
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -436,18 +429,10 @@ def to_json(report: Report) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         return None if isinstance(value, float) and not np.isfinite(value) else value
 
+    shown = ("name", "status", "overrides", "metric_s", "error")
     return {
         "speedup": "measured" if report.is_measured else "predicted",
         "interval": "Student t of the mean logarithm over seeds, 95 %",
         "aggregates": [{k: plain(v) for k, v in asdict(a).items()} for a in report.aggregates],
-        "jobs": [
-            {
-                "name": job.name,
-                "status": job.status,
-                "overrides": dict(job.overrides),
-                "metric_s": plain(job.metric_s),
-                "error": job.error,
-            }
-            for job in report.jobs
-        ],
+        "jobs": [{name: plain(getattr(job, name)) for name in shown} for job in report.jobs],
     }

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hydra
 import numpy as np
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from agents.training import Row
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="train")
 def app(cfg: DictConfig) -> float:
     """One training; returns the policy's objective in seconds."""
     return once(cfg, _train)
@@ -116,15 +114,10 @@ def _train(cfg: DictConfig) -> float:
         run.mirror.table(
             "eval/problems", ("problem", "best_s"), _best(machines or problems, trained)
         )
+        kind, allow = trained.kind.mode, (trained.formulation, trained.net.config.encoder)
         planners = {
             "baseline": baseline,
-            "policy": PolicyPlanner(
-                file,
-                trained.kind.mode,
-                allow=(trained.formulation, trained.net.config.encoder),
-                seed=cfg.seed,
-                baseline=baseline,
-            ),
+            "policy": PolicyPlanner(file, kind, allow=allow, seed=cfg.seed, baseline=baseline),
         }
         comparison = compare(
             problems,
@@ -210,9 +203,9 @@ def _held_out(names: Collection[str], share: float, seed: int) -> list[str]:
     return np.random.default_rng(seed).permutation(sorted(names))[:count].tolist()
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Entry point."""
-    return launch(app)
+    return launch(app, "train", words)
 
 
 if __name__ == "__main__":

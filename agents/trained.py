@@ -6,7 +6,6 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from placement.problem import Placement, Problem, Solution
 from placement.search.coarsen import grouped
 from placement.search.evaluation import two_operators
 from placement.tools.files import parse_json, write_atomic
+from placement.tools.jit import loads
 
 FORMAT = 3
 MOST_WEIGHT = 1e4
@@ -316,7 +316,7 @@ def actions(
             yield torch.where(which, greedy(logits), sample(logits, generator)).numpy()
 
 
-@cache
+@loads
 def load_constructor() -> None:
     """Compile what constructs placements, or read it from its cache: outside of every budget."""
     TrainedPolicy(untrained_net(None, "sequential")).place(two_operators())

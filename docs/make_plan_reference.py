@@ -42,6 +42,9 @@ MEANINGS = {
     "Plan.max_in_flight": "At most this many micro-batches are between first operator and last.",
     "Plan.second_j": "Joules that a second was worth to the objective `energy`.",
     "Plan.assignment": "The decision: operator name → device name, by operator number.",
+    "Plan.phases": "Of a periodic plan, for phases 1 to K - 1: operator name → device name where "
+    "it differs from `assignment`, which is phase 0. Micro-batch m runs as phase m mod K says. "
+    "Left out where all micro-batches run alike; a file with phases has version 2.",
     "Plan.priority": "Rank of each operator, by operator number. Of several ready operators of "
     "one micro-batch, a device takes the one with the smallest rank. Each of 0..N-1 once.",
     "Plan.order": "For every device, the (operator, micro-batch) in the order they run. Without "
@@ -52,7 +55,8 @@ MEANINGS = {
     "Plan.predicted": "What the simulator says.",
     "Plan.measured": "What a run on real devices gave. `placement run --out` fills it, and so does "
     "`placement plan --measurements`.",
-    "Plan.lower_bound_s": "Objective → seconds. Proved: no placement is better in the simulator.",
+    "Plan.lower_bound_s": "Objective → seconds. Proved: no placement is better in the simulator, "
+    "of a plan without `phases` none with one phase.",
     "Plan.limits": "Memory of the devices.",
     "Plan.fallback": "The best single device that can run everything, if one can.",
     "Plan.provenance": "Where the plan comes from.",
@@ -92,9 +96,9 @@ MEANINGS = {
     "DeviceInfo.busy_w": "Watts while working, if known.",
     "DeviceInfo.idle_w": "Watts while waiting, if known.",
     "DeviceInfo.power_source": "Whether a meter measured the watts, or somebody declared them.",
-    "DeviceInfo.sleep_w": "Watts asleep. Null: it never sleeps.",
-    "DeviceInfo.sleep_after_s": "It sleeps after so long without an operator.",
-    "DeviceInfo.sleep_exit_s": "The next operator then begins so much later.",
+    "DeviceInfo.flops_per_s": "Peak rate for predictions, where it is stated.",
+    "DeviceInfo.bytes_per_s": "Of its memory, likewise.",
+    "DeviceInfo.call_s": "To start an operator, likewise.",
     "DeviceInfo.like": "The measured device that this one is described by.",
     "DeviceInfo.speed": "It is this many times as fast as `like`.",
     "DeviceInfo.model": "Model of the hardware, for people.",
@@ -201,8 +205,8 @@ def _type(value: dict[str, Any]) -> str:
 
 def _anchor(title: str) -> str:
     """The heading as a link target, as GitHub makes it."""
-    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
-    return kept.replace(" ", "-")
+    letters = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return letters.replace(" ", "-")
 
 
 def updated(page: str) -> str:

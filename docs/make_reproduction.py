@@ -29,7 +29,7 @@ class Study(NamedTuple):
 
 # By the name that the files of a result begin with.
 STUDIES = {
-    "pipelining": Study("Does a planned pipeline beat plain PyTorch at batch 1?", 3),
+    "pipelining": Study("Two cores: replicas, a cut, or plain PyTorch?", 6),
     "fidelity": Study("How far are predictions from measurements?", 57),
     "peers": Study("Throughput beside `torch.distributed.pipelining`", 1),
     "training": Study("Are losses plain PyTorch's, and how fast is a step?", 5),
@@ -38,23 +38,24 @@ STUDIES = {
     "schedules_executed": Study("Are searched schedules faster on real devices?", 3),
     "schedules": Study("Are searched schedules as short as published ones?", 26, True),
     "baselines": Study("Every planner on 48 problems, equal budgets", 21, True),
+    "leaderboard": Study("How far from proved optima does a planner stay?", 8, True),
     "public_exact": Study("The contiguous optimum, exactly: how fast?", 11, True),
+    "public_replicas": Study("What do replicas bring on public throughput problems?", 3, True),
     "public_search": Study("Any split: how far from the best known and from bounds?", 38, True),
-    "public_pipedream": Study("Pipelines over equal devices", 7, True),
-    "public_moirai": Study("Unlike devices", 1.5, True),
     "learned_guided": Study("Who should choose the moves of a search?", 50, True),
     "learned_against": Study("Is the planner `policy` ever worse than a baseline?", 100, True),
     "learned_executed": Study("Are its placements faster for real?", 63),
     "learned_giph": Study("Few evaluations, on GiPH's own distribution", 12),
     "learned_doppler": Study("DOPPLER's own graphs, equal budgets", 20, True),
-    "learned_cost": Study("What does training cost?", 25),
     "learned_zero_shot": Study("One forward pass on families never seen", 100, True),
     "measured": Study("How good is a plan after 100 measurements?", 38),
     "prediction": Study("How well are times of unseen models predicted?", 22),
     "scale": Study("Planners up to 100,000 operators", 22),
     "scale_out": Study("From 8 to 4,096 devices", 20),
     "distributed": Study("Plans over processes: equal, as predicted, as fast as a peer?", 3),
-    "side_by_side": Study("The same searches in turn, in processes, on Ray", 4.5),
+    "neusight": Study("How far are times of a GPU that was left out?", 1, True),
+    "decoding": Study("Seconds for a token, predicted and run, the cache included", 2),
+    "homes": Study("Language models on clusters at home, beside the split by memory", 3),
     "bench": Study("Speeds of simulator, planners and training", 1),
 }
 
@@ -80,9 +81,9 @@ def table() -> str:
         machine = f"{short(facts['cpu'])}, {facts['cores']} cores"
         if machine not in machines:
             machines.append(machine)
-        made = f"{facts['when'][:10]} {'ABCDEFGH'[machines.index(machine)]}"
+        day = f"{facts['when'][:10]} {'ABCDEFGH'[machines.index(machine)]}"
         run = f"`{command.removeprefix('python -m ')}`{' (1)' if study.needs_data else ''}"
-        cells = [", ".join(links), study.answers, run, f"{study.minutes:g}", made]
+        cells = [", ".join(links), study.answers, run, f"{study.minutes:g}", day]
         rows.append(f"| {' | '.join(cells)} |")
     where = [f"Machine {letter}: {m}." for letter, m in zip("ABCDEFGH", machines, strict=False)]
     return "\n".join([*rows, "", *where]) + "\n"
@@ -90,14 +91,14 @@ def table() -> str:
 
 def files_by_study(names: list[str]) -> dict[str, list[str]]:
     """The files of each study; what is read first comes first."""
-    found: dict[str, list[str]] = {stem: [] for stem in STUDIES}
+    paths: dict[str, list[str]] = {stem: [] for stem in STUDIES}
     order = [".md", ".json", ".csv", ".png"]
     for name in sorted(names, key=lambda name: order.index(Path(name).suffix)):
         stem = Path(name).stem.removesuffix("_curves")
         if stem not in STUDIES:
             raise KeyError(f"experiments/results/{name} belongs to no study in {__file__}")
-        found[stem].append(name)
-    return found
+        paths[stem].append(name)
+    return paths
 
 
 def origin(stem: str) -> tuple[str, dict[str, str]]:

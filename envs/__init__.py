@@ -12,6 +12,7 @@ from gymnasium.envs.registration import register
 IDS = {
     "DevicePlacement-v0": "envs.placement:DevicePlacementEnv",
     "SequentialDevicePlacement-v0": "envs.sequential:SequentialDevicePlacementEnv",
+    "Dispatch-v0": "envs.dispatch:DispatchEnv",
     "GuidedSearch-v0": "envs.guided:GuidedSearchEnv",
     "OrderSearch-v0": "envs.order_search:OrderSearchEnv",
     "RefineDevicePlacement-v0": "envs.refine:RefineDevicePlacementEnv",

@@ -84,12 +84,19 @@ class Episodes:
         seen = self.rules.observe()
         return seen if self.graphs is None else seen | self.graphs(self.rules.ids)
 
-    def _begin(self, rows: NDArray[np.integer[Any]]) -> None:
-        while len(self._deck) < len(rows):
+    def draw(self) -> Problem:
+        """The problem that is dealt next, for somebody else to play."""
+        return self.rules.problems.problems[self._deal(1)[0]]
+
+    def _deal(self, count: int) -> NDArray[np.int64]:
+        while len(self._deck) < count:
             cards = self._rng.permutation(self.allowed)
             self._deck += np.repeat(cards, self.repeats).tolist()
-        self.rules.start(rows, np.array(self._deck[: len(rows)], np.int64), self._rng)
-        self._deck = self._deck[len(rows) :]
+        dealt, self._deck = self._deck[:count], self._deck[count:]
+        return np.array(dealt, np.int64)
+
+    def _begin(self, rows: NDArray[np.integer[Any]]) -> None:
+        self.rules.start(rows, self._deal(len(rows)), self._rng)
         self._length[rows] = 0
         self._return[rows] = 0.0
 
@@ -192,10 +199,14 @@ class Fresh:
     def close(self) -> None:
         """Nothing to free."""
 
+    def draw(self) -> Problem:
+        """A fresh problem, for somebody else to play."""
+        self._drawn += 1
+        return self._source.draw(self._rng)
+
     def _begin(self, b: int) -> Observation:
         if self._problem is None or self._left == 0:
-            self._problem, self._left = self._source.draw(self._rng), self.repeats
-            self._drawn += 1
+            self._problem, self._left = self.draw(), self.repeats
         self._left -= 1
         rules, graphs = self._source.fresh(self._problem)
         self._episodes[b] = Episodes(rules, int(self._rng.integers(2**32)), graphs=graphs)

@@ -93,6 +93,12 @@ _ALL = (
         network="agents.heads:SelectPlaceNet",
     ),
     Formulation(
+        "dispatch",
+        "envs.dispatch:DispatchEnv",
+        {"pairs": (2, 42), "score": (1, None), "mask": (1, None)},
+        network="agents.dispatch:DispatchNet",
+    ),
+    Formulation(
         "group_place",
         "envs.group_place:GroupPlaceDevicePlacementEnv",
         {"cluster": (1, None), "producer": (1, None), "mask": (2, None)},

@@ -63,7 +63,6 @@ def tables_of(problem: Problem) -> Tables:
         mean_transfer_s=problem.mean_transfer_s,
         busy_w=power.busy_w,
         idle_w=power.idle_w,
-        sleep_w=power.sleep_w,
         second_j=problem.second_j,
     )
 

@@ -151,7 +151,6 @@ class Tables(Struct):
     mean_transfer_s: Array  # float64 [T]
     busy_w: Array  # float64 [D]
     idle_w: Array  # float64 [D]
-    sleep_w: Array  # float64 [D]
     second_j: float
 
 
@@ -243,7 +242,6 @@ def _energy_j(t):
     value *= run.finish[largest(run.finish, m)] / m
     for d in range(len(run.busy)):
         value += run.busy[d] / m * (t.busy_w[d] - t.idle_w[d])
-        value -= run.asleep[d] / m * (t.idle_w[d] - t.sleep_w[d])
     return value
 
 

@@ -14,6 +14,7 @@ from envs.episodes import Episodes, Fresh, Step
 from envs.rules import Observation, Rules
 from envs.vector import PlacementVectorEnv
 from envs.workers import Workers
+from placement.problem import Problem
 
 
 class PlacementVecEnv(VecEnv):
@@ -89,6 +90,11 @@ class PlacementVecEnv(VecEnv):
         """Seed the choice of problems (one generator deals for all episodes of a worker)."""
         self._episodes.seed(seed)
         return [seed] * self.num_envs
+
+    def draw(self) -> Problem:
+        """The problem that comes next, for who plays whole episodes without this environment."""
+        assert not isinstance(self._episodes, Workers)
+        return self._episodes.draw()
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on from the next ``reset``, as JSON values."""

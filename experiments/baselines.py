@@ -44,7 +44,7 @@ FILES = (
 LEARNED = "policy"  # as it is by default: a search whose moves the released policies choose
 NEEDS_A_FILE = ("expert",)
 # For few of these problems, and there it is what LEARNED does; its answer is no placement.
-APART = ("order_search", "replicated")
+APART = ("order_search", "replicated", "data_parallel", "phase_search")
 TIES = 1 + 1e-6  # values this close are equal
 MEMORY_BYTES = 2**40  # of a PipeDream device: never binds
 BANDWIDTH = 12e9  # bytes per second between them
@@ -110,7 +110,6 @@ def problems(data: Path, patterns: Sequence[str]) -> dict[str, Problem]:
 
 
 def pipedream(file: Path) -> Problem:
-    """A training pipeline on four devices."""
     problem = importers.load(
         file, devices=4, bandwidth=BANDWIDTH, memory=MEMORY_BYTES, mode="training"
     )
@@ -184,25 +183,13 @@ def rows(options: Options) -> list[Row]:
         note, solved = cell.note, str(stats.get("solved", cell.objective))
         if not solved.startswith(cell.objective):
             note = "; ".join(x for x in (note, f"solved for {solved}") if x)
-        table_rows.append(
-            Row(
-                problem=cell.workload,
-                objective=cell.objective,
-                operators=cell.num_ops,
-                devices=cell.num_devices,
-                planner=cell.planner,
-                seed=cell.seed,
-                feasible=cell.feasible and bool(np.isfinite(cell.value_s)),
-                value_s=_finite(cell.value_s),
-                ratio=_finite(cell.value_s / best) if best > 0 else None,
-                seconds=cell.plan_s,
-                evaluations=cell.evaluations,
-                bound_s=cell.bound_s,
-                gap=cell.gap,
-                peak_bytes=stats.get("peak_bytes"),
-                note=note,
-            )
-        )
+        about = cell.workload, cell.objective, cell.num_ops, cell.num_devices, cell.planner
+        value_s = _finite(cell.value_s)
+        ratio = _finite(cell.value_s / best) if best > 0 else None
+        answer = cell.feasible and value_s is not None, value_s, ratio, cell.plan_s
+        peak_bytes = stats.get("peak_bytes")
+        proved = cell.evaluations, cell.bound_s, cell.gap
+        table_rows.append(Row(*about, cell.seed, *answer, *proved, peak_bytes, note))
     return table_rows
 
 
@@ -241,7 +228,6 @@ def won(row: Row) -> bool:
 
 
 def summary(rows: Sequence[Row], by_planner: Ratios) -> str:
-    """A line per planner: geometric means of the ratio to the best found, and what it cost."""
     runs = groups(rows, "planner")
     kinds = sorted({_group(r.problem) for r in rows})
 
@@ -331,7 +317,6 @@ def notes(rows: Sequence[Row]) -> str:
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
-    """Planners, problems, and what was said."""
     by_planner = ratios(rows)
     return {
         "table": summary(rows, by_planner),

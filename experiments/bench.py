@@ -347,7 +347,6 @@ SECTIONS: tuple[Callable[[], Iterator[Row]], ...] = (
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
-    """Every section's rows."""
     for section in SECTIONS:
         say(f"{section.__name__} ...")
         for row in section():

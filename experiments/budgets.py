@@ -29,24 +29,10 @@ HELD_OUT = 900  # first seed of synthetic graphs that nothing is trained on
 # Everything that constructs a placement, and every dynamic program: what the learned planner must
 # never be worse than. Exact methods (cp_sat, mip) and searches are not among them.
 BASELINES = (
-    "single_device",
-    "round_robin",
-    "heft",
-    "peft",
-    "m_etf",
-    "m_sct",
-    "m_topo",
-    "critical_path_first",
-    "critical_path_greedy",
-    "level_balance",
-    "level_pipeline",
-    "balanced_split",
-    "contiguous_dp",
-    "antichain_dp",
-    "ideal_dp",
-    "pipedream",
-    "coarsened",
-)
+    "single_device", "round_robin", "heft", "peft", "m_etf", "m_sct", "m_topo",
+    "critical_path_first", "critical_path_greedy", "level_balance", "level_pipeline",
+    "balanced_split", "contiguous_dp", "antichain_dp", "ideal_dp", "pipedream", "coarsened",
+)  # fmt: skip
 # One rule each, no search and no budget: what one forward pass is compared with.
 HEURISTICS = ("single_device", "heft", "peft", "m_etf", "m_sct", "m_topo", "contiguous_dp")
 SEARCHES = ("local_search", "simulated_annealing")  # annealing is the cold, calibrated one
@@ -91,15 +77,12 @@ GUIDED = {
 ZERO_SHOT = {
     "largest": Option(700, "operators of a graph that is trained on (evaluation has no limit)"),
     "variants": Option(1, "machines drawn for each problem, besides its own"),
-    "solve_seconds": Option(1.0, "of macro_search for each solution to imitate"),
-    "imitation_epochs": Option(0, "passes over these, before PPO; 0: none"),
     "total_steps": Option(200_000, "of the training, whichever ends first"),
     "max_seconds": Option(900.0, "of the training, whichever ends first"),
     "seeds": Option(5, "trainings per family"),
     "graphs": Option(1, "seeds HELD_OUT.. of each synthetic family"),
     "known_seconds": Option(1.0, "of the search for the best known value"),
     "k": Option(32, "samples of best-of-k, on the machine that a problem comes with"),
-    "warm": Option(0, "1: from the best of four heuristics, in training too; 0: from nothing"),
     "repeats": Option(10, "of the profiles that have to be measured"),
 }
 
@@ -120,9 +103,10 @@ DOPPLER = {
     "seeds": Option(5, "of every planner that draws"),
 }
 
-# What training costs.
-COST = {
-    "steps": Option(6_000, "of each training whose speed is measured"),
-    "limit_s": Option(30.0, "of the search for the time to reach the best baseline"),
-    "seeds": Option(5, "of the latter"),
+# Published learners as configured here, beside rules and searches.
+PUBLISHED = {
+    "steps": Option(20_000, "of each training"),
+    "evaluations": Option(500, "of every run"),
+    "seconds": Option(2.0, "processor seconds of every run, where these are limited instead"),
+    "seeds": Option(3, "trainings of each method, and of every planner that draws"),
 }

@@ -137,7 +137,6 @@ class Ranks:
         self.processes = start(command, cluster.num_devices, namespaces, self.errors)
 
     def line(self) -> str:
-        """What rank 0 says next."""
         out = self.processes[0].stdout
         assert out is not None
         text: str = out.readline()
@@ -146,24 +145,20 @@ class Ranks:
         return text.strip()
 
     def send(self, text: str) -> None:
-        """A line to rank 0."""
         into = self.processes[0].stdin
         assert into is not None
         into.write(text + "\n")
         into.flush()
 
     def run(self) -> tuple[float, float]:
-        """Seconds of a stream, and its steady period."""
         self.send("run")
         ends: list[float] = json.loads(self.line())
         return ends[-1], float(steady_period(np.array(ends)))
 
     def difference(self, expected: np.ndarray[Any, Any]) -> float:
-        """Largest, of the outputs that rank 0 wrote."""
         return float(np.abs(np.load(self.path.with_suffix(".npy")) - expected).max())
 
     def close(self) -> None:
-        """End the processes."""
         if self.processes[0].poll() is None:
             self.send("stop")
         for process in self.processes:
@@ -385,7 +380,6 @@ def ended_late(process: subprocess.Popen[str]) -> bool:
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
-    """All parts; ``part`` says of which a row is."""
     torch.set_num_threads(1)
     two = two_cores()
     stacks = TINY if options.tiny else (STACKS[0], STACKS[2])
@@ -415,7 +409,6 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
 
 
 def parts(rows: Rows, options: Options) -> dict[str, Any]:
-    """A table of each part."""
     by: dict[str, list[Any]] = {}
     for row in rows:
         by.setdefault(row["part"], []).append(row)

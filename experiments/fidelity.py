@@ -44,17 +44,9 @@ from placement.simulator import simulate
 from placement.workloads import load
 
 WORKLOADS = (
-    "dlrm",
-    "bert_tiny_hidden128",
-    "lstm",
-    "resnet50",
-    "inception",
-    "t5",
-    "convnext",
-    "bert_base",
-    "gpt2",
-    "vit",
-)
+    "dlrm", "bert_tiny_hidden128", "lstm", "resnet50", "inception", "t5", "convnext", "bert_base",
+    "gpt2", "vit",
+)  # fmt: skip
 # Micro-batches: alone, in a pipeline, and of the whole model on each device beside every placement:
 # so many, or as many as fill the seconds.
 LATENCY_RUNS, LATENCY_S = (3, 40), 0.2
@@ -88,14 +80,6 @@ class Row:
     period_between_rounds: float
 
 
-def _alone(profile: Profile) -> Profile:
-    return replace(profile, loaded_s=None)
-
-
-def _free_links(profile: Profile) -> Profile:
-    return replace(profile, links=())
-
-
 def _no_waking(profile: Profile) -> Profile:
     return replace(profile, links=tuple(replace(x, wake_s=0.0) for x in profile.links))
 
@@ -106,17 +90,13 @@ def _fastest(profile: Profile) -> Profile:
     return replace(profile, compute_s=fastest.copy())
 
 
-def _free_batches(profile: Profile) -> Profile:
-    return replace(profile, batch_s=0.0)
-
-
 # What the simulator takes into account, and the profile without it.
 CORRECTIONS: Mapping[str, Callable[[Profile], Profile]] = {
-    "slowing down of busy neighbours": _alone,
-    "letting micro-batches in and out": _free_batches,
+    "slowing down of busy neighbours": lambda profile: replace(profile, loaded_s=None),
+    "letting micro-batches in and out": lambda profile: replace(profile, batch_s=0.0),
     "waking the receiver": _no_waking,
-    "transfers and waking": _free_links,
-    "the neighbours and the transfers": lambda profile: _alone(_free_links(profile)),
+    "transfers and waking": lambda profile: replace(profile, links=()),
+    "the neighbours and the transfers": lambda p: replace(p, loaded_s=None, links=()),
     "differences between the devices": _fastest,
 }
 
@@ -133,10 +113,9 @@ def candidates(problem: Problem, count: int) -> dict[str, Placement]:
     for i in range(count - len(placements)):
         # Every third is a random cut in operator order, the others scatter the operators.
         share = rng.dirichlet(np.ones(problem.num_devices))
-        groups = rng.choice(problem.num_devices, problem.graph.num_groups, p=share)
-        if i % 3 == 0:
-            groups = np.sort(groups)
-        placements[f"random {i}"] = groups[problem.graph.group].astype(np.int32)
+        devices = rng.choice(problem.num_devices, problem.graph.num_groups, p=share)
+        devices = devices if i % 3 else np.sort(devices)
+        placements[f"random {i}"] = devices[problem.graph.group].astype(np.int32)
     return placements
 
 
@@ -171,7 +150,6 @@ class Bench:
         self.before: Floats = np.zeros(0)
 
     def profile_again(self) -> None:
-        """Another measurement of all operators."""
         self.profiles.append(measure(self.graph, self.cluster, repeats=self.repeats))
 
     def span_s(self, placement: Placement, count: int) -> float:
@@ -180,7 +158,6 @@ class Bench:
         return float(np.median(run.span_s))
 
     def speeds(self) -> Floats:
-        """Seconds of the whole model on each device, now."""
         return np.array([self.span_s(p, self.speed) for p in self.singles])
 
     def once(self, placement: Placement) -> Floats:
@@ -219,30 +196,20 @@ def rows_of(workload: str, options: Options) -> dict[str, Any]:
 def _row(
     problem: Problem, profile: Profile, name: str, placement: Placement, measured: Floats
 ) -> Row:
-    """A placement, from what was measured in each round."""
     latency, period, peak = measured[:, :3].T
     here = as_slow_as(profile, np.median(measured[:, 3:], axis=0))
     ours, plain = (predicted(problem, p, placement) for p in (here, profile))
     without = {
         what: predicted(problem, change(here), placement) for what, change in CORRECTIONS.items()
     }
-    return Row(
-        workload=problem.graph.name,
-        placement=name,
-        rounds=len(measured),
-        predicted_latency_s=ours[0],
-        measured_latency_s=float(np.median(latency)),
-        predicted_period_s=ours[1],
-        measured_period_s=float(np.median(period)),
-        predicted_peak_bytes=ours[2],
-        measured_peak_bytes=int(np.median(peak)),
-        plain_latency_s=plain[0],
-        plain_period_s=plain[1],
-        latency_without={what: w[0] for what, w in without.items()},
-        period_without={what: w[1] for what, w in without.items()},
-        latency_between_rounds=between_rounds(latency),
-        period_between_rounds=between_rounds(period),
-    )
+    figures: dict[str, Any] = {"predicted_peak_bytes": ours[2]}
+    figures["measured_peak_bytes"] = int(np.median(peak))
+    for i, (kind, seconds) in enumerate((("latency", latency), ("period", period))):
+        figures |= {f"predicted_{kind}_s": ours[i], f"plain_{kind}_s": plain[i]}
+        figures[f"measured_{kind}_s"] = float(np.median(seconds))
+        figures[f"{kind}_without"] = {what: w[i] for what, w in without.items()}
+        figures[f"{kind}_between_rounds"] = between_rounds(seconds)
+    return Row(problem.graph.name, name, len(measured), **figures)
 
 
 def between_rounds(seconds: Sequence[float]) -> float:
@@ -274,28 +241,18 @@ def predicted(problem: Problem, profile: Profile, placement: Placement) -> tuple
 def merged(profiles: list[Profile]) -> Profile:
     """Medians over several profiles of the same graph and cluster."""
     compute = np.median([p.compute_s for p in profiles], axis=0)
+    figures = ("latency_s", "bandwidth_bytes_per_s", "wake_s")
     links = tuple(
-        replace(
-            links[0],
-            latency_s=float(np.median([x.latency_s for x in links])),
-            bandwidth_bytes_per_s=float(np.median([x.bandwidth_bytes_per_s for x in links])),
-            wake_s=float(np.median([x.wake_s for x in links])),
-        )
-        for links in zip(*(p.links for p in profiles), strict=True)
+        replace(same[0], **{f: float(np.median([getattr(x, f) for x in same])) for f in figures})
+        for same in zip(*(p.links for p in profiles), strict=True)
     )
     loaded = [p.loaded_s for p in profiles if p.loaded_s is not None]
+    loaded_s = np.median(loaded, axis=0) if loaded else None
     batch_s = float(np.median([p.batch_s for p in profiles]))
-    return replace(
-        profiles[0],
-        compute_s=compute,
-        links=links,
-        batch_s=batch_s,
-        loaded_s=np.median(loaded, axis=0) if loaded else None,
-    )
+    return replace(profiles[0], compute_s=compute, links=links, batch_s=batch_s, loaded_s=loaded_s)
 
 
 def values(rows: Sequence[Row], name: str) -> list[float]:
-    """A field of all rows."""
     return [getattr(r, name) for r in rows]
 
 

@@ -12,6 +12,7 @@ but that the script runs to its end. ``experiments/gpu.sh`` builds what a bare m
 from __future__ import annotations
 
 import argparse
+import copy
 import faulthandler
 import json
 import math
@@ -23,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -60,21 +61,13 @@ GIB = 2**30
 
 @dataclass
 class Bench:
-    """What a section works with.
-
-    Attributes:
-        out: folder of the results.
-        section: its name.
-        emulated: whether everything is to be tiny.
-    """
+    """What a section works with: ``emulated``, everything is to be tiny."""
 
     out: Path
     section: str
     emulated: bool
-    failures: int = field(default=0)
 
     def emit(self, item: str, **facts: Any) -> None:
-        """A row of the results."""
         facts = {k: None if v != v else v for k, v in facts.items()}  # JSON knows no nan
         row = {"section": self.section, "item": item, **facts}
         with (self.out / "gpu.jsonl").open("a", encoding="utf-8") as file:
@@ -90,7 +83,6 @@ class Bench:
         try:
             yield
         except Exception as failure:
-            self.failures += 1
             notes = " ".join(getattr(failure, "__notes__", ()))
             text = " ".join(f"{type(failure).__name__}: {failure} {notes}".split())
             self.emit(name, failed=text[:300], seconds=time.perf_counter() - began)
@@ -109,7 +101,6 @@ class Bench:
         return torch.device("cuda:0")
 
     def graph(self, name: str, **options: Any) -> tuple[nn.Module, Any, OpGraph]:
-        """A workload and its graph."""
         module, inputs = load(name, **options)
         return module, inputs, capture(module, inputs, name=name)
 
@@ -117,26 +108,23 @@ class Bench:
         """The profile that an earlier section has written, or a new one."""
         path = self.out / f"{name}.npz"
         if path.exists():
-            found = Profile.load(path)
-            if found.graph_fingerprint == graph.fingerprint:
-                return found
+            earlier = Profile.load(path)
+            if earlier.graph_fingerprint == graph.fingerprint:
+                return earlier
         profile = measure(graph, cluster, repeats=1 if self.emulated else repeats)
         profile.save(path)
         return profile
 
 
 def shown(value: Any) -> str:
-    """A figure with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def all_on(graph: OpGraph, device: int) -> np.ndarray:
-    """Everything on one device."""
     return np.full(graph.num_ops, device, np.int32)
 
 
 def scattered(graph: OpGraph, seed: int, num_devices: int = 2) -> np.ndarray:
-    """Colocation groups at random."""
     chosen = np.random.default_rng(seed).integers(num_devices, size=graph.num_groups)
     return chosen[graph.group].astype(np.int32)
 
@@ -157,15 +145,14 @@ def others_like(inputs: Any, seed: int) -> Any:
 
 def expected_of(module: nn.Module, items: Sequence[Any]) -> tuple[list[list[Any]], str]:
     """Outputs in float64, or as the module is where it cannot be so; and which."""
-    import copy
 
     def run(model: nn.Module, change: Callable[[Any], Any]) -> list[list[Any]]:
-        found = []
+        outputs = []
         for item in items:
             args, kwargs = pytree.tree_map(change, split_inputs(item))
             with torch.no_grad():
-                found.append(pytree.tree_leaves(model(*args, **kwargs)))
-        return found
+                outputs.append(pytree.tree_leaves(model(*args, **kwargs)))
+        return outputs
 
     def exact(x: Any) -> Any:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -200,13 +187,11 @@ def timed(call: Callable[[], Any], times: int = 1) -> float:
 
 
 def call_seconds(runner: Runner, inputs: Any, times: int) -> float:
-    """Seconds of one call at a time."""
     args, kwargs = split_inputs(inputs)
     return timed(lambda: runner(*args, **kwargs), times)
 
 
 def period_of(runner: Runner, inputs: Any, count: int) -> float:
-    """Seconds per micro-batch of a stream."""
     began = time.perf_counter()
     ends = [time.perf_counter() - began for _ in runner.stream([inputs] * count)]
     return float(steady_period(np.array(ends)))
@@ -233,16 +218,10 @@ def on_gpu(
 
 
 def facts(b: Bench) -> None:
-    """What this machine is."""
     cluster = b.cluster
     for d in cluster.devices:
-        b.emit(
-            d.name,
-            model=d.model,
-            cores=len(d.cores),
-            threads=d.threads,
-            promised_gib=d.memory_bytes / GIB,
-        )
+        gib = d.memory_bytes / GIB
+        b.emit(d.name, model=d.model, cores=len(d.cores), threads=d.threads, promised_gib=gib)
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("numba", "numpy", "transformers"):
         with suppress(Exception):
@@ -276,9 +255,10 @@ def micro(b: Bench) -> None:
         record_s = timed(lambda: [e.record(stream) for e in events], 3) / times
         made_s = timed(lambda: [torch.cuda.Event().record(stream) for _ in events], 3) / times
         b.emit("event", record_us=record_s * 1e6, make_and_record_us=made_s * 1e6)
-    for blocking in (False, True):
+    for blocking in (False, True):  # until the thread that waits for an event goes on
         with b.item(f"wake, blocking={blocking}"):
-            wake_s = wake_seconds(torch.cuda.Event(blocking=blocking))
+            event = torch.cuda.Event(blocking=blocking)
+            wake_s = timed(lambda e=event: (e.record(), e.synchronize()), 50)  # type: ignore[misc]
             b.emit(f"wake, blocking={blocking}", us=wake_s * 1e6)
     if not b.emulated:  # which has no graphs
         with b.item("graph replay"):
@@ -304,13 +284,7 @@ def copies(size: int, gpu: torch.device) -> dict[str, float]:
     return {f"{k}_us": s * 1e6 for k, s in seconds.items()} | rates
 
 
-def wake_seconds(event: Any) -> float:
-    """From recording an event until the thread that waits for it goes on."""
-    return timed(lambda: (event.record(), event.synchronize()), 50)
-
-
 def replay_us(x: Tensor, kernels: int = 200) -> float:
-    """Microseconds of a kernel of a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x
@@ -341,9 +315,9 @@ def correct(b: Bench) -> None:
                     limit = Tolerance.of(module.state_dict().values(), cluster)
                     for placement in ways.values():
                         with Runner(graph, cluster, placement) as runner:
-                            found = [pytree.tree_leaves(y) for y in runner.stream(items)]
+                            first = [pytree.tree_leaves(y) for y in runner.stream(items)]
                             again = [pytree.tree_leaves(y) for y in runner.stream(items)]
-                        for a, c, e in zip(found, again, expected, strict=True):
+                        for a, c, e in zip(first, again, expected, strict=True):
                             for x, y, z in zip(a, c, e, strict=True):
                                 if isinstance(z, Tensor):
                                     worst = max(worst, error(x, z))
@@ -445,23 +419,23 @@ PROFILED: tuple[tuple[str, str, dict[str, int]], ...] = (
 One = Callable[["Bench", str, nn.Module, Any, OpGraph], None]
 
 
-def each(b: Bench, one: One, most: int | None = None) -> None:
-    """Do ``one`` for each model that is profiled."""
-    for key, name, options in (("tiny_mlp", "tiny_mlp", {}),) if b.emulated else PROFILED[:most]:
-        with b.item(key):
-            one(b, key, *b.graph(name, **options))
+def each(most: int | None, one: One) -> Callable[[Bench], None]:
+    """The section that does the same with the first ``most`` models."""
+
+    def section(b: Bench) -> None:
+        models = (("tiny_mlp", "tiny_mlp", {}),) if b.emulated else PROFILED[:most]
+        for key, name, options in models:
+            with b.item(key):
+                one(b, key, *b.graph(name, **options))
+
+    return section
 
 
-def profile(b: Bench) -> None:
+def profile(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
     """Where the CPU wins, and what of the GPU's time is dispatch."""
-    each(b, profiled)
-
-
-def profiled(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
-    """Of one model."""
     cluster = b.cluster
-    found = b.profile(key, graph, cluster)
-    cpu, gpu = found.compute_s.T
+    measured = b.profile(key, graph, cluster)
+    cpu, gpu = measured.compute_s.T
     kernels = kernel_seconds(graph, cluster, inputs) if not b.emulated else math.nan
     b.emit(
         key,
@@ -470,8 +444,8 @@ def profiled(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph)
         kernels_ms=kernels * 1e3,
         cpu_faster_share=float((cpu < gpu).mean()),
         lacking=int(np.isinf(gpu).sum()),
-        error=found.provenance.get("error"),
-        seconds=found.provenance["seconds"],
+        error=measured.provenance.get("error"),
+        seconds=measured.provenance["seconds"],
     )
 
 
@@ -487,13 +461,8 @@ def kernel_seconds(graph: OpGraph, cluster: Cluster, inputs: Any) -> float:
     return sum(e.device_time_total for e in run.key_averages()) * 1e-6 / 5
 
 
-def fidelity(b: Bench) -> None:
+def fidelity(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
     """Predicted and measured latency and period of placements with few cuts and many."""
-    each(b, predicted, 3)
-
-
-def predicted(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
-    """Of one model."""
     from scipy.stats import spearmanr
 
     cluster = b.cluster
@@ -515,27 +484,21 @@ def predicted(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph
         rows.append(row)
         names = ("latency_s", "measured_latency_s", "period_s", "measured_period_s")
         b.emit(f"{key}, {cuts} cuts", **dict(zip(names, row, strict=True)))
-    told_l, was_l, told_p, was_p = np.array(rows).T
-    b.emit(
-        key,
-        latency_error=float(np.median(np.abs(np.log(told_l / was_l)))),
-        period_error=float(np.median(np.abs(np.log(told_p / was_p)))),
-        latency_rank=float(spearmanr(told_l, was_l).statistic),
-        period_rank=float(spearmanr(told_p, was_p).statistic),
-    )
+    whole = {}
+    for name, (predicted, measured) in zip(
+        ("latency", "period"), np.array(rows).T.reshape(2, 2, -1), strict=True
+    ):
+        whole[f"{name}_error"] = float(np.median(np.abs(np.log(predicted / measured))))
+        whole[f"{name}_rank"] = float(spearmanr(predicted, measured).statistic)
+    b.emit(key, **whole)
 
 
-def plans(b: Bench) -> None:
+def plans(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
     """Plans beside one device, plain PyTorch on the GPU and a CUDA graph of the whole model."""
-    each(b, planned)
-
-
-def planned(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
-    """Of one model."""
     cluster = b.cluster
-    found = b.profile(key, graph, cluster)
+    measured = b.profile(key, graph, cluster)
     seconds: dict[str, float] = {}
-    problem = Problem(graph, cluster, found, objective="period", num_microbatches=16)
+    problem = Problem(graph, cluster, measured, objective="period", num_microbatches=16)
     planner = planners.load("best_of", seconds=b.planning_s)
     for objective in ("latency", "period"):
         solution = planner(replace(problem, objective=objective))
@@ -638,7 +601,7 @@ def memory(b: Bench) -> None:
     torch.cuda.set_per_process_memory_fraction(cap / total)
     rows, width, layers = (100_000, 256, 12) if b.emulated else (1_000_000, 2048, 24)
     tables = 3 if b.emulated else 26
-    made: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    models: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
         "decoder 1 x 16": lambda: (Decoder(layers, width).eval(), torch.randn(1, 16, width)),
         "dlrm": lambda: load(
             "dlrm", tables=tables, rows=rows, dim=64, batch=16 if b.emulated else 512, lookups=1
@@ -647,14 +610,14 @@ def memory(b: Bench) -> None:
     }
     cpu, card = b.cluster.devices
     cluster = Cluster("capped", (cpu, replace(card, memory_bytes=int(0.9 * cap))))
-    for name, make in made.items():
+    for name, make in models.items():
         if b.emulated and name == "decoder 4 x 64":
             continue
         with b.item(name):
             module, inputs = make()
             graph = capture(module, inputs, name=name)
-            found = measure(graph, cluster, repeats=1)
-            problem = Problem(graph, cluster, found, objective="latency", num_microbatches=1)
+            profile = measure(graph, cluster, repeats=1)
+            problem = Problem(graph, cluster, profile, objective="latency", num_microbatches=1)
             solution = planners.load("best_of", seconds=b.planning_s)(problem)
             args, kwargs = split_inputs(inputs)
             expected, _ = expected_of(module, [inputs]) if b.emulated else ([[]], "")
@@ -712,10 +675,10 @@ def training(b: Bench) -> None:
         peak = torch.cuda.max_memory_allocated()
         b.emit("all on the GPU", step_ms=seconds["GPU"] * 1e3, peak_mib=peak / 2**20)
     with b.item("half of the memory"):
-        found = measure(graph, cluster, repeats=1)
+        profile = measure(graph, cluster, repeats=1)
         cpu, card = cluster.devices
         capped = Cluster("half", (cpu, replace(card, memory_bytes=int(0.5 * peak))))
-        problem = Problem(graph, capped, found, objective="period", num_microbatches=2)
+        problem = Problem(graph, capped, profile, objective="period", num_microbatches=2)
         solution = planners.load("best_of", seconds=b.planning_s)(problem)
         with Trainer(graph, capped, solution.placement, optimizer) as trainer:
             seconds["half"] = timed(lambda: trainer.step([example] * 2), 3)
@@ -749,8 +712,8 @@ def energy(b: Bench) -> None:
         return
     (meter,) = meters[:1]
     _, inputs, graph = b.graph("resnet50")
-    found = b.profile("resnet50", graph, cluster, repeats=1)
-    problem = Problem(graph, cluster, found, objective="period", num_microbatches=16)
+    profile = b.profile("resnet50", graph, cluster, repeats=1)
+    problem = Problem(graph, cluster, profile, objective="period", num_microbatches=16)
     plan = planners.load("best_of", seconds=b.planning_s)(problem).placement
     torch.ones(1, device=b.gpu)
     before, began = meter.read_j(), time.perf_counter()
@@ -778,9 +741,9 @@ SECTIONS: dict[str, dict[str, tuple[Callable[[Bench], None], float]]] = {
         "errors": (errors, 30),
     },
     "study": {
-        "profile": (profile, 120),
-        "fidelity": (fidelity, 60),
-        "plans": (plans, 90),
+        "profile": (each(None, profile), 120),
+        "fidelity": (each(3, fidelity), 60),
+        "plans": (each(None, plans), 90),
         "memory": (memory, 140),
         "training": (training, 50),
         "streams": (streams, 25),
@@ -854,22 +817,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def table(lines: Sequence[str]) -> str:
-    """Each section's rows, those of equal columns together."""
-    rows = [json.loads(line) for line in lines]
-    said = []
-    for name in list(dict.fromkeys(row["section"] for row in rows)):
-        said.append(f"\n### {name}\n")
-        mine = [
-            {k: v for k, v in r.items() if k != "section"} for r in rows if r["section"] == name
-        ]
-        for columns in dict.fromkeys(tuple(r) for r in mine):
-            alike = [r for r in mine if tuple(r) == columns]
-            cells = [
-                [number(v, 4) if isinstance(v, float) else str(v) for v in r.values()]
-                for r in alike
-            ]
-            said.append(to_table(columns, cells))
-    return "\n".join(said) + "\n"
+    """A table per section and kind of row."""
+    sections: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        row = json.loads(line)
+        sections.setdefault(row.pop("section"), []).append(row)
+    texts = []
+    for name, rows in sections.items():
+        texts.append(f"\n### {name}\n")
+        for columns in dict.fromkeys(map(tuple, rows)):
+            alike = [row.values() for row in rows if tuple(row) == columns]
+            cells = [[number(v, 4) if isinstance(v, float) else str(v) for v in r] for r in alike]
+            texts.append(to_table(columns, cells))
+    return "\n".join(texts) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

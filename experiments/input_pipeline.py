@@ -127,7 +127,6 @@ def in_a_process(data: Data) -> DataLoader[Tensor]:
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
-    """Every kind and cost of loader on two pipelines."""
     torch.set_num_threads(1)
     for num_devices in (2, 1):
         module, (item,) = tiny_mlp(batch=64, width=options.width, layers=6 * num_devices)
@@ -146,7 +145,6 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
 
 
 def devices(runner: Runner, item: Tensor, count: int) -> float:
-    """Seconds per item of the devices alone."""
     return seconds_each(runner.stream_tensors([item] for _ in range(count)))
 
 
@@ -196,8 +194,6 @@ def row_of(runner: Runner, data: Data, cost: float, rounds: int) -> dict[str, An
 
 
 def parts(rows: Rows, options: Options) -> dict[str, str]:
-    """Shares of the bound, and memory of the three ways."""
-
     def most(scale: float, row: dict[str, Any]) -> str:
         return " / ".join(f"{row['items'][w] * scale:.0f}" for w in WAYS if row["items"]) or "–"
 

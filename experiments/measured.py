@@ -1,6 +1,6 @@
 """Few real measurements: ours with 100 runs against the best of 500 random placements.
 
-    python -m experiments.measured [WORKLOAD[:latency] ...] [--seeds 5] [--pools 1] [--quick]
+    python -m experiments.measured [WORKLOAD[:latency] ...] [--seeds 5] [--quick]
 
 Written before the first run. Two one-core CPU devices, a captured model in inference, the period
 of 16 micro-batches with 4 in flight, or (``:latency``) the latency of one micro-batch alone;
@@ -21,9 +21,8 @@ profile of 10 rounds, measured once and kept.
   rounds (95 %, 10,000 times). The single device is the one with the lower median.
 
 About 12 minutes for ``bert_tiny_hidden128`` and 45 for ``resnet50`` on an idle machine with 2 cores
-at 2.8 GHz (1,800 runs each; more with ``--pools``, one further draw of 500 each). What has run lies
-in ``runs/measured``: after Ctrl-C the same command continues. Writes
-``experiments/results/measured.csv``, ``measured_curves.csv`` and ``measured.md``.
+at 2.8 GHz (1,800 runs each). What has run lies in ``runs/measured``: after Ctrl-C the same command
+continues. Writes ``experiments/results/measured.csv``, ``measured_curves.csv`` and ``measured.md``.
 """
 
 from __future__ import annotations
@@ -63,14 +62,13 @@ class Budget:
     measurements: int = 100
     random: int = 500
     seeds: int = 5
-    pools: int = 1
     rounds: int = 15
     evaluations: int = 1024
     repeats: int = 10
     microbatches: int = 16
 
 
-QUICK = Budget(12, 20, 2, 1, 3, 64, 1, 4)
+QUICK = Budget(12, 20, 2, 3, 64, 1, 4)
 
 
 @dataclass(frozen=True)
@@ -162,26 +160,20 @@ def compete(
         entries[SINGLE + device, 0, 0] = placement
     effort = 8 * budget.evaluations
     entries[NONE, 0, 0] = MacroSearch(evaluations=effort, seed=0)(problem).placement
-    for pool in range(budget.pools):
-        say(f"{name}: {budget.random} random placements, pool {pool}")
-        random = Trials(problem, runtime, path=folder / f"random-{pool}.jsonl")
-        drawn = draw(problem, budget.random, pool)
-        levels = random(drawn)
-        for rank, i in enumerate(np.argsort(levels, kind="stable")[:_TOP]):
-            entries[RANDOM, pool * _TOP + rank, len(drawn)] = drawn[i]
-        entries[CHOSEN, pool, len(drawn)] = drawn[np.argmin(levels)]
-        few = min(budget.measurements, len(drawn))
-        entries[EQUAL, pool, few] = drawn[np.argmin(levels[:few])]
+    say(f"{name}: {budget.random} random placements")
+    drawn = draw(problem, budget.random, 0)
+    levels = Trials(problem, runtime, path=folder / "random-0.jsonl")(drawn)
+    for rank, i in enumerate(np.argsort(levels, kind="stable")[:_TOP]):
+        entries[RANDOM, rank, len(drawn)] = drawn[i]
+    entries[CHOSEN, 0, len(drawn)] = drawn[np.argmin(levels)]
+    few = min(budget.measurements, len(drawn))
+    entries[EQUAL, 0, few] = drawn[np.argmin(levels[:few])]
     for seed in range(budget.seeds):
         say(f"{name}: {OURS}, seed {seed}")
-        trials = Trials(
-            problem,
-            runtime,
-            measurements=budget.measurements,
-            path=folder / f"{OURS}-{seed}.jsonl",
-        )
+        most, path = budget.measurements, folder / f"{OURS}-{seed}.jsonl"
+        trials = Trials(problem, runtime, measurements=most, path=path)
         answer = search_measured(trials, evaluations=budget.evaluations, seed=seed)
-        entries[OURS, seed, budget.measurements] = answer.placement
+        entries[OURS, seed, most] = answer.placement
         points += [Point(name, OURS, seed, *p) for p in answer.stats["curve"]]
     seconds = finals(problem, runtime, entries, folder / "finals.jsonl", budget.rounds)
     return *judge(name, problem, entries, seconds), points
@@ -232,35 +224,20 @@ def judge(
     logs = np.log(seconds)
     gain, against = single[:, None] - logs, random[:, None] - logs
     predicted = score(problem, np.array(list(entries.values())))
-    rows = [
-        Row(
-            name,
-            way,
-            seed,
-            runs,
-            float(predicted[i]),
-            float(middle[i]),
-            *interval(gain[:, [i]]),
-            *interval(against[:, [i]]),
+    rows = []
+    for i, entry in enumerate(entries):
+        seconds_s = float(predicted[i]), float(middle[i])
+        rows.append(
+            Row(name, *entry, *seconds_s, *interval(gain[:, [i]]), *interval(against[:, [i]]))
         )
-        for i, (way, seed, runs) in enumerate(entries)
-    ]
     summaries = []
     for way in dict.fromkeys(ways):
         mine = [i for i, w in enumerate(ways) if w == way]
         if way == RANDOM:  # the best in the finals is what the others are compared with
             mine = [min(mine, key=lambda i: middle[i])]
-        summaries.append(
-            Summary(
-                name,
-                way,
-                rows[mine[0]].num_runs,
-                interval(gain[:, mine]),
-                interval(against[:, mine]),
-                sum(rows[i].against_random_high >= 1.0 for i in mine),
-                len(mine),
-            )
-        )
+        as_good = sum(rows[i].against_random_high >= 1.0 for i in mine)
+        ratios = interval(gain[:, mine]), interval(against[:, mine])
+        summaries.append(Summary(name, way, rows[mine[0]].num_runs, *ratios, as_good, len(mine)))
     return rows, summaries
 
 
@@ -280,11 +257,10 @@ def interval(logs: Floats, num_resamples: int = 10_000) -> tuple[float, float, f
 
 def budget_of(options: Options) -> Budget:
     """As written above, or a rehearsal."""
-    return QUICK if options.quick else Budget(seeds=options.seeds, pools=options.pools)
+    return QUICK if options.quick else Budget(seeds=options.seeds)
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """All ways on every workload; trials, and with them the answers, are kept."""
     import torch
 
     from placement.executor import Executor
@@ -303,8 +279,6 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
-    """A line per workload and way."""
-
     def ratio(field: str, summary: Summary) -> str:
         middle, low, high = map(number, getattr(summary, field))
         return f"{middle} ({low} to {high})"
@@ -328,7 +302,6 @@ STUDY = Study(
     options={
         "workloads": Option(WORKLOADS, word=True, metavar="WORKLOAD"),
         "seeds": Option(Budget.seeds, "of both searches"),
-        "pools": Option(Budget.pools, "draws of 500"),
         "quick": Option(False, "a rehearsal of a minute or two"),
     },
     facts=lambda options: asdict(budget_of(options)),

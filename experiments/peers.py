@@ -174,7 +174,6 @@ class Peer:
         return float(ended - began)
 
     def close(self) -> None:
-        """End the processes."""
         for pipe in self._pipes:
             try:
                 pipe.send("stop")
@@ -194,7 +193,6 @@ def same_cut(graph: OpGraph, num_blocks: int) -> np.ndarray[Any, Any]:
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
-    """A row per stack."""
     torch.set_num_threads(1)
     for stack in TINY if options.tiny else STACKS:
         yield row(stack, options.rounds, options.micro_batches, options.repeats)
@@ -249,8 +247,6 @@ def row(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[
 
 
 def parts(rows: Rows, options: Options) -> dict[str, str]:
-    """The table of all stacks."""
-
     def against(name: str, row: dict[str, Any]) -> str:
         low, high = row["ratio_iqr"][name]
         return f"{row['ratio'][name]:.2f}x ({low:.2f} to {high:.2f})"

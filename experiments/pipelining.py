@@ -1,11 +1,13 @@
-"""Does pipelining over two one-core devices pay?
+"""Two one-core devices: replicas, a cut, or one of them alone?
 
-    python -m experiments.pipelining [WORKLOAD ...] [--rounds 7]
+    python -m experiments.pipelining [CASE ...] [--rounds 7]
 
-Throughput of the planned split over two one-core devices against one of them, and against
-plain PyTorch with both cores, at batch 1: interleaved in one process, medians of the rounds.
-Writes ``experiments/results/pipelining.md``, ``.json`` and ``.png``: the first workload's pipeline,
-predicted and measured.
+A case is a workload at batch 1, for throughput; ``WORKLOAD:0.6`` lets each device hold that share
+of what the model takes on one device, and ``WORKLOAD:latency`` is of one item alone. Two replicas
+take turns, the best cut runs all items alike; beside them one device, and plain PyTorch with one
+and two threads. All of a case are interleaved in one process; medians of the rounds. Writes
+``experiments/results/pipelining.md``, ``.json`` and ``.png``: the cut of the first case, predicted
+and measured.
 """
 
 from __future__ import annotations
@@ -21,40 +23,79 @@ import numpy as np
 import torch
 
 from experiments.runs import in_turns, measured_problem, seconds_per_item, timed
-from experiments.study import Option, Options, Study, run
+from experiments.study import Option, Options, Study, StudyError, run
 from experiments.tables import Column
 from placement import planners
 from placement.capturing import capture
 from placement.executor import Executor, Runner
+from placement.objective import Objective
+from placement.planners import PlannerError
+from placement.problem import Placement, Problem
 from placement.program import split_inputs
 from placement.report import gantt
-from placement.simulator import simulate
+from placement.simulator import evaluate, simulate
 from placement.workloads import load
 
-WAYS = ("one device", "planned", "contiguous_dp", "plain, 1 thread", "plain, 2 threads")
+PLANNED = {"one device": "single_device", "two replicas": "data_parallel", "best cut": "best_of"}
+PLAIN = ("plain, 1 thread", "plain, 2 threads")
+CASES = ("resnet50", "bert_base", "bert_tiny_hidden128", "lstm", "dlrm")
+CASES += ("resnet50:0.6", "bert_base:0.6", "inception:latency")
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
-    """Median seconds per item of each way to run a workload."""
-    for workload in options.workloads:
-        picture = options.out / "pipelining.png" if workload == options.workloads[0] else None
-        yield row(workload, options.rounds, options.count, picture)
+    cases = [(case, *case.partition(":")[::2]) for case in options.cases]
+    for workload in dict.fromkeys(workload for _, workload, _ in cases):
+        module, inputs = load(workload)
+        problem = measured_problem(capture(module, inputs, name=workload))
+        for case, _, limit in (x for x in cases if x[1] == workload):
+            picture = options.out / "pipelining.png" if case == options.cases[0] else None
+            limited = under(problem, limit)
+            yield row(case, module, inputs, limited, options.rounds, options.count, picture)
 
 
-def row(workload: str, rounds: int, count: int, picture: Path | None = None) -> dict[str, Any]:
-    """One of them; ``picture``: of the planned placement, predicted and measured."""
-    module, inputs = load(workload)
+def under(problem: Problem, limit: str) -> Problem:
+    """The problem for throughput, one item alone, or with a share of one device's memory."""
+    if limit == "latency":
+        return replace(problem, objective=Objective.LATENCY, max_in_flight=1)
+    problem = replace(problem, max_phases=16)
+    if not limit:
+        return problem
+    try:
+        share = float(limit)
+    except ValueError:
+        raise StudyError(f"{limit!r}: give a share of the memory, as 0.6, or latency") from None
+    whole = simulate(problem, np.zeros(problem.num_ops, np.int32)).peak_bytes
+    assert whole is not None, "a prediction tracks memory"
+    memory = int(share * whole.max())
+    devices = tuple(replace(d, memory_bytes=memory) for d in problem.cluster.devices)
+    return replace(problem, cluster=replace(problem.cluster, devices=devices))
+
+
+def decided(problem: Problem, planner: str) -> Placement | None:
+    """What it answers; None where nothing fits, or micro-batches in turns do not help."""
+    try:
+        one = problem if planner == "data_parallel" else problem.one_phase
+        answer = planners.load(planner)(one)
+    except PlannerError:
+        return None
+    return answer.placement if np.isfinite(answer.value_s) else None
+
+
+def row(
+    case: str, module: Any, inputs: Any, problem: Problem, rounds: int, count: int,
+    picture: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """One of them; ``picture``: of the cut, predicted and measured."""
     args, kwargs = split_inputs(inputs)
-    problem = measured_problem(capture(module, inputs, name=workload))
-    graph = problem.graph
-    plans = {
-        way: planners.load(name)(problem).placement
-        for way, name in zip(WAYS, ("single_device", "best_of", "contiguous_dp"), strict=False)
-    }
+    found = {way: decided(problem, name) for way, name in PLANNED.items()}
+    plans = {way: p for way, p in found.items() if p is not None}
     runners = {
-        way: Runner(graph, problem.cluster, plan, priority=problem.priority)
+        way: Runner(
+            problem.graph, problem.cluster, plan, priority=problem.priority,
+            max_in_flight=problem.max_in_flight,
+        )
         for way, plan in plans.items()
-    }
+    }  # fmt: skip
 
     def plain(threads: int) -> Iterator[Any]:
         torch.set_num_threads(threads)
@@ -64,22 +105,36 @@ def row(workload: str, rounds: int, count: int, picture: Path | None = None) -> 
 
     streams: dict[str, Callable[[], Any]] = {
         way: partial(runner.stream, [inputs] * count) for way, runner in runners.items()
-    } | {way: partial(plain, k) for k, way in enumerate(WAYS[3:], 1)}
+    } | {way: partial(plain, k) for k, way in enumerate(PLAIN, 1)}
     seconds = in_turns({w: partial(seconds_per_item, s, count) for w, s in streams.items()}, rounds)
     if picture is not None:
         few = replace(problem, num_microbatches=8)
-        measured = Executor(few).run(plans["planned"])
-        predicted = simulate(few, plans["planned"])
-        gantt.plot_gantt(predicted, measured, picture, f"{workload}, planned by best_of")
-    one, ours, both = (seconds[w] for w in ("one device", "planned", "plain, 2 threads"))
+        measured = Executor(few).run(plans["best cut"])
+        predicted = simulate(few, plans["best cut"])
+        gantt.plot_gantt(predicted, measured, picture, f"{case}, cut by best_of")
+    took = {way: float(np.median(seconds[way])) if way in seconds else None for way in streams}
+    values = {way: evaluate(problem, plan[None]) for way, plan in plans.items()}
+    alone = problem.objective is Objective.LATENCY
+    said = {w: float((v.latency_s if alone else v.period_s)[0]) for w, v in values.items()}
+
+    def ratio(a: str, b: str) -> float | None:
+        both = a in seconds and b in seconds
+        return float(np.median(seconds[a] / seconds[b])) if both else None
+
+    def error(way: str) -> float | None:
+        return said[way] / (took[way] or np.nan) - 1 if way in said else None
+
+    ours = min(("two replicas", "best cut"), key=lambda way: took.get(way) or np.inf)
     return {
-        "workload": workload,
-        "ops": graph.num_ops,
-        **{way: float(np.median(s)) for way, s in seconds.items()},
-        "against one device": float(np.median(one / ours)),
-        "against plain": float(np.median(both / ours)),
-        "predicted": simulate(problem, plans["planned"]).period_s,
-        "dispatch share": _dispatch_s() * graph.num_ops / float(np.median(one)),
+        "case": case,
+        "ops": problem.num_ops,
+        **{way: took.get(way) for way in (*PLANNED, *PLAIN)},
+        "better": ours,
+        "against one device": ratio("one device", ours),
+        "against plain": ratio(PLAIN[1], ours),
+        "error of replicas": error("two replicas"),
+        "error of cut": error("best cut"),
+        "dispatch share": _dispatch_s() * problem.num_ops / (took[PLAIN[0]] or np.nan),
     }
 
 
@@ -94,16 +149,17 @@ STUDY = Study(
     name="pipelining",
     rows=rows,
     options={
-        "workloads": Option(("resnet50", "bert_base", "bert_tiny_hidden128"), word=True),
+        "cases": Option(CASES, word=True, metavar="CASE"),
         "rounds": 7,
         "count": Option(16, "items of a round"),
     },
     columns=(
-        Column("workload", "workload"),
+        Column("case", "case"),
         Column("ops", "ops"),
-        *(Column(way, way, 1, 1e3, " ms") for way in WAYS),
+        *(Column(way, way, 1, 1e3, " ms") for way in (*PLANNED, *PLAIN)),
+        Column("better", "better"),
         *(Column(x, x, 2, unit="x") for x in ("against one device", "against plain")),
-        Column("predicted", "predicted", 1, 1e3, " ms"),
+        *(Column(x, x, 1, 100, " %") for x in ("error of replicas", "error of cut")),
         Column("dispatch share", "dispatch share", 0, 100, " %"),
     ),
     facts=lambda options: {"rounds": options.rounds},

@@ -121,17 +121,11 @@ def cases(folder: Path) -> list[Case]:
             rounds = np.array(facts["whole_s"][device.name])
             halves = [np.median(rounds[i::2]) for i in range(2)] if len(rounds) > 1 else [1, 1]
             seconds = problem.profile.compute_s[:, d]
-            sample = Sample(
-                problem.graph,
-                device,
-                seconds,
-                problem.profile.spread_s[:, d],
-                np.full(len(seconds), np.nan),
-            )
+            spread, loaded = problem.profile.spread_s[:, d], np.full(len(seconds), np.nan)
+            sample = Sample(problem.graph, device, seconds, spread, loaded)
             error = float(abs(halves[0] / halves[1] - 1))
-            every.append(
-                Case(name.rpartition("/")[2], facts["family"], facts["kind"], sample, error)
-            )
+            about = name.rpartition("/")[2], facts["family"], facts["kind"]
+            every.append(Case(*about, sample, error))
     return every
 
 
@@ -276,7 +270,6 @@ def answers(measured_cases: Sequence[Case], methods: Sequence[str]) -> list[Answ
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """Measure, then predict every case."""
     torch.set_num_threads(1)
     if options.seconds > 0:
         measure_all(options.dataset, options.work, options.seconds)
@@ -287,27 +280,17 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 def row_of(answer: Answer) -> Row:
-    case, total = answer.case, float(answer.case.sample.compute_s.sum())
-    said = float(answer.seconds.sum())
-    return Row(
-        case.name,
-        case.family,
-        case.kind,
-        case.sample.device.threads,
-        answer.method,
-        case.sample.graph.num_ops,
-        total,
-        said,
-        said / total - 1,
-        case.repeat_error,
-    )
+    case, sample = answer.case, answer.case.sample
+    measured_s, said_s = float(sample.compute_s.sum()), float(answer.seconds.sum())
+    about = case.name, case.family, case.kind, sample.device.threads, answer.method
+    seconds = sample.graph.num_ops, measured_s, said_s, said_s / measured_s - 1
+    return Row(*about, *seconds, case.repeat_error)
 
 
 # --- the page ------------------------------------------------------------------------------------
 
 
 def whole_models(rows: Sequence[Row]) -> str:
-    """Errors of whole models by method and threads."""
     lines = groups(sorted(rows, key=lambda r: r.threads), "method", "threads")
     order = {method: i for i, method in enumerate(groups(rows, "method"))}
 
@@ -449,7 +432,6 @@ are about as good; medians over models. The published bound for periods is 12 %.
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
-    """All tables."""
     return {
         "families": len(groups(rows, "family")),
         "whole_models": whole_models(rows),

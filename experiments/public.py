@@ -2,8 +2,7 @@
 
     python -m experiments.public exact [--reference FOLDER]   # ideal_dp, and the C++ program
     python -m experiments.public search       # non-contiguous splits and latency, proved gaps
-    python -m experiments.public pipedream    # speed-up over one device of 4 and 8 equal ones
-    python -m experiments.public moirai       # four unlike devices against the best one
+    python -m experiments.public replicas     # the loads again, where micro-batches take turns
 
 Each writes ``experiments/results/public_NAME.csv`` and ``.md``. Every run has one core and a
 process of its own, all kernels loaded. What is finished lies in ``runs/public``: the same command
@@ -22,7 +21,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -35,7 +33,7 @@ from experiments.study import Option, Options, Study, StudyError, run, say
 from experiments.tables import DASH, Column, groups, number, table
 from placement import importers, planners
 from placement.bounds import lower_bound
-from placement.planners.order_search import load_kernel
+from placement.plan import proved_bound_s
 from placement.problem import Problem
 from placement.simulator import score, value_of
 
@@ -90,13 +88,12 @@ def known_bound_s(truth: Truth, file: str, objective: str) -> float | None:
 class Row:
     """One run of a planner; seconds throughout, None where there is none.
 
-    ``settings``: what the file does not say of the problem. ``value_s``: in the simulator, or
-    in the analytic model. ``bound_s``: proved, for every placement; ``restricted_bound_s``: for
-    one piece per accelerator only. ``status``: ``ok``, or what stopped it, see ``note``.
+    ``value_s``: in the simulator, or in the analytic model. ``bound_s``: proved, for every
+    placement; ``restricted_bound_s``: for one piece per accelerator only. ``status``: ``ok``, or
+    what stopped it, see ``note``.
     """
 
     file: str
-    settings: str
     objective: str
     operators: int
     devices: int
@@ -120,16 +117,15 @@ def answer(
     planner: str,
     budget_s: float | None = None,
     seed: int | None = None,
-    settings: str = "",
 ) -> Row:
     """The row of a run: one that is finished, or made now."""
-    key = (file, settings, problem.objective, problem.num_ops, problem.num_devices)
+    key = (file, problem.objective, problem.num_ops, problem.num_devices)
     key += (planner, seed, budget_s)
     return options.finished.row(Row, key, partial(_answer, problem, *key), f"{file}-{planner}")
 
 
 def _answer(problem: Problem, *key: Any) -> Row:
-    file, _, objective, _, num_devices, planner, seed, budget_s = key
+    file, objective, _, num_devices, planner, seed, budget_s = key
     drawn = "" if seed is None else f", seed {seed}"
     say(f"{file}, {objective}, {num_devices} devices: {planner}{drawn}")
     options = {"seconds": budget_s, "seed": seed}
@@ -141,8 +137,14 @@ def _answer(problem: Problem, *key: Any) -> Row:
     if done.value is not None:
         problem.check_placement(done.value.placement)
         value_s = value_of(problem, done.value)
-        bound_s = max(bound_s, done.value.lower_bound_s or 0.0)
-    said = [done.note, str(stats.get("message", "")), str(stats.get("infeasible", ""))]
+        bound_s = proved_bound_s(problem, done.value)
+    stages = [f"{x['num_ops']} on {len(x['devices'])}" for x in stats.get("stages", ())]
+    said = [
+        done.note,
+        ", ".join(stages),
+        str(stats.get("message", "")),
+        str(stats.get("infeasible", "")),
+    ]
     return Row(
         *key,
         value_s=value_s if np.isfinite(value_s) else None,
@@ -165,10 +167,9 @@ class Case:
     @property
     def file(self) -> str:
         """Its path, without what all have in common."""
-        return short(self.rows[0].file).removeprefix("pipedream/").removeprefix("moirai/")
+        return short(self.rows[0].file)
 
     def of(self, planner: str) -> Row | None:
-        """The first run of a planner."""
         return next((r for r in self.rows if r.planner == planner), None)
 
     def value_s(self, *names: str) -> float:
@@ -183,25 +184,11 @@ class Case:
 
     @property
     def gap(self) -> float:
-        """Of the best value."""
         return self.value_s() / self.bound_s - 1
-
-    def speed_up(self, *names: str) -> float:
-        """Over the best single device."""
-        return self.value_s("single_device") / self.value_s(*names)
 
 
 def cases(rows: Sequence[Row]) -> list[Case]:
-    """The rows by problem."""
-    return [Case(mine) for mine in groups(rows, "file", "settings", "objective").values()]
-
-
-def against_one(names: Sequence[str]) -> tuple[Column, ...]:
-    """A speed-up per planner; a dash for one that did not run, or has no answer."""
-    return tuple(
-        Column(n, lambda c, n=n: c.speed_up(n) if np.isfinite(c.value_s(n)) else None, 2, 1, "x")
-        for n in names
-    )
+    return [Case(mine) for mine in groups(rows, "file", "objective").values()]
 
 
 def chosen(options: Options, *patterns: str) -> dict[str, Path]:
@@ -305,7 +292,6 @@ def run_reference(program: Path, file: Path, seconds: float) -> _Reference:
 
 
 def exact(options: Options) -> Iterator[Exact]:
-    """A row per file."""
     files = chosen(options, *DNN_FILES)
     program = None
     if options.reference is not None:
@@ -407,8 +393,6 @@ def not_optimal(rows: Sequence[Exact], options: Options) -> list[str]:
 
 
 def exact_parts(rows: Sequence[Exact], options: Options) -> dict[str, Any]:
-    """A line per file."""
-
     def ideals(row: Exact) -> str:
         shown = "" if row.ideals is None else str(row.ideals)
         return shown if row.truth_ideals in (row.ideals, None) else f"{shown} ≠ {row.truth_ideals}"
@@ -441,7 +425,6 @@ def exact_parts(rows: Sequence[Exact], options: Options) -> dict[str, Any]:
 
 
 def mistake(text: str, files: Sequence[str]) -> str:
-    """Behind a table, if there are any."""
     return f"\n\n**{text}: {', '.join(files)}**" if files else ""
 
 
@@ -449,7 +432,6 @@ def mistake(text: str, files: Sequence[str]) -> str:
 
 
 def search(options: Options) -> Iterator[Row]:
-    """Searches with every seed, proofs, and the contiguous optimum, on every file."""
     files = chosen(options, *DNN_FILES)
     num_loads = sum("/throughput/" in f for f in files)
     took_s = len(files) * (options.seeds * options.seconds + options.exact_seconds)
@@ -484,7 +466,6 @@ def below_a_bound(rows: Sequence[Row], options: Options) -> list[str]:
 
 
 def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
-    """A table for loads and one for latencies."""
     truth = known(options.data)
 
     def searched(reduce: Callable[[Any], Any], case: Case) -> float:
@@ -538,90 +519,62 @@ def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     return {"tables": tables, "wrong": wrong}
 
 
-# --- pipedream, moirai ---------------------------------------------------------------------------
+# --- replicas ------------------------------------------------------------------------------------
 
-CUTS, SEARCHES = ("antichain_dp", "pipedream"), ("macro_search", "simulated_annealing")
-RULES = ("heft", "m_etf", "peft", "contiguous_dp")
-
-
-def pipedream(options: Options) -> Iterator[Row]:
-    """One device, dynamic programs and searches, on every file and machine."""
-    files = chosen(options, "pipedream/*.txt")
-    num_problems = len(files) * len(options.devices) * len(options.bandwidth)
-    took_s = num_problems * (len(SEARCHES) * options.seconds + 2)
-    say(f"{len(files)} files: about {took_s / 60:.0f} minutes")
-    warm([*CUTS, *SEARCHES, "single_device"], ["period"])
-    for bandwidth, file, devices in product(options.bandwidth, files, options.devices):
-        machine = {"devices": devices, "bandwidth": bandwidth, "memory": options.memory}
-        in_flight = options.in_flight * devices
-        problem = replace(
-            importers.load(files[file], mode=options.mode, **machine),
-            max_in_flight=in_flight,
-            num_microbatches=4 * in_flight,
-        )
-        settings = (
-            f"devices={devices} bandwidth={bandwidth:g} memory={options.memory} "
-            f"mode={options.mode} in_flight={in_flight}"
-        )
-        for name in ("single_device", *CUTS):
-            yield answer(options, file, problem, name, settings=settings)
-        for name in SEARCHES:
-            yield answer(options, file, problem, name, options.seconds, 0, settings)
+TURNS = ("data_parallel", "replicated", "phase_search")
+LOADS = ("dnn_partitioning/throughput/*/*.json", "pipedream/vgg16.txt", "pipedream/alexnet.txt")
 
 
-def pipedream_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
-    """A line per file and machine."""
-
-    def bandwidth(case: Case) -> str:
-        settings = dict(pair.split("=") for pair in case.rows[0].settings.split())
-        return f"{float(settings['bandwidth']) / 1e9:g}"
-
-    shown = table(
-        cases(rows),
-        Column("file", "file"),
-        Column("operators", lambda c: c.rows[0].operators),
-        Column("GB/s", bandwidth),
-        Column("devices", lambda c: c.rows[0].devices),
-        Column("one device ms", lambda c: c.value_s("single_device"), 2, 1e3),
-        *against_one((*CUTS, *SEARCHES)),
-        Column("best search", lambda c: c.speed_up(*SEARCHES), 2, 1, "x"),
-        Column("at most", lambda c: c.value_s("single_device") / c.bound_s, 2, 1, "x"),
-        Column("gap %", "gap", 1, 100),
-    )
-    return {"gib": options.memory / GIB, "table": shown}
-
-
-def moirai(options: Options) -> Iterator[Row]:
-    """One device, rules and searches, both objectives of every file."""
-    files = chosen(options, "moirai/*.json")
-    say(f"{len(files)} files: about {len(files) * 5 * options.seconds / 60 + 0.2:.1f} minutes")
-    warm([*RULES, *SEARCHES, "single_device"], ["period", "latency"])
-    load_kernel()
+def replicas(options: Options) -> Iterator[Row]:
+    files = chosen(options, *LOADS)
+    say(f"{len(files)} files: about {len(files) * (2 * options.seconds + 2) / 60:.0f} minutes")
+    warm(["macro_search", "single_device"], ["max_load"])
     for file, path in files.items():
-        for objective in ("latency", "period"):
-            problem = importers.load(path, objective=objective)
-            for name in ("single_device", *RULES):
-                yield answer(options, file, problem, name)
-            orders = ("order_search",) if objective == "latency" else ()
-            for name in (*SEARCHES, *orders):
-                yield answer(options, file, problem, name, options.seconds, 0)
+        problem = importers.load(path, objective="max_load")
+        yield answer(options, file, problem, "single_device")
+        yield answer(options, file, problem, "macro_search", options.seconds, 0)
+        free = replace(problem, max_phases=options.phases)
+        for name in TURNS:
+            budget = (options.seconds, 0) if name == "phase_search" else ()
+            yield answer(options, file, free, name, *budget)
 
 
-def moirai_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
-    """A line per file and objective."""
-    searches = (*SEARCHES, "order_search")
+def below_its_bound(rows: Sequence[Row], options: Options) -> list[str]:
+    """Runs whose value is less than what is proved for as many phases: a mistake."""
+    wrong = [r for r in rows if (r.value_s or np.inf) < (r.bound_s or 0.0) * (1 - 1e-9)]
+    return [f"{r.file} by {r.planner}" for r in wrong]
+
+
+def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
+    def value(*names: str) -> Callable[[Case], float | None]:
+        def least(case: Case) -> float | None:
+            found = case.value_s(*names)
+            return found if np.isfinite(found) else None
+
+        return least
+
+    def bound(planner: str) -> Callable[[Case], float | None]:
+        return lambda case: getattr(case.of(planner), "bound_s", None)
+
+    def gain(case: Case) -> float:
+        return case.value_s("single_device", "macro_search") / case.value_s()
+
     shown = table(
         cases(rows),
         Column("file", "file"),
-        Column("operators", lambda c: c.rows[0].operators),
-        Column("objective", lambda c: c.rows[0].objective),
-        Column("best device ms", lambda c: c.value_s("single_device"), 3, 1e3),
-        *against_one((*RULES, *searches)),
-        Column("less time %", lambda c: 1 - 1 / c.speed_up(*searches), 1, 100),
-        Column("at most", lambda c: c.value_s("single_device") / c.bound_s, 2, 1, "x"),
-        Column("gap %", "gap", 1, 100),
+        Column("devices", lambda c: c.rows[0].devices),
+        Column("one device ms", value("single_device"), 2, 1e3),
+        Column("one phase ms", value("macro_search"), 2, 1e3),
+        Column("its bound", bound("macro_search"), 2, 1e3),
+        *(Column(f"{name} ms", value(name), 2, 1e3) for name in TURNS),
+        Column("stages of replicated", lambda c: getattr(c.of("replicated"), "note", "")),
+        Column("bound", bound("replicated"), 2, 1e3),
+        Column("replicas bring", gain, 2, unit="x"),
     )
-    return {"table": shown}
+    found = [gain(c) for c in cases(rows)]
+    helped = f"{sum(x > 1.005 for x in found)} of {len(found)}"
+    wrong = mistake("Below a proved bound, which is a mistake", below_its_bound(rows, options))
+    return {"table": shown, "helped": helped, "most": max(found), "wrong": wrong}
 
 
 def _study(word: str, row: type, options: Mapping[str, Any], **more: Any) -> Study:
@@ -630,25 +583,24 @@ def _study(word: str, row: type, options: Mapping[str, Any], **more: Any) -> Stu
     return Study(**about, row=row, options={"words": words, **options}, **more)
 
 
-SECONDS = {"seconds": Option(10.0, "of a search")}
 EXACT = {
     "rounds": 5,
     "reference": Option(None, "folder of dp.exe", kind=Path),
     "reference_seconds": 360.0,
 }
-SEARCH = SECONDS | {"seeds": 5, "exact_seconds": Option(60.0, "of cp_sat and mip")}
-PIPEDREAM = SECONDS | {
-    "devices": (4, 8),
-    "bandwidth": Option((12e9, 100e9), "bytes per second, of PCIe and of NVLink"),
-    "memory": Option(2**40, "bytes of a device"),
-    "mode": Option("training", choices=("training", "inference")),
-    "in_flight": Option(2, "micro-batches per device"),
+SEARCH = {
+    "seconds": Option(10.0, "of a search"),
+    "seeds": 5,
+    "exact_seconds": Option(60.0, "of cp_sat and mip"),
+}
+REPLICAS = {
+    "seconds": Option(10.0, "of a search"),
+    "phases": Option(12, "most that replicas take turns in"),
 }
 STUDIES = (
     _study("exact", Exact, EXACT, rows=exact, parts=exact_parts, wrong=not_optimal),
     _study("search", Row, SEARCH, rows=search, parts=search_parts, wrong=below_a_bound),
-    _study("pipedream", Row, PIPEDREAM, rows=pipedream, parts=pipedream_parts),
-    _study("moirai", Row, SECONDS, rows=moirai, parts=moirai_parts),
+    _study("replicas", Row, REPLICAS, rows=replicas, parts=replicas_parts, wrong=below_its_bound),
 )
 main = partial(run, STUDIES)
 

@@ -1,9 +1,9 @@
-"""``docs/results.md`` and its pictures, from the committed files in ``experiments/results``.
+"""``docs/results.md``, its picture, ``docs/bench.md`` and ``experiments/goals.md``, from results.
 
-    python -m experiments.results            # writes docs/results.md and docs/img/results_*.png
-    python -m experiments.results --check    # exit code 1 if the page is not up to date
+    python -m experiments.results            # writes them
+    python -m experiments.results --check    # exit code 1 if one of the pages is not up to date
 
-Nothing is measured here. A study that has not been run is named with its command.
+Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -14,262 +14,244 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import baselines, fidelity, public, scale, schedules
-from experiments.learned import goals
-from experiments.study import RESULTS, ROOT, filled, say
-from experiments.tables import Column, geometric, groups, number, table
+from experiments import baselines, fidelity, leaderboard, pipelining
+from experiments.learned import doppler, giph, goals, guided, zero_shot
+from experiments.learned.cells import best_known, gain, policy_digests, ratios, released_folder
+from experiments.study import RESULTS, ROOT, Study, filled, say
+from experiments.tables import Column, Mean, geometric, groups, table
 from placement.report import gantt
 from placement.runs.row import SINGLE
 from placement.tools.files import write_atomic
 
-DOCS = ROOT / "docs"
-BEST_SHOWN = 12  # planners in tables and pictures
-MOST_ROWS = 16  # of a table that is shown beside its link
-LEARNED = ("against", "executed", "guided", "zero_shot", "giph", "doppler", "cost")
-# Whose page begins with a table that says it all, in the order of the page.
-MEASURED = (
-    "pipelining",
-    "measured",
-    "peers",
-    "training",
-    "time_slices",
-    "input_pipeline",
-    "schedules_executed",
-)
+DOCS, GOALS = ROOT / "docs", ROOT / "experiments" / "goals.md"
+MOST_ROWS = 5
 
 
-def first_table(text: str) -> str:
-    """The first Markdown table of a page, cut off after ``MOST_ROWS``."""
-    match = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    lines = match[0].splitlines() if match else []
-    more = len(lines) - 2 - MOST_ROWS
-    cut = [*lines[: 2 + MOST_ROWS], f"\nand {more} more rows."] if more > 0 else lines
-    return "\n".join([*cut, ""])
+class Trained(NamedTuple):
+    """A row of the first table: who decided in the rows of a study that were filed as ``group``."""
+
+    where: str
+    study: Study
+    group: str
+    trained: str
+    hand: str
+    untrained: str
 
 
-def command_of(text: str) -> str:
-    """The command that a page of results says it was made with."""
-    match = re.search(r"^`(python -m [^`]+)`$", text, re.MULTILINE)
-    return match[1] if match else ""
+# Of a decode without a search the best rule stands for the hand-written score.
+CHOOSERS = (guided.POLICY, guided.HAND, guided.FROZEN)
+LEARNING = (
+    Trained(
+        "latency of six unseen graphs of 1,600 operators and more, 2,000 evaluations",
+        guided.STUDY, "latency few evaluations", *CHOOSERS,
+    ),
+    Trained("the same graphs, 2 s", guided.STUDY, "latency seconds", *CHOOSERS),
+    Trained(
+        "DOPPLER's four graphs, 4,000 evaluations", doppler.STUDY, "4000 evaluations", *CHOOSERS
+    ),
+    Trained(
+        "GiPH's problems, 2 evaluations per operator",
+        giph.STUDY, "giph", giph.POLICY, giph.HAND, giph.FROZEN,
+    ),
+    Trained(
+        "95 problems of unseen families, one decode, no search",
+        zero_shot.STUDY, zero_shot.AS_IT_IS, zero_shot.GREEDY, "contiguous_dp", zero_shot.UNTRAINED,
+    ),
+)  # fmt: skip
+
+SPEEDS = {  # what a row of the benchmark is called here
+    ("one micro-batch, per operator", "600 operators, 4 devices, stages"): (
+        "simulating one micro-batch of 600 operators, per operator"
+    ),
+    ("macro_search, moves/s", "transformer, 769 operators, 4 devices"): (
+        "moves that `macro_search` tries, 769 operators"
+    ),
+    ("ideal_dp, seconds", "deep_chain, 2000 operators, 8 devices, 2001 ideals"): (
+        "the optimal split of a chain of 2,000 operators over eight devices"
+    ),
+    (
+        "environment steps, SequentialDevicePlacement-v0",
+        "60 operators, 4 devices, latency; choosing random actions included",
+    ): "steps of `envs/SequentialDevicePlacement-v0`",
+    (
+        "PPO steps, sequential, hidden 64",
+        "60 operators, 4 devices, hidden 64, 2 layers, one thread",
+    ): "steps of PPO there, updates included",
+}
 
 
-# --- sections ------------------------------------------------------------------------------------
+def learning(results: Path) -> str:
+    """Trained, hand-written and untrained choosers on the same problems, over the best known."""
 
+    def over(row: Trained, planner: str) -> Mean:
+        every = row.study.read(results)
+        # There the same names are other machines in other groups.
+        best = best_known(of_group(row, results) if row.study is zero_shot.STUDY else every)
+        return geometric(ratios(of_group(row, results), planner, lambda name, _: best.get(name)))
 
-def learned(results: Path) -> str:
-    """Each study of the learned planner: its first table, or the command that makes it."""
-    sections = []
-    for study in LEARNED:
-        path = results / f"learned_{study}.md"
-        if path.is_file():
-            sections.append(_section(path))
-            if (results / f"learned_{study}.json").is_file():
-                sections.append(f"![Best so far over the best known](img/results_{study}.png)\n")
-        else:
-            sections.append(
-                f"### {study}\n\nNot run yet: `python -m experiments.learned {study}`.\n"
-            )
-    return "\n".join(sections)
-
-
-def search(results: Path) -> str:
-    """The field of planners at equal budgets, and the two pictures."""
-    rows = baselines.STUDY.read(results)
-    field = dict(list(by_planner(rows).items())[:BEST_SHOWN])
-    runs = groups(rows, "planner")
-
-    def best_on(planner: str) -> str:
-        problems = field[planner].values()
-        return f"{sum(min(v) <= 1 + 1e-6 for v in problems)} of {len(problems)}"
+    def against(row: Trained) -> str:
+        better = min(row.hand, row.untrained, key=lambda planner: over(row, planner).value)
+        return geometric(gain(of_group(row, results), row.trained, [better])).percent()
 
     return table(
+        LEARNING,
+        Column("where", lambda r: f"[{r.where}]({link(r.study)})"),
+        Column("trained network", lambda r: over(r, r.trained).ratio()),
+        Column("hand-written", lambda r: over(r, r.hand).ratio()),
+        Column("untrained network", lambda r: over(r, r.untrained).ratio()),
+        Column("trained against the better of the two", against),
+    )
+
+
+def of_group(row: Trained, results: Path) -> list[Any]:
+    """The study's rows that belong to a row of the first table."""
+    return [c for c in row.study.read(results) if c.group == row.group]
+
+
+def link(study: Study) -> str:
+    """From a page of the documentation to the page of a study."""
+    return f"../experiments/results/{study.name}.md"
+
+
+def chooser(planner: str, objective: str, released: str) -> str:
+    """Who decided in a row of a study: network, untrained, hand, uniform, or none of them (rule).
+
+    ``released`` names the policies that shipped when the row was made (``released_for``). Where
+    none of them chooses moves for the objective, ``PolicyPlanner`` says ``hand`` in its stats.
+    """
+    words = planner.split(", ")
+    if "untrained" in words or "frozen" in words:
+        return "untrained"
+    if words[0] in ("greedy decode", "best of k", "samples alone"):
+        return "network"
+    if words[0] == "policy" or words[-1] == "then policy":
+        return "network" if re.search(rf"(guided|order)_search-{objective}\b", released) else "hand"
+    chosen = words[-1].removeprefix("then ")
+    return words[0] if words[0] in ("hand", "uniform") else "hand" if chosen == "hand" else "rule"
+
+
+def released_for(study: Study, results: Path) -> str:
+    """Names of the policies that shipped when a study ran, from its page; else of today's."""
+    noted = re.search(
+        r"^- policies: (.+)$", (results / f"{study.name}.md").read_text("utf-8"), re.M
+    )
+    return noted[1] if noted else " ".join(policy_digests(released_folder()))
+
+
+def answers(results: Path) -> str:
+    """The best planners at equal budgets."""
+    rows = baselines.STUDY.read(results)
+    field = dict(list(by_planner(rows).items())[:MOST_ROWS])
+    runs = groups(rows, "planner")
+    return table(
         field,
-        Column("planner", str),
+        Column("planner", lambda p: f"`{p}`"),
         Column("over the best found (95 %)", lambda p: geometric(field[p]).ratio()),
-        Column("best on", best_on),
+        Column("best on", lambda p: sum(min(v) <= baselines.TIES for v in field[p].values())),
         Column("median s", lambda p: float(np.median([r.seconds for r in runs[p]])), 2),
     )
 
 
-def known(results: Path) -> str:
-    """What is known of public workloads, beside what was found."""
-    studies = {study.word: study for study in public.STUDIES}
-    exact = [r for r in studies["exact"].read(results) if r.value_s]
-    errors = [r.error for r in exact if r.error is not None]
-    speed = [r.speedup for r in exact if r.speedup]
-    lines = [
-        f"- contiguous optimum: found on {sum(r.is_optimum for r in exact)} of "
-        f"{len(exact)} files, within {max(map(abs, errors), default=np.nan):.0e} of the recorded "
-        f"values on all {len(errors)} that "
-        f"have one; {min(speed):.1f} to {max(speed):.0f} times as fast as the published program "
-        "([files](../experiments/results/public_exact.md))"
+def proved(results: Path) -> tuple[int, int]:
+    """On how many problems the best value that was found is proved to be optimal; of how many."""
+    problems = groups(baselines.STUDY.read(results), "problem")
+    least = [
+        min((r.gap for r in rows if r.gap is not None), default=1) for rows in problems.values()
     ]
-    for word in ("search", "pipedream", "moirai"):
-        cases = public.cases(studies[word].read(results))
-        for planner in ("macro_search", "simulated_annealing", "heft", "ideal_dp"):
-            ratios = {
-                i: [case.value_s(planner) / case.value_s()]
-                for i, case in enumerate(cases)
-                if np.isfinite(case.value_s(planner))
-            }
-            if ratios:
-                lines.append(
-                    f"- {word}, `{planner}`: {geometric(ratios).ratio()} of the best found, "
-                    f"{len(ratios)} cases, [table](../experiments/results/public_{word}.md)"
-                )
-    return "\n".join(lines) + "\n"
-
-
-def sizes(results: Path) -> str:
-    """The largest problem that each planner finished."""
-    runs = groups((r for r in scale.STUDY.read(results) if r.status == "ok"), "planner")
-    by_size: dict[tuple[int, int], list[str]] = {}
-    for planner, mine in runs.items():
-        largest = max((r.operators, r.devices) for r in mine)
-        by_size.setdefault(largest, []).append(planner)
-    return table(
-        sorted(by_size, reverse=True),
-        Column("operators", lambda size: f"{size[0]:,}"),
-        Column("devices", lambda size: size[1]),
-        Column("finished by", lambda size: ", ".join(sorted(by_size[size]))),
-    ).replace("|---|---:|---:|", "|---:|---:|---|")
-
-
-def periods(results: Path) -> str:
-    """Searched schedules beside published periods."""
-    rows = [r for r in schedules.STUDIES[0].read(results) if r.published_period and r.period]
-    ratios = {f"{r.case} {r.memory}": [r.period / r.published_period] for r in rows}
-    as_short = sum(v[0] <= 1 + 1e-9 for v in ratios.values())
-    return (
-        f"As short as the published period on {as_short} of {len(rows)} cases; "
-        f"{geometric(ratios).ratio()} of it "
-        "([cases](../experiments/results/schedules.md)).\n"
-    )
-
-
-def errors(results: Path) -> str:
-    """Mean absolute errors of predictions, by model."""
-    rows = fidelity.STUDY.read(results)
-    by = {**groups(rows, "workload"), "all": rows}
-
-    def error(what: str, name: str) -> float:
-        pairs = [
-            (getattr(r, f"predicted_{what}_s"), getattr(r, f"measured_{what}_s")) for r in by[name]
-        ]
-        return float(np.mean([abs(predicted / measured - 1) for predicted, measured in pairs]))
-
-    return table(
-        by,
-        Column("model", str),
-        Column("placements", lambda name: len(by[name])),
-        Column("latency", partial(error, "latency"), 1, 100, " %"),
-        Column("period", partial(error, "period"), 1, 100, " %"),
-    )
-
-
-def speeds(results: Path) -> str:
-    """Speeds, and the goals they had."""
-    path = results / "bench.json"
-    if not path.is_file():
-        return ""
-    return table(
-        json.loads(path.read_text(encoding="utf-8"))["rows"],
-        Column("what", lambda r: f"{r['name']} ({r['note']})"),
-        Column("value", lambda r: f"{r['value']:.4g} {r['unit']}"),
-        Column("goal", lambda r: number(r["goal"], 0)),
-    )
-
-
-def measured(results: Path) -> str:
-    """What ran on real devices."""
-    paths = [results / f"{name}.md" for name in MEASURED]
-    return "\n".join(_section(path) for path in paths if path.is_file())
-
-
-def _section(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
-    title = text.partition("\n")[0].removeprefix("# ")
-    link = f"[{path.name}](../experiments/results/{path.name})"
-    return f"### {title}\n\n`{command_of(text)}`, {link}\n\n{first_table(text)}"
+    return sum(gap < baselines.TIES - 1 for gap in least), len(problems)
 
 
 def by_planner(rows: Sequence[baselines.Row]) -> dict[str, dict[str, list[float]]]:
     """Ratios to the best found, by planner and problem, best first; the worst for no answer."""
     worst = {n: max(r.ratio or 0.0 for r in mine) for n, mine in groups(rows, "problem").items()}
-    ratios: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for (planner, problem), mine in groups(rows, "planner", "problem").items():
         if not planner.startswith(SINGLE):
-            each = [r.ratio or worst[problem] for r in mine]
-            ratios.setdefault(planner, {})[problem] = each
-    return dict(sorted(ratios.items(), key=lambda item: geometric(item[1], 1).value))
+            found.setdefault(planner, {})[problem] = [r.ratio or worst[problem] for r in mine]
+    return dict(sorted(found.items(), key=lambda item: geometric(item[1], 1).value))
 
 
-# --- pictures ------------------------------------------------------------------------------------
+def error(rows: Sequence[fidelity.Row], what: str) -> str:
+    """Mean absolute error of a prediction, in percent."""
+    pairs = [(getattr(r, f"predicted_{what}_s"), getattr(r, f"measured_{what}_s")) for r in rows]
+    return f"{100 * np.mean([abs(predicted / measured - 1) for predicted, measured in pairs]):.1f}"
 
 
-def plot_profile(ratios: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
-    """Performance profile (Dolan and More, 2002): share of problems within a factor of the best."""
-    figure = gantt.figure_class()(figsize=(8, 4.5), dpi=100)
+def speeds(results: Path) -> str:
+    """Five rows of the benchmark.
+
+    Raises:
+        KeyError: the benchmark has no such row any more.
+    """
+    text = (results / "bench.json").read_text(encoding="utf-8")
+    made = {(row["name"], row["note"]): row for row in json.loads(text)["rows"]}
+    return table(
+        [(called, made[key]) for key, called in SPEEDS.items()],
+        Column("what", lambda r: r[0]),
+        Column(
+            "value",
+            lambda r: f"{in_digits(r[1]['value'])} {r[1]['unit'].replace('1/s', 'a second')}",
+        ),
+    )
+
+
+def in_digits(value: float) -> str:
+    """Three of them; thousands have commas."""
+    return f"{float(f'{value:.3g}'):,g}" if value < 1e5 else f"{float(f'{value:.3g}'):,.0f}"
+
+
+def second_device(results: Path) -> str:
+    """Pipelines over two devices beside plain PyTorch."""
+    return table(
+        pipelining.STUDY.read(results),
+        Column("model", "case"),
+        Column("one device", "one device", 1, 1e3, " ms"),
+        Column("two replicas", "two replicas", 1, 1e3, " ms"),
+        Column("best cut", "best cut", 1, 1e3, " ms"),
+        Column("plain PyTorch, both cores", "plain, 2 threads", 1, 1e3, " ms"),
+        Column("gain over one device", "against one device", 2, 1, "x"),
+        Column("gain over plain PyTorch", "against plain", 2, 1, "x"),
+    )
+
+
+def plot_fidelity(rows: Sequence[fidelity.Row], path: Path) -> None:
+    """Predicted over measured periods, a point per placement, a colour per model."""
+    figure = gantt.figure_class()(figsize=(7, 4.6), dpi=100)
     axis = figure.subplots()
-    at = np.geomspace(1.0005, 3.0, 400)
-    for k, (planner, problems) in enumerate(list(ratios.items())[:BEST_SHOWN]):
-        middle = np.array([np.exp(np.mean(np.log(v))) for v in problems.values()])
-        within = (middle[:, None] <= at).mean(axis=0)
-        axis.plot(100 * (at - 1), 100 * within, _dash(k), color=_colour(k), lw=1.6, label=planner)
+    measured = [1e3 * r.measured_period_s for r in rows]
+    ends = (min(measured) * 0.8, max(measured) * 1.25)
+    axis.plot(ends, ends, color=gantt.FAINT, lw=0.8)
+    for k, (model, mine) in enumerate(groups(rows, "workload").items()):
+        axis.plot(
+            [1e3 * r.measured_period_s for r in mine],
+            [1e3 * r.predicted_period_s for r in mine],
+            "o" if k < len(gantt.COLOURS) else "^",
+            ms=3.5,
+            alpha=0.7,
+            color=gantt.COLOURS[k % len(gantt.COLOURS)],
+            label=model,
+        )
     axis.set_xscale("log")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g} %")
-    axis.set_xlabel("at most so far above the best found", fontsize=9, color=gantt.INK)
-    axis.set_ylabel("share of the problems, %", fontsize=9, color=gantt.INK)
+    axis.set_yscale("log")
+    axis.set_xlabel("measured ms per micro-batch", fontsize=9, color=gantt.INK)
+    axis.set_ylabel("predicted ms per micro-batch", fontsize=9, color=gantt.INK)
     axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     gantt.plain_axis(axis)
     axis.tick_params(axis="y", colors=gantt.FAINT, labelsize=9)
-    axis.grid(color=gantt.FAINT, alpha=0.25, lw=0.6)
     figure.tight_layout()
     gantt.save_figure(figure, path)
 
 
-def plot_curves(curves: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
-    """Best so far over the best known, one panel per group of ``learned_guided.json``."""
-    figure = gantt.figure_class()(figsize=(10, 3.2 * -(-len(curves) // 2)), dpi=100)
-    axes = figure.subplots(-(-len(curves) // 2), 2, squeeze=False).ravel()
-    planners = list(dict.fromkeys(p for lines in curves.values() for p in lines if p != "at"))
-    for axis, (group, lines) in zip(axes, curves.items(), strict=False):
-        for k, planner in enumerate(planners):  # of one colour in all panels
-            if planner not in lines:
-                continue
-            ratio = lines[planner]
-            above = np.maximum(100 * (np.asarray(ratio) - 1), 0.02)
-            axis.plot(lines["at"], above, _dash(k), color=_colour(k), lw=1.4, label=planner)
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.set_title(group, fontsize=9, color=gantt.INK, loc="left")
-        axis.set_ylabel("above the best known, %", fontsize=8, color=gantt.INK)
-        gantt.plain_axis(axis)
-    for axis in axes[len(curves) :]:
-        axis.set_axis_off()
-    axes[0].legend(frameon=False, fontsize=7)
-    figure.tight_layout()
-    gantt.save_figure(figure, path)
-
-
-def _colour(k: int) -> str:
-    return gantt.COLOURS[k % len(gantt.COLOURS)]
-
-
-def _dash(k: int) -> str:
-    return ("-", "--", ":")[min(2, k // len(gantt.COLOURS))]
-
-
-# --- the page ------------------------------------------------------------------------------------
+# --- the pages -----------------------------------------------------------------------------------
 
 
 def sources(results: Path) -> str:
-    """First digits of the SHA-256 over all files of the results: pictures follow from them."""
+    """First digits of the SHA-256 over all files of the results: the picture follows from them."""
     state = hashlib.sha256()
     for path in sorted(results.iterdir()):
         if path.suffix in (".csv", ".json", ".md"):
@@ -279,49 +261,61 @@ def sources(results: Path) -> str:
 
 def page(results: Path = RESULTS) -> str:
     """``docs/results.md``."""
-    parts = {
+    placements = fidelity.STUDY.read(results)
+    optimal, problems = proved(results)
+    released = released_for(baselines.STUDY, results)
+    objectives = {r.problem: r.objective for r in baselines.STUDY.read(results)}
+    chose = [chooser(baselines.LEARNED, o, released) for o in objectives.values()]
+    parts: Mapping[str, Any] = {
         "digest": sources(results),
-        "goals": goals.page(results),
-        "learned": learned(results),
-        "count": BEST_SHOWN,
-        "command": command_of((results / "baselines.md").read_text(encoding="utf-8")),
-        "search": search(results),
-        "known": known(results),
-        "measured": measured(results),
-        "errors": errors(results),
-        "periods": periods(results),
-        "sizes": sizes(results),
+        "learning": learning(results),
+        "answers": answers(results),
+        "optimal": optimal,
+        "problems": problems,
+        "by_network": chose.count("network"),
+        "by_hand": chose.count("hand"),
+        "placements": len(placements),
+        "models": len(groups(placements, "workload")),
+        "latency": error(placements, "latency"),
+        "period": error(placements, "period"),
         "speeds": speeds(results),
+        "second": second_device(results),
     }
     return filled("results", parts)
 
 
-def pictures(results: Path, folder: Path) -> None:
-    """The pictures of the page."""
-    plot_profile(by_planner(baselines.STUDY.read(results)), folder / "results_profile.png")
-    for study in LEARNED:
-        path = results / f"learned_{study}.json"
-        if path.is_file():
-            curves = json.loads(path.read_text(encoding="utf-8"))
-            plot_curves(curves, folder / f"results_{study}.png")
+def optima_page(results: Path = RESULTS) -> str:
+    """``docs/bench.md``."""
+    rows = leaderboard.STUDY.read(results)
+    return filled("optima", {"suites": leaderboard.suites(), "tables": leaderboard.tables(rows)})
+
+
+def goals_page(results: Path = RESULTS) -> str:
+    """``experiments/goals.md``."""
+    return filled("goals", {"goals": goals.page(results)})
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--docs", type=Path, default=DOCS)
+    parser.add_argument("--goals", type=Path, default=GOALS)
     options = parser.parse_args(argv)
-    path, text = options.docs / "results.md", page(options.results)
+    pages = {
+        options.docs / "results.md": page(options.results),
+        options.docs / "bench.md": optima_page(options.results),
+        options.goals: goals_page(options.results),
+    }
     if options.check:
-        before = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if before != text:
+        stale = [p for p, text in pages.items() if not p.is_file() or p.read_text("utf-8") != text]
+        for path in stale:
             say(f"{path} is not up to date; run: python -m experiments.results")
-        return int(before != text)
-    write_atomic(path, text)
-    pictures(options.results, options.docs / "img")
-    say(f"written: {path}")
+        return int(bool(stale))
+    for path, text in pages.items():
+        write_atomic(path, text)
+    plot_fidelity(fidelity.STUDY.read(options.results), options.docs / "img/results_fidelity.png")
+    say(f"written: {', '.join(map(str, pages))}")
     return 0
 
 

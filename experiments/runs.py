@@ -160,7 +160,6 @@ class GuardedSearch(Guarded):
     seed: int = 0
 
     def __call__(self, problem: Problem) -> Any:
-        """As ``Guarded``."""
         return self._run(replace(self.planner, seed=self.seed), problem)  # type: ignore[type-var]
 
 
@@ -186,7 +185,6 @@ def in_turns(
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds that it takes."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
@@ -225,7 +223,6 @@ def two_cores(name: str = "two") -> Cluster:
 
 
 def measured_problem(graph: OpGraph, repeats: int = 10, **options: Any) -> Problem:
-    """The graph on two cores of this machine, measured now."""
     from placement.costs.measure import measure
 
     cluster = two_cores()
@@ -242,7 +239,6 @@ def budgeted(name: str, seconds: float) -> Planner:
 
 
 def options_of(name: str) -> set[str]:
-    """Names of a planner's fields."""
     kind = planners.find(name)
     return {f.name for f in fields(kind)} if is_dataclass(kind) else set()
 

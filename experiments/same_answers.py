@@ -73,31 +73,28 @@ OPTIONS: dict[str, Row] = {  # without a clock, or with more of it than is ever 
 
 def digest(*parts: Any) -> str:
     """A hash of texts and of arrays by shape and value, whatever the width of their numbers."""
-    found = hashlib.sha256()
+    state = hashlib.sha256()
     for part in parts:
         if isinstance(part, str | bytes):
-            found.update(part.encode() if isinstance(part, str) else part)
+            state.update(part.encode() if isinstance(part, str) else part)
             continue
         array = np.asarray(part)
         wide = array.astype(np.float64) + 0.0 if array.dtype.kind == "f" else array.astype(np.int64)
-        found.update(repr(wide.shape).encode() + wide.tobytes())
-    return found.hexdigest()[:20]
+        state.update(repr(wide.shape).encode() + wide.tobytes())
+    return state.hexdigest()[:20]
 
 
 def exact(value: float | None) -> str | None:
-    """Every digit of a number."""
     return None if value is None else repr(float(value))
 
 
 def of_schedule(schedule: Any) -> str | None:
-    """A hash of every device's order."""
     if schedule is None:
         return None
     return digest(str(schedule.num_microbatches), *(np.reshape(x, (-1, 2)) for x in schedule.order))
 
 
 def of_solution(solution: Any) -> Row:
-    """What a planner answered."""
     return {
         "value": exact(solution.value_s),
         "bound": exact(solution.lower_bound_s),
@@ -121,27 +118,27 @@ def counted_clock(tick_s: float = 0.05) -> Iterator[None]:
 @cache
 def files() -> dict[str, Any]:
     """Every problem with the objective of its file, by name."""
-    load, made = (
+    load, loaders = (
         importers.load,
         {"branches": partial(importers.load, ROOT / "examples/branches.json")},
     )
     for path in sorted(PROFILES.glob("*-batch1.json.gz")):
         if not path.name.startswith("small-"):
-            made[f"profile/{path.name.partition('-')[0]}"] = partial(load, path)
+            loaders[f"profile/{path.name.partition('-')[0]}"] = partial(load, path)
     for name in ("resnet_tiny", "bert_tiny", "gpt2_tiny", "t5_tiny"):
-        made[f"gpus/{name}"] = partial(on_gpus, PROFILES / f"{name}-batch1.json.gz")
+        loaders[f"gpus/{name}"] = partial(on_gpus, PROFILES / f"{name}-batch1.json.gz")
     for path in sorted(DATA.glob("dnn_partitioning/*/*/*.json")):
         objective = "piecewise_latency" if "latency" in path.parts else "max_load"
         name = f"{path.parts[-3]}/{path.parts[-2]}/{path.stem}"
-        made[name] = partial(load, path, objective=objective)
+        loaders[name] = partial(load, path, objective=objective)
     for path in sorted(DATA.glob("moirai/*.json")):
-        made[f"moirai/{path.stem}"] = partial(load, path)
+        loaders[f"moirai/{path.stem}"] = partial(load, path)
     machine: Row = {"devices": 4, "bandwidth": 12e9, "memory": 2**40}
     for path in sorted(DATA.glob("pipedream/*.txt")):
         for mode in ("training", "inference"):
-            made[f"pipedream/{path.stem}/{mode}"] = partial(load, path, mode=mode, **machine)
-    made |= {f"synthetic/{name}": partial(family, 0) for name, family in families().items()}
-    return made | {f"giph/{seed}": partial(giph, seed) for seed in range(4)}
+            loaders[f"pipedream/{path.stem}/{mode}"] = partial(load, path, mode=mode, **machine)
+    loaders |= {f"synthetic/{name}": partial(family, 0) for name, family in families().items()}
+    return loaders | {f"giph/{seed}": partial(giph, seed) for seed in range(4)}
 
 
 def from_text(text: str) -> placement.Problem:
@@ -222,10 +219,9 @@ def placements(problem: placement.Problem, number: int) -> Any:
 
 
 def planner_rows(wanted: Wanted) -> Iterator[Task]:
-    """Every planner on every problem."""
     for name, problem in problems(wanted):
-        made, _, kind = name.partition(" ")
-        extra = made.startswith(("profile", "synthetic")) and kind not in ("period", "latency")
+        file, _, kind = name.partition(" ")
+        extra = file.startswith(("profile", "synthetic")) and kind not in ("period", "latency")
         if extra and problem.num_ops > 150:
             continue  # what the other kinds add shows on smaller problems
         for method in (*planners.names(), "policy", "default start"):
@@ -310,13 +306,13 @@ def scheduled(method: str, problem: placement.Problem, place: Any) -> Row:
 def searched(path: Path, key: str, memory: int | None) -> Row:
     """What ``placement schedule`` prints for a published case."""
     limit = [] if memory is None else ["--memory", str(memory)]
-    told, errors = io.StringIO(), io.StringIO()
+    printed, errors = io.StringIO(), io.StringIO()
     words = ["schedule", str(path), "--case", key, *limit, "--micro-batches", "8", "--json"]
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(errors), counted_clock():
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors), counted_clock():
         code = command([*words, "--seconds", "20", "--unroll", "1"])
     if code:
         return {"code": code, "error": errors.getvalue().strip()}
-    answer = json.loads(told.getvalue())
+    answer = json.loads(printed.getvalue())
     shown = ("period", "period_lower_bound", "optimal", "unroll", "makespan")
     return {k: answer[k] for k in shown} | {"starts": digest(np.array(answer["starts"]))}
 
@@ -340,7 +336,6 @@ def simulator_rows(wanted: Wanted) -> Iterator[Task]:
 
 
 def bounds(problem: placement.Problem) -> Row:
-    """What is proved for every placement."""
     return {k: exact(v) for k, v in lower_bounds(problem).items()}
 
 
@@ -348,24 +343,23 @@ def batch(problem: placement.Problem) -> Row:
     """Values of many placements at once, under every objective."""
     drawn = placements(problem, 16 if problem.num_ops <= 1000 else 4)
     values = evaluate(problem, drawn)
-    found: Row = {"latency": values.latency_s, "period": values.period_s}
-    found |= {"energy": values.energy_j, "peak": values.peak_bytes}
+    row: Row = {"latency": values.latency_s, "period": values.period_s}
+    row |= {"energy": values.energy_j, "peak": values.peak_bytes}
     for objective in Objective:
         if objective != "energy" or values.energy_j is not None:
-            found[f"score {objective}"] = score(problem.with_objective(objective), drawn)
-    return {k: digest(v) for k, v in found.items() if v is not None}
+            row[f"score {objective}"] = score(problem.with_objective(objective), drawn)
+    return {k: digest(v) for k, v in row.items() if v is not None}
 
 
 def timeline(problem: placement.Problem, simulated: Any, number: int | None) -> Row:
-    """Two timelines, in full."""
-    made = [simulated(problem, p, num_microbatches=number) for p in placements(problem, 2)]
+    timelines = [simulated(problem, p, num_microbatches=number) for p in placements(problem, 2)]
     return {
-        "latency": digest([t.latency_s for t in made]),
-        "period": digest([t.period_s for t in made]),
-        "busy": digest(*(t.busy_s for t in made)),
-        "peak": digest(*(t.peak_bytes for t in made)),
-        "times": digest(*(x for t in made for x in (t.start_s, t.end_s))),
-        "transfers": digest(*(np.sort(t.transfer_start_s) for t in made)),
+        "latency": digest([t.latency_s for t in timelines]),
+        "period": digest([t.period_s for t in timelines]),
+        "busy": digest(*(t.busy_s for t in timelines)),
+        "peak": digest(*(t.peak_bytes for t in timelines)),
+        "times": digest(*(x for t in timelines for x in (t.start_s, t.end_s))),
+        "transfers": digest(*(np.sort(t.transfer_start_s) for t in timelines)),
     }
 
 
@@ -429,13 +423,13 @@ def of_plan(plan: Callable[[], placement.Plan]) -> Row:
 
 def exported(name: str, plan: Callable[[], placement.Plan], problem: placement.Problem) -> Row:
     """What an exporter writes; of a plan that it cannot express, the nearest that it can."""
-    write, given, row = exporters.load(name), plan(), Row()
+    write, original, row = exporters.load(name), plan(), Row()
     try:
-        made = write(given, problem)
+        output = write(original, problem)
     except exporters.Inexpressible as error:
         row = {"error": str(error), "nearest": digest(json.dumps(error.nearest))}
-        made = write(exporters.moved(given, error.nearest), problem)
-    return row | {suffix or "file": digest(text) for suffix, text in made.files.items()}
+        output = write(exporters.moved(original, error.nearest), problem)
+    return row | {suffix or "file": digest(text) for suffix, text in output.files.items()}
 
 
 def policy_rows(wanted: Wanted) -> Iterator[Task]:
@@ -467,7 +461,6 @@ def policy_rows(wanted: Wanted) -> Iterator[Task]:
 
 
 def decided(problem: placement.Problem, options: Row) -> Row:
-    """The answer, and the parts of it that the network alone decided."""
     answer = planners.load("policy", **options)(problem)
     shown = ("baseline_value_s", "greedy_value_s", "best_of_k_value_s", "best_value_s", "steps")
     return of_solution(answer) | {k: exact(answer.stats[k]) for k in shown if k in answer.stats}
@@ -489,7 +482,6 @@ def env_rows(wanted: Wanted) -> Iterator[Task]:
 
 
 def walked(name: str, kind: Any) -> Row:
-    """Observations and rewards of fifty steps."""
     import gymnasium
 
     chosen = ("branches", "synthetic/u_net", "synthetic/inception", "synthetic/reduction_tree")
@@ -594,7 +586,6 @@ def rewritten(text: str) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     make = verbs.add_parser("record", help="write the answers of this checkout")
@@ -615,9 +606,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{len(rows)} rows, {time.process_time():.0f} processor seconds", flush=True)
         return 0
     old, new = (json.loads(x.read_text(encoding="utf-8")) for x in (options.old, options.new))
-    found = differences(old, new)
-    print(*found, f"{len(found)} differences in {len(old)} rows", sep="\n")
-    return 1 if found else 0
+    differing = differences(old, new)
+    print(*differing, f"{len(differing)} differences in {len(old)} rows", sep="\n")
+    return 1 if differing else 0
 
 
 if __name__ == "__main__":

@@ -81,8 +81,11 @@ def row_of(case: dict[str, Any], key: str, truth: dict[str, Any], scale: float =
     answers = [search_schedule(work, n, seconds=budget) for n in COUNTS]
     best = min(answers, key=lambda a: a.period)
     published = truth.get("tessel") or truth.get("tessel_fast") or {}
-    level = levels(work)
     batch = np.arange(COUNTS[-1])[:, None]
+    level = np.zeros(work.num_blocks, np.int64)  # blocks on the longest way to each
+    for v, block in enumerate(work.blocks):
+        level[v] = max((level[u] + 1 for u, _ in block.preds), default=0)
+    most_visits = max(len(set(level[list(on)].tolist())) for on in work.on)
     counts: dict[str, Any] = {}
     for n, answer in zip(COUNTS, answers, strict=True):
         counts[f"makespan_{n}"] = answer.makespan
@@ -100,24 +103,10 @@ def row_of(case: dict[str, Any], key: str, truth: dict[str, Any], scale: float =
         published_period=published.get("period"),
         published_seconds=published.get("seconds"),
         gpipe_32=fixed(work, level * len(batch) + batch),
-        one_f_one_b_32=fixed(work, level + most_visits(work, level) * batch),
+        one_f_one_b_32=fixed(work, level + most_visits * batch),
         scale=scale,
         **counts,
     )
-
-
-def levels(work: Work) -> np.ndarray:
-    """int64 ``[n]`` number of blocks on the longest way to each."""
-    level = np.zeros(work.num_blocks, np.int64)
-    for v, block in enumerate(work.blocks):
-        for u, _ in block.preds:
-            level[v] = max(level[v], level[u] + 1)
-    return level
-
-
-def most_visits(work: Work, level: np.ndarray) -> int:
-    """How many levels the busiest device has."""
-    return max(len(set(level[list(on)].tolist())) for on in work.on)
 
 
 def fixed(work: Work, key: np.ndarray) -> int | None:
@@ -136,12 +125,8 @@ def rows(options: Options) -> Iterator[Row]:
         raise StudyError(f"no {folder / 'cases.json'}; name the folder with --data")
     cases = json.loads((folder / "cases.json").read_text(encoding="utf-8"))["cases"]
     truths = json.loads((folder / "truth.json").read_text(encoding="utf-8"))["records"]
-    chosen = [
-        t
-        for t in truths
-        if t["case"] in cases
-        and (not options.cases or any(part in t["case"] for part in options.cases))
-    ]
+    wanted = [name for name in cases if any(part in name for part in options.cases or [""])]
+    chosen = [t for t in truths if t["case"] in wanted]
     if not chosen:
         raise StudyError(f"no case has one of {options.cases} in its name")
     search_schedule(read_work(cases[chosen[0]["case"]], None)[0], 2, seconds=0.1)  # compiles
@@ -153,8 +138,6 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
-    """How often what was to be shown holds, and all cases."""
-
     def general(value: float | None) -> str:
         return DASH if value is None else f"{value:.4g}"
 
@@ -218,19 +201,18 @@ class Executed:
     over_searched: float
 
 
-def folded(problem: Problem, pieces: Sequence[tuple[int, float]] = PIECES) -> Placement:
-    """int32 ``[N]``: operators in their order, each (device, share of the seconds) a piece."""
+def folded(problem: Problem) -> Placement:
+    """int32 ``[N]``: operators in their order, a (device, share of the seconds) per piece."""
     seconds = problem.compute_s.mean(axis=1)
     first = np.zeros(problem.graph.num_groups)
     middle = (np.cumsum(seconds) - seconds / 2) / seconds.sum()
     first[problem.graph.group[::-1]] = middle[::-1]  # a group goes with its first operator
-    ends = np.cumsum([share for _, share in pieces])[:-1] / sum(share for _, share in pieces)
-    devices = np.array([d for d, _ in pieces], np.int32)
-    return devices[np.searchsorted(ends, first[problem.graph.group])]
+    devices, shares = np.array(PIECES).T
+    ends = np.cumsum(shares)[:-1]
+    return devices.astype(np.int32)[np.searchsorted(ends, first[problem.graph.group])]
 
 
 def executed(options: Options) -> Iterator[Executed]:
-    """Every scheduler's order of every workload, in rounds in turns."""
     from placement.capturing import capture
     from placement.executor import Executor
     from placement.simulator import simulate
@@ -248,15 +230,10 @@ def executed(options: Options) -> Iterator[Executed]:
 
         seconds = in_turns({n: partial(once, o) for n, o in orders.items()}, options.rounds)
         for name, order in orders.items():
-            low, median, high = np.percentile(seconds[name], [25, 50, 75])
-            yield Executed(
-                workload,
-                name,
-                simulate(problem, at, order).makespan_s / count,
-                float(median),
-                float(high - low),
-                float(median / np.median(seconds["searched"])),
-            )
+            low, median, high = map(float, np.percentile(seconds[name], [25, 50, 75]))
+            predicted_s = simulate(problem, at, order).makespan_s / count
+            ratio = median / float(np.median(seconds["searched"]))
+            yield Executed(workload, name, predicted_s, median, high - low, ratio)
 
 
 def executed_parts(rows: Rows, options: Options) -> dict[str, str]:

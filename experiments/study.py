@@ -3,10 +3,10 @@
 A study is a function that yields rows, and a description of the page that shows them:
 
     STUDY = Study(
-        name="side_by_side",  # of results/NAME.md and runs/NAME
+        name="baselines",  # of results/NAME.md and runs/NAME
         rows=rows,  # (options) -> rows, one after another
-        options={"evaluations": Option(300, "of every search")},
-        columns=(Column("way", "way"), Column("wall clock", "seconds", 1, unit=" s")),
+        options={"seconds": Option(2.0, "budget of every planner")},
+        columns=(Column("planner", "planner"), Column("wall clock", "seconds", 1, unit=" s")),
     )
     main = partial(run, (STUDY,))
 
@@ -78,29 +78,20 @@ class Option:
     metavar: str | None = None
 
     def add(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """To a parser."""
         flag = name if self.word else f"--{name.replace('_', '-')}"
+        more: dict[str, Any] = {"default": self.default, "help": self.help}
         if isinstance(self.default, bool):
-            parser.add_argument(flag, action="store_true", help=self.help)
-            return
-        if isinstance(self.default, list):  # again and again
-            more = {"action": "append", "metavar": self.metavar}
-            parser.add_argument(flag, default=self.default, help=self.help, **more)
-            return
-        several = isinstance(self.default, tuple)
-        example = next(iter(self.default), "") if several else self.default
-        more: dict[str, Any] = (
-            {"nargs": "*" if self.word or not example else "+"} if several else {}
-        )
-        parser.add_argument(
-            flag,
-            type=self.kind or (str if example is None else type(example)),
-            default=self.default,
-            choices=self.choices,
-            metavar=self.metavar,
-            help=self.help,
-            **more,
-        )
+            more["action"] = "store_true"
+        elif isinstance(self.default, list):  # again and again
+            more |= {"action": "append", "metavar": self.metavar}
+        else:
+            example = self.default
+            if isinstance(self.default, tuple):
+                example = next(iter(self.default), "")
+                more["nargs"] = "*" if self.word or not example else "+"
+            kind = self.kind or (str if example is None else type(example))
+            more |= {"type": kind, "choices": self.choices, "metavar": self.metavar}
+        parser.add_argument(flag, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +128,9 @@ class Study:
 
     @property
     def program(self) -> str:
-        """What ``python -m`` runs."""
         return self.module or f"experiments.{self.name}"
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Its own, and those that every study has."""
         for name, option in self.options.items():
             (option if isinstance(option, Option) else Option(option)).add(parser, name)
         parser.add_argument("--data", type=Path, default=DATA, help="folder of public workloads")
@@ -341,5 +330,4 @@ def command_line(module: str, words: Sequence[str]) -> str:
 
 
 def say(text: str) -> None:
-    """Progress, to standard error."""
     print(text, file=sys.stderr, flush=True)

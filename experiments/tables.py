@@ -31,7 +31,6 @@ class Column(NamedTuple):
     unit: str = ""
 
     def cell(self, row: Any) -> str:
-        """The text for a row."""
         if callable(self.of):
             value = self.of(row)
         else:
@@ -47,8 +46,6 @@ def table(rows: Iterable[Any], *columns: Column) -> str:
 
 
 def to_table(header: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
-    """The same from texts."""
-
     def line(words: Sequence[str]) -> str:
         return "| " + " | ".join(w.replace("|", "\\|").replace("\n", " ") for w in words) + " |"
 

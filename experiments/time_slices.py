@@ -51,7 +51,6 @@ def fused(module: UnrolledLSTM) -> nn.LSTM:
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
-    """A row per batch size."""
     for batch in options.batches:
         yield row(batch, options)
 
@@ -127,8 +126,6 @@ def extrapolation(
 
 
 def parts(rows: Rows, options: Options) -> dict[str, str]:
-    """Seconds of all ways, then what was cut how and predicted."""
-
     def guess(row: dict[str, Any]) -> str:
         x = row["extrapolation"]
         seconds = f"{1e3 * x['predicted_s']:.1f} of {1e3 * x['measured_s']:.1f} ms"

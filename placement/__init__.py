@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from placement.cluster import Cluster, Device, Link
     from placement.executor import Executor, Runner, Trainer
     from placement.graph import OpGraph
+    from placement.optimizing import optimize
     from placement.plan import Plan, load_plan, make_plan
     from placement.problem import Problem, Solution
     from placement.profile import Profile
@@ -35,6 +36,7 @@ _HOME = {
     "capture": "capturing",
     "load_plan": "plan",
     "make_plan": "plan",
+    "optimize": "optimizing",
     "simulate": "simulator",
 }
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "capture",
     "load_plan",
     "make_plan",
+    "optimize",
     "simulate",
 ]
 

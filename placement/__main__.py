@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from placement import cli
 from placement.cli import (
+    audit,
+    bench,
     completion,
     dataset,
     doctor,
     export,
     features,
     import_problem,
+    optimize,
     plan,
     power,
     profile,
@@ -34,8 +35,6 @@ from placement.cli import (
 from placement.cli.parser import Parser
 from placement.tools.ownership import version
 
-_OURS = ("placement", "envs", "agents")
-
 
 class Verb(NamedTuple):
     help: str
@@ -45,66 +44,35 @@ class Verb(NamedTuple):
     first_page: bool = True  # of `placement --help`
 
 
+def _of(module: Any, help: str, first_page: bool = True) -> Verb:
+    """The verb that has a file of its own."""
+    return Verb(help, module.configure, module.run, module.EXAMPLE, first_page)
+
+
 VERBS = {
-    "profile": Verb(
-        "measure every operator on every device",
-        profile.configure,
-        profile.run,
-        profile.EXAMPLE,
-    ),
-    "features": Verb(
-        "what every operator costs by its description; nothing is measured",
-        features.configure,
-        features.run,
-        features.EXAMPLE,
-    ),
-    "dataset": Verb(
-        "graphs of many models with measured times: build, show, load",
-        dataset.configure,
-        dataset.run,
-        dataset.EXAMPLE,
-    ),
-    "power": Verb(
-        "watts of this machine's devices, where it has meters",
-        power.configure,
-        power.run,
-        power.EXAMPLE,
-    ),
-    "import": Verb(
-        "write any problem as one file of our own format",
-        import_problem.configure,
-        import_problem.run,
-        import_problem.EXAMPLE,
-    ),
-    "plan": Verb("let a planner decide", plan.configure, plan.run, plan.EXAMPLE),
-    "run": Verb(
-        "carry a plan out, check its results, measure it", run.configure, run.run, run.EXAMPLE
-    ),
-    "schedule": Verb(
-        "search the order of blocks that are given as data",
-        schedule.configure,
-        schedule.run,
-        schedule.EXAMPLE,
-    ),
-    "replan": Verb(
-        "plan again without devices that are gone", replan.configure, replan.run, replan.EXAMPLE
-    ),
+    "optimize": _of(optimize, "capture, measure, plan and run a model, in one command"),
+    "profile": _of(profile, "measure every operator on every device"),
+    "features": _of(features, "what every operator costs by its description; nothing is measured"),
+    "dataset": _of(dataset, "graphs of many models with measured times: build, show, load"),
+    "power": _of(power, "watts of this machine's devices, where it has meters"),
+    "import": _of(import_problem, "write any problem as one file of our own format"),
+    "plan": _of(plan, "let a planner decide"),
+    "bench": _of(bench, "how far a planner stays from optima that are proved"),
+    "run": _of(run, "carry a plan out, check its results, measure it"),
+    "schedule": _of(schedule, "search the order of blocks that are given as data"),
+    "replan": _of(replan, "plan again without devices that are gone"),
     "validate": Verb(
         "check a plan: against itself, a model, devices",
         show.configure_validate,
         show.run_validate,
         show.VALIDATE_EXAMPLE,
     ),
-    "show": Verb("summarise a plan", show.configure, show.run, show.EXAMPLE),
+    "show": _of(show, "summarise a plan"),
     "diff": Verb("what two plans differ in", show.configure_diff, show.run_diff, show.DIFF_EXAMPLE),
-    "export": Verb(
-        "write a plan in the format of another program",
-        export.configure,
-        export.run,
-        export.EXAMPLE,
-    ),
-    "report": Verb("one HTML page of a run folder", report.configure, report.run, report.EXAMPLE),
-    "pull": Verb("fetch a plan or a policy from W&B", pull.configure, pull.run, pull.EXAMPLE),
+    "export": _of(export, "write a plan in the format of another program"),
+    "audit": _of(audit, "what a runtime did with a plan, from its log"),
+    "report": _of(report, "one HTML page of a run folder"),
+    "pull": _of(pull, "fetch a plan or a policy from W&B"),
     "schema": Verb(
         "print the JSON schema of plans",
         show.configure_schema,
@@ -112,18 +80,9 @@ VERBS = {
         show.SCHEMA_EXAMPLE,
         first_page=False,
     ),
-    "doctor": Verb(
-        "what this machine offers, and what is missing",
-        doctor.configure,
-        doctor.run,
-        doctor.EXAMPLE,
-    ),
-    "completion": Verb(
-        "let the Tab key of a shell complete this command",
-        completion.configure,
-        completion.run,
-        completion.EXAMPLE,
-        first_page=False,
+    "doctor": _of(doctor, "what this machine offers, and what is missing"),
+    "completion": _of(
+        completion, "let the Tab key of a shell complete this command", first_page=False
     ),
 }
 
@@ -163,34 +122,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.options += rest
-    try:
-        with cli.interruptible(), warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            return _checked(args)
-    except KeyboardInterrupt:
-        cli.say(f"interrupted; {cli.AFTER_INTERRUPT}")
-        return cli.INTERRUPTED
-    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
-        cli.close_output()
-        return cli.OK
-    except Exception as error:
-        # A mistake of the user has a class of ours; anything else is a mistake of ours.
-        is_ours = type(error).__module__.partition(".")[0] in _OURS
-        is_known = is_ours or isinstance(error, OSError | MemoryError)
-        if args.debug or not is_known:
-            traceback.print_exc()
-        if not is_known:
-            cli.say(cli.A_DEFECT)
-            return cli.DEFECT
-        full = cli.full_output(error)
-        cli.say(f"error: {full or cli.one_line(str(error)) or cli.NO_MEMORY}")
-        return cli.BAD_INPUT
+    return cli.guarded(
+        lambda: _run(args),
+        cli.explain,
+        debug=args.debug,
+        interrupted=f"interrupted; {cli.AFTER_INTERRUPT}",
+    )
 
 
-def _checked(args: argparse.Namespace) -> int:
-    from placement.tools.ownership import check_packages
-
-    check_packages()
+def _run(args: argparse.Namespace) -> int:
     code = VERBS[args.verb].run(args)
     try:
         sys.stdout.flush()
@@ -201,10 +141,6 @@ def _checked(args: argparse.Namespace) -> int:
 
 def _is_option(text: str) -> bool:
     return not text.startswith("-")
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    cli.say(f"warning: {message}")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from placement.problem import Floats, Problem
 def lower_bounds(problem: Problem) -> dict[str, float]:
     """Bounds that hold for every placement, by objective: seconds, joules for ``energy``.
 
-    Period and largest load: the fractional load balance without communication (an LP), and the
-    heaviest colocation group at its cheapest device. Latency: the larger of that and of the
+    Period and largest load: the fractional load balance without communication (an LP), which also
+    holds where replicas take turns; and, where they may not (``max_phases`` of the problem is 1),
+    the heaviest colocation group at its cheapest device. Latency: the larger of that and of the
     critical path with every operator at its fastest device; of few operators also the energy of
     every interval of time (``_energetic_bound_s``). It is rounded up where all seconds are
     multiples of one number and nothing takes time to send. Energy (where power is known): every
@@ -31,7 +32,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
         "piecewise_latency": path_s,
     }
     if problem.power is not None:
-        busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.sleep_w)
+        busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.idle_w)
         added = np.where(problem.supported, problem.compute_s, 0.0) * (busy - least)
         added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
         run_s = max(path_s / problem.num_microbatches, load_s)
@@ -157,7 +158,8 @@ _LP_SIZE, _QUICK_LP = 200_000, 5_000  # variables; a moment for a search that go
 
 def _load_bound_s(problem: Problem, lp_size: int = _LP_SIZE) -> float:
     groups = problem.group_compute_s
-    return max(float(groups.min(axis=1).max()), balance_bound(groups, lp_size))
+    heaviest = float(groups.min(axis=1).max()) if problem.max_phases == 1 else 0.0
+    return max(heaviest, balance_bound(groups, lp_size))
 
 
 def balance_bound(seconds: Sequence[Sequence[float]] | Floats, lp_size: int = _LP_SIZE) -> float:

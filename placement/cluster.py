@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.devices import library, nearest
 from placement.tools.files import parse_yaml, short, write_atomic
 
 Floats = NDArray[np.float64]
@@ -48,12 +50,12 @@ class Device:
         threads: intra-operator threads.
         memory_bytes: capacity for parameters, activations and workspace.
         busy_w, idle_w: watts while working and while waiting; None if unknown.
-        sleep_w, sleep_after_s, sleep_exit_s: once it has waited for ``sleep_after_s``, it sleeps
-            and draws ``sleep_w`` (None: it never sleeps); its next operator then begins
-            ``sleep_exit_s`` later, and it draws ``idle_w`` until then.
         power_source: where watts come from: ``declared``, or ``measured`` by
             ``placement.costs.power.measured``.
-        like, speed: a device that is not at hand: ``speed`` times as fast as device ``like``.
+        like, speed: a device that is not at hand: ``speed`` times as fast as device ``like``,
+            one that was measured or one of the library (``nvidia/l4``, see ``placement.devices``).
+        flops_per_s, bytes_per_s, call_s: peak rates of any type, of its memory, and seconds to
+            start an operator, for predictions; None: those of the library, or as measured here.
         model: of the processor or accelerator, as the machine calls it.
     """
 
@@ -68,9 +70,9 @@ class Device:
     speed: float = 1.0
     model: str = ""
     power_source: str = "declared"
-    sleep_w: float | None = None
-    sleep_after_s: float = 0.0
-    sleep_exit_s: float = 0.0
+    flops_per_s: float | None = None
+    bytes_per_s: float | None = None
+    call_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads <= MOST_THREADS:
@@ -90,66 +92,45 @@ class Device:
             )
         if not self.speed > 0:
             raise ClusterError(f"device {self.name!r}: speed = {self.speed}, must be > 0")
-        for what in ("busy_w", "idle_w", "sleep_w"):
+        for what in ("busy_w", "idle_w"):
             watts = getattr(self, what)
             if watts is not None and watts < 0:
                 raise ClusterError(f"device {self.name!r}: {what} = {watts} watts is negative")
             if watts is not None and not isfinite(watts):
                 raise ClusterError(f"device {self.name!r}: {what} = {watts} is no number of watts")
-        for what in ("sleep_after_s", "sleep_exit_s"):
-            seconds = getattr(self, what)
-            if not 0 <= seconds < LONGEST_S:
-                raise ClusterError(f"device {self.name!r}: {what} = {seconds}, must be >= 0")
-            if seconds and self.sleep_w is None:
-                raise ClusterError(
-                    f"device {self.name!r}: {what} = {seconds} without sleep_w: state the watts "
-                    "that it draws asleep"
-                )
-        if self.sleep_w is not None and not (self.idle_w or 0.0) >= self.sleep_w:
-            raise ClusterError(
-                f"device {self.name!r}: sleep_w = {self.sleep_w} watts, but idle_w = "
-                f"{self.idle_w}: asleep it must draw no more than idle"
-            )
+        for what in ("flops_per_s", "bytes_per_s", "call_s"):
+            rate = getattr(self, what)
+            if rate is not None and not (0 <= rate < 1e30 and (rate > 1e-30 or what == "call_s")):
+                raise ClusterError(f"device {self.name!r}: {what} = {rate} must be positive")
         if self.power_source not in ("declared", "measured"):
             raise ClusterError(
                 f"device {self.name!r}: power_source = {self.power_source!r}, must be declared or "
                 "measured"
             )
 
+    @property
+    def measured_as(self) -> str:
+        """The device whose measured times are its own, ``speed`` apart: of the library none is."""
+        return self.name if self.like is None or self.like in library() else self.like
+
 
 @dataclass(frozen=True, eq=False)
 class Power:
-    """What ``D`` devices draw, float64 ``[D]`` each; see ``Device``.
-
-    A device that never sleeps has an infinite ``sleep_after_s``.
-    """
+    """What ``D`` devices draw, float64 ``[D]`` each; see ``Device``."""
 
     busy_w: Floats
     idle_w: Floats
-    sleep_w: Floats
-    sleep_after_s: Floats
-    sleep_exit_s: Floats
 
     @classmethod
     def of(cls, devices: Sequence[Device]) -> Power:
         """Watts that are not known are nan."""
+        watts = [[d.busy_w for d in devices], [d.idle_w for d in devices]]
+        return cls(*np.array(watts, np.float64))
 
-        def row(*values: float | None) -> Floats:
-            return np.array(values, np.float64)
-
-        sleeps = [d.sleep_w is not None for d in devices]
-        return cls(
-            row(*(d.busy_w for d in devices)),
-            row(*(d.idle_w for d in devices)),
-            row(*(d.idle_w if d.sleep_w is None else d.sleep_w for d in devices)),
-            np.where(sleeps, row(*(d.sleep_after_s for d in devices)), np.inf),
-            row(*(d.sleep_exit_s for d in devices)),
-        )
-
-    def energy_j(self, run_s: Floats | float, busy_s: Floats, asleep_s: Floats) -> Floats:
-        """Joules of runs of ``run_s [..]``, in which devices were busy and asleep ``[.., D]``."""
-        waiting_s = np.maximum(np.asarray(run_s)[..., None] - busy_s - asleep_s, 0.0)
-        joules: Floats = busy_s @ self.busy_w + waiting_s @ self.idle_w + asleep_s @ self.sleep_w
+    def energy_j(self, run_s: Floats | float, busy_s: Floats) -> Floats:
+        """Joules of runs of ``run_s [..]``, in which devices were busy for ``busy_s [.., D]``."""
+        waiting_s = np.maximum(np.asarray(run_s)[..., None] - busy_s, 0.0)
+        joules: Floats = busy_s @ self.busy_w + waiting_s @ self.idle_w
         return joules
 
 
@@ -304,7 +285,7 @@ class Cluster:
 
     @cached_property
     def power(self) -> Power:
-        """What the devices draw, and when they sleep; watts that are not known are nan."""
+        """What the devices draw; watts that are not known are nan."""
         return Power.of(self.devices)
 
     @property
@@ -323,11 +304,11 @@ class Cluster:
         """SHA-256 (hex) of all fields of the devices (names and watts too) and declared links."""
         devices = [asdict(d) for d in self.devices]
         for device in devices:
-            # As it was before there were these.
             if device["power_source"] == "declared":
-                del device["power_source"]
-            if device["sleep_w"] is None:
-                del device["sleep_w"], device["sleep_after_s"], device["sleep_exit_s"]
+                del device["power_source"]  # as it was before there was one
+            for rate in ("flops_per_s", "bytes_per_s", "call_s"):
+                if device[rate] is None:
+                    del device[rate]
         links = [asdict(x) for x in self.links]
         for link in links:
             for new in ("wake_s", "send_s", "send_s_per_byte"):
@@ -398,6 +379,9 @@ class Cluster:
     def from_yaml(cls, path: str | Path) -> Cluster:
         """Read ``name``, ``devices`` and ``links`` (fields of ``Device`` and ``Link``).
 
+        What is not said of a device that is ``like`` one of the library is as there; two such
+        devices that no link joins have that of the slower slot.
+
         Raises:
             ClusterError: not readable, not YAML, or a field that is unknown or wrong.
         """
@@ -418,78 +402,114 @@ class Cluster:
                 "links"
             )
         try:
-            devices = tuple(from_record(Device, d) for d in data["devices"])
+            devices = tuple(_described(d) for d in data["devices"])
             links = tuple(from_record(Link, d) for d in data.get("links") or [])
-            return cls(str(data.get("name", Path(path).stem)), devices, links)
+            declared = cls(str(data.get("name", Path(path).stem)), devices, links)
+            return replace(declared, links=(*_slots(declared), *links))
         except ClusterError as error:
             raise ClusterError(f"{path}: {error}") from error
 
 
-_TYPES: dict[str, type] = {
-    **dict.fromkeys(("name", "kind", "like", "model", "power_source"), str),
-    **dict.fromkeys(("src", "dst", "channel"), str),
-    "threads": int,
-    "blocking": bool,
-}
+_SLOT_LATENCY_S = 15e-6  # of a copy from one device to another of the same host
+_ELSEWHERE = re.compile(r"(.*/)?(cpu|cuda):[0-9]+")  # a device that was measured on another machine
+
+
+def _described(data: Any) -> Device:
+    """A device of a file; of the library, what is not said is as there.
+
+    Raises:
+        ClusterError: as ``from_record``, or a name that the library does not have.
+    """
+    like = data.get("like") if isinstance(data, dict) else None
+    if not isinstance(like, str) or "/" not in like or _ELSEWHERE.fullmatch(like):
+        return from_record(Device, data)  # type: ignore[no-any-return]
+    if like not in library():
+        raise ClusterError(
+            f"device {short(data.get('name', ''))}: like = {short(like)} is not in the library; "
+            f"did you mean {', '.join(nearest(like))}? all are in docs/hardware.md; "
+            "flops_per_s, bytes_per_s and memory_bytes describe one that is not there"
+        )
+    known = library()[like]
+    facts = {what: getattr(known, what) for what in ("kind", "memory_bytes", "busy_w", "idle_w")}
+    return from_record(Device, {**facts, "model": like, **data})  # type: ignore[no-any-return]
+
+
+def _slots(cluster: Cluster) -> list[Link]:
+    """Of each two devices of the library that no declared link joins: through their slots.
+
+    Raises:
+        ClusterError: so many devices without links.
+    """
+    speed = {
+        d.name: library()[d.like].link_bytes_per_s
+        for d in cluster.devices
+        if d.like is not None and d.like in library()
+    }
+    if not speed or cluster.joins[~np.eye(cluster.num_devices, dtype=bool)].all():
+        return []
+    if len(speed) > _MOST_SLOTS:
+        raise ClusterError(
+            f"{len(speed)} devices of the library in one host, at most {_MOST_SLOTS}: declare "
+            "links, e.g. {src: '*', dst: '*', bandwidth_bytes_per_s: 1.2e9, latency_s: 5e-5}"
+        )
+    at = {name: cluster.index(name) for name in speed}
+    return [
+        Link(a, b, _SLOT_LATENCY_S, min(speed[a], speed[b]))
+        for a in speed
+        for b in speed
+        if a != b and not cluster.joins[at[a], at[b]]
+    ]
+
+
+_MOST_SLOTS = 64
 _WORDS = {str: "a text: write it in quotes", int: "a whole number", bool: "true or false"}
 
 
 def from_record(kind: type, data: Any) -> Any:
-    """A ``Device`` or a ``Link`` of the fields that a file gives.
+    """A ``Device`` or a ``Link`` of the fields that a file gives, of the types that they have.
 
     Raises:
         ClusterError: a field that is unknown, missing, or of another kind.
     """
-    known = {f.name: f for f in fields(kind)}
+    what = kind.__name__.lower()
     if not isinstance(data, dict):
-        raise ClusterError(f"a {kind.__name__.lower()} must be a mapping, not {short(data)}")
-    unknown = set(data) - set(known)
-    if unknown:
+        raise ClusterError(f"a {what} must be a mapping, not {short(data)}")
+    where = f"{what} {short(data.get('name', ''))}"
+    known, hints = {f.name: f for f in fields(kind)}, get_type_hints(kind)
+    if unknown := set(data) - set(known):
         raise ClusterError(
-            f"{kind.__name__.lower()} {short(data.get('name', ''))}: unknown field "
-            f"{short(sorted(map(str, unknown)))}; fields are {sorted(known)}"
+            f"{where}: unknown field {short(sorted(map(str, unknown)))}; fields are {sorted(known)}"
         )
-    values = dict(data)
-    if "cores" in values:
-        if not isinstance(values["cores"], list):
-            raise ClusterError(f"cores = {short(values['cores'])} is not a list of core numbers")
-        values["cores"] = tuple(values["cores"])
-    for key, value in values.items():
+    values = {}
+    for key, value in data.items():
         if value is None and known[key].default is not None:
-            raise ClusterError(
-                f"{kind.__name__.lower()} {short(data.get('name', ''))}: {key} must not be empty; "
-                "leave it out"
-            )
-        needed = _TYPES.get(key)
-        if value is not None and needed is not None and type(value) is not needed:
-            raise ClusterError(
-                f"{kind.__name__.lower()} {short(data.get('name', ''))}: {key} = {short(value)} "
-                f"must be {_WORDS[needed]}"
-            )
-    for core in values.get("cores", ()):
-        if type(core) is not int:
-            raise ClusterError(f"cores: {short(core)} is not a core number")
-    numbers = (
-        "latency_s", "bandwidth_bytes_per_s", "wake_s", "send_s", "send_s_per_byte", "speed",
-        "busy_w", "idle_w", "sleep_w", "sleep_after_s", "sleep_exit_s", "memory_bytes",
-    )  # fmt: skip
-    for key in numbers:
-        if values.get(key) is not None:
-            # YAML reads 1e9 as a string: accept it, and name the field if it is no number.
-            try:
-                if isinstance(values[key], bool):
-                    raise TypeError("a word")
-                if key == "memory_bytes" and type(values[key]) is int:
-                    continue  # a float would round it
-                values[key] = float(values[key])
-                if key == "memory_bytes":
-                    values[key] = int(values[key])
-            except (TypeError, ValueError, OverflowError):
-                raise ClusterError(f"{key} = {short(values[key])} is not a number") from None
+            raise ClusterError(f"{where}: {key} must not be empty; leave it out")
+        needed = next(x for x in (*get_args(hints[key]), hints[key]) if x is not type(None))
+        values[key] = value if value is None else _field(where, key, value, needed)
     try:
         return kind(**values)
     except TypeError as error:
-        raise ClusterError(f"{kind.__name__.lower()} {short(data)}: {error}") from error
+        raise ClusterError(f"{what} {short(data)}: {error}") from error
+
+
+def _field(where: str, key: str, value: Any, needed: Any) -> Any:
+    if key == "cores":
+        if not isinstance(value, list):
+            raise ClusterError(f"cores = {short(value)} is not a list of core numbers")
+        for core in value:
+            if type(core) is not int:
+                raise ClusterError(f"cores: {short(core)} is not a core number")
+        return tuple(value)
+    if type(value) is needed:  # a float would round a large number of bytes
+        return value
+    if needed is not float and key != "memory_bytes":
+        raise ClusterError(f"{where}: {key} = {short(value)} must be {_WORDS[needed]}")
+    try:  # YAML reads 1e9 as a text: accept it, and name the field if it is no number
+        if isinstance(value, bool):
+            raise TypeError("a word")
+        return needed(float(value))
+    except (TypeError, ValueError, OverflowError):
+        raise ClusterError(f"{key} = {short(value)} is not a number") from None
 
 
 def _host_memory_bytes() -> int:

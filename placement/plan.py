@@ -14,7 +14,7 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from math import isclose
@@ -23,13 +23,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from placement.bounds import lower_bound, lower_bounds
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.objective import Objective, ObjectiveName
-from placement.problem import ROUNDING, Placement, Problem, Solution
+from placement.problem import MOST_PHASES, ROUNDING, Placement, Problem, Solution
 from placement.tools.files import model_file, parse_json, short, write_atomic
 from placement.tools.named import meant
 from placement.tools.ownership import version
@@ -39,7 +48,7 @@ if TYPE_CHECKING:
     from placement.schedule import Schedule
     from placement.timeline import Timeline
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSIONS = (1, 2)  # 2: with phases
 MAX_FILE_BYTES = 256 * 2**20
 
 # Names are shown in terminals and pages: control and direction-changing characters are refused.
@@ -120,9 +129,9 @@ class DeviceInfo(_Strict):
     speed: FiniteFloat
     model: Name
     power_source: Literal["declared", "measured"] = "declared"
-    sleep_w: Seconds | None = None
-    sleep_after_s: Seconds = 0.0
-    sleep_exit_s: Seconds = 0.0
+    flops_per_s: FiniteFloat | None = None
+    bytes_per_s: FiniteFloat | None = None
+    call_s: Seconds | None = None
 
 
 class LinkInfo(_Strict):
@@ -269,17 +278,21 @@ class Plan(_Strict):
 
     Attributes:
         assignment: operator name -> device name, in the order of operator numbers.
+        phases: of a periodic plan, ``K - 1`` times what differs from ``assignment``: micro-batch
+            ``m`` runs as phase ``m % K`` says, phase 0 being ``assignment`` itself. Empty: all
+            micro-batches run alike. A file with phases has ``schema_version`` 2.
         second_j: joules that a second was worth to the objective ``energy``.
         priority: ``[N]`` rank of each operator where several are ready (smallest first).
         order: for every device the (operator, micro-batch) in the order they run, or null: then
             the list rule of ``priority`` decides.
         stages: the assignment as maximal runs of operators on one device.
-        lower_bound_s: objective -> proved: no placement is better.
+        lower_bound_s: objective -> proved: no placement is better, periodic or not; of a plan
+            without phases, none without.
         device_map: module path -> device name, for the outermost modules that live whole on
             one device.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 1
     planner: PlannerInfo
     graph: GraphInfo
     cluster: ClusterInfo
@@ -288,6 +301,7 @@ class Plan(_Strict):
     max_in_flight: Annotated[int, Field(ge=1, le=2**31 - 1)]
     second_j: Seconds = 0.0
     assignment: dict[Name, Name]
+    phases: Annotated[tuple[dict[Name, Name], ...], Field(max_length=MOST_PHASES - 1)] = ()
     priority: tuple[Count, ...]
     order: dict[Name, tuple[tuple[Name, Count], ...]] | None = None
     stages: tuple[Stage, ...]
@@ -298,6 +312,18 @@ class Plan(_Strict):
     limits: Limits
     fallback: Fallback | None = None
     provenance: Provenance
+
+    @model_serializer(mode="wrap")
+    def _as_of_version(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = write(self)
+        if not self.phases:
+            data.pop("phases", None)  # which older versions do not know
+        return data
+
+    @property
+    def assignments(self) -> tuple[dict[str, str], ...]:
+        """Operator name -> device name in each phase; one, unless micro-batches take turns."""
+        return (self.assignment, *(self.assignment | phase for phase in self.phases))
 
     def _repr_html_(self) -> str:
         """What a notebook shows: values, devices and stages."""
@@ -312,10 +338,15 @@ class Plan(_Strict):
             bound = self.lower_bound_s.get(what)
             row = (getattr(self.predicted, f"{what}_s"), self.measured_s(what), bound, alone)
             values.append([what, *map(shown, row)])
-        counts = Counter(self.assignment.values())
+        on = [Counter(phase.values()) for phase in self.assignments]
+        counts = {d.name: " / ".join(f"{x[d.name]:,}" for x in on) for d in self.cluster.devices}
         peak, limit = self.predicted.peak_bytes, self.limits.memory_bytes
         devices = [
-            [d.name, f"{counts[d.name]:,}", shown(self.predicted.busy_s.get(d.name))]
+            [
+                d.name,
+                counts[d.name],
+                shown(self.predicted.busy_s.get(d.name)),
+            ]
             + [mebibytes(x.get(d.name, 0)) for x in (peak, limit)]
             for d in self.cluster.devices
         ]
@@ -341,7 +372,7 @@ class Plan(_Strict):
         write_atomic(path, self.model_dump_json(indent=1) + "\n")
 
     def placement(self, graph: OpGraph, cluster: Cluster) -> Placement:
-        """The assignment as int32 ``[N]`` of ``graph`` on ``cluster``.
+        """The assignment as int32 ``[N]`` of ``graph`` on ``cluster``; with phases ``[K, N]``.
 
         Raises:
             PlanMismatch: made for another graph or other devices; names the parts that differ.
@@ -354,7 +385,8 @@ class Plan(_Strict):
                 "for the model and devices at hand: "
                 "placement plan MODEL --planner best_of --out plan.json"
             )
-        return np.array([cluster.index(self.assignment[x]) for x in graph.op_name], np.int32)
+        rows = [[cluster.index(on[x]) for x in graph.op_name] for on in self.assignments]
+        return np.array(rows if self.phases else rows[0], np.int32)
 
     def graph_differences(self, graph: OpGraph) -> list[str]:
         """In which parts ``graph`` is not the one of the plan; empty if it is."""
@@ -397,7 +429,7 @@ class Plan(_Strict):
 
     def missing_devices(self) -> list[str]:
         """Why this machine cannot run the plan: one line per device in use that it lacks."""
-        used, missing = set(self.assignment.values()), []
+        used, missing = {d for on in self.assignments for d in on.values()}, []
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         for d in self.cluster.build().devices:
             if d.name not in used:
@@ -565,11 +597,20 @@ class Plan(_Strict):
                 f"cluster.fingerprint = {self.cluster.fingerprint[:12]}..., but the devices listed "
                 f"give {built.fingerprint[:12]}..."
             )
-        for op, device in self.assignment.items():
-            if device not in devices:
-                found.append(
-                    f"assignment[{op!r}] = {device!r}: no such device, there are {devices}"
-                )
+        for key, phase in (("assignment", self.assignment), *self._named_phases()):
+            found += [
+                f"{key}[{op!r}] = {device!r}: no such device, there are {devices}"
+                for op, device in phase.items()
+                if device not in devices
+            ]
+            unknown = [op for op in phase if op not in self.assignment]
+            if unknown:
+                found.append(f"{key}: no operator {_some(unknown)} in assignment")
+        if (self.schema_version == 2) != bool(self.phases):
+            found.append(
+                f"schema_version = {self.schema_version}, but there are {len(self.phases)} phases: "
+                "a plan with phases has version 2, one without has 1"
+            )
         for key, named in (
             ("device_map", self.device_map.values()),
             ("order", self.order or ()),
@@ -624,6 +665,9 @@ class Plan(_Strict):
                 )
         return found + self._value_inconsistencies() + self._order_inconsistencies()
 
+    def _named_phases(self) -> list[tuple[str, dict[str, str]]]:
+        return [(f"phases[{i}]", on) for i, on in enumerate(self.phases)]
+
     def _value_inconsistencies(self) -> list[str]:
         """Values that say the objective twice must agree, and none is below a proved bound."""
         twins = {"latency": "latency_s", "period": "period_s"}
@@ -654,12 +698,13 @@ class Plan(_Strict):
                 f"order has {given} entries, {len(self.assignment)} operators x "
                 f"{self.num_microbatches} micro-batches are {expected}"
             ]
-        found = []
+        found, phases = [], self.assignments
         times: Counter[tuple[str, int]] = Counter()
         for device, rows in self.order.items():
             times.update(rows)
             for op, batch in rows:
-                if self.assignment.get(op) != device or batch >= self.num_microbatches:
+                planned = phases[batch % len(phases)].get(op)
+                if planned != device or batch >= self.num_microbatches:
                     found.append(
                         f"order[{device!r}] runs {op!r}, micro-batch {batch}: not its work"
                     )
@@ -703,22 +748,25 @@ def make_plan(
     schedule = schedule or solution.schedule
     many = simulate(problem, p, schedule)
     single = schedule is not None and schedule.num_microbatches == 1
-    one = many if single else simulate(problem, p, num_microbatches=1)
+    alone = [many] if single else [simulate(problem, x, None, 1) for x in np.atleast_2d(p)]
+    one = max(alone, key=lambda line: line.latency_s)  # of the slowest phase
     priority = problem.priority
     if single:
         priority = np.argsort(np.lexsort((one.end_s[0], one.start_s[0]))).astype(np.int32)
     assert one.peak_bytes is not None and many.peak_bytes is not None
+    problem = replace(problem, max_phases=max(problem.max_phases, len(alone)))  # of its bounds
     peak = np.maximum(one.peak_bytes, many.peak_bytes)
     if problem.objective.is_analytic:  # these count parameters only
         peak = problem.param_bytes_on(p)
     excess = memory_excess(problem, peak)
     if excess:
         raise PlanError(f"the placement does not fit: {'; '.join(excess)}")
-    on = [devices[d] for d in p]
+    on, *others = ([devices[d] for d in row] for row in np.atleast_2d(p))
     if input_spec is None and graph.program is not None:
         input_spec = graph.program.input_spec
     try:
         return Plan(
+            schema_version=2 if others else 1,
             planner=PlannerInfo(name=planner, parameters=dict(parameters or {})),
             graph=GraphInfo(
                 name=graph.name,
@@ -741,6 +789,10 @@ def make_plan(
             max_in_flight=problem.max_in_flight,
             second_j=problem.second_j,
             assignment=dict(zip(graph.op_name, on, strict=True)),
+            phases=tuple(
+                {op: d for op, d, at in zip(graph.op_name, phase, on, strict=True) if d != at}
+                for phase in others
+            ),
             priority=tuple(priority.tolist()),
             order=None if schedule is None else _named_order(schedule, graph, devices),
             stages=_stages(graph.op_name, on),
@@ -782,7 +834,13 @@ def _value_s(problem: Problem, solution: Solution, one: Timeline, many: Timeline
 
 
 def proved_bound_s(problem: Problem, solution: Solution) -> float:
-    """The best lower bound of the objective that is proved, by the planner or in general."""
+    """The best lower bound of the objective that is proved, by the planner or in general.
+
+    Planners prove theirs for placements with one phase.
+    """
+    phases = max(problem.max_phases, len(np.atleast_2d(solution.placement)))
+    if phases > 1:
+        return lower_bound(replace(problem, max_phases=phases))
     return max(lower_bound(problem), solution.lower_bound_s or 0.0)
 
 
@@ -830,15 +888,39 @@ def read_plan(path: str | Path) -> Plan:
     if not isinstance(data, dict) or "schema_version" not in data:
         raise PlanError(f"{path}: not a plan: there is no key 'schema_version'")
     version = data["schema_version"]
-    if version != SCHEMA_VERSION or isinstance(version, bool):
+    if version not in SCHEMA_VERSIONS or isinstance(version, bool):
         raise PlanError(
-            f"{path}: schema_version = {short(version)}, this version reads {SCHEMA_VERSION}: "
+            f"{path}: schema_version = {short(version)}, this version reads "
+            f"{' and '.join(map(str, SCHEMA_VERSIONS))}: "
             "install the version that wrote the plan, or make it again: placement plan"
         )
     try:
-        return Plan.model_validate_json(text)
+        return Plan.model_validate_json(_awake(path, data, text))
     except ValidationError as error:
         raise PlanError(f"{path}: {_explain(error)}") from error
+
+
+_OF_SLEEP = ("sleep_after_s", "sleep_exit_s")
+
+
+def _awake(path: Path, data: dict[str, Any], text: str) -> str:
+    """Older files say of every device whether it sleeps: of one that does not, it is nothing.
+
+    Raises:
+        PlanError: one does, and the plan's values count on it.
+    """
+    try:
+        for device in data["cluster"]["devices"]:
+            watts, *_ = [device.pop(key, None) for key in ("sleep_w", *_OF_SLEEP)]
+            if watts is not None:
+                raise PlanError(
+                    f"{path}: device {short(device.get('name'))} has sleep_w = {short(watts)}, but "
+                    "devices that sleep are no longer modelled: plan again without it in the "
+                    "cluster's file"
+                )
+    except (LookupError, TypeError, AttributeError):  # told by who reads it next
+        pass
+    return json.dumps(data) if '"sleep_' in text else text
 
 
 def schema_text() -> str:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from placement.schedule import Schedule
 
 Floats = NDArray[np.float64]
-Placement = NDArray[np.int32]  # [N] device of each operator
+Placement = NDArray[np.int32]  # [N] device of each operator, or [K, N]: in each phase
 MOST_RUNS = 2**24  # operators x micro-batches: a timetable of them has half a GiB
+MOST_PHASES = 1024  # of a periodic placement
 MOST_WAITING = 2**36  # micro-batches x those in flight: the simulator looks at all that wait
 ROUNDING = 1e-6  # by which sums in another order, and what solvers prove, may differ
 ReadyOrder = Literal["priority", "arrival"]
@@ -45,6 +46,8 @@ class Problem:
             input. The simulators of GiPH and DOPPLER have no contention, and order by arrival.
         second_j: joules that a second is worth to the objective ``energy``: 0 counts joules
             alone, much counts time alone, and what lies between weighs one against the other.
+        max_phases: a planner may answer with a periodic placement ``[K, N]`` of at most so many
+            phases, in which replicas take turns; 1: all micro-batches run alike.
     """
 
     graph: OpGraph
@@ -56,6 +59,7 @@ class Problem:
     contention: bool = True
     ready_order: ReadyOrder = "priority"
     second_j: float = 0.0
+    max_phases: int = 1
 
     def __post_init__(self) -> None:
         self.profile.check(self.graph)
@@ -78,6 +82,11 @@ class Problem:
             raise ProblemError(
                 f"num_microbatches = {self.num_microbatches} and max_in_flight = "
                 f"{self.max_in_flight} must be at least 1"
+            )
+        if not 1 <= self.max_phases <= MOST_PHASES:
+            raise ProblemError(
+                f"max_phases = {self.max_phases} must be from 1 (all micro-batches run alike) to "
+                f"{MOST_PHASES}"
             )
         waiting = self.num_microbatches * min(self.num_microbatches, self.max_in_flight)
         if (
@@ -334,43 +343,60 @@ class Problem:
         return everything > int(self.memory_bytes.min())
 
     def param_bytes_on(self, placement: Placement) -> NDArray[np.int64]:
-        """int64 ``[D]`` parameter bytes each device holds (tied parameters once per device)."""
+        """int64 ``[D]`` parameter bytes each device holds, of all phases.
+
+        Tied parameters, and those of several phases, are held once per device.
+        """
         g = self.graph
         held = np.zeros((len(g.param_bytes), self.num_devices), bool)
-        held[g.param_use, placement[g.param_use_op]] = True
+        held[g.param_use, placement[..., g.param_use_op]] = True
         return g.param_bytes @ held
 
     def as_batch(self, placements: ArrayLike) -> NDArray[np.int32]:
         """One or more placements as int32 ``[B, N]``, for kernels that read without looking.
 
+        Periodic ones are ``[B, K, N]``.
+
         Raises:
             ProblemError: wrong length, an unknown device, or no whole number.
         """
         p = np.ascontiguousarray(np.atleast_2d(_whole(placements)))
-        if p.ndim != 2 or p.shape[1] != self.num_ops:
-            raise ProblemError(f"placements have shape {p.shape}, expected (B, {self.num_ops})")
+        if p.ndim > 3 or p.shape[-1] != self.num_ops or 0 in p.shape[1:]:
+            raise ProblemError(
+                f"placements have shape {p.shape}, expected (B, {self.num_ops}), or "
+                f"(B, K, {self.num_ops}) of periodic ones"
+            )
         if p.size and (p.min() < 0 or p.max() >= self.num_devices):
-            b, n = np.argwhere((p < 0) | (p >= self.num_devices))[0].tolist()
+            b, *_, n = at = np.argwhere((p < 0) | (p >= self.num_devices))[0].tolist()
             raise ProblemError(
                 f"placement {b}: operator {n} ({self.graph.op_name[n]!r}) is on device "
-                f"{p[b, n]}; there are {self.num_devices}"
+                f"{p[tuple(at)]}; there are {self.num_devices}"
             )
         return p
 
     def check_placement(self, placement: ArrayLike) -> Placement:
-        """``placement`` as int32 ``[N]``.
+        """``placement`` as int32 ``[N]``; a periodic one as ``[K, N]``, of one phase as ``[N]``.
 
         Raises:
             ProblemError: wrong length, unknown device, no whole number, unsupported operator or a
-                colocation group that is split; the message names the operator.
+                colocation group that is split; the message names the operator, and the phase.
         """
         p = np.array(_whole(placement))  # of its own, whoever changes the caller's
+        if p.ndim == 2 and 1 <= len(p) <= MOST_PHASES:
+            checked = [self._check_phase(row, f" in phase {k}") for k, row in enumerate(p)]
+            return checked[0] if len(p) == 1 else np.stack(checked)
+        return self._check_phase(p)
+
+    def _check_phase(self, p: NDArray[np.int32], phase: str = "") -> NDArray[np.int32]:
         if p.shape != (self.num_ops,):
-            raise ProblemError(f"placement has shape {p.shape}, expected ({self.num_ops},)")
+            raise ProblemError(
+                f"placement has shape {p.shape}, expected ({self.num_ops},), or "
+                f"(K, {self.num_ops}) of a periodic one with at most {MOST_PHASES} phases"
+            )
         if p.min() < 0 or p.max() >= self.num_devices:
             n = int(np.flatnonzero((p < 0) | (p >= self.num_devices))[0])
             raise ProblemError(
-                f"operator {n} ({self.graph.op_name[n]!r}) is on device {p[n]}; "
+                f"operator {n} ({self.graph.op_name[n]!r}) is on device {p[n]}{phase}; "
                 f"there are {self.num_devices}"
             )
         bad = np.flatnonzero(~np.isfinite(self.compute_s[np.arange(self.num_ops), p]))
@@ -378,7 +404,7 @@ class Problem:
             n = int(bad[0])
             raise ProblemError(
                 f"operator {n} ({self.graph.op_name[n]!r}) cannot run on "
-                f"{self.cluster.device_names[p[n]]!r}"
+                f"{self.cluster.device_names[p[n]]!r}{phase}"
             )
         first = np.full(self.graph.num_groups, -1, np.int32)
         first[self.graph.group[::-1]] = p[::-1]
@@ -389,9 +415,14 @@ class Problem:
             raise ProblemError(
                 f"operator {n} ({self.graph.op_name[n]!r}) is on {names[p[n]]!r}, the rest of its "
                 f"colocation group, which must stay together, on "
-                f"{names[first[self.graph.group[n]]]!r}"
+                f"{names[first[self.graph.group[n]]]!r}{phase}"
             )
         return p
+
+    @cached_property
+    def one_phase(self) -> Problem:
+        """The same problem, for planners that answer with one phase only."""
+        return self if self.max_phases == 1 else replace(self, max_phases=1)
 
     def with_objective(self, objective: Objective) -> Problem:
         """The same problem with another objective."""
@@ -403,10 +434,11 @@ class Solution:
     """A planner's answer.
 
     Attributes:
-        placement: int32 ``[N]``.
+        placement: int32 ``[N]``, or ``[K, N]`` if periodic, with K of at least 2.
         value_s: the problem's objective of ``placement`` (in the order of ``schedule``) in the
             simulator; inf if infeasible.
-        lower_bound_s: no placement can be better; None unless proved.
+        lower_bound_s: no placement with one phase can be better; None unless proved. What
+            ``bounds.lower_bound`` gives holds for all of the problem's ``max_phases``.
         stats: ``seconds``, ``evaluations`` and whatever else the planner counts.
         schedule: the order that ``value_s`` is of, where the planner decided one; None: the list
             scheduler's.
@@ -427,10 +459,10 @@ class Solution:
         if self.lower_bound_s is not None:
             rows.append(["proved bound", f"{self.lower_bound_s:.4g}"])
         rows += [[str(k), str(v)[:100]] for k, v in self.stats.items()]
-        devices, counts = np.unique(self.placement, return_counts=True)
-        rows += [
-            [f"operators on device {d}", f"{n:,}"] for d, n in zip(devices, counts, strict=True)
-        ]
+        phases = np.atleast_2d(self.placement)
+        for d in np.unique(phases).tolist():
+            counts = [f"{n:,}" for n in (phases == d).sum(axis=1)]
+            rows.append([f"operators on device {d}", " / ".join(counts)])
         return table("Solution", ["", ""], rows)
 
 

@@ -150,12 +150,13 @@ class Profile:
         """
         columns, factors = [], []
         for device in cluster.devices:
-            source = device.like or device.name
+            source = device.measured_as
             if source not in self.device_names:
                 raise ProfileError(
                     f"device {device.name!r} was not measured (profile has "
                     f"{list(self.device_names)}); run: placement profile, or give it "
-                    f"'like: <measured device>' and 'speed: <factor>'"
+                    f"'like: <measured device>' and 'speed: <factor>', or predict it: "
+                    "--predict roofline"
                 )
             columns.append(self.device_names.index(source))
             factors.append(1.0 / device.speed)
@@ -170,8 +171,7 @@ class Profile:
             replace(measured[pair], src=a.name, dst=b.name)
             for i, a in enumerate(cluster.devices if measured else ())
             for j, b in enumerate(cluster.devices)
-            if (pair := (a.like or a.name, b.like or b.name)) in measured
-            and not cluster.joins[i, j]
+            if (pair := (a.measured_as, b.measured_as)) in measured and not cluster.joins[i, j]
         ]
         compute, spread = take(self.compute_s), take(self.spread_s)
         assert compute is not None and spread is not None

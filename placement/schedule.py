@@ -32,7 +32,7 @@ class Schedule:
 
     def check_order(self, graph: OpGraph, num_devices: int, placement: Placement) -> None:
         """``check`` of what a graph and its placement decide."""
-        n, m = graph.num_ops, self.num_microbatches
+        n, m, phases = graph.num_ops, self.num_microbatches, np.atleast_2d(placement)
         if len(self.order) != num_devices:
             raise ScheduleError(
                 f"schedule is for {len(self.order)} devices, problem has {num_devices}"
@@ -49,12 +49,13 @@ class Schedule:
             ops, batches = rows[:, 0], rows[:, 1]
             if ops.min() < 0 or ops.max() >= n or batches.min() < 0 or batches.max() >= m:
                 raise ScheduleError(f"device {d}: an entry is outside {n} operators x {m} batches")
-            wrong = np.flatnonzero(placement[ops] != d)
+            on = phases[batches % len(phases), ops]
+            wrong = np.flatnonzero(on != d)
             if len(wrong):
                 op = int(ops[wrong[0]])
                 raise ScheduleError(
                     f"device {d} is told to run operator {op} ({graph.op_name[op]!r}), "
-                    f"which is placed on device {placement[op]}"
+                    f"which is placed on device {on[wrong[0]]}"
                 )
             np.add.at(seen, (batches, ops), 1)
         if (seen != 1).any():

@@ -17,6 +17,7 @@ from placement.tools.files import parse_json, read_arrays, write_atomic
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
+_NO_MORE = ("sleep_w", "sleep_after_s", "sleep_exit_s")  # arrays of older files, ignored
 MOST_PATTERN = 256  # micro-batches of a pattern that is looked for: all of them would take M * M
 
 
@@ -30,7 +31,7 @@ class Timeline:
 
     Attributes:
         device_names: ``[D]``.
-        placement: int32 ``[N]``.
+        placement: int32 ``[N]``, or ``[K, N]``: that of micro-batch ``m`` is row ``m % K``.
         start_s, end_s: float64 ``[M, N]``.
         transfers: int32 ``[X, 4]``: tensor, micro-batch, source device, destination device.
         transfer_start_s, transfer_end_s: float64 ``[X]``.
@@ -59,15 +60,16 @@ class Timeline:
         from placement.tools.shown import lanes, mebibytes, seconds, table
 
         batch = np.broadcast_to(np.arange(self.num_microbatches)[:, None], self.start_s.shape)
+        on = self.device_of
         tracks, rows = [], []
         for d, name in enumerate(self.device_names):
-            mine = self.placement == d
-            begin = self.start_s[:, mine].ravel() - self.begin_s
-            end = self.end_s[:, mine].ravel() - self.begin_s
-            tracks.append((name, begin, end, batch[:, mine].ravel()))
+            mine = on == d
+            begin, end = self.start_s[mine] - self.begin_s, self.end_s[mine] - self.begin_s
+            tracks.append((name, begin, end, batch[mine]))
             peak = "-" if self.peak_bytes is None else mebibytes(float(self.peak_bytes[d]))
             share = f"{100 * self.utilisation[d]:.0f} %"
-            rows.append([name, f"{int(mine.sum())}", seconds(self.busy_s[d]), share, peak])
+            counts = " / ".join(f"{n}" for n in (np.atleast_2d(self.placement) == d).sum(axis=1))
+            rows.append([name, counts, seconds(self.busy_s[d]), share, peak])
         title = (
             f"Timeline, {'measured' if self.measured else 'predicted'}: latency "
             f"{seconds(self.latency_s)}, period {seconds(self.period_s)}, "
@@ -85,10 +87,13 @@ class Timeline:
         if len(shape) != 2 or 0 in shape:
             raise TimelineError(f"start_s has shape {shape}, expected [M, N]")
         (m, n), d, x = shape, len(names), len(np.atleast_1d(self.transfers))
+        phases = np.shape(self.placement)[:-1]
+        if len(phases) > 1 or 0 in phases:
+            raise TimelineError(f"placement has shape {np.shape(self.placement)}, expected [K, N]")
         times, watts = (-LONGEST_S, LONGEST_S), (0.0, np.inf)
         power = {} if self.power is None else vars(self.power)
         for what, array, kind, expected, (low, high) in (
-            ("placement", self.placement, "i", (n,), (0, d - 1)),
+            ("placement", self.placement, "i", (*phases, n), (0, d - 1)),
             ("start_s", self.start_s, "f", (m, n), times),
             ("end_s", self.end_s, "f", (m, n), times),
             ("transfers", self.transfers, "i", (x, 4), (0, 2**31 - 1)),
@@ -113,6 +118,14 @@ class Timeline:
     def num_microbatches(self) -> int:
         """``M``."""
         return self.start_s.shape[0]
+
+    @cached_property
+    def device_of(self) -> Ints:
+        """int32 ``[M, N]``: the device of each operator of each micro-batch."""
+        phases = np.atleast_2d(self.placement)
+        if len(phases) == 1:
+            return np.broadcast_to(phases, self.start_s.shape)
+        return phases[np.arange(self.num_microbatches) % len(phases)]
 
     @cached_property
     def begin_s(self) -> float:
@@ -141,16 +154,24 @@ class Timeline:
     def period_s(self) -> float:
         """Steady-state seconds per micro-batch (see ``steady_period``)."""
         # Of the last half: the first micro-batches of a measured run may be cold.
-        half = slice((self.num_microbatches - 1) // 2, None)
-        took = (self.end_s - self.start_s)[half].mean(axis=0)
-        busiest = np.bincount(self.placement, weights=took).max()
+        m, phases = self.num_microbatches, np.atleast_2d(self.placement)
+        first = min((m - 1) // 2, max(m - len(phases), 0))
+        took = self.end_s - self.start_s
+        load = np.zeros(len(self.device_names))
+        for k, phase in enumerate(phases[:m]):
+            mine = took[first + (k - first) % len(phases) :: len(phases)]
+            load += np.bincount(phase, mine.mean(axis=0), len(load))
+        busiest = load.max() / min(m, len(phases))
         return float(steady_period(self.end_s.max(axis=1) - self.begin_s, busiest))
 
     @cached_property
     def busy_s(self) -> Floats:
         """float64 ``[D]`` seconds each device spent in operators."""
         busy = np.zeros(len(self.device_names))
-        np.add.at(busy, self.placement, (self.end_s - self.start_s).sum(axis=0))
+        took = self.end_s - self.start_s
+        phases = np.atleast_2d(self.placement)
+        for k, phase in enumerate(phases):
+            np.add.at(busy, phase, took[k :: len(phases)].sum(axis=0))
         return busy
 
     @cached_property
@@ -160,40 +181,11 @@ class Timeline:
 
     @cached_property
     def energy_j(self) -> float | None:
-        """``sum_d busy_w * busy_s + sleep_w * asleep_s``, and ``idle_w`` for the rest of the
-        makespan; None if power is unknown."""
+        """``busy_w * busy_s``, and ``idle_w`` for the rest of the makespan, summed over devices;
+        None if power is unknown."""
         if self.power is None:
             return None
-        return float(self.power.energy_j(self.makespan_s, self.busy_s, self.asleep_s))
-
-    @cached_property
-    def asleep_s(self) -> Floats:
-        """float64 ``[D]`` seconds each device slept between operators, before and after them."""
-        return self._slept[0]
-
-    @cached_property
-    def taken_s(self) -> Floats:
-        """float64 ``[M, N]`` when each operator was taken: ``start_s``, or when its device woke."""
-        return self._slept[1]
-
-    @cached_property
-    def _slept(self) -> tuple[Floats, Floats]:
-        asleep, taken = np.zeros(len(self.device_names)), self.start_s.copy()
-        if self.power is None:
-            return asleep, taken
-        for d in np.flatnonzero(np.isfinite(self.power.sleep_after_s)):
-            batch, op = np.nonzero(np.broadcast_to(self.placement == d, self.start_s.shape))
-            order = np.argsort(self.start_s[batch, op])
-            batch, op = batch[order], op[order]
-            begins = np.append(self.start_s[batch, op] - self.begin_s, self.makespan_s)
-            ends = np.append(0.0, self.end_s[batch, op] - self.begin_s)
-            exits = np.full(len(begins), self.power.sleep_exit_s[d])
-            exits[-1] = 0.0  # after the last it may sleep on
-            slept = begins - np.maximum.accumulate(ends) - self.power.sleep_after_s[d] - exits
-            asleep[d] = np.maximum(slept, 0.0).sum()
-            woken = slept[:-1] > 0
-            taken[batch[woken], op[woken]] -= exits[0]
-        return asleep, taken
+        return float(self.power.energy_j(self.makespan_s, self.busy_s))
 
     def to_trace(self, op_name: tuple[str, ...] | None = None) -> dict[str, Any]:
         """Chrome/Perfetto trace: a track per device, per pair of devices that talk, per loader.
@@ -201,6 +193,7 @@ class Timeline:
         Times are microseconds. Load it at https://ui.perfetto.dev or chrome://tracing.
         """
         names = op_name or tuple(f"op{n}" for n in range(self.start_s.shape[1]))
+        on = self.device_of
         events: list[dict[str, Any]] = []
         for d, device in enumerate(self.device_names):
             events.append(_track(0, d, device))
@@ -214,7 +207,7 @@ class Timeline:
                 events.append(
                     _slice(
                         name,
-                        int(self.placement[n]),
+                        int(on[m, n]),
                         self.start_s[m, n],
                         self.end_s[m, n],
                         {"micro_batch": m, "operator": n},
@@ -262,6 +255,8 @@ class Timeline:
             names = tuple(head["device_names"])
             watts = {f.name: arrays.pop(f.name) for f in fields(Power) if f.name in arrays}
             power = Power(**watts) if watts else None
+            for name in _NO_MORE:
+                arrays.pop(name, None)
             line = cls(device_names=names, measured=head["measured"], power=power, **arrays)
             line.check()
             return line

@@ -396,6 +396,54 @@ def _doppler(_: Any) -> Target:
     return _imported({"doppler.txt": b"5\n0,\n0,1,1,\n1,2,3,\n10,20\n30,40,matmul\n50,60\n70,80\n"})
 
 
+def _shop(_: Any) -> Target:
+    ways = [(0, 0, 3), (0, 1, 5), (1, 1, 2), (2, 0, 4)]
+    said = {"instance": "s", "precedences": [{"before": 1, "after": 0, "job": 0}]}
+    said |= {
+        "operations": [
+            dict(zip(("operation", "machine", "duration"), w, strict=True)) for w in ways
+        ]
+    }
+    text = b"2 3 1.5\n2 1 1 3 2 2 5 3 4\n1 3 1 1 2 2 3 3\n"
+    return _imported({"s.json": json.dumps(said).encode(), "s.fjs": text})
+
+
+def _stg(_: Any) -> Target:
+    text = "  2\n 0 0 0\n 1 8 1 0\n 2 3 2 0 1\n 3 0 1 2\n# Standard Task Graph\n"
+    return _imported({"s.stg": text.encode()})
+
+
+def _neusight(_: Any) -> Target:
+    lines = [
+        "op,Name,_input_nodes,fw_latency,bw_latency,acc_latency,output_shape,dtype",
+        'placeholder,x,{},0.0,0.0,0,"(16, 512)",torch.int64',
+        'call_method,size,{x: None},0.01,0.0,0,"(1,)",',
+        'call_module,y,"{x: None, size: None}",0.5,0.25,0.125,"(16, 8)",torch.float32',
+    ]
+    return _imported({"n.csv": "\n".join(lines).encode()})
+
+
+def _wfformat(_: Any) -> Target:
+    tasks = [
+        {"name": "a", "id": "a1", "parents": [], "children": ["b1"], "outputFiles": ["f"]},
+        {"name": "b", "id": "b1", "parents": ["a1"], "children": [], "inputFiles": ["f"]},
+    ]
+    new = {"tasks": tasks, "files": [{"id": "f", "sizeInBytes": 100}]}
+    ran = {"tasks": [{"id": k, "runtimeInSeconds": 1.5} for k in ("a1", "b1")]}
+    old = [
+        {"name": "a", "runtime": 2, "files": [{"link": "output", "name": "f", "size": 7}]},
+        {"name": "b", "runtime": 3, "files": [{"link": "input", "name": "f", "size": 7}]},
+    ]
+    old[1]["parents"] = ["a"]
+    said = {"workflow": {"specification": new, "execution": ran}}
+    return _imported(
+        {
+            "w.json": json.dumps(said).encode(),
+            "v.json": json.dumps({"workflow": {"jobs": old}}).encode(),
+        }
+    )
+
+
 def _onnx(_: Any) -> Target:
     import onnx
     from onnx import TensorProto, helper, numpy_helper
@@ -418,6 +466,44 @@ def _onnx(_: Any) -> Target:
     return _imported({"model.onnx": model.SerializeToString()})
 
 
+def _decoders(files: Mapping[str, bytes]) -> Target:
+    from placement.cluster import Cluster, Device
+    from placement.costs.serving import Phase, Serving, fits, largest_context, serving_problem
+    from placement.importers import load_decoder
+
+    gpu = Device("cuda:0", "cuda", like="nvidia/l4", memory_bytes=10**10)
+    cluster = Cluster("two", (gpu, Device("cpu:0", like="amd/epyc-7763", memory_bytes=10**11)))
+
+    def use(path: Path) -> None:
+        decoder, asked = load_decoder(path), Serving(Phase.DECODE, 4096, 2, whole_layers=False)
+        problem = serving_problem(decoder, cluster, asked)
+        if problem.num_ops <= 200:
+            _solved(problem)
+            if not fits(problem):
+                assert largest_context(decoder, cluster, asked) < asked.context
+
+    return Target(files, use)
+
+
+def _configs(_: Any) -> Target:
+    from tests.served import LLAMA, MIXTRAL
+
+    sizes = {"num_hidden_layers": 3, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    more = {
+        "model_type": "qwen2_moe",
+        "layer_types": ["full_attention"] * 3,
+        "mlp_only_layers": [1],
+    }
+    said = {"a.json": LLAMA | sizes, "b.json": MIXTRAL | sizes | more}
+    return _decoders({name: json.dumps(x).encode() for name, x in said.items()})
+
+
+def _gguf(_: Any) -> Target:
+    from tests.served import gguf_llama
+
+    return _decoders({"a.gguf": gguf_llama(2), "b.gguf": gguf_llama(2, experts=4, tied=True)})
+
+
 def _clusters(_: Any) -> Target:
     from placement.cluster import Cluster
     from placement.problem import Problem
@@ -430,9 +516,9 @@ def _clusters(_: Any) -> Target:
     said = {
         "name": "two",
         "devices": [
-            {"name": "a", "like": "cpu:0", "speed": 2.0, "memory_bytes": 10**9, "threads": 2},
-            {"name": "b", "like": "cpu:1", "kind": "npu", "busy_w": 5, "idle_w": 2, "sleep_w": 1},
-            {"name": "cpu:0", "cores": [0, 1], "busy_w": 5.0, "idle_w": 2.0, "sleep_after_s": 0},
+            {"name": "a", "like": "cpu:0", "speed": 2.0, "memory_bytes": 10**9, "call_s": 1e-6},
+            {"name": "b", "like": "cpu:1", "kind": "npu", "busy_w": 5, "idle_w": 2},
+            {"name": "cpu:0", "cores": [0, 1], "busy_w": 5.0, "idle_w": 2.0},
         ],
         "links": [
             {"src": "*", "dst": "*", "latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9},
@@ -636,6 +722,12 @@ _MAKERS: dict[str, Callable[[Any], Target]] = {
     "moirai": _moirai,
     "pipedream": _pipedream,
     "doppler": _doppler,
+    "config": _configs,
+    "gguf": _gguf,
+    "shop": _shop,
+    "stg": _stg,
+    "neusight": _neusight,
+    "wfformat": _wfformat,
     "onnx": _onnx,
     "cluster": _clusters,
     "plan": _plans,

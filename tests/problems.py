@@ -77,14 +77,8 @@ def random_problem(
     memory = 10 ** int(rng.integers(3, 7))
     watts = np.random.default_rng(seed + 1)  # leaves everything else as it was
 
-    naps = np.random.default_rng(seed + 3)  # likewise
-
     def power() -> dict[str, float]:
-        said = {"busy_w": float(watts.integers(1, 9)), "idle_w": float(watts.integers(0, 4))}
-        if naps.random() < 0.3:
-            said["sleep_w"] = float(naps.uniform(0, said["idle_w"]))
-            said["sleep_after_s"], said["sleep_exit_s"] = map(float, naps.integers(0, 3, 2))
-        return said
+        return {"busy_w": float(watts.integers(1, 9)), "idle_w": float(watts.integers(0, 4))}
 
     cluster = Cluster(
         "random",

@@ -119,7 +119,7 @@ def test_mentioned_commands_exist(page: Path) -> None:
                 args, rest = build_parser().parse_known_args(arguments)
             except SystemExit:
                 pytest.fail(f"{page.name}:{block.line}: placement {shlex.join(arguments)}")
-            assert not [x for x in rest if x.startswith("-") or args.verb != "plan"]
+            assert not [x for x in rest if x.startswith("-") or not hasattr(args, "options")]
 
 
 def test_every_command_is_in_the_table() -> None:
@@ -258,6 +258,8 @@ def table_after(text: str, heading: str) -> list[list[str]]:
 
 def agrees(shown: str, exact: str) -> bool:
     """Whether a figure is the exact one, rounded to the digits that are shown."""
+    if exact == "–":
+        return shown == exact
     (a,), (b,) = (re.findall(r"-?[\d.]+", x) for x in (shown, exact))
     return abs(float(a) - float(b)) <= 0.51 * 10.0 ** -len(a.partition(".")[2])
 
@@ -265,7 +267,7 @@ def agrees(shown: str, exact: str) -> bool:
 def test_figures_of_the_pages_are_those_of_the_committed_files() -> None:
     results = ROOT / "experiments" / "results"
     made = {r[0]: r for r in table_after((results / "pipelining.md").read_text(), "#")}
-    column = {name: i for i, name in enumerate(made["workload"])}
+    column = {name: i for i, name in enumerate(made["case"])}
     called = {
         "ResNet-50": "resnet50",
         "BERT-base": "bert_base",
@@ -273,7 +275,7 @@ def test_figures_of_the_pages_are_those_of_the_committed_files() -> None:
         "BERT, hidden size 128": "bert_tiny_hidden128",
     }
     wanted = [
-        "plain, 1 thread", "plain, 2 threads", "one device", "planned", "contiguous_dp",
+        "plain, 1 thread", "plain, 2 threads", "one device", "two replicas", "best cut",
         "against plain",
     ]  # fmt: skip
     readme = (ROOT / "README.md").read_text()

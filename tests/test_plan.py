@@ -145,6 +145,18 @@ def test_round_trip(plan: Plan, path: Path) -> None:
     assert again.cluster.links[1].bandwidth_bytes_per_s == 1e9
 
 
+def test_what_older_files_say_of_sleeping_devices(plan: Plan, path: Path) -> None:
+    data = json.loads(path.read_text())
+    first = data["cluster"]["devices"][0]
+    first |= {"sleep_w": None, "sleep_after_s": 0.0, "sleep_exit_s": 0.0}
+    path.write_text(json.dumps(data))
+    assert load_plan(path) == plan
+    first["sleep_w"] = 0.0
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=r"'cpu:0' has sleep_w = 0.0, but .* plan again"):
+        load_plan(path)
+
+
 @given(st.lists(st.integers(0, 1), min_size=4, max_size=9), st.integers(1, 9))
 def test_round_trip_of_any_placement(placement: list[int], m: int) -> None:
     p = problem(chain(len(placement)), num_microbatches=m)
@@ -302,7 +314,11 @@ def test_mismatch_of_further_devices_order_and_links(plan: Plan) -> None:
         (["assignment", "op9"], "cpu:0", "5 operators, graph.num_ops = 4"),
         (["assignment", "op1"], "cpu:1", "stages do not follow from assignment"),
         (["assignment", "op1"], 1, "assignment.op1 = 1: input should be a valid string"),
-        (["schema_version"], 2, "schema_version = 2, this version reads 1"),
+        (["schema_version"], 3, "schema_version = 3, this version reads 1 and 2"),
+        (["schema_version"], 2, "schema_version = 2, but there are 0 phases"),
+        (["phases"], [{"op0": "cpu:1"}], "schema_version = 1, but there are 1 phases"),
+        (["phases"], [{"op9": "cpu:1"}], r"phases\[0\]: no operator op9 in assignment"),
+        (["phases"], [{"op0": "cpu:9"}], r"phases\[0\]\['op0'\] = 'cpu:9': no such device"),
         (["schema_version"], True, "schema_version = True"),
         (["planer"], {}, "unknown key 'planer'; did you mean 'planner'"),
         (["planner", "_target_"], "os.system", "'_target_' is not part of a plan"),

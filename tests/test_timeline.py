@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,21 +41,6 @@ def test_energy_is_busy_and_idle_watts_times_seconds() -> None:
     assert DRAWN.energy_j == (10 * 2 + 1 * 6) + (100 * 3 + 20 * 5)
     unknown = Timeline(DRAWN.device_names, DRAWN.placement, DRAWN.start_s, DRAWN.end_s)
     assert unknown.energy_j is None
-
-
-def test_a_device_that_sleeps_draws_less() -> None:
-    # cpu:0 works until 2 and sleeps from 3 to the end at 8. cuda:0 sleeps from 1 and takes 2 s to
-    # wake before 5.
-    power = Power.of(
-        (
-            Device("cpu:0", busy_w=10, idle_w=3, sleep_w=1, sleep_after_s=1, sleep_exit_s=9),
-            Device("cuda:0", busy_w=100, idle_w=20, sleep_w=5, sleep_after_s=1, sleep_exit_s=2),
-        )
-    )
-    timeline = replace(DRAWN, power=power)
-    assert timeline.asleep_s.tolist() == [5, 2]
-    assert timeline.taken_s.tolist() == [[0, 3]]
-    assert timeline.energy_j == (10 * 2 + 3 * 1 + 1 * 5) + (100 * 3 + 20 * 3 + 5 * 2)
 
 
 def test_the_transfer_of_a_model_input_belongs_to_the_latency() -> None:

@@ -3,10 +3,10 @@
     python -m experiments.learned against                    # all constructive methods and DPs
     python -m experiments.learned executed                   # placements run for real, quiet
     python -m experiments.learned guided [--also NAME=PATH]  # ablations, searches, equal budgets
-    python -m experiments.learned zero_shot [--recipe FILE]  # trains: one family left out
+    python -m experiments.learned zero_shot                  # trains: one family left out
     python -m experiments.learned giph                       # 10-15 operators, 2 N evaluations
     python -m experiments.learned doppler                    # DOPPLER's graphs, equal budgets
-    python -m experiments.learned cost                       # speed, time to the best baseline
+    python -m experiments.learned published                  # seven published learners, trained
     python -m experiments.learned goals                      # the table of goals, from the CSVs
 
 Policies are the released ones, or ``--policy PATH``; ``--also`` names further ones, for example one
@@ -24,15 +24,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from experiments.learned import against, cost, doppler, executed, giph, goals, guided, zero_shot
+from experiments.learned import (
+    against,
+    doppler,
+    executed,
+    giph,
+    goals,
+    guided,
+    published,
+    zero_shot,
+)
 from experiments.study import run
 
-MODULES = (against, executed, guided, zero_shot, giph, doppler, cost)
+MODULES = (against, executed, guided, zero_shot, giph, doppler, published)
 STUDIES = tuple(module.STUDY for module in MODULES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     return run((*STUDIES, goals.GOALS), argv)
 
 

@@ -69,7 +69,6 @@ def worse(cells: Sequence[Cell], planner: str) -> list[str]:
 
 
 def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
-    """Two tables: by objective, and by problem."""
     objectives = (*sorted({c.objective for c in cells}), "")
     both = [(p, o, gains(cells, p, o)) for p in (LEARNED, UNHURRIED) for o in objectives]
     summary = table(

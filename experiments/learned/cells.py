@@ -104,7 +104,6 @@ def run_tasks(
     options: Options,
     problems: Mapping[str, Problem],
 ) -> Iterator[Cell]:
-    """All tasks of all problems."""
     for name, problem in problems.items():
         for task in tasks(options, name, problem):
             yield task.run(options.finished, name, problem)

@@ -80,7 +80,6 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
 
 
 def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
-    """A table per budget."""
     best_s = best_known(cells)
     names = [n for n in GRAPHS if n in best_s]
     runs = groups(cells, "group")

@@ -26,16 +26,9 @@ FROZEN, UNSAMPLED = "frozen", "policy, nothing sampled"
 SAMPLES, UNTRAINED = "samples alone", "samples alone, untrained"
 SEARCHES = {"local_search": "local_search", "simulated_annealing": "annealing"}
 LABELS = (
-    POLICY,
-    HAND,
-    FROZEN,
-    UNSAMPLED,
-    SAMPLES,
-    UNTRAINED,
-    *SEARCHES.values(),
+    *(POLICY, HAND, FROZEN, UNSAMPLED, SAMPLES, UNTRAINED, *SEARCHES.values()),
     *(f"{HEFT}, then {label}" for label in (POLICY, HAND, *SEARCHES.values())),
-    RULE,
-    "random placements",
+    *(RULE, "random placements"),
 )
 
 
@@ -62,7 +55,6 @@ class EarliestFinish:
     seed: int = 0
 
     def __call__(self, problem: Problem) -> Solution:
-        """The best placement on the way."""
         rng = np.random.default_rng(self.seed)
         search = Search(problem, evaluations=self.evaluations)
         graph, here = problem.graph, random_choice(rng, search.allowed)
@@ -98,7 +90,6 @@ def _finish_s(problem: Problem, placement: np.ndarray, timeline: object, n: int)
 
 
 def problems(options: Options) -> families.Problems:
-    """``graphs`` problems of GiPH's default test distribution."""
     seeds = range(HELD_OUT, HELD_OUT + options.graphs)
     return {f"giph-{s}": giph(s).with_objective("latency") for s in seeds}
 
@@ -141,7 +132,6 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
 
 
 def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
-    """One table."""
     means = {label: above_known(cells, label) for label in (HEFT, *LABELS)}
     means = {label: mean for label, mean in means.items() if mean.count}
     summary = table(

@@ -45,7 +45,6 @@ def goals(results: Path) -> list[Goal]:
 
 
 def page(results: Path) -> str:
-    """The table in Markdown."""
     met = {True: "yes", False: "**no**", None: "–"}
     return table(
         goals(results),

@@ -42,7 +42,6 @@ START = BestOf(("single_device", "round_robin", "heft", "contiguous_dp"))
 
 
 def problems(options: Options) -> families.Problems:
-    """Large latency graphs, and throughput operator graphs."""
     chosen = families.large(options.graphs)
     if wants(options, "throughput/"):
         files = families.family("operator graphs", options.data)
@@ -101,12 +100,10 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
 
 
 def of_group(cells: Sequence[Cell], group: str) -> list[Cell]:
-    """The cells of one."""
     return [c for c in cells if c.group == group]
 
 
 def of_budget(cells: Sequence[Cell]) -> str:
-    """The table of a group, the best first."""
     runs = groups(cells, "planner")
     exact = [c for c in EXACT if c in runs]
     over = {planner: geometric(to_known(cells, planner)).ratio() for planner in runs}
@@ -132,7 +129,6 @@ def of_budget(cells: Sequence[Cell]) -> str:
 
 
 def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
-    """A table per group."""
     tables = []
     for group, mine in groups(cells, "group").items():
         sizes = sorted({c.operators for c in mine})

@@ -50,14 +50,12 @@ OPTIONS = {
     "patterns": Option((), "of names of problems", word=True, metavar="PREFIX"),
     "policy": Option(None, "file, or folder of files named as the released ones"),
     "also": Option([], "a further policy", metavar="NAME=PATH"),
-    "recipe": Option(None, "YAML with a node 'training': TrainConfig", kind=Path),
     "part": Option("0/1", "every N-th problem from K", kind=_part, metavar="K/N"),
     "quick": Option(False, "fewer captured models"),
 }
 
 
 def budget_of(budget: Mapping[str, Option], options: Options) -> dict[str, Any]:
-    """The numbers of a study as they are asked for."""
     return {name: getattr(options, name) for name in budget}
 
 

@@ -13,10 +13,10 @@ from experiments.budgets import HEURISTICS, ZERO_SHOT
 from experiments.learned import problems as families
 from experiments.learned.cells import Cell, Task, gain, to_known
 from experiments.learned.study import learned_study, wants
-from experiments.study import Options, StudyError, digest, say
+from experiments.study import Options, digest, say
 from experiments.tables import DASH, Column, Mean, geometric, geometric_mean, number, share, table
 from placement.planners import load
-from placement.problem import Placement, Problem, Solution
+from placement.problem import Problem, Solution
 from placement.search.evaluation import Search
 
 GREEDY, BEST_OF_K, KNOWN = "greedy decode", "best of k", "macro_search"
@@ -52,13 +52,11 @@ class Decode:
     Attributes:
         policy: its file.
         k: samples.
-        warm: it starts at the answer of ``best_of``, whose seconds count.
         seed: of the samples.
     """
 
     policy: str
     k: int = 0
-    warm: bool = False
     seed: int = 0
 
     def __call__(self, problem: Problem) -> Solution:
@@ -66,10 +64,8 @@ class Decode:
         from agents.trained import TrainedPolicy
         from envs.problems import choice_of
 
-        policy = TrainedPolicy.load(self.policy)
         search = Search(problem)
-        start = load("best_of")(problem).placement if self.warm else None
-        rows = policy.place(problem, start, self.k, self.seed)
+        rows = TrainedPolicy.load(self.policy).place(problem, None, self.k, self.seed)
         search.costs(choice_of(problem, rows))
         return search.solution()
 
@@ -84,7 +80,6 @@ def train_without(family: str, seed: int, options: Options) -> str:
     path: Path = folder / "trained.safetensors"
     if path.is_file():
         return str(path)
-    machines, solutions = trained_on(family, options)
 
     def tell(row: Mapping[str, float]) -> None:
         say(
@@ -92,44 +87,24 @@ def train_without(family: str, seed: int, options: Options) -> str:
             f"greedy {row['greedy_speedup']:.3f}x"
         )
 
-    policy = train(
-        machines,
-        config=config,
-        baseline=load("best_of") if options.warm else None,
-        solutions=solutions or None,
-        out_dir=folder,
-        resume=True,
-        callback=tell,
-    )
-    policy.save(path)
+    machines = trained_on(family, options)
+    train(machines, config=config, out_dir=folder, resume=True, callback=tell).save(path)
     return str(path)
 
 
-def trained_on(family: str, options: Options) -> tuple[list[Problem], list[Placement]]:
-    """Graphs of all other families, not too large, also on other machines; what to imitate."""
-    from agents.expert import solve
+def trained_on(family: str, options: Options) -> list[Problem]:
+    """Graphs of all other families, not too large, also on other machines."""
     from envs.perturbation import Perturbation
 
     machines: list[Problem] = []
-    solutions: list[Placement] = []
     for other in families.FAMILIES:
         if other == family:
             continue
-        some = {n: p for n, p in _family(other, options).items() if p.num_ops <= options.largest}
-        drawn = Perturbation(variants=options.variants)(list(some.values()))
-        names = [*some, *(f"{n}/{i}" for n in some for i in range(options.variants))]
-        every = dict(zip(names, drawn, strict=True))
-        say(f"without {family}: {len(every)} problems of {other}")
-        if options.imitation_epochs:
-            file = f"solutions-{other.replace(' ', '_')}-{options.solve_seconds:g}.npz"
-            solutions += solve(
-                every,
-                load("macro_search", seconds=options.solve_seconds),
-                options.work / file,
-                lambda name, done: say(f"  {name}") if name.count("/") < 3 else None,
-            )
-        machines += list(every.values())
-    return machines, solutions
+        some = [p for p in _family(other, options).values() if p.num_ops <= options.largest]
+        drawn = Perturbation(variants=options.variants)(some)
+        say(f"without {family}: {len(drawn)} problems of {other}")
+        machines += drawn
+    return machines
 
 
 def untrained(options: Options) -> str:
@@ -143,42 +118,22 @@ def untrained(options: Options) -> str:
 
 
 def recipe(options: Options, seed: int) -> Any:
-    """``TrainConfig`` of the training: of the file ``--recipe``, within the written budget."""
+    """``TrainConfig`` of the training, within the written budget."""
     from agents.encoder import NetworkConfig
     from agents.training import TrainConfig
 
-    names = ("total_steps", "max_seconds", "imitation_epochs")
-    limits: dict[str, Any] = {"seed": seed} | {n: getattr(options, n) for n in names}
-    if options.recipe is None:
-        return TrainConfig(
-            num_envs=32,
-            repeats=8,
-            learning_rate=1e-3,
-            last_learning_rate=5e-5,
-            entropy=0.004,
-            last_entropy=0.0005,
-            num_checks=30,
-            network=NetworkConfig(finish_weight=8.0),
-            **limits,
-        )
-    from omegaconf import OmegaConf
-
-    node: Any = OmegaConf.to_container(OmegaConf.load(options.recipe))
-    if "training" not in node:
-        raise StudyError(f"{options.recipe}: no node 'training'; see conf/train.yaml")
-    settings = {k: v for k, v in node["training"].items() if k != "_target_" and k not in limits}
-    network = {k: v for k, v in settings.pop("network", {}).items() if k != "_target_"}
-    return TrainConfig(network=NetworkConfig(**network), **settings | limits)
+    rates = {"learning_rate": 1e-3, "last_learning_rate": 5e-5}
+    rates |= {"entropy": 0.004, "last_entropy": 0.0005}
+    counts = {"num_envs": 32, "repeats": 8, "num_checks": 30, "imitation_epochs": 0}
+    limits = {"total_steps": options.total_steps, "max_seconds": options.max_seconds}
+    network = NetworkConfig(finish_weight=8.0)
+    return TrainConfig(network=network, seed=seed, **rates, **counts, **limits)
 
 
 def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:
-    """Every machine of every problem: the policy, the heuristics and the best known."""
-    warm = bool(options.warm)
-    begun = Decode(untrained(options), warm=warm)
+    begun = Decode(untrained(options))
     for family in dict.fromkeys(map(unit, chosen)):
-        decodes = [
-            Decode(train_without(family, seed, options), warm=warm) for seed in range(options.seeds)
-        ]
+        decodes = [Decode(train_without(family, seed, options)) for seed in range(options.seeds)]
         for name in (n for n in chosen if unit(n) == family):
             for machine, changed in families.MACHINES.items():
                 there = changed(chosen[name])
@@ -194,7 +149,6 @@ def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:
 def tasks(
     options: Options, machine: str, begun: Decode, decodes: Sequence[Decode]
 ) -> Iterator[Task]:
-    """What runs on one machine."""
     for label in HEURISTICS:
         yield Task(machine, label, load(label))
     yield Task(machine, UNTRAINED, begun)
@@ -264,7 +218,6 @@ def of_machine(cells: Sequence[Cell]) -> str:
 
 
 def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
-    """A table per machine, and how long a plan takes."""
     tables = [
         f"## {machine.capitalize()}\n\n{of_machine(mine)}"
         for machine in families.MACHINES

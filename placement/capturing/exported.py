@@ -233,7 +233,7 @@ def _held(x: Any) -> dict[Any, Any]:
 @contextmanager
 def quiet() -> Iterator[list[str]]:
     """Trace without gradients and torch's own reports; its warnings about attributes are given."""
-    found: list[str] = []
+    reports: list[str] = []
     disabled = logging.root.manager.disable
     try:
         logging.disable(logging.CRITICAL)
@@ -243,9 +243,9 @@ def quiet() -> Iterator[list[str]]:
             torch.no_grad(),
         ):
             warnings.simplefilter("always")
-            yield found
+            yield reports
             texts = [str(w.message) for w in caught]
-            found.extend(text for text in texts if "assigned during export" in text)
+            reports.extend(text for text in texts if "assigned during export" in text)
     finally:
         logging.disable(disabled)
 
@@ -263,12 +263,12 @@ def _export_error(
     """Name the construct that does not export, the user's line, and the remedy."""
     text = first_line(error)
     kind = type(error).__name__
-    kept = [
+    buffers = [
         (buffer, buffer.detach().clone())
         for buffer in module.buffers()
         if not (buffer.is_inference() or isinstance(buffer, UninitializedBuffer))
     ]
-    functions = [f for found, _ in _UNTRACED.values() for f in found]
+    functions = [f for group, _ in _UNTRACED.values() for f in group]
     try:
         with (
             torch.set_grad_enabled(training),
@@ -283,13 +283,13 @@ def _export_error(
         )
     finally:  # in training mode a call changes statistics
         with torch.no_grad():
-            for buffer, value in kept:
+            for buffer, value in buffers:
                 buffer.copy_(value)
     special = _special_part(module, args, kwargs, prefix)
     if special:
         return CaptureError(special)
-    for what, (found, remedy) in _UNTRACED.items():
-        line = next((at for f, at in called if f in found), "")
+    for what, (group, remedy) in _UNTRACED.items():
+        line = next((at for f, at in called if f in group), "")
         if line:
             return CaptureError(
                 f"torch.export cannot trace {what}{line}: {remedy} ({kind}: {text})"
@@ -322,14 +322,8 @@ def _export_error(
 _UNTRACED: dict[str, tuple[tuple[Callable[..., Any], ...], str]] = {
     "derivatives": (
         (
-            torch.autograd.grad,
-            torch.autograd.backward,
-            torch.func.grad,
-            torch.func.grad_and_value,
-            torch.func.vjp,
-            torch.func.jacrev,
-            torch.func.jacfwd,
-            torch.func.hessian,
+            *(torch.autograd.grad, torch.autograd.backward, torch.func.grad, torch.func.vjp),
+            *(torch.func.grad_and_value, torch.func.jacrev, torch.func.jacfwd, torch.func.hessian),
         ),
         "write the derivative out, or return what is differentiated",
     ),
@@ -350,7 +344,7 @@ def calls_from_user(
 ) -> Iterator[list[tuple[Callable[..., Any], str]]]:
     """Which of these Python functions is called inside, and the user's line that does it."""
     by_code = {f.__code__: f for f in functions}  # type: ignore[attr-defined]
-    found: list[tuple[Callable[..., Any], str]] = []
+    calls: list[tuple[Callable[..., Any], str]] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
         if event != "call" or frame.f_code not in by_code:
@@ -359,12 +353,12 @@ def calls_from_user(
         while frame is not None and _is_foreign(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not None:
-            found.append((function, _shown(frame.f_code.co_filename, frame.f_lineno)))
+            calls.append((function, _shown(frame.f_code.co_filename, frame.f_lineno)))
 
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        yield found
+        yield calls
     finally:
         sys.setprofile(before)
 
@@ -424,12 +418,12 @@ def check_tensors(exported: Any, prefix: str) -> None:
     signature = exported.graph_signature
     names = {
         node: f"{what} {name.removeprefix(prefix)!r}"
-        for what, found in (
+        for what, of_kind in (
             ("parameter", signature.inputs_to_parameters),
             ("buffer", signature.inputs_to_buffers),
             ("constant", signature.inputs_to_lifted_tensor_constants),
         )
-        for node, name in found.items()
+        for node, name in of_kind.items()
     }
     for node in exported.graph.nodes:
         if node.op == "placeholder" and not node.users:
@@ -470,12 +464,12 @@ def _where(error: BaseException, module: nn.Module, prefix: str) -> str:
 
 def user_line(error: BaseException) -> str:
     """`` at file:line: `source` `` of the deepest frame of the user's code, or nothing."""
-    found = ""
+    where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if not _is_foreign(file):
-            found = _shown(file, line)
-    return found
+            where = _shown(file, line)
+    return where
 
 
 def _is_foreign(file: str) -> bool:
@@ -492,8 +486,8 @@ def node_line(node: fx.Node) -> str:
     """The user's line that made ``node``, as torch recorded it, and the module."""
     path = module_path(node)
     inside = f" in module {path!r}" if path else ""
-    found = re.findall(r'File "([^"<]+)", line (\d+), in .*\n\s*(.*)', node.stack_trace or "")
-    lines = [f" at {file}:{line} `{text}`" for file, line, text in found if not _is_foreign(file)]
+    frames = re.findall(r'File "([^"<]+)", line (\d+), in .*\n\s*(.*)', node.stack_trace or "")
+    lines = [f" at {file}:{line} `{text}`" for file, line, text in frames if not _is_foreign(file)]
     return inside + (lines[-1] if lines else "")
 
 
@@ -572,14 +566,14 @@ def _mutated(node: fx.Node) -> list[Any]:
     """The arguments that an operator writes to."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
-    found: list[Any] = []
+    written: list[Any] = []
     for i, a in enumerate(target._schema.arguments):
         if a.alias_info is not None and a.alias_info.is_write:
             value = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
-            found.extend(leaves_of(value))
+            written.extend(leaves_of(value))
     if target in _NORMS and node.args[5]:  # which the schema does not say
-        found.extend(x for x in node.args[3:5] if x is not None)
-    return found
+        written.extend(x for x in node.args[3:5] if x is not None)
+    return written
 
 
 def is_random(node: fx.Node) -> bool:
@@ -592,18 +586,18 @@ def is_random(node: fx.Node) -> bool:
     for i, a in enumerate(target._schema.arguments):
         if a.name in ("train", "training", "p", "dropout", "dropout_p"):
             default = a.default_value if a.has_default_value() else None
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(a.name, default)
-            if given in (False, 0.0):
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(a.name, default)
+            if value in (False, 0.0):
                 return False
     return True
 
 
 def first_transformed(exported: Any) -> fx.Node | None:
     """The first call of ``torch.func`` (vmap, jvp), whose tensors have no memory, or None."""
-    known = torch._ops.OpOverload | torch._ops.HigherOrderOperator
+    plain = torch._ops.OpOverload | torch._ops.HigherOrderOperator
     calls = (n for n in exported.graph.nodes if n.op == "call_function")
     return next(
-        (n for n in calls if not isinstance(n.target, known) and n.target is not operator.getitem),
+        (n for n in calls if not isinstance(n.target, plain) and n.target is not operator.getitem),
         None,
     )
 
@@ -691,3 +685,12 @@ def argument_names(
             extra = range(len(args) - len(positional))
             positional.extend(f"{p.name}[{i}]" for i in extra)
     return tuple(positional), (*positional[: len(args)], *kwargs)
+
+
+def named_leaves(
+    values: Sequence[Any], input_names: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
+    """Names of the leaves of the inputs, the leaves, and how they are nested."""
+    paths, tree = pytree.tree_flatten_with_path(list(values))
+    names = (input_names[path[0].idx] + pytree.keystr(path[1:]) for path, _ in paths)  # type: ignore[attr-defined]
+    return tuple(names), tuple(leaf for _, leaf in paths), tree

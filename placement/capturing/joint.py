@@ -60,11 +60,11 @@ class _Forward(fx.Interpreter):
         module: Any,
         recorder: _Recorder,
         calls: list[fx.Node],
-        known: set[Any],
+        seen: set[Any],
         replays: Calls,
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self._recorder, self._calls, self._known = recorder, calls, known
+        self._recorder, self._calls, self._known = recorder, calls, seen
         self._replays = replays
 
     def run_node(self, n: fx.Node) -> Any:
@@ -134,9 +134,9 @@ class _Functional(fx.Interpreter):
         if target is _aten.convolution_backward.default and self._split_backward:
             *first, (of_input, of_weight, of_bias) = args
             if of_input and (of_weight or of_bias):
-                given, *_ = target(*first, (True, False, False))
+                of_data, *_ = target(*first, (True, False, False))
                 _, *trained = target(*first, (False, of_weight, of_bias))
-                return (given, *trained)
+                return (of_data, *trained)
         return super().call_function(target, args, kwargs)
 
 
@@ -184,35 +184,35 @@ def trace_step(
     calls: list[fx.Node] = []
     with_gradient: list[int] = []
 
-    def step(*given: Tensor) -> list[Tensor]:
+    def step(*arguments: Tensor) -> list[Tensor]:
         recorder = _Recorder()
         for i in trainable:
-            given[i].requires_grad_()
-        _put_into(module, dict(zip(map(_view_of, params), given, strict=False)))
-        rest = iter(given[len(params) :])
+            arguments[i].requires_grad_()
+        _put_into(module, dict(zip(map(_view_of, params), arguments, strict=False)))
+        rest = iter(arguments[len(params) :])
         operands = [
-            given[param_at[name]] if name in param_at else None
+            arguments[param_at[name]] if name in param_at else None
             for name in placeholders[: len(placeholders) - len(leaves)]
         ]
         operands += [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         values = _Forward(exported.graph_module, recorder, calls, set(), replays).run(*operands)
         loss = loss_of(pytree.tree_unflatten(values, exported.call_spec.out_spec))
         recorder.switch((len(calls) - 1, True))
-        own_of = torch.autograd.grad(loss, [given[i] for i in trainable], allow_unused=True)
+        own_of = torch.autograd.grad(loss, [arguments[i] for i in trainable], allow_unused=True)
         # A function's backward may add to gradients by itself, as reversible layers do.
-        found = [_sum(g, given[i].grad) for i, g in zip(trainable, own_of, strict=True)]
-        with_gradient.extend(i for i, g in zip(trainable, found, strict=True) if g is not None)
-        memory = {storage_of(x) for x in given}
+        totals = [_sum(g, arguments[i].grad) for i, g in zip(trainable, own_of, strict=True)]
+        with_gradient.extend(i for i, g in zip(trainable, totals, strict=True) if g is not None)
+        memory = {storage_of(x) for x in arguments}
         gradients = [
-            _hooked(params[i], g) for i, g in zip(trainable, found, strict=True) if g is not None
+            _hooked(params[i], g) for i, g in zip(trainable, totals, strict=True) if g is not None
         ]
         gradients = [g.clone() if storage_of(g) in memory else g for g in gradients]
         recorder.switch(None)
         return [loss, *gradients]
 
-    def functional(*given: Tensor) -> Any:
+    def functional(*arguments: Tensor) -> Any:
         recorder = _Recorder()
-        results = _Functional(traced, recorder, split_backward).run(*given)
+        results = _Functional(traced, recorder, split_backward).run(*arguments)
         recorder.switch(None)
         return results
 
@@ -233,10 +233,10 @@ def trace_step(
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
     nodes = list(pure.graph.nodes)
-    given = [n for n in nodes if n.op == "placeholder"]
+    entries = [n for n in nodes if n.op == "placeholder"]
     written = [n for n in nodes if n.target is _aten.copy_.default]
     loss, *gradients = nodes[-1].args[0]
-    new_buffers = [(given.index(node.args[0]), node.args[1]) for node in written]
+    new_buffers = [(entries.index(node.args[0]), node.args[1]) for node in written]
     for at, node in new_buffers:
         _check_change(param_names[at] if at < len(params) else None, at in own, node, calls)
     _check_apart(params, param_names, {*trainable, *(i for i, _ in new_buffers)})
@@ -246,7 +246,7 @@ def trace_step(
         params=params,
         param_names=param_names,
         source={
-            n: Param(i) if i < len(params) else Ref(i - len(params)) for i, n in enumerate(given)
+            n: Param(i) if i < len(params) else Ref(i - len(params)) for i, n in enumerate(entries)
         },
         num_inputs=len(tensors),
         loss=loss,
@@ -260,17 +260,17 @@ def _trainable(
 ) -> list[int]:
     """Which of the parameters ``own`` get gradients."""
     trained = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else None
-    found = [
+    numbers = [
         i
         for i, p in enumerate(params)
         if i in own and p.requires_grad and (trained is None or id(p) in trained)
     ]
-    if not found:
+    if not numbers:
         raise CaptureError(
             "there is nothing to train: no parameter that the module uses has requires_grad=True"
             + (" and belongs to the optimizer" if optimizer else "")
         )
-    return found
+    return numbers
 
 
 def _check_change(name: str | None, is_param: bool, value: fx.Node, calls: list[fx.Node]) -> None:
@@ -294,13 +294,13 @@ def _check_change(name: str | None, is_param: bool, value: fx.Node, calls: list[
         )
 
 
-def _put_into(module: nn.Module, given: dict[Any, Tensor]) -> None:
+def _put_into(module: nn.Module, tensors: dict[Any, Tensor]) -> None:
     """Let hooks and functions that hold the module find the tensors of the trace in it."""
     for m in module.modules():
         for held in (m._parameters, m._buffers):
             for name, x in held.items():
-                if x is not None and _view_of(x) in given:
-                    held[name] = given[_view_of(x)]  # type: ignore[assignment]
+                if x is not None and _view_of(x) in tensors:
+                    held[name] = tensors[_view_of(x)]  # type: ignore[assignment]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -323,8 +323,8 @@ def _hooked(param: Tensor, gradient: Tensor) -> Tensor:
 def _lift_constants(traced: fx.GraphModule, params: list[Tensor], param_names: list[str]) -> None:
     """Make tensors that hooks and functions hold by themselves parameters: placeholders too."""
     at = {_view_of(x): i for i, x in enumerate(params)}
-    given = [n for n in traced.graph.nodes if n.op == "placeholder"]
-    behind = given[len(params) - 1]
+    entries = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    behind = entries[len(params) - 1]
     for node in [n for n in traced.graph.nodes if n.op == "get_attr"]:
         real = getattr(traced, node.target)
         if isinstance(real, FakeTensor):
@@ -339,8 +339,8 @@ def _lift_constants(traced: fx.GraphModule, params: list[Tensor], param_names: l
             with traced.graph.inserting_after(behind):
                 behind = traced.graph.placeholder(node.target)
             behind.meta.update(node.meta)
-            given.insert(len(params) - 1, behind)
-        node.replace_all_uses_with(given[at[_view_of(real)]])
+            entries.insert(len(params) - 1, behind)
+        node.replace_all_uses_with(entries[at[_view_of(real)]])
         traced.graph.erase_node(node)
     traced.recompile()
 
@@ -414,16 +414,16 @@ def _parameters(
 
 def loss_of(outputs: Any) -> Tensor:
     """The loss among what the module, or the loss function, returned."""
-    found = outputs
+    loss = outputs
     if isinstance(outputs, Mapping):
-        found = outputs.get("loss")
+        loss = outputs.get("loss")
     elif isinstance(outputs, tuple | list) and outputs:
-        found = outputs[0]
-    if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
+        loss = outputs[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         shown = (
-            f"a tensor of shape {tuple(found.shape)}"
-            if isinstance(found, Tensor)
-            else (f"a {type(found).__name__}")
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else (f"a {type(loss).__name__}")
         )
         raise CaptureError(
             "training needs a loss, one floating-point number: from the loss function, or as what "
@@ -431,6 +431,6 @@ def loss_of(outputs: Any) -> Tensor:
             "Give one: capture(module, (inputs, target), mode='training', "
             "loss=torch.nn.functional.cross_entropy)"
         )
-    if not found.requires_grad:
+    if not loss.requires_grad:
         raise CaptureError("the loss depends on no parameter that has requires_grad=True")
-    return found
+    return loss

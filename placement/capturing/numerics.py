@@ -44,27 +44,27 @@ def check_numbers(
     Raises:
         CaptureError: the numbers are others; the message names a cause and a remedy.
     """
-    given = pytree.tree_leaves((args, kwargs))
-    if any(x.is_meta for x in (*module.parameters(), *module.buffers(), *given) if _is_tensor(x)):
+    leaves = pytree.tree_leaves((args, kwargs))
+    if any(x.is_meta for x in (*module.parameters(), *module.buffers(), *leaves) if _is_tensor(x)):
         return
 
     def call(times: int = 1) -> tuple[list[Any], str]:
         return _call(module, args, kwargs, times)
 
     try:
-        own, kept = call()
+        own, attribute = call()
     except Exception:
         return
     outputs = run(None)
     wrong = difference(outputs, own)
-    if not wrong and not (kept and difference(outputs, call(2)[0])):
+    if not wrong and not (attribute and difference(outputs, call(2)[0])):
         return
     if difference(own, call(2)[0]):
         raise CaptureError(
             "two calls of the module with the same inputs give other numbers: "
             + (
-                f"it keeps {kept!r} between them. Make that an input and an output"
-                if kept
+                f"it keeps {attribute!r} between them. Make that an input and an output"
+                if attribute
                 else "it counts them, or draws from Python's or numpy's random numbers. Make that "
                 "an input, or draw with torch"
             )
@@ -116,18 +116,18 @@ def _first_module(
 ) -> str:
     """Path of the first submodule that gives what no operator gives; empty if there is none."""
     path = {id(m): p for p, m in module.named_modules()}
-    made = [x.detach().clone() for x in pytree.tree_leaves((args, kwargs)) if _is_tensor(x)]
-    run(lambda _, x: made.append(x.clone()))
-    found: list[str] = []
+    tensors = [x.detach().clone() for x in pytree.tree_leaves((args, kwargs)) if _is_tensor(x)]
+    run(lambda _, x: tensors.append(x.clone()))
+    paths: list[str] = []
 
     def compare(m: nn.Module, _: Any, result: Any) -> None:
         values = [x for x in pytree.tree_leaves(result) if _is_tensor(x) and not x.is_nested]
-        if not all(any(not difference([y], [x]) for y in made) for x in values):
-            found.append(path.get(id(m), ""))
+        if not all(any(not difference([y], [x]) for y in tensors) for x in values):
+            paths.append(path.get(id(m), ""))
 
     with register_module_forward_hook(compare):
         _call(module, args, kwargs, 1)
-    return next(filter(None, found), "")
+    return next(filter(None, paths), "")
 
 
 def difference(got: list[Any], expected: list[Any]) -> str:
@@ -157,8 +157,8 @@ def _tensors_differ(a: Tensor, b: Tensor) -> str:
     precise = torch.complex128 if a.is_complex() else torch.float64
     rounding = torch.finfo(a.dtype).eps ** 0.5
     a, b = a.detach().to(precise), b.detach().to(precise)
-    known = ~b.isnan()
-    a, b = a[known], b[known]
+    numeric = ~b.isnan()
+    a, b = a[numeric], b[numeric]
     finite = b[b.isfinite()].abs()
     reach = float(finite.max()) if finite.numel() else 0.0
     far = ~torch.isclose(a, b, rtol=0.0, atol=rounding * max(reach, 1e-30))

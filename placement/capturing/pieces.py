@@ -115,32 +115,32 @@ def _of_weights(joint: Joint, needed: set[fx.Node]) -> set[fx.Node]:
     """Kernels whose results go into gradients of parameters and into no other call's backward."""
     results = {n for _, n in joint.gradients}
     others = {joint.loss, *(n for _, n in joint.new_buffers)}
-    found: set[fx.Node] = set()
+    weights: set[fx.Node] = set()
     for node in reversed(joint.kernels):
         readers = [x for x in node.users if x in needed and x.op == "call_function"]
-        own = all(x in found and x.meta["owner"] == node.meta["owner"] for x in readers)
+        own = all(x in weights and x.meta["owner"] == node.meta["owner"] for x in readers)
         if own and node in needed - others and (readers or node in results):
-            found.add(node)
-    return found
+            weights.add(node)
+    return weights
 
 
 def results_of(joint: Joint, pieces: list[tuple[Part, list[fx.Node]]]) -> list[list[fx.Node]]:
     """Of every piece: the roots that others read, then views that are results of the step."""
     piece_of = {kernel: n for n, (_, kernels) in enumerate(pieces) for kernel in kernels}
-    found: list[dict[fx.Node, None]] = [{} for _ in pieces]
+    results: list[dict[fx.Node, None]] = [{} for _ in pieces]
     for n, (_, kernels) in enumerate(pieces):
         for kernel in kernels:
             for x in kernel.all_input_nodes:
                 root = root_of(x)
                 producer = _producer(root)
                 if producer is not None and piece_of[producer] != n:
-                    found[piece_of[producer]][root] = None
+                    results[piece_of[producer]][root] = None
     for node in (joint.loss, *(n for _, n in (*joint.gradients, *joint.new_buffers))):
         producer = _producer(root_of(node))
         assert producer is not None, "gradients have memory of their own"
-        found[piece_of[producer]][node] = None
-    assert all(found), "all kernels are needed"
-    return [sorted(nodes, key=_is_view) for nodes in found]
+        results[piece_of[producer]][node] = None
+    assert all(results), "all kernels are needed"
+    return [sorted(nodes, key=_is_view) for nodes in results]
 
 
 def compile_piece(

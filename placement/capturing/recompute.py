@@ -52,8 +52,8 @@ def _recompute(graph: OpGraph, block: str) -> OpGraph:
     program: Program = graph.program
     inside = np.array([m == block or m.startswith(f"{block}.") for m in graph.op_module], bool)
     if not inside.any():
-        known = sorted({m for m in graph.op_module if m})
-        raise CaptureError(f"no module {block!r} to recompute; modules are {', '.join(known)}")
+        modules = sorted({m for m in graph.op_module if m})
+        raise CaptureError(f"no module {block!r} to recompute; modules are {', '.join(modules)}")
     src, backward = graph.tensor_src, graph.is_backward
     made_by = np.where(src >= 0, src, 0)
     of_forward = (src >= 0) & (inside & ~backward)[made_by]
@@ -67,16 +67,16 @@ def _recompute(graph: OpGraph, block: str) -> OpGraph:
             "once; recompute blocks before it"
         )
     trigger = int(entering[src[entering].argmin()])
-    kept = np.zeros(graph.num_tensors, bool)
-    kept[graph.output_tensor] = True
-    kept[read[backward[reader] & ~by_backward]] = True  # stored for others anyway
+    stays = np.zeros(graph.num_tensors, bool)
+    stays[graph.output_tensor] = True
+    stays[read[backward[reader] & ~by_backward]] = True  # stored for others anyway
     changed = [p for p, _ in program.new_buffers]
     fixed = np.zeros(graph.num_ops, bool)
     fixed[graph.param_use_op[np.isin(graph.param_use, changed)]] = True
-    kept |= fixed[made_by] & (src >= 0)
+    stays |= fixed[made_by] & (src >= 0)
 
-    wanted = set(np.unique(read[by_backward & of_forward[read] & ~kept[read]]).tolist())
-    again = _needed(graph, wanted, of_forward & ~kept)
+    wanted = set(np.unique(read[by_backward & of_forward[read] & ~stays[read]]).tolist())
+    again = _needed(graph, wanted, of_forward & ~stays)
     return _with_copies(graph, program, sorted(again), int(src[trigger]), trigger, by_backward)
 
 
@@ -146,10 +146,10 @@ def _with_copies(
         (int(old[n]), p)
         for n, p in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True)
     ]
-    known = len(program.params)
+    num_params = len(program.params)
     for op in again:
         mine = graph.param_use[graph.param_use_op == op].tolist()
-        param_uses += [(place[op, True], p) for p in mine if p < known]
+        param_uses += [(place[op, True], p) for p in mine if p < num_params]
     taken = set(graph.op_name)
 
     def name(op: int, copied: bool) -> str:

@@ -205,10 +205,10 @@ def _marked() -> Iterator[None]:
     if mode is None or not torch.is_grad_enabled():
         yield
         return
-    known = set(mode.tracer.graph.nodes)
+    before = set(mode.tracer.graph.nodes)
     yield
     for node in mode.tracer.graph.nodes:
-        if node not in known:
+        if node not in before:
             node.meta["custom"] = {**node.meta.get("custom", {}), IN_CHECKPOINT: True}
 
 

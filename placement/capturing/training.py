@@ -21,6 +21,7 @@ from placement.capturing.exported import (
     export,
     is_random,
     module_path,
+    named_leaves,
     signature_of,
 )
 from placement.capturing.joint import Joint, loss_of, trace_step
@@ -79,7 +80,7 @@ def capture_training(
     arg_names, input_names = argument_names(module, args, kwargs)
     values = [*args, *kwargs.values()]
     if loss is None:
-        whole, given, named = module, args, kwargs
+        whole, positional, named = module, args, kwargs
     else:
         if TARGET in (*arg_names, *input_names):
             raise CaptureError(
@@ -89,17 +90,17 @@ def capture_training(
         values.append(target)
         input_names = (*input_names, TARGET)
         spec["kwargs"] |= input_spec({TARGET: target})["kwargs"]
-        whole, given, named = WithLoss(module, loss, tuple(kwargs)), tuple(values), {}
+        whole, positional, named = WithLoss(module, loss, tuple(kwargs)), tuple(values), {}
         whole.training = module.training  # not train(): submodules keep their own
     prefix = "module." if loss else ""
     with replayed(module) as replays:
-        exported = export(whole, given, named, training=True, prefix=prefix)
+        exported = export(whole, positional, named, training=True, prefix=prefix)
     leaves = pytree.tree_leaves(values)
     check_static([n for n in exported.graph.nodes if n.op == "call_function"])
     joint = trace_step(exported, module, leaves, optimizer, split_backward, replays)
     pieces = cut(joint, split_backward)
     builder = _Builder(joint, pieces, prefix, colocate_backward)
-    paths, in_tree = pytree.tree_flatten_with_path(values)
+    leaf_names, example_leaves, in_tree = named_leaves(values, input_names)
     program = Program(
         steps=tuple(builder.steps),
         params=tuple(builder.params),
@@ -108,11 +109,8 @@ def capture_training(
         input_names=input_names,
         arg_names=arg_names,
         input_spec=spec,
-        leaf_names=tuple(
-            input_names[path[0].idx] + pytree.keystr(path[1:])  # type: ignore[attr-defined]
-            for path, _ in paths
-        ),
-        example_leaves=tuple(leaf for _, leaf in paths),
+        leaf_names=leaf_names,
+        example_leaves=example_leaves,
         output_leaves=(Ref(builder.loss),),
         in_tree=in_tree,
         out_tree=pytree.tree_structure(0),
@@ -124,7 +122,7 @@ def capture_training(
     )
     # A gradient accumulator and the optimizer's state live where the gradient is added up.
     sizes = [p.numel() * p.element_size() for p in builder.params]
-    kept = [sizes[p] + state_bytes(optimizer, builder.params[p]) for p, _ in builder.gradients]
+    state = [sizes[p] + state_bytes(optimizer, builder.params[p]) for p, _ in builder.gradients]
     keepers = [
         (builder.tensor_src[t], len(sizes) + i) for i, (_, t) in enumerate(builder.gradients)
     ]
@@ -138,7 +136,7 @@ def capture_training(
         op_module=builder.op_module,
         op_signature=builder.op_signature,
         tensor_root=builder.tensor_root,
-        param_bytes=[*sizes, *kept],
+        param_bytes=[*sizes, *state],
         param_uses=[*builder.param_uses, *keepers],
         group=builder.group,
         is_backward=builder.is_backward,
@@ -217,11 +215,11 @@ def plain_step(
 def mean_of_outputs(outputs: Any, target: Any = None) -> Tensor:
     """The mean of all floating-point outputs: a stand-in where only the work counts, not what
     is learned."""
-    found = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
-    found = [x.mean() for x in found if x.is_floating_point()]
-    if not found:
+    tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+    tensors = [x.mean() for x in tensors if x.is_floating_point()]
+    if not tensors:
         raise CaptureError("the module has no floating-point output to make a loss of")
-    return torch.stack(found).mean()
+    return torch.stack(tensors).mean()
 
 
 def state_bytes(optimizer: torch.optim.Optimizer | None, param: Tensor) -> int:
@@ -320,17 +318,12 @@ class _Builder:
             self.tensor_bytes.append(num_bytes(result))
             base = self._value.get(root_of(result))
             self.tensor_root.append(base.tensor if isinstance(base, Ref) else t)
-        multi = len(results) != 1
-        self.steps.append(
-            Step(
-                function,
-                (torch.device("cpu"), *args),
-                {},
-                tuple(outputs),
-                multi,
-                tuple(range(len(outputs))),
-            )
+        inputs = (torch.device("cpu"), *args)
+        index = tuple(range(len(outputs)))
+        step = Step(
+            function, inputs, {}, tuple(outputs), multi=len(outputs) != 1, output_index=index
         )
+        self.steps.append(step)
         for x in args:
             if isinstance(x, Ref):
                 self.uses.append((x.tensor, n))

@@ -14,12 +14,18 @@ import json
 import os
 import sys
 import threading
-import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from placement.tools.progress import Progress as Progress
+from placement.tools.progress import printable as printable
+from placement.tools.progress import progress as progress
+from placement.tools.progress import say as say
+from placement.tools.progress import says_when_compiling as says_when_compiling
 from placement.tools.shown import count as count
 from placement.tools.shown import mebibytes as mebibytes
 from placement.tools.shown import seconds as seconds
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
     from placement.problem import Problem
 
 WIDTH = 80
+OUR_PACKAGES = ("placement", "envs", "agents")
 OPTIMIZER = "AdamW"
 OK, NO, BAD_INPUT, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
 EXIT_CODES = (
@@ -40,33 +47,12 @@ AFTER_INTERRUPT = (
 )
 A_DEFECT = "a defect, unless it is in code of yours: please report what is above"
 NO_MEMORY = "not enough memory for a problem of this size"
-LIFE_SIGN_S = 60.0  # in a log
 MAX_BATCHES = 1_000_000  # more would only fill the memory
 MAX_MESSAGE = 1000  # characters of an error
-
-_UNPRINTABLE = dict.fromkeys(
-    [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)],
-    "?",
-)
-
-Progress = Callable[[str, float | None], None]  # (what is being done, share done or None)
 
 
 class UsageError(ValueError):
     """A command that cannot be carried out as given; the message says what to type."""
-
-
-def say(text: str) -> None:
-    """One message on standard error."""
-    print(f"placement: {printable(text)}", file=sys.stderr)
-
-
-def printable(text: str) -> str:
-    """``?`` for what would move a terminal's cursor, colour it or turn its text around.
-
-    Names come from files of anybody.
-    """
-    return text.translate(_UNPRINTABLE)
 
 
 def one_line(text: str) -> str:
@@ -76,6 +62,50 @@ def one_line(text: str) -> str:
         return text
     half = MAX_MESSAGE // 2
     return f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
+
+
+def guarded(
+    work: Callable[[], int],
+    explain: Callable[[Exception], str | None],
+    *,
+    debug: bool = False,
+    interrupted: str = "interrupted",
+) -> int:
+    """The exit code of ``work``; what ends it is one message, with ``debug`` the traceback too.
+
+    ``explain`` says what to tell the user of an error; None: it is a defect of ours.
+    """
+    from placement.tools.ownership import check_packages
+
+    any_output()
+    try:
+        with interruptible(), warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+            check_packages()
+            return work()
+    except KeyboardInterrupt:
+        say(interrupted)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
+        close_output()
+        return OK
+    except Exception as error:
+        message = explain(error)
+        if debug or message is None:
+            traceback.print_exc()
+        if message is None:
+            say(A_DEFECT)
+            return DEFECT
+        say(f"error: {message}")
+        return BAD_INPUT
+
+
+def explain(error: Exception) -> str | None:
+    """What to tell the user: a mistake of theirs has a class of ours, the machine's says itself."""
+    is_ours = type(error).__module__.partition(".")[0] in OUR_PACKAGES
+    if not is_ours and not isinstance(error, OSError | MemoryError):
+        return None
+    return full_output(error) or one_line(str(error)) or NO_MEMORY
 
 
 @contextmanager
@@ -175,76 +205,6 @@ def print_table(
     out = Output(markup=False, emoji=False, highlight=False)
     out.width = min(out.width, WIDTH)
     out.print(table)
-
-
-@contextmanager
-def says_when_compiling() -> Iterator[None]:
-    """The first kernel that is compiled inside is a message: nothing else may come for a minute."""
-    from numba.core import event
-
-    class Message(event.Listener):  # type: ignore[misc]
-        is_said = False
-
-        def on_start(self, event: object) -> None:
-            if not self.is_said:
-                self.is_said = True
-                say("compiling kernels, which are kept for later commands: up to a minute")
-
-        def on_end(self, event: object) -> None: ...
-
-    with event.install_listener("numba:compile", Message()):
-        yield
-
-
-@contextmanager
-def progress(quiet: bool = False) -> Iterator[Progress]:
-    """What reports progress: a bar on a terminal, elsewhere (in a log) a line every minute."""
-    if quiet:
-        yield lambda what, share: None
-        return
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import Progress as Bar
-        from rich.progress import TextColumn
-
-        # The first column is text, whatever brackets a name has. Seldom: the thread that draws
-        # takes time from the devices that are measured. Answers for a pipe are not drawn above.
-        bar = Bar(
-            TextColumn("{task.description}", markup=False),
-            *Bar.get_default_columns()[1:],
-            console=Console(stderr=True, markup=False, emoji=False),
-            transient=True,
-            refresh_per_second=3,
-            redirect_stdout=sys.stdout.isatty(),
-        )
-        with bar:
-            task = bar.add_task("", total=None)
-
-            def show(what: str, share: float | None) -> None:
-                total, done = share and 1.0, share or 0.0
-                bar.update(task, description=printable(what), total=total, completed=done)
-
-            yield show
-        return
-    began, ended = time.monotonic(), threading.Event()
-    doing = ""
-
-    def note(what: str, share: float | None) -> None:
-        nonlocal doing
-        doing = what + ("" if share is None else f" ({share:.0%})")
-
-    def tell() -> None:  # of its own: who works long may report nothing for long
-        while not ended.wait(LIFE_SIGN_S):
-            if doing:
-                say(f"{doing}, {round((time.monotonic() - began) / 60)} min since the begin")
-
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    try:
-        yield note
-    finally:
-        ended.set()
-        teller.join()
 
 
 def says_nothing_in_answers() -> AbstractContextManager[object]:
@@ -391,7 +351,7 @@ def is_file(spec: str) -> bool:
 
 def looks_like_file(spec: str) -> bool:
     """A name that no workload can have, or that of a file that is there."""
-    suffixes = (".json", ".txt", ".npz", ".onnx", ".yaml", ".pt", ".pt2", ".pth", ".py")
+    suffixes = (".json", ".txt", ".npz", ".onnx", ".gguf", ".yaml", ".pt", ".pt2", ".pth", ".py")
     return "/" in spec or Path(spec).suffix in suffixes or os.path.isfile(spec)
 
 

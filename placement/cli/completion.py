@@ -84,13 +84,13 @@ def candidates(parser: argparse.ArgumentParser, words: list[str]) -> list[tuple[
         words: all words after the command's name; the last is being typed, and may be empty.
     """
     *before, typed = words
-    found = _options(parser) if typed.startswith("-") else _verbs(parser)
+    choices = _options(parser) if typed.startswith("-") else _verbs(parser)
     if before:
         verbs = dict(_subparsers(parser))
         if before[0] not in verbs:
             return []
-        found = _of_verb(verbs[before[0]], before[1:], typed)
-    return [(word, meaning) for word, meaning in found if word.startswith(typed)]
+        choices = _of_verb(verbs[before[0]], before[1:], typed)
+    return [(word, meaning) for word, meaning in choices if word.startswith(typed)]
 
 
 def _of_verb(
@@ -104,16 +104,16 @@ def _of_verb(
         return _options(parser)
     positional = [action for action in parser._actions if not action.option_strings]
     takes_value = {name for name, action in options.items() if action.nargs != 0}
-    given = [
+    arguments = [
         word
         for i, word in enumerate(before)
         if not word.startswith("-") and (i == 0 or before[i - 1] not in takes_value)
     ]
     if not positional:
         return iter(())
-    if len(given) >= len(positional) or positional[len(given)].dest == "options":
+    if len(arguments) >= len(positional) or positional[len(arguments)].dest == "options":
         return _planner_options(before)
-    return _values(positional[len(given)])
+    return _values(positional[len(arguments)])
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -145,7 +145,7 @@ def _names(dest: str) -> list[str]:
     from placement import exporters, schedulers, workloads
     from placement.objective import Objective
 
-    known: dict[str, Callable[[], list[str]]] = {
+    names_of: dict[str, Callable[[], list[str]]] = {
         "workload": lambda: list(workloads.names()),
         "model": lambda: list(workloads.names()),
         "planner": _planners,
@@ -155,7 +155,7 @@ def _names(dest: str) -> list[str]:
         "mode": lambda: ["inference", "training"],
         "optimizer": lambda: ["Adam", "AdamW", "RMSprop", "SGD"],
     }
-    return known[dest]() if dest in known else []
+    return names_of[dest]() if dest in names_of else []
 
 
 def _planners() -> list[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 from dataclasses import asdict, astuple, fields
 from typing import TYPE_CHECKING
 
@@ -84,28 +82,28 @@ def _say(built: Built, folder: str) -> None:
 def _show(args: argparse.Namespace) -> int:
     from placement.workloads.dataset import summary
 
-    found = summary(args.source)
+    card = summary(args.source)
     if args.json:
-        cli.print_json({"folder": str(args.source), **asdict(found)})
-        return cli.NO if found.damaged else cli.OK
-    rows = [[kind, *map(str, numbers)] for kind, numbers in found.kinds.items()]
-    rows.append(["all", str(found.num_graphs), str(found.num_ops), ""])
+        cli.print_json({"folder": str(args.source), **asdict(card)})
+        return cli.NO if card.damaged else cli.OK
+    rows = [[kind, *map(str, numbers)] for kind, numbers in card.kinds.items()]
+    rows.append(["all", str(card.num_graphs), str(card.num_ops), ""])
     cli.print_table(str(args.source), ["kind", "graphs", "operators", "families"], rows)
-    for name, devices in found.machines.items():
+    for name, devices in card.machines.items():
         print(f"machine {name}: {', '.join(devices)}")
     print(
-        f"{found.num_signatures} distinct operators (by signature), "
-        f"{found.seconds / 3600:.2f} hours, {cli.mebibytes(found.num_bytes)}"
+        f"{card.num_signatures} distinct operators (by signature), "
+        f"{card.seconds / 3600:.2f} hours, {cli.mebibytes(card.num_bytes)}"
     )
     print(
-        f"interquartile range over time, median: {found.spread:.1%} of an operator, "
-        f"{found.whole_spread:.1%} of a whole run"
+        f"interquartile range over time, median: {card.spread:.1%} of an operator, "
+        f"{card.whole_spread:.1%} of a whole run"
     )
-    if found.whole_spread > NOISY:
+    if card.whole_spread > NOISY:
         cli.say("these times are noisy: build it again on a machine that does nothing else")
-    for reason in found.damaged.values():
+    for reason in card.damaged.values():
         cli.say(f"damaged: {reason}")
-    return cli.NO if found.damaged else cli.OK
+    return cli.NO if card.damaged else cli.OK
 
 
 def _load(args: argparse.Namespace) -> int:
@@ -116,13 +114,10 @@ def _load(args: argparse.Namespace) -> int:
     rows = dataset.operators(problems)
     facts = {"graphs": len(problems), "operators": sum(p.num_ops for p in problems.values())}
     if args.out is not None:
-        from placement.tools.files import write_atomic
+        from placement.tools.files import csv_text, write_atomic
 
-        text = io.StringIO()
-        table = csv.writer(text, lineterminator="\n")
-        table.writerow([f.name for f in fields(dataset.Operators)])
-        table.writerows(map(astuple, rows))
-        write_atomic(args.out, text.getvalue())
+        header = [f.name for f in fields(dataset.Operators)]
+        write_atomic(args.out, csv_text(header, map(astuple, rows)))
     if args.json:
         cli.print_json(facts | {"rows": len(rows), "out": args.out})
     else:

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.ways import alone, calls, difference, keep, measure, model_of, show
+from placement.cli.ways import keep, model_of, show
+from placement.runs.ways import alone, calls, difference, measure
 
 if TYPE_CHECKING:
     from placement.executor.distributed_world import World

@@ -19,28 +19,50 @@ from placement.tools.ownership import DISTRIBUTION, version
 EXAMPLE = """examples:
   placement doctor
   placement doctor --json
+  placement doctor --warm       compile what the first commands need, a minute, and nothing else
 
 Exit code 1: something that every run needs is missing or cannot be written.
 """
 NEEDED_BYTES = 2**30  # for profiles, plans and traces of a day
+# Planners whose kernels the first commands need.
+WARM: dict[str, dict[str, Any]] = {
+    "heft": {},
+    "best_of": {},
+    "macro_search": {"evaluations": 50},
+    "policy": {"evaluations": 50},
+}
+NOT_KEPT = (
+    "compiled kernels cannot be kept, every command compiles them anew (a minute): "
+    "export NUMBA_CACHE_DIR=/a/folder/of/yours"
+)
 BUSY = 0.25  # other programs' share of the cores above which timings are doubtful
 SHAKY = 1.3  # the slow runs of a fixed piece of work over the fast ones
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*(?:;.*?extra\s*==\s*['\"]([\w-]+)['\"])?")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    pass
+    parser.add_argument(
+        "--warm", action="store_true", help="compile kernels now, not in the first commands"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.warm:
+        folder = kept_in()
+        if folder is None:
+            raise cli.UsageError(NOT_KEPT)
+        with cli.progress() as report:
+            warm(report)
+        cli.say(f"kernels are compiled, and kept in {folder}")
+        return cli.OK
     with cli.progress() as report:
         report("asking Python, torch and the machine", None)
-        found = facts()
-    problems, hints = advice(found)
+        machine = facts()
+    problems, hints = advice(machine)
     if args.json:
-        cli.print_json({"ok": not problems, **found, "problems": problems, "hints": hints})
+        cli.print_json({"ok": not problems, **machine, "problems": problems, "hints": hints})
     else:
-        cli.print_table("what this machine offers", ["", "found"], rows(found), figures=False)
+        cli.print_table("what this machine offers", ["", "found"], rows(machine), figures=False)
         for line in problems:
             cli.put(f"! {line}")
         for line in hints:
@@ -48,6 +70,18 @@ def run(args: argparse.Namespace) -> int:
         if not problems:
             cli.put("next: placement profile tiny_mlp    (or your own package.module:function)")
     return cli.NO if problems else cli.OK
+
+
+def warm(report: cli.Progress) -> None:
+    """Compile what the planners of ``WARM`` use, as they do it: on a problem of two operators."""
+    from placement import planners
+    from placement.objective import Objective
+    from placement.search.evaluation import two_operators
+
+    for i, (name, options) in enumerate(WARM.items()):
+        report(f"compiling the kernels of {name}", i / len(WARM))
+        for objective in Objective.PERIOD, Objective.LATENCY:
+            planners.load(name, **options)(two_operators().with_objective(objective))
 
 
 def facts() -> dict[str, Any]:
@@ -68,7 +102,7 @@ def facts() -> dict[str, Any]:
         "cpu": _cpu(),
         "memory": _memory(),
         **_torch(),
-        "kernels_cached": kernels_cached(),
+        "kernels_cached": kept_in() is not None,
         "cache": {
             "folder": str(folder),
             "writable": writable,
@@ -81,15 +115,15 @@ def facts() -> dict[str, Any]:
     }
 
 
-def advice(found: dict[str, Any]) -> tuple[list[str], list[str]]:
+def advice(machine: dict[str, Any]) -> tuple[list[str], list[str]]:
     """``(problems, hints)``: what must be mended, and what would be good to know."""
     problems, hints = [], []
-    missing = [name for name, installed in found["required"].items() if installed is None]
+    missing = [name for name, installed in machine["required"].items() if installed is None]
     if missing:
         problems.append(f"not installed: {', '.join(missing)}: pip install {DISTRIBUTION}")
-    if found["torch_error"]:
-        problems.append(f"torch cannot be imported: {found['torch_error']}")
-    cache = found["cache"]
+    if machine["torch_error"]:
+        problems.append(f"torch cannot be imported: {machine['torch_error']}")
+    cache = machine["cache"]
     if not cache["writable"]:
         problems.append(
             f"profiles cannot be kept in {cache['folder']}: "
@@ -100,21 +134,18 @@ def advice(found: dict[str, Any]) -> tuple[list[str], list[str]]:
             f"{_gibibytes(cache['free_bytes'])} free in {cache['folder']}: free some, or "
             "export PLACEMENT_HOME=/another/folder"
         )
-    if not found["kernels_cached"]:
-        hints.append(
-            "compiled kernels cannot be kept, every command compiles them anew (a minute): "
-            "export NUMBA_CACHE_DIR=/a/folder/of/yours"
-        )
-    if not found["platform"].startswith("Linux"):
-        hints.append(f"{found['platform']} is not supported, Linux is: some commands fail here")
-    cpu, noisy = found["cpu"], found["noise"]
+    if not machine["kernels_cached"]:
+        hints.append(NOT_KEPT)
+    if not machine["platform"].startswith("Linux"):
+        hints.append(f"{machine['platform']} is not supported, Linux is: some commands fail here")
+    cpu, noisy = machine["cpu"], machine["noise"]
     quota = cpu["quota_cores"]
     if quota is not None and quota < cpu["usable"]:
         hints.append(
             f"a limit of {quota:g} cores is shared by {cpu['usable']}: workers will be stopped "
             "now and then; use as many cores as the limit (taskset)"
         )
-    if cpu["usable"] < 2 and not found["gpus"]:
+    if cpu["usable"] < 2 and not machine["gpus"]:
         hints.append("one core is one device: a pipeline needs two cores, or a GPU")
     if cpu["load"] is not None and cpu["load"] > BUSY * cpu["usable"]:
         hints.append(
@@ -128,7 +159,7 @@ def advice(found: dict[str, Any]) -> tuple[list[str], list[str]]:
         )
     if cpu["governor"] not in (None, "performance"):
         hints.append(f"clock rates change (governor {cpu['governor']}): timings differ more")
-    for name, parts in found["extras"].items():
+    for name, parts in machine["extras"].items():
         lacking = [part for part, installed in parts.items() if installed is None]
         if lacking and name != "dev":
             where = " into an environment of its own," if name == "ray" else ""
@@ -139,39 +170,29 @@ def advice(found: dict[str, Any]) -> tuple[list[str], list[str]]:
     return problems, hints
 
 
-def rows(found: dict[str, Any]) -> list[list[str]]:
+def rows(machine: dict[str, Any]) -> list[list[str]]:
     """What people read: a name, and what was found."""
-    cpu, memory, cache = found["cpu"], found["memory"], found["cache"]
+    cpu, memory, cache = machine["cpu"], machine["memory"], machine["cache"]
     limit = memory["limit_bytes"]
-    gpus = [f"{g['name']}, {g['model']}, {_gibibytes(g['memory_bytes'])}" for g in found["gpus"]]
-    no_gpu = "none" if found["cuda_build"] else "none (torch is built for CPUs only)"
+    gpus = [f"{g['name']}, {g['model']}, {_gibibytes(g['memory_bytes'])}" for g in machine["gpus"]]
+    no_gpu = "none" if machine["cuda_build"] else "none (torch is built for CPUs only)"
     load = "unknown" if cpu["load"] is None else f"{cpu['load']:.1f} of {cpu['usable']} cores"
-    shown = [
-        ["version", f"{DISTRIBUTION} {found['version']}, Python {found['python']}"],
-        [
-            "processor",
-            f"{cpu['model']}, {cpu['usable']} of {cpu['logical']} cores usable, "
-            f"sockets: {cpu['sockets'] or 'unknown'}",
-        ],
-        [
-            "memory",
-            f"{_gibibytes(memory['total_bytes'])}, {_gibibytes(memory['free_bytes'])} free"
-            + (f", limit {_gibibytes(limit)}" if limit is not None else ""),
-        ],
-        ["GPUs", "; ".join(gpus) or no_gpu],
-        ["devices", ", ".join(found["devices"]) or "unknown"],
-        ["load", f"{load}; the same work takes {found['noise']['slow_over_fast']:.2f}x at times"],
-        [
-            "profiles",
-            f"{cache['num_profiles']} in {cache['folder']}, {_gibibytes(cache['free_bytes'])} "
-            f"free{'' if cache['writable'] else ', NOT WRITABLE'}",
-        ],
-        ["packages", ", ".join(f"{k} {v or 'MISSING'}" for k, v in found["required"].items())],
-    ]
-    for name, parts in found["extras"].items():
-        there = ", ".join(f"{k} {v or 'missing'}" for k, v in parts.items())
-        shown.append([f"extra {name}", there])
-    return shown
+    shown = {
+        "version": f"{DISTRIBUTION} {machine['version']}, Python {machine['python']}",
+        "processor": f"{cpu['model']}, {cpu['usable']} of {cpu['logical']} cores usable, "
+        f"sockets: {cpu['sockets'] or 'unknown'}",
+        "memory": f"{_gibibytes(memory['total_bytes'])}, {_gibibytes(memory['free_bytes'])} free"
+        + (f", limit {_gibibytes(limit)}" if limit is not None else ""),
+        "GPUs": "; ".join(gpus) or no_gpu,
+        "devices": ", ".join(machine["devices"]) or "unknown",
+        "load": f"{load}; the same work takes {machine['noise']['slow_over_fast']:.2f}x at times",
+        "profiles": f"{cache['num_profiles']} in {cache['folder']}, "
+        f"{_gibibytes(cache['free_bytes'])} free{'' if cache['writable'] else ', NOT WRITABLE'}",
+        "packages": ", ".join(f"{k} {v or 'MISSING'}" for k, v in machine["required"].items()),
+    }
+    for name, parts in machine["extras"].items():
+        shown[f"extra {name}"] = ", ".join(f"{k} {v or 'missing'}" for k, v in parts.items())
+    return [[name, text] for name, text in shown.items()]
 
 
 def packages() -> tuple[dict[str, str | None], dict[str, dict[str, str | None]]]:
@@ -205,12 +226,13 @@ def noise(seconds: list[float]) -> dict[str, float]:
     return {"fast_s": float(fast), "slow_s": float(slow), "slow_over_fast": float(slow / fast)}
 
 
-def kernels_cached() -> bool:
-    """Whether numba finds a folder for what it compiles: beside our files, or of the user."""
-    folder = os.environ.get("NUMBA_CACHE_DIR")
-    beside = Path(cli.__file__).parents[1]
-    choices = [Path(folder)] if folder else [beside, Path.home() / ".cache"]
-    return any(os.access(next(q for q in (p, *p.parents) if q.exists()), os.W_OK) for p in choices)
+def kept_in() -> Path | None:
+    """Where compiled kernels are kept: beside our files, or in a folder of the user; None: not."""
+    try:
+        from placement.tools.jit import kernel_folder
+    except ImportError:  # without numba there are none
+        return None
+    return kernel_folder()
 
 
 def _timed_loops(rounds: int = 150) -> list[float]:
@@ -232,7 +254,7 @@ def _installed(name: str) -> str | None:
 
 def _torch() -> dict[str, Any]:
     """What torch sees. An import of torch may fail in many ways; the first line says how."""
-    found: dict[str, Any] = {"devices": [], "gpus": [], "cuda_build": None, "torch_error": None}
+    nothing: dict[str, Any] = {"devices": [], "gpus": [], "cuda_build": None, "torch_error": None}
     try:
         import torch
 
@@ -240,10 +262,10 @@ def _torch() -> dict[str, Any]:
 
         devices = Cluster.detect().devices
     except Exception as error:
-        return found | {"torch_error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        return nothing | {"torch_error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
     keys = ("name", "model", "memory_bytes")
     gpus = [{key: getattr(d, key) for key in keys} for d in devices if d.kind == "cuda"]
-    return found | {
+    return nothing | {
         "devices": [d.name for d in devices],
         "gpus": gpus,
         "cuda_build": torch.version.cuda,

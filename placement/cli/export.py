@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plan is None and args.options:  # argparse leaves what follows a flag to the options
         args.plan = args.options.pop(0)
     wanted = (("the plan", args.plan), ("--to NAME", args.to), ("--out FILE", args.out))
-    missing = [what for what, given in wanted if given is None]
+    missing = [what for what, value in wanted if value is None]
     if missing:
         raise cli.UsageError(f"missing: {', '.join(missing)}; exporters: placement export --list")
     cli.search_here(args.to)
@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
             return cli.NO
         if problem is None:
             problem = _problem(plan, args)
-        error = _priced(exporter, plan, problem, error)
-        nearest = exporters.moved(plan, error.nearest)
+        told = str(error).partition(". --nearest")[0]
+        nearest = _nearest(exporter, plan, problem, error)
         moved = {op: d for op, d in nearest.assignment.items() if d != plan.assignment[op]}
-        cli.say(str(error).partition(". --nearest")[0])
+        cli.say(told)
         title = f"{len(moved)} of {plan.graph.num_ops} operators move"
         if problem is None:
             cli.say(
@@ -116,6 +116,20 @@ def _answer(
     """What machines read; without files, ``note`` says why the plan cannot be expressed."""
     answer = {"to": args.to, "files": files, "moved": moved, "predicted": predicted}
     cli.print_json(answer | {"note": note})
+
+
+def _nearest(exporter: Exporter, plan: Plan, problem: Problem | None, error: Inexpressible) -> Plan:
+    """The plan that ``error`` leads to: first nobody takes turns, then what is left is moved."""
+    from placement import exporters
+
+    if plan.phases:
+        plan = exporters.moved(plan, error.nearest)
+        try:
+            exporter(plan, problem)
+            return plan
+        except exporters.Inexpressible as again:
+            error = again
+    return exporters.moved(plan, _priced(exporter, plan, problem, error).nearest)
 
 
 def _priced(
@@ -206,7 +220,7 @@ def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
     return Problem(graph, cluster, profile, **decided(plan))
 
 
-def _write(exported: Exported, given: str, *, read: Sequence[str | None]) -> list[str]:
+def _write(exported: Exported, path_given: str, *, read: Sequence[str | None]) -> list[str]:
     """Write the files and return their paths.
 
     Raises:
@@ -214,7 +228,7 @@ def _write(exported: Exported, given: str, *, read: Sequence[str | None]) -> lis
     """
     from placement.tools.files import write_atomic
 
-    out = Path(given)
+    out = Path(path_given)
     paths = {suffix: out.with_suffix(suffix) if suffix else out for suffix in exported.files}
     taken = [Path(path).resolve() for path in read if path]
     for suffix, path in paths.items():
@@ -234,19 +248,19 @@ def _list(args: argparse.Namespace) -> int:
 
     rows: list[dict[str, Any]] = []
     for name in exporters.names():
-        found = exporters.find(name)
-        options = {f.name: f.default for f in fields(found)}
-        what = found.__doc__.splitlines()[0].replace("``", "")
+        kind = exporters.find(name)
+        options = {f.name: f.default for f in fields(kind)}
+        what = kind.__doc__.splitlines()[0].replace("``", "")
         rows.append({"name": name, "what": what, "options": options})
     if args.json:
         cli.print_json({"exporters": rows})
         return cli.OK
     indent = max(len(row["name"]) for row in rows) + 2
     for row in rows:
-        given = "".join(f" [{key}=...]" for key in row["options"])
+        flags = "".join(f" [{key}=...]" for key in row["options"])
         print(
             textwrap.fill(
-                f"{row['name']:<{indent}}{row['what']}{given}",
+                f"{row['name']:<{indent}}{row['what']}{flags}",
                 cli.WIDTH,
                 subsequent_indent=" " * indent,
                 break_on_hyphens=False,

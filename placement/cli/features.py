@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 
 from placement import cli
-from placement.tools.files import write_atomic
+from placement.tools.files import csv_text, write_atomic
 
 EXAMPLE = """examples:
   placement features resnet50
@@ -38,62 +36,43 @@ def run(args: argparse.Namespace) -> int:
     profile = None if args.profile is None else Profile.load(args.profile)
     with cli.progress() as report:
         graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
-    found = features(graph)
+    described = features(graph)
     if profile is None:
         from placement.costs.table import reference_s
 
-        seconds = reference_s(found)
+        seconds = reference_s(described)
     else:
         profile.check(graph)
         seconds = profile.compute_s[:, 0]
     where = slack(graph, seconds)
-    columns = found.columns | {
-        "seconds": seconds,
-        "start_s": where.start_s,
-        "slack_s": where.slack_s,
-        "critical": where.critical.astype(float),
-    }
+    columns = described.columns | {"seconds": seconds, "start_s": where.start_s}
+    columns |= {"slack_s": where.slack_s, "critical": where.critical.astype(float)}
     del columns["op_class"]
-    rows = [
-        {
-            "operator": graph.op_name[n],
-            "kind": graph.op_kind[n],
-            "class": CLASSES[found.op_class[n]],
-            "module": graph.op_module[n],
-        }
-        | {name: float(values[n]) for name, values in columns.items()}
-        for n in range(graph.num_ops)
-    ]
+    rows = []
+    for n in range(graph.num_ops):
+        words = {"operator": graph.op_name[n], "kind": graph.op_kind[n]}
+        words |= {"class": CLASSES[described.op_class[n]], "module": graph.op_module[n]}
+        rows.append(words | {name: float(values[n]) for name, values in columns.items()})
     if args.csv:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_atomic(args.csv, text.getvalue())
+        write_atomic(args.csv, csv_text(rows[0], (row.values() for row in rows)))
         cli.say(f"{len(rows)} operators written to {args.csv}")
     if args.json:
-        cli.print_json(
-            {
-                "workload": graph.name,
-                "graph_fingerprint": graph.fingerprint,
-                "num_ops": graph.num_ops,
-                "num_edges": len(graph.edges),
-                "critical_path_s": where.path_s,
-                "seconds_from": "reference" if profile is None else profile.device_names[0],
-                "operators": rows,
-            }
-        )
+        source = "reference" if profile is None else profile.device_names[0]
+        answer: dict[str, object] = {"workload": graph.name, "graph_fingerprint": graph.fingerprint}
+        answer |= {"num_ops": graph.num_ops, "num_edges": len(graph.edges)}
+        answer |= {"critical_path_s": where.path_s, "seconds_from": source}
+        cli.print_json(answer | {"operators": rows})
         return cli.OK
     largest = sorted(range(graph.num_ops), key=lambda n: -seconds[n])[:NUM_SHOWN]
     cells = [
         [
             graph.op_name[n],
-            found.kind[n],
-            f"{found.flops[n] / 1e6:.3g}",
-            f"{(found.read_bytes[n] + found.written_bytes[n]) / 2**20:.3g}",
-            f"{found.intensity[n]:.3g}",
-            f"{found.fan_in[n]:.0f}/{found.fan_out[n]:.0f}",
-            f"{found.level[n]:.0f}",
+            described.kind[n],
+            f"{described.flops[n] / 1e6:.3g}",
+            f"{(described.read_bytes[n] + described.written_bytes[n]) / 2**20:.3g}",
+            f"{described.intensity[n]:.3g}",
+            f"{described.fan_in[n]:.0f}/{described.fan_out[n]:.0f}",
+            f"{described.level[n]:.0f}",
             "*" if where.critical[n] else cli.seconds(where.slack_s[n]),
         ]
         for n in largest

@@ -23,12 +23,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._words = tuple(sys.argv[1:] if args is None else args)
-        found, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         if rest and any(self._unknown()):
             self.error("")
-        if getattr(found, "verb", "none is meant") is None:
+        if getattr(parsed, "verb", "none is meant") is None:
             self.error(f"the verb is missing; verbs are {', '.join(self._verbs())}")
-        return found, rest
+        return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         for name in self._unknown():
@@ -40,9 +40,9 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            what, known = action.dest, [str(x) for x in action.choices]
-            near = meant(str(value), known) or ";"
-            self.error(f"no {what} {value!r}{near} {what}s are {', '.join(known)}")
+            what, choices = action.dest, [str(x) for x in action.choices]
+            near = meant(str(value), choices) or ";"
+            self.error(f"no {what} {value!r}{near} {what}s are {', '.join(choices)}")
 
     def _verbs(self) -> Iterator[str]:
         for action in self._actions:
@@ -54,6 +54,6 @@ class Parser(argparse.ArgumentParser):
         own = takewhile(lambda w: w.startswith("-") or not any(self._verbs()), self._words)
         for word in takewhile(lambda w: w != "--", own):
             name = word.partition("=")[0]
-            known = any(option.startswith(name) for option in self._option_string_actions)
-            if re.match(r"--?[A-Za-z]", name) and not known:
+            is_prefix = any(option.startswith(name) for option in self._option_string_actions)
+            if re.match(r"--?[A-Za-z]", name) and not is_prefix:
                 yield name

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import time
 from dataclasses import fields, is_dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from placement import cli
+from placement.cli import serving
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from placement.plan import Measured
     from placement.problem import Planner, Problem, Solution
     from placement.schedule import Schedule
@@ -24,18 +28,24 @@ EXAMPLE = """examples:
   placement plan model.onnx --devices 2 --dim batch=1 --planner heft --objective latency
   placement plan resnet50 --planner heft --measurements 100 --trials runs.jsonl
   placement plan resnet50 --planner heft --predict polynomial
+  placement plan config.json --cluster home.yaml --objective decode --context 8192 \
+      --planner layer_dp
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
 lower_bound_s, seconds, evaluations, feasible, assignment. Where the planner or --scheduler decides
 an order, value_s is of that order, and order has, for every device, its operators in turn, each
-with the number of its micro-batch. With --measurements planner is measured_search, and there also
-are measured_s, measured_single_s (of the best single device) and measurements; with the planner
-replicated also replicated_period_s and stages, each with its devices.
+with the number of its micro-batch. Where micro-batches take turns (--max-phases) assignment is that
+of the first phase, and phases has what each later one has elsewhere. With --measurements planner is
+measured_search, and there also are measured_s, measured_single_s (of the best single device) and
+measurements; with the planner replicated also stages, each with its devices. For a language model
+there also is memory: of every device weights_bytes, kv_cache_bytes, buffers_bytes, needed_bytes and
+there_bytes; and prefill_s, decode_s, weights (how often these count in value_s) and spread (by
+which share they may err), or largest_context where nothing fits.
 """
 
 
 _FILE_OPTIONS = (
-    ("devices", int, "K", "of a PipeDream or ONNX file"),
+    ("devices", int, "K", "where a file does not say"),
     ("bandwidth", float, "BYTES_PER_S", "between those devices"),
     ("memory", int, "BYTES", "of each of those devices"),
     ("flops", float, "FLOP_PER_S", "of a device, for an ONNX file, which has no times"),
@@ -78,7 +88,8 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--objective",
         metavar="NAME",
-        help="period, latency, energy, max_load, piecewise_latency; default: period, or the file's",
+        help="period, latency, energy, max_load, piecewise_latency; of a language model prefill, "
+        "decode, serve; default: period, or the file's",
     )
     parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
     parser.add_argument("--profile", metavar="FILE", help="measured before; default: the cache")
@@ -90,12 +101,19 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, metavar="M", help="of a pipelined run (32)")
     parser.add_argument("--in-flight", type=int, metavar="W", help="micro-batches at a time (4)")
     parser.add_argument(
+        "--max-phases",
+        type=int,
+        metavar="K",
+        help="micro-batches may take turns, with up to K placements: replicas; default: 1",
+    )
+    parser.add_argument(
         "--second-j",
         type=float,
         metavar="J",
         help="of the objective energy: joules that a second per micro-batch is worth (0)",
     )
     cli.add_mode(parser)
+    serving.configure(parser)
     for name, kind, unit, what in _FILE_OPTIONS:
         parser.add_argument(f"--{name}", type=kind, metavar=unit, help=what)
     parser.add_argument(
@@ -108,6 +126,7 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from placement import schedulers
+    from placement.tools.jit import clock
 
     cli.check_outputs(args.out, args.trace, args.trials)
     _check_measurable(args)
@@ -117,10 +136,10 @@ def run(args: argparse.Namespace) -> int:
     with cli.progress() as report, cli.says_when_compiling():
         problem = load_problem(args, report)
         report(f"planning with {args.planner}", None)
-        began = time.perf_counter()
+        began = clock()
         with cli.says_nothing_in_answers():
             solution = planner(problem)
-        took = time.perf_counter() - began
+        took = clock() - began
         if isfinite(solution.value_s):
             solution = _checked(args, problem, solution)
         measured = None
@@ -133,6 +152,9 @@ def run(args: argparse.Namespace) -> int:
             measured = None  # what ran was not in this order
     if args.json:
         cli.print_json(_answer(args, problem, solution, took))
+    if not isfinite(solution.value_s) and serving.is_served(args):
+        cli.say(serving.why_not(args, problem))
+        return cli.NO
     if not isfinite(solution.value_s):
         cli.say(solution.stats.get("infeasible", "no placement that fits and can run was found"))
         return cli.NO
@@ -173,6 +195,11 @@ def _check_measurable(args: argparse.Namespace) -> None:
         raise cli.UsageError(
             f"--measurements is for --objective period or latency, not {args.objective}"
         )
+    if args.max_phases not in (None, 1):
+        raise cli.UsageError(
+            f"--max-phases {args.max_phases}: --measurements moves operators of all micro-batches "
+            "alike; leave one of the two out"
+        )
     away = [d.name for d in cli.cluster_of(args.cluster).devices if d.like is not None]
     if away:
         raise cli.UsageError(f"--measurements is for devices that are here; {away} are described")
@@ -205,6 +232,11 @@ def _ordered(
     """The answer in the order of the scheduler, with the value that it has in that order."""
     from placement.simulator import as_simulated
 
+    if solution.placement.ndim == 2:
+        raise cli.UsageError(
+            f"--scheduler {args.scheduler} orders placements with one phase, the answer of "
+            f"{args.planner} has {len(solution.placement)}: --max-phases 1"
+        )
     with cli.says_nothing_in_answers():
         schedule = scheduler(problem, solution.placement, problem.num_microbatches)
     why = f"the placement does not fit in the order of {args.scheduler}"
@@ -278,6 +310,8 @@ def _show_and_save(
     )
     if not args.json:
         show_plan(plan)
+        if serving.is_served(args):
+            serving.table(problem, solution)
     if args.out:
         plan.save(args.out)
         # Code of yours is not called on a plan's word: it is named again.
@@ -328,8 +362,13 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         "num_microbatches": args.microbatches,
         "max_in_flight": args.in_flight,
         "second_j": args.second_j,
+        "max_phases": args.max_phases,
     }
     changes = {key: value for key, value in chosen.items() if value is not None}
+    if serving.is_served(args):
+        problem = serving.load(args)
+        cli.say_if_predicted(args.workload, problem)
+        return problem
     _check_settings(args)
     names = [name.replace("-", "_") for name, *_ in _FILE_OPTIONS]
     for_file = {name: getattr(args, name) for name in names} | {"dims": _dims(args.dim)}
@@ -389,6 +428,7 @@ def _check_settings(args: argparse.Namespace) -> None:
         UsageError: an unknown objective, or a number out of range.
     """
     from placement.objective import Objective
+    from placement.problem import MOST_PHASES
     from placement.tools.named import meant
 
     if args.objective is not None and args.objective not in list(Objective):
@@ -398,6 +438,8 @@ def _check_settings(args: argparse.Namespace) -> None:
     for option, value in (("--microbatches", args.microbatches), ("--in-flight", args.in_flight)):
         if value is not None and not 1 <= value <= cli.MAX_BATCHES:
             raise cli.UsageError(f"{option} {value}: must be from 1 to {cli.MAX_BATCHES:,}")
+    if args.max_phases is not None and not 1 <= args.max_phases <= MOST_PHASES:
+        raise cli.UsageError(f"--max-phases {args.max_phases}: must be from 1 to {MOST_PHASES}")
     if args.second_j is not None and not 0 <= args.second_j < float("inf"):
         raise cli.UsageError(f"--second-j {args.second_j}: joules must be a number of at least 0")
 
@@ -429,8 +471,9 @@ def _answer(
     from placement.plan import proved_bound_s
 
     feasible = isfinite(solution.value_s)
-    devices = problem.cluster.device_names
-    told = ("measured_s", "measured_single_s", "measurements", "replicated_period_s", "stages")
+    devices, phases = problem.cluster.device_names, np.atleast_2d(solution.placement)
+    told = ["measured_s", "measured_single_s", "measurements"]
+    told += ["replicated_period_s", "stages", "turns"]
     measured = {key: solution.stats[key] for key in told if key in solution.stats}
     if not isfinite(measured.get("measured_single_s", 0.0)):
         measured["measured_single_s"] = None
@@ -443,12 +486,22 @@ def _answer(
         "evaluations": solution.stats.get("evaluations"),
         "feasible": feasible,
         "assignment": {
-            op: devices[d]
-            for op, d in zip(problem.graph.op_name, solution.placement.tolist(), strict=True)
+            op: devices[d] for op, d in zip(problem.graph.op_name, phases[0].tolist(), strict=True)
         },
+        **({} if len(phases) == 1 else {"phases": later_phases(problem, phases)}),
         **({} if solution.schedule is None else {"order": _order(problem, solution.schedule)}),
         **measured,
+        **(serving.answer(args, problem, solution) if serving.is_served(args) else {}),
     }
+
+
+def later_phases(problem: Problem, phases: NDArray[np.int32]) -> list[dict[str, str]]:
+    """What each later phase has elsewhere than ``assignment``, as a plan's ``phases`` have it."""
+    devices, names = problem.cluster.device_names, problem.graph.op_name
+    return [
+        {names[n]: devices[phase[n]] for n in np.flatnonzero(phase != phases[0]).tolist()}
+        for phase in phases[1:]
+    ]
 
 
 def _order(problem: Problem, schedule: Schedule) -> dict[str, list[tuple[str, int]]]:

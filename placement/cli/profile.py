@@ -86,8 +86,10 @@ def run(args: argparse.Namespace) -> int:
     path = args.out or cached_path(graph, cluster)
     if args.seconds is not None:
         assert profile.predicted is not None
-        told = int(profile.predicted.any(axis=1).sum())
-        cli.say(f"{graph.num_ops - told} operators are measured, {told} are predicted")
+        num_predicted = int(profile.predicted.any(axis=1).sum())
+        cli.say(
+            f"{graph.num_ops - num_predicted} operators are measured, {num_predicted} are predicted"
+        )
         # Apart from whole profiles, which are taken without asking.
         path = args.out or path.with_suffix(".partly.npz")
     remember(graph, cluster, profile)

@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
         check(data, args.name, Path(folder))
     write_atomic(path, data)
     if args.json:
-        found = {"path": str(path), "kind": artifact.type, "name": args.name}
-        cli.print_json(found | {"version": artifact.version, "num_bytes": len(data)})
+        facts = {"path": str(path), "kind": artifact.type, "name": args.name}
+        cli.print_json(facts | {"version": artifact.version, "num_bytes": len(data)})
     else:
         print(f"{path}: {artifact.type} {args.name} ({artifact.version}), {len(data)} bytes")
     return cli.OK
@@ -129,10 +129,10 @@ def _check_policy(data: bytes, name: str, folder: Path) -> None:
     size = int.from_bytes(data[:8], "little")
     try:
         head: Any = json.loads(data[8 : 8 + size]) if size <= _MAX_HEADER_BYTES else None
-        known = json.loads(head["__metadata__"]["policy"])["formulation"]
+        formulation = json.loads(head["__metadata__"]["policy"])["formulation"]
         ends = [v["data_offsets"][1] for k, v in head.items() if k != "__metadata__"]
         is_whole = 8 + size + max(ends, default=0) == len(data)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise PullError(f"{name}: not a policy: {error!r}") from error
-    if not is_whole or not isinstance(known, str):
+    if not is_whole or not isinstance(formulation, str):
         raise PullError(f"{name}: not a policy: truncated, or too long")

@@ -73,13 +73,13 @@ def spawn(num_ranks: int, words: Sequence[str]) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-    known["PYTHONPATH"] = os.pathsep.join(sys.path)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    shared["PYTHONPATH"] = os.pathsep.join(sys.path)
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as silent:
         try:
             for rank in range(num_ranks):
-                env = {**os.environ, **known, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 command = [sys.executable, "-m", "placement", *words]
                 streams: dict[str, Any] = {"stdout": silent, "stderr": silent}
                 if rank == 0:
@@ -140,14 +140,13 @@ def _measure(args: argparse.Namespace, rank: int, size: int) -> int:
             profile = _profile(args, graph, cluster, of_devices, hosts, rank, report)
     if not first:
         return cli.OK
-    told: dict[str, Any] = {
+    placed = zip(cluster.devices, ranks, strict=True)
+    infinite = {"bandwidth_bytes_per_s": None}
+    answer: dict[str, Any] = {
         "hosts": list(measured.hosts),
-        "devices": [
-            {"name": d.name, "rank": r} for d, r in zip(cluster.devices, ranks, strict=True)
-        ],
+        "devices": [{"name": d.name, "rank": r} for d, r in placed],
         "links": [
-            asdict(x)
-            | ({} if isfinite(x.bandwidth_bytes_per_s) else {"bandwidth_bytes_per_s": None})
+            asdict(x) | ({} if isfinite(x.bandwidth_bytes_per_s) else infinite)
             for x in cluster.links
         ],
         "slowdown": dict(measured.slowdown),
@@ -159,10 +158,10 @@ def _measure(args: argparse.Namespace, rank: int, size: int) -> int:
 
         path = args.out or cached_path(graph, cluster)
         profile.save(path)
-        told["profile"] = summary(graph, cluster, profile)
+        answer["profile"] = summary(graph, cluster, profile)
         cli.say(f"profile saved to {path}")
     if args.json:
-        cli.print_json(told)
+        cli.print_json(answer)
     else:
         _show(measured)
     named, out = args.workload or "MODEL", shlex.quote(args.cluster_out)
@@ -214,27 +213,22 @@ def _profile(
     from placement.costs.measure import measure
 
     patient: Any = dist.new_group(timeout=timedelta(seconds=_MEASURING_S))
-    found = None
+    mine = None
     if hosts.index(hosts[rank]) == rank:
         pairs = zip(cluster.devices, device_hosts, strict=True)
         here = tuple(d for d, host in pairs if host == hosts[rank])
-        found = measure(graph, Cluster("here", here), repeats=args.repeats, progress=report)
+        mine = measure(graph, Cluster("here", here), repeats=args.repeats, progress=report)
     every: list[Any] = [None] * len(hosts)
-    dist.all_gather_object(every, found, group=patient)
+    dist.all_gather_object(every, mine, group=patient)
     return merged([p for p in every if p is not None], cluster)
 
 
 def _show(measured: Measured) -> None:
-    rows = [
-        [
-            f"{a} > {b}",
-            cli.seconds(link.latency_s),
-            f"{link.bandwidth_bytes_per_s / 1e6:,.0f}",
-            cli.seconds(link.send_s),
-            link.channel or "its own",
-        ]
-        for (a, b), link in measured.links.items()
-    ]
+    rows = []
+    for (a, b), link in measured.links.items():
+        latency, send = map(cli.seconds, (link.latency_s, link.send_s))
+        rate = f"{link.bandwidth_bytes_per_s / 1e6:,.0f}"
+        rows.append([f"{a} > {b}", latency, rate, send, link.channel or "its own"])
     cli.print_table(
         f"links between {len(measured.hosts)} processes on {len(set(measured.hosts))} hosts",
         ["ranks", "latency", "MB/s", "busy per tensor", "channel"],

@@ -27,8 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from placement.report.html import write_report
 
-    given = Path(args.folder)
-    home = given if given.is_dir() else given.parent
+    source = Path(args.folder)
+    home = source if source.is_dir() else source.parent
     cli.check_outputs(args.out or str(home / "report.html"))
     with cli.progress() as report:
         report(f"reading {args.folder}", None)

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from placement import cli
-from placement.cli.ways import (
-    alone,
-    calls,
-    difference,
-    first_difference,
-    keep,
-    measure,
-    model_of,
-    recorded_trace,
-    show,
-)
-
-if TYPE_CHECKING:
-    pass
+from placement.cli.ways import keep, model_of, recorded_trace, show
+from placement.runs.ways import alone, calls, difference, first_difference, measure
 
 EXAMPLE = """examples:
   placement run plan.json --against-single-device
@@ -81,6 +68,12 @@ def run(args: argparse.Namespace) -> int:
     if args.distributed:
         from placement.cli import distributed
 
+        if plan.phases:
+            raise cli.UsageError(
+                f"--distributed: the plan has {len(plan.assignments)} phases, in which "
+                "micro-batches take turns; processes do not: leave --distributed out, or plan "
+                "with --max-phases 1"
+            )
         return distributed.run(args, plan, batches)
     if args.weights or args.processes is not None:
         raise cli.UsageError("--weights and --processes are for --distributed: add it")

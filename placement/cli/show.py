@@ -30,6 +30,7 @@ SCHEMA_EXAMPLE = """example:
   placement schema > plan.schema.json
 """
 NUM_SHOWN = 20
+NUM_PHASES = 4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -93,26 +94,30 @@ def show_plan(plan: Plan) -> None:
     )
     if declared:
         print("energy: from declared watts, not from measured ones")
-    on = list(plan.assignment.values())
-    cli.print_table(
-        "devices",
-        ["device", "operators", "stages", "busy", "peak memory", "of"],
-        [
-            [
-                d.name,
-                str(on.count(d.name)),
-                str(sum(s.device == d.name for s in plan.stages)),
-                cli.seconds(plan.predicted.busy_s[d.name]),
-                cli.mebibytes(plan.predicted.peak_bytes[d.name]),
-                cli.mebibytes(plan.limits.memory_bytes[d.name]),
-            ]
-            for d in plan.cluster.devices
-        ],
-    )
+    on = [list(phase.values()) for phase in plan.assignments]
+    rows = []
+    for device in (d.name for d in plan.cluster.devices):
+        operators = _counts([phase.count(device) for phase in on])
+        stages = str(sum(s.device == device for s in plan.stages))
+        memory = plan.predicted.peak_bytes[device], plan.limits.memory_bytes[device]
+        busy = cli.seconds(plan.predicted.busy_s[device])
+        rows.append([device, operators, stages, busy, *map(cli.mebibytes, memory)])
+    title = "devices"
+    if plan.phases:
+        title += f"; micro-batches take turns in {len(on)} phases"
+    columns = ["device", "operators", "stages", "busy", "peak memory", "of"]
+    cli.print_table(title, columns, rows)
     print(
         f"graph {plan.graph.fingerprint[:12]}, cluster {plan.cluster.fingerprint[:12]}, "
         f"made {plan.provenance.created}"
     )
+
+
+def _counts(numbers: list[int]) -> str:
+    """Of one phase after another, as few of them as show how they repeat."""
+    if len(numbers) <= NUM_PHASES:
+        return " / ".join(map(str, numbers))
+    return " / ".join([*map(str, numbers[:NUM_PHASES]), "..."])
 
 
 def _values(plan: Plan, what: str) -> list[str]:
@@ -135,24 +140,18 @@ def run_diff(args: argparse.Namespace) -> int:
     from placement.plan import load_plan
 
     a, b = load_plan(args.a), load_plan(args.b)
+    was_on, is_on = _wheres(a), _wheres(b)
     moved = {
-        op: [a.assignment.get(op), b.assignment.get(op)]
-        for op in dict.fromkeys([*a.assignment, *b.assignment])
-        if a.assignment.get(op) != b.assignment.get(op)
+        op: [was_on.get(op), is_on.get(op)]
+        for op in dict.fromkeys([*was_on, *is_on])
+        if was_on.get(op) != is_on.get(op)
     }
-    settings = {
-        key: [was, now]
-        for key, was, now in (
-            ("planner", a.planner.name, b.planner.name),
-            ("objective", a.objective, b.objective),
-            ("num_microbatches", a.num_microbatches, b.num_microbatches),
-            ("max_in_flight", a.max_in_flight, b.max_in_flight),
-            ("second_j", a.second_j, b.second_j),
-            ("graph", a.graph.fingerprint[:12], b.graph.fingerprint[:12]),
-            ("cluster", a.cluster.fingerprint[:12], b.cluster.fingerprint[:12]),
-        )
-        if was != now
-    }
+    names = ("objective", "num_microbatches", "max_in_flight", "second_j")
+    pairs = {"planner": [a.planner.name, b.planner.name]}
+    pairs |= {name: [getattr(a, name), getattr(b, name)] for name in names}
+    pairs["graph"] = [p.graph.fingerprint[:12] for p in (a, b)]
+    pairs["cluster"] = [p.cluster.fingerprint[:12] for p in (a, b)]
+    settings = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     metrics = {
         f"predicted {what}": [getattr(p.predicted, f"{what}_s") for p in (a, b)]
         for what in ("latency", "period")
@@ -181,6 +180,12 @@ def run_diff(args: argparse.Namespace) -> int:
     else:
         print("every operator is on the same device")
     return cli.OK
+
+
+def _wheres(plan: Plan) -> dict[str, str]:
+    """Operator -> its device, or those of the phases one after another."""
+    phases = plan.assignments
+    return {op: " / ".join(on[op] for on in phases) for op in plan.assignment}
 
 
 def run_validate(args: argparse.Namespace) -> int:
@@ -214,8 +219,8 @@ def run_validate(args: argparse.Namespace) -> int:
             cli.put(f"- {line}")
         for line in notes:
             cli.say(line)
-        found = f"not valid, {cli.count(len(failures), 'failure')}" if failures else "valid"
-        cli.put(f"{args.plan}: {found}")
+        verdict = f"not valid, {cli.count(len(failures), 'failure')}" if failures else "valid"
+        cli.put(f"{args.plan}: {verdict}")
     return cli.NO if failures else cli.OK
 
 

@@ -7,7 +7,8 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.ways import Way, keep, measure, model_of, show, timed
+from placement.cli.ways import keep, model_of, show
+from placement.runs.ways import Way, measure, timed
 
 if TYPE_CHECKING:
     from placement.executor import Trainer
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
 def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: int) -> str:
     """How losses, gradients and parameters differ from plain PyTorch's in a few steps; or nothing.
 
-    Plain PyTorch runs with the threads of the devices, as in ``cli.ways.difference``. What is
+    Plain PyTorch runs with the threads of the devices, as in ``runs.ways.difference``. What is
     small beside all gradients, or parameters, is held to their size: some gradients are nothing
     but rounding, e.g. of a bias before a normalisation. On a GPU, where rounding is another, Adam
     makes a step of the learning rate of that.
@@ -74,14 +75,14 @@ def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: 
     from placement.capturing.training import plain_step
     from placement.executor.equality import Tolerance, error, said
 
-    def compare(found: dict[str, Any], expected: dict[str, Any], free: float = 0.0) -> str:
+    def compare(ours: dict[str, Any], expected: dict[str, Any], free: float = 0.0) -> str:
         real = [x for x in expected.values() if x.is_floating_point() and x.numel()]
         count = max(sum(x.numel() for x in real), 1)
         scale = float(sum(x.detach().double().square().sum() for x in real) / count) ** 0.5
         for name, wanted in expected.items():
-            off = error(found[name], wanted, scale)
+            off = error(ours[name], wanted, scale)
             if off > tolerance.relative and not (
-                free and float((found[name].cpu() - wanted.cpu()).abs().max()) <= free
+                free and float((ours[name].cpu() - wanted.cpu()).abs().max()) <= free
             ):
                 return said(name, off, tolerance)
         return ""
@@ -97,10 +98,10 @@ def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: 
     ]
     kind: Any = type(trainer.optimizer)
     optimizer = kind(groups)
-    kept: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
 
     def keep_gradients(*_: Any) -> None:
-        kept.update({k: p.grad.clone() for k, p in plain.named_parameters() if p.grad is not None})
+        seen.update({k: p.grad.clone() for k, p in plain.named_parameters() if p.grad is not None})
 
     optimizer.register_step_pre_hook(keep_gradients)
     state = [*module.parameters(), *module.buffers()]
@@ -114,7 +115,7 @@ def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: 
             trainer.update()
             expected = plain_step(plain, optimizer, [example] * batches, loss)
             wrong = compare({"the loss": losses}, {"the loss": expected})
-            if wrong := wrong or compare(gradients, {k: kept[k] for k in gradients}):
+            if wrong := wrong or compare(gradients, {k: seen[k] for k in gradients}):
                 return f"{wrong} (gradients)" if "the loss" not in wrong else wrong
         trainer.sync()
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
@@ -132,14 +133,9 @@ def alone(plan: Plan, trainer: Trainer, device: str) -> Trainer:
     from placement.executor import Trainer
 
     graph, cluster = trainer.graph, trainer.runner.cluster
-    return Trainer(
-        graph,
-        cluster,
-        np.full(graph.num_ops, cluster.index(device), np.int32),
-        trainer.optimizer,
-        max_in_flight=plan.max_in_flight,
-        priority=plan.priority,
-    )
+    placement = np.full(graph.num_ops, cluster.index(device), np.int32)
+    options: Any = {"max_in_flight": plan.max_in_flight, "priority": plan.priority}
+    return Trainer(graph, cluster, placement, trainer.optimizer, **options)
 
 
 def steps(one: Trainer, many: Trainer, example: Any, batches: int) -> Way:

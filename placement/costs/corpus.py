@@ -79,6 +79,7 @@ class Corpus:
         profile.check(graph)
         machine = machine_of(profile.provenance)
         facts = profile.provenance
+        repeats, when = int(facts.get("repeats", 1)), str(facts.get("when", ""))
         predicted = profile.predicted
         rows, devices = [], []
         for device in cluster.devices:
@@ -95,20 +96,12 @@ class Corpus:
             if members:
                 devices.append((signature, machine, json.dumps(asdict(device))))
             for operator, ops in members.items():
-                loaded = None if profile.loaded_s is None else profile.loaded_s[ops, d].mean()
-                rows.append(
-                    (
-                        operator,
-                        signature,
-                        graph.fingerprint,
-                        len(ops),
-                        int(facts.get("repeats", 1)),
-                        float(profile.compute_s[ops, d].mean()),
-                        float(profile.spread_s[ops, d].mean()),
-                        None if loaded is None else float(loaded),
-                        str(facts.get("when", "")),
-                    )
-                )
+                means = [
+                    None if seconds is None else float(seconds[ops, d].mean())
+                    for seconds in (profile.compute_s, profile.spread_s, profile.loaded_s)
+                ]
+                where = operator, signature, graph.fingerprint
+                rows.append((*where, len(ops), repeats, *means, when))
         if not rows:
             return 0
         links = json.dumps([asdict(x) for x in profile.links])
@@ -150,10 +143,10 @@ class Corpus:
                 if machine in (None, of)
             }
             rows: dict[tuple[str, str], dict[str, tuple[float, float, float]]] = {}
-            found = store.execute(
+            measured = store.execute(
                 "SELECT graph, device, signature, compute_s, spread_s, loaded_s FROM operators"
             )
-            for graph, device, operator, compute, spread, loaded in found:
+            for graph, device, operator, compute, spread, loaded in measured:
                 beside = np.nan if loaded is None else loaded
                 rows.setdefault((graph, device), {})[operator] = (compute, spread, beside)
         samples = []
@@ -176,7 +169,7 @@ class Corpus:
         """
         rows: dict[str, list[tuple[float, float]]] = {}
         with self._open() as store:
-            found = (
+            measured = (
                 ()
                 if store is None
                 else store.execute(
@@ -184,7 +177,7 @@ class Corpus:
                     (device_signature(device, machine),),
                 )
             )
-            for signature, compute, spread in found:
+            for signature, compute, spread in measured:
                 rows.setdefault(signature, []).append((compute, spread))
         seconds, spreads = np.full(graph.num_ops, np.nan), np.full(graph.num_ops, np.nan)
         for n, signature in enumerate(graph.op_signature):
@@ -298,8 +291,8 @@ def _group(cluster: Cluster) -> str:
 
 
 def _device(text: str) -> dict[str, Any]:
-    known = {f.name for f in fields(Device)}
-    values = {key: value for key, value in json.loads(text).items() if key in known}
+    names = {f.name for f in fields(Device)}
+    values = {key: value for key, value in json.loads(text).items() if key in names}
     return values | {"cores": tuple(values.get("cores", ()))}
 
 

@@ -137,9 +137,9 @@ def features(graph: OpGraph) -> Features:
     written = np.zeros(n)
     shared = np.zeros(n, bool)
     own = graph.tensor_root == np.arange(graph.num_tensors)
-    made = graph.tensor_src >= 0
-    np.add.at(written, graph.tensor_src[made], graph.tensor_bytes[made].astype(float))
-    shared[graph.tensor_src[made & ~own]] = True
+    produced = graph.tensor_src >= 0
+    np.add.at(written, graph.tensor_src[produced], graph.tensor_bytes[produced].astype(float))
+    shared[graph.tensor_src[produced & ~own]] = True
     rows = [parameters(graph.op_signature[i], float(written[i]), bool(shared[i])) for i in range(n)]
     table = np.array([values for _, values in rows]).reshape(n, len(PARAMETERS))
     columns = dict(zip(PARAMETERS, table.T, strict=True))

@@ -210,19 +210,19 @@ def trials(hosts: Sequence[str]) -> dict[str, tuple[Pair, Pair]]:
     ``"A:out"``: two that leave host A, over ranks as unlike as there are. ``"A <> B"``: one each
     way between two hosts.
     """
-    found: dict[str, tuple[Pair, Pair]] = {}
+    chosen: dict[str, tuple[Pair, Pair]] = {}
     away = [(a, b) for a, b in permutations(range(len(hosts)), 2) if hosts[a] != hosts[b]]
     for host in dict.fromkeys(hosts):
         leaving = [p for p in away if hosts[p[0]] == host]
         if len(leaving) > 1:
             a, b = leaving[0]
             unlike = [(c != a) + (d != b) for c, d in leaving]
-            found[f"{host}:out"] = (a, b), leaving[unlike.index(max(unlike))]
+            chosen[f"{host}:out"] = (a, b), leaving[unlike.index(max(unlike))]
     for a, b in away:
         name = f"{hosts[a]} <> {hosts[b]}"
-        if hosts[a] < hosts[b] and name not in found:
-            found[name] = (a, b), (b, a)
-    return found
+        if hosts[a] < hosts[b] and name not in chosen:
+            chosen[name] = (a, b), (b, a)
+    return chosen
 
 
 def shared_channels(
@@ -334,7 +334,7 @@ def _ping(
     me, there, back = dist.get_rank(), groups.get((a, b)), groups.get((b, a))
     messages = {size: torch.zeros(size, dtype=torch.uint8, device=device) for size in _ROUND}
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    found: dict[int, list[float]] = {size: [] for size in _ROUND}
+    spans: dict[int, list[float]] = {size: [] for size in _ROUND}
 
     def play() -> float:
         start = time.perf_counter()
@@ -346,17 +346,17 @@ def _ping(
             else:
                 move(dist.irecv, messages[size], a, there)
                 move(dist.isend, byte, a, back)
-            found[size].append(time.perf_counter() - began)
+            spans[size].append(time.perf_counter() - began)
         return time.perf_counter() - start
 
     took = play()  # connects, and tells how many more there is time for
     rounds = torch.tensor([int(np.clip(_PAIR_S / took, 2, repeats))])
     dist.send(rounds, b) if me == a else dist.recv(rounds, a)
-    for seconds in found.values():
+    for seconds in spans.values():
         seconds.clear()
     for _ in range(int(rounds)):
         play()
-    return [float(np.median(seconds)) for seconds in found.values()]
+    return [float(np.median(seconds)) for seconds in spans.values()]
 
 
 def _hand_over(a: int, b: int, device: torch.device, groups: Mapping[Pair, Any]) -> Floats:
@@ -368,7 +368,7 @@ def _hand_over(a: int, b: int, device: torch.device, groups: Mapping[Pair, Any])
     me, group = dist.get_rank(), groups.get((a, b))
     how: Any = dist.isend if me == a else dist.irecv
     other = b if me == a else a
-    found = []
+    spans = []
     for size, count in HANDED:
         ticket = torch.zeros(9, dtype=torch.int64)
         tensor = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -381,8 +381,8 @@ def _hand_over(a: int, b: int, device: torch.device, groups: Mapping[Pair, Any])
             announced = how(ticket, other)
             move(how, tensor, other, group)
             announced.wait()
-        found.append((time.process_time() - began) / count)
-    return np.array(found)
+        spans.append((time.process_time() - began) / count)
+    return np.array(spans)
 
 
 def _gathered(mine: dict[Any, Any]) -> dict[Any, Any]:
@@ -395,13 +395,13 @@ def _slowdown(flows: tuple[Pair, Pair], links: Mapping[Pair, Link], me: int) -> 
     """How many times as long two messages take at the same time as alone: the larger of both."""
     bytes_per_s = min(links[pair].bandwidth_bytes_per_s for pair in flows)
     size = int(np.clip(_FLOW_S * bytes_per_s, *_FLOW_BYTES))
-    found: dict[tuple[Pair, bool], list[float]] = {}
+    spans: dict[tuple[Pair, bool], list[float]] = {}
     for _ in range(_FLOW_ROUNDS):
         for sent in ((flows[0],), (flows[1],), flows):
             dist.barrier()
             for pair, seconds in _send(sent, size, me).items():
-                found.setdefault((pair, len(sent) == 2), []).append(seconds)
-    median = _gathered({key: float(np.median(v)) for key, v in found.items()})
+                spans.setdefault((pair, len(sent) == 2), []).append(seconds)
+    median = _gathered({key: float(np.median(v)) for key, v in spans.items()})
     return max(median[pair, True] / median[pair, False] for pair in flows)
 
 

@@ -166,7 +166,7 @@ def _runs(runner: Alone, whole_s: float) -> int:
     """
     if isinstance(runner, InParts):
         return 1
-    on_gpu = any(w.backend.torch_device.type == "cuda" for w in runner.workers if w.share.ops)
+    on_gpu = any(w.backend.torch_device.type == "cuda" for w in runner.workers if w.shares[0].ops)
     rising = _RISING_S / whole_s if on_gpu and whole_s else 0.0
     return int(np.clip(2 + rising, 2, _MOST_RUNS))
 
@@ -268,12 +268,12 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
     first = np.full(graph.num_groups, graph.num_ops)
     np.minimum.at(first, graph.group, problem.priority)
     most = max(1, int(_CUT_SHARE * graph.num_ops))
-    found = []
+    choices = []
     for cuts in _CALIBRATION_CUTS:
         if cuts <= most:
             at = rng.choice(max(1, graph.num_ops - 1), cuts, replace=False)
-            found.append(np.searchsorted(np.sort(at), first) % devices)
-    chosen = np.stack(found)
+            choices.append(np.searchsorted(np.sort(at), first) % devices)
+    chosen = np.stack(choices)
     seconds = problem.group_compute_s
     able = np.isfinite(seconds)[np.arange(graph.num_groups), chosen]
     return np.where(able, chosen, seconds.argmin(axis=1))[:, graph.group].astype(np.int32)
@@ -326,8 +326,8 @@ def typical(rounds: Floats) -> Floats:
     """
     whole: Floats = rounds.sum(axis=1)
     disturbed = whole > (1 + _SPREAD) * np.percentile(whole, 25, axis=0)
-    kept = np.where(disturbed[:, None], np.nan, rounds)
-    middle = np.nanmedian(kept, axis=0)
+    calm = np.where(disturbed[:, None], np.nan, rounds)
+    middle = np.nanmedian(calm, axis=0)
     total: Floats = np.nanmedian(np.where(disturbed, np.nan, whole), axis=0)
     return middle * (total / middle.sum(axis=0))
 
@@ -349,12 +349,9 @@ def load_or_measure(
     that are measured must be on this machine. A profile that cannot be saved (no space, no
     permission) is returned all the same, with a warning.
     """
-    described = [d for d in cluster.devices if d.like is not None]
-    if described:
-        here = Cluster.detect()
-        return load_or_measure(
-            graph, here, repeats=repeats, progress=progress, folder=folder
-        ).for_cluster(cluster)
+    if any(d.like is not None for d in cluster.devices):
+        options: dict[str, Any] = {"repeats": repeats, "progress": progress, "folder": folder}
+        return load_or_measure(graph, Cluster.detect(), **options).for_cluster(cluster)
     path = cached_path(graph, cluster, folder)
     if path.exists():
         profile = Profile.load(path)
@@ -444,7 +441,7 @@ def _wake_seconds(
     watched = capture(_Watched(True), x, name="watched")
     chain = [i for i, kind in enumerate(watched.op_kind) if "add" in kind]
     waking, silent = {}, {}
-    found: dict[Any, list[float]] = {}
+    spans: dict[Any, list[float]] = {}
     try:
         for a, b in pairs:
             placement = [a if i in chain else b for i in range(watched.num_ops)]
@@ -457,11 +454,11 @@ def _wake_seconds(
                 ops = chain if key in waking else range(plain.num_ops)
                 # Nothing is sent before the first; the others each begin with sending.
                 seconds = run_seconds(runner, [x], 1)[list(ops)[1:]]
-                found.setdefault(key, []).append(float(np.median(seconds)))
+                spans.setdefault(key, []).append(float(np.median(seconds)))
     finally:
         for runner in (*waking.values(), *silent.values()):
             runner.close()
-    middle = {key: float(np.median(v[1:])) for key, v in found.items()}
+    middle = {key: float(np.median(v[1:])) for key, v in spans.items()}
     return {(a, b): max(middle[a, b] - middle[a], 0.0) for a, b in pairs}
 
 
@@ -547,27 +544,22 @@ def check_here(cluster: Cluster) -> None:
     can_tell = hasattr(os, "sched_getaffinity")
     cores = os.sched_getaffinity(0) if can_tell else set(range(os.cpu_count() or 1))
     for device in cluster.devices:
-        missing = sorted(set(device.cores) - cores) if device.kind == "cpu" else []
-        if missing:
-            raise ProfileError(
-                f"device {device.name!r} uses cores {missing}, this machine offers {sorted(cores)}"
-                ": describe it with 'like: <measured device>' and 'speed: <factor>'"
+        why = ""
+        if device.kind == "cpu" and (missing := sorted(set(device.cores) - cores)):
+            why = f" uses cores {missing}, this machine offers {sorted(cores)}:"
+        elif device.kind == "cuda" and not torch.cuda.is_available():
+            why = f": torch {torch.__version__} sees no CUDA device here:"
+        elif device.kind == "cuda" and not is_cuda_here(device.name):
+            why = (
+                f" is not one of the {torch.cuda.device_count()} CUDA devices here: name it "
+                "cuda:0, cuda:1, ...; or"
             )
-        if device.kind == "cuda" and not torch.cuda.is_available():
+        elif device.kind not in ("cpu", "cuda"):
+            why = f" of kind {device.kind!r} cannot be measured:"
+        if why:
             raise ProfileError(
-                f"device {device.name!r}: torch {torch.__version__} sees no CUDA device here: "
-                "describe it with 'like: <measured device>' and 'speed: <factor>'"
-            )
-        if device.kind == "cuda" and not is_cuda_here(device.name):
-            raise ProfileError(
-                f"device {device.name!r} is not one of the {torch.cuda.device_count()} CUDA "
-                "devices here: name it cuda:0, cuda:1, ...; or describe it with 'like: <measured "
-                "device>' and 'speed: <factor>'"
-            )
-        if device.kind not in ("cpu", "cuda"):
-            raise ProfileError(
-                f"device {device.name!r} of kind {device.kind!r} cannot be measured: describe it "
-                "with 'like: <measured device>' and 'speed: <factor>'"
+                f"device {device.name!r}{why} describe it with 'like: <measured device>' and "
+                "'speed: <factor>'"
             )
 
 
@@ -607,7 +599,7 @@ def _run_together(
     at the same time, and one would find in the cache that they share what the other has just
     fetched.
     """
-    found = np.empty((runners[0].graph.num_ops, len(runners)))
+    medians = np.empty((runners[0].graph.num_ops, len(runners)))
     gate = threading.Barrier(len(runners))
     busy = set(range(len(runners)))
 
@@ -626,7 +618,7 @@ def _run_together(
             count = sum(1 for _ in runners[d].stream_tensors(runs(d)))
         finally:
             busy.discard(d)
-        found[:, d] = last_seconds(runners[d], runners[d].next_batch - 1 - count // 2)
+        medians[:, d] = last_seconds(runners[d], runners[d].next_batch - 1 - count // 2)
 
     with ThreadPoolExecutor(len(runners)) as pool:
         try:
@@ -638,7 +630,7 @@ def _run_together(
             for runner in runners:
                 runner.close()
             raise
-    return found
+    return medians
 
 
 def _span(runner: Runner, inputs: Sequence[Tensor]) -> float:

@@ -92,9 +92,9 @@ def measure_within(
     began = time.monotonic()
     say("predicting", 0.0)
     predictor, samples = _predictor(method, corpus)
-    found = [predictor.predict(graph, device) for device in cluster.devices]
-    predicted = np.stack([s for s, _ in found], axis=1)
-    spread = np.stack([s for _, s in found], axis=1)
+    guesses = [predictor.predict(graph, device) for device in cluster.devices]
+    predicted = np.stack([s for s, _ in guesses], axis=1)
+    spread = np.stack([s for _, s in guesses], axis=1)
     ops = choose(graph, predicted, spread, seconds)
     compute, within = predicted.copy(), spread.copy()
     is_predicted = np.ones(predicted.shape, bool)
@@ -106,11 +106,11 @@ def measure_within(
         low, high = np.percentile(samples_s, [25, 75], axis=0)
         at = {graph.op_signature[n]: i for i, n in enumerate(ops.tolist())}
         row = np.array([at.get(s, -1) for s in graph.op_signature])
-        known = row >= 0
-        compute[known] = typical(samples_s)[row[known]]
-        within[known] = (high - low)[row[known]]
-        is_predicted[known] = False
-        compute[~known] *= correction(graph, compute, predicted, known)[~known]
+        is_measured = row >= 0
+        compute[is_measured] = typical(samples_s)[row[is_measured]]
+        within[is_measured] = (high - low)[row[is_measured]]
+        is_predicted[is_measured] = False
+        compute[~is_measured] *= correction(graph, compute, predicted, is_measured)[~is_measured]
     facts = {
         "repeats": rounds,
         "measured_signatures": len(ops),
@@ -172,15 +172,17 @@ def _measure(graph: OpGraph, cluster: Cluster, seconds: float) -> Floats:
 
 
 def correction(
-    graph: OpGraph, compute: Floats, predicted: Floats, known: NDArray[np.bool_]
+    graph: OpGraph, compute: Floats, predicted: Floats, is_measured: NDArray[np.bool_]
 ) -> Floats:
     """float64 ``[N, D]``: what measured operators of the same class took over their prediction."""
     factor = np.ones_like(predicted)
     op_class = features(graph).op_class
     for c in np.unique(op_class):
         at = op_class == c
-        if (at & known).sum() >= _FEWEST:
-            factor[at] = compute[at & known].sum(axis=0) / predicted[at & known].sum(axis=0)
+        if (at & is_measured).sum() >= _FEWEST:
+            factor[at] = compute[at & is_measured].sum(axis=0) / predicted[at & is_measured].sum(
+                axis=0
+            )
     return factor
 
 
@@ -192,9 +194,9 @@ class _Remembering:
 
     def predict(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
         seconds, spread = self.predictor.predict(graph, device)
-        known, within = self.corpus.known(graph, device, self.machine)
-        there = np.isfinite(known)
-        return np.where(there, known, seconds), np.where(there, within, spread)
+        recorded, within = self.corpus.known(graph, device, self.machine)
+        there = np.isfinite(recorded)
+        return np.where(there, recorded, seconds), np.where(there, within, spread)
 
 
 class _Told:

@@ -136,15 +136,15 @@ def _cuda_numbers(nvml: Any, count: int) -> dict[int, int]:
 
         seen = range(torch.cuda.device_count())
         mine = [str(torch.cuda.get_device_properties(i).uuid) for i in seen]
-        found = {}
+        uuids = {}
         for i in range(count):
             with suppress(nvml.NVMLError):  # of a GPU that this process may not see
-                known = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(i))
-                plain = known.decode() if isinstance(known, bytes) else known
-                found[i] = plain.removeprefix("GPU-")
+                uuid = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(i))
+                plain = uuid.decode() if isinstance(uuid, bytes) else uuid
+                uuids[i] = plain.removeprefix("GPU-")
     except (ImportError, AttributeError, RuntimeError, AssertionError):
         return {i: i for i in range(count)}
-    numbers = {i: mine.index(x) for i, x in found.items() if x in mine}
+    numbers = {i: mine.index(x) for i, x in uuids.items() if x in mine}
     return numbers or {i: i for i in range(count)}
 
 

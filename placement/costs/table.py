@@ -45,28 +45,28 @@ class Table:
     source: NDArray[np.int64]
 
 
-def columns(found: Features, device: Device) -> Floats:
+def columns(described: Features, device: Device) -> Floats:
     """float64 ``[N, F]`` logarithms of ``NAMES`` of operators on ``device``."""
-    threads = np.full(len(found.kind), float(device.threads) - 1.0)
-    values = [threads if name == "threads" else getattr(found, name) for name in NAMES]
+    threads = np.full(len(described.kind), float(device.threads) - 1.0)
+    values = [threads if name == "threads" else getattr(described, name) for name in NAMES]
     return np.log1p(np.stack(values, axis=1))
 
 
-def reference_s(found: Features, threads: int = 1) -> Floats:
+def reference_s(described: Features, threads: int = 1) -> Floats:
     """float64 ``[N]`` seconds of operators on a device that is nothing special."""
-    moved = found.read_bytes + found.written_bytes
-    work: Floats = found.flops / _FLOPS_PER_S / threads + moved / _BYTES_PER_S
+    moved = described.read_bytes + described.written_bytes
+    work: Floats = described.flops / _FLOPS_PER_S / threads + moved / _BYTES_PER_S
     return work + _CALL_S
 
 
-def guess(found: Features, device: Device) -> Floats:
+def guess(described: Features, device: Device) -> Floats:
     """float64 ``[N]`` logarithms of seconds on a device that is nothing special."""
-    return np.log(reference_s(found, device.threads))
+    return np.log(reference_s(described, device.threads))
 
 
-def kinds(found: Features) -> NDArray[np.str_]:
+def kinds(described: Features) -> NDArray[np.str_]:
     """``[N]`` kinds; in-place operators like the others."""
-    return np.array([kind.rstrip("_") or kind for kind in found.kind])
+    return np.array([kind.rstrip("_") or kind for kind in described.kind])
 
 
 def tables(samples: Sequence[Sample]) -> dict[str, Table]:
@@ -83,34 +83,34 @@ def tables(samples: Sequence[Sample]) -> dict[str, Table]:
     parts: dict[str, list[tuple[NDArray, ...]]] = {}
     graphs: dict[str, int] = {}
     for sample in samples:
-        found = features(sample.graph)
+        described = features(sample.graph)
         _, first, row, count = np.unique(
             sample.graph.op_signature, return_index=True, return_inverse=True, return_counts=True
         )
         mean = np.bincount(row, np.maximum(sample.compute_s, SMALLEST_S)) / count
-        x = columns(found, sample.device)
+        x = columns(described, sample.device)
         x = np.stack([np.bincount(row, column) / count for column in x.T], axis=1)
         part = (
-            kinds(found)[first],
-            found.op_class[first],
+            kinds(described)[first],
+            described.op_class[first],
             x,
-            guess(found, sample.device)[first],
+            guess(described, sample.device)[first],
             np.log(mean),
             mean * count,
             np.full(len(first), graphs.setdefault(sample.graph.fingerprint, len(graphs))),
         )
         parts.setdefault(sample.device.kind, []).append(part)
     return {
-        kind: Table(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
-        for kind, found in parts.items()
+        kind: Table(*(np.concatenate(arrays) for arrays in zip(*described, strict=True)))
+        for kind, described in parts.items()
     }
 
 
-def check_kind(device: Device, known: Collection[str]) -> None:
+def check_kind(device: Device, measured: Collection[str]) -> None:
     """Raise ``LatencyError`` unless devices of this kind were measured."""
-    if device.kind not in known:
+    if device.kind not in measured:
         raise LatencyError(
             f"device {device.name!r} is of kind {device.kind!r}, of which nothing was measured on "
-            f"this machine (only {sorted(known)}): describe it with 'like: <measured device>' "
+            f"this machine (only {sorted(measured)}): describe it with 'like: <measured device>' "
             "and 'speed: <factor>', or give peak rates to roofline"
         )

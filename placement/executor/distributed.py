@@ -124,7 +124,7 @@ class Remote:
     idle_ns, idle_since_ns = 0, 1  # how busy it is, is not known here
 
     def __init__(self, share: Share, rank: int, world: World, workers: list[Any]) -> None:
-        self.share, self.rank, self.workers = share, rank, workers
+        self.device, self.rank, self.workers = share.device, rank, workers
         self.inbox = self.backend = self
         self.slices: Sequence[Any] = []
         self.arrivals: Sequence[Any] = []
@@ -135,7 +135,7 @@ class Remote:
     def put(self, message: Any) -> None:
         """What would go into the worker's inbox."""
         batch, tensor, value, source, sent = message
-        device = self.share.device
+        device = self.device
         if isinstance(value, Exception):  # it failed on the way out of its device
             text = f"{type(value).__name__}: {value}"
             self._world.post(0, OBJECT, value=("failed", text, source, None))
@@ -219,6 +219,12 @@ class DistributedRunner(Runner):
         **options: Any,
     ) -> None:
         super().__init__(graph, cluster, placement, **options)
+        if self.num_phases > 1:
+            raise RunnerError(
+                f"the placement has {self.num_phases} phases, in which micro-batches take turns: "
+                "processes do not; run it in one (placement run without --distributed), or plan "
+                "with --max-phases 1"
+            )
         self.world = world
         self.rank_of = ranks_of(cluster, world.size)
         self.clock_error_s = 0.0
@@ -245,12 +251,13 @@ class DistributedRunner(Runner):
     def _mailbox(self) -> Any:
         return queue.SimpleQueue() if self.world.rank == 0 else ToRankZero(self.world)
 
-    def _worker(self, share: Share, device: Device) -> Worker:
+    def _worker(self, phases: Sequence[Share], device: Device) -> Worker:
+        share = phases[0]
         if self.rank_of[share.device] != self.world.rank:
             self._peers.append(Remote(share, self.rank_of[share.device], self.world, []))
             return self._peers[-1]  # type: ignore[return-value]
         # Of several hosts' devices each is known to its own host by the last part of its name.
-        return super()._worker(share, replace(device, name=device.name.rpartition("/")[2]))
+        return super()._worker(phases, replace(device, name=device.name.rpartition("/")[2]))
 
     def _start(self) -> None:
         if self.workers:
@@ -363,7 +370,7 @@ class DistributedRunner(Runner):
         found = {d: rows for answer in self.answers().values() for d, rows in answer.items()}
         for peer in self._peers:
             peer.offset_ns = offset_ns[peer.rank]
-            peer.slices, peer.arrivals = found[peer.share.device]
+            peer.slices, peer.arrivals = found[peer.device]
 
     def stop(self) -> None:
         """End the run on every rank."""

@@ -127,9 +127,9 @@ class Executor:
 
 
 def _warm_up(runner: Runner, inputs: Sequence[Tensor]) -> None:
-    began = time.perf_counter()
-    runs = range(_WARM_UP_RUNS)
-    some = takewhile(lambda i: i == 0 or time.perf_counter() - began < _WARM_UP_S, runs)
+    began, k = time.perf_counter(), runner.num_phases
+    runs = range(-(-_WARM_UP_RUNS // k) * k)  # of every phase as many: what follows begins anew
+    some = takewhile(lambda i: i < k or i % k or time.perf_counter() - began < _WARM_UP_S, runs)
     _drain(runner.stream_tensors(inputs for _ in some))
 
 
@@ -163,7 +163,7 @@ def measured_timeline(
             if batch >= first:
                 start[batch - first, op] = (clock(begin) - zero) * 1e-9
                 end[batch - first, op] = (clock(until) - zero) * 1e-9
-        here = worker.share.device
+        here = worker.device
         for batch, tensor, source, sent, received in batched(worker.arrivals, 5):
             if batch >= first:
                 left = runner.workers[source].backend.resolve_ns(sent)

@@ -69,12 +69,13 @@ class Storages:
 
         Gradients and optimizer state, which are in the graph only, as the graph states them.
         """
-        known, use, at = len(self.of_param), graph.param_use, placement[graph.param_use_op]
+        known, use = len(self.of_param), graph.param_use
+        at = np.atleast_2d(placement)[:, graph.param_use_op]
         real = use < known
         held = np.zeros((len(self.num_bytes), num_devices), bool)
-        held[self.of_param[use[real]], at[real]] = True
+        held[self.of_param[use[real]], at[:, real]] = True
         kept = np.zeros((len(graph.param_bytes) - known, num_devices), bool)
-        kept[use[~real] - known, at[~real]] = True
+        kept[use[~real] - known, at[:, ~real]] = True
         return self.num_bytes @ held + graph.param_bytes[known:] @ kept
 
 
@@ -131,22 +132,25 @@ def peak_bytes(
     together. Times as in ``Timeline``; ``admitted_s`` float64 ``[M]``.
     """
     m, num_tensors = start_s.shape[0], graph.num_tensors
+    phases = np.atleast_2d(placement)
+    on = phases[np.arange(m) % len(phases)]  # [M, N]
+    rows = np.arange(m)[:, None]
     # Lives [M, T, D]: begin, and end by the last reader there; nan where a tensor never is.
     begin = np.full((m, num_tensors, num_devices), np.nan)
     until = np.full((m, num_tensors, num_devices), -np.inf)
     users, read = graph.use_dst, graph.use_tensor
     for b in range(m):
-        np.maximum.at(until[b], (read, placement[users]), end_s[b, users])
+        np.maximum.at(until[b], (read, on[b, users]), end_s[b, users])
     made = np.flatnonzero(graph.tensor_src >= 0)
     source = graph.tensor_src[made]
-    home = placement[source]
-    begin[:, made, home] = start_s[:, source]
-    until[:, made, home] = np.maximum(until[:, made, home], end_s[:, source])
+    home = on[:, source]
+    begin[rows, made, home] = start_s[:, source]
+    until[rows, made, home] = np.maximum(until[rows, made, home], end_s[:, source])
     given = np.flatnonzero(graph.tensor_src < 0)
     begin[:, given] = np.where(np.isfinite(until[:, given]), admitted_s[:, None, None], np.nan)
     begin[transfers[:, 1], transfers[:, 0], transfers[:, 3]] = sent_s
     outputs = graph.output_tensor[graph.tensor_src[graph.output_tensor] >= 0]
-    until[:, outputs, placement[graph.tensor_src[outputs]]] = end_s.max(axis=1)[:, None]
+    until[rows, outputs, on[:, graph.tensor_src[outputs]]] = end_s.max(axis=1)[:, None]
 
     peak = storages.param_bytes(graph, placement, num_devices)
     lives = ~np.isnan(begin) & (storages.of_tensor >= 0)[:, None]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from placement.cluster import Cluster, Device
@@ -22,7 +22,15 @@ from placement.executor import weights
 from placement.executor.awake import cores_awake
 from placement.executor.backend import Carrier, CpuBackend, CudaBackend, backend_for
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
-from placement.executor.share import Share, compile_runs, fused, runs_of, shares
+from placement.executor.share import (
+    Compiled,
+    Share,
+    carried_operators,
+    compile_runs,
+    fused,
+    runs_of,
+    shares,
+)
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
 from placement.program import CaptureError, InputError, Program, fill, split_inputs
@@ -41,7 +49,8 @@ class Runner:
     Args:
         graph: with its program (from ``placement.capture``).
         cluster: devices of this machine.
-        placement: int ``[N]`` device of each operator.
+        placement: int ``[N]`` device of each operator; ``[K, N]``: of micro-batch ``m``, counted
+            since the workers were started, that of row ``m % K``.
         max_in_flight: at most this many micro-batches between admission and result; with a
             schedule, at least all of its own, which it may begin before it ends one.
         priority: int ``[N]`` order of preference among ready operators (smallest first), e.g.
@@ -89,17 +98,20 @@ class Runner:
         self.graph = graph
         self.cluster = cluster
         self.placement = np.asarray(placement, dtype=np.int32)
-        if self.placement.shape != (graph.num_ops,):
+        phases = np.atleast_2d(self.placement)
+        if phases.ndim != 2 or len(phases) == 0 or phases.shape[1] != graph.num_ops:
             raise RunnerError(
-                f"placement has shape {self.placement.shape}, expected ({graph.num_ops},)"
+                f"placement has shape {self.placement.shape}, expected ({graph.num_ops},), or "
+                f"(K, {graph.num_ops}) of a periodic one"
             )
-        unknown = np.flatnonzero((self.placement < 0) | (self.placement >= cluster.num_devices))
+        unknown = np.argwhere((phases < 0) | (phases >= cluster.num_devices))
         if len(unknown):
-            op = int(unknown[0])
+            k, op = map(int, unknown[0])
             raise RunnerError(
-                f"operator {op} ({graph.op_name[op]!r}) is on device {self.placement[op]}; devices "
+                f"operator {op} ({graph.op_name[op]!r}) is on device {phases[k, op]}; devices "
                 f"are 0..{cluster.num_devices - 1}"
             )
+        self.num_phases = len(phases)
         # An order may begin all of its micro-batches before it ends one.
         least = 1 if schedule is None else schedule.num_microbatches
         self.max_in_flight = max(max_in_flight, least)
@@ -114,6 +126,12 @@ class Runner:
             raise RunnerError(f"priority must hold each of 0..{graph.num_ops - 1} once")
         if schedule is not None:
             schedule.check_order(graph, cluster.num_devices, self.placement)
+            if schedule.num_microbatches % len(phases):
+                raise RunnerError(
+                    f"a schedule of {schedule.num_microbatches} micro-batches runs again and "
+                    f"again: make it of a multiple of the {len(phases)} phases of the placement"
+                )
+        _check_carried(graph, phases)
         self._schedule = schedule
         self._record = record
         self._own_buffers = own_buffers
@@ -121,9 +139,15 @@ class Runner:
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
         self._copies: weights.Copies = {}  # of these, those in other memory than the module
         self.gradients: dict[int, Tensor] = {}  # sums over micro-batches, by parameter
-        self._shares = shares(graph, self.placement, cluster.num_devices)
-        self._active = [s.device for s in self._shares if s.ops]
-        self._fed = [s.device for s in self._shares if s.model_inputs or s.sources]
+        self.partial: dict[tuple[int, int], Tensor] = {}  # of replicas, by device and parameter
+        known: dict[bytes, list[Share]] = {}  # phases that are alike have their shares together
+        for phase in phases:
+            if phase.tobytes() not in known:
+                known[phase.tobytes()] = shares(graph, phase, cluster.num_devices)
+        self._shares = [known[phase.tobytes()] for phase in phases]  # [K][D]
+        self._active = [[s.device for s in phase if s.ops] for phase in self._shares]
+        self._fed = [[s.device for s in x if s.model_inputs or s.sources] for x in self._shares]
+        self._used = sorted({d for active in self._active for d in active})
         leaves = set(graph.output_tensor.tolist())
         self._through = [t for t in graph.program.input_tensors if t in leaves]
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -223,7 +247,7 @@ class Runner:
             )
         clean = False
         try:
-            with cores_awake() if len(self._active) > 1 else nullcontext():
+            with cores_awake() if len(self._used) > 1 else nullcontext():
                 yield from self._stream(source, items)
             clean = True
         finally:
@@ -267,7 +291,8 @@ class Runner:
                 batch, self.next_batch = self.next_batch, self.next_batch + 1
                 if self._record and items is not None:
                     self.loaded_ns[batch] = items.span_ns
-                pending[batch] = self._passed_on(given), set(self._active)
+                phase = batch % self.num_phases
+                pending[batch] = self._passed_on(given), set(self._active[phase])
                 self._admit(batch, given)
             if following == self.next_batch and exhausted:
                 if failed is not None:
@@ -308,16 +333,17 @@ class Runner:
     def _admit(self, batch: int, given: dict[int, Any]) -> None:
         if self._record:
             self.admitted_ns[batch] = time.perf_counter_ns()
-        for d in self._fed:
+        phase = batch % self.num_phases
+        for d in self._fed[phase]:
             admit = self.workers[d].backend.admit
-            mine = {t: admit(given[t]) for t in self._shares[d].model_inputs}
+            mine = {t: admit(given[t]) for t in self._shares[phase][d].model_inputs}
             self.workers[d].inbox.put((batch, -1, mine, -1, None))
 
     def _follow_caller(self) -> None:
         """GPUs read parameters as they are now, and wait for what the calling thread launched."""
         weights.refresh(self._program, self._copies)
-        for worker in self.workers:
-            if isinstance(worker.backend, CudaBackend) and worker.share.ops:
+        for worker in (self.workers[d] for d in self._used):
+            if isinstance(worker.backend, CudaBackend):
                 worker.inbox.put((-1, -1, worker.backend.callers_mark(), -1, None))
 
     def _passed_on(self, given: dict[int, Any]) -> dict[int, Any]:
@@ -351,7 +377,7 @@ class Runner:
         """How long the busiest device has worked since the workers started."""
         now = time.perf_counter_ns()
         busy = 0
-        for d in self._active if self.workers else ():
+        for d in self._used if self.workers else ():
             # Read while the worker writes: an error of one wait at most, in a long window.
             worker = self.workers[d]
             since = worker.idle_since_ns or now
@@ -362,7 +388,7 @@ class Runner:
         """The cores of this process that no device of the placement uses."""
         if not hasattr(os, "sched_getaffinity"):
             return set()
-        used = (self.cluster.devices[d].cores for d in self._active)
+        used = (self.cluster.devices[d].cores for d in self._used)
         return os.sched_getaffinity(0).difference(*used)
 
     def _start(self) -> None:
@@ -370,9 +396,10 @@ class Runner:
             return
         self._started_ns = time.perf_counter_ns()
         self._results = self._mailbox()
+        self.next_batch += -self.next_batch % self.num_phases  # they begin with phase 0
         workers = [
-            self._worker(share, device)
-            for share, device in zip(self._shares, self.cluster.devices, strict=True)
+            self._worker([phase[d] for phase in self._shares], device)
+            for d, device in enumerate(self.cluster.devices)
         ]
         for worker in workers:
             worker.workers = workers
@@ -380,7 +407,7 @@ class Runner:
         # hold the runner itself, or it would never be collected.
         self._finalizer = weakref.finalize(self, _stop_workers, list(workers))
         self.workers = workers
-        for d in self._active:
+        for d in self._used:
             workers[d].start()
         weights.keep(self._program, self._copies)
 
@@ -388,31 +415,33 @@ class Runner:
         """Where workers put results."""
         return queue.SimpleQueue()
 
-    def _worker(self, share: Share, device: Device) -> Worker:
-        """The worker of a device, not started yet."""
+    def _worker(self, phases: Sequence[Share], device: Device) -> Worker:
+        """The worker of a device, not started yet, and its share in each phase."""
+        d, ops = phases[0].device, sorted({op for share in phases for op in share.ops})
         # A device that is not used may be one that can only be simulated.
-        backend = backend_for(device) if share.ops else CpuBackend(device)
-        params, gradients = self._load(share, backend.torch_device)
+        backend = backend_for(device) if ops else CpuBackend(device)
+        params, gradients = self._load(d, ops, backend.torch_device)
         order = None
         if self._schedule is not None:
-            order = _repeated(self._schedule, share.device, self.next_batch)
+            order = _repeated(self._schedule, d, self.next_batch)
         # A timeline and a schedule speak of operators; else those between which nothing
         # arrives or leaves run as one, and the interpreter has less to do.
         fuse = order is None and not self._record and self._is_topological()
-        runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
-        compiled = compile_runs(
-            self._program,
-            runs,
-            share if fuse else None,
-            params,
-            gradients,
-            backend.torch_device,
-        )
+        if len(phases) > 1 and phases[0].carried:  # by the same operator in every phase
+            fuse = False
+        made: dict[int, tuple[Share, Compiled]] = {}
+        for share in phases:
+            if id(share) not in made:
+                runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
+                own = share if fuse else None
+                target = backend.torch_device
+                compiled = compile_runs(self._program, runs, own, params, gradients, target)
+                made[id(share)] = fused(share, runs) if fuse else share, compiled
         worker = Worker(
             device.name,
-            fused(share, runs) if fuse else share,
+            [made[id(share)][0] for share in phases],
             backend,
-            compiled,
+            [made[id(share)][1] for share in phases],
             self._priority,
             self._results,
             self._record,
@@ -428,11 +457,11 @@ class Runner:
         return all(self._priority[u] < self._priority[v] for u, v in self.graph.edges.tolist())
 
     def _load(
-        self, share: Share, device: torch.device
+        self, d: int, ops: list[int], device: torch.device
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """What the operators of a share read, and the gradients that they add up."""
+        """What the operators of device ``d`` read, and the gradients that they add up."""
         program, params = self._program, {}
-        read = set(self.graph.param_use[np.isin(self.graph.param_use_op, share.ops)].tolist())
+        read = set(self.graph.param_use[np.isin(self.graph.param_use_op, ops)].tolist())
         weights.forget_others(device, program, read)
         changed = {p for p, _ in program.new_buffers} if not self._own_buffers else ()
         for p in sorted(read):
@@ -454,11 +483,17 @@ class Runner:
                     self._copies[key] = weights.on(device, program, p)
                     self.loaded[key] = self._copies[key][1]
             params[p] = self.loaded[key]
-        mine = [p for p, t in program.gradients if self.graph.tensor_src[t] in share.ops]
-        for p in mine:
-            if p not in self.gradients:
-                self.gradients[p] = torch.zeros_like(program.params[p].detach(), device=device)
-        return params, {p: self.gradients[p] for p in mine}
+        gradients: dict[int, Tensor] = {}
+        home = np.atleast_2d(self.placement)[0]
+        for p, t in program.gradients:
+            source = int(self.graph.tensor_src[t])
+            if source in ops:  # replicas add up what they make, each by itself
+                sums: Any = self.gradients if home[source] == d else self.partial
+                name = p if home[source] == d else (d, p)
+                if name not in sums:
+                    sums[name] = torch.zeros_like(program.params[p].detach(), device=device)
+                gradients[p] = sums[name]
+        return params, gradients
 
     def call_on(self, functions: Mapping[int, Callable[[], None]]) -> None:
         """Call functions in the threads of devices (by number), and wait until all are done."""
@@ -497,12 +532,31 @@ class Runner:
         self.loaded.clear()
         self._copies.clear()
         self.gradients.clear()
+        self.partial.clear()
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_carried(graph: OpGraph, phases: NDArray[np.int32]) -> None:
+    """What one micro-batch writes for the next must be where the next one reads it.
+
+    Raises:
+        RunnerError: naming the operator that is elsewhere in another phase.
+    """
+    for writer, readers in carried_operators(graph).items() if len(phases) > 1 else ():
+        for op in (writer, *readers):
+            k = int(np.argmax(phases[:, op] != phases[0, writer]))
+            if phases[k, op] != phases[0, writer]:
+                raise RunnerError(
+                    f"operator {op} ({graph.op_name[op]!r}) is on device {phases[k, op]} in phase "
+                    f"{k}, but a buffer that it reads or writes, and every micro-batch changes (a "
+                    f"running statistic), is on device {phases[0, writer]} in phase 0: keep these "
+                    "operators on one device in all phases"
+                )
 
 
 def _repeated(schedule: Schedule, device: int, first: int) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from placement.capturing.training import flatten_example, optimizer_like
@@ -43,7 +43,8 @@ class Trainer:
     Args:
         graph: from ``placement.capture(..., mode="training")``.
         cluster: devices of this machine.
-        placement: int32 ``[N]`` device of each operator.
+        placement: int32 ``[N]`` device of each operator, or ``[K, N]``: replicas take turns, and
+            what they have added up is added before every update.
         optimizer: over the module's parameters; settings (e.g. of a learning-rate scheduler) are
             read at every step, its state is kept up to date by ``sync``. It must treat every
             parameter by itself (SGD, Adam, AdamW, RMSprop, ...; not LBFGS).
@@ -56,7 +57,8 @@ class Trainer:
 
     Raises:
         RunnerError: the graph is not of a training step, colocated operators are on different
-            devices, or the optimizer cannot be used.
+            devices, replicas of an operator that makes a gradient are in different memory, or the
+            optimizer cannot be used.
         ScheduleError: the schedule does not fit, or deadlocks.
     """
 
@@ -104,7 +106,9 @@ class Trainer:
         if schedule is not None:
             _check_buffers(graph, schedule)
         self._program = graph.program
-        self._home = {q: int(p[graph.tensor_src[t]]) for q, t in graph.program.gradients}
+        phases = np.atleast_2d(p)
+        _check_replicas(graph, cluster, phases)
+        self._home = {q: int(phases[0, graph.tensor_src[t]]) for q, t in graph.program.gradients}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._num_added = 0
 
@@ -185,6 +189,7 @@ class Trainer:
 
     def gradients(self) -> dict[str, Tensor]:
         """The mean of what was accumulated since the last update, by parameter, in host memory."""
+        self._add_up()
         count = max(self._num_added, 1)
         return {
             self._program.param_names[q]: (g / count).cpu()
@@ -196,11 +201,17 @@ class Trainer:
         gpus = {g.device for g in self.runner.gradients.values() if g.is_cuda}
         for device in gpus:  # what a device that was stopped has begun
             torch.cuda.synchronize(device)
-        for g in self.runner.gradients.values():
+        for g in (*self.runner.gradients.values(), *self.runner.partial.values()):
             g.zero_()
         for device in gpus:  # devices have streams of their own, which do not wait for this one
             torch.cuda.synchronize(device)
         self._num_added = 0
+
+    def _add_up(self) -> None:
+        """What replicas have added up, each by itself, to the rest; between runs."""
+        for (_, q), part in self.runner.partial.items():
+            self.runner.gradients[q].add_(part)
+            part.zero_()
 
     def update(self) -> None:
         """One optimizer step with the mean of the accumulated gradients.
@@ -212,6 +223,7 @@ class Trainer:
             raise RunnerError("there are no gradients: call accumulate(microbatches), or step")
         if not self._optimizers:
             self._optimizers = self._split_optimizer()
+        self._add_up()
         updates = {}
         for d in set(self._home.values()):
             mine = [self.runner.gradients[q] for q, home in self._home.items() if home == d]
@@ -316,6 +328,23 @@ class Trainer:
         except Exception:
             if kind is None:
                 raise  # else what has happened before is said, not what follows from it
+
+
+def _check_replicas(graph: OpGraph, cluster: Cluster, phases: NDArray[np.int32]) -> None:
+    """Replicas that make one gradient read and add it in one memory.
+
+    Raises:
+        RunnerError: naming the operator.
+    """
+    is_host = np.array([d.kind == "cpu" for d in cluster.devices])
+    for op in np.unique(graph.tensor_src[[t for _, t in graph.program.gradients]]).tolist():
+        used = np.unique(phases[:, op])
+        if len(used) > 1 and not is_host[used].all():
+            raise RunnerError(
+                f"operator {op} ({graph.op_name[op]!r}) makes a gradient on devices "
+                f"{[cluster.device_names[d] for d in used]} in turns: replicas are trained in the "
+                "memory of the host only. Train with one phase: placement plan ... --max-phases 1"
+            )
 
 
 def _check_buffers(graph: OpGraph, schedule: Schedule) -> None:

@@ -17,7 +17,7 @@ import heapq
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +42,10 @@ class Failure:
 class _Flight:
     """One micro-batch on one device."""
 
-    __slots__ = ("env", "left", "missing", "uses")
+    __slots__ = ("env", "left", "missing", "share", "uses")
 
     def __init__(self, share: Share) -> None:
+        self.share = share
         self.env: list[Any] = [None] * len(share.users)
         self.missing = share.num_inputs.copy()
         self.uses = share.num_uses.copy()
@@ -93,17 +94,18 @@ class _Ready:
 class _Flights(dict[int, _Flight]):
     """The micro-batches on one device, by number, and what of them is ready."""
 
-    def __init__(self, share: Share, ready: _Ready, first_batch: int) -> None:
+    def __init__(self, shares: Sequence[Share], ready: _Ready, first_batch: int) -> None:
         super().__init__()
-        self._share, self._ready = share, ready
+        self._shares, self._ready = shares, ready
         # Up to which micro-batch an operator that writes what the next one reads has run.
-        self._carried_to = dict.fromkeys(share.carried, first_batch)
+        self._carried_to = dict.fromkeys(shares[0].carried, first_batch)
 
     def __missing__(self, batch: int) -> _Flight:
-        flight = self[batch] = _Flight(self._share)
+        share = self._shares[batch % len(self._shares)]
+        flight = self[batch] = _Flight(share)
         for writer, reached in self._carried_to.items():
             if reached < batch:
-                for op in self._share.carried[writer]:
+                for op in share.carried[writer]:
                     flight.missing[op] += 1
         return flight
 
@@ -117,7 +119,8 @@ class _Flights(dict[int, _Flight]):
 
     def ran(self, batch: int, op: int) -> bool:
         """Operator ``op`` has run: drop what nobody reads any more; True: it was the last."""
-        flight, share = self[batch], self._share
+        flight = self[batch]
+        share = flight.share
         for t in share.inputs[op]:
             flight.uses[t] -= 1
             if flight.uses[t] == 0:
@@ -133,7 +136,7 @@ class _Flights(dict[int, _Flight]):
 
 
 class Worker(threading.Thread):
-    """Runs the operators of one device.
+    """Runs the operators of one device, of micro-batch ``m`` those of share ``m % K``.
 
     Messages in the inbox: ``(batch, tensor, value, source device, mark)`` brings a tensor,
     ``(batch, -1, {tensor: value}, -1, None)`` admits a micro-batch, ``(-1, -1, mark, -1, None)``
@@ -154,9 +157,9 @@ class Worker(threading.Thread):
     def __init__(
         self,
         name: str,
-        share: Share,
+        shares: Sequence[Share],
         backend: Backend,
-        compiled: Compiled,
+        compiled: Sequence[Compiled],
         priority: list[int],
         results: queue.SimpleQueue[Any],
         record: bool,
@@ -164,7 +167,8 @@ class Worker(threading.Thread):
         first_batch: int = 0,
     ) -> None:
         super().__init__(name=f"placement-{name}", daemon=True)
-        self.share = share
+        self.device = shares[0].device
+        self.shares = shares
         self.backend = backend
         self.inbox = backend.inbox()
         self.takes_from_device = isinstance(backend, CudaBackend)
@@ -206,13 +210,14 @@ class Worker(threading.Thread):
             # The thread ends here; the error goes on in the thread that called.
             op = self._running
             if op is not None:
-                op = self._compiled.failed_op(error, op)
-            self._results.put(Failure(error, self.share.device, op))
+                op = self._compiled[self._batch % len(self.shares)].failed_op(error, op)
+            self._results.put(Failure(error, self.device, op))
 
     def _loop(self) -> None:
-        backend, inbox, calls = self.backend, self.inbox, self._compiled.calls
+        backend, inbox = self.backend, self.inbox
+        calls = [compiled.calls for compiled in self._compiled]
         self._ready = ready = _Ready(self._priority, self._order)
-        self._flights = flights = _Flights(self.share, ready, self._first_batch)
+        self._flights = flights = _Flights(self.shares, ready, self._first_batch)
         suspended: dict[int, tuple[int, Iterator[int]]] = {}  # by key: a run, and the rest of it
         self._mark = backend.mark()
         while True:
@@ -230,14 +235,14 @@ class Worker(threading.Thread):
                 message = None  # or an idle worker would hold what came last
                 continue
             batch, op = ready.at(key)
-            env = flights[batch].env
+            self._batch, env = batch, flights[batch].env
             rest: Iterator[int] | None
             if key in suspended:
                 op, rest = suspended.pop(key)
                 self._running = op
             else:
                 self._running = op
-                rest = calls[op](env, inbox.empty)
+                rest = calls[batch % len(calls)][op](env, inbox.empty)
             if rest is not None and (following := next(rest, None)) is not None:
                 # Something has arrived, and what it makes ready may come before the rest.
                 suspended[ready.push(batch, following)] = op, rest
@@ -249,7 +254,7 @@ class Worker(threading.Thread):
                 self.slices += (batch, op, begin, self._mark)
             self._hand_on(batch, op, env)
             if flights.ran(batch, op):
-                self._return(batch, -1, self.share.device)
+                self._return(batch, -1, self.device)
             self._running = None
 
     def _receive(self, message: Any) -> bool:
@@ -258,7 +263,7 @@ class Worker(threading.Thread):
             return False
         if callable(message):
             message()
-            self._return(-1, -1, self.share.device)
+            self._return(-1, -1, self.device)
             return True
         batch, tensor, value, source, sent = message
         if isinstance(value, Exception):
@@ -266,10 +271,10 @@ class Worker(threading.Thread):
         if batch < 0:
             self.backend.follow(value)
             return True
-        flights, users = self._flights, self.share.users
-        env = flights[batch].env
+        flights, flight = self._flights, self._flights[batch]
+        env, users = flight.env, flight.share.users
         if tensor < 0:
-            flights.count_down(batch, self.share.sources)
+            flights.count_down(batch, flight.share.sources)
         for t, v in ((tensor, value),) if tensor >= 0 else tuple(value.items()):
             env[t] = self.backend.receive(v)
             flights.count_down(batch, users[t])
@@ -281,7 +286,7 @@ class Worker(threading.Thread):
 
     def _hand_on(self, batch: int, op: int, env: list[Any]) -> None:
         """Give the outputs of ``op`` to who reads them: here, on other devices, in the results."""
-        share = self.share
+        share = self._flights[batch].share
         for t in share.outputs[op]:
             self._flights.count_down(batch, share.users[t])
             for peer in share.peers[t]:
@@ -292,7 +297,7 @@ class Worker(threading.Thread):
                 env[t] = None
 
     def _send(self, peer: int, batch: int, tensor: int, value: Tensor, sent: Any) -> None:
-        to, source = self.workers[peer], self.share.device
+        to, source = self.workers[peer], self.device
         inbox = to.inbox
         self.backend.ship(
             value, lambda v: inbox.put((batch, tensor, v, source, sent)), stay=to.takes_from_device

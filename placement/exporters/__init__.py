@@ -60,8 +60,24 @@ def moved(plan: Plan, assignment: Mapping[str, str]) -> Plan:
 
     What is predicted and ``stages`` stay those of the original: a copy to export, not to save.
     """
-    update = {"assignment": dict(assignment), "order": None, "measured": None}
+    update: dict[str, Any] = {"assignment": dict(assignment), "order": None, "measured": None}
+    if plan.phases:
+        update |= {"phases": (), "schema_version": 1}
     return plan.model_copy(update=update)
+
+
+def require_one_phase(plan: Plan) -> None:
+    """What no other program can express: that micro-batches take turns.
+
+    Raises:
+        Inexpressible: they do; the nearest is the phase that most of them are in.
+    """
+    if plan.phases:
+        raise Inexpressible(
+            f"the plan has {len(plan.assignments)} phases, in which micro-batches take turns; no "
+            "other program does that. --nearest runs all of them as most are run",
+            max(plan.assignments, key=plan.assignments.count),
+        )
 
 
 _EXPORTERS = Named(__name__, "exporter", ExportError)

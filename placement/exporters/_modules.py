@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from placement.exporters import ExportError, Inexpressible
+from placement.exporters import ExportError, Inexpressible, require_one_phase
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -46,8 +46,9 @@ class Forward:
         """From a plan, and the problem that it is for.
 
         Raises:
-            ExportError: the plan does not know the modules of its operators.
+            ExportError: the plan does not know the modules of its operators, or has phases.
         """
+        require_one_phase(plan)
         if not any(plan.graph.modules):
             if plan.graph.modules and plan.graph.input_spec is not None:  # of a captured model
                 raise ExportError(
@@ -298,6 +299,15 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
         for i, x in enumerate(inside)
     ]
     return found, unit, num_layers
+
+
+def served_format(plan: Plan) -> str | None:
+    """``config.json`` or ``gguf`` where the plan is of a language model without its weights.
+
+    Operators of layers then end in ``.attention``, ``.router``, ``.feed_forward`` or ``.experts``.
+    """
+    found = plan.provenance.profile.get("format")
+    return found if found in ("config.json", "gguf") else None
 
 
 def gpu_number(name: str) -> int | None:

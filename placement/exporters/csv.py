@@ -6,7 +6,7 @@ import csv
 import io
 from dataclasses import dataclass
 
-from placement.exporters import Exported
+from placement.exporters import Exported, require_one_phase
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -20,6 +20,7 @@ class Csv:
     """
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
+        require_one_phase(plan)
         stage = [i for i, s in enumerate(_runs(list(plan.assignment.values()))) for _ in range(s)]
         modules = plan.graph.modules or ("",) * plan.graph.num_ops
         text = io.StringIO(newline="")

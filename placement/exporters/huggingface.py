@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from placement.exporters import Exported, ExportError
-from placement.exporters._modules import Forward, require_torch_devices
+from placement.exporters._modules import Forward, require_torch_devices, served_format
 from placement.plan import Plan, ancestry, whole_modules
 from placement.problem import Problem
 
@@ -27,13 +27,21 @@ class Huggingface:
     on its device: accelerate moves what it is called with there (``AlignDevicesHook``). What it
     returns stays. Operators that a split module runs itself (a residual addition) run where their
     inputs are, and fail where these are on several devices. accelerate runs devices one after
-    another: no pipeline.
+    another: no pipeline. Of a language model without its weights ``max_memory`` is written too
+    (``.max_memory.json``; the keys of GPUs are numbers in Python).
 
     ``cpu`` beside a GPU means offloaded to accelerate, which then computes on the GPU; and all
     groups of cores are one device to torch. So a plan is on GPUs, or on one CPU device.
     """
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
+        if served_format(plan) == "gguf":
+            raise ExportError(
+                f"the plan of {plan.graph.name!r} is of a GGUF file, whose tensors have names of "
+                "their own: plan its config.json, or export with --to llama_cpp"
+            )
+        if served_format(plan) == "config.json":
+            plan = _with_parameters(plan)
         forward = Forward.of(plan, problem)
         if not plan.graph.parameters:
             raise ExportError(
@@ -64,11 +72,30 @@ class Huggingface:
         entries = inputs | entries  # accelerate takes the first device for the inputs
         here = {name: "cpu" if kinds[name] == "cpu" else name for name in entries.values()}
         text = json.dumps({path: here[name] for path, name in entries.items()}, indent=1)
+        files = {"": text + "\n"}
+        if served_format(plan) is not None:
+            limits = {here[d]: plan.limits.memory_bytes[d] for d in entries.values()}
+            room = {name.removeprefix("cuda:"): size for name, size in limits.items()}
+            files[".max_memory.json"] = json.dumps(room, indent=1) + "\n"
         return Exported(
-            {"": text + "\n"},
+            files,
             "give the object in this file as device_map to from_pretrained, or to dispatch_model "
             f"with main_device={here[first]!r}",
         )
+
+
+def _with_parameters(plan: Plan) -> Plan:
+    """A plan from a ``config.json``: every module reads parameters of its own, tied ones once."""
+    readers: dict[str, list[int]] = {}
+    for i, path in enumerate(plan.graph.modules):
+        readers.setdefault(f"{path}.weight", []).append(i)
+    if plan.provenance.profile.get("tied") is True:
+        last = plan.graph.modules[-1]
+        readers[f"{plan.graph.modules[0]}.weight"] += readers.pop(f"{last}.weight")
+    parameters = {name: tuple(ops) for name, ops in readers.items()}
+    return plan.model_copy(
+        update={"graph": plan.graph.model_copy(update={"parameters": parameters})}
+    )
 
 
 def _one_host(forward: Forward) -> list[str]:

@@ -1,14 +1,21 @@
-"""llama.cpp: the buffer type of each tensor."""
+"""llama.cpp: the device of each layer, and the buffer type of each tensor."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from placement.exporters import Exported, ExportError
-from placement.exporters._modules import Forward, gpu_number, is_numbered, layer_units
+from placement.exporters._modules import Forward, layer_units, served_format
 from placement.plan import Plan
 from placement.problem import Problem
+
+_PREFIX = {"cuda": "CUDA", "rocm": "ROCm", "metal": "MTL", "vulkan": "Vulkan"}
+_ENDPOINT = re.compile(r"[\w.-]{1,200}:[0-9]{1,5}", re.ASCII)
+_APART = {"experts": r"ffn_.*_exps", "feed_forward": "ffn_"}  # tensors of an operator of its own
 
 
 @dataclass(frozen=True)
@@ -18,48 +25,160 @@ class LlamaCpp:
     Format: ``parse_tensor_buffer_overrides`` in ``common/arg.cpp`` (ggml-org/llama.cpp#11397):
     ``<regex>=<buffer type>`` joined by commas, the first match wins. Names of tensors are those
     of GGUF (``gguf-py/gguf/constants.py``): ``token_embd``, ``blk.N.``, ``output``. Every layer
-    is whole; what is neither before nor in the layers is ``output``.
+    is whole, unless the plan is of a language model without its weights: there experts (or a
+    feed-forward) may be apart. What is neither before nor in the layers is ``output``.
+
+    Of such a model the options beside it are written too (``.args``): ``-ngl`` layers on
+    accelerators, ``-dev`` and ``-ts`` their order and how many each has, which also says where
+    keys and values are (``get_layer_buft_list`` in ``src/llama-model.cpp``), and ``--rpc``.
 
     Attributes:
         layers: path of the list of layers; None finds it.
+        rpc: servers of other hosts: ``node1=192.168.0.5:50052`` for devices called
+            ``node1/cuda:0``, joined by commas.
     """
 
     layers: str | None = None
+    rpc: tuple[str, ...] = ()
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         kinds = {d.name: d.kind for d in plan.cluster.devices}
         used = set(plan.assignment.values())
+        backends = Backends(plan, self.rpc)
         for name in sorted(used):
-            if not is_numbered(name, kinds[name]):
-                raise ExportError(
-                    f"no buffer type of llama.cpp is known for {name[:60]!r}: devices are CPU "
-                    "cores (kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
-                )
+            backends.buffer(name)
         forward = Forward.of(plan, problem)
         _, unit, num_layers = layer_units(forward, self.layers)
         unit = forward.joined(unit)
         host = sorted(name for name in used if kinds[name] == "cpu")
-        count: list[Counter[str]] = [Counter() for _ in range(num_layers + 2)]
-        for u, name in zip(unit, forward.device, strict=True):
-            count[u][host[0] if name in host else name] += 1
-        on = [found.most_common(1)[0][0] if found else None for found in count]
-        whole = [on[u] or "" for u in unit]
+        apart: list[str | None] = [None] * len(unit)
+        if served_format(plan) is not None:
+            apart = [
+                x if x in _APART else None for x in (n.rpartition(".")[2] for n in forward.name)
+            ]
+        # A part of a layer that is apart is a unit of its own, behind the others.
+        key = list(zip(unit, apart, strict=True))
+        number = {k: i for i, k in enumerate(dict.fromkeys(key))}
+        count: list[Counter[str]] = [Counter() for _ in number]
+        for k, name in zip(key, forward.device, strict=True):
+            count[number[k]][host[0] if name in host else name] += 1
+        on = {k: count[i].most_common(1)[0][0] for k, i in number.items()}
+        whole = [on[k] for k in key]
         if whole != list(forward.device):
-            found = {u: d for u, d in enumerate(on) if d}
-            whole = forward.nearest(unit, found, used - set(host[1:]))
+            found = {i: on[k] for k, i in number.items()}
+            few = [number[k] for k in key]
+            whole = forward.nearest(few, found, used - set(host[1:]))
         forward.require(whole, "-ot", "a layer is whole, and llama.cpp has one CPU device")
-        rules: dict[str, list[int]] = {}
-        for u, device in enumerate(on):
-            if device is not None:
-                buffer = "CPU" if device in host else f"CUDA{gpu_number(device)}"
-                rules.setdefault(buffer, []).append(u)
-        text = []
-        for buffer, units in rules.items():
-            numbers = [str(u - 1) for u in units if 1 <= u <= num_layers]
-            if numbers:
-                text.append(rf"^blk\.({'|'.join(numbers)})\.={buffer}")
-            if 0 in units:
-                text.append(f"^token_embd={buffer}")
-            if num_layers + 1 in units:
-                text.append(f"^output={buffer}")
-        return Exported({"": ",".join(text) + "\n"}, f'-ngl {num_layers + 1} -ot "$(cat FILE)"')
+        text = _rules(on, num_layers, backends)
+        files = {"": ",".join(text) + "\n"}
+        note = f'-ngl {num_layers + 1} -ot "$(cat FILE)"'
+        if served_format(plan) is not None:
+            layer = [on[u, None] for u in range(1, num_layers + 1)]
+            others = sorted(set(on.values()) - set(host))
+            head = on[num_layers + 1, None]
+            files[".args"], missing = _arguments(layer, head, host, others, backends)
+            note = 'llama-server -m MODEL $(cat FILE.args) -ot "$(cat FILE)"' + missing
+        return Exported(files, note)
+
+
+class Backends:
+    """What llama.cpp calls the devices of a plan.
+
+    ``rpc`` names servers, see ``LlamaCpp``.
+
+    Raises:
+        ExportError: a server that is not given as NODE=HOST:PORT.
+    """
+
+    def __init__(self, plan: Plan, rpc: Sequence[str]) -> None:
+        self.kinds = {d.name: d.kind for d in plan.cluster.devices}
+        self.endpoints: dict[str, str] = {}
+        for text in rpc:
+            node, _, endpoint = text.partition("=")
+            if not node or not _ENDPOINT.fullmatch(endpoint):
+                raise ExportError(
+                    f"rpc = {text[:60]!r}: give NODE=HOST:PORT, e.g. node1=10.0.0.2:50052"
+                )
+            self.endpoints[node] = endpoint
+        # Devices of servers are numbered through, server by server.
+        self.remote = [
+            d.name
+            for node in self.endpoints
+            for d in plan.cluster.devices
+            if d.name.startswith(f"{node}/")
+        ]
+
+    def _name(self, device: str) -> tuple[str, str]:
+        """The device as ``-dev`` has it, and its buffer type."""
+        kind = self.kinds[device]
+        if kind == "cpu" and device not in self.remote:
+            return "none", "CPU"
+        if device in self.remote:
+            node = device.partition("/")[0]
+            own = [x for x in self.remote if x.startswith(f"{node}/")].index(device)
+            return f"RPC{self.remote.index(device)}", f"RPC{own}[{self.endpoints[node]}]"
+        found = re.fullmatch(rf"{re.escape(kind)}:([0-9]{{1,4}})", device)
+        if kind in _PREFIX and found:
+            return f"{_PREFIX[kind]}{found[1]}", f"{_PREFIX[kind]}{found[1]}"
+        raise ExportError(
+            f"no buffer type of llama.cpp is known for {device[:60]!r}: devices are CPU cores "
+            "(kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ... (likewise rocm, metal, "
+            "vulkan), or those of a server, rpc=NODE=HOST:PORT"
+        )
+
+    def buffer(self, device: str) -> str:
+        """Its buffer type.
+
+        Raises:
+            ExportError: none is known.
+        """
+        return self._name(device)[1]
+
+    def device(self, device: str) -> str:
+        """As ``-dev`` has it."""
+        return self._name(device)[0]
+
+
+def _rules(on: dict[tuple[int, str | None], str], num_layers: int, backends: Backends) -> list[str]:
+    """The rules, those of tensors that are apart from their layer first."""
+    rules: dict[tuple[str | None, str], list[int]] = {}
+    for (u, apart), device in on.items():
+        if apart is None or on.get((u, None)) != device:
+            rules.setdefault((apart, backends.buffer(device)), []).append(u)
+    text = []
+    for (apart, buffer), units in sorted(rules.items(), key=lambda x: x[0][0] is None):
+        numbers = [str(u - 1) for u in units if 1 <= u <= num_layers]
+        if numbers:
+            text.append(rf"^blk\.({'|'.join(numbers)})\.{_APART.get(apart or '', '')}={buffer}")
+        if 0 in units:
+            text.append(f"^token_embd={buffer}")
+        if num_layers + 1 in units:
+            text.append(f"^output={buffer}")
+    return text
+
+
+def _arguments(
+    layer: list[str], head: str, host: list[str], others: list[str], backends: Backends
+) -> tuple[str, str]:
+    """The options, and what they cannot say."""
+    runs = [(device, len(list(group))) for device, group in groupby([*layer, head])]
+    first = runs[0][1] if runs[0][0] in host else 0
+    on_gpus = runs[1:] if first else runs
+    devices = [device for device, _ in on_gpus]
+    missing = ""
+    if len(set(devices)) < len(devices) or set(devices) & set(host):
+        missing = (
+            "; keys and values of some layers are elsewhere than planned: a device comes twice"
+        )
+        order = [d for d in dict.fromkeys([*layer, head]) if d not in host]
+        on_gpus = [(d, [*layer, head].count(d)) for d in order]
+        first = len(layer) + 1 - sum(n for _, n in on_gpus)
+    # Whose buffers hold tensors alone gets no layers, but has to be named.
+    on_gpus += [(d, 0) for d in others if d not in dict(on_gpus)]
+    words = [f"-ngl {len(layer) + 1 - first}"]
+    if on_gpus:
+        words.append(f"-dev {','.join(backends.device(d) for d, _ in on_gpus)}")
+        words.append(f"-ts {','.join(str(n) for _, n in on_gpus)}")
+    if backends.endpoints:
+        words.append(f"--rpc {','.join(backends.endpoints.values())}")
+    return " ".join(words) + "\n", missing

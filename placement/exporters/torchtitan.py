@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from placement.exporters import Exported
-from placement.exporters._modules import Forward, actions
+from placement.exporters._modules import Forward, actions, layer_units, served_format
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -20,12 +20,16 @@ class Torchtitan:
     list of layers is split by its items (``layers.3``). Part ``i`` is on pipeline rank ``i``
     modulo the number of ranks. The CSV, written for training plans with an order, is what
     ``_PipelineScheduleRuntime._load_csv`` of torch reads: a row per rank, actions as ``0F0``.
-    Operators that the model runs itself go with the modules around them.
+    Operators that the model runs itself go with the modules around them. Of a language model
+    without its weights modules have the names of torchtitan's own
+    (``generate_llm_fqn_per_model_part``): ``tok_embeddings``, ``layers.N``, ``norm``, ``output``.
     """
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         forward = Forward.of(plan, problem)
         names = [_kept_whole(path, forward.module) for path in forward.module]
+        if served_format(plan) is not None:
+            names = _own_names(forward)
         labels = [x for x in dict.fromkeys(names) if x]
         unit = [labels.index(x) if x else -1 for x in names]
         parts = forward.chain(unit, [repr(x) for x in labels], "torchtitan")
@@ -44,6 +48,25 @@ class Torchtitan:
             note += "; pipeline_parallel_schedule_csv is the path of the .csv"
         files[""] = json.dumps(config, indent=1) + "\n"
         return Exported(files, note)
+
+
+def _own_names(forward: Forward) -> list[str]:
+    """Modules of torchtitan's models for those of a decoder."""
+    _, unit, num_layers = layer_units(forward, None)
+    behind = {
+        i: name
+        for i, name in zip(
+            (i for i, u in enumerate(unit) if u > num_layers), ("norm", "output"), strict=False
+        )
+    }
+    return [
+        "tok_embeddings"
+        if u == 0
+        else behind.get(i, "output")
+        if u > num_layers
+        else f"layers.{u - 1}"
+        for i, u in enumerate(unit)
+    ]
 
 
 def _kept_whole(path: str, modules: tuple[str, ...]) -> str:

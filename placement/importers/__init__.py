@@ -6,31 +6,72 @@
 * ``pipedream``: ``graph.txt`` of github.com/msr-fiddle/pipedream
 * ``doppler``: ``compute_graph/*.txt`` of github.com/xinyuyao/Doppler
 * ``moirai``: JSON with times on several devices and a transfer matrix per tensor
+* ``shop``: flexible job shops, the JSON of github.com/ScheduleOpt/benchmarks and ``.fjs`` texts
+* ``stg``: standard task graphs, ``.stg``
+* ``neusight``: operators measured on a GPU, the CSV files of github.com/sitar-lab/NeuSight
+* ``wfformat``: workflows, the JSON of github.com/wfcommons
 * ``onnx_model``: an ONNX model (needs the package onnx); its times are predicted
+
+``load_decoder`` reads a language model without its weights, ``config.json`` or a GGUF file's
+header; what it costs on devices, and so its problem, ``placement.costs.serving`` says.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-from placement.importers import dnn_partitioning, doppler, moirai, onnx_model, pipedream
-from placement.importers._read import FormatError
+from placement.importers import (
+    dnn_partitioning,
+    doppler,
+    gguf,
+    hf_config,
+    moirai,
+    neusight,
+    onnx_model,
+    pipedream,
+    shop,
+    stg,
+    wfformat,
+)
+from placement.importers._read import FormatError, check_table
+from placement.importers.decoder import Decoder
 from placement.problem import Problem
 from placement.tools.files import model_file, parse_json, short
 
-__all__ = ["FormatError", "load", "save"]
+__all__ = ["FormatError", "check_table", "is_decoder", "load", "load_decoder", "save"]
 
 MAX_BYTES = 2**30  # of a compressed file's content, and no more than text compresses to
 _MAX_RATIO = 50
+_MOST_CONFIG = 2**24
 
 KNOWN = (
     "formats are problem files (problem_version), dnn-partitioning JSON (nodes with fpgaLatency, "
     "maxFPGAs), Moirai JSON (nodes with a list 'time', num_devices), PipeDream graph.txt "
     "(node1 -- Conv2d -- forward_compute_time=...), DOPPLER graphs (a count, three lists, then "
-    "'compute,transfer' per operator) and ONNX (binary)"
+    "'compute,transfer' per operator), flexible job shops (JSON with operations, precedences, or "
+    ".fjs), standard task graphs (.stg: a count, then 'number time predecessors ...'), NeuSight's "
+    "CSV (columns _input_nodes, fw_latency), WfCommons' JSON (workflow) and ONNX (binary)"
+)
+_TEXTS: tuple[tuple[Any, str], ...] = (
+    (pipedream, "PipeDream files"),
+    (doppler, "DOPPLER graphs"),
+    (neusight, "NeuSight's files"),
+    (shop, "shops"),
+    (stg, "standard task graphs"),
+)
+_OBJECTS: tuple[tuple[Any, str], ...] = (
+    (dnn_partitioning, "dnn-partitioning files"),
+    (moirai, "Moirai files"),
+    (shop, "shops"),
+    (wfformat, "workflows"),
+)
+_SERVED = (
+    "a language model without weights: placement plan with --cluster FILE, --context TOKENS and "
+    "--objective prefill, decode or serve"
 )
 
 
@@ -50,10 +91,11 @@ def load(
 
     ``objective`` defaults to the problem file's; to ``max_load`` for dnn-partitioning files, for
     which ``latency`` is the analytic ``piecewise_latency`` their authors mean; to ``latency``
-    for graphs of DOPPLER; otherwise to ``period``. The other options, of which None is not given,
-    are for files that say nothing about devices: see ``pipedream.read`` (``devices``,
-    ``bandwidth``, ``memory``, ``mode``), ``doppler.read`` (``devices``) and ``onnx_model.read``
-    (all but ``mode``).
+    for graphs of DOPPLER, shops, task graphs, workflows and NeuSight's files; otherwise to
+    ``period``. The other options, of which None is not given, are for files that say nothing
+    about devices: see ``pipedream.read`` (``devices``, ``bandwidth``, ``memory``, ``mode``),
+    ``doppler.read`` and ``stg.read`` (``devices``), ``neusight.read`` and ``wfformat.read``
+    (``devices``, ``bandwidth``) and ``onnx_model.read`` (all but ``mode``).
 
     Raises:
         FormatError: not readable, not a format we know, an option that the format does not
@@ -61,6 +103,8 @@ def load(
     """
     given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     try:
+        if gguf.looks_like(_begin(path)):  # which has gigabytes of weights
+            raise FormatError(f"{path}: {_SERVED}")
         content = Path(path).read_bytes()
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
@@ -77,36 +121,72 @@ def load(
     if not text.strip():
         raise FormatError(f"{path}: the file is empty; {KNOWN}")
     if text.lstrip()[0] not in "{[":
-        if pipedream.looks_like(text):
-            _check_options(given, pipedream.read.__kwdefaults__ or (), path, "PipeDream files")
-            return pipedream.read(text, str(path), objective=objective, **given)
-        if doppler.looks_like(text):
-            _check_options(given, doppler.read.__kwdefaults__ or (), path, "DOPPLER graphs")
-            return doppler.read(text, str(path), objective=objective, **given)
+        for module, files in _TEXTS:
+            if module.looks_like(text):
+                _check_options(given, module.read.__kwdefaults__, path, files)
+                return module.read(text, str(path), objective=objective, **given)
         raise FormatError(f"{path}: {model_file(path, content) or f'unknown format; {KNOWN}'}")
     try:
         data = parse_json(text, infinite=True)  # which each format refuses by name
     except ValueError as error:
         raise FormatError(f"{path}: not valid JSON: {error}") from error
-    ours = isinstance(data, dict) and "problem_version" in data
-    if given and (ours or dnn_partitioning.looks_like(data) or moirai.looks_like(data)):
-        raise FormatError(
-            f"{path}: {', '.join(given)} cannot be set: the file itself describes its devices"
-        )
-    if ours:
+    if isinstance(data, dict) and "problem_version" in data:
         from placement.importers import problem_file  # pydantic is slow to import
 
+        _check_options(given, problem_file.read.__kwdefaults__ or (), path, "problem files")
         return problem_file.read(text, str(path), objective=objective)
-    if dnn_partitioning.looks_like(data):
-        return dnn_partitioning.read(data, str(path), objective=objective)
-    if moirai.looks_like(data):
-        return moirai.read(data, str(path), objective=objective)
+    if hf_config.looks_like(data):
+        raise FormatError(f"{path}: {_SERVED}")
+    for module, files in _OBJECTS:
+        if module.looks_like(data):
+            _check_options(given, module.read.__kwdefaults__, path, files)
+            return module.read(data, str(path), objective=objective, **given)
     if isinstance(data, dict) and "assignment" in data:
         raise FormatError(
             f"{path} is a plan, not a problem: placement show, run, replan and export take plans"
         )
     found = short(sorted(data)) if isinstance(data, dict) else type(data).__name__
     raise FormatError(f"{path}: unknown JSON format (top level: {found}); {KNOWN}")
+
+
+def is_decoder(path: str | Path) -> bool:
+    """Whether the file is one that ``load_decoder`` reads; false of one that cannot be read."""
+    try:
+        if gguf.looks_like(_begin(path)):
+            return True
+        if os.path.getsize(path) > _MOST_CONFIG or _begin(path, 1) != b"{":
+            return False
+        return hf_config.looks_like(parse_json(Path(path).read_text("utf-8"), infinite=True))
+    except (OSError, ValueError):
+        return False
+
+
+def load_decoder(path: str | Path) -> Decoder:
+    """The language model that a Hugging Face ``config.json`` or a GGUF file's header describes.
+
+    Raises:
+        FormatError: it does not, or not one that is known; the message names file and field.
+    """
+    try:
+        if gguf.looks_like(_begin(path)):
+            return gguf.read(path)
+        data = parse_json(Path(path).read_text("utf-8"), infinite=True)
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
+    except FormatError:
+        raise
+    except ValueError as error:
+        raise FormatError(f"{path}: not valid JSON: {error}") from error
+    if not hf_config.looks_like(data):
+        raise FormatError(f"{path}: no config of a model: it names no model_type")
+    where = Path(path)
+    name = where.parent.name if where.name == "config.json" and where.parent.name else where.stem
+    return hf_config.read(data, str(path), name)
+
+
+def _begin(path: str | Path, size: int = 4) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(size)
 
 
 def save(problem: Problem, path: str | Path) -> None:
@@ -144,6 +224,10 @@ def _check_options(
     """Raise ``FormatError`` unless all options that are ``given`` are among those ``known``."""
     taken = [k for k in known if k != "objective"]
     wrong = [k for k in given if k not in taken]
+    if given and not taken:
+        raise FormatError(
+            f"{path}: {', '.join(given)} cannot be set: the file itself describes its devices"
+        )
     if wrong:
         raise FormatError(
             f"{path}: {', '.join(wrong)} cannot be set: {files} take {', '.join(taken)}"

@@ -5,7 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from placement.cluster import MOST_DEVICES, Cluster, Device, Link
 from placement.graph import OpGraph
@@ -96,6 +101,76 @@ def equal_devices(
         Link(a, b, bandwidth_bytes_per_s=float(bandwidth)) for a in ends for b in ends if a != b
     )
     return Cluster(name, parts, tuple(joins))
+
+
+def named_devices(path: str, name: str, kind: str, devices: int, operators: int) -> Cluster:
+    """``devices`` called ``KIND:0..`` between which nothing takes time.
+
+    Raises:
+        FormatError: so many cannot be, or not with so many operators; the message has the numbers.
+    """
+    if not 1 <= devices <= MOST_DEVICES or devices * operators > _MOST_ENTRIES:
+        raise FormatError(
+            f"{path}: devices = {devices} must be from 1 to {MOST_DEVICES}, and with {operators} "
+            f"operators at most {_MOST_ENTRIES} times can be"
+        )
+    return Cluster(name, tuple(Device(f"{kind}:{i}", kind) for i in range(devices)))
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What a file says of tasks: in the file's order, not yet in a topological one.
+
+    ``seconds`` is float64 ``[N, D]``; ``pairs`` are (before, after). A tensor is its producer,
+    bytes, and its users; a pair that no tensor joins has one of no bytes.
+    """
+
+    form: str
+    name: str
+    names: Sequence[str]
+    seconds: NDArray[np.float64]
+    pairs: Sequence[tuple[int, int]]
+    kinds: Sequence[str] | None = None
+    tensors: Sequence[tuple[int, int, Sequence[int]]] = ()
+
+
+def task_problem(path: str, tasks: Tasks, cluster: Cluster, objective: str | None) -> Problem:
+    """The problem of ``tasks``, by default for ``latency``.
+
+    Where operators are not in the file's order, the profile's provenance has the ``file_order``:
+    the position in the file of each.
+
+    Raises:
+        FormatError: the pairs have a cycle, or a number is out of range.
+    """
+    order, position = topological(tasks.names, sorted(set(tasks.pairs)), path)
+    joined = {(u, v) for u, _, users in tasks.tensors for v in users}
+    bare: dict[int, list[int]] = {}
+    for u, v in sorted(set(tasks.pairs) - joined):
+        bare.setdefault(u, []).append(v)
+    tensors = [*tasks.tensors, *((u, 0, users) for u, users in bare.items())]
+    uses = [(t, position[v]) for t, (_, _, users) in enumerate(tensors) for v in users]
+    compute_s = tasks.seconds[order]
+    moved = {} if order == sorted(order) else {"file_order": order}
+    try:
+        graph = OpGraph.build(
+            tasks.name,
+            [tasks.names[v] for v in order],
+            np.array([position[u] for u, _, _ in tensors], np.int32),
+            np.array([size for _, size, _ in tensors], np.int64),
+            np.array(uses, np.int32).reshape(-1, 2),
+            op_kind=None if tasks.kinds is None else [tasks.kinds[v] for v in order],
+        )
+        profile = Profile(
+            device_names=cluster.device_names,
+            compute_s=compute_s,
+            spread_s=np.zeros_like(compute_s),
+            links=cluster.links,
+            provenance={"format": tasks.form, "file": Path(path).name, **moved},
+        )
+    except ValueError as error:
+        raise FormatError(f"{path}: {error}") from error
+    return problem_of(path, graph, cluster, profile, objective or "latency")
 
 
 def problem_of(

@@ -40,7 +40,7 @@ from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.graph import GraphError, OpGraph
 from placement.importers._read import FormatError
 from placement.objective import ObjectiveName
-from placement.problem import Problem, ProblemError, ReadyOrder
+from placement.problem import MOST_PHASES, Problem, ProblemError, ReadyOrder
 from placement.profile import Profile, ProfileError
 from placement.tools.files import parse_json, short, write_atomic
 
@@ -145,6 +145,7 @@ class ProblemRecord(_Strict):
     contention: bool = Problem.contention
     ready_order: ReadyOrder = Problem.ready_order
     second_j: Seconds = Problem.second_j
+    max_phases: Annotated[int, Field(ge=1, le=MOST_PHASES)] = Problem.max_phases
     fingerprint: str | None = None
     measured_graph: str = ""
     batch_s: Seconds = Profile.batch_s
@@ -251,6 +252,7 @@ def _document(problem: Problem) -> dict[str, Any]:
         **({} if problem.contention else {"contention": False}),
         **({} if problem.ready_order == "priority" else {"ready_order": problem.ready_order}),
         **({"second_j": problem.second_j} if problem.second_j else {}),
+        **({"max_phases": problem.max_phases} if problem.max_phases > 1 else {}),
         "fingerprint": g.fingerprint,
         "measured_graph": profile.graph_fingerprint,
         **({"batch_s": profile.batch_s} if profile.batch_s else {}),
@@ -317,6 +319,7 @@ def _problem(record: ProblemRecord, objective: str | None) -> Problem:
         contention=record.contention,
         ready_order=record.ready_order,
         second_j=record.second_j,
+        max_phases=record.max_phases,
     )
 
 

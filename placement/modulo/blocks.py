@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -100,10 +100,10 @@ class Work:
         if len(limit) != self.num_devices:
             raise BlocksError(f"{len(limit)} memory limits for {self.num_devices} devices")
         for d, on in enumerate(self.on):
-            kept = sum(self.blocks[b].memory for b in on)
-            if kept:
+            left = sum(self.blocks[b].memory for b in on)
+            if left:
                 raise BlocksError(
-                    f"device {d}: every micro-batch leaves {kept:+d} of memory behind; "
+                    f"device {d}: every micro-batch leaves {left:+d} of memory behind; "
                     "under a limit the blocks of a device must release what they take"
                 )
             for v in on:
@@ -172,7 +172,7 @@ class Work:
         return tuple(self._pairs(on) for on in self.on)
 
     def _pairs(self, on: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-        found = []
+        pairs = []
         held = {v: -self.blocks[v].memory for v in on if self.blocks[v].memory < 0}
         for u in on:
             left = self.blocks[u].memory
@@ -180,12 +180,12 @@ class Work:
             for v in sorted(later, key=lambda v: (held[v] != left, -int(self.path[u, v]))):
                 amount = min(left, held[v])
                 if amount > 0:
-                    found.append((u, v, amount))
+                    pairs.append((u, v, amount))
                     held[v] -= amount
                     left -= amount
             if left > 0:
                 return ()
-        return () if any(held.values()) else tuple(found)
+        return () if any(held.values()) else tuple(pairs)
 
     @cached_property
     def period_bound(self) -> Fraction:
@@ -226,34 +226,29 @@ class Work:
     def scaled(self, factor: int) -> Work:
         """The same work with all times multiplied."""
         blocks = tuple(
-            Block(
-                b.devices,
-                b.time * factor,
-                b.memory,
-                tuple((p, delay * factor) for p, delay in b.preds),
-            )
+            replace(b, time=b.time * factor, preds=tuple((p, wait * factor) for p, wait in b.preds))
             for b in self.blocks
         )
-        return Work(blocks, self.num_devices, self.limit)
+        return replace(self, blocks=blocks)
 
     def errors(self, starts: Ints) -> list[str]:
         """What is wrong with starts int64 ``[N, n]`` of ``N`` micro-batches; empty if nothing."""
-        found = []
+        wrong = []
         time = np.array([b.time for b in self.blocks])
         for v, block in enumerate(self.blocks):
             for u, delay in block.preds:
                 early = starts[:, v] < starts[:, u] + time[u] + delay
                 for j in np.flatnonzero(early)[:1]:
-                    found.append(f"micro-batch {j}: block {v} starts before {u} has arrived")
+                    wrong.append(f"micro-batch {j}: block {v} starts before {u} has arrived")
         for d, on in enumerate(self.on):
             rows = sorted((int(starts[j, b]), j, b) for b in on for j in range(len(starts)))
             for (s, j, b), (t, i, c) in pairwise(rows):
                 if t < s + time[b]:
-                    found.append(f"device {d}: ({j}, {b}) and ({i}, {c}) overlap at {t}")
+                    wrong.append(f"device {d}: ({j}, {b}) and ({i}, {c}) overlap at {t}")
             held = np.cumsum([self.blocks[b].memory for _, _, b in rows])
             if self.limit is not None and len(rows) and held.max() > self.limit[d]:
-                found.append(f"device {d}: holds {held.max()}, limit {self.limit[d]}")
-        return found
+                wrong.append(f"device {d}: holds {held.max()}, limit {self.limit[d]}")
+        return wrong
 
 
 def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]]:

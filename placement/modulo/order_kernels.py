@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.modulo.blocks import Work
+from placement.tools.jit import allocating
 
 _NO_LIMIT = 1 << 60
 ANY_LENGTH = 1 << 60
@@ -65,7 +65,7 @@ def sorted_items(key: NDArray[Any]) -> NDArray[np.int64]:
     return batch[at] << _BITS | block[at]
 
 
-@nb.njit(cache=True)
+@allocating
 def follow(work, order, kept, known, most, word, start, before):  # type: ignore[no-untyped-def]
     """Start blocks in ``order`` int64 ``[N n]`` as early as their devices allow; the last end.
 
@@ -127,7 +127,7 @@ def follow(work, order, kept, known, most, word, start, before):  # type: ignore
     return end
 
 
-@nb.njit(cache=True)
+@allocating
 def greedy(work, key, word, start, before):  # type: ignore[no-untyped-def]
     """Start what can start first, of several the smallest ``key`` float64 ``[N, n]``.
 
@@ -155,7 +155,7 @@ def greedy(work, key, word, start, before):  # type: ignore[no-untyped-def]
     return end
 
 
-@nb.njit(cache=True)
+@allocating
 def _nothing_started(work, num, n):  # type: ignore[no-untyped-def]
     """State of the devices int64 ``[4, D]``, and how often each block was started."""
     state = np.zeros((4, len(work) - n), np.int64)
@@ -164,7 +164,7 @@ def _nothing_started(work, num, n):  # type: ignore[no-untyped-def]
     return state, np.zeros(n, np.int64)
 
 
-@nb.njit(cache=True)
+@allocating
 def _begin(work, state, count, start, j, b):  # type: ignore[no-untyped-def]
     """When a block of micro-batch ``j`` starts if it is the next; -1: it cannot be."""
     if count[b] != j:
@@ -187,7 +187,7 @@ def _begin(work, state, count, start, j, b):  # type: ignore[no-untyped-def]
     return begin
 
 
-@nb.njit(cache=True)
+@allocating
 def _place(work, state, count, start, before, item, begin):  # type: ignore[no-untyped-def]
     """Start a block at ``begin``."""
     j, b = item >> _BITS, item & _BLOCK
@@ -202,7 +202,7 @@ def _place(work, state, count, start, before, item, begin):  # type: ignore[no-u
         state[_LEFT, d] -= work[b, _TIME]
 
 
-@nb.njit(cache=True)
+@allocating
 def anneal(work, word, start, before, best, rounds, seed, target, temperature):  # type: ignore[no-untyped-def]
     """Shorter orders by simulated annealing at one temperature; the length of the best.
 
@@ -261,7 +261,7 @@ def anneal(work, word, start, before, best, rounds, seed, target, temperature): 
     return word, start, before, shortest
 
 
-@nb.njit(cache=True)
+@allocating
 def _critical(work, start, before, length, path):  # type: ignore[no-untyped-def]
     """Fills ``path`` with blocks that wait for each other, from the last to the first; how many.
 
@@ -298,7 +298,7 @@ def _critical(work, start, before, length, path):  # type: ignore[no-untyped-def
     return found
 
 
-@nb.njit(cache=True)
+@allocating
 def _pull(work, key, j, b, to):  # type: ignore[no-untyped-def]
     """Lower the key of a block to ``to``, and those of its ancestors below it."""
     if key[j, b] <= to:
@@ -309,7 +309,7 @@ def _pull(work, key, j, b, to):  # type: ignore[no-untyped-def]
         _pull(work, key, j, work[b, i], to - 1e-6)
 
 
-@nb.njit(cache=True)
+@allocating
 def _sort(word, key, order):  # type: ignore[no-untyped-def]
     """``order`` becomes ``word`` by ``key``; how many come first in both.
 

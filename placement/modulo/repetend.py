@@ -141,15 +141,15 @@ def _one_at_a_time(work: Work, end: float) -> Pattern:
     pattern = Pattern(starts, now)
     if not work.errors(starts):
         return pattern
-    found, fits = solve(work, 1, now, end - time.perf_counter())
+    shorter, fits = solve(work, 1, now, end - time.perf_counter())
     if fits is None:
         raise BlocksError("no order was found in time that fits into memory; give more seconds")
-    if found is None:
+    if shorter is None:
         raise BlocksError(
             f"memory {work.limit} of the devices: not even one micro-batch at a time fits; "
             f"with {_least_memory(work, now)} on each device it would"
         )
-    return found
+    return shorter
 
 
 def _least_memory(work: Work, period: int) -> int:
@@ -347,8 +347,8 @@ def _other_roots(work: Work) -> list[int]:
     roots = []
     for root in sorted(set(part) - {part[0]}):
         members = {b for b, p in enumerate(part) if p == root}
-        kept = (sum(work.blocks[b].memory for b in on if b in members) for on in work.on)
-        if work.limit is None or not any(kept):
+        left_over = (sum(work.blocks[b].memory for b in on if b in members) for on in work.on)
+        if work.limit is None or not any(left_over):
             roots.append(root)
     return roots
 
@@ -365,15 +365,15 @@ def _near(work: Work) -> list[tuple[int, int, int]]:
     for v, block in enumerate(work.blocks):
         for u, _ in block.preds:
             users[u].append(v)
-    found = []
+    pairs = []
     for v, block in enumerate(work.blocks):
         for u, delay in block.preds:
             early = block.memory <= 0 and len(block.preds) == 1
             late = work.blocks[u].memory >= 0 and len(users[u]) == 1
             late &= work.blocks[u].memory > 0 or not work.blocks[u].preds
             if early or late:
-                found.append((u, v, work.blocks[u].time + delay))
-    return found
+                pairs.append((u, v, work.blocks[u].time + delay))
+    return pairs
 
 
 def _closure(work: Work, k: int, period: int) -> Ints | None:

@@ -45,8 +45,8 @@ def earliest(work: Work, key: Keys, eager: bool = False) -> Ints | None:
 
     With ``eager`` the key only decides between blocks that could start first.
     """
-    made = _arranged(work, order_kernels.table(work), key, eager)
-    return None if made is None else made.start
+    order = _arranged(work, order_kernels.table(work), key, eager)
+    return None if order is None else order.start
 
 
 def _arranged(work: Work, table: Ints, key: Keys, eager: bool = False) -> _Order | None:
@@ -81,11 +81,11 @@ def shortest(
         small = _candidates(work, table, patterns, few)
         small = _annealed(work, table, small, end - 0.5 * seconds)
         stretched = [
-            made
+            arranged
             for order in small[:3]
             for p in patterns
             for key in _stretched(order.start, num_micro_batches, p)
-            if (made := _arranged(work, table, key)) is not None
+            if (arranged := _arranged(work, table, key)) is not None
         ]
         best = sorted([*stretched, *best], key=lambda o: o.length)
     return _annealed(work, table, best, end)[0].start
@@ -93,7 +93,7 @@ def shortest(
 
 def _candidates(work: Work, table: Ints, patterns: Sequence[Pattern], num: int) -> list[_Order]:
     """Orders of the patterns and of greedy rules, the shortest first."""
-    made = [_arranged(work, table, p.unrolled(num)) for p in patterns]
+    arranged = [_arranged(work, table, p.unrolled(num)) for p in patterns]
     batch, n = np.arange(num)[:, None], work.num_blocks
     far = int(work.tail.max()) + 1
     for key in (
@@ -103,11 +103,11 @@ def _candidates(work: Work, table: Ints, patterns: Sequence[Pattern], num: int) 
         work.head + batch * (far / num),
         batch * float(patterns[0].per_micro_batch) - work.tail,
     ):
-        made.append(_arranged(work, table, key, eager=True))
-    found = sorted((m for m in made if m is not None), key=lambda m: m.length)
-    if not found:
+        arranged.append(_arranged(work, table, key, eager=True))
+    orders = sorted((m for m in arranged if m is not None), key=lambda m: m.length)
+    if not orders:
         raise BlocksError("no pattern fits into the memory")
-    return found
+    return orders
 
 
 def _stretched(start: Ints, num: int, pattern: Pattern) -> Iterator[Ints]:
@@ -144,9 +144,9 @@ def _annealed(work: Work, table: Ints, orders: list[_Order], end: float) -> list
             seed += 1
             now = time.perf_counter()
         if length < order.length:
-            made = _arranged(work, table, best)
-            if made is not None and made.length <= length:
-                chosen[i] = made
+            arranged = _arranged(work, table, best)
+            if arranged is not None and arranged.length <= length:
+                chosen[i] = arranged
         if length <= target:
             break
     return sorted([*chosen, *orders[3:]], key=lambda o: o.length)

@@ -41,10 +41,12 @@ _ORDERS = 8  # that contiguous_dp cuts
 # What ideal_dp gets where seconds are not limited: a second or less, and the same on every machine.
 _IDEALS: dict[str, Any] = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}
 # Where the load of devices counts splits come first, where one micro-batch does list schedules.
-_SPLITS = ("single_device", "ideal_dp", "level_balance", "balanced_split", "pipedream",
-           "contiguous_dp", "level_pipeline", "critical_path_greedy")  # fmt: skip
+_SPLITS = ("single_device", "data_parallel", "ideal_dp", "level_balance", "balanced_split",
+           "pipedream", "contiguous_dp", "level_pipeline", "critical_path_greedy")  # fmt: skip
 _LISTS = ("single_device", "heft", "peft", "critical_path_first", "level_balance",
           "level_pipeline", "m_etf", "m_sct", "critical_path_greedy")  # fmt: skip
+# These take part where micro-batches may take turns, and that helps.
+_REPLICAS = ("data_parallel", "replicated")
 # It walks on as long as it may: of evaluations that are limited it gets this share.
 _WALKS = {"critical_path_greedy": 0.25}
 _SEARCH_SHARE = 0.75  # of a budget, for a search where nothing fits
@@ -62,6 +64,8 @@ class BestOf:
     programs, the cheap ones first: splits for pipelines, list schedules for latency, where ``heft``
     is followed by itself with busy channels and a look ahead. ``contiguous_dp`` cuts several
     orders.
+    Where the problem's ``max_phases`` lets micro-batches take turns, ``data_parallel`` and
+    ``replicated`` take part for pipelines.
     ``stats["winner"]`` names the planner that won, ``stats["values_s"]`` has the value of each
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
     of devices than a program takes, no time), and ``lower_bound_s`` is
@@ -101,6 +105,7 @@ class BestOf:
         "m_etf",
         "m_sct",
         "contiguous_dp",
+        "layer_dp",
         "coarsened",
         "metis",
         "time_slices",
@@ -108,6 +113,8 @@ class BestOf:
         "critical_path_greedy",
         "antichain_dp",
         "ideal_dp",
+        "replicated",
+        "data_parallel",
     )
     ideal_seconds: float = 15.0
     seconds: float | None = None
@@ -183,8 +190,10 @@ class BestOf:
     def _order(self, problem: Problem) -> list[str]:
         """Who comes first where not all of them may come."""
         loads = problem.objective.is_throughput
+        replicas = loads and problem.max_phases > 1
         first = _SPLITS if loads else _LISTS
-        order = sorted(self.planners, key=lambda name: (*first, name).index(name))
+        names = [name for name in self.planners if replicas or name not in _REPLICAS]
+        order = sorted(names, key=lambda name: (*first, name).index(name))
         if self.seconds is not None:
             order.sort(key=lambda name: (name in _LATE) - (name in _QUICK))
         if self.evaluations is not None:

@@ -123,8 +123,6 @@ def why_not(problem: Problem) -> str:
     sending = (problem.link_wake_s, problem.link_send_s, problem.link_send_s_per_byte)
     if any(x.any() for x in sending):
         return "sending occupies the sender, or wakes the receiver"
-    if np.isfinite(problem.cluster.power.sleep_after_s).any():
-        return "devices sleep"
     src, dst = np.nonzero(~np.eye(problem.num_devices, dtype=bool))
     channel = problem.link_channel[src, dst]
     sender = np.zeros(problem.num_channels + 1, np.intp)

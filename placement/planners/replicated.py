@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from placement.planners import check_least
 from placement.planners.contiguous_dp import made_and_used, merge_blocks, points, touched, within
-from placement.problem import Problem, Solution
+from placement.problem import ROUNDING, Problem, Solution
 from placement.search.evaluation import Search, supported_choice
 
 Floats = NDArray[np.float64]
@@ -34,15 +35,17 @@ class Replicated:
     that of the slowest stage; the least possible one is found by bisection over a program that
     needs the fewest devices for a given period.
 
-    ``stats["stages"]`` lists ``first`` and ``last`` operator and the ``devices`` of each stage,
-    ``stats["replicated_period_s"]`` is what they are predicted to take. A ``Solution`` has one
-    device per operator: the first of its stage, and ``value_s`` is the simulator's for these,
-    *without* the replicas.
+    The answer is a periodic placement, whose phases are a common multiple of the replicas of all
+    stages: every ``K`` up to ``max_phases`` of the problem is tried with its divisors as numbers of
+    replicas. One phase means a pipeline without replicas. ``stats["stages"]`` lists ``first`` and
+    ``last`` operator and the ``devices`` of each stage, ``stats["replicated_period_s"]`` is what
+    the program counts for them; ``value_s`` is the simulator's.
 
-    Deviations: devices count as the slowest of them, and links as the slowest too (a ring is no
-    faster); the all-reduce overlaps with nothing; nodes are not told apart, devices are used in
-    the cluster's order; parameters, and the activations of the micro-batches in flight, must fit
-    on the smallest device. Of more than 32 replicas a geometric grid is tried.
+    Deviations: devices count as the slowest of those that are used, which are the fastest, or those
+    and the second fastest, and so on; links count as the slowest too (a ring is no faster); the
+    all-reduce overlaps with nothing, and the simulator does not know it; nodes are not told apart,
+    devices of one speed are used in the cluster's order; parameters, and the activations
+    of the micro-batches in flight, must fit on the smallest device.
 
     Attributes:
         max_blocks: groups are merged into this many blocks of about equal seconds first.
@@ -56,27 +59,34 @@ class Replicated:
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
         block = merge_blocks(problem, self.max_blocks)
-        table = stage_periods(problem, block)
-        period_s, stages = fewest(table, problem.num_devices)
-        choice = np.zeros(problem.graph.num_groups, np.int32)
+        tried = []
+        for devices in by_speed(problem):
+            table = stage_periods(problem, block, devices)
+            period_s, stages = fewest_in_turns(table, len(devices), problem.max_phases)
+            tried.append((period_s, stages, table, devices))
+        period_s, stages, table, devices = min(tried, key=lambda x: x[0])
+        phases = math.lcm(*(r for *_, r in stages)) if stages else 1
+        choice = np.zeros((phases, problem.graph.num_groups), np.int32)
         told, free = [], 0
         number = block[problem.graph.group]
         for begin, end, replicas in stages:
-            choice[(block >= begin) & (block < end)] = free
+            mine = devices[free : free + replicas]
+            turn = mine[np.arange(phases) % replicas]
+            choice[:, (block >= begin) & (block < end)] = turn[:, None]
             ops = np.flatnonzero((number >= begin) & (number < end))
-            names = problem.cluster.device_names[free : free + replicas]
             op_name = problem.graph.op_name
             told.append(
                 {
                     "first": op_name[ops[0]],
                     "last": op_name[ops[-1]],
                     "num_ops": len(ops),
-                    "devices": list(names),
+                    "devices": [problem.cluster.device_names[d] for d in mine],
                     "period_s": float(table.period_s[table.at(replicas), begin, end]),
                 }
             )
             free += replicas
-        search.cost(supported_choice(problem, choice))
+        rows = np.stack([supported_choice(problem, row) for row in choice])
+        search.consider(rows[0] if phases == 1 else rows, 1)
         found: dict[str, Any] = {}
         if stages:
             found = {"stages": told, "replicated_period_s": period_s}
@@ -100,20 +110,34 @@ class StagePeriods:
         return int(np.searchsorted(self.replicas, replicas))
 
 
-def numbers(num_devices: int) -> NDArray[np.int64]:
-    """Which numbers of replicas are tried: all up to 32, then steps of a tenth, and all devices."""
-    found = list(range(1, min(num_devices, _EVERY) + 1))
-    while found[-1] < num_devices:
-        found.append(min(num_devices, int(np.ceil(found[-1] * _STEP))))
+def numbers(most: int) -> NDArray[np.int64]:
+    """Which numbers of replicas are tried: all up to 32, then steps of a tenth, and the most."""
+    found = list(range(1, min(most, _EVERY) + 1))
+    while found[-1] < most:
+        found.append(min(most, int(np.ceil(found[-1] * _STEP))))
     return np.array(found, np.int64)
 
 
-def stage_periods(problem: Problem, block: Ints) -> StagePeriods:
-    """The table of all stages, ``block`` int32 ``[G]`` being the block of each group."""
+def by_speed(problem: Problem) -> list[NDArray[np.intp]]:
+    """The fastest devices, those and the second fastest, ... and all, by what the whole takes."""
+    whole_s = problem.compute_s.sum(axis=0)
+    order = np.argsort(whole_s, kind="stable")
+    slower = np.flatnonzero(whole_s[order][1:] > whole_s[order][:-1] * (1 + ROUNDING)) + 1
+    return [order[:count] for count in (*slower.tolist(), len(order))]
+
+
+def stage_periods(
+    problem: Problem, block: Ints, devices: NDArray[np.intp] | None = None
+) -> StagePeriods:
+    """The table of all stages, ``block`` int32 ``[G]`` being the block of each group.
+
+    ``devices``: those that are used; None: all.
+    """
+    devices = np.arange(problem.num_devices) if devices is None else devices
     g, size = problem.graph, int(block.max()) + 2
     at = block[g.group]
     seconds = np.zeros(size - 1)
-    slowest = problem.compute_s.max(axis=1)  # any device must be able to take any stage
+    slowest = problem.compute_s[:, devices].max(axis=1)  # any device must be able to take any stage
     np.add.at(seconds, at, slowest)
     total = np.append(0.0, np.cumsum(seconds))
     finite = np.isfinite(total)
@@ -137,11 +161,12 @@ def stage_periods(problem: Problem, block: Ints) -> StagePeriods:
             np.bincount(at[g.tensor_src[made]], weights=g.tensor_bytes[made], minlength=size - 1)
         ),
     )
-    flights = problem.max_in_flight if problem.memory_may_bind else 0
+    in_time = problem.memory_may_bind and not problem.objective.is_analytic
+    flights = problem.max_in_flight if in_time else 0
     need = own + flights * (activation[None, :] - activation[:, None])
-    impossible = (highs <= lows) | (need > problem.memory_bytes.min())
+    impossible = (highs <= lows) | (need > problem.memory_bytes[devices].min())
 
-    replicas = numbers(problem.num_devices)
+    replicas = numbers(min(len(devices), problem.max_phases))
     latency_s, per_byte_s = _slowest_link(problem)
     period = np.empty((len(replicas), size, size))
     moved = np.maximum(np.maximum(received, sent), 0.0)
@@ -178,6 +203,23 @@ def fewest(table: StagePeriods, num_devices: int) -> tuple[float, list[tuple[int
         if high - low <= 1e-12 * high:
             break
     return (high, best) if best else (float("inf"), best)
+
+
+def fewest_in_turns(
+    table: StagePeriods, num_devices: int, max_phases: int
+) -> tuple[float, list[tuple[int, int, int]]]:
+    """``fewest`` with numbers of replicas that all divide one number, ``max_phases`` at most."""
+    best: tuple[float, list[tuple[int, int, int]]] = (float("inf"), [])
+    # Half of it and less: what divides that also divides its double.
+    divisors = {
+        (k % table.replicas == 0).tobytes() for k in range(max_phases // 2 + 1, max_phases + 1)
+    }
+    for some in sorted(divisors, key=lambda x: (-x.count(1), x)):
+        rows = np.frombuffer(some, bool)
+        part = StagePeriods(table.replicas[rows], table.period_s[rows])
+        if not best[1] or _cover(part, best[0] * (1 - ROUNDING), num_devices):
+            best = min(best, fewest(part, num_devices), key=lambda found: found[0])
+    return best
 
 
 def _cover(table: StagePeriods, limit_s: float, num_devices: int) -> list[tuple[int, int, int]]:

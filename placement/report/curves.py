@@ -53,8 +53,8 @@ def steps(
     curve = solution.stats.get("curve") or [(row.plan_s, 1, row.value_s)]
     when = np.array([point[0] for point in curve], float)
     value = np.array([point[2] for point in curve], float)
-    known = np.isfinite(value)
-    return when[known], np.maximum(value, row.value_s)[known]
+    finite = np.isfinite(value)
+    return when[finite], np.maximum(value, row.value_s)[finite]
 
 
 def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Path:
@@ -85,14 +85,9 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
     }
     order = sorted(ended, key=ended.__getitem__)
     for k, planner in enumerate(p for p in order if p in drawn):
-        axis.plot(
-            at_s,
-            above[planner],
-            ("-", "--", ":")[min(2, k // len(COLOURS))],
-            color=COLOURS[k % len(COLOURS)],
-            lw=1.8,
-            label=f"{gantt.as_text(planner)}  {_percent(ended[planner])}",
-        )
+        dash, colour = ("-", "--", ":")[min(2, k // len(COLOURS))], COLOURS[k % len(COLOURS)]
+        label = f"{gantt.as_text(planner)}  {_percent(ended[planner])}"
+        axis.plot(at_s, above[planner], dash, color=colour, lw=1.8, label=label)
     dots = {
         planner: (max(_SHORTEST_S, float(np.median(plan_s[planner]))), ended[planner])
         for planner in order
@@ -107,20 +102,14 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
     axis.yaxis.set_major_formatter(lambda value, _: _percent(value))
     axis.set_xlabel("seconds of planning", fontsize=9, color=INK)
     workloads = len({row.workload for row in comparison.rows})
-    axis.set_ylabel(
-        f"best so far above the best found, geometric mean of {workloads} workloads",
-        fontsize=9,
-        color=INK,
-    )
+    what = f"best so far above the best found, geometric mean of {workloads} workloads"
+    axis.set_ylabel(what, fontsize=9, color=INK)
     if drawn & above.keys():
         axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     gantt.plain_axis(axis)
     axis.tick_params(axis="y", colors=FAINT, labelsize=9)
     axis.grid(axis="y", color=FAINT, alpha=0.25, lw=0.6)
-    if title:
-        figure.suptitle(
-            gantt.as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK
-        )
+    gantt.entitle(figure, title)
     figure.tight_layout()
     _label(axis, dots)
     return gantt.save_figure(figure, path)
@@ -138,14 +127,8 @@ def _label(axis: Any, dots: Mapping[str, tuple[float, float]]) -> None:
             if not beside and abs(bottom - other_bottom) < _LABEL:
                 bottom = other_bottom + _LABEL
         taken.append((left, left + width, bottom))
-        axis.annotate(
-            gantt.as_text(name),
-            (x, y),
-            xytext=(5, bottom - middle),
-            textcoords="offset points",
-            fontsize=7,
-            color=INK,
-        )
+        where = {"xytext": (5, bottom - middle), "textcoords": "offset points"}
+        axis.annotate(gantt.as_text(name), (x, y), fontsize=7, color=INK, **where)
 
 
 def _percent(value: float) -> str:

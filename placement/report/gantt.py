@@ -16,15 +16,8 @@ Floats = NDArray[np.float64]
 
 # Neighbours in the cycle differ in hue and in lightness: 8 micro-batches read as 8.
 COLOURS = (
-    "#3b6fb6",
-    "#f2a541",
-    "#4aa57c",
-    "#c8553d",
-    "#7fb7d9",
-    "#8a5a9e",
-    "#b7c454",
-    "#d98ab0",
-)
+    "#3b6fb6", "#f2a541", "#4aa57c", "#c8553d", "#7fb7d9", "#8a5a9e", "#b7c454", "#d98ab0",
+)  # fmt: skip
 INK, FAINT, LANE = "#22272e", "#8b949e", "#f1f3f5"
 IDLE = "·"
 
@@ -49,8 +42,11 @@ def text_gantt(timeline: Timeline, width: int = 80) -> str:
     lines = []
     for d, name in enumerate(names):
         if d < len(timeline.device_names):
-            ops = np.flatnonzero(timeline.placement == d)
-            busy = _busy_per_slice(timeline.start_s[:, ops], timeline.end_s[:, ops], edges)
+            here = timeline.device_of == d
+            ops = np.flatnonzero(here.any(axis=0))
+            start = timeline.start_s[:, ops]  # what ran elsewhere took no time here
+            until = np.where(here[:, ops], timeline.end_s[:, ops], start)
+            busy = _busy_per_slice(start, until, edges)
             share = timeline.utilisation[d]
         else:
             assert timeline.load_s is not None
@@ -67,14 +63,9 @@ def text_gantt(timeline: Timeline, width: int = 80) -> str:
 
 def _busy_per_slice(start: Floats, end: Floats, edges: Floats) -> Floats:
     """float64 ``[M, len(edges) - 1]`` seconds between edges of slices float64 ``[M, K]``."""
-    done = np.stack(
-        [
-            np.clip(edge - start, 0.0, end - start).sum(axis=1)  # worked until this edge
-            for edge in edges
-        ],
-        axis=1,
-    )
-    return np.diff(done, axis=1)
+    # Worked until each edge.
+    done = [np.clip(edge - start, 0.0, end - start).sum(axis=1) for edge in edges]
+    return np.diff(np.stack(done, axis=1), axis=1)
 
 
 def plot_gantt(
@@ -123,13 +114,8 @@ def _figure(panels: list[tuple[str, Timeline]], title: str) -> Any:
     unit, scale = _unit(span)
     lanes = [len(_lanes(t)) for _, t in panels]
     figure = figure_type(figsize=(11, 1.0 + 0.5 * sum(lanes) + 0.35 * len(panels)), dpi=150)
-    axes = figure.subplots(
-        len(panels),
-        1,
-        sharex=True,
-        squeeze=False,
-        gridspec_kw={"height_ratios": lanes},
-    )[:, 0]
+    heights = {"height_ratios": lanes}
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, gridspec_kw=heights)[:, 0]
     for axis, (name, timeline) in zip(axes, panels, strict=True):
         _draw(axis, timeline, scale, resolution_s=span / 1500)
         _label(axis, name, timeline)
@@ -139,12 +125,16 @@ def _figure(panels: list[tuple[str, Timeline]], title: str) -> Any:
         fontsize=9,
         color=INK,
     )
-    if title:
-        figure.suptitle(
-            as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK
-        )
+    entitle(figure, title)
     figure.tight_layout(h_pad=0.8)
     return figure
+
+
+def entitle(figure: Any, title: str) -> None:
+    """Above everything; nothing for no title."""
+    if title:
+        how = {"x": 0.012, "ha": "left", "fontsize": 13, "fontweight": "bold", "color": INK}
+        figure.suptitle(as_text(title), **how)
 
 
 def _lanes(timeline: Timeline) -> tuple[str, ...]:
@@ -164,28 +154,18 @@ def _draw(axis: Any, timeline: Timeline, scale: float, resolution_s: float) -> N
     for d in range(num_devices):
         axis.axhspan(d - 0.36, d + 0.36, color=LANE, lw=0, zorder=0)
         for m in range(timeline.num_microbatches):
-            ops = np.flatnonzero(timeline.placement == d)
+            ops = np.flatnonzero(timeline.device_of[m] == d)
             bars = merged(timeline.start_s[m, ops], timeline.end_s[m, ops], resolution_s)
-            colour = COLOURS[m % len(COLOURS)]
+            spans = [((a - begin) * scale, (b - a) * scale) for a, b in bars]
             # An edge of the bar's own colour keeps bars below one pixel visible.
-            axis.broken_barh(
-                [((a - begin) * scale, (b - a) * scale) for a, b in bars],
-                (d - 0.36, 0.72),
-                facecolor=colour,
-                edgecolor=colour,
-                linewidth=0.4,
-            )
+            colours = dict.fromkeys(("facecolor", "edgecolor"), COLOURS[m % len(COLOURS)])
+            axis.broken_barh(spans, (d - 0.36, 0.72), linewidth=0.4, **colours)
             _number(axis, m, d, bars, begin, scale, room_s=18 * resolution_s)
         into = timeline.transfers[:, 3] == d
-        arriving = merged(
-            timeline.transfer_start_s[into], timeline.transfer_end_s[into], resolution_s
-        )
-        axis.broken_barh(
-            [((a - begin) * scale, max((b - a), resolution_s) * scale) for a, b in arriving],
-            (d + 0.395, 0.05),
-            facecolor=FAINT,
-            linewidth=0,
-        )
+        sent_s, until_s = timeline.transfer_start_s[into], timeline.transfer_end_s[into]
+        arriving = merged(sent_s, until_s, resolution_s)
+        marks = [((a - begin) * scale, max((b - a), resolution_s) * scale) for a, b in arriving]
+        axis.broken_barh(marks, (d + 0.395, 0.05), facecolor=FAINT, linewidth=0)
     if timeline.load_s is not None:
         _draw_loader(axis, timeline.load_s - begin, num_devices, scale)
 
@@ -196,12 +176,9 @@ def _draw_loader(axis: Any, load_s: Floats, lane: int, scale: float) -> None:
     row = side_by_side(load_s)
     height = 0.72 / (row.max() + 1)
     for m, (begin, end) in enumerate(load_s):
-        axis.broken_barh(
-            [(begin * scale, (end - begin) * scale)],
-            (lane - 0.36 + row[m] * height, height),
-            facecolor=COLOURS[m % len(COLOURS)],
-            linewidth=0,
-        )
+        span, low = (begin * scale, (end - begin) * scale), lane - 0.36 + row[m] * height
+        colour = COLOURS[m % len(COLOURS)]
+        axis.broken_barh([span], (low, height), facecolor=colour, linewidth=0)
 
 
 def merged(start_s: Floats, end_s: Floats, gap_s: float) -> list[tuple[float, float]]:
@@ -232,15 +209,8 @@ def _number(
         return
     red, green, blue = (int(COLOURS[batch % len(COLOURS)][i : i + 2], 16) for i in (1, 3, 5))
     dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140
-    axis.text(
-        ((a + b) / 2 - begin) * scale,
-        device,
-        str(batch),
-        ha="center",
-        va="center",
-        fontsize=8,
-        color="white" if dark else INK,
-    )
+    how = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if dark else INK}
+    axis.text(((a + b) / 2 - begin) * scale, device, str(batch), **how)
 
 
 def as_text(name: str) -> str:
@@ -257,16 +227,9 @@ def _label(axis: Any, name: str, timeline: Timeline) -> None:
         facts.append(f"period {_duration(timeline.period_s)}")
     axis.set_title(as_text(name), loc="left", fontsize=10, color=INK, pad=4)
     axis.set_title("   ".join(facts), loc="right", fontsize=9, color=FAINT, pad=4)
+    beside = {"transform": axis.get_yaxis_transform(), "va": "center"}
     for d, share in enumerate(timeline.utilisation):
-        axis.text(
-            1.006,
-            d,
-            f"{100 * share:.0f} %",
-            transform=axis.get_yaxis_transform(),
-            va="center",
-            fontsize=9,
-            color=FAINT,
-        )
+        axis.text(1.006, d, f"{100 * share:.0f} %", fontsize=9, color=FAINT, **beside)
     plain_axis(axis)
     axis.tick_params(axis="y", length=0)
 

@@ -148,12 +148,13 @@ class _Decision:
 
 
 def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decision]:
-    found: dict[str, _Decision] = {}
+    decisions: dict[str, _Decision] = {}
     plan, problem = workload.plan, workload.problem
     plan_id = None
     if plan is not None:
         devices = [d.name for d in plan.cluster.devices]
-        on = np.array([devices.index(d) for d in plan.assignment.values()], np.int32)
+        phases = [[devices.index(d) for d in on.values()] for on in plan.assignments]
+        on = np.array(phases if plan.phases else phases[0], np.int32)
         plan_id = placement_id(on)
     rows = [] if comparison is None else _representatives(comparison, workload.name)
     for row in rows:
@@ -162,19 +163,19 @@ def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decis
             solution = comparison.solutions.get((workload.name, row.planner, row.seed))
         if solution is None or row.placement_id is None:
             continue
-        if row.placement_id in found:
-            found[row.placement_id].planners.append(row.planner)
+        if row.placement_id in decisions:
+            decisions[row.placement_id].planners.append(row.planner)
             continue
         traces = workload.traces if row.placement_id == plan_id else {}
         window = problem.max_in_flight if problem else 1
-        found[row.placement_id] = _Decision(
+        decisions[row.placement_id] = _Decision(
             [row.planner],
             solution.placement,
             _simulated(problem, solution) or traces.get("predicted"),
             workload.measured.get(row.placement_id) or traces.get("measured"),
             window,
         )
-    if plan is not None and plan_id is not None and plan_id not in found and not rows:
+    if plan is not None and plan_id is not None and plan_id not in decisions and not rows:
         predicted, window = workload.traces.get("predicted"), plan.max_in_flight
         if problem is not None:
             predicted = plan.timeline(problem)
@@ -186,8 +187,8 @@ def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decis
                 predicted = other
             elif measured is None and other.measured:
                 measured = other
-        found[plan_id] = _Decision([plan.planner.name], on, predicted, measured, window)
-    return list(found.values())
+        decisions[plan_id] = _Decision([plan.planner.name], on, predicted, measured, window)
+    return list(decisions.values())
 
 
 def _representatives(comparison: Comparison, workload: str) -> list[Row]:
@@ -204,7 +205,7 @@ def _representatives(comparison: Comparison, workload: str) -> list[Row]:
 def _simulated(problem: Problem | None, solution: Solution) -> Timeline | None:
     from placement.simulator import simulate
 
-    if problem is None or len(solution.placement) != problem.num_ops:
+    if problem is None or solution.placement.shape[-1] != problem.num_ops:
         return None
     try:
         return simulate(problem, solution.placement, solution.schedule)
@@ -225,20 +226,20 @@ def _workload(
     planners = [_planner(name, mine, index) for name, mine in by_planner.items()]
     if not rows and plan is not None:
         planners = [_planned(workload, index)]
-    first = rows[0] if rows else None
+    about: dict[str, Any] = dict.fromkeys(("objective", "num_ops", "num_devices", "bound"))
+    if rows:
+        about |= {name: getattr(rows[0], name) for name in about if name != "bound"}
+        about["bound"] = rows[0].bound_s
+    elif plan is not None:
+        about |= {"objective": plan.objective, "num_ops": plan.graph.num_ops}
+        about["num_devices"] = len(plan.cluster.devices)
+        about["bound"] = plan.lower_bound_s.get(plan.objective)
     return {
         "name": workload.name,
-        "objective": first.objective if first else plan.objective if plan else None,
-        "num_ops": first.num_ops if first else plan.graph.num_ops if plan else None,
-        "num_devices": first.num_devices if first else len(plan.cluster.devices) if plan else None,
+        **about,
         "num_microbatches": _either(problem, plan, "num_microbatches"),
         "max_in_flight": _either(problem, plan, "max_in_flight"),
         "devices": _devices(workload, decisions),
-        "bound": first.bound_s
-        if first
-        else plan.lower_bound_s.get(plan.objective)
-        if plan
-        else None,
         "best": _best(comparison, workload.name),
         "planners": planners,
         "decisions": [_decision(problem, d, batches) for d in decisions],
@@ -262,22 +263,10 @@ def _best(comparison: Comparison | None, workload: str) -> str | None:
 
 
 _MEDIANS = (
-    "value_s",
-    "latency_s",
-    "period_s",
-    "energy_j",
-    "measured_latency_s",
-    "measured_latency_iqr_s",
-    "measured_period_s",
-    "measured_period_iqr_s",
-    "latency_error",
-    "period_error",
-    "speedup",
-    "measured_speedup",
-    "gap",
-    "plan_s",
-    "evaluations",
-)
+    "value_s", "latency_s", "period_s", "energy_j", "measured_latency_s", "measured_latency_iqr_s",
+    "measured_period_s", "measured_period_iqr_s", "latency_error", "period_error", "speedup",
+    "measured_speedup", "gap", "plan_s", "evaluations",
+)  # fmt: skip
 
 
 def _planner(name: str, rows: Sequence[Row], index: dict[str, int]) -> dict[str, Any]:
@@ -303,19 +292,12 @@ def _planned(workload: Workload, index: dict[str, int]) -> dict[str, Any]:
     said = plan.predicted
     what = "latency" if "latency" in plan.objective else "period"
     line: dict[str, Any] = dict.fromkeys(_MEDIANS)
+    line |= {name: getattr(said, name) for name in ("value_s", "latency_s", "period_s", "energy_j")}
+    line |= {"single": False, "seeds": 1, "feasible": True, "rounds": 0, "note": ""}
     line |= {
         "name": plan.planner.name,
-        "single": False,
-        "seeds": 1,
-        "feasible": True,
-        "rounds": 0,
-        "note": "",
         "pareto": False,
         "decision": index.get(plan.planner.name),
-        "value_s": said.value_s,
-        "latency_s": said.latency_s,
-        "period_s": said.period_s,
-        "energy_j": said.energy_j,
         "gap": said.value_s / bound - 1 if bound else None,
     }
     if plan.fallback is not None:
@@ -326,14 +308,10 @@ def _planned(workload: Workload, index: dict[str, int]) -> dict[str, Any]:
             spread = getattr(plan.measured, f"{name}_s")
             if spread is None:
                 continue
-            line |= {
-                "rounds": plan.measured.n,
-                f"measured_{name}_s": spread.median_s,
-                f"measured_{name}_iqr_s": spread.iqr_s,
-                f"{name}_error": getattr(said, f"{name}_s") / spread.median_s - 1
-                if spread.median_s
-                else None,
-            }
+            predicted_s, measured_s = getattr(said, f"{name}_s"), spread.median_s
+            line |= {"rounds": plan.measured.n, f"measured_{name}_s": measured_s}
+            line[f"measured_{name}_iqr_s"] = spread.iqr_s
+            line[f"{name}_error"] = predicted_s / measured_s - 1 if measured_s else None
     return line
 
 
@@ -346,28 +324,23 @@ def _devices(workload: Workload, decisions: list[_Decision]) -> list[dict[str, A
         timelines = [t for d in decisions for t in (d.predicted, d.measured) if t is not None]
         names = timelines[0].device_names if timelines else ()
         return [{"name": n, "kind": "", "model": "", "memory_bytes": None} for n in names]
-    return [
-        {
-            "name": d.name,
-            "kind": d.kind,
-            "model": d.model,
-            "threads": d.threads,
-            "memory_bytes": d.memory_bytes if d.memory_bytes < 2**62 else None,
-            "busy_w": d.busy_w,
-            "idle_w": d.idle_w,
-            "power_source": None if d.busy_w is None else d.power_source,
-        }
-        for d in devices
-    ]
+    names = ("name", "kind", "model", "threads", "memory_bytes", "busy_w", "idle_w", "power_source")
+    shown = [{name: getattr(d, name) for name in names} for d in devices]
+    for device in shown:
+        if device["memory_bytes"] >= 2**62:
+            device["memory_bytes"] = None
+        if device["busy_w"] is None:
+            device["power_source"] = None
+    return shown
 
 
 def _decision(problem: Problem | None, decision: _Decision, batches: int) -> dict[str, Any]:
-    said, found = decision.predicted, decision.measured
+    said, measured = decision.predicted, decision.measured
     return {
         "planners": decision.planners,
         "placement": _packed(decision.placement.astype("<u2")),
         "predicted": _timeline(problem, said, decision.window, batches) if said else None,
-        "measured": _timeline(problem, found, decision.window, batches) if found else None,
+        "measured": _timeline(problem, measured, decision.window, batches) if measured else None,
     }
 
 
@@ -435,42 +408,38 @@ def _graph(workload: Workload) -> dict[str, Any] | None:
         for a, b, t in zip(src.tolist(), g.use_dst.tolist(), g.use_tensor.tolist(), strict=True):
             if a >= 0:
                 size[a, b] += int(g.tensor_bytes[t])
-        modules = list(dict.fromkeys(g.op_module))
-        number = {m: i for i, m in enumerate(modules)}
-        kinds = list(dict.fromkeys(g.op_kind))
-        kind = {k: i for i, k in enumerate(kinds)}
-        seconds = [[_short(x) for x in row] for row in problem.compute_s.tolist()]
+        modules, module = _numbered(g.op_module)
+        kinds, kind = _numbered(g.op_kind)
         return {
             "ops": list(g.op_name),
             "modules": modules,
-            "module": [number[m] for m in g.op_module],
+            "module": module,
             "kinds": kinds,
-            "kind": [kind[k] for k in g.op_kind],
+            "kind": kind,
             "backward": np.flatnonzero(g.is_backward).tolist(),
             "param_bytes": g.op_param_bytes.tolist(),
-            "compute_s": seconds,
+            "compute_s": [[_short(x) for x in row] for row in problem.compute_s.tolist()],
             "edges": [x for (a, b), n in size.items() for x in (a, b, n)],
             "tensor_bytes": g.tensor_bytes.tolist(),
             "tensor_src": g.tensor_src.tolist(),
         }
     if plan is None:
         return None
-    of_op = plan.graph.modules or ("",) * plan.graph.num_ops
-    modules = list(dict.fromkeys(of_op))
-    number = {m: i for i, m in enumerate(modules)}
-    return {
+    modules, module = _numbered(plan.graph.modules or ("",) * plan.graph.num_ops)
+    unknown = ("kind", "param_bytes", "compute_s", "edges", "tensor_bytes", "tensor_src")
+    return dict.fromkeys(unknown) | {
         "ops": list(plan.assignment),
         "modules": modules,
-        "module": [number[m] for m in of_op],
+        "module": module,
         "kinds": [],
-        "kind": None,
         "backward": list(plan.graph.backward),
-        "param_bytes": None,
-        "compute_s": None,
-        "edges": None,
-        "tensor_bytes": None,
-        "tensor_src": None,
     }
+
+
+def _numbered(names: Sequence[str]) -> tuple[list[str], list[int]]:
+    """The different names, and the number of each."""
+    number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    return list(number), [number[name] for name in names]
 
 
 def _short(seconds: float) -> float | None:
@@ -479,20 +448,20 @@ def _short(seconds: float) -> float | None:
 
 def _curves(rows: Sequence[Row], comparison: Comparison) -> list[dict[str, Any]]:
     """Best value so far of every planner and seed: points (seconds of planning, value)."""
-    made = []
+    shown = []
     for row in rows:
         if row.planner.startswith(SINGLE):
             continue
         when, value = curves.steps(row, comparison.solutions)
         if len(when):
             best = np.minimum.accumulate(value)
-            kept = np.flatnonzero(np.append(True, best[1:] < best[:-1]))
-            if len(kept) > NUM_POINTS:
-                kept = kept[np.linspace(0, len(kept) - 1, NUM_POINTS).astype(int)]
-            points = [[_short(float(when[k])), float(best[k])] for k in kept]
+            drops = np.flatnonzero(np.append(True, best[1:] < best[:-1]))
+            if len(drops) > NUM_POINTS:
+                drops = drops[np.linspace(0, len(drops) - 1, NUM_POINTS).astype(int)]
+            points = [[_short(float(when[k])), float(best[k])] for k in drops]
             end = max(row.plan_s, float(when[-1]))
-            made.append({"planner": row.planner, "seed": row.seed, "points": points, "end_s": end})
-    return made
+            shown.append({"planner": row.planner, "seed": row.seed, "points": points, "end_s": end})
+    return shown
 
 
 def _overall(comparison: Comparison) -> dict[str, Any]:
@@ -509,15 +478,10 @@ def _scatter(comparison: Comparison) -> list[dict[str, Any]]:
     points: dict[tuple[str, str | None], dict[str, Any]] = {}
     for row in comparison.rows:
         if row.num_rounds:
-            point = points.setdefault(
-                (row.workload, row.placement_id),
-                {
-                    "workload": row.workload,
-                    "planners": [],
-                    "latency": [row.latency_s, row.measured_latency_s],
-                    "period": [row.period_s, row.measured_period_s],
-                },
-            )
+            new: dict[str, Any] = {"workload": row.workload, "planners": []}
+            new |= {"latency": [row.latency_s, row.measured_latency_s]}
+            new |= {"period": [row.period_s, row.measured_period_s]}
+            point = points.setdefault((row.workload, row.placement_id), new)
             if row.planner not in point["planners"]:
                 point["planners"].append(row.planner)
     return list(points.values())
@@ -571,14 +535,14 @@ def _said(value: Any) -> str:
 
 def _commands(run: RunFolder) -> list[dict[str, str]]:
     """What to type to make the run again, to carry its plans out, and to make this page again."""
-    made = []
+    commands = []
     hydra = _hydra_command(run)
     if hydra is not None:
-        made.append({"what": "the run again, in another folder", "command": hydra})
+        commands.append({"what": "the run again, in another folder", "command": hydra})
         here = f"{hydra} hydra.run.dir={shlex.quote(str(run.path))}"
         if hydra.startswith("placement-train ") and " resume=true" not in hydra:
             here += " resume=true"
-        made.append({"what": "continue it where it stopped", "command": here})
+        commands.append({"what": "continue it where it stopped", "command": here})
     for workload in run.workloads:
         plan, path = workload.plan, shlex.quote(str(workload.plan_path))
         if plan is None:
@@ -587,13 +551,15 @@ def _commands(run: RunFolder) -> list[dict[str, str]]:
         if plan.graph.workload is not None:
             again = _plan_command(plan, plan.graph.workload)
             if again is not None:
-                made.append({"what": f"{name}: plan again", "command": again})
+                commands.append({"what": f"{name}: plan again", "command": again})
             model = [] if ":" not in plan.graph.workload else ["--model", plan.graph.workload]
             run_it = f"placement run {path} --against-single-device {shlex.join(model)}".strip()
-            made.append({"what": f"{name}: run, compare with PyTorch", "command": run_it})
-        made.append({"what": f"{name}: check the plan", "command": f"placement validate {path}"})
+            commands.append({"what": f"{name}: run, compare with PyTorch", "command": run_it})
+        commands.append(
+            {"what": f"{name}: check the plan", "command": f"placement validate {path}"}
+        )
     page = f"placement report {shlex.quote(str(run.path))}"
-    return [*made, {"what": "this page again", "command": page}]
+    return [*commands, {"what": "this page again", "command": page}]
 
 
 def _plan_command(plan: Plan, workload: str) -> str | None:

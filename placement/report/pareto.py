@@ -52,10 +52,7 @@ def plot_pareto(comparison: Comparison, path: str | Path, title: str = "") -> Pa
                 continue
             _panel(axis, rows, x, y)
             axis.set_title(gantt.as_text(workload), loc="left", fontsize=10, color=INK)
-    if title:
-        figure.suptitle(
-            gantt.as_text(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK
-        )
+    gantt.entitle(figure, title)
     figure.tight_layout()
     return gantt.save_figure(figure, path)
 

@@ -222,8 +222,8 @@ def _with_plan(
             problem = saved
     traces: dict[str, Timeline] = {}
     for each in sorted(folder.glob("*trace*.json")):
-        found = kept(trace.read_traces, each) or {}
-        traces |= {what or each.stem: timeline for what, timeline in found.items()}
+        read = kept(trace.read_traces, each) or {}
+        traces |= {what or each.stem: timeline for what, timeline in read.items()}
     return Workload(name, problem, plan, None if plan is None else file, measured, traces)
 
 

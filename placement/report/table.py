@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from placement.tools.files import csv_text
+
 if TYPE_CHECKING:
     from placement.runs.compare import Comparison
     from placement.runs.row import Row
@@ -32,16 +34,16 @@ def tables(comparison: Comparison) -> tuple[Table, ...]:
 
     Several seeds of a planner are one line: their median; the CSV file has every seed.
     """
-    made: list[Table] = []
+    every: list[Table] = []
     for workload in dict.fromkeys(r.workload for r in comparison.rows):
         rows = [r for r in comparison.rows if r.workload == workload]
         by_planner: dict[str, list[Row]] = {}
         for row in rows:
             by_planner.setdefault(row.planner, []).append(row)
-        made.append(_predicted(workload, by_planner))
+        every.append(_predicted(workload, by_planner))
         if any(r.num_rounds for r in rows):
-            made.append(_measured(workload, by_planner))
-    return (*made, *_overall(comparison))
+            every.append(_measured(workload, by_planner))
+    return (*every, *_overall(comparison))
 
 
 def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
@@ -104,7 +106,7 @@ def _measured(workload: str, by_planner: dict[str, list[Row]]) -> Table:
 
 
 def _overall(comparison: Comparison) -> tuple[Table, ...]:
-    made = []
+    every = []
     how = "measured" if comparison.is_measured else "predicted"
     left_out = comparison.without_single()
     cells = tuple(
@@ -112,7 +114,7 @@ def _overall(comparison: Comparison) -> tuple[Table, ...]:
         for g in comparison.gains()
     )
     if cells:
-        made.append(
+        every.append(
             Table(
                 f"Speed-up over the best single device, {how}: geometric mean over workloads x "
                 "seeds, bootstrap 95 % interval over the same cells",
@@ -123,7 +125,7 @@ def _overall(comparison: Comparison) -> tuple[Table, ...]:
         )
     fidelity = comparison.fidelity()
     if fidelity:
-        made.append(
+        every.append(
             Table(
                 f"Prediction against measurement, {fidelity.num_placements} placements",
                 ("", "mean abs. error %", "mean Spearman per workload"),
@@ -133,10 +135,10 @@ def _overall(comparison: Comparison) -> tuple[Table, ...]:
                 ),
             )
         )
-    return tuple(made)
+    return tuple(every)
 
 
-def print_tables(made: Sequence[Table]) -> None:
+def print_tables(every: Sequence[Table]) -> None:
     """To standard output, at most 80 columns."""
     from rich import box
     from rich import table as rich_table
@@ -145,7 +147,7 @@ def print_tables(made: Sequence[Table]) -> None:
     # Names come from files: no markup, no emoji.
     out = Console(markup=False, emoji=False, highlight=False)
     out.width = min(out.width, WIDTH)
-    for one in made:
+    for one in every:
         out.print(one.title, style="bold")
         shown = rich_table.Table(
             box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True
@@ -184,12 +186,7 @@ def to_csv(comparison: Comparison) -> str:
     """One line per ``Row``, one column per field, full precision; empty where not known."""
     from placement.runs.row import Row
 
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([f.name for f in fields(Row)])
-    for row in comparison.rows:
-        writer.writerow(["" if v is None else v for v in astuple(row)])
-    return text.getvalue()
+    return csv_text([f.name for f in fields(Row)], map(astuple, comparison.rows))
 
 
 def from_csv(text: str) -> tuple[Row, ...]:

@@ -71,28 +71,26 @@ def _timeline(events: list[dict[str, Any]]) -> tuple[str, Timeline]:
     if (batch.max() + 1) * (op.max() + 1) > len(ran) or min(batch.min(), op.min()) < 0:
         raise ValueError("an operator is missing in a micro-batch")
     start = np.full((batch.max() + 1, op.max() + 1), np.nan)
-    end, placement = start.copy(), np.zeros(start.shape[1], np.int32)
+    end, on = start.copy(), np.zeros(start.shape, np.int32)
     start[batch, op] = np.array([e["ts"] for e in ran]) * 1e-6
     end[batch, op] = np.array([e["ts"] + e["dur"] for e in ran]) * 1e-6
-    placement[op] = [e["tid"] for e in ran]
+    on[batch, op] = [e["tid"] for e in ran]
     if np.isnan(end).any():
         raise ValueError("an operator is missing in a micro-batch")
-    name = named.get("process_name", "")
+    name, m = named.get("process_name", ""), np.arange(len(on))
+    num_phases = next(k for k in range(1, len(on) + 1) if np.array_equal(on, on[m % k]))
+    transfers = [
+        (e["args"]["tensor"], e["args"]["micro_batch"], *pairs[tracks[e["tid"]]]) for e in sent
+    ]
     line = Timeline(
         tuple(devices),
-        placement,
+        on[0] if num_phases == 1 else on[:num_phases],
         start,
         end,
-        np.array(
-            [
-                [e["args"]["tensor"], e["args"]["micro_batch"], *pairs[tracks[e["tid"]]]]
-                for e in sent
-            ],
-            np.int32,
-        ).reshape(-1, 4),
+        np.array(transfers, np.int32).reshape(-1, 4),
         np.array([e["ts"] for e in sent]) * 1e-6,
         np.array([e["ts"] + e["dur"] for e in sent]) * 1e-6,
         measured=name == "measured",
-    )
+    )  # fmt: skip
     line.check()
     return name, line

@@ -18,17 +18,17 @@ def busy_share(timeline: Timeline, num_bins: int) -> Floats:
     width = max(timeline.makespan_s / num_bins, 1e-300)
     return np.stack(
         [
-            np.diff(_done(timeline, timeline.placement == d, edges)) / width
+            np.diff(_done(timeline, timeline.device_of == d, edges)) / width
             for d in range(len(timeline.device_names))
         ]
     ).clip(0.0, 1.0)
 
 
-def _done(timeline: Timeline, ops: NDArray[np.bool_], edges: Floats) -> Floats:
-    """Seconds that these operators have worked until each edge, float64 ``[len(edges)]``."""
+def _done(timeline: Timeline, ran: NDArray[np.bool_], edges: Floats) -> Floats:
+    """Seconds that these, of ``[M, N]``, have worked until each edge, float64 ``[len(edges)]``."""
     done = np.zeros(len(edges))
     for times, sign in ((timeline.start_s, 1.0), (timeline.end_s, -1.0)):
-        when = np.sort(times[:, ops], axis=None)
+        when = np.sort(times[ran])
         before = np.append(0.0, np.cumsum(when))
         k = np.searchsorted(when, edges)
         done += sign * (k * edges - before[k])  # sum of (edge - when) over when < edge
@@ -43,17 +43,17 @@ def memory_steps(problem: Problem, timeline: Timeline, max_in_flight: int) -> li
     held while an operator runs. So the largest step of a predicted timeline is its
     ``peak_bytes``. Of a measured one it says what the graph's tensors take at measured times.
     """
-    g, p = problem.graph, timeline.placement
+    g = problem.graph
     home, away = _local_spans(problem, timeline, max_in_flight), _sent_spans(problem, timeline)
     stored, batch, device, begin, until = map(np.concatenate, zip(home, away, strict=True))
     stored, device, begin, until = _union(stored, batch, device, begin, until)
     size = g.tensor_bytes[stored]
     if problem.profile.workspace_bytes is not None:
-        device = np.append(device, np.broadcast_to(p, timeline.start_s.shape).ravel())
-        begin, until = np.append(begin, timeline.taken_s), np.append(until, timeline.end_s)
+        device = np.append(device, timeline.device_of.ravel())
+        begin, until = np.append(begin, timeline.start_s), np.append(until, timeline.end_s)
         workspace = np.broadcast_to(problem.profile.workspace_bytes, timeline.start_s.shape)
         size = np.append(size, workspace.ravel())
-    params = problem.param_bytes_on(p)
+    params = problem.param_bytes_on(timeline.placement)
     return [
         _steps(begin[device == d], until[device == d], size[device == d], int(params[d]))
         for d in range(problem.num_devices)
@@ -71,35 +71,39 @@ Spans = tuple[NDArray, NDArray, NDArray, Floats, Floats]  # tensor, batch, devic
 
 
 def _local_spans(problem: Problem, timeline: Timeline, max_in_flight: int) -> Spans:
-    """Where tensors are made, and model inputs on the devices that share the host's memory."""
-    g, p, end = problem.graph, timeline.placement, timeline.end_s
+    """Where tensors are produced, and model inputs on the devices that share the host's memory."""
+    g, on, end = problem.graph, timeline.device_of.T, timeline.end_s
     m, t, d = timeline.num_microbatches, g.num_tensors, problem.num_devices
+    batches = np.arange(m)
     until = np.full((t, d, m), -np.inf)  # last local use
     for tensor, op in zip(g.use_tensor, g.use_dst, strict=True):
-        np.maximum(until[tensor, p[op]], end[:, op], out=until[tensor, p[op]])
-    made = np.flatnonzero(g.tensor_src >= 0)
-    src = g.tensor_src[made]
-    last = np.maximum(until[made, p[src]], end[:, src].T)
-    leaves = np.isin(made, g.output_tensor)
+        at = tensor, on[op], batches
+        until[at] = np.maximum(until[at], end[:, op])
+    produced = np.flatnonzero(g.tensor_src >= 0)
+    src = g.tensor_src[produced]
+    last = np.maximum(until[produced[:, None], on[src], batches], end[:, src].T)
+    leaves = np.isin(produced, g.output_tensor)
     last[leaves] = np.maximum(last[leaves], end.max(axis=1))
     sent = np.full((t, m), -np.inf)
     np.maximum.at(sent, tuple(timeline.transfers[:, :2].T), timeline.transfer_end_s)
-    last = np.maximum(last, sent[made])
+    last = np.maximum(last, sent[produced])
     shares_host = np.flatnonzero(host_of(problem)[1])
     inputs = [
         (x, c)
         for x in np.flatnonzero(g.tensor_src < 0)
         for c in shares_host
-        if until[x, c, 0] > -np.inf
+        if until[x, c].max() > -np.inf
     ]
     which, cpu = np.array(inputs, np.int64).reshape(-1, 2).T
     admitted = np.broadcast_to(_admitted_s(timeline, max_in_flight), (len(which), m))
+    reach = np.append(last, until[which, cpu])
+    used = reach > -np.inf  # an input may be used here in some phases only
     return (
-        np.repeat(g.tensor_root[np.append(made, which)], m),
-        np.tile(np.arange(m), len(made) + len(which)),
-        np.repeat(np.append(p[src], cpu), m),
-        np.append(timeline.taken_s[:, src].T, admitted),
-        np.append(last, until[which, cpu]),
+        np.repeat(g.tensor_root[np.append(produced, which)], m)[used],
+        np.tile(batches, len(produced) + len(which))[used],
+        np.append(on[src], np.repeat(cpu, m))[used],
+        np.append(timeline.start_s[:, src].T, admitted)[used],
+        reach[used],
     )
 
 
@@ -113,14 +117,14 @@ def _admitted_s(timeline: Timeline, max_in_flight: int) -> Floats:
 
 def _sent_spans(problem: Problem, timeline: Timeline) -> Spans:
     """Copies on other devices, from the begin of the transfer to the last use there."""
-    g, p = problem.graph, timeline.placement
+    g, on = problem.graph, timeline.device_of
     tensor, batch, _, device = timeline.transfers.astype(np.int64).T
     until = np.full(len(tensor), -np.inf)
     for position in range(int(np.diff(g.use_ptr).max(initial=0))):
         at = g.use_ptr[tensor] + position
         valid = at < g.use_ptr[tensor + 1]
         op = g.use_dst[np.minimum(at, len(g.use_dst) - 1)]
-        here = valid & (p[op] == device)
+        here = valid & (on[batch, op] == device)
         until[here] = np.maximum(until[here], timeline.end_s[batch[here], op[here]])
     stored = np.where(g.tensor_src[tensor] >= 0, tensor, g.tensor_root[tensor])
     return stored, batch, device, timeline.transfer_start_s, until

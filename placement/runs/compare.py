@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from placement.search.budget import NO_LIMIT, Budget
 from placement.simulator import as_simulated, evaluate, score, value_of
 from placement.timeline import Timeline
 from placement.tools.files import parse_json, short, write_atomic
+from placement.tools.jit import clock
 from placement.tools.parallel import parallel_map
 
 Floats = NDArray[np.float64]
@@ -104,9 +104,7 @@ class Comparison:
         """
         rows = [r for r in self.rows if r.workload == workload and r.feasible]
         if not rows:
-            raise CompareError(
-                f"{workload}: no planner found a placement that fits on this cluster"
-            )
+            raise CompareError(f"{workload}: no planner found a placement that fits the cluster")
         measured = [r for r in rows if r.measured_s is not None]
         return min(measured or rows, key=lambda r: r.reached_s)
 
@@ -116,22 +114,16 @@ class Comparison:
         rows = list(seen.values())
         if not rows:
             return None
-        errors, ranks = {}, {}
-        for what in ("latency_s", "period_s"):
-            said = np.array([getattr(r, what) for r in rows])
-            found = np.array([getattr(r, f"measured_{what}") for r in rows])
-            errors[what] = mape(said, found)
-            of = np.array([r.workload for r in rows])
-            each = [spearman(said[of == w], found[of == w]) for w in dict.fromkeys(of)]
-            known = [x for x in each if not np.isnan(x)]
-            ranks[what] = float(np.mean(known)) if known else float("nan")
-        return Fidelity(
-            len(rows),
-            errors["latency_s"],
-            errors["period_s"],
-            ranks["latency_s"],
-            ranks["period_s"],
-        )
+        of = np.array([r.workload for r in rows])
+        figures = {}
+        for what in ("latency", "period"):
+            said = np.array([getattr(r, f"{what}_s") for r in rows])
+            measured = np.array([getattr(r, f"measured_{what}_s") for r in rows])
+            each = [spearman(said[of == w], measured[of == w]) for w in dict.fromkeys(of)]
+            ranked = [x for x in each if not np.isnan(x)]
+            figures[f"{what}_mape"] = mape(said, measured)
+            figures[f"{what}_spearman"] = float(np.mean(ranked)) if ranked else float("nan")
+        return Fidelity(len(rows), **figures)
 
     def gains(self) -> tuple[Gain, ...]:
         """One per planner, best first; measured where every workload was, else predicted.
@@ -163,10 +155,10 @@ class Comparison:
         Where no single device fits, it counts as the worst answer. inf without any answer.
         """
         rows = [r for r in self.rows if r.workload == workload]
-        found = [r.value_s for r in rows if np.isfinite(r.value_s)]
+        values = [r.value_s for r in rows if np.isfinite(r.value_s)]
         singles = [r.value_s for r in rows if r.planner.startswith(SINGLE)]
-        alone = min((v for v in singles if np.isfinite(v)), default=max(found, default=np.inf))
-        return min(found, default=np.inf), alone
+        alone = min((v for v in singles if np.isfinite(v)), default=max(values, default=np.inf))
+        return min(values, default=np.inf), alone
 
     def ratios(self) -> dict[str, dict[str, float]]:
         """Value over the best found, by planner and workload: geometric mean over the seeds.
@@ -250,13 +242,9 @@ def compare(
         samples: dict[str, Any] = {}
         if executor is not None:
             samples = _measure(workload, problem, placements, executor, rounds, folder, say)
-        comparison = Comparison(
-            (*comparison.rows, *_rows(workload, problem, cells, samples)),
-            {
-                **comparison.solutions,
-                **{(workload, c.planner, c.seed): c.solution for c in cells if c.solution},
-            },
-        )
+        rows = (*comparison.rows, *_rows(workload, problem, cells, samples))
+        answers = {(workload, c.planner, c.seed): c.solution for c in cells if c.solution}
+        comparison = Comparison(rows, {**comparison.solutions, **answers})
         comparison.save(folder)
     return comparison
 
@@ -294,25 +282,25 @@ def _plan_all(
     saved_problem = folder / "problems" / f"{fingerprint[:12]}.json"
     if not saved_problem.is_file():
         importers.save(problem, saved_problem)
-    found: list[_Cell | None] = []
+    results: list[_Cell | None] = []
     todo: list[tuple[int, Path, str, _Task]] = []
     for name, planner in planners.items():
         for seed in seeds if "seed" in _fields(planner) else (None,):
             ready = prepared(planner, seed, budget)
             key = _digest(fingerprint, workload, name, describe(ready), seed)
             path = folder / "cells" / f"{_slug(workload)}-{_slug(name)}-{key[:12]}.json"
-            found.append(_saved_cell(_read(path, key), name, seed, problem))
-            if found[-1] is None:
-                todo.append((len(found) - 1, path, key, (name, seed, ready, problem)))
+            results.append(_saved_cell(_read(path, key), name, seed, problem))
+            if results[-1] is None:
+                todo.append((len(results) - 1, path, key, (name, seed, ready, problem)))
 
     def keep(number: int, cell: _Cell) -> None:
         at, path, key, (_, _, ready, _) = todo[number]
         head = {"key": key, "workload": workload, "problem": fingerprint}
         head |= {"parameters": describe(ready)}
         write_atomic(path, _json({**head, **asdict(cell)}))
-        found[at] = cell
+        results[at] = cell
 
-    def told() -> Iterator[_Task]:
+    def announced() -> Iterator[_Task]:
         for *_, task in todo:
             name, seed, ready, _ = task
             say(f"{workload}: {name}" + ("" if seed is None else f", seed {seed}"))
@@ -320,8 +308,8 @@ def _plan_all(
             bare = replace(problem, graph=problem.graph.without_program())
             yield task if parallel == "serial" else (name, seed, ready, bare)
 
-    parallel_map(_plan_task, told(), parallel, done=keep)
-    return cells + [cell for cell in found if cell is not None]
+    parallel_map(_plan, announced(), parallel, done=keep)
+    return cells + [cell for cell in results if cell is not None]
 
 
 def _saved_cell(
@@ -342,20 +330,17 @@ def _saved_cell(
 _Task = tuple[str, int | None, Planner, Problem]
 
 
-def _plan_task(task: _Task) -> _Cell:
-    return _plan(*task)
-
-
-def _plan(name: str, seed: int | None, planner: Planner, problem: Problem) -> _Cell:
-    began = time.perf_counter()
+def _plan(task: _Task) -> _Cell:
+    name, seed, planner, problem = task
+    began = clock()
     try:
         solution = planner(problem)
-        took_s = time.perf_counter() - began
+        took_s = clock() - began
         # What is reported is what the simulator says of a placement that holds what it must.
         solution = replace(solution, placement=problem.check_placement(solution.placement))
         solution = as_simulated(problem, solution)
     except ValueError as error:  # infeasible, or a planner that cannot do this objective
-        return _Cell(name, seed, None, time.perf_counter() - began, str(error))
+        return _Cell(name, seed, None, clock() - began, str(error))
     return _Cell(name, seed, solution, took_s)
 
 
@@ -428,13 +413,10 @@ _SAMPLED = ("latency_s", "period_s")
 def _rows(
     workload: str, problem: Problem, cells: Sequence[_Cell], samples: Mapping[str, Any]
 ) -> list[Row]:
-    proved = [lower_bound(problem)]
-    proved += [
-        c.solution.lower_bound_s
-        for c in cells
-        if c.solution is not None and c.solution.lower_bound_s is not None
-    ]
-    rows = [_row(workload, problem, cell, samples, max(proved)) for cell in cells]
+    bounds = [lower_bound(problem)]
+    if problem.max_phases == 1:  # planners prove theirs for placements with one phase
+        bounds += [c.solution.lower_bound_s or 0.0 for c in cells if c.solution is not None]
+    rows = [_row(workload, problem, cell, samples, max(bounds)) for cell in cells]
     # Speed-ups are ratios of times that can be measured, also for the analytic objectives.
     what = "latency_s" if "latency" in problem.objective else "period_s"
 
@@ -442,14 +424,14 @@ def _rows(
         singles = [getattr(r, column) for r in rows if r.planner.startswith(SINGLE) and r.feasible]
         return min((x for x in singles if x is not None), default=None)
 
-    said, found = best(what), best(f"measured_{what}")
+    said, measured = best(what), best(f"measured_{what}")
     on_front = pareto_front(_values(rows))
     return [
         replace(
             row,
             pareto=bool(front),
             speedup=_ratio(said, getattr(row, what) if row.feasible else None),
-            measured_speedup=_ratio(found, getattr(row, f"measured_{what}")),
+            measured_speedup=_ratio(measured, getattr(row, f"measured_{what}")),
         )
         for row, front in zip(rows, on_front, strict=True)
     ]
@@ -457,9 +439,9 @@ def _rows(
 
 def _values(rows: Sequence[Row]) -> Floats:
     """float64 ``[K, 3]`` latency, period and energy; inf where infeasible, 0 where not known."""
-    known = [(r.latency_s, r.period_s, 0.0 if r.energy_j is None else r.energy_j) for r in rows]
+    figures = [(r.latency_s, r.period_s, 0.0 if r.energy_j is None else r.energy_j) for r in rows]
     feasible = np.array([r.feasible for r in rows])
-    return np.where(feasible[:, None], np.array(known, float), np.inf)
+    return np.where(feasible[:, None], np.array(figures, float), np.inf)
 
 
 def pareto_front(values: ArrayLike) -> NDArray[np.bool_]:
@@ -495,7 +477,7 @@ def _row(
     )
     if cell.solution is None:
         return row
-    values = evaluate(problem, cell.solution.placement)
+    values = evaluate(problem, cell.solution.placement[None])
     value_s, feasible = value_of(problem, cell.solution), bool(values.feasible[0])
     ordered = cell.solution.schedule is not None and problem.objective is Objective.LATENCY
     feasible = feasible and (np.isfinite(value_s) or not ordered)  # memory, in its own order
@@ -539,9 +521,7 @@ def _said(solution: Solution, feasible: bool, value_s: float) -> str:
     said = [solution.stats.get("message", "")]
     if not feasible:
         said.append(solution.stats.get("infeasible") or "does not fit in memory")
-    elif not np.isfinite(
-        value_s
-    ):  # objectives without a timeline: see placement.simulator.analytic
+    elif not np.isfinite(value_s):  # no timeline: see placement.simulator.analytic
         said.append("cannot run: its pieces wait for each other, or do not fit in memory")
     return "; ".join(x for x in said if x)
 
@@ -572,23 +552,23 @@ def geometric_interval(values: ArrayLike, num_resamples: int = 10_000) -> tuple[
 
 
 def placement_id(placement: Placement) -> str:
-    """Equal for equal placements, int32 ``[N]``: 12 hexadecimal digits."""
+    """Equal for equal placements, int32 ``[N]`` or ``[K, N]``: 12 hexadecimal digits."""
     return _digest(placement)[:12]
 
 
 def problem_fingerprint(problem: Problem) -> str:
     """SHA-256 (hex) of everything that a planner's answer or a measurement depends on."""
     profile = problem.profile
-    given = {f.name: getattr(profile, f.name) for f in fields(profile)}
-    del given["provenance"], given["spread_s"]
+    state = {f.name: getattr(profile, f.name) for f in fields(profile)}
+    del state["provenance"], state["spread_s"]
     # What is already known of problems without costs that were added later stays known.
-    given["links"] = [
+    state["links"] = [
         {k: v for k, v in asdict(x).items() if not k.startswith("send_s") or v}
         for x in profile.links
     ]
-    if not given["batch_s"]:
-        del given["batch_s"]
-    costs = [part for item in given.items() for part in item]
+    if not state["batch_s"]:
+        del state["batch_s"]
+    costs = [part for item in state.items() for part in item]
     return _digest(
         problem.graph.fingerprint,
         problem.cluster.fingerprint,
@@ -600,6 +580,7 @@ def problem_fingerprint(problem: Problem) -> str:
         *(() if problem.contention else ("no contention",)),
         *(() if problem.ready_order == "priority" else (problem.ready_order,)),
         *(("second", problem.second_j) if problem.second_j else ()),
+        *(() if problem.max_phases == 1 else ("phases", problem.max_phases)),
     )
 
 
@@ -641,9 +622,9 @@ def _fields(planner: Planner) -> set[str]:
 def prepared(planner: Planner, seed: int | None, budget: Budget = NO_LIMIT) -> Planner:
     """The planner with this seed and this budget, where it has such fields."""
     wanted = {"seed": seed, **asdict(budget)}
-    known = _fields(planner)
-    given = {k: v for k, v in wanted.items() if v is not None and k in known}
-    return replace(planner, **given) if given else planner  # type: ignore[type-var]
+    names = _fields(planner)
+    values = {k: v for k, v in wanted.items() if v is not None and k in names}
+    return replace(planner, **values) if values else planner  # type: ignore[type-var]
 
 
 def solution_of(saved: Mapping[str, Any]) -> Solution:
@@ -652,31 +633,33 @@ def solution_of(saved: Mapping[str, Any]) -> Solution:
     Raises:
         ValueError, LookupError, TypeError: it is none.
     """
-    order, given = saved.get("schedule"), dict(saved)
+    order, state = saved.get("schedule"), dict(saved)
     if order is not None:
         rows = tuple(_whole(r).reshape(-1, 2) for r in order["order"])
-        given["schedule"] = Schedule(rows, int(_whole(order["num_microbatches"])))
+        state["schedule"] = Schedule(rows, int(_whole(order["num_microbatches"])))
     for what in ("value_s", "lower_bound_s"):
-        value: Any = given.get(what)
+        value: Any = state.get(what)
         if value is None and what == "lower_bound_s":
             continue
         if type(value) not in (int, float) or not value >= 0:  # comparisons with NaN are false
             raise ValueError(f"{what} = {short(value)} is no number of seconds")
-    stats = given.get("stats", {})
+    stats = state.get("stats", {})
     if not isinstance(stats, dict):
         raise ValueError(f"stats = {short(stats)} is no object")
     curve = np.array(stats.get("curve") or [], np.float64)
     if curve.size and (curve.ndim != 2 or curve.shape[1] != 3):
         raise ValueError("stats: curve must have rows of seconds, evaluations and value")
-    return Solution(**given | {"placement": _whole(saved["placement"]).reshape(-1)})
+    placement = _whole(saved["placement"])
+    state["placement"] = placement if placement.ndim == 2 else placement.ravel()
+    return Solution(**state)
 
 
 def _whole(values: Any) -> NDArray[np.int32]:
     """Nested lists of numbers from 0 to 2**31 - 1; of no numbers too."""
-    found = np.array(values)
-    if found.size and (found.dtype.kind != "i" or found.min() < 0 or found.max() >= 2**31):
+    numbers = np.array(values)
+    if numbers.size and (numbers.dtype.kind != "i" or numbers.min() < 0 or numbers.max() >= 2**31):
         raise ValueError(f"{short(values)} are not all numbers of operators, devices or batches")
-    return found.astype(np.int32)
+    return numbers.astype(np.int32)
 
 
 def _digest(*parts: Any) -> str:

@@ -98,7 +98,7 @@ def search_measured(
         state.learn()
     placements, levels = trials.samples.placements, state.levels
     single_s = [s for p, s in zip(placements, levels, strict=True) if p.tobytes() in singles]
-    told = {
+    stats = {
         "measured_s": state.best_s,
         "measured_single_s": min(single_s, default=np.inf),
         "measurements": trials.num_measurements,
@@ -107,7 +107,7 @@ def search_measured(
         "curve": state.curve,
     }
     value_s = float(score(trials.problem, state.incumbent)[0])
-    return Solution(state.incumbent, value_s, None, told)
+    return Solution(state.incumbent, value_s, None, stats)
 
 
 class _State:
@@ -136,9 +136,9 @@ class _State:
         problem = self.trials.problem
         answer = MacroSearch(evaluations=_START * self.evaluations, seed=self.seed)(problem)
         self.num_evaluations += int(answer.stats["evaluations"])
-        given = [] if start is None else list(np.atleast_2d(start))
+        starts = [] if start is None else list(np.atleast_2d(start))
         singles = list(single_devices(problem)[:, problem.graph.group])
-        rows = [*given, answer.placement, *singles, *self.others()]
+        rows = [*starts, answer.placement, *singles, *self.others()]
         rows = [problem.check_placement(p) for p in rows]
         distinct = list({p.tobytes(): p for p in rows}.values())
         fit = np.isfinite(self.simulate(distinct))

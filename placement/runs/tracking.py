@@ -279,6 +279,6 @@ def _curves(comparison: Comparison) -> Iterator[tuple[float, dict[str, float]]]:
 
     longest_s = max((r.plan_s for r in comparison.rows), default=0.0)
     at_s = np.geomspace(1e-3, max(longest_s, 1e-2), NUM_POINTS)
-    found = best_so_far(comparison, at_s)
+    curves = best_so_far(comparison, at_s)
     for i, plan_s in enumerate(at_s):
-        yield float(plan_s), {f"best_so_far/{name}": float(v[i]) for name, v in found.items()}
+        yield float(plan_s), {f"best_so_far/{name}": float(v[i]) for name, v in curves.items()}

@@ -194,8 +194,8 @@ class Trials:
     @property
     def incumbent(self) -> Placement | None:
         """int32 ``[N]`` with the lowest level, None before the first run."""
-        known = self.samples.placements
-        return known[np.argmin(self.levels)] if len(known) else None
+        placements = self.samples.placements
+        return placements[np.argmin(self.levels)] if len(placements) else None
 
     def measure(self, placements: ArrayLike) -> None:
         """Run placements int32 ``[K, N]``, each once, as one round; as many as the budget allows.
@@ -223,12 +223,12 @@ class Trials:
         # Every second round backwards: who follows whom, and who is first, changes.
         for i in np.arange(len(rows))[:: -1 if self._played % 2 else 1]:
             seconds[i] = self._run(rows[i])
-        made = Round(rows, seconds, time.perf_counter() - began)
-        self._rounds.append(made)
+        latest = Round(rows, seconds, time.perf_counter() - began)
+        self._rounds.append(latest)
         self._played += 1
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(_round_line(made))
+                file.write(_round_line(latest))
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -242,8 +242,8 @@ class Trials:
             ProblemError: a placement is not one of this problem.
         """
         rows = self.problem.as_batch(placements)
-        known = {p.tobytes() for p in self.samples.placements}
-        distinct = {p.tobytes(): p for p in rows if p.tobytes() not in known}
+        ran = {p.tobytes() for p in self.samples.placements}
+        distinct = {p.tobytes(): p for p in rows if p.tobytes() not in ran}
         fits = np.isfinite(self.simulate(list(distinct.values())))
         new = [p for p, good in zip(distinct.values(), fits, strict=True) if good]
         for at in range(0, len(new), _BATCH):
@@ -254,14 +254,16 @@ class Trials:
                 return self(rows)
             for _ in range(self.rounds):
                 self.measure(batch)
-        found = dict(zip((p.tobytes() for p in self.samples.placements), self.levels, strict=True))
-        short = len(new) - sum(p.tobytes() in found for p in new)
+        level_of = dict(
+            zip((p.tobytes() for p in self.samples.placements), self.levels, strict=True)
+        )
+        short = len(new) - sum(p.tobytes() in level_of for p in new)
         if short:
             raise BudgetSpent(
                 f"the budget is spent before {short} placements have run: allow more than "
                 f"{self.measurements} measurements"
             )
-        return np.array([found.get(p.tobytes(), np.inf) for p in rows])
+        return np.array([level_of.get(p.tobytes(), np.inf) for p in rows])
 
     def _is_next(self, placements: Sequence[Placement] | Placement) -> bool:
         """Whether the file goes on with a round of these."""
@@ -335,19 +337,19 @@ def two_way(
     near, prior, trust = np.zeros(count), np.zeros(count), np.zeros(count)
     if expected is None:
         expected = np.full(count, np.nan)
-    known = np.isfinite(expected)
-    if known.any():
+    is_expected = np.isfinite(expected)
+    if is_expected.any():
         # All that are new in a round together weigh no more than a run that is made again.
         here = np.unique(np.stack([index, round]), axis=1)
         once = np.bincount(here[0], minlength=count) == 1
         new = np.bincount(here[1][once[here[0]]], minlength=rounds)
         last = np.zeros(count, np.int64)
         last[here[0]] = here[1]
-        trust = known * np.where(
+        trust = is_expected * np.where(
             once, np.minimum(_EXPECTED, 1.0 / np.maximum(new[last], 1)), _EXPECTED
         )
-        expected = np.where(known, expected, 0.0)
-        near, prior = trust, expected + np.median((values - expected[index])[known[index]])
+        expected = np.where(is_expected, expected, 0.0)
+        near, prior = trust, expected + np.median((values - expected[index])[is_expected[index]])
     for _ in range(_STEPS):
         both = np.zeros((count, rounds))
         np.add.at(both, (index, round), weight)
@@ -359,8 +361,8 @@ def two_way(
         level = (value - both @ drift) / each
         weight = 1 / np.maximum(np.abs(values - level[index] - drift[round]), smallest)
         shrink = 1 / np.maximum(np.abs(drift), smallest)
-        if known.any():
-            prior = expected + np.median((level - expected)[known])
+        if is_expected.any():
+            prior = expected + np.median((level - expected)[is_expected])
             near = trust / np.maximum(np.abs(level - prior), smallest)
     return level, drift
 
@@ -369,11 +371,13 @@ def _levels(samples: Samples, rounds: int, expected_s: Floats) -> tuple[Floats, 
     levels, drift = np.full(len(samples.placements), np.inf), np.zeros(rounds)
     good = np.isfinite(samples.seconds)
     if good.any():
-        kept, index = np.unique(samples.index[good], return_inverse=True)
+        numbers, index = np.unique(samples.index[good], return_inverse=True)
         there, number = np.unique(samples.round[good], return_inverse=True)
-        expected = np.log(expected_s[kept])
-        levels[kept], drift[there] = two_way(index, number, np.log(samples.seconds[good]), expected)
-        levels[kept] = np.exp(levels[kept])
+        expected = np.log(expected_s[numbers])
+        levels[numbers], drift[there] = two_way(
+            index, number, np.log(samples.seconds[good]), expected
+        )
+        levels[numbers] = np.exp(levels[numbers])
         levels[samples.index[~good]] = np.inf
     return levels, np.exp(drift)
 
@@ -381,8 +385,8 @@ def _levels(samples: Samples, rounds: int, expected_s: Floats) -> tuple[Floats, 
 def _samples(rounds: Sequence[Round], num_ops: int) -> Samples:
     number: dict[bytes, int] = {}
     placements, index, where = [], [], []
-    for r, made in enumerate(rounds):
-        for p, key in zip(made.placements, made.keys, strict=True):
+    for r, one in enumerate(rounds):
+        for p, key in zip(one.placements, one.keys, strict=True):
             if key not in number:
                 number[key] = len(number)
                 placements.append(p)
@@ -396,10 +400,10 @@ def _samples(rounds: Sequence[Round], num_ops: int) -> Samples:
     )
 
 
-def _round_line(made: Round) -> str:
-    seconds = made.seconds.tolist()
+def _round_line(done: Round) -> str:
+    seconds = done.seconds.tolist()
     return _line(
-        {"took_s": made.took_s, "seconds": seconds, "placements": made.placements.tolist()}
+        {"took_s": done.took_s, "seconds": seconds, "placements": done.placements.tolist()}
     )
 
 
@@ -454,10 +458,10 @@ def _round(row: Any, problem: Problem) -> Round:
     return Round(np.stack(checked), np.array(seconds, np.float64), float(took_s))
 
 
-def _placement(given: Any, problem: Problem) -> Placement:
-    if not isinstance(given, list) or not all(type(d) is int and abs(d) < 2**31 for d in given):
-        raise ValueError(f"placement {short(given)} is no list of device numbers")
-    return problem.check_placement(given)
+def _placement(numbers: Any, problem: Problem) -> Placement:
+    if not isinstance(numbers, list) or not all(type(d) is int and abs(d) < 2**31 for d in numbers):
+        raise ValueError(f"placement {short(numbers)} is no list of device numbers")
+    return problem.check_placement(numbers)
 
 
 def _is_time(value: Any) -> bool:

@@ -21,7 +21,7 @@ from placement.search.budget import Budget
 from placement.search.macro import Neighbours
 from placement.simulator import analytic, evaluate, score, simulate, value_of
 from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves
-from placement.tools.jit import loading_s, loads
+from placement.tools.jit import clock, loads
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -76,7 +76,7 @@ class Search:
         # The same run as the objective's, but one that also tells the peak memory.
         self._run = problem.one_run
         load_kernels(problem.objective)
-        self._started = time.perf_counter() - loading_s()
+        self._started = clock()
 
     @property
     def best_s(self) -> float:
@@ -86,7 +86,7 @@ class Search:
     @property
     def seconds(self) -> float:
         """Seconds since the search began, without those in which kernels were loaded."""
-        return time.perf_counter() - loading_s() - self._started
+        return clock() - self._started
 
     @property
     def used(self) -> float:
@@ -140,12 +140,17 @@ class Search:
         return float(found[0]) if len(found) else np.inf
 
     def run(
-        self, planner: str | Planner, share: float = 1.0, share_of_evaluations: float = 1.0
+        self,
+        planner: str | Planner,
+        share: float = 1.0,
+        share_of_evaluations: float = 1.0,
+        one_phase: bool = False,
     ) -> Solution:
         """Run another planner on what is left of this budget, and consider its answer.
 
         Of the seconds that are left it gets a ``share``, where it has such a budget, and of the
-        evaluations alike.
+        evaluations alike. ``one_phase``: it is to answer with that. A periodic answer that does
+        not fit is not kept: a search goes on from the closest placement.
         """
         callee: Any = load(planner) if isinstance(planner, str) else planner
         limits: dict[str, float | int] = {}
@@ -156,7 +161,7 @@ class Search:
         if is_dataclass(callee) and not isinstance(callee, type):
             own = {f.name for f in fields(callee)}
             callee = replace(callee, **{k: v for k, v in limits.items() if k in own})
-        answer: Solution = callee(self.problem)
+        answer: Solution = callee(self.problem.one_phase if one_phase else self.problem)
         self.num_evaluations += int(answer.stats.get("evaluations", 1))
         choice = self.choice(answer.placement)
         # What ours say is the simulator's: a large problem is not simulated twice.
@@ -167,7 +172,8 @@ class Search:
             in_order = np.inf if answer.schedule is None else value_of(self.problem, answer)
             if in_order < cost:
                 cost, schedule = in_order, answer.schedule
-        self._keep(choice, cost, self.num_evaluations, schedule)
+        if choice.ndim == 1 or cost < INFEASIBLE:
+            self._keep(choice, cost, self.num_evaluations, schedule)
         return answer
 
     def run_start(self, planner: str | Planner, option: str = "start") -> Solution:
@@ -177,7 +183,7 @@ class Search:
             PlannerError: it cannot be run with its share, which names the ``option`` it is.
         """
         try:
-            return self.run(planner, START_SHARE, START_SHARE)
+            return self.run(planner, START_SHARE, START_SHARE, one_phase=True)
         except PlannerError as error:
             if self._given is None:
                 raise
@@ -206,9 +212,10 @@ class Search:
             self._keep(self.choice(placement), cost, self.num_evaluations, schedule)
 
     def choice(self, placement: Placement) -> Choice:
-        """The choice int32 ``[G]`` of a placement that obeys colocation."""
-        choice = np.zeros(self.problem.graph.num_groups, np.int32)
-        choice[self.problem.graph.group] = self.problem.check_placement(placement)
+        """The choice int32 ``[G]`` of a placement that obeys colocation; ``[K, G]`` if periodic."""
+        p = self.problem.check_placement(placement)
+        choice = np.zeros((*p.shape[:-1], self.problem.graph.num_groups), np.int32)
+        choice[..., self.problem.graph.group] = p
         return choice
 
     def solution(self, lower_bound_s: float | None = None, **stats: Any) -> Solution:
@@ -219,7 +226,7 @@ class Search:
         for each other.
         """
         assert self.best is not None, "the first evaluation is always made"
-        placement = self.best[self.problem.graph.group]
+        placement = self.best[..., self.problem.graph.group]
         curve = [*self.curve, (self.seconds, self.num_evaluations, self.best_s)]
         if self.best_s == np.inf:
             stats["infeasible"] = why_infinite(self._run, placement)
@@ -250,7 +257,7 @@ class Search:
         return int(size)
 
     def _cost(self, choices: Choice) -> Floats:
-        placements = choices[:, self.problem.graph.group]
+        placements = choices[..., self.problem.graph.group]
         if not self._run.memory_may_bind:
             return score(self.problem, placements)
         if self.problem.objective.is_analytic:
@@ -453,7 +460,6 @@ def device_classes(problem: Problem) -> NDArray[np.int32]:
     count, power, latency = problem.num_devices, problem.cluster.power, problem.link_latency_s
     host, kinds = host_of(problem)
     by_device = [problem.compute_s, problem.loaded_s, problem.memory_bytes, kinds]
-    by_device += [power.sleep_after_s, power.sleep_exit_s]
     if problem.profile.io_s is not None:
         by_device.append(problem.profile.io_s)
     # Of those that share host memory only the first sends model inputs to those that do not.
@@ -461,7 +467,7 @@ def device_classes(problem: Problem) -> NDArray[np.int32]:
     if simulated and not kinds.all() and (problem.graph.tensor_src < 0).any():
         by_device.append(np.arange(count) == host)
     if problem.objective is Objective.ENERGY:
-        by_device += [power.busy_w, power.idle_w, power.sleep_w]
+        by_device += [power.busy_w, power.idle_w]
     columns: NDArray[Any] = np.vstack(by_device).T
     alike = np.array([hash(column.tobytes()) for column in columns])
     by_pair: list[NDArray[Any]] = [problem.link_blocking, problem.link_wake_s, problem.link_send_s]

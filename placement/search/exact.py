@@ -190,7 +190,7 @@ def begin(search: Search, start: str | Planner | None, contiguous: bool, seconds
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the start need not be optimal
         try:
-            answer = planner(problem)
+            answer = planner(problem.one_phase)
         except PlannerError:  # ideal_dp: too many kinds of devices
             if start is not None:
                 raise

@@ -66,7 +66,7 @@ class State(Struct):
 
 
 @kernel
-def _transfer_s(t, tensor, src, dst):
+def transfer_s(t, tensor, src, dst):
     if src == dst:
         return 0.0
     if len(t.matrix_s):
@@ -75,7 +75,7 @@ def _transfer_s(t, tensor, src, dst):
 
 
 @kernel
-def _fill_ready(t, s, op, ready):
+def fill_ready(t, s, op, ready):
     """When the last input of ``op`` is on each device, float64 ``[D]``."""
     ready[:] = 0.0
     for i in range(t.in_ptr[op], t.in_ptr[op + 1]):
@@ -95,7 +95,7 @@ def _arrives(t, s, tensor, home, d, made):
         if s.arrival_s[tensor, d] >= 0.0:
             return s.arrival_s[tensor, d]
         made = max(made, s.channel_s[t.channel[home, d]])
-    return made + _transfer_s(t, tensor, home, d)
+    return made + transfer_s(t, tensor, home, d)
 
 
 @kernel
@@ -112,7 +112,7 @@ def _send(t, s, op, device):
 
 
 @kernel
-def _need(t, s, group, device):
+def need(t, s, group, device):
     """Bytes on ``device`` if ``group`` went there too."""
     total = s.used[device] + t.produced[group]
     for i in range(t.param_ptr[group], t.param_ptr[group + 1]):
@@ -122,7 +122,7 @@ def _need(t, s, group, device):
 
 
 @kernel
-def _fill_able(t, s, group, able):
+def fill_able(t, s, group, able):
     """Where ``group`` may go: where it is, or wherever it can run, with room if any has room."""
     room = False
     for d in range(len(able)):
@@ -130,14 +130,14 @@ def _fill_able(t, s, group, able):
         if s.choice[group] >= 0:
             able[d] = d == s.choice[group]
         elif able[d] and t.may_bind:
-            room |= _need(t, s, group, d) <= t.capacity[d]
+            room |= need(t, s, group, d) <= t.capacity[d]
     if room:
         for d in range(len(able)):
-            able[d] &= _need(t, s, group, d) <= t.capacity[d]
+            able[d] &= need(t, s, group, d) <= t.capacity[d]
 
 
 @kernel
-def _gap(t, s, op, device, start):
+def gap(t, s, op, device, start):
     """The earliest time from ``start`` at which ``device`` is idle for as long as ``op`` takes."""
     length = t.compute_s[op, device]
     if start >= s.free_s[device]:
@@ -199,14 +199,14 @@ def _occupy(s, which, device, op, start, end):
 def _hold(t, s, group, device):
     """``group`` is on ``device`` from now on."""
     if t.may_bind:
-        s.used[device] = _need(t, s, group, device)
+        s.used[device] = need(t, s, group, device)
         for i in range(t.param_ptr[group], t.param_ptr[group + 1]):
             s.missing[device, t.param[i]] = False
     s.choice[group] = device
 
 
 @kernel
-def _place(t, s, op, device, start):
+def place(t, s, op, device, start):
     """Run ``op`` on ``device`` from ``start``, and fix its group there."""
     if s.choice[t.group[op]] < 0:
         _hold(t, s, t.group[op], device)
@@ -233,27 +233,27 @@ def _reach(t, s, op, device, start):
 def place_in_order(t, s, order, extra_s, wanted):
     """Place operators ``order`` one by one, each in the earliest gap.
 
-    Each goes where ``_reach`` plus ``extra_s`` float64 ``[N, D]`` is least, or to the device
+    Each goes where ``reach`` plus ``extra_s`` float64 ``[N, D]`` is least, or to the device
     ``wanted`` int64 ``[N]`` where it may go there.
     """
     ready = np.empty(len(s.free_s))
     able = np.empty(len(s.free_s), np.bool_)
     for op in order:
-        _fill_ready(t, s, op, ready)
-        _fill_able(t, s, t.group[op], able)
+        fill_ready(t, s, op, ready)
+        fill_able(t, s, t.group[op], able)
         best, least, begin = wanted[op], np.inf, 0.0
         if best >= 0 and able[best]:
-            begin = _gap(t, s, op, best, ready[best])
+            begin = gap(t, s, op, best, ready[best])
         else:
             for d in range(len(able)):
                 if able[d]:
-                    start = _gap(t, s, op, d, ready[d])
+                    start = gap(t, s, op, d, ready[d])
                     reach = _reach(t, s, op, d, start) + extra_s[op, d]
                     if reach < least:
                         best, least, begin = d, reach, start
         if t.busy:
             _send(t, s, op, best)
-        _place(t, s, op, best, begin)
+        place(t, s, op, best, begin)
 
 
 @kernel
@@ -286,7 +286,7 @@ def place_first_to_start(t, s, rank_s, favourite):
     rows, count = np.empty(num_ops, np.int64), 0
     for op in range(num_ops):
         if missing[op] == 0:
-            _fill_ready(t, s, op, arrive_s[op])
+            fill_ready(t, s, op, arrive_s[op])
             everywhere_s[op] = _everywhere(t, op, arrive_s[op])
             rows[count] = op
             count += 1
@@ -311,7 +311,7 @@ def place_first_to_start(t, s, rank_s, favourite):
         op = rows[at]
         fixed = s.choice[t.group[op]]
         # What has no room where it could start first is looked at now that it is chosen.
-        _fill_able(t, s, t.group[op], able)
+        fill_able(t, s, t.group[op], able)
         device, first_s, least = -1, np.inf, np.inf
         for d in range(num_devices):
             if able[d]:
@@ -321,7 +321,7 @@ def place_first_to_start(t, s, rank_s, favourite):
                 reach = _reach(t, s, op, d, here)
                 if here < first_s or (here == first_s and reach < least):
                     device, first_s, least = d, here, reach
-        _place(t, s, op, np.int64(device), first_s)
+        place(t, s, op, np.int64(device), first_s)
         count -= 1
         rows[at] = rows[count]
         for d in range(num_devices):
@@ -334,7 +334,7 @@ def place_first_to_start(t, s, rank_s, favourite):
             user = np.int64(t.user[i])
             missing[user] -= 1
             if missing[user] == 0:
-                _fill_ready(t, s, user, arrive_s[user])
+                fill_ready(t, s, user, arrive_s[user])
                 everywhere_s[user] = _everywhere(t, user, arrive_s[user])
                 rows[count] = user
                 count += 1
@@ -363,8 +363,8 @@ def balance_levels(t, s, order, level, team):
             src = t.tensor_src[tensor]
             if src >= 0:
                 for d in range(num_devices):
-                    cost_s[d] += _transfer_s(t, tensor, np.int64(s.choice[t.group[src]]), d)
-        _fill_able(t, s, group, able)
+                    cost_s[d] += transfer_s(t, tensor, np.int64(s.choice[t.group[src]]), d)
+        fill_able(t, s, group, able)
         within = (able & team[current]).any()
         device, least, least_total = -1, np.inf, np.inf
         for d in range(num_devices):

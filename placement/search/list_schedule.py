@@ -36,7 +36,7 @@ class ListSchedule:
         """
         n, d, g = problem.num_ops, problem.num_devices, problem.graph
         busy = busy and problem.contention
-        self._tables = _tables_of(problem, activations, busy)
+        self._tables = tables_of(problem, activations, busy)
         self._state = list_kernels.State(
             choice=np.full(g.num_groups, -1, np.int32),
             finish_s=np.zeros(n),
@@ -129,7 +129,7 @@ def _load(kernel: str) -> None:
     getattr(list_kernels, kernel)(empty._tables, empty._state, *arguments[kernel])
 
 
-def _tables_of(problem: Problem, activations: int, busy: bool) -> list_kernels.Tables:
+def tables_of(problem: Problem, activations: int, busy: bool = False) -> list_kernels.Tables:
     g, matrix_s = problem.graph, problem.profile.transfer_s
     host, shares_host = host_of(problem)
     param_ptr, param = _group_params(problem)

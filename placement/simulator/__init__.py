@@ -2,6 +2,8 @@
 
 **Meaning** (``simulate_reference`` is the executable definition; the kernel equals it).
 
+* A placement int32 ``[N]`` holds for every micro-batch. One int32 ``[K, N]`` is *periodic*: row
+  ``m % K``, the *phase*, is that of micro-batch ``m``; so replicas take turns.
 * A device is a serial worker. A free device takes, among the (operator, micro-batch) whose
   inputs have arrived, the smallest micro-batch, then the first by ``Problem.priority`` (upward
   rank, unless the profile was measured in another order); with ``ready_order="arrival"`` the
@@ -22,11 +24,8 @@
 * Operators take ``compute_s + share * (loaded_s - compute_s)``. In a run of one micro-batch
   ``share`` is the share of the other devices that run something when the operator begins (or
   begin at the same moment). In a pipelined run it is how much of the time they are busy (their
-  mean load over the largest load), and operators are stretched alike so that all of a micro-batch
-  together take ``batch_s`` longer.
-* A device that has run nothing for longer than its ``sleep_after_s`` (counted from its last
-  operator, or the begin) is asleep. The next operator is then taken as ever, but begins
-  ``sleep_exit_s`` later.
+  mean load over the largest load, and a load the mean over the phases), and operators are
+  stretched alike so that all of a micro-batch together take ``batch_s`` longer.
 * Memory: parameters, plus every tensor from when its producer is taken (or its transfer begins)
   until its last consumer or outgoing transfer on that device ended (outputs: until their
   micro-batch finished), plus the workspace of running operators. Tensors that share memory
@@ -56,7 +55,7 @@ Floats = NDArray[np.float64]
 
 
 def durations(problem: Problem, placement: Placement, num_microbatches: int) -> Floats:
-    """float64 ``[N]`` seconds each operator takes in a run of ``num_microbatches``.
+    """float64, as ``placement``: seconds each operator takes in a run of ``num_microbatches``.
 
     In a run of one these are the least: see ``beside``.
     """
@@ -64,13 +63,16 @@ def durations(problem: Problem, placement: Placement, num_microbatches: int) -> 
     alone = problem.compute_s[rows, placement]
     if num_microbatches == 1:
         return alone
-    load = np.bincount(placement, weights=alone, minlength=problem.num_devices)
+    phases = placement.size // problem.num_ops
+    load = np.bincount(placement.ravel(), alone.ravel(), problem.num_devices) / phases
     if not np.isfinite(load).all() or load.max() == 0:
         return alone
     # One device has no neighbours.
     share = (load.sum() - load) / load.max() / max(problem.num_devices - 1, 1)
     seconds = alone + share[placement] * (problem.loaded_s[rows, placement] - alone)
-    return seconds * (1.0 + problem.profile.batch_s / seconds.sum())
+    whole = seconds.sum(axis=-1, keepdims=True)
+    stretched: Floats = seconds * (1.0 + problem.profile.batch_s / np.where(whole > 0, whole, 1.0))
+    return stretched
 
 
 def beside(problem: Problem, placement: Placement, num_microbatches: int) -> Floats:
@@ -89,7 +91,7 @@ def simulate(
     schedule: Schedule | None = None,
     num_microbatches: int | None = None,
 ) -> Timeline:
-    """Predicted ``Timeline`` of a placement int32 ``[N]`` (peak memory included).
+    """Predicted ``Timeline`` of a placement int32 ``[N]`` or ``[K, N]`` (peak memory included).
 
     ``num_microbatches`` defaults to the schedule's, else to the problem's.
 
@@ -100,11 +102,13 @@ def simulate(
     from placement.simulator import kernels
 
     p, m = _checked(problem, placement, schedule, num_microbatches)
+    phases = min(p.size // problem.num_ops, m)
     if schedule is None:
-        with kernels.room(problem, m, min(m, problem.max_in_flight), True, True) as run:
+        window = min(m, problem.max_in_flight)
+        with kernels.room(problem, m, window, True, True, phases) as run:
             return _run(problem, p, run)
     sent = len(problem.graph.use_dst) * m
-    run = kernels.state_of(problem, m, m, True, _flat_order(schedule), sent)
+    run = kernels.state_of(problem, m, m, True, _flat_order(schedule), sent, phases)
     return _run(problem, p, run)
 
 
@@ -112,9 +116,10 @@ def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline
     from placement.simulator import kernels
 
     m = run.num_batches
-    run.placement[:] = placement
-    run.seconds[:] = durations(problem, placement, m)
-    run.beside_s[:] = beside(problem, placement, m)
+    phases = np.atleast_2d(placement)[:m]
+    run.placement[:] = phases.ravel()
+    run.seconds[:] = durations(problem, phases, m).ravel()
+    run.beside_s[:] = beside(problem, phases[0], m)
     status = kernels.run(kernels.tables(problem), run)
     assert status == 0, "a topological order cannot deadlock, and schedules were checked"
     sent = run.num_sent
@@ -150,9 +155,10 @@ class Values:
 
 
 def evaluate(problem: Problem, placements: ArrayLike) -> Values:
-    """Latency (one micro-batch), period and energy of placements int32 ``[B, N]``.
+    """Latency (one micro-batch), period and energy of placements int32 ``[B, N]``, ``[B, K, N]``.
 
-    Colocation is not checked here (searches move whole groups).
+    The latency of a periodic placement is that of its slowest phase. Colocation is not checked
+    here (searches move whole groups).
 
     Raises:
         ProblemError: placements of another length, or an unknown device.
@@ -166,7 +172,7 @@ def evaluate(problem: Problem, placements: ArrayLike) -> Values:
 
 
 def score(problem: Problem, placements: ArrayLike) -> Floats:
-    """The problem's objective of placements int32 ``[B, N]``: float64 ``[B]``.
+    """The problem's objective of placements int32 ``[B, N]`` or ``[B, K, N]``: float64 ``[B]``.
 
     inf where an operator is unsupported or memory is exceeded.
 
@@ -188,13 +194,11 @@ def score(problem: Problem, placements: ArrayLike) -> Floats:
 @dataclass(frozen=True, eq=False)
 class _Runs:
     """Of ``B`` placements, float64 ``[B]``: the period, and seconds of the run per micro-batch
-    (inf: it cannot run); ``busy_s [B, D]`` and ``asleep_s [B, D]`` of the whole run; the rest as in
-    ``Values``."""
+    (inf: it cannot run); ``busy_s [B, D]`` of the whole run; the rest as in ``Values``."""
 
     period_s: Floats
     run_s: Floats
     busy_s: Floats
-    asleep_s: Floats
     peak_bytes: NDArray[np.int64] | None
     feasible: NDArray[np.bool_]
 
@@ -203,22 +207,39 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
     from placement.simulator import kernels
 
     p = problem.as_batch(placements)
+    p = p.reshape(len(p), -1, problem.num_ops)
     m, track = num_microbatches, problem.memory_may_bind
-    finish, busiest = np.empty((len(p), m)), np.empty(len(p))
-    peak = np.zeros((len(p), problem.num_devices), np.int64)
-    busy, asleep = np.zeros((2, len(p), problem.num_devices))
+    # Each phase is asked how long it takes alone.
+    rows = p.reshape(-1, 1, problem.num_ops) if m == 1 else np.ascontiguousarray(p[:, :m])
+    finish, busiest = np.empty((len(rows), m)), np.empty(len(rows))
+    peak = np.zeros((len(rows), problem.num_devices), np.int64)
+    busy = np.zeros((len(rows), problem.num_devices))
     tables, window = kernels.tables(problem), min(m, problem.max_in_flight)
-    with kernels.room(problem, m, window, track) as state:
-        kernels.run_batch(tables, state, p, finish, busiest, busy, asleep, peak)
+    with kernels.room(problem, m, window, track, num_phases=rows.shape[1]) as state:
+        flat = rows.reshape(len(rows), -1)
+        kernels.run_batch(tables, state, flat, finish, busiest, busy, peak)
     ok = np.isfinite(busiest)
-    value = np.full(len(p), np.inf)
+    value = np.full(len(rows), np.inf)
     value[ok] = steady_period(finish[ok], busiest[ok])
     run_s = np.where(ok, finish.max(axis=1) / m, np.inf)
-    if not track:
-        return _Runs(value, run_s, busy, asleep, None, ok)
-    for i in np.flatnonzero(ok):
-        peak[i] += problem.param_bytes_on(p[i])
-    return _Runs(value, run_s, busy, asleep, peak, ok & (peak <= problem.memory_bytes).all(axis=1))
+    runs, each = _Runs(value, run_s, busy, None, ok), len(rows) // max(len(p), 1)
+    if track:
+        for i in np.flatnonzero(ok):
+            peak[i] += problem.param_bytes_on(p[i // each])
+        fits = ok & (peak <= problem.memory_bytes).all(axis=1)
+        runs = _Runs(value, run_s, busy, peak, fits)
+    return runs if each <= 1 else _slowest(runs, each)
+
+
+def _slowest(runs: _Runs, each: int) -> _Runs:
+    """The slowest of every ``each`` runs, the most that any of them holds, and whether all fit."""
+    at = runs.period_s.reshape(-1, each).argmax(axis=1)
+    at += np.arange(len(at)) * each
+    peak = runs.peak_bytes
+    if peak is not None:
+        peak = peak.reshape(len(at), each, -1).max(axis=1)
+    fits = np.asarray(runs.feasible.reshape(-1, each).all(axis=1))
+    return _Runs(runs.period_s[at], runs.run_s[at], runs.busy_s[at], peak, fits)
 
 
 def _energy_j(problem: Problem, runs: _Runs) -> Floats:
@@ -227,8 +248,7 @@ def _energy_j(problem: Problem, runs: _Runs) -> Floats:
     m = problem.num_microbatches
     energy = np.full(len(runs.run_s), np.inf)
     for i in np.flatnonzero(np.isfinite(runs.run_s)):
-        busy_s, asleep_s = runs.busy_s[i] / m, runs.asleep_s[i] / m
-        energy[i] = problem.power.energy_j(runs.run_s[i], busy_s, asleep_s)
+        energy[i] = problem.power.energy_j(runs.run_s[i], runs.busy_s[i] / m)
     return energy
 
 
@@ -240,7 +260,7 @@ def _priced(problem: Problem, energy_j: Floats, run_s: Floats) -> Floats:
 def value_of(problem: Problem, solution: Solution) -> float:
     """The objective of an answer: in its own order, if it has one; inf: it cannot run."""
     if solution.schedule is None or problem.objective.is_analytic:
-        return float(score(problem, problem.check_placement(solution.placement))[0])
+        return float(score(problem, problem.check_placement(solution.placement)[None])[0])
     timeline = simulate(problem, solution.placement, solution.schedule)
     peak = timeline.peak_bytes
     if peak is not None and (peak > problem.memory_bytes).any():
@@ -279,7 +299,7 @@ def list_schedule(problem: Problem, placement: ArrayLike, num_microbatches: int)
         np.lexsort((timeline.end_s.ravel(), timeline.start_s.ravel())), problem.num_ops
     )
     rows = np.stack([op, batch], axis=1).astype(np.int32)
-    on = timeline.placement[op]
+    on = timeline.device_of[batch, op]
     return Schedule(tuple(rows[on == d] for d in range(problem.num_devices)), num_microbatches)
 
 
@@ -324,7 +344,7 @@ def simulate_reference(
     rows = np.array([s[:4] for s in run.sent], np.int32).reshape(-1, 4)
     begin, finish = np.array([s[4] for s in run.sent]), np.array([s[5] for s in run.sent])
     peak = _peak_bytes_reference(
-        problem, p, run.admitted_s, run.taken, run.end, rows, begin, finish
+        problem, p, run.admitted_s, run.start, run.end, rows, begin, finish
     )
     return Timeline(
         device_names=problem.cluster.device_names,
@@ -346,16 +366,16 @@ class _Reference:
         self, problem: Problem, placement: Placement, schedule: Schedule | None, num_batches: int
     ) -> None:
         g, n, d = problem.graph, problem.num_ops, problem.num_devices
-        self.problem, self.p, self.schedule = problem, placement, schedule
-        self.num_batches = num_batches
+        self.problem, self.schedule, self.num_batches = problem, schedule, num_batches
+        self.phases = np.atleast_2d(placement)[:num_batches]
         self.window = num_batches if schedule is not None else problem.max_in_flight
-        self.seconds = durations(problem, placement, num_batches)
-        self.beside_s = beside(problem, placement, num_batches)
+        self.seconds = durations(problem, self.phases, num_batches)
+        self.beside_s = beside(problem, self.phases[0], num_batches)
         self.host, self.shares_host = host_of(problem)
         self.consumers = [g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]] for t in range(g.num_tensors)]
         self.produced = [g.out_tensor[g.out_ptr[i] : g.out_ptr[i + 1]] for i in range(n)]
         self.num_inputs = np.diff(g.in_ptr)
-        self.start, self.end, self.taken = np.empty((3, num_batches, n))
+        self.start, self.end = np.empty((2, num_batches, n))
         self.sent: list[tuple[int, int, int, int, float, float]] = []
         self.events: list[tuple[float, int]] = []  # (time, device): something may happen there
         self.missing: dict[tuple[int, int], int] = {}  # inputs that have not been sent off yet
@@ -364,7 +384,6 @@ class _Reference:
         self.running: list[tuple[int, int] | None] = [None] * d
         self.free_at = [0.0] * d  # end of the running operator or of blocking transfers
         self.told_s = [-1.0] * d  # arrival of the last that was sent there
-        self.ended_s = [0.0] * d  # of the last operator
         self.channel_free = [0.0] * problem.num_channels
         self.next_entry = [0] * d
         self.unfinished: dict[int, int] = {}
@@ -392,7 +411,7 @@ class _Reference:
             return
         batch, op = key
         self.running[device] = None
-        self.end[batch, op] = self.ended_s[device] = now
+        self.end[batch, op] = now
         own, sending = np.arange(self.problem.num_devices) == device, 0.0
         for tensor in self.produced[op]:
             until, sending = self._deliver(int(tensor), batch, device, now, own, sending)
@@ -405,21 +424,20 @@ class _Reference:
 
     def begin(self, now: float) -> None:
         """Free devices take what they run next."""
-        power, begun = self.problem.cluster.power, []
+        begun = []
         for device in range(self.problem.num_devices):
             if self.running[device] is None and self.free_at[device] <= now:
                 key = self._choose(device, now)
                 if key is not None:
                     del self.waiting[device][key]
                     self.running[device] = key
-                    self.taken[key] = self.start[key] = now
-                    if now - self.ended_s[device] > power.sleep_after_s[device]:
-                        self.start[key] = now + power.sleep_exit_s[device]
+                    self.start[key] = now
                     begun.append((device, key))
         others = sum(key is not None for key in self.running) - 1
         for device, key in begun:
-            op = key[1]
-            self.free_at[device] = self.start[key] + self.seconds[op] + others * self.beside_s[op]
+            batch, op = key
+            seconds = self.seconds[batch % len(self.phases), op]
+            self.free_at[device] = self.start[key] + seconds + others * self.beside_s[op]
             heapq.heappush(self.events, (self.free_at[device], device))
 
     def _deliver(
@@ -440,7 +458,7 @@ class _Reference:
         blocked_until = now
         arrives: dict[int, float] = {}
         for op in self.consumers[tensor]:
-            dst = int(self.p[op])
+            dst = self._at(batch, op)
             if dst not in arrives:
                 arrives[dst] = now
                 if not local[dst]:
@@ -464,8 +482,11 @@ class _Reference:
                 self._make_ready(key)
         return blocked_until, sending
 
+    def _at(self, batch: int, op: int) -> int:
+        return int(self.phases[batch % len(self.phases), op])
+
     def _make_ready(self, key: tuple[int, int]) -> None:
-        device = int(self.p[key[1]])
+        device = self._at(*key)
         self.waiting[device][key] = self.arrival[key]
         heapq.heappush(self.events, (self.arrival[key], device))
 
@@ -491,7 +512,7 @@ def _peak_bytes_reference(
     problem: Problem,
     placement: Placement,
     admitted_s: list[float],
-    taken: Floats,
+    start: Floats,
     end: Floats,
     transfers: NDArray[np.int32],
     transfer_start: Floats,
@@ -502,13 +523,15 @@ def _peak_bytes_reference(
     At home a tensor lives in its root's memory, which is held while any tensor in it is; a
     copy sent elsewhere is its own.
     """
-    g, m = problem.graph, taken.shape[0]
+    g, m = problem.graph, start.shape[0]
+    phases = np.atleast_2d(placement)
+    at = phases[np.arange(m) % len(phases)]  # [M, N]
     _, shares_host = host_of(problem)
     spans: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
 
-    def users(tensor: int, device: int | np.intp) -> NDArray[np.int32]:
+    def users(tensor: int, batch: int, device: int | np.intp) -> NDArray[np.int32]:
         all_users = g.use_dst[g.use_ptr[tensor] : g.use_ptr[tensor + 1]]
-        return all_users[placement[all_users] == device]
+        return all_users[at[batch, all_users] == device]
 
     def hold(stored: int, batch: int, device: int | np.intp, begin: float, until: float) -> None:
         spans.setdefault((stored, batch, int(device)), []).append((begin, until))
@@ -517,20 +540,20 @@ def _peak_bytes_reference(
         src, root = int(g.tensor_src[tensor]), int(g.tensor_root[tensor])
         for batch in range(m):
             if src >= 0:
-                home = int(placement[src])
-                until = max(end[batch, [src, *users(tensor, home)]])
+                home = int(at[batch, src])
+                until = max(end[batch, [src, *users(tensor, batch, home)]])
                 if tensor in g.output_tensor:
                     until = end[batch].max()
                 sent = (transfers[:, :2] == (tensor, batch)).all(axis=1)
                 until = max(until, *transfer_end[sent], 0.0)
-                hold(root, batch, home, taken[batch, src], until)
+                hold(root, batch, home, start[batch, src], until)
                 continue
             for cpu in np.flatnonzero(shares_host):
-                if len(here := users(tensor, cpu)):
+                if len(here := users(tensor, batch, cpu)):
                     hold(root, batch, cpu, admitted_s[batch], max(end[batch, here]))
     for (tensor, batch, _, b), begin in zip(transfers.tolist(), transfer_start, strict=True):
         stored = tensor if g.tensor_src[tensor] >= 0 else int(g.tensor_root[tensor])
-        hold(stored, batch, b, begin, max(end[batch, users(tensor, b)]))
+        hold(stored, batch, b, begin, max(end[batch, users(tensor, batch, b)]))
 
     peak = problem.param_bytes_on(placement)
     for device in range(problem.num_devices):
@@ -541,10 +564,9 @@ def _peak_bytes_reference(
                 for begin, until in _union(lives):
                     changes += [(begin, 1, size), (until, 0, -size)]
         if problem.profile.workspace_bytes is not None:
-            for op in np.flatnonzero(placement == device):
+            for batch, op in np.argwhere(at == device):
                 size = int(problem.profile.workspace_bytes[op])
-                for batch in range(m):
-                    changes += [(taken[batch, op], 1, size), (end[batch, op], 0, -size)]
+                changes += [(start[batch, op], 1, size), (end[batch, op], 0, -size)]
         now = most = 0
         for _, _, change in sorted(changes):
             now += change

@@ -16,6 +16,9 @@ wait meanwhile; moving tensor ``t`` costs device ``d`` ``problem.io_s[t, d]`` se
   earlier through the operators between them, so they never overlap. Where pieces wait for
   each other in a circle nothing can run: inf.
 
+Of a periodic placement ``[K, N]`` a load is the mean over the phases, and a latency that of the
+slowest phase.
+
 Memory is that of parameters (tied ones once per device); what activations need depends on
 the order of events and is the timeline's business.
 """
@@ -34,22 +37,28 @@ Ints = NDArray[np.int32]
 
 
 def evaluate(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
-    """The problem's objective of placements int32 ``[B, N]``, and the bytes they hold.
+    """The problem's objective of placements int32 ``[B, N]``, ``[B, K, N]``, and what they hold.
 
     Returns float64 ``[B]`` seconds, inf where an operator is unsupported or pieces wait for
     each other, and int64 ``[B, D]`` parameter bytes. Colocation is taken for granted.
     """
     p = problem.as_batch(placements)
-    value = np.empty(len(p))
+    phases = p.reshape(-1, problem.num_ops)
+    each = len(phases) // max(len(p), 1)
     held = np.empty((len(p), problem.num_devices), np.int64)
-    kernels.param_bytes_batch(kernels.param_tables(problem), p, held)
+    if each <= 1:
+        kernels.param_bytes_batch(kernels.param_tables(problem), phases, held)
+    else:
+        held[:] = [problem.param_bytes_on(x) for x in p]
     if problem.objective is Objective.MAX_LOAD:
-        load = np.empty((len(p), problem.num_devices))
-        kernels.load_batch(kernels.load_tables(problem), p, load)
-        value = load.max(axis=1)
+        load = np.empty((len(phases), problem.num_devices))
+        kernels.load_batch(kernels.load_tables(problem), phases, load)
+        value = load.reshape(len(p), each, -1).mean(axis=1).max(axis=1)
     else:
         assert problem.objective is Objective.PIECEWISE_LATENCY, problem.objective
-        kernels.piecewise_batch(kernels.piecewise_tables(problem), p, value)
+        value = np.empty(len(phases))
+        kernels.piecewise_batch(kernels.piecewise_tables(problem), phases, value)
+        value = value.reshape(len(p), each).max(axis=1)
     return value, held
 
 
@@ -61,6 +70,9 @@ def score(problem: Problem, placements: ArrayLike) -> Floats:
 
 def device_loads(problem: Problem, placement: Placement) -> Floats:
     """float64 ``[D]`` load of each device; their maximum is ``max_load``. Plain and slow."""
+    if placement.ndim == 2:
+        mean: Floats = np.mean([device_loads(problem, phase) for phase in placement], axis=0)
+        return mean
     g = problem.graph
     load = np.zeros(problem.num_devices)
     for n, d in enumerate(placement):

@@ -71,8 +71,6 @@ class Tables(Struct):
     compute_s: Array  # float64 [N, D]
     loaded_s: Array  # float64 [N, D] beside busy devices
     batch_s: float  # seconds that a micro-batch of a pipelined run takes longer
-    sleep_after_s: Array  # float64 [D]
-    sleep_exit_s: Array  # float64 [D]
 
 
 def tables(problem: Problem) -> Tables:
@@ -139,8 +137,6 @@ def tables(problem: Problem) -> Tables:
         compute_s=problem.compute_s,
         loaded_s=problem.loaded_s,
         batch_s=problem.profile.batch_s,
-        sleep_after_s=problem.cluster.power.sleep_after_s,
-        sleep_exit_s=problem.cluster.power.sleep_exit_s,
     )
     problem.__dict__["_kernel_tables"] = cached
     return cached
@@ -150,11 +146,12 @@ class State(Struct):
     """One run: what is given, what comes of it, and room; ``W`` micro-batches are in flight.
 
     A micro-batch in flight has a *slot*, 0..W - 1. One run leaves the room ready for the next.
+    Micro-batch ``m`` is in phase ``m % K``: what it runs is at ``row`` of its slot, and behind it.
     """
 
     # Given.
-    placement: Array  # int32 [N]
-    seconds: Array  # float64 [N] of each operator
+    placement: Array  # int32 [K N]
+    seconds: Array  # float64 [K N] of each operator
     beside_s: Array  # float64 [N] more for each other device that runs, of one micro-batch
     order: Array  # int32 [K, 2] operators and micro-batches of a schedule, or empty
     order_ptr: Array  # int32 [D + 1] where each device's begin there
@@ -165,7 +162,6 @@ class State(Struct):
     # What comes of it.
     finish: Array  # float64 [M]
     busy: Array  # float64 [D]
-    asleep: Array  # float64 [D]
     peak: Array  # int64 [D] the most bytes of tensors and workspace held
     start: Array  # float64 [M, N], recorded, as are the next
     end: Array  # float64 [M, N]
@@ -186,6 +182,7 @@ class State(Struct):
     free_slots: Array  # int32 [W]
     active: Array  # int32 [W] slots in the order of their micro-batches
     batch_of: Array  # int32 [W]
+    row: Array  # int64 [W] where the operators of its phase begin, a multiple of N
     left: Array  # int32 [W] operators that have not ended
     missing: Array  # int32 [W N] inputs that were not sent yet
     arrival: Array  # float64 [W N] of the last input
@@ -196,8 +193,8 @@ class State(Struct):
     base: Array  # int64 [D + 1] where the queue of each device has its room
     head: Array  # int64 [D]
     tail: Array  # int64 [D]
-    later_s: Array  # float64 [2 W N] queues of those whose inputs are on the way
-    later: Array  # int64 [2 W N] micro-batch and operator
+    later_s: Array  # float64 [2 W K N] queues of those whose inputs are on the way
+    later: Array  # int64 [2 W K N] micro-batch and operator
     next_entry: Array  # int32 [D] of ``order``
     # Devices and channels.
     running: Array  # int64 [D] operator; -1: none
@@ -207,7 +204,6 @@ class State(Struct):
     soon_s: Array  # float64 [D / 64] the first ``wake_s`` of 64 devices
     blocked_s: Array  # float64 [D + 1] end of what keeps the worker from its next operator
     told_s: Array  # float64 [D] arrival of the last that was sent there
-    ended_s: Array  # float64 [D] of the last operator
     channel_s: Array  # float64 [channels + 1] when each is free
     arrives: Array  # float64 [D] when what ``stamp`` names is there
     stamp: Array  # int64 [D] the micro-batch and tensor that were sent there last
@@ -226,6 +222,7 @@ def state_of(
     track: bool,
     order: tuple[Array, Array] | None = None,
     num_transfers: int = -1,
+    num_phases: int = 1,
 ) -> State:
     """Room for a run; where ``num_transfers`` is not negative times are recorded.
 
@@ -238,8 +235,8 @@ def state_of(
     events = 2 * window * len(g.use_dst) if track else 0
     rows, row_ptr = order or (np.empty((0, 2), np.int32), np.zeros(d + 1, np.int32))
     return State(
-        placement=np.empty(n, np.int32),
-        seconds=np.empty(n),
+        placement=np.empty(num_phases * n, np.int32),
+        seconds=np.empty(num_phases * n),
         beside_s=np.empty(n),
         order=rows,
         order_ptr=row_ptr,
@@ -249,7 +246,6 @@ def state_of(
         record=record,
         finish=np.empty(num_batches),
         busy=np.empty(d),
-        asleep=np.empty(d),
         peak=np.empty(d, np.int64),
         start=np.empty(times),
         end=np.empty(times),
@@ -268,6 +264,7 @@ def state_of(
         free_slots=np.empty(window, np.int32),
         active=np.empty(window, np.int32),
         batch_of=np.empty(window, np.int32),
+        row=np.zeros(window, np.int64),
         left=np.empty(window, np.int32),
         missing=np.empty(window * n, np.int32),
         arrival=np.empty(window * n),
@@ -277,8 +274,8 @@ def state_of(
         base=np.empty(d + 1, np.int64),
         head=np.empty(d, np.int64),
         tail=np.empty(d, np.int64),
-        later_s=np.empty(2 * window * n),
-        later=np.empty(2 * window * n, np.int64),
+        later_s=np.empty(2 * window * num_phases * n),
+        later=np.empty(2 * window * num_phases * n, np.int64),
         next_entry=np.empty(d, np.int32),
         running=np.empty(d, np.int64),
         running_slot=np.empty(d, np.int64),
@@ -287,7 +284,6 @@ def state_of(
         soon_s=np.empty((d + _MANY - 1) // _MANY),
         blocked_s=np.empty(d + 1),
         told_s=np.empty(d),
-        ended_s=np.empty(d),
         channel_s=np.empty(problem.num_channels + 1),
         arrives=np.empty(d),
         stamp=np.empty(d, np.int64),
@@ -301,21 +297,26 @@ def state_of(
 
 @contextmanager
 def room(
-    problem: Problem, num_batches: int, window: int, track: bool, record: bool = False
+    problem: Problem,
+    num_batches: int,
+    window: int,
+    track: bool,
+    record: bool = False,
+    num_phases: int = 1,
 ) -> Iterator[State]:
     """A ``State`` that nobody else uses meanwhile; a small one is kept for the problem's next run.
 
     If it is to ``record``, there is room for as many transfers as there can be.
     """
-    key = num_batches, window, track, record
+    key = num_batches, window, track, record, num_phases
     spare = problem.__dict__.setdefault("_kernel_rooms", {}).setdefault(key, [])
     try:
         state = spare.pop()
     except IndexError:
         sent = len(problem.graph.use_dst) * num_batches if record else -1
-        state = state_of(problem, num_batches, window, track, None, sent)
+        state = state_of(problem, num_batches, window, track, None, sent, num_phases)
     yield state
-    if num_batches * problem.num_ops * problem.num_devices < _SMALL:
+    if num_phases * num_batches * problem.num_ops * problem.num_devices < _SMALL:
         spare.append(state)
 
 
@@ -463,20 +464,22 @@ def _release(t, s, slot, tensor, device, users):
 
 
 @kernel
-def _num_users(t, s, tensor, device):
+def _num_users(t, s, slot, tensor, device):
     """How many operators on ``device`` use ``tensor``."""
-    use_dst, placement = t.use_dst, s.placement
+    use_dst, placement, row = t.use_dst, s.placement, s.row[slot]
     count = 0
     for u in range(t.use_ptr[tensor], t.use_ptr[tensor + 1]):
-        count += placement[use_dst[u]] == device
+        count += placement[row + use_dst[u]] == device
     return count
 
 
 @kernel
-def _stored(t, s, tensor, device):
+def _stored(t, s, slot, tensor, device):
     """At home a tensor lives in its root's memory; a copy sent elsewhere is its own."""
     src = t.tensor_src[tensor]
-    return np.int64(t.tensor_root[tensor]) if src < 0 or s.placement[src] == device else tensor
+    if src < 0 or s.placement[s.row[slot] + src] == device:
+        return np.int64(t.tensor_root[tensor])
+    return tensor
 
 
 @kernel
@@ -503,7 +506,7 @@ def _hold_sent(t, s, slot, tensor, src, dst, begin, arrives_s):
         _push_transfer(s, begin, slot, tensor, dst, 1)
     else:
         stored = root if is_input else tensor
-        _hold(t, s, slot, stored, dst, _num_users(t, s, tensor, dst))
+        _hold(t, s, slot, stored, dst, _num_users(t, s, slot, tensor, dst))
     if not is_input:
         s.refs[_key(t, s, slot, root, src)] += 1
         _push_transfer(s, arrives_s, slot, root, src, 0)
@@ -541,9 +544,7 @@ def _begin(t, s):
         s.wake_s[d] = _FAR
         s.blocked_s[d] = 0.0
         s.told_s[d] = -1.0
-        s.ended_s[d] = 0.0
         s.busy[d] = 0.0
-        s.asleep[d] = 0.0
         s.stamp[d] = -1
         s.next_entry[d] = s.order_ptr[d]
         s.held[d] = 0
@@ -551,7 +552,7 @@ def _begin(t, s):
     s.channel_s[:] = 0.0
     s.soon_s[:] = 0.0
     s.num_active = s.num_running = s.num_sent = s.num_events = s.admitted = 0
-    s.to_do = len(s.placement) * s.num_batches
+    s.to_do = len(t.priority) * s.num_batches
     s.now = 0.0
 
 
@@ -565,13 +566,14 @@ def _deliver(t, s, op, src, slot):
     channel_s, blocked_s = s.channel_s, s.blocked_s
     num_devices, num_tensors, n = len(s.running), len(t.tensor_src), len(t.priority)
     now, batch, track = s.now, np.int64(s.batch_of[slot]), s.track
+    row = np.uint64(s.row[slot])
     has_matrix, many = len(t.transfer_s) > 0, num_devices > _MANY
     fixed, local_channel = len(s.order) > 0, np.uint64(t.local_channel)
     sending_s = 0.0
     # Unsigned indices spare numba's test for negative ones: 10 % of the run.
     for e in range(t.edge_ptr[op], t.edge_ptr[op + 1]):
         tensor, user = np.int64(edge_tensor[e]), np.uint64(edge_dst[e])
-        dst = np.uint64(s.placement[user])
+        dst = np.uint64(s.placement[row + user])
         to = np.int64(dst)  # a kernel is compiled for every integer type that it is given
         pair = np.uint64(src * num_devices) + dst
         c = np.uint64(t.link_channel[pair])
@@ -627,6 +629,8 @@ def _admit(t, s):
     slot = np.int64(s.free_slots[s.num_free])
     s.slot_of[batch] = slot
     s.batch_of[slot] = batch
+    row = batch * n % len(s.placement)
+    s.row[slot] = row
     s.left[slot] = n
     s.active[s.num_active] = slot
     s.num_active += 1
@@ -635,7 +639,7 @@ def _admit(t, s):
         s.missing[slot * n + i] = t.num_inputs[i]
         s.arrival[slot * n + i] = s.now
         if t.num_inputs[i] == 0 and len(s.order) == 0:
-            d = np.int64(s.placement[i])
+            d = np.int64(s.placement[row + i])
             if t.by_arrival:
                 _await(s, d, s.now, batch, np.uint64(i))
             else:
@@ -653,7 +657,7 @@ def _free(t, s, op, d, slot):
         root = np.int64(t.tensor_root[tensor])
         _release(t, s, slot, root, d, 1 - np.int64(t.output_count[tensor]))
     for j in range(t.in_ptr[op], t.in_ptr[op + 1]):
-        _release(t, s, slot, _stored(t, s, np.int64(t.in_tensor[j]), d), d, 1)
+        _release(t, s, slot, _stored(t, s, slot, np.int64(t.in_tensor[j]), d), d, 1)
 
 
 @kernel
@@ -672,7 +676,7 @@ def _finish(t, s, slot):
     if s.track:
         for j in range(len(t.output_tensor)):
             tensor = t.output_tensor[j]
-            home = np.int64(s.placement[t.tensor_src[tensor]])
+            home = np.int64(s.placement[s.row[slot] + t.tensor_src[tensor]])
             _release(t, s, slot, np.int64(t.tensor_root[tensor]), home, 1)
 
 
@@ -704,7 +708,6 @@ def _end(s, op, d, slot):
     """An operator has ended."""
     s.running[d] = -1
     s.num_running -= s.num_batches == 1
-    s.ended_s[d] = s.now
     if s.record:
         s.end[s.batch_of[slot], op] = s.now
 
@@ -786,14 +789,11 @@ def _start(t, s):
         if slows:
             s.begun[num_begun] = d
             num_begun += 1
-        begin = now
-        if now - s.ended_s[d] > t.sleep_after_s[d]:
-            s.asleep[d] += now - s.ended_s[d] - t.sleep_after_s[d]
-            begin = now + t.sleep_exit_s[d]
-        wake_s[d] = begin + s.seconds[op]
-        s.busy[d] += s.seconds[op]
+        seconds = s.seconds[s.row[slot] + op]
+        wake_s[d] = now + seconds
+        s.busy[d] += seconds
         if s.record:
-            s.start[s.batch_of[slot], op] = begin
+            s.start[s.batch_of[slot], op] = now
         if s.track:
             if len(t.workspace_bytes) > 0:
                 s.held[d] += t.workspace_bytes[op]
@@ -846,7 +846,7 @@ def _remember(t, s, before):
         tensor, slot, d = code >> 39, (code >> 15) & 0xFFFFFF, (code >> 1) & 0x3FFF
         stored = np.int64(t.tensor_root[tensor]) if t.tensor_src[tensor] < 0 else tensor
         if code & 1:
-            _hold(t, s, slot, stored, d, _num_users(t, s, tensor, d))
+            _hold(t, s, slot, stored, d, _num_users(t, s, slot, tensor, d))
         else:
             _release(t, s, slot, stored, d, 1)
     if s.now > before:
@@ -878,8 +878,6 @@ def run(t, s):
             return 1
         if s.track:
             _remember(t, s, before)
-    for d in range(len(s.running)):
-        s.asleep[d] += max(0.0, s.now - s.ended_s[d] - t.sleep_after_s[d])
     return 0
 
 
@@ -892,13 +890,16 @@ def durations(t, s):
     """
     placement, seconds, load = s.placement, s.seconds, s.load
     compute_s, loaded_s = t.compute_s, t.loaded_s
-    num_devices, n = len(load), len(placement)
+    num_devices, n = len(load), len(t.priority)
+    num_phases = len(placement) // n
     load[:] = 0.0
-    for i in range(n):
-        seconds[i] = compute_s[i, placement[i]]
-        load[placement[i]] += seconds[i]
-    total, most = 0.0, load[0]
+    for row in range(0, len(placement), n):
+        for i in range(n):
+            seconds[row + i] = compute_s[i, placement[row + i]]
+            load[placement[row + i]] += seconds[row + i]
+    total, most = 0.0, load[0] / num_phases
     for d in range(num_devices):
+        load[d] /= num_phases
         total += load[d]
         most = max(most, load[d])
     if not np.isfinite(total):
@@ -910,27 +911,30 @@ def durations(t, s):
         return most
     if most == 0.0:
         return most
-    whole = 0.0
-    for i in range(n):
-        d = placement[i]
-        share = (total - load[d]) / most / max(num_devices - 1, 1)
-        seconds[i] += share * (loaded_s[i, d] - seconds[i])
-        whole += seconds[i]
-    stretch = 1.0 + t.batch_s / whole
+    for row in range(0, len(placement), n):
+        whole = 0.0
+        for i in range(row, row + n):
+            d = placement[i]
+            share = (total - load[d]) / most / max(num_devices - 1, 1)
+            seconds[i] += share * (loaded_s[i - row, d] - seconds[i])
+            whole += seconds[i]
+        stretch = 1.0 + t.batch_s / whole if whole > 0.0 else 1.0
+        for i in range(row, row + n):
+            seconds[i] *= stretch
     load[:] = 0.0
-    for i in range(n):
-        seconds[i] *= stretch
+    for i in range(len(placement)):
         load[placement[i]] += seconds[i]
-    most = load[0]
+    most = 0.0
     for d in range(num_devices):
+        load[d] /= num_phases
         most = max(most, load[d])
     return most
 
 
 @kernel
-def run_batch(t, s, placements, finish, busiest, busy, asleep, peak):
-    """``run`` for placements ``[B, N]``: fills ``finish [B, M]``, ``busiest [B]``, and
-    ``busy [B, D]``, ``asleep [B, D]`` and ``peak [B, D]`` (where it is tracked) of the whole run.
+def run_batch(t, s, placements, finish, busiest, busy, peak):
+    """``run`` for placements ``[B, K N]``: fills ``finish [B, M]``, ``busiest [B]``, and
+    ``busy [B, D]`` and ``peak [B, D]`` (where it is tracked) of the whole run.
 
     ``busiest`` is the seconds per micro-batch of the busiest device, inf where an operator
     cannot run on its device.
@@ -945,4 +949,4 @@ def run_batch(t, s, placements, finish, busiest, busy, asleep, peak):
         for m in range(len(s.finish)):
             finish[b, m] = s.finish[m]
         for d in range(len(s.busy)):
-            busy[b, d], asleep[b, d], peak[b, d] = s.busy[d], s.asleep[d], s.peak[d]
+            busy[b, d], peak[b, d] = s.busy[d], s.peak[d]

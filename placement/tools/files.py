@@ -6,7 +6,9 @@ as many as they look, and whose numbers float64 holds; ``short`` shows any of th
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import os
 import reprlib
@@ -121,7 +123,7 @@ def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
             nested deeper than ``MAX_DEPTH``; the message is one line.
     """
     try:
-        found = json.loads(
+        value = json.loads(
             text,
             object_pairs_hook=_no_repeats,
             parse_constant=None if infinite else _no_constant,
@@ -130,8 +132,8 @@ def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
         )
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    _check_depth([found], _inside)
-    return found
+    _check_depth([value], _inside)
+    return value
 
 
 def parse_yaml(text: str) -> Any:
@@ -186,6 +188,15 @@ def read_arrays(path: str | Path) -> dict[str, Any]:
             raise ValueError(f"damaged: {error}") from error
 
 
+def csv_text(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A table as CSV: full precision, empty where a value is None or not a number."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(["" if v is None or v != v else v for v in row] for row in rows)
+    return text.getvalue()
+
+
 def short(value: Any, limit: int = 60) -> str:
     """``repr`` of anything at all, in ``limit`` characters at most."""
     text = _SHORT.repr(value)
@@ -236,10 +247,10 @@ def _inside_yaml(node: Any) -> Iterable[Any]:
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    record = dict(pairs)
+    if len(record) != len(pairs):
         _check_keys([key for key, _ in pairs])
-    return found
+    return record
 
 
 def _check_keys(keys: list[str]) -> None:

@@ -8,20 +8,28 @@ given: ``a[:] = b``, ``a.max()``, ``a.mean()``, ``a.sort()`` and ``np.empty`` ma
 
 numba passes a tuple of arrays as seven words for each, to every function that it is passed on to:
 that is most of the time that compiling takes, and much of a call's. A ``Struct`` is one word.
+
+What is compiled is kept beside the source, or in the user's folder for caches where that cannot be
+written (``$NUMBA_CACHE_DIR`` is another folder), and used as long as the source is the same.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any, ClassVar, ParamSpec
 
 import numba as nb
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.caching import FunctionCache
 from numba.core.options import DefaultOptions
 from numba.core.typing.templates import AttributeTemplate
 from numba.extending import (
@@ -42,23 +50,92 @@ def _counting(wanted: bool) -> dict[str, Any]:
     return {"_nrt": wanted} if hasattr(DefaultOptions, "_nrt") else {}
 
 
-kernel = partial(nb.njit, cache=True, nogil=True, **_counting(False))
-inlined = partial(kernel, inline="always")
-allocating = partial(nb.njit, cache=True, nogil=True, **_counting(True))
+def _compiled(function: Any = None, *, cache: bool = True, **options: Any) -> Any:
+    """As ``numba.njit``, with our cache."""
+    if function is None:
+        return partial(_compiled, cache=cache, **options)
+    found = nb.njit(function, nogil=True, **options)
+    if cache:
+        with suppress(RuntimeError):  # no folder can be written: compiled by every process
+            found._cache = _Cache(function)
+    return found
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """numba's, where a kernel is also compiled again if another file changes that it stands on.
+
+    numba asks for the kernel's own file alone. What cannot be read is compiled again; what cannot
+    be written is not kept.
+    """
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), _of_this_file(), _digest(self._py_func))
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # pickle raises anything for a file that is cut off
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """One process at a time: the name of a file is taken before the file is there."""
+        with suppress(OSError), open(Path(self.cache_path) / "kernels.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().save_overload(sig, data)
+
+
+@cache
+def _of_this_file() -> str:
+    return hashlib.sha1(Path(__file__).read_bytes()).hexdigest()
+
+
+@cache
+def _digest(function: Callable[..., Any]) -> str:
+    """Of a kernel's code, and of what is compiled into it: kernels that it calls, constants."""
+    found = hashlib.sha1()
+    codes = [function.__code__]
+    for code in codes:
+        codes += [x for x in code.co_consts if isinstance(x, CodeType)]
+        plain = [x for x in code.co_consts if not isinstance(x, CodeType)]
+        found.update(code.co_code + repr(plain).encode())
+        values = [function.__globals__.get(name) for name in code.co_names]
+        modules = [vars(x) for x in values if isinstance(x, ModuleType)]
+        for value in values + [x.get(name) for x in modules for name in code.co_names]:
+            called = getattr(value, "py_func", getattr(value, "_defn", None))  # kernel, intrinsic
+            if called is not None and called is not function:
+                found.update(_digest(called).encode())
+            elif isinstance(value, np.ndarray):
+                found.update(value.tobytes())
+            elif isinstance(value, bool | int | float | str | tuple | np.generic):
+                found.update(repr(value).encode())
+    return found.hexdigest()
+
+
+kernel: Any = partial(_compiled, **_counting(False))
+inlined: Any = partial(kernel, inline="always")
+allocating: Any = partial(_compiled, **_counting(True))
+
+
+def kernel_folder() -> Path | None:
+    """Where kernels of this package are kept; None: nowhere."""
+    path = copy._cache.cache_path
+    return None if path is None else Path(path)
 
 
 _loading_s = 0.0
 
 
-def loading_s() -> float:
-    """Seconds that this process has spent in functions that ``loads`` marks: no budget's."""
-    return _loading_s
+def clock() -> float:
+    """As ``time.perf_counter``, but it stands still in functions that ``loads`` marks."""
+    return time.perf_counter() - _loading_s
 
 
 def loads(function: Callable[P, None]) -> Callable[P, None]:
-    """Of a function that calls kernels so that they are compiled, or read from their cache.
+    """Of a function that only imports, or calls kernels so that they are compiled or read.
 
-    It is called once for its arguments. Clocks of budgets leave out how long it takes.
+    It is called once for its arguments. Budgets, and seconds that are told, are by ``clock``.
     """
 
     @cache

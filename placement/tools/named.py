@@ -48,32 +48,32 @@ class Named:
             ValueError: (``error``) none of that name, no such option, or a value of the wrong
                 type; the message lists the names, or the fields with types and defaults.
         """
-        found: Any = self.find(name)
-        configurable = is_dataclass(found)
+        kind: Any = self.find(name)
+        configurable = is_dataclass(kind)
         if not configurable:
             if options:
                 raise self.error(f"{name} is not a dataclass and takes no options, got {options}")
-            return found() if isinstance(found, type) else found
-        known = {f.name: f for f in fields(found) if f.init}
-        hints = typing.get_type_hints(found)
+            return kind() if isinstance(kind, type) else kind
+        options_of = {f.name: f for f in fields(kind) if f.init}
+        hints = typing.get_type_hints(kind)
         values = {}
         for key, value in options.items():
-            if key not in known:
-                near = meant(key, known) or ";"
+            if key not in options_of:
+                near = meant(key, options_of) or ";"
                 raise self.error(
-                    f"{self.what} {name!r} has no option {key!r}{near} {_describe(found)}"
+                    f"{self.what} {name!r} has no option {key!r}{near} {_describe(kind)}"
                 )
             try:
                 values[key] = _convert(value, hints[key])
             except (TypeError, ValueError):
                 raise self.error(
                     f"{self.what} {name!r}: {key} = {value!r} is not "
-                    f"{_expected(value, hints[key], known[key])}; {_describe(found)}"
+                    f"{_expected(value, hints[key], options_of[key])}; {_describe(kind)}"
                 ) from None
         try:
-            return found(**values)
+            return kind(**values)
         except TypeError as error:
-            raise self.error(f"{self.what} {name!r}: {error}; {_describe(found)}") from error
+            raise self.error(f"{self.what} {name!r}: {error}; {_describe(kind)}") from error
 
     def find(self, name: str) -> Any:
         """The class (or function) that ``load`` would build it from.
@@ -84,33 +84,33 @@ class Named:
         module, _, attribute = self.elsewhere.get(name, name).partition(":")
         if not attribute:
             if name not in self.names():
-                known = sorted([*self.names(), *self.elsewhere])
-                near = meant(name, known) or ";"
+                names = sorted([*self.names(), *self.elsewhere])
+                near = meant(name, names) or ";"
                 raise self.error(
-                    f"no {self.what} {name!r}{near} {self.what}s are {', '.join(known)}, "
+                    f"no {self.what} {name!r}{near} {self.what}s are {', '.join(names)}, "
                     f"or your own as package.module:Class"
                 )
             module, attribute = f"{self.package}.{name}", name.title().replace("_", "")
         try:
-            found = getattr(importlib.import_module(module), attribute)
+            target = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
             near = meant(attribute, vars(sys.modules.get(module, object)))
             raise self.error(f"{self.what} {name!r} cannot be imported: {error}{near}") from error
-        if not callable(found):
-            kind = type(found).__name__
+        if not callable(target):
+            kind = type(target).__name__
             raise self.error(f"{self.what} {name!r} is of type {kind}, not a {self.what}")
-        return found
+        return target
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def meant(name: str, names: Iterable[str]) -> str:
     """``; did you mean 'heft'?`` for what is most like ``name``, or nothing."""
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name, names, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _describe(found: Any) -> str:
+def _describe(kind: Any) -> str:
     """``its options are seed: int = 0, ...``."""
-    options = [_text(f) for f in fields(found) if f.init]
+    options = [_text(f) for f in fields(kind) if f.init]
     return "its options are " + ", ".join(options) if options else "it has no options"
 
 

@@ -54,9 +54,9 @@ def check_packages() -> None:
     for package in PACKAGES:
         folder = _import_folder(package)
         if folder != root / package:
-            found = f"is imported from {folder}" if folder else "cannot be imported"
+            where = f"is imported from {folder}" if folder else "cannot be imported"
             raise OwnershipError(
-                f"the package '{package}' {found}, but that of {DISTRIBUTION} belongs in "
+                f"the package '{package}' {where}, but that of {DISTRIBUTION} belongs in "
                 f"{root / package}.\n{_ADVICE}"
             )
 

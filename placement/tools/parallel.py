@@ -46,12 +46,12 @@ def parallel_map(
     """
     check(parallel)
     if parallel == "serial":
-        found = []
+        results = []
         for i, item in enumerate(items):
-            found.append(call(item))
+            results.append(call(item))
             if done is not None:
-                done(i, found[-1])
-        return found
+                done(i, results[-1])
+        return results
     todo = list(items)
     if not todo:
         return []
@@ -90,25 +90,25 @@ def _in_processes(
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
-    found: dict[int, R] = {}
+    results: dict[int, R] = {}
     context = get_context("spawn")  # a fork would copy the locks of threads that it does not copy
     for attempt in range(retries + 1):  # a pool breaks as a whole: what is unfinished goes again
-        left = [i for i in range(len(items)) if i not in found]
+        left = [i for i in range(len(items)) if i not in results]
         pool = ProcessPoolExecutor(min(workers, len(left)), mp_context=context)
         try:
             pending = {pool.submit(call, items[i]): i for i in left}
             for future in as_completed(pending):
                 i = pending[future]
-                found[i] = future.result()
+                results[i] = future.result()
                 if done is not None:
-                    done(i, found[i])
+                    done(i, results[i])
             break
         except BrokenProcessPool as error:
             if attempt == retries:
-                raise died(f"item {min(set(left) - set(found))} or later", retries) from error
+                raise died(f"item {min(set(left) - set(results))} or later", retries) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-    return [found[i] for i in range(len(items))]
+    return [results[i] for i in range(len(items))]
 
 
 def died(what: str, retries: int) -> ParallelError:
@@ -155,20 +155,20 @@ def _on_ray(
         # Ray takes plain functions only, not what is callable otherwise.
         task: Any = ray.remote(num_cpus=1, max_retries=retries)(lambda item: call(item))
         pending = {task.remote(item): i for i, item in enumerate(items)}
-        found: dict[int, R] = {}
+        results: dict[int, R] = {}
         while pending:
             ready, _ = ray.wait(list(pending))
             i = pending[ready[0]]
             try:
-                found[i] = ray.get(ready[0])
+                results[i] = ray.get(ready[0])
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             except ray.exceptions.RayError as error:
                 raise died(f"item {i} ({type(error).__name__})", retries) from error
             del pending[ready[0]]
             if done is not None:
-                done(i, found[i])
-        return [found[i] for i in range(len(items))]
+                done(i, results[i])
+        return [results[i] for i in range(len(items))]
     finally:
         if ours:
             ray.shutdown()

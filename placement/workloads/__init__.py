@@ -4,8 +4,8 @@ A workload is a function that returns ``(module, inputs)``: a module in evaluati
 random weights of a fixed seed, and example inputs as ``placement.capture`` takes them. Every
 public function of the files of models is one, and its name is how ``load`` finds it.
 
-Beside them: ``synthetic`` problems, the ``zoo`` of other people's models, and the ``dataset`` of
-the graphs of all of them with measured times.
+Beside them: ``synthetic`` problems, the ``zoo`` of other people's models, the ``dataset`` of the
+graphs of all of them with measured times, and the ``suites`` of problems whose optimum is known.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from placement.tools.named import meant
 
-# Synthetic problems, models of others, and their graphs.
-_NO_MODELS = ("__init__", "synthetic", "zoo", "dataset")
+# Synthetic problems, models of others, their graphs, and problems with known optima.
+_NO_MODELS = ("__init__", "synthetic", "zoo", "dataset", "suites")
 
 
 class WorkloadError(ValueError):
@@ -47,8 +47,8 @@ def load(spec: str, **options: Any) -> tuple[Any, Any]:
         WorkloadError: unknown name or option, failing import or function, or a result that is
             neither ``(module, inputs)`` nor ``(module, (inputs, target), loss)``.
     """
-    made = _make(spec, options)
-    return (made[0], made[1]) if len(made) == 2 else (made[0], made[1][0])
+    loaded = _make(spec, options)
+    return (loaded[0], loaded[1]) if len(loaded) == 2 else (loaded[0], loaded[1][0])
 
 
 def load_training(spec: str, **options: Any) -> tuple[Any, Any, Any]:
@@ -64,14 +64,14 @@ def load_training(spec: str, **options: Any) -> tuple[Any, Any, Any]:
     Raises:
         WorkloadError: as ``load``.
     """
-    made = _make(spec, options)
-    if len(made) == 3:
-        return made
+    loaded = _make(spec, options)
+    if len(loaded) == 3:
+        return loaded
     if ":" in spec:
-        return (*made, None)
+        return (*loaded, None)
     from placement.capturing.training import mean_of_outputs
 
-    return made[0], (made[1], None), mean_of_outputs
+    return loaded[0], (loaded[1], None), mean_of_outputs
 
 
 def is_default(spec: str, options: Mapping[str, Any]) -> bool:
@@ -80,15 +80,15 @@ def is_default(spec: str, options: Mapping[str, Any]) -> bool:
     Raises:
         WorkloadError: unknown name, or failing import.
     """
-    known = inspect.signature(_function(spec)).parameters
-    return all(k in known and known[k].default == v for k, v in options.items())
+    parameters = inspect.signature(_function(spec)).parameters
+    return all(k in parameters and parameters[k].default == v for k, v in options.items())
 
 
 def _make(spec: str, options: dict[str, Any]) -> Any:
     function = _function(spec)
     _check_options(spec, function, options)
     try:
-        made = function(**options)
+        loaded = function(**options)
     except WorkloadError:
         raise
     except Exception as error:
@@ -98,18 +98,18 @@ def _make(spec: str, options: dict[str, Any]) -> Any:
 
     from torch import nn
 
-    trained = isinstance(made, tuple) and len(made) == 3 and callable(made[2])
-    pair = isinstance(made, tuple) and len(made) == 2
-    if not ((pair or (trained and len(made[1]) == 2)) and isinstance(made[0], nn.Module)):
-        shown = type(made).__name__
-        if isinstance(made, tuple):
-            shown = f"({', '.join(type(x).__name__ for x in made)})"
+    trained = isinstance(loaded, tuple) and len(loaded) == 3 and callable(loaded[2])
+    pair = isinstance(loaded, tuple) and len(loaded) == 2
+    if not ((pair or (trained and len(loaded[1]) == 2)) and isinstance(loaded[0], nn.Module)):
+        shown = type(loaded).__name__
+        if isinstance(loaded, tuple):
+            shown = f"({', '.join(type(x).__name__ for x in loaded)})"
         raise WorkloadError(
             f"workload {spec!r} returned {shown}, expected (module, inputs): a torch.nn.Module "
             "and a tensor, a tuple of arguments or a dict of keyword arguments; or, to train it, "
             "(module, (inputs, target), loss)"
         )
-    return made
+    return loaded
 
 
 def _function(spec: str) -> Any:

@@ -3,7 +3,7 @@
 ``build`` makes or extends one, ``load`` gives its graphs as problems, ``summary`` counts. A data
 set is a folder: one file ``<machine>/<graph>.json.gz`` per graph, a problem file (see
 ``placement.importers.problem_file``) that is compressed, so every command that takes a problem
-takes it. What a problem file has no word for is in its ``provenance``: ``docs/dataset.md``.
+takes it. What a problem file has no word for is in its ``provenance``: ``docs/latency.md``.
 """
 
 from __future__ import annotations
@@ -45,17 +45,10 @@ LARGE_S = 0.1  # of a run: then the same runner serves all rounds
 FEW_ROUNDS = 3  # of a large graph, and of one whose every operator was measured in another one
 DIGITS = 4  # of a time: more would be noise, and noise does not compress
 KINDS = {  # of the shipped workloads, by file
-    "bert": "encoder",
-    "convnext": "cnn",
-    "dlrm": "recommendation",
-    "gpt2": "decoder",
-    "inception": "cnn",
-    "lstm": "recurrent",
-    "resnet": "cnn",
-    "t5": "encoder-decoder",
-    "tiny": "toy",
-    "vit": "vit",
-}
+    "bert": "encoder", "convnext": "cnn", "dlrm": "recommendation", "gpt2": "decoder",
+    "inception": "cnn", "lstm": "recurrent", "resnet": "cnn", "t5": "encoder-decoder",
+    "tiny": "toy", "vit": "vit",
+}  # fmt: skip
 
 
 _SAME_NAME = (
@@ -85,11 +78,11 @@ class Entry:
     @property
     def name(self) -> str:
         """``resnet50-batch2``: of the graph, and of its file."""
-        given = [
+        words = [
             f"{k}{v}" if isinstance(v, int | float) else str(v) for k, v in self.options.items()
         ]
         function = self.spec.partition(":")[2] or self.spec
-        return re.sub(r"[^\w.+-]+", "_", "-".join([function, *given]))
+        return re.sub(r"[^\w.+-]+", "_", "-".join([function, *words]))
 
     @property
     def told(self) -> str:
@@ -103,15 +96,15 @@ def default_entries() -> tuple[Entry, ...]:
     All models come in their first size before any comes in its second, so that what was built
     within a time budget has some of every kind.
     """
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for i in range(2):
         for m in zoo.MODELS:
             batch, size = m.sizes[i]
             options = {"model": m.name, "batch": batch, "size": size}
-            found.append(Entry("placement.workloads.zoo:small", options, m.kind, m.name.lower()))
+            entries.append(Entry("placement.workloads.zoo:small", options, m.kind, m.name.lower()))
         for name, home in workloads.family_of().items():
-            found.append(Entry(name, {"batch": i + 1}, KINDS.get(home, "other"), home))
-    return tuple(found)
+            entries.append(Entry(name, {"batch": i + 1}, KINDS.get(home, "other"), home))
+    return tuple(entries)
 
 
 def read_list(path: str | Path) -> tuple[Entry, ...]:
@@ -227,32 +220,34 @@ def build(
     for entry in entries:
         if wanted.setdefault(entry.name, entry).told != entry.told:
             raise DatasetError(_SAME_NAME.format(entry, wanted[entry.name], where="the list"))
-    known, kept = _known(home, wanted)
+    signatures, finished = _known(home, wanted)
     links = _links(home, cluster, say)
-    made: list[str] = []
+    measured: list[str] = []
     failed: dict[str, str] = {}
-    todo = [entry for name, entry in wanted.items() if name not in kept]
+    todo = [entry for name, entry in wanted.items() if name not in finished]
     for number, entry in enumerate(todo):
         if time.monotonic() - began >= seconds:
             break
         say(f"{entry.name} ({number + 1} of {len(todo)}, {len(failed)} failed)", number / len(todo))
         try:
-            problem = _measured(entry, cluster, links, known, repeats)
+            problem = _measured(entry, cluster, links, signatures, repeats)
         except Exception as error:  # of anybody's model: the others go on
             failed[entry.name] = f"{type(error).__name__}: {error}"
             continue
         importers.save(problem, home / f"{entry.name}{SUFFIX}")
-        known.update(problem.graph.op_signature)
-        made.append(entry.name)
+        signatures.update(problem.graph.op_signature)
+        measured.append(entry.name)
         gc.collect()  # modules refer to themselves; two of the large ones need not fit
-    begun = {*made, *failed, *kept}
-    return Built(tuple(made), kept, failed, tuple(name for name in wanted if name not in begun))
+    begun = {*measured, *failed, *finished}
+    return Built(
+        tuple(measured), finished, failed, tuple(name for name in wanted if name not in begun)
+    )
 
 
 def _known(home: Path, wanted: Mapping[str, Entry]) -> tuple[set[str], tuple[str, ...]]:
     """Signatures that were measured on this machine, and which graphs are there."""
     signatures: set[str] = set()
-    kept = []
+    finished = []
     for path in sorted(home.glob(f"*{SUFFIX}")):
         try:
             problem = importers.load(path)
@@ -262,11 +257,11 @@ def _known(home: Path, wanted: Mapping[str, Entry]) -> tuple[set[str], tuple[str
         entry = wanted.get(path.name.removesuffix(SUFFIX))
         if entry is not None:
             facts = problem.profile.provenance
-            found = Entry(facts.get("spec", entry.spec), facts.get("options", entry.options))
-            if found.told != entry.told:
-                raise DatasetError(_SAME_NAME.format(entry, found, where=path))
-            kept.append(entry.name)
-    return signatures, tuple(kept)
+            earlier = Entry(facts.get("spec", entry.spec), facts.get("options", entry.options))
+            if earlier.told != entry.told:
+                raise DatasetError(_SAME_NAME.format(entry, earlier, where=path))
+            finished.append(entry.name)
+    return signatures, tuple(finished)
 
 
 def _links(home: Path, cluster: Cluster, say: Progress) -> tuple[Link, ...]:
@@ -285,15 +280,15 @@ def _links(home: Path, cluster: Cluster, say: Progress) -> tuple[Link, ...]:
     from placement.costs.measure import measure_links
 
     here = Cluster.detect(max_cpu_devices=2)
-    found = {(x.src, x.dst): x for x in measure_links(here)}
+    by_pair = {(x.src, x.dst): x for x in measure_links(here)}
     hosts = [d.name for d in here.devices if d.kind == "cpu"]
     links = []
     for a in cluster.devices:
         for b in cluster.devices:
             src = hosts[0] if a.kind == "cpu" else a.name
             dst = b.name if b.kind != "cpu" else hosts[-1] if a.kind == "cpu" else hosts[0]
-            if a is not b and (src, dst) in found:
-                links.append(replace(found[src, dst], src=a.name, dst=b.name))
+            if a is not b and (src, dst) in by_pair:
+                links.append(replace(by_pair[src, dst], src=a.name, dst=b.name))
     facts = {"devices": [asdict(d) for d in cluster.devices], "links": [asdict(x) for x in links]}
     write_atomic(path, json.dumps(facts | {"provenance": _provenance()}, indent=1) + "\n")
     return tuple(links)
@@ -326,7 +321,7 @@ def settle(module: nn.Module, inputs: Any) -> None:
 
 
 def _measured(
-    entry: Entry, cluster: Cluster, links: tuple[Link, ...], known: set[str], repeats: int
+    entry: Entry, cluster: Cluster, links: tuple[Link, ...], signatures: set[str], repeats: int
 ) -> Problem:
     from placement.capturing import capture
 
@@ -335,19 +330,15 @@ def _measured(
     settle(module, inputs)
     graph = capture(module, inputs, name=entry.name)
     captured = time.time()
-    rounds = repeats if set(graph.op_signature) - known else min(repeats, FEW_ROUNDS)
+    rounds = repeats if set(graph.op_signature) - signatures else min(repeats, FEW_ROUNDS)
     order, samples = _alone(graph, cluster, rounds)
     from placement.costs.measure import typical
 
     low, high = np.percentile(samples, [25, 75], axis=0)
-    whole = {
-        name: _rounded(samples[:, :, d].sum(axis=1)).tolist()
-        for d, name in enumerate(cluster.device_names)
-    }
-    least = {
-        name: _rounded(samples[:, :, d].min(axis=0)).tolist()
-        for d, name in enumerate(cluster.device_names)
-    }
+    whole, least = (  # rounds of the graph, and the fastest run of each operator, by device
+        dict(zip(cluster.device_names, _rounded(x.T).tolist(), strict=True))
+        for x in (samples.sum(axis=1), samples.min(axis=0))
+    )
     facts = {
         "dataset": VERSION,
         "kind": entry.kind,
@@ -430,16 +421,16 @@ def files(folder: str | Path) -> dict[str, Path]:
         DatasetError: the folder holds none.
     """
     home = Path(folder)
-    found = {
+    paths = {
         path.relative_to(home).as_posix().removesuffix(SUFFIX): path
         for path in sorted(home.glob(f"*/*{SUFFIX}"))
     }
-    if not found:
+    if not paths:
         raise DatasetError(
             f"{folder}: no data set (no <machine>/<graph>{SUFFIX}); make one: "
             "placement dataset build default --out FOLDER"
         )
-    return found
+    return paths
 
 
 def load(folder: str | Path, cluster: Cluster | None = None) -> dict[str, Problem]:
@@ -484,7 +475,7 @@ class Operators:
 
 def operators(problems: Mapping[str, Problem]) -> tuple[Operators, ...]:
     """One row for each distinct signature and device of the problems that ``load`` gives."""
-    seen: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
+    samples: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     kind_of: dict[str, str] = {}
     for name, problem in problems.items():
         graph, profile = problem.graph, problem.profile
@@ -493,20 +484,14 @@ def operators(problems: Mapping[str, Problem]) -> tuple[Operators, ...]:
             for n, signature in enumerate(graph.op_signature):
                 key = (signature, problem.cluster.name, device)
                 times = profile.compute_s[n, d], profile.spread_s[n, d]
-                seen.setdefault(key, []).append((*times, name))
-    return tuple(
-        Operators(
-            signature,
-            kind_of[signature],
-            machine,
-            device,
-            float(np.median([x[0] for x in found])),
-            float(np.median([x[1] for x in found])),
-            len(found),
-            len({x[2] for x in found}),
-        )
-        for (signature, machine, device), found in seen.items()
-    )
+                samples.setdefault(key, []).append((*times, name))
+    rows = []
+    for (signature, machine, device), each in samples.items():
+        seconds, spreads, names = zip(*each, strict=True)
+        median, spread = float(np.median(seconds)), float(np.median(spreads))
+        where = signature, kind_of[signature], machine, device
+        rows.append(Operators(*where, median, spread, len(each), len(set(names))))
+    return tuple(rows)
 
 
 @dataclass(frozen=True)

@@ -106,14 +106,14 @@ def families() -> dict[str, Family]:
         "series_parallel_large": Family(series_parallel(1500), 8, speeds=unlike),
         "lstm_grid": Family(grid(4, 50), ccr=0.2),
         "lstm_grid_large": Family(grid(8, 250), 8, ccr=0.1, heterogeneity=0.5),
-        "inception": Family(_inception(12), ccr=0.5),
-        "inception_unlike": Family(_inception(30), 3, ccr=1.0, speeds=unlike),
+        "inception": Family(inception(12), ccr=0.5),
+        "inception_unlike": Family(inception(30), 3, ccr=1.0, speeds=unlike),
         "random": Family(random_graph(300, 30, 2), heterogeneity=0.5),
         "random_dense": Family(random_graph(600, 60, 8), 8, ccr=2.0),
-        "chain_with_skips": Family(_chain(200, 0.2), ccr=0.3),
-        "deep_chain": Family(_chain(2000, 0.02), 8, ccr=0.1, speeds=unlike),
+        "chain_with_skips": Family(chain(200, 0.2), ccr=0.3),
+        "deep_chain": Family(chain(2000, 0.02), 8, ccr=0.1, speeds=unlike),
         "fork_join": Family(fork_join(10, 8, 4), ccr=0.5),
-        "reduction_tree": Family(_reduction(256), ccr=0.5, heterogeneity=1.0),
+        "reduction_tree": Family(reduction(256), ccr=0.5, heterogeneity=1.0),
         "transformer": Family(transformer(24, 4), memory=0.6),
         "transformer_training": Family(transformer(6, 2), training=True, memory=0.6),
         "u_net": Family(_u_net(5, 12), ccr=0.8),
@@ -245,7 +245,7 @@ def grid(layers: int, steps: int) -> Shape:
     return shape
 
 
-def _inception(blocks: int) -> Shape:
+def inception(blocks: int) -> Shape:
     """Blocks of four branches, one to four operators long, between a split and a join."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:
@@ -280,7 +280,7 @@ def random_graph(num_ops: int, window: int, mean_inputs: int) -> Shape:
     return shape
 
 
-def _chain(num_ops: int, skips: float) -> Shape:
+def chain(num_ops: int, skips: float) -> Shape:
     """A chain; some operators are also used 2 to 20 operators later."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:
@@ -311,7 +311,7 @@ def fork_join(times: int, width: int, length: int) -> Shape:
     return shape
 
 
-def _reduction(leaves: int) -> Shape:
+def reduction(leaves: int) -> Shape:
     """A binary tree from the leaves to the root."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:

@@ -7,6 +7,7 @@ function of ``placement.workloads`` does; its name there is ``placement.workload
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,69 +18,35 @@ Size = tuple[int, int]  # batch, and tokens, pixels of a side, or samples of sou
 
 # Names that configurations of one kind have in common; those a class does not know do no harm.
 TEXT: dict[str, Any] = {
-    "vocab_size": 2000,
-    "hidden_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 1024,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 2000, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1024,
+    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 PAIR: dict[str, Any] = {  # encoder and decoder
-    "vocab_size": 2000,
-    "d_model": 256,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 1024,
-    "decoder_ffn_dim": 1024,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 0,
-}
+    "vocab_size": 2000, "d_model": 256, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 1024,
+    "decoder_ffn_dim": 1024, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 0,
+}  # fmt: skip
 PATCHES: dict[str, Any] = {
-    "hidden_size": 192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 3,
+    "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3,
     "intermediate_size": 768,
-}
+}  # fmt: skip
 STAGES: dict[str, Any] = {"hidden_sizes": [32, 64, 128, 256], "depths": [1, 1, 2, 1]}
 EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "experts_implementation": "batched_mm",
-}
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256, "experts_implementation": "batched_mm",
+}  # fmt: skip
 LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-    "head_dim": 32,
-    "n_group": 1,
-    "topk_group": 1,
+    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64, "v_head_dim": 64, "head_dim": 32, "n_group": 1, "topk_group": 1,
     "n_shared_experts": 1,
-}
+}  # fmt: skip
 SOUND: dict[str, Any] = {
-    "hidden_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 768,
-    "conv_dim": (64,) * 7,
-    "num_conv_pos_embeddings": 32,
+    "hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "intermediate_size": 768, "conv_dim": (64,) * 7, "num_conv_pos_embeddings": 32,
     "num_conv_pos_embedding_groups": 4,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,41 +72,52 @@ class Model:
     sizes: tuple[Size, Size] = ((1, 64), (2, 128))
 
 
-def _cnn(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
-    given: Any = {"inputs": "image", "sizes": ((1, 96), (2, 160))} | more
-    return Model("cnn", name, config or {}, **given)
+def _kind(kind: Kind, common: dict[str, Any], **usual: Any) -> Callable[..., Model]:
+    """How models of a kind are written below: a name, and what differs from the others."""
+
+    def model(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
+        return Model(kind, name, common | (config or {}), **usual | more)
+
+    return model
 
 
-def _vit(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
-    given: Any = {"inputs": "image", "sizes": ((1, 96), (2, 160))} | more
-    return Model("vit", name, PATCHES | (config or {}), **given)
+_IMAGES: dict[str, Any] = {"inputs": "image", "sizes": ((1, 96), (2, 160))}
+_cnn = _kind("cnn", {}, **_IMAGES)
+_vit = _kind("vit", PATCHES, **_IMAGES)
+_pyramid = _kind("vit", {}, **_IMAGES)  # a vision transformer whose stages differ
+_encoder = _kind("encoder", TEXT)
+_decoder = _kind("decoder", TEXT)
+_both = _kind("encoder-decoder", PAIR, inputs="pair")
+_audio = _kind("audio", SOUND, inputs="sound", sizes=((1, 8000), (2, 16000)))
+_moe = _kind("moe", TEXT | EXPERTS)
 
 
-def _pyramid(name: str, config: dict[str, Any], **more: Any) -> Model:
-    """A vision transformer whose stages differ."""
-    return Model("vit", name, config, **{"inputs": "image", "sizes": ((1, 96), (2, 160))} | more)
-
-
-def _encoder(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
-    return Model("encoder", name, TEXT | (config or {}), **more)
-
-
-def _decoder(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
-    return Model("decoder", name, TEXT | (config or {}), **more)
-
-
-def _both(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
-    return Model("encoder-decoder", name, PAIR | (config or {}), inputs="pair", **more)
-
-
-def _audio(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
-    given: Any = {"inputs": "sound", "sizes": ((1, 8000), (2, 16000))} | more
-    return Model("audio", name, SOUND | (config or {}), **given)
-
-
-def _moe(name: str, config: dict[str, Any] | None = None, **more: Any) -> Model:
-    return Model("moe", name, TEXT | EXPERTS | (config or {}), **more)
-
+# Models that differ in nothing but their class.
+_VITS = (
+    "ViT", "DeiT", "Beit", "Data2VecVision", "ViTMSN", "ViTMAE", "MobileViTV2",
+)  # fmt: skip
+_ENCODERS = (
+    "Bert", "Roberta", "MPNet", "XLMRoberta", "Camembert", "FNet", "Nystromformer", "LayoutLM",
+    "Ernie", "MegatronBert", "ModernBert", "NomicBert", "EuroBert", "Yoso", "Canine", "CLIPText",
+    "Splinter", "IBert",
+)  # fmt: skip
+_DECODERS = (
+    "GPT2", "GPTNeoX", "GPTBigCode", "Bloom", "Llama", "Mistral", "Ministral", "Qwen2", "Qwen3",
+    "Phi", "Phi3", "Gemma", "Gemma2", "Gemma3Text", "Starcoder2", "StableLm", "Cohere", "Cohere2",
+    "Olmo", "Olmo2", "Granite", "Persimmon", "BioGpt", "OpenAIGPT", "SmolLM3", "Glm", "Helium",
+    "Nemotron", "Arcee", "Apertus", "BitNet", "SeedOss", "ImageGPT",
+)  # fmt: skip
+_PAIRS = (
+    "Bart", "MBart", "PLBart", "Pegasus", "PegasusX", "Marian", "Blenderbot", "BlenderbotSmall",
+    "M2M100",
+)  # fmt: skip
+_SOUNDS = (
+    "Wav2Vec2", "Hubert", "WavLM", "UniSpeech", "UniSpeechSat", "Data2VecAudio",
+    "Wav2Vec2Conformer",
+)  # fmt: skip
+_MOES = (
+    "Mixtral", "Qwen3Moe", "Olmoe", "Phimoe", "GraniteMoe", "GptOss",
+)  # fmt: skip
 
 MODELS: tuple[Model, ...] = (
     _cnn("ResNet", {"embedding_size": 32, **STAGES, "layer_type": "bottleneck"}),
@@ -155,18 +133,13 @@ MODELS: tuple[Model, ...] = (
     _cnn("TextNet"),
     _cnn("FocalNet", {"embed_dim": 32, "depths": [1, 1, 2, 1], "image_size": 96}),
     _cnn("SwiftFormer", {"depths": [1, 1, 2, 1], "embed_dims": [32, 64, 128, 256]}),
-    _vit("ViT"),
-    _vit("DeiT"),
+    *map(_vit, _VITS),
     _pyramid(
         "Swin",
         {"embed_dim": 48, "depths": [1, 1, 2, 1], "num_heads": [2, 4, 8, 16]},
         sizes=((1, 224), (2, 224)),
     ),
     _pyramid("Swinv2", {"embed_dim": 48, "depths": [1, 1, 2, 1], "num_heads": [2, 4, 8, 16]}),
-    _vit("Beit"),
-    _vit("Data2VecVision"),
-    _vit("ViTMSN"),
-    _vit("ViTMAE"),
     _vit("Dinov2", {"patch_size": 16}),
     _vit("Dinov2WithRegisters", {"patch_size": 16}),
     _vit("DINOv3ViT", {"patch_size": 16}),
@@ -182,32 +155,22 @@ MODELS: tuple[Model, ...] = (
     ),
     _pyramid("Levit", {"hidden_sizes": [64, 128, 192], "num_attention_heads": [2, 4, 6]}),
     _vit("MobileViT", {"hidden_sizes": [96, 120, 144]}),
-    _vit("MobileViTV2"),
     _vit("Yolos", {"num_detection_tokens": 20, "image_size": [96, 96]}),
     _vit("DPT", {"image_size": 96}),
     _vit("SiglipVision", {"patch_size": 16}),
     _vit("CLIPVision", {"patch_size": 16}),
     _vit("Aimv2Vision", {"patch_size": 16}),
     _vit("VitDet", {"image_size": 96}),
-    _encoder("Bert"),
-    _encoder("Roberta"),
+    *map(_encoder, _ENCODERS),
     _encoder("DistilBert", {"dim": 256, "hidden_dim": 1024, "n_layers": 3, "n_heads": 4}),
     _encoder("Electra", {"embedding_size": 128}),
     _encoder("Albert", {"embedding_size": 128}),
     _encoder("Deberta", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
     _encoder("DebertaV2", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
-    _encoder("MPNet"),
     _encoder("MobileBert", {"embedding_size": 64, "intra_bottleneck_size": 64}),
     _encoder("SqueezeBert", {"embedding_size": 256}),
-    _encoder("XLMRoberta"),
-    _encoder("Camembert"),
     _encoder("ConvBert", {"embedding_size": 256}),
-    _encoder("FNet"),
-    _encoder("Nystromformer"),
     _encoder("RoFormer", {"embedding_size": 256}),
-    _encoder("LayoutLM"),
-    _encoder("Ernie"),
-    _encoder("MegatronBert"),
     _encoder("RemBert", {"input_embedding_size": 128, "output_embedding_size": 128}),
     Model(
         "encoder",
@@ -220,78 +183,24 @@ MODELS: tuple[Model, ...] = (
         {"vocab_size": 2000, "d_model": 256, "n_layer": 3, "n_head": 4, "d_inner": 1024},
     ),
     _encoder("BigBird", {"attention_type": "original_full"}),
-    _encoder("ModernBert"),
-    _encoder("NomicBert"),
-    _encoder("EuroBert"),
     _encoder("Esm", {"token_dropout": False, "mask_token_id": 3}),
-    _encoder("Yoso"),
-    _encoder("Canine"),
-    _encoder("CLIPText"),
-    _encoder("Splinter"),
-    _encoder("IBert"),
-    _decoder("GPT2"),
+    *map(_decoder, _DECODERS),
     _decoder("GPTNeo", {"attention_types": [[["global", "local"], 2]], "num_hidden_layers": 4}),
     _decoder("GPTJ", {"rotary_dim": 32}),
-    _decoder("GPTNeoX"),
-    _decoder("GPTBigCode"),
     _decoder("OPT", {"ffn_dim": 1024, "word_embed_proj_dim": 256}),
-    _decoder("Bloom"),
-    _decoder("Llama"),
-    _decoder("Mistral"),
-    _decoder("Ministral"),
-    _decoder("Qwen2"),
-    _decoder("Qwen3"),
-    _decoder("Phi"),
-    _decoder("Phi3"),
-    _decoder("Gemma"),
-    _decoder("Gemma2"),
-    _decoder("Gemma3Text"),
     Model("decoder", "Falcon", {k: v for k, v in TEXT.items() if k != "head_dim"}),
-    _decoder("Starcoder2"),
-    _decoder("StableLm"),
-    _decoder("Cohere"),
-    _decoder("Cohere2"),
-    _decoder("Olmo"),
-    _decoder("Olmo2"),
-    _decoder("Granite"),
     _decoder("CodeGen", {"rotary_dim": 32}),
     _decoder("Mpt", {"d_model": 256, "n_heads": 4, "n_layers": 3, "max_seq_len": 512}),
-    _decoder("Persimmon"),
-    _decoder("BioGpt"),
     _decoder("XGLM", {"d_model": 256, "ffn_dim": 1024, "attention_heads": 4, "num_layers": 3}),
-    _decoder("OpenAIGPT"),
-    _decoder("SmolLM3"),
-    _decoder("Glm"),
-    _decoder("Helium"),
-    _decoder("Nemotron"),
-    _decoder("Arcee"),
-    _decoder("Apertus"),
-    _decoder("BitNet"),
-    _decoder("SeedOss"),
     _decoder("Mamba", {"state_size": 8}, sizes=((1, 16), (2, 32))),
-    _decoder("ImageGPT"),
     _both("T5", {"d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 4}),
     _both("MT5", {"d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 4}),
     _both("UMT5", {"d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 4}),
-    _both("Bart"),
-    _both("MBart"),
-    _both("PLBart"),
-    _both("Pegasus"),
-    _both("PegasusX"),
-    _both("Marian"),
-    _both("Blenderbot"),
-    _both("BlenderbotSmall"),
-    _both("M2M100"),
+    *map(_both, _PAIRS),
     _both("BigBirdPegasus", {"attention_type": "original_full"}),
-    _audio("Wav2Vec2"),
-    _audio("Hubert"),
-    _audio("WavLM"),
-    _audio("UniSpeech"),
-    _audio("UniSpeechSat"),
+    *map(_audio, _SOUNDS),
     _audio("SEW", {"squeeze_factor": 2, "conv_dim": (64,) * 13}),
     _audio("SEWD", {"squeeze_factor": 2, "conv_dim": (64,) * 13}),
-    _audio("Data2VecAudio"),
-    _audio("Wav2Vec2Conformer"),
     _audio(
         "WhisperEncoder",
         {
@@ -309,15 +218,10 @@ MODELS: tuple[Model, ...] = (
     _audio(
         "AST", {"num_mel_bins": 64, "max_length": 128}, inputs="mel", sizes=((1, 128), (2, 128))
     ),
-    _moe("Mixtral"),
+    *map(_moe, _MOES),
     _moe("Qwen2Moe", {"shared_expert_intermediate_size": 512}),
-    _moe("Qwen3Moe"),
-    _moe("Olmoe"),
-    _moe("Phimoe"),
-    _moe("GraniteMoe"),
     _moe("DeepseekV2", LATENT),
     _moe("DeepseekV3", LATENT),
-    _moe("GptOss"),
     _moe("Dots1", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
     _moe("Glm4Moe", {"n_group": 1, "topk_group": 1}),
     _moe("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2}),
@@ -335,27 +239,27 @@ def small(model: str, batch: int = 1, size: int = 64) -> tuple[Any, Any]:
     Raises:
         WorkloadError: no such model, or transformers is missing or of another version.
     """
-    found = {m.name: m for m in MODELS}.get(model)
-    if found is None:
+    kind = {m.name: m for m in MODELS}.get(model)
+    if kind is None:
         raise WorkloadError(
             f"model {model!r} is unknown; there are {', '.join(m.name for m in MODELS)}"
         )
     transformers = import_transformers()
-    settings = _class(transformers, found.settings or f"{found.name}Config")
-    module = _class(transformers, found.model or f"{found.name}Model")
+    settings = _class(transformers, kind.settings or f"{kind.name}Config")
+    module = _class(transformers, kind.model or f"{kind.name}Model")
     with seeded():
-        options = {"image_size": size} if found.inputs == "image" else {}
-        config = settings(**options | found.config | {"use_cache": False, "return_dict": True})
-        return module(config).eval(), _inputs(found, config, batch, size)
+        options = {"image_size": size} if kind.inputs == "image" else {}
+        config = settings(**options | kind.config | {"use_cache": False, "return_dict": True})
+        return module(config).eval(), _inputs(kind, config, batch, size)
 
 
 def _class(transformers: Any, path: str) -> Any:
-    found = transformers
+    place = transformers
     for part in path.split("."):
-        found = getattr(found, part, None)
-        if found is None:
+        place = getattr(place, part, None)
+        if place is None:
             raise WorkloadError(f"transformers {transformers.__version__} has no {path}")
-    return found
+    return place
 
 
 def _inputs(model: Model, config: Any, batch: int, size: int) -> Any:

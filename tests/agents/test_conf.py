@@ -215,9 +215,7 @@ def run(
     monkeypatch.delenv("HYDRA_FULL_ERROR")
 
     def call(command: str, *words: str) -> int:
-        monkeypatch.setattr(sys, "argv", [f"placement-{command}", *words])
-        module = {"compare": agents.compare, "train": agents.train}[command]
-        code: int = module.main()
+        code = {"compare": agents.compare, "train": agents.train}[command].main(words)
         monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
         return code
 

@@ -24,10 +24,10 @@ from placement.program import (
     fill,
     input_spec,
     inputs_from_spec,
-    leaves_of,
     run_program,
     split_inputs,
 )
+from tests.capturing.running import values_of
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -70,18 +70,10 @@ def check(module, inputs):
 
 def assert_memory_is_shared_as_stated(graph):
     """Two live tensors have one storage exactly where ``tensor_root`` says so."""
-    program = graph.program
-    inputs = [x.clone() for x in program.timing_inputs()]
-    live = dict(zip(program.input_tensors, inputs, strict=True))
-    params = {p.untyped_storage().data_ptr() for p in program.params}
-    with torch.no_grad():
-        for step in program.steps:
-            args = fill(step.args, live, program.params)
-            value = step.target(*args, **fill(step.kwargs, live, program.params))
-            for t, i in zip(step.outputs, step.output_index, strict=True):
-                live[t] = value[i] if step.multi else value
+    params = {p.untyped_storage().data_ptr() for p in graph.program.params}
+    inputs = [x.clone() for x in graph.program.timing_inputs()]
     owner = {}
-    for t, x in sorted(live.items()):
+    for t, x in sorted(values_of(graph, inputs).items()):
         memory = x.untyped_storage().data_ptr()
         if memory in params or x.numel() == 0:
             assert graph.tensor_root[t] == t
@@ -279,31 +271,9 @@ def assert_any_order_gives_the_same(graph):
     expected = run_program(program, inputs)
     rng = np.random.default_rng(0)
     for _ in range(10):
-        live = dict(zip(program.input_tensors, inputs, strict=True))
-        waiting = list(range(graph.num_ops))
-        with torch.no_grad():
-            while waiting:
-                ready = [
-                    n
-                    for n in waiting
-                    if all(
-                        x.tensor in live
-                        for x in leaves_of((program.steps[n].args, program.steps[n].kwargs))
-                        if isinstance(x, Ref)
-                    )
-                ]
-                n = int(rng.choice(ready))
-                waiting.remove(n)
-                step = program.steps[n]
-                value = step.target(
-                    *fill(step.args, live, program.params),
-                    **fill(step.kwargs, live, program.params),
-                )
-                for t, i in zip(step.outputs, step.output_index, strict=True):
-                    live[t] = value[i] if step.multi else value
-        for a, b in zip(
-            fill(list(program.output_leaves), live, program.params), expected, strict=True
-        ):
+        live = values_of(graph, inputs, rng)
+        outputs = fill(list(program.output_leaves), live, program.params)
+        for a, b in zip(outputs, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
@@ -621,22 +591,12 @@ def test_inputs_of_a_call_are_checked(args, kwargs, message):
 def test_input_specification_is_json_and_captures_the_same_graph():
     inputs = ((X, (X, [X.int()])), {"mask": X > 0, "n": 2, "mode": "sum"})
     spec = input_spec(inputs)
-    assert (
-        json.loads(json.dumps(spec))
-        == spec
-        == {
-            "args": [
-                {"shape": [2, 4], "dtype": "float32"},
-                {
-                    "tuple": [
-                        {"shape": [2, 4], "dtype": "float32"},
-                        [{"shape": [2, 4], "dtype": "int32"}],
-                    ]
-                },
-            ],
-            "kwargs": {"mask": {"shape": [2, 4], "dtype": "bool"}, "n": 2, "mode": "sum"},
-        }
-    )
+    floats, ints, bools = ({"shape": [2, 4], "dtype": x} for x in ("float32", "int32", "bool"))
+    assert spec == {
+        "args": [floats, {"tuple": [floats, [ints]]}],
+        "kwargs": {"mask": bools, "n": 2, "mode": "sum"},
+    }
+    assert json.loads(json.dumps(spec)) == spec
     args, kwargs = inputs_from_spec(spec)
     assert torch.equal(args[0], torch.ones(2, 4))
     assert type(args[1]) is tuple and torch.equal(args[1][1][0], torch.zeros(2, 4).int())

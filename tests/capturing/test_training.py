@@ -20,9 +20,10 @@ from placement.executor import Executor, RunnerError, Trainer
 from placement.plan import PlanMismatch, load_plan, make_plan
 from placement.problem import Problem, Solution
 from placement.profile import Profile
-from placement.program import CaptureError, InputError, fill
+from placement.program import CaptureError, InputError
 from placement.schedule import Schedule, ScheduleError
 from placement.simulator import list_schedule, simulate
+from tests.capturing.running import values_of
 
 CORES = sorted(os.sched_getaffinity(0))
 CLUSTER = Cluster(
@@ -82,6 +83,20 @@ def plain_step(module, optimizer, microbatches, loss=F.cross_entropy):
         return plain_pytorch_step(module, optimizer, microbatches, loss)
 
 
+def beside_plain(count, name="sgd", **options):
+    """A module, its copy for plain PyTorch, an optimizer of each, batches, the module's graph."""
+    module, batches = made(), data(count)
+    plain = copy.deepcopy(module).train()
+    optimizer, expected = (OPTIMIZERS[name](m.parameters()) for m in (module, plain))
+    options |= {"mode": "training", "loss": F.cross_entropy, "optimizer": optimizer}
+    return module, plain, optimizer, expected, batches, capture(module, batches[0], **options)
+
+
+def assert_equal_states(module, plain):
+    for (key, a), b in zip(module.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=key)
+
+
 def random_placement(graph, seed):
     groups = np.random.default_rng(seed).integers(0, 2, graph.num_groups)
     return groups[graph.group].astype(np.int32)
@@ -90,20 +105,8 @@ def random_placement(graph, seed):
 @pytest.mark.parametrize("colocate", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_equal_plain_pytorch(name, colocate):
-    module = made()
-    plain = copy.deepcopy(module).train()
-    optimizer, expected = (
-        OPTIMIZERS[name](module.parameters()),
-        OPTIMIZERS[name](plain.parameters()),
-    )
-    batches = data(12)
-    graph = capture(
-        module,
-        batches[0],
-        mode="training",
-        loss=F.cross_entropy,
-        optimizer=optimizer,
-        colocate_backward=colocate,
+    module, plain, optimizer, expected, batches, graph = beside_plain(
+        12, name, colocate_backward=colocate
     )
     with Trainer(graph, CLUSTER, random_placement(graph, 3), optimizer) as trainer:
         for i in range(3):
@@ -122,8 +125,7 @@ def test_steps_equal_plain_pytorch(name, colocate):
             assert gradients.keys() == seen.keys()
             for key, value in gradients.items():
                 torch.testing.assert_close(value, seen[key])
-    for (key, a), b in zip(module.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, msg=key)
+    assert_equal_states(module, plain)
     assert module.norm.num_batches_tracked == 12
 
 
@@ -224,24 +226,10 @@ def test_gradients_of_weights_may_be_operators_of_their_own():
 def run_in_any_order(graph, rng):
     """Loss and gradients, by name, of one micro-batch in a random order that the edges allow."""
     program = graph.program
-    live = dict(zip(program.input_tensors, program.example_tensors, strict=True))
-    waiting = set(range(graph.num_ops))
-    with torch.no_grad():
-        while waiting:
-            ready = [
-                op
-                for op in waiting
-                if all(t in live for t in graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]])
-            ]
-            op = int(rng.choice(ready))
-            waiting.remove(op)
-            step = program.steps[op]
-            value = step.target(*fill(step.args, live, program.params))
-            for t, i in zip(step.outputs, step.output_index, strict=True):
-                live[t] = value[i] if step.multi else value
-                size = live[t].numel() * live[t].element_size()
-                # The trace does not know the size of an LSTM's workspace.
-                assert graph.tensor_bytes[t] == size or "lstm" in graph.op_name[op]
+    live = values_of(graph, program.example_tensors, rng)
+    for t, x in live.items():  # a trace does not know the size of an LSTM's workspace
+        size = x.numel() * x.element_size()
+        assert graph.tensor_bytes[t] == size or "lstm" in graph.op_name[graph.tensor_src[t]]
     gradients = {program.param_names[p]: live[t] for p, t in program.gradients}
     return live[program.output_leaves[0].tensor], gradients
 
@@ -306,8 +294,7 @@ def check_steps(module, examples, loss=None, *, seed=0, make=OPTIMIZERS["sgd"], 
         for i in range(steps):
             mine = examples[i * count : (i + 1) * count]
             torch.testing.assert_close(trainer.step(mine), plain_step(plain, expected, mine, loss))
-    for (key, a), b in zip(module.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, msg=key)
+    assert_equal_states(module, plain)
     return graph
 
 
@@ -323,19 +310,9 @@ def test_a_residual_network_and_a_transformer_with_tied_embeddings():
         images,
         lambda out, target: F.cross_entropy(out.logits, target),
     )
-    config = transformers.GPT2Config(
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        vocab_size=20,
-        n_positions=8,
-        use_cache=False,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": 8}
+    zeros = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id")
+    config = transformers.GPT2Config(**size, **dict.fromkeys(zeros, 0), use_cache=False)
     texts = [{"input_ids": (x := torch.randint(20, (2, 8))), "labels": x} for _ in range(4)]
     module = transformers.GPT2LMHeadModel(config)
     graph = check_steps(module, texts, make=OPTIMIZERS["adamw"])  # its own loss, from labels
@@ -376,8 +353,7 @@ def test_buffers_change_in_the_order_of_micro_batches(seed):
     with Trainer(graph, CLUSTER, random_placement(graph, seed), optimizer) as trainer:
         for mine in (batches[:8], batches[8:]):
             torch.testing.assert_close(trainer.step(mine), plain_step(plain, expected, mine))
-    for (key, a), b in zip(module.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, msg=key)
+    assert_equal_states(module, plain)
     for key, value in still.items():
         if "running" in key:
             assert torch.equal(module.still.state_dict()[key], value)
@@ -431,11 +407,7 @@ def gpipe(graph, placement, count):
 
 
 def test_a_schedule_is_followed_step_after_step():
-    module = made()
-    plain = copy.deepcopy(module).train()
-    optimizer, expected = (OPTIMIZERS["sgd"](m.parameters()) for m in (module, plain))
-    batches = data(9)
-    graph = capture(module, batches[0], mode="training", loss=F.cross_entropy)
+    module, plain, optimizer, expected, batches, graph = beside_plain(9)
     placement = random_placement(graph, 5)
     schedule = gpipe(graph, placement, 3)
     with Trainer(graph, CLUSTER, placement, optimizer, schedule=schedule, record=True) as trainer:
@@ -465,11 +437,7 @@ def test_a_schedule_that_changes_buffers_out_of_order_is_refused():
 
 
 def test_settings_are_read_at_every_step_and_training_goes_on_where_it_stopped():
-    module = made()
-    plain = copy.deepcopy(module).train()
-    optimizer, expected = (OPTIMIZERS["adamw"](m.parameters()) for m in (module, plain))
-    batches = data(8)
-    graph = capture(module, batches[0], mode="training", loss=F.cross_entropy, optimizer=optimizer)
+    module, plain, optimizer, expected, batches, graph = beside_plain(8, "adamw")
     for i in range(2):
         with Trainer(graph, CLUSTER, random_placement(graph, i), optimizer) as trainer:
             for j in range(2):
@@ -488,11 +456,7 @@ def test_settings_are_read_at_every_step_and_training_goes_on_where_it_stopped()
 
 
 def test_a_loader_is_read_step_by_step():
-    module = made()
-    plain = copy.deepcopy(module).train()
-    optimizer, expected = (OPTIMIZERS["sgd"](m.parameters()) for m in (module, plain))
-    batches = data(7)
-    graph = capture(module, batches[0], mode="training", loss=F.cross_entropy)
+    _, plain, optimizer, expected, batches, graph = beside_plain(7)
     placement = random_placement(graph, 2)
     loader = [list(x) for x in batches]  # as torch.utils.data.DataLoader gives them
     with Trainer(graph, CLUSTER, placement, optimizer) as trainer:
@@ -507,11 +471,7 @@ def test_a_loader_is_read_step_by_step():
 
 
 def test_failures_leave_the_module_as_after_the_last_step():
-    module = made()
-    plain = copy.deepcopy(module).train()
-    optimizer, expected = (OPTIMIZERS["sgd"](m.parameters()) for m in (module, plain))
-    batches = data(4)
-    graph = capture(module, batches[0], mode="training", loss=F.cross_entropy)
+    module, plain, optimizer, expected, batches, graph = beside_plain(4)
 
     def stop_early():
         yield batches[0]
@@ -535,21 +495,17 @@ def test_failures_leave_the_module_as_after_the_last_step():
             trainer.update()
         for key, value in module.named_buffers():  # running statistics saw some micro-batches
             value.copy_(buffers[key])
-        torch.testing.assert_close(
-            trainer.step(batches[2:]), plain_step(plain, expected, batches[2:])
-        )
-    for a, b in zip(module.state_dict().values(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b)
+        losses = plain_step(plain, expected, batches[2:])
+        torch.testing.assert_close(trainer.step(batches[2:]), losses)
+    assert_equal_states(module, plain)
 
 
 # ---------------------------------------------------------------- the rest of the house
 
 
 def test_measuring_and_executing_leave_the_module_alone():
-    module = made()
+    module, *_, graph = beside_plain(1, "adamw")
     before = copy.deepcopy(module.state_dict())
-    optimizer = OPTIMIZERS["adamw"](module.parameters())
-    graph = capture(module, data(1)[0], mode="training", loss=F.cross_entropy, optimizer=optimizer)
     problem = Problem(graph, CLUSTER, measure(graph, CLUSTER, repeats=1), num_microbatches=4)
     placement = random_placement(graph, 1)
     timeline = Executor(problem).run(placement, list_schedule(problem, placement, 4))
@@ -566,22 +522,17 @@ def test_stored_activations_bound_the_micro_batches_in_flight():
     example = (torch.randn(4, 16), torch.randn(4, 16))
     graph = capture(nn.Sequential(*layers), example, mode="training", loss=F.mse_loss)
     placement = np.zeros(graph.num_ops, np.int32)
-    peaks = []
-    for schedule in (
-        list_schedule(problem_of(graph), placement, 4),  # one micro-batch after the other
-        gpipe(graph, placement, 4),
-    ):
-        peaks.append(int(simulate(problem_of(graph), placement, schedule).peak_bytes[0]))
+    one_by_one = list_schedule(problem_of(graph), placement, 4)
+    peaks = [
+        int(simulate(problem_of(graph), placement, schedule).peak_bytes[0])
+        for schedule in (one_by_one, gpipe(graph, placement, 4))
+    ]
     # The results of the 6 tanh are stored for backward, of 3 more micro-batches.
     assert peaks[1] - peaks[0] >= 3 * 6 * 4 * 16 * 4
 
 
 def test_a_plan_of_a_training_step(tmp_path):
-    module = made()
-    plain = copy.deepcopy(module).train()
-    optimizer, expected = (OPTIMIZERS["sgd"](m.parameters()) for m in (module, plain))
-    batches = data(4)
-    graph = capture(module, batches[0], mode="training", loss=F.cross_entropy, optimizer=optimizer)
+    module, plain, optimizer, expected, batches, graph = beside_plain(4)
     problem = problem_of(graph, num_microbatches=2)
     placement = random_placement(graph, 6)
     schedule = list_schedule(problem, placement, 2)

@@ -15,23 +15,15 @@ from typing import Any
 import pytest
 
 from placement.__main__ import VERBS, build_parser, main
-from placement.cli import NO, OK, completion, doctor
+from placement.cli import BAD_INPUT, NO, OK, completion, doctor
 
 ROOT = Path(__file__).parents[2]
 GOOD: dict[str, Any] = {
     "version": "1.0",
     "python": "3.11.7",
     "platform": "Linux",
-    "cpu": {
-        "model": "Processor",
-        "logical": 8,
-        "usable": 4,
-        "physical": 4,
-        "sockets": 1,
-        "quota_cores": None,
-        "load": 0.1,
-        "governor": "performance",
-    },
+    "cpu": {"model": "Processor", "logical": 8, "usable": 4, "physical": 4, "sockets": 1}
+    | {"quota_cores": None, "load": 0.1, "governor": "performance"},
     "memory": {"total_bytes": 2**34, "free_bytes": 2**33, "limit_bytes": None},
     "devices": ["cpu:0", "cpu:1"],
     "gpus": [],
@@ -181,3 +173,30 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
     done = subprocess.run([bash, "-c", lines], capture_output=True, text=True, timeout=120)
     assert done.stdout == "simulated_annealing\n", done.stderr
+
+
+def test_warm_compiles_what_the_first_commands_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from placement import planners
+
+    asked = []
+
+    def load(name: str, **options: Any) -> Any:
+        return lambda problem: asked.append((name, problem.objective.value, options))
+
+    monkeypatch.setattr(planners, "load", load)
+    assert main(["doctor", "--warm"]) == OK
+    assert "kernels are compiled, and kept in " in capsys.readouterr().err
+    assert len(asked) == 2 * len(doctor.WARM)
+    assert {name for name, *_ in asked} >= {"heft", "best_of", "policy"}
+    monkeypatch.setattr(doctor, "kept_in", lambda: None)
+    assert main(["doctor", "--warm"]) == BAD_INPUT
+    assert "NUMBA_CACHE_DIR" in capsys.readouterr().err
+
+
+def test_planners_of_warm_have_its_options() -> None:
+    from placement import planners
+
+    for name, options in doctor.WARM.items():
+        planners.load(name, **options)

@@ -199,10 +199,6 @@ def test_the_command_writes_a_cluster_that_can_be_used(tmp_path, capsys, monkeyp
         ("busy_w: .nan", "device 'a': busy_w = nan is no number of watts"),
         ("busy_w: .inf", "device 'a': busy_w = inf is no number of watts"),
         ("busy_w: many", "busy_w = 'many' is not a number"),
-        ("sleep_w: 2", "device 'a': sleep_w = 2.0 watts, but idle_w = None: asleep"),
-        ("idle_w: 1, sleep_w: 2", "device 'a': sleep_w = 2.0 watts, but idle_w = 1.0: asleep it"),
-        ("sleep_after_s: 1e-3", "device 'a': sleep_after_s = 0.001 without sleep_w: state the"),
-        ("idle_w: 1, sleep_w: 0, sleep_exit_s: -1", "sleep_exit_s = -1.0, must be >= 0"),
         ("power_source: guessed", "power_source = 'guessed', must be declared or measured"),
     ],
 )

@@ -124,7 +124,7 @@ def test_workers_hold_no_more_and_no_less_than_that():
 
     with Runner(graph, CLUSTER, placement, max_in_flight=1, record=True) as runner:
         runner._start()
-        calls = runner.workers[0]._compiled.calls
+        calls = runner.workers[0]._compiled[0].calls
         calls.update({op: watched(call) for op, call in calls.items()})
         for _ in runner.stream_tensors([graph.program.timing_inputs()] * 3):
             pass

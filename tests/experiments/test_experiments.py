@@ -68,18 +68,19 @@ class Refuses:
 
 @dataclass(frozen=True)
 class Dies:
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def __call__(self, problem: Problem) -> Solution:
         if problem.graph.name != "warm":
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.end()
         raise StudyError("only pretends to be warm")
 
 
 @dataclass(frozen=True)
-class Sleeps:
-    def __call__(self, problem: Problem) -> Solution:
-        if problem.graph.name != "warm":
-            time.sleep(60)
-        raise StudyError("only pretends to be warm")
+class Sleeps(Dies):
+    def end(self) -> None:
+        time.sleep(60)
 
 
 @dataclass(frozen=True)
@@ -111,18 +112,15 @@ def test_what_a_run_returns_and_holds() -> None:
     assert above
 
 
-def raises(error: BaseException) -> Callable[[], None]:
-    def call() -> None:
-        raise error
-
-    return call
+def raises(error: BaseException) -> None:
+    raise error
 
 
 @pytest.mark.parametrize(
     ("call", "status", "note"),
     [
-        (raises(StudyError("no: 3 > 2")), "refused", "no: 3 > 2"),
-        (raises(ZeroDivisionError("oh")), "failed", "ZeroDivisionError: oh"),
+        (lambda: raises(StudyError("no: 3 > 2")), "refused", "no: 3 > 2"),
+        (lambda: raises(ZeroDivisionError("oh")), "failed", "ZeroDivisionError: oh"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed", "SIGKILL"),
         (lambda: os._exit(3), "killed", "exit code 3"),
         (lambda: np.ones(2**40), "out of memory", ""),
@@ -240,7 +238,7 @@ FROM_MORE_THAN_ROWS = ("measured", "prediction")
 
 def test_every_study_has_a_page() -> None:
     sections = re.findall(r"^<!-- (\w+) -->$", study.PAGES.read_text(), re.MULTILINE)
-    assert sorted(sections) == sorted([*STUDIES, "results"])
+    assert sorted(sections) == sorted([*STUDIES, "results", "goals", "optima"])
 
 
 @pytest.mark.parametrize("name", sorted(set(STUDIES) - set(FROM_MORE_THAN_ROWS)))
@@ -277,29 +275,29 @@ def test_the_committed_page_follows_from_the_committed_rows(name: str) -> None:
 SMALL = {
     "bench": "",
     "learned.__main__": "giph --graphs 1 --seeds 1 --per-operator 1 --known-per-operator 2",
-    "pipelining": "tiny_mlp --rounds 1 --count 8",
+    "pipelining": "tiny_mlp tiny_mlp:0.6 tiny_mlp:latency --rounds 1 --count 8",
     "training": "resnet_tiny --steps 1 --rounds 1 --microbatches 2 --seconds 0.2",
     "peers": "pipelining --tiny --rounds 1 --micro-batches 2 --repeats 1",
     "input_pipeline": "--rounds 1 --count 4 --width 64",
     "schedules": "executed tiny_mlp --rounds 1 --repeats 1 --microbatches 4",
     "fidelity": "tiny_cnn --placements 9 --rounds 1 --minutes 0 --repeats 1",
     "measured": "tiny_cnn --quick",
-    "side_by_side": "--ways serial --evaluations 2 --layers 2 --width 4",
-    "scale_out": "--devices 2 9 --operators 100 --seconds 0.2",
+    "scale": "devices --devices 2 9 --operators 100 --seconds 0.2",
+    "homes": "--clusters 2 --planners by_memory layer_dp",
 }
-RESUMED = ("fidelity", "measured", "scale_out", "learned.__main__")
+RESUMED = ("fidelity", "measured", "scale", "learned.__main__")
 SAYS = {
+    "homes": r"\| all \| layer_dp \| 2 \| 2 \| 0 \| 1\.\d\dx \|",
     "bench": r"\| problem and its tables \| [\d.]+ \| ms \| ≤ 300 [✓✗] \|",
     "learned.__main__": r"\n48 to 48 operators on 17 (?s:.*)\| policy \| \+\d.* % \(.*\) \| 1 \|",
-    "pipelining": r"\| tiny_mlp \| 6 \| .* ms \| .*x \|",
+    "pipelining": r"\| tiny_mlp \| 6 \| .* ms \| .*x \| (?s:.*)tiny_mlp:0.6 \| 6 \| – \| – \|",
     "training": r"\| resnet_tiny \| \d+ \| .* \| 1 \| [01]\.\de[+-]0\d \| (?s:.*)\| searched \|",
     "peers": r"\| tiny \| 30 \| .* ms \| .*x \(",
     "input_pipeline": r"\| 1 \| Python, in a process \| 200 % \| .* \| – \| – \|",
     "schedules": r"\| tiny_mlp, searched \| .* \| 1\.00x \|",
     "fidelity": r"\| tiny_cnn \| 9 \| 1 \|(?s:.*)without slowing down of busy neighbours",
     "measured": r"\| tiny_cnn \| measured_search \| 12 \| \d\.\d+ \(\d",
-    "side_by_side": r"8 operators\s(?s:.*)\| serial \| .* \| 1\.00 \| yes \|",
-    "scale_out": r"\| policy \(one shot\) \| [\d.]+ s, (?s:.*)\| replicated \| 100 \| 9 \|",
+    "scale": r"\| policy \(one shot\) \| [\d.]+ s, (?s:.*)\| replicated \| 100 \| 9 \|",
 }
 
 
@@ -322,7 +320,7 @@ def test_a_small_run(
             raise AssertionError("this was finished already")
 
         monkeypatch.setattr("placement.executor.Executor.run", fail)
-        for module in ("scale_out", "learned.cells"):
+        for module in ("scale", "learned.cells"):
             monkeypatch.setattr(f"experiments.{module}.limited", fail)
         assert main(words) == 0 and capsys.readouterr().out == text
 
@@ -393,14 +391,9 @@ def test_tables_of_predictions_are_those_of_the_committed_rows() -> None:
 def test_regret_and_rank_correlation() -> None:
     from experiments import prediction
 
-    names = [
-        "search, measured",
-        "search, roofline",
-        "search, polynomial",
-        "search, trees",
-        "static",
-    ]
-    measured = dict(zip(names, ([2, 2.0], [3, 3.0], [2, 2.2], [2, 1.9], [4, 4.0]), strict=True))
+    searches = {"measured": [2, 2.0], "roofline": [3, 3.0], "polynomial": [2, 2.2]}
+    searches["trees"] = [2, 1.9]
+    measured = {f"search, {k}": v for k, v in searches.items()} | {"static": [4, 4.0]}
     backwards = {name: [1 / x, 1 / y] for name, (x, y) in measured.items()}
     plan = {
         "model": "m",
@@ -471,7 +464,7 @@ def test_what_a_correction_takes_away() -> None:
 # --- public files --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", [(baselines, "moirai/*"), (public, "exact"), (public, "pipedream")])
+@pytest.mark.parametrize("run", [(baselines, "moirai/*"), (public, "exact")])
 def test_without_the_files_the_message_says_where_they_are(
     run: Any, tmp_path: Path, places: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -495,20 +488,13 @@ def data(tmp_path: Path) -> Path:
     """
     folder = tmp_path / "data"
     times = (1, 2, 3, 2)
-    chain = {
-        "maxSizePerFPGA": 1e9,
-        "maxFPGAs": 2,
-        "maxCPUs": 1,
-        "nodes": [node(i, t) for i, t in enumerate(times)],
-        "edges": [{"sourceId": i, "destId": i + 1, "cost": 0.25} for i in range(3)],
-    }
+    nodes = [node(i, t) for i, t in enumerate(times)]
+    edges = [{"sourceId": i, "destId": i + 1, "cost": 0.25} for i in range(3)]
+    chain = {"maxSizePerFPGA": 1e9, "maxFPGAs": 2, "maxCPUs": 1, "nodes": nodes, "edges": edges}
+    nodes = [{"id": i, "time": [t, 2 * t]} for i, t in enumerate(times)]
     link = [[0, 0.25], [0.25, 0]]
-    unlike = {
-        "model": "tiny",
-        "num_devices": 2,
-        "nodes": [{"id": i, "time": [t, 2 * t]} for i, t in enumerate(times)],
-        "edges": [{"src": i, "dst": i + 1, "transfer": link} for i in range(3)],
-    }
+    edges = [{"src": i, "dst": i + 1, "transfer": link} for i in range(3)]
+    unlike = {"model": "tiny", "num_devices": 2, "nodes": nodes, "edges": edges}
     profile = "".join(
         f"node{i} -- Op() -- forward_compute_time={t}.0, backward_compute_time={2 * t}.0, "
         f"activation_size=1000.0, parameter_size=10.0\n"
@@ -557,16 +543,9 @@ def test_baselines_from_the_command_line(
         ("moirai/tiny latency", "latency"),
         ("pipedream/tiny", "period"),
     }
-    mine = {
-        (r["planner"].partition(":")[2] or r["planner"], r["seed"]): r
-        for r in rows
-        if r["problem"] == "dnn_partitioning/throughput/layer/tiny"
-        and not r["planner"].startswith("single:")
-    }
-    assert {k for k in mine if k[0] == "random_search"} == {
-        ("random_search", "0"),
-        ("random_search", "1"),
-    }
+    loads = [r for r in rows if r["problem"] == "dnn_partitioning/throughput/layer/tiny"]
+    mine = {(r["planner"].partition(":")[2] or r["planner"], r["seed"]): r for r in loads}
+    assert sorted(seed for name, seed in mine if name == "random_search") == ["0", "1"]
     assert float(mine["random_search", "0"]["value_s"]) == pytest.approx(4.75e-3)  # of 81
     assert float(mine["random_search", "0"]["ratio"]) == 1
     assert float(mine["ideal_dp", ""]["ratio"]) == pytest.approx(5.25 / 4.75)
@@ -683,30 +662,18 @@ def test_a_value_below_a_proved_bound_is_an_error(
     assert "Below a proved bound" in (tmp_path / "out" / "public_search.md").read_text()
 
 
-def test_pipedream_and_moirai(data: Path, tmp_path: Path, places: list[str]) -> None:
-    words = ["--data", str(data), *places, "--seconds", "0.2"]
-    assert public.main(["pipedream", *words, "--devices", "2"]) == 0
-    rows = rows_of(tmp_path / "out" / "public_pipedream.csv")
-    period = {r["planner"]: float(r["value_s"]) for r in rows}
-    # Forward and backward of 8 operators: 24 ms; 9 | 15 is the best cut of the chain.
-    assert period["single_device"] == pytest.approx(24e-3)
-    assert period["antichain_dp"] == pytest.approx(15e-3, rel=0.01)
-    assert all("in_flight=4" in r["settings"] and "mode=training" in r["settings"] for r in rows)
-    assert public.main(["moirai", *words]) == 0
-    rows = rows_of(tmp_path / "out" / "public_moirai.csv")
-    assert {r["objective"] for r in rows} == {"latency", "period"}
-    one = next(r for r in rows if (r["planner"], r["objective"]) == ("single_device", "latency"))
-    assert float(one["value_s"]) == pytest.approx(8e-3)
-
-
 def test_scale_survives_planners_that_do_not(
     tmp_path: Path, places: list[str], no_more_runs: Callable[[], None]
 ) -> None:
     names = ["round_robin", *(f"{HERE}:{x}" for x in ("Refuses", "Dies", "Sleeps", "FallsBack"))]
-    words = [*names, "--operators", "60", "100", "--devices", "2", "--limit", "4", *places]
-    assert scale.main(words) == 0
-    rows = rows_of(tmp_path / "out" / "scale.csv")
-    status = {(r["planner"].partition(":")[2], r["operators"]): r["status"] for r in rows}
+
+    def run(*operators: str) -> dict[tuple[str, str], str]:
+        sizes = ["--operators", *operators, "--devices", "2", "--limit", "4"]
+        assert scale.main(["operators", *names, *sizes, *places]) == 0
+        rows = rows_of(tmp_path / "out" / "scale.csv")
+        return {(r["subject"].partition(":")[2], r["operators"]): r["status"] for r in rows}
+
+    status = run("60", "100")
     # 60 operators make two layers of 50, as 100 do: these were run once.
     assert status == {
         ("", "100"): "ok",
@@ -717,16 +684,12 @@ def test_scale_survives_planners_that_do_not(
     }
     text = (tmp_path / "out" / "scale.md").read_text()
     assert "SIGKILL" in text and "gave up" in text and "N operators are too many" in text
-    # What a limit stopped is not tried on more operators.
-    more = [*names, "--operators", "100", "150", "--devices", "2", "--limit", "4", *places]
-    assert scale.main(more) == 0
-    rows = rows_of(tmp_path / "out" / "scale.csv")
-    status = {(r["planner"].partition(":")[2], r["operators"]): r["status"] for r in rows}
+    status = run("100", "150")  # what a limit stopped is not tried on more operators
     assert status["Sleeps", "150"] == status["Dies", "150"] == "not tried"
     assert status["Refuses", "150"] == "refused" and status["", "150"] == "ok"
     assert (tmp_path / "out" / "scale.png").stat().st_size > 0
     no_more_runs()
-    assert scale.main(more) == 0
+    assert run("100", "150") == status
 
 
 @needs_two_cores

@@ -110,7 +110,7 @@ def test_no_field_is_forgotten() -> None:
     names = {kind: {f.name for f in fields(kind)} for kind in (Problem, OpGraph, Profile, Cluster)}
     assert names[Problem] == {
         "graph", "cluster", "profile", "objective", "num_microbatches", "max_in_flight",
-        "contention", "ready_order", "second_j",
+        "contention", "ready_order", "second_j", "max_phases",
     }  # fmt: skip
     assert names[OpGraph] == {
         "name", "op_name", "op_kind", "op_module", "op_signature", "tensor_src", "tensor_bytes",

@@ -47,7 +47,8 @@ def chain(
     cluster = Cluster("equal", tuple(Device(x, "npu", memory_bytes=memory) for x in names))
     links = tuple(Link(a, b, 0.0, 1.0) for a in names for b in names if a != b)
     table = np.tile(np.array(seconds)[:, None], (1, num_devices))
-    return Problem(graph, cluster, Profile(names, table, 0 * table, links), num_microbatches=4)
+    profile = Profile(names, table, 0 * table, links)
+    return Problem(graph, cluster, profile, num_microbatches=4, max_phases=100)
 
 
 def stages(problem: Problem) -> tuple[float, list[tuple[int, int]]]:
@@ -146,6 +147,7 @@ def partitions(blocks: int, devices: int) -> Iterator[list[tuple[int, int, int]]
 def test_no_split_is_better(problem: Problem) -> None:
     graph = replace(problem.graph, is_backward=np.arange(problem.num_ops) % 2 > 0)
     problem = replace(problem, graph=graph)
+    problem = replace(problem, max_phases=12)
     block = np.arange(graph.num_groups, dtype=np.int32)
     table = stage_periods(problem, block)
     period_s, found = fewest(table, problem.num_devices)

@@ -402,12 +402,6 @@ def test_timelines_survive_their_files(tmp_path: Path) -> None:
 @settings(max_examples=30, deadline=None)
 def test_memory_over_time_peaks_where_the_simulator_says(seed: int) -> None:
     problem = random_problem(seed)
-    # When a sleeping device was woken is known but for rounding, and equal times matter here.
-    devices = tuple(
-        replace(d, sleep_w=None, sleep_after_s=0.0, sleep_exit_s=0.0)
-        for d in problem.cluster.devices
-    )
-    problem = replace(problem, cluster=replace(problem.cluster, devices=devices))
     p = np.random.default_rng(seed).integers(problem.num_devices, size=problem.num_ops)
     timeline = simulate(problem, p)
     steps = usage.memory_steps(problem, timeline, problem.max_in_flight)

@@ -348,11 +348,6 @@ def test_what_else_has_no_exact_timetable() -> None:
         assert tighter.memory_may_bind and ("memory" in why_not(tighter)) == binds
         found = load("random_search", evaluations=2)(tighter)
         assert found.value_s == score(tighter, found.placement)[0]
-    sleepy = replace(
-        problem.cluster.devices[0], idle_w=2.0, busy_w=3.0, sleep_w=1.0, sleep_exit_s=1.0
-    )
-    devices = (sleepy, *problem.cluster.devices[1:])
-    assert "sleep" in why_not(replace(problem, cluster=Cluster("sleepy", devices)))
 
 
 # --- the environment, and who chooses ------------------------------------------------------------

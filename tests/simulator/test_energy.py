@@ -22,7 +22,7 @@ from placement.simulator import evaluate, list_schedule, score, value_of
 from tests.problems import random_problem
 
 # They need a file, a package, or a planner, or are for latency.
-ELSEWHERE = ("expert", "metis", "coarsened", "order_search")
+ELSEWHERE = ("expert", "metis", "coarsened", "order_search", "data_parallel", "phase_search")
 BUDGETS = {
     "cp_sat": {"seconds": 0.5},
     "mip": {"seconds": 0.5},

@@ -471,35 +471,6 @@ def test_energy_is_work_at_busy_power_and_waiting_at_idle_power() -> None:
     assert evaluate(make([[3, 1]], []), [0]).energy_j is None
 
 
-def test_a_device_that_waits_long_sleeps_and_begins_late() -> None:
-    # d0 runs A and C, d1 runs B; a transfer takes 1 s. d0 sleeps (z) once it has waited for 2 s,
-    # and takes 1 s to wake (w); what wakes it is the arrival at 9.
-    #   d0  AAA..zzzzwCC        A 0-3, asleep 5-9, C 10-12
-    #   d1  ....BBBB....        B 4-8
-    a_to_b, b_to_c = (0, 1, [1]), (1, 1, [2])
-    seconds: list[list[float]] = [[3, 9], [9, 4], [2, 9]]
-    problem = make(seconds, [a_to_b, b_to_c], link_s_per_byte=1, num_microbatches=1)
-    sleeper = Device(
-        "d0", busy_w=10, idle_w=4, sleep_w=1, sleep_after_s=2, sleep_exit_s=1, memory_bytes=2**40
-    )
-    devices = (sleeper, Device("d1", busy_w=20, idle_w=5, memory_bytes=2**40))
-    problem = replace(problem, cluster=replace(problem.cluster, devices=devices))
-    for timeline in (simulate(problem, [0, 1, 0]), simulate_reference(problem, [0, 1, 0])):
-        assert timeline.start_s.tolist() == [[0, 4, 10]]
-        assert timeline.end_s.tolist() == [[3, 8, 12]]
-        assert timeline.asleep_s.tolist() == [4, 0]
-        assert timeline.energy_j == (5 * 10 + 3 * 4 + 4 * 1) + (4 * 20 + 8 * 5)
-    values = evaluate(problem, [0, 1, 0])
-    assert values.latency_s.tolist() == [12]
-    assert values.energy_j is not None
-    assert values.energy_j.tolist() == [186]
-    # d1 does everything: d0 sleeps from 2 to the end at 22.
-    assert simulate(problem, [1, 1, 1]).asleep_s.tolist() == [20, 0]
-    awake = replace(sleeper, sleep_w=None, sleep_after_s=0, sleep_exit_s=0)
-    problem = replace(problem, cluster=replace(problem.cluster, devices=(awake, devices[1])))
-    assert simulate(problem, [0, 1, 0]).end_s.tolist() == [[3, 8, 11]]
-
-
 def test_memory_limits_make_a_placement_infeasible() -> None:
     problem = make(**MEMORY)
     tight = replace(
@@ -689,11 +660,7 @@ def test_twice_the_time_for_everything_takes_twice_the_time(problem: Problem, se
         transfer_s=None if old.transfer_s is None else 2 * old.transfer_s,
         links=links,
     )
-    devices = tuple(
-        replace(d, sleep_after_s=2 * d.sleep_after_s, sleep_exit_s=2 * d.sleep_exit_s)
-        for d in problem.cluster.devices
-    )
-    slow = replace(problem, cluster=replace(problem.cluster, devices=devices), profile=double)
+    slow = replace(problem, profile=double)
     p = random_placement(problem, seed)
     a, b = evaluate(problem, p), evaluate(slow, p)
     np.testing.assert_allclose(b.latency_s, 2 * a.latency_s, rtol=1e-12)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
+import time
 from copy import deepcopy as copy_of
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numba.core.caching import FunctionCache
 from numba.core.errors import NumbaError
 
+from placement.tools import jit
 from placement.tools.jit import Struct, average, copy, kernel, largest
 
 
@@ -52,7 +57,7 @@ def test_without_numbas_private_option_kernels_still_run() -> None:
 from numba.core.options import DefaultOptions
 del DefaultOptions._nrt
 from placement.tools import jit
-assert jit.kernel.keywords == {"cache": True, "nogil": True} == jit.allocating.keywords
+assert jit.kernel.keywords == {} == jit.allocating.keywords
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -117,3 +122,99 @@ def test_what_a_struct_does_not_take() -> None:
         _ = walk().colour
     with pytest.raises(NumbaError, match="colour"):
         kernel(cache=False)(lambda s: s.colour)(walk())
+
+
+# --- what is compiled is kept ---------------------------------------------------------------------
+
+USED = """
+from placement.tools.jit import kernel
+FIRST = 10
+@kernel
+def add(x):
+    return x + 1
+"""
+USER = """
+import used
+from used import FIRST
+from placement.tools.jit import kernel
+@kernel
+def both(x):
+    return used.add(x) + FIRST
+"""
+ASK = """
+from numba.core import event
+class Count(event.Listener):
+    number = 0
+    def on_start(self, _):
+        self.number += 1
+    def on_end(self, _): ...
+count = Count()
+with event.install_listener("numba:compile", count):
+    import user
+    print(user.both(1), count.number)
+"""
+
+
+def asked(folder: Path) -> subprocess.Popen[str]:
+    """A process that calls the kernel: what it returns, and how many kernels were compiled."""
+    path = os.pathsep.join([str(folder), *sys.path])
+    env = os.environ | {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(folder / "cache")}
+    words = [sys.executable, "-c", ASK]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env, cwd=folder)
+
+
+def answers(*processes: subprocess.Popen[str]) -> list[tuple[int, ...]]:
+    return [tuple(map(int, p.communicate(timeout=120)[0].split())) for p in processes]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "used.py").write_text(USED)
+    (tmp_path / "user.py").write_text(USER)
+    return tmp_path
+
+
+def test_a_kernel_is_compiled_again_when_what_it_uses_has_changed(folder: Path) -> None:
+    """Its own file is the same: an upgrade would go on with the kernels of before."""
+    assert answers(asked(folder)) == [(12, 2)]
+    (folder / "used.py").write_text(USED.replace("x + 1", "x + 2"))
+    assert answers(asked(folder)) == [(13, 2)]
+    (folder / "used.py").write_text(USED.replace("FIRST = 10", "FIRST = 20"))
+    assert answers(asked(folder))[0][0] == 22
+    assert answers(asked(folder)) == [(22, 0)]
+
+
+def test_two_processes_at_once_and_files_that_are_cut_off(folder: Path) -> None:
+    for value, compiled in answers(asked(folder), asked(folder)):
+        assert value == 12 and compiled in (0, 1, 2)
+    assert answers(asked(folder)) == [(12, 0)]
+    for suffix in ("nbi", "nbc"):  # as a full disk or a lost connection leaves them
+        for path in (folder / "cache").rglob(f"*both*.{suffix}"):
+            path.write_bytes(path.read_bytes()[:20])
+        assert answers(asked(folder)) == [(12, 1)]
+        assert answers(asked(folder)) == [(12, 0)]
+
+
+def test_kernels_that_cannot_be_kept_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(function: Any) -> Any:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    def is_full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "_Cache", nowhere)
+        assert kernel(lambda x: x + 1)(1) == 2
+    monkeypatch.setattr(FunctionCache, "save_overload", is_full)
+    assert kernel(lambda x: x + 2)(1) == 3
+
+
+def test_the_clock_stands_still_while_kernels_are_loaded() -> None:
+    @jit.loads
+    def slow() -> None:
+        time.sleep(0.2)
+
+    began, began_s = time.perf_counter(), jit.clock()
+    slow()
+    slow()  # once is enough
+    assert 0.0 <= jit.clock() - began_s < time.perf_counter() - began - 0.15

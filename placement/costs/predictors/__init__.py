@@ -111,28 +111,26 @@ def profile_of(
     Raises:
         LatencyError: nothing is known of one of the devices.
     """
-    measured = [d for d in cluster.devices if d.like is None]
+    measured = [d for d in cluster.devices if d.measured_as == d.name]
     names = tuple(d.name for d in measured)
-    sources = [d.like for d in cluster.devices if d.like is not None and d.like not in names]
+    sources = [d.measured_as for d in cluster.devices if d.measured_as not in names]
     if sources:
         raise LatencyError(
             f"devices {sources}, in terms of which others are described ('like'), are not in the "
             "cluster: add them to it, so that their times can be predicted"
         )
-    found = [predictor.predict(graph, device) for device in measured]
-    compute = np.stack([seconds for seconds, _ in found], axis=1)
-    spread = np.stack([s for _, s in found], axis=1)
+    guesses = [predictor.predict(graph, device) for device in measured]
+    compute = np.stack([seconds for seconds, _ in guesses], axis=1)
+    spread = np.stack([s for _, s in guesses], axis=1)
     predicted = np.ones(compute.shape, bool)
     loaded = None
     if len(measured) > 1:
         loaded = compute * slowdown(samples)[features(graph).op_class][:, None]
     if known is not None:
-        keep = ~predicted if known.predicted is None else ~known.predicted
+        keep = predicted if known.predicted is None else ~known.predicted
         predicted = ~keep
-        compute, spread = (
-            np.where(keep, known.compute_s, compute),
-            np.where(keep, known.spread_s, spread),
-        )
+        compute = np.where(keep, known.compute_s, compute)
+        spread = np.where(keep, known.spread_s, spread)
         if loaded is not None and known.loaded_s is not None:
             loaded = np.where(keep, known.loaded_s, loaded)
     profile = Profile(

@@ -117,18 +117,18 @@ class FittedPolynomial:
         """See ``placement.costs.predictors.Predictor``."""
         check_kind(device, self.fitted)
         model = self.fitted[device.kind]
-        found = features(graph)
-        x = (columns(found, device) - model.centre) / model.scale
+        described = features(graph)
+        x = (columns(described, device) - model.centre) / model.scale
         value, spread = model.everything(x)
         for number, regression in model.classes.items():
-            at = found.op_class == number
+            at = described.op_class == number
             value[at], spread[at] = regression(x[at])
-        kind = kinds(found)
+        kind = kinds(described)
         for name, regression in model.kinds.items():
             at = kind == name
             more, spread[at] = regression(x[at])
             value[at] += more
-        seconds = np.exp(value + guess(found, device))
+        seconds = np.exp(value + guess(described, device))
         return seconds, seconds * spread
 
 
@@ -144,9 +144,9 @@ def _fit(table: Table, ridge: float, weight: float) -> _Fitted:
 
     everything = regression(np.ones(len(left), bool), left)
     classes = {int(c): regression(table.op_class == c, left) for c in np.unique(table.op_class)}
-    for number, found in classes.items():
+    for number, fitted in classes.items():
         at = table.op_class == number
-        left[at] -= found(x[at])[0]
+        left[at] -= fitted(x[at])[0]
     own = {str(kind): regression(table.kind == kind, left) for kind in np.unique(table.kind)}
     return _Fitted(centre, scale, classes, own, everything)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from placement.cluster import Device
+from placement.costs import efficiency
 from placement.costs.features import features
 from placement.costs.predictors import Floats, LatencyError, Sample
 from placement.graph import OpGraph
@@ -42,7 +43,9 @@ class Roofline:
 
     An operator takes ``call_s`` and the longer of its operations at the peak rate and its bytes
     at the memory's. It needs no measured model: rates are given as data, or measured once on
-    this machine by a calibration of a second. Rates that are given hold for every device.
+    this machine by a calibration of a second. Rates that are given hold for every device. Of a
+    device of the library (``like: nvidia/l4``) they are those that its maker states, of which
+    operators reach fitted shares (``placement.costs.efficiency``).
 
     It is what a static split works with (Wang et al., Computer Engineering and Science 42(9),
     2020: operations over peak rates; bytes and calls are ours).
@@ -67,20 +70,45 @@ class Roofline:
 
     def predict(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
         """See ``placement.costs.predictors.Predictor``."""
+        if (device.like, device.flops_per_s) != (None, None) and None in (
+            self.flops_per_s,
+            self.bytes_per_s,
+            self.call_s,
+        ):
+            return self._fitted(graph, device)
         rates, found = self._rates(device), features(graph)
         moved = (found.read_bytes + found.written_bytes) / rates.bytes_per_s
         seconds = rates.call_s + np.maximum(found.flops / rates.flops_per_s, moved)
         return seconds, _SPREAD * seconds
 
+    def _fitted(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
+        found = features(graph)
+        seconds = np.zeros(graph.num_ops)
+        moved = found.read_bytes + found.written_bytes
+        kinds = np.array(
+            [efficiency.kind_of(*x) for x in zip(found.kind, found.op_class, strict=True)]
+        )
+        peaks = {2.0: efficiency.Peak.of(device, "fp16"), 4.0: efficiency.Peak.of(device, "fp32")}
+        for kind in np.unique(kinds).tolist():
+            for size, peak in peaks.items():
+                at = (kinds == kind) & ((found.item_bytes <= 2.0) == (size == 2.0))
+                seconds[at] = peak.seconds(kind, found.flops[at], moved[at])
+        return seconds, _SPREAD * seconds
+
     def _rates(self, device: Device) -> Rates:
-        given = {
+        """What the device reaches: as given, or as measured here.
+
+        Raises:
+            LatencyError: the device is not on this machine.
+        """
+        stated = {
             name: value
             for name in ("flops_per_s", "bytes_per_s", "call_s")
             if (value := getattr(self, name)) is not None
         }
-        if len(given) == 3:
-            return Rates(**given)
-        return replace(calibrate(device), **given)
+        if len(stated) == 3:
+            return Rates(**stated)
+        return replace(calibrate(device), **stated)
 
 
 @lru_cache(maxsize=64)
@@ -91,20 +119,20 @@ def calibrate(device: Device) -> Rates:
         LatencyError: the device is not on this machine.
     """
     _check_here(device)
-    found: list[Any] = []
+    answers: list[Any] = []
 
     def work() -> None:
         try:
-            found.append(_calibrate(device))
+            answers.append(_calibrate(device))
         except Exception as error:  # goes on in the thread that asked
-            found.append(error)
+            answers.append(error)
 
     thread = threading.Thread(target=work, name="placement-calibrate")  # pinned while it runs
     thread.start()
     thread.join()
-    if isinstance(found[0], Exception):
-        raise found[0]
-    rates: Rates = found[0]
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    rates: Rates = answers[0]
     return rates
 
 
@@ -115,7 +143,7 @@ def _calibrate(device: Device) -> Rates:
     from placement.executor.backend import backend_for
 
     backend = backend_for(device)
-    found: list[Rates] = []
+    measured: list[Rates] = []
 
     def measure(stack: ExitStack) -> None:
         backend.enter(stack)
@@ -138,7 +166,7 @@ def _calibrate(device: Device) -> Rates:
         product_s = best_s(lambda: torch.mm(a, a), 4)
         copy_s = best_s(lambda: y.copy_(x), 1)
         call_s = best_s(lambda: one + one, 200)
-        found.append(Rates(2.0 * size**3 / product_s, 2 * 4 * long / copy_s, call_s))
+        measured.append(Rates(2.0 * size**3 / product_s, 2 * 4 * long / copy_s, call_s))
 
     def work() -> None:
         with ExitStack() as stack, torch.inference_mode():
@@ -146,18 +174,24 @@ def _calibrate(device: Device) -> Rates:
 
     backend.begin()
     backend.run(work)
-    return found[0]
+    return measured[0]
 
 
-def _check_here(device: Device) -> None:
+def is_here(device: Device) -> bool:
+    """Whether a device is on this machine, as far as its kind and cores tell."""
     import torch
 
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(device.cores)
     here = {"cpu": set(device.cores) <= cores, "cuda": torch.cuda.is_available()}
-    if not here.get(device.kind, False):
+    return here.get(device.kind, False)
+
+
+def _check_here(device: Device) -> None:
+    if not is_here(device):
         raise LatencyError(
             f"device {device.name!r} ({device.kind}) is not on this machine, so its peak rates "
             "cannot be measured: state them in Python, Roofline(flops_per_s=..., bytes_per_s=..., "
             "call_s=...), "
-            "or describe the device with 'like: <measured device>' and 'speed: <factor>'"
+            "or describe the device with 'like: <measured device>' and 'speed: <factor>', or with "
+            "'like: VENDOR/MODEL' of the library"
         )

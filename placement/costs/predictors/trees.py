@@ -54,9 +54,9 @@ class Trees:
             ) from error
 
         def fit(table: Table) -> _Fitted:
-            found, count = np.unique(table.kind, return_counts=True)
+            every_kind, count = np.unique(table.kind, return_counts=True)
             often = np.argsort(-count, kind="stable")[:_MOST_KINDS]
-            names = {str(kind): i for i, kind in enumerate(found[often])}
+            names = {str(kind): i for i, kind in enumerate(every_kind[often])}
             x = _inputs(table.kind, table.op_class, table.x, table.guess, names)
             y = table.y - table.guess
             weight = table.seconds**self.weight
@@ -108,12 +108,14 @@ class FittedTrees:
     def predict(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
         """See ``placement.costs.predictors.Predictor``."""
         check_kind(device, self.fitted)
-        model, found = self.fitted[device.kind], features(graph)
-        base = guess(found, device)
-        x = _inputs(kinds(found), found.op_class, columns(found, device), base, model.names)
+        model, described = self.fitted[device.kind], features(graph)
+        base = guess(described, device)
+        x = _inputs(
+            kinds(described), described.op_class, columns(described, device), base, model.names
+        )
         answers = np.stack([m.predict(x) for m in model.models])
         seconds = np.exp(answers.mean(axis=0) + base)
-        return seconds, seconds * np.hypot(answers.std(axis=0), model.noise[found.op_class])
+        return seconds, seconds * np.hypot(answers.std(axis=0), model.noise[described.op_class])
 
 
 def _inputs(kind: Any, op_class: Any, x: Floats, base: Floats, names: dict[str, int]) -> Floats:

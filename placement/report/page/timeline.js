@@ -15,7 +15,7 @@ const bars = remembered(async ({ timeline, placement }) => {
   for (let i = n; i < m * n; i++) start[i] += start[i - n]; // differences; arithmetic modulo 2^32
   const took = cut(m * n, m * n);
   const lanes = timeline.utilisation.map(() => []);
-  for (let i = 0; i < m * n; i++) lanes[devices[i % n]].push(i);
+  for (let i = 0; i < m * n; i++) lanes[devices[i % devices.length]].push(i);
   const transfers = cut(2 * m * n, 4 * x);
   const sent = cut(2 * m * n + 4 * x, x);
   const sending = cut(2 * m * n + 5 * x, x);

@@ -1,0 +1,128 @@
+"""The network that chooses pairs of a ready operator and a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from agents.encoder import ILLEGAL, NetworkConfig, Observations
+from agents.store import Graphs
+from envs.dispatch import Dispatcher, Net, no_network
+from envs.dispatch_kernels import NUM_PAIR_FEATURES
+from envs.problems import choice_of
+from placement.problem import Problem
+from placement.search.evaluation import INFEASIBLE, Search
+
+
+class DispatchNet(nn.Module):
+    """Of ``dispatch``: ``finish_weight`` times the rule's score, and what is learned, at first 0.
+
+    That is a linear score of the features and two hidden layers of ``config.scorer``; the second
+    also sees the mean over all pairs that are offered.
+    """
+
+    def __init__(self, config: NetworkConfig | None = None, formulation: str = "dispatch") -> None:
+        super().__init__()
+        self.config = config or NetworkConfig()
+        self.formulation = formulation
+        h = self.config.scorer
+        self.linear = nn.Linear(NUM_PAIR_FEATURES, 1, bias=False)
+        self.pair = nn.Linear(NUM_PAIR_FEATURES, h)
+        self.hidden = nn.Linear(h, h)
+        self.around = nn.Linear(h, h, bias=False)
+        self.out = nn.Linear(h, 1, bias=False)
+        self.value = nn.Sequential(nn.Linear(NUM_PAIR_FEATURES, h), nn.ReLU(), nn.Linear(h, 1))
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.out.weight)
+
+    def encode(self, store: Graphs, ids: Tensor) -> None:
+        """It sees a graph through the features alone."""
+
+    def evaluate(
+        self, store: Graphs, ids: Tensor, encoded: None, row: Tensor, obs: Observations
+    ) -> tuple[Tensor, Tensor, None]:
+        """Logits ``[B, K]`` and values ``[B]``; as ``PlacementNet.evaluate``."""
+        pairs, legal = obs["pairs"].float(), obs["mask"].bool()
+        which, _ = torch.nonzero(legal, as_tuple=True)
+        count = legal.sum(dim=1)
+        found = self.logits(pairs[legal], obs["score"].float()[legal], which, count)
+        logits = torch.full(legal.shape, ILLEGAL, device=pairs.device).masked_scatter(legal, found)
+        mean = (pairs * legal[:, :, None]).sum(dim=1) / count[:, None]
+        return logits, self.value(mean).squeeze(1), None
+
+    def logits(self, pairs: Tensor, score: Tensor, which: Tensor, count: Tensor) -> Tensor:
+        """float32 ``[M]`` of pairs float32 ``[M, F]`` of the decisions int64 ``which [M]``.
+
+        ``count`` int64 ``[S]`` is how many pairs each decision has. The kernel computes the same.
+        """
+        first = torch.relu(self.pair(pairs))
+        mean = first.new_zeros(len(count), first.shape[1]).index_add(0, which, first)
+        around = self.around(mean / count[:, None])
+        learned = self.out(torch.relu(self.hidden(first) + around[which])) + self.linear(pairs)
+        return self.config.finish_weight * score + learned.squeeze(-1)
+
+    def weights(self) -> Net:
+        """``net`` of ``envs.dispatch_kernels.judge``."""
+        parts = (
+            self.linear.weight[0],
+            self.pair.weight.T,
+            self.pair.bias,
+            self.hidden.weight.T,
+            self.hidden.bias,
+            self.around.weight.T,
+            self.out.weight[0],
+        )
+        return tuple(np.ascontiguousarray(x.detach().numpy(), dtype=np.float32) for x in parts)
+
+
+def answer(net: DispatchNet, problem: Problem) -> tuple[NDArray[np.int32], float]:
+    """One greedy decode: the device of each group int32 ``[G]``, and its seconds."""
+    episode = Dispatcher(problem)
+    episode.construct(net.weights(), net.config.finish_weight)
+    return choice_of(problem, episode.placement), episode.value_s()
+
+
+def decode(net: DispatchNet, search: Search, samples: int, seed: int) -> dict[str, Any]:
+    """Evaluate the greedy decode, what the rule alone makes, then ``samples``; what each is worth.
+
+    As far as the budget goes, and each in its own order, where orders can be timed. Where the
+    greedy one does not fit in memory, the next count what groups produce, too.
+    """
+    weights, scale = net.weights(), net.config.finish_weight
+    episode = Dispatcher(search.problem)
+    stats: dict[str, Any] = {}
+
+    def evaluate(net: Net, seed: int | None = None) -> float:
+        episode.construct(net, scale, seed)
+        if not episode.ordered:
+            return search.cost(choice_of(search.problem, episode.placement))
+        cost = episode.value_s()
+        search.num_evaluations += 1
+        search.consider_order(episode.placement, episode.sequence, cost)
+        return cost
+
+    begun, best = search.num_evaluations, np.inf
+    for what, activations, network in (
+        ("greedy", 0, weights),
+        ("greedy", 1, weights),
+        ("rule", 0, no_network()),
+        ("rule", 1, no_network()),
+    ):
+        if activations and (best < INFEASIBLE or not search.problem.memory_may_bind):
+            continue
+        if search.left:
+            if stats:  # a new one counts otherwise
+                episode = Dispatcher(search.problem, activations=activations)
+            stats[f"{what}_value_s"] = evaluate(network)
+            best = min(best, stats[f"{what}_value_s"])
+    for number in range(samples):
+        if not search.left:
+            break
+        best = min(best, evaluate(weights, seed + number))
+    stats |= {"network": "dispatch", "greedy_evaluations": 1, "best_of_k_value_s": best}
+    stats["best_of_k_evaluations"] = search.num_evaluations - begun
+    return {k: np.inf if k.endswith("value_s") and v >= INFEASIBLE else v for k, v in stats.items()}

@@ -1,0 +1,326 @@
+"""``Dispatch-v0``: pick a ready operator and its device, both at once, as a list scheduler does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from envs import dispatch_kernels as kernels
+from envs.base import PlacementEnv
+from envs.problems import MAX_ID, ProblemSet
+from envs.rules import BuildingRules, Observation, id_space
+from placement.planners import order_search
+from placement.problem import Placement, Problem
+from placement.search import order
+from placement.search.list_kernels import State as Placed
+from placement.search.list_schedule import tables_of as list_tables_of
+from placement.simulator import score
+from placement.tools.jit import loads
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+Net = tuple[NDArray[np.float32], ...]
+
+# Weights of the rule, ``dispatch_kernels.Tables.rule``: HEFT itself, and where policies start.
+HEFT = (2.0, 2.0, 0.0, 0.0, 0.0)
+MIXED = (0.5, 2.0, 0.25, 1.0, 1.0)
+BOUND = 20.0
+
+
+def no_network() -> Net:
+    """``net`` of ``dispatch_kernels.judge`` that leaves the rule alone."""
+    shapes = ((0,), (kernels.NUM_PAIR_FEATURES, 0), (0,), (0, 0), (0,), (0, 0), (0,))
+    return tuple(np.zeros(shape, np.float32) for shape in shapes)
+
+
+class Notes:
+    """Decisions of an episode, for who learns from them: room for ``pairs`` and ``decisions``."""
+
+    def __init__(self, pairs: int, decisions: int) -> None:
+        self.features = np.zeros((pairs, kernels.NUM_PAIR_FEATURES), np.float32)
+        self.score = np.zeros(pairs, np.float32)
+        self.count = np.zeros(decisions, np.int32)
+        self.taken = np.zeros(decisions, np.int32)
+        self.log = np.zeros(decisions, np.float32)
+
+
+_NOTHING = Notes(0, 0)
+
+
+class Dispatcher:
+    """One problem, and one episode on it at a time.
+
+    Args:
+        problem: what is placed.
+        rule: what is best without a network.
+        activations: how often a device must hold what its groups produce
+            (``placement.search.list_schedule.first_that_fits``).
+    """
+
+    def __init__(
+        self, problem: Problem, rule: tuple[float, ...] = MIXED, activations: int = 0
+    ) -> None:
+        self.problem = problem
+        self.tables, self.state = _tables_of(problem, rule, activations), _state_of(problem)
+        self.ordered = not order_search.why_not(problem)
+        self._timed: Any = None
+
+    def construct(
+        self,
+        net: Net,
+        scale: float,
+        seed: int | None = None,
+        notes: Notes = _NOTHING,
+        keep: float = 0.0,
+    ) -> int:
+        """Play an episode with a network, greedily where there is no ``seed``.
+
+        A share ``keep`` of its decisions goes into ``notes``; how many did.
+        """
+        self.state.random[0] = 2 * (seed or 0) + 1
+        n = notes
+        noted: int = kernels.construct(
+            self.tables, self.state, net, scale, seed is None, keep,
+            n.features, n.score, n.count, n.taken, n.log,
+        )  # fmt: skip
+        return noted
+
+    @property
+    def placement(self) -> Placement:
+        """int32 ``[N]`` of the episode that is over."""
+        return self.state.placed.choice[self.problem.graph.group]
+
+    @property
+    def sequence(self) -> Ints:
+        """int32 ``[N]`` all operators by when they begin in it."""
+        s, chosen = self.state, np.empty(self.problem.num_ops, np.int64)
+        chosen[s.sequence] = np.arange(len(chosen))
+        return np.lexsort((chosen, s.placed.finish_s, s.start_s)).astype(np.int32)
+
+    def value_s(self) -> float:
+        """Its seconds, in its own order where orders can be timed (``order_search.why_not``)."""
+        problem = self.problem
+        if not self.ordered:
+            return float(score(problem, self.placement[None])[0])
+        if self._timed is None:
+            self._timed = order_search.tables_of(problem), order_search.state_of(problem, 1)
+        tables, state = self._timed
+        state.place[:], state.sequence[:] = self.placement, self.sequence
+        return float(order.timetable(tables, state, -1, problem.num_ops, np.inf))
+
+
+def _tables_of(problem: Problem, rule: Any, activations: int) -> kernels.Tables:
+    g, n, devices = problem.graph, problem.num_ops, problem.num_devices
+    seconds = np.where(problem.supported, problem.compute_s, np.inf)
+    rank, follow, hops, below = np.zeros(n), np.zeros((n, devices)), np.zeros(n), np.zeros(n)
+    after = np.zeros((n, n // 64 + 1), np.uint64)
+    mean_s = problem.mean_compute_s
+    kernels.fill_static(
+        g.out_ptr, g.out_tensor, g.use_ptr, g.use_dst, mean_s, problem.mean_transfer_s, seconds,
+        rank, follow, hops, below, after,
+    )  # fmt: skip
+    num_able = problem.supported.sum(axis=1).astype(np.float64)
+    finite = np.where(problem.supported, problem.compute_s, 0.0)
+    unit = max(float(mean_s.mean()), 1e-15)
+    fastest = seconds.min(axis=1)
+    move = problem.mean_transfer_s.mean() / unit if g.num_tensors else 0.0
+    spread = float(np.mean((finite.max(axis=1) - fastest) / (fastest + 1e-3 * unit)))
+    fixed = [np.mean(1.0 / num_able), move / (1 + move), spread / (1 + spread), np.log(devices) / 3]
+    return kernels.Tables(
+        listed=list_tables_of(problem, activations),
+        position=np.argsort(np.lexsort((np.arange(n), -rank))).astype(np.int32),
+        rank_s=rank,
+        follow_s=follow,
+        hops=hops / hops.max(),
+        below_s=below,
+        before=np.bincount(g.edges[:, 1], minlength=n).astype(np.int64),
+        fastest_s=fastest,
+        mean_s=mean_s,
+        num_able=num_able,
+        channel=np.ascontiguousarray(problem.link_channel),
+        contended=bool(problem.contention),
+        demand_s=(finite / num_able[:, None]).sum(axis=0),
+        unit_s=unit,
+        path_s=max(float(rank.max()), 1e-15),
+        fixed=np.array(fixed, np.float32),
+        rule=np.array(rule, np.float64),
+    )
+
+
+def _state_of(problem: Problem) -> kernels.State:
+    n, d, g = problem.num_ops, problem.num_devices, problem.graph
+    pairs, ops = kernels.PAIRS, kernels.OPS
+    return kernels.State(
+        placed=Placed(
+            choice=np.full(g.num_groups, -1, np.int32),
+            finish_s=np.zeros(n),
+            free_s=np.zeros(d),
+            used=np.zeros(d, np.int64),
+            missing=np.ones((d, len(g.param_bytes) if problem.memory_may_bind else 0), bool),
+            head=np.full((2, d), -1, np.int32),
+            tail=np.full((2, d), -1, np.int32),
+            begin_s=np.empty((2, n)),
+            end_s=np.empty((2, n)),
+            before=np.empty((2, n), np.int32),
+            after=np.empty((2, n), np.int32),
+            channel_s=np.zeros(0),
+            arrival_s=np.zeros((0, d)),
+        ),
+        random=np.ones(1, np.uint64),
+        waits=np.zeros(n, np.int64),
+        ready=np.zeros(n, np.int64),
+        num_ready=0,
+        num_placed=0,
+        start_s=np.zeros(n),
+        sequence=np.zeros(n, np.int32),
+        demand_s=np.zeros(d),
+        channel_s=np.zeros(problem.num_channels),
+        there_s=np.zeros((g.num_tensors, d)),
+        arrive_s=np.zeros(d),
+        able=np.zeros(d, bool),
+        begin_s=np.zeros((ops, d)),
+        reach_s=np.zeros((ops, d)),
+        count=0,
+        op=np.zeros(pairs, np.int64),
+        device=np.zeros(pairs, np.int64),
+        row=np.zeros(pairs, np.int64),
+        score=np.zeros(pairs),
+        features=np.zeros((pairs, kernels.NUM_PAIR_FEATURES), np.float32),
+        logits=np.zeros(pairs),
+    )
+
+
+class DispatchRules(BuildingRules):
+    """``B`` episodes; at each step a ready operator goes to a device."""
+
+    def __init__(
+        self, problems: ProblemSet, num_envs: int, rule: tuple[float, ...] = MIXED
+    ) -> None:
+        super().__init__(problems, num_envs)
+        self._rule = rule
+        self._made: list[dict[int, Dispatcher]] = [{} for _ in range(num_envs)]
+        pairs, features = kernels.PAIRS, kernels.NUM_PAIR_FEATURES
+        self.observation_space = spaces.Dict(
+            {
+                "problem": id_space(MAX_ID),
+                "pairs": spaces.Box(-BOUND, BOUND, (pairs, features), np.float32),
+                "score": spaces.Box(-1e6, 0.0, (pairs,), np.float32),
+                "mask": spaces.Box(0, 1, (pairs,), np.int8),
+            }
+        )
+        self.action_space = spaces.Discrete(pairs)
+
+    def start(
+        self,
+        rows: NDArray[np.integer[Any]],
+        ids: NDArray[np.integer[Any]],
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        for b, p in zip(rows.tolist(), ids.tolist(), strict=True):
+            self.ids[b] = p
+            if p not in self._made[b]:
+                self._made[b][p] = Dispatcher(self.problems.problems[p], self._rule)
+            episode = self._made[b][p]
+            kernels.begin(episode.tables, episode.state)
+            kernels.offer(episode.tables, episode.state)
+            self.choices[b] = -1
+
+    def episode(self, b: int) -> Dispatcher:
+        """The one of row ``b``."""
+        return self._made[b][int(self.ids[b])]
+
+    def observe(self) -> Observation:
+        seen: Observation = {
+            key: np.zeros((len(self.ids), *space.shape), space.dtype)  # type: ignore[misc]
+            for key, space in self.observation_space.items()
+        }
+        seen["problem"][:, 0] = self.ids
+        for b in range(len(self.ids)):
+            s = self.episode(b).state
+            n = s.count
+            np.clip(s.features[:n], -BOUND, BOUND, out=seen["pairs"][b, :n])
+            np.maximum(s.score[:n], -1e6, out=seen["score"][b, :n], casting="same_kind")
+            seen["mask"][b, : max(n, 1)] = 1  # over, and not started again: anything will do
+        return seen
+
+    def masks(self) -> NDArray[np.bool_]:
+        counts = np.array([max(self.episode(b).state.count, 1) for b in range(len(self.ids))])
+        return np.arange(kernels.PAIRS) < counts[:, None]
+
+    def decide(self, actions: NDArray[Any]) -> NDArray[np.bool_]:
+        done = np.zeros(len(self.ids), bool)
+        for b, action in enumerate(actions.tolist()):
+            episode = self.episode(b)
+            t, s = episode.tables, episode.state
+            if not 0 <= action < s.count:
+                done[b] = True
+                continue
+            done[b] = kernels.take(t, s, action)
+            choice = s.placed.choice
+            self.choices[b, : len(choice)] = choice
+            s.count = 0
+            if not done[b]:
+                kernels.offer(t, s)
+        return done
+
+    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
+        done = self.decide(actions)
+        over = np.flatnonzero(done)
+        for b in over.tolist():
+            episode, p = self.episode(b), int(self.ids[b])
+            if self.problems.evaluator is score and (episode.placement >= 0).all():
+                self.value_s[b] = episode.value_s()
+            else:
+                self.value_s[b] = self.problems.values(p, self.choices[b : b + 1])[0]
+        rewards = np.zeros(len(done))
+        rewards[over] = self.problems.rewards(
+            self.ids[over], self.value_s[over], self.choices[over]
+        )
+        self.num_evaluations += len(over)
+        return rewards, done
+
+
+class DispatchEnv(PlacementEnv):
+    """Pick one of the ready operators and its device, as list schedulers do.
+
+    Offered are at most 20 ready operators by falling upward rank, each on the at most 3 devices
+    that end it first (``envs.dispatch_kernels``); the operator goes into the earliest gap there. So
+    an episode decides the order, too.
+
+    **Observation** ``Dict``, padded to ``K = 60`` pairs of an operator and a device:
+
+    * ``problem`` int64 ``[1]``: which of ``problems`` this is.
+    * ``pairs`` float32 ``[K, 42]`` in -20..20: ``dispatch_kernels.PAIR_FEATURES``.
+    * ``score`` float32 ``[K]``, at most 0: the rule's; its best one is what HEFT does, or the
+      ``rule``.
+    * ``mask`` int8 ``[K]``: 1 = legal.
+
+    **Action** ``Discrete(K)``.
+
+    **Reward** float: 0 until the last step, then ``log(reference_s / value_s)``, at least -4;
+    -5 where the placement cannot run, or at once for an illegal action. The value is that of the
+    order that was made, where orders can be timed (``placement.planners.order_search.why_not``),
+    otherwise the list scheduler's.
+
+    **Termination**: when every operator is placed, or after an illegal action. Never truncated.
+
+    ``info`` of the last step has ``problem`` (int), ``value_s`` (float, inf if it cannot run) and
+    ``placement`` (int32 ``[N]``, -1 = not decided).
+
+    Arguments are those of ``PlacementEnv``, and ``rule``: five weights, ``HEFT`` or ``MIXED``.
+    """
+
+    rules_of = DispatchRules
+
+
+@loads
+def load_kernels() -> None:
+    """Compile them, or read them from their cache: outside of every budget."""
+    from placement.search.evaluation import two_operators
+
+    episode = Dispatcher(two_operators())
+    episode.construct(no_network(), 1.0)
+    episode.value_s()

@@ -1,0 +1,569 @@
+"""Numba kernels of ``Dispatch-v0``: which ready operator goes where next, and what can be seen.
+
+A step offers pairs of a ready operator and a device, at most ``OPS`` operators by falling upward
+rank and ``DEVICES`` devices of each, those that end it first. Operators go into the earliest gap
+that is long enough (``placement.search.list_kernels``). ``rule`` says what is best without a
+network; the first two weights alone are HEFT.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from placement.search.list_kernels import (
+    State as Placed,
+)
+from placement.search.list_kernels import (
+    Tables as Listed,
+)
+from placement.search.list_kernels import fill_able, gap, need, place, transfer_s
+from placement.search.macro import uniform
+from placement.tools.jit import Struct, allocating, inlined, kernel
+
+Array = Any
+
+OPS, DEVICES = 20, 3  # offered at a step, at most
+PAIRS = OPS * DEVICES
+# Weights of the rule: order by rank, end within the operator, optimistic cost table in that end
+# (PEFT), earliest start of all, 1 if channels are busy.
+NUM_RULE = 5
+
+PAIR_FEATURES = (
+    "rank below that of the first offered",
+    "rank over the longest path",
+    "end and what follows, beyond the most critical of those offered",
+    "end above that on the operator's best device",
+    "the same with the optimistic cost of what follows",
+    "start after the first that can start",
+    "end after the first that can end",
+    "idle time before it",
+    "1 if it fills a gap",
+    "how long its inputs wait for the device",
+    "seconds over those on its fastest device",
+    "seconds over its mean",
+    "seconds over the mean operator",
+    "one over the devices that it can run on",
+    "regret: end on the second-best device above the best",
+    "when the device is free, above the mean device",
+    "when the device will have done what may come, above the mean device",
+    "the same over the largest",
+    "what may come to the device, over the mean",
+    "offered operators whose best device this is",
+    "rank above the largest of its rivals for the device",
+    "longest path in operators over the graph's",
+    "consumers",
+    "consumers that wait for nothing else",
+    "share of operators that are placed",
+    "operators that are ready",
+    "devices",
+    "transfers of its inputs",
+    "share of the inputs that are there",
+    "waiting for channels",
+    "memory used with it",
+    "memory used by all",
+    "end beyond the latest end so far",
+    "mean of one over devices per operator",
+    "mean transfer",
+    "path bound over load bound of what is left",
+    "spread of seconds over devices",
+    "seconds of what follows it over all that is left",
+    "end and the least that follows, beyond the bound of all",
+    "rank of the most urgent other that could begin here before its end, above its own",
+    "how long that would have to wait",
+    "share of its consumers' other inputs that are there",
+)
+NUM_PAIR_FEATURES = len(PAIR_FEATURES)
+
+
+class Tables(Struct):
+    """A problem."""
+
+    listed: Listed
+    position: Array  # int32 [N] by falling rank
+    rank_s: Array  # float64 [N] HEFT's upward rank
+    follow_s: Array  # float64 [N, D] PEFT's optimistic cost of what follows
+    hops: Array  # float64 [N] longest path to the end in operators, over the graph's
+    below_s: Array  # float64 [N] seconds of all direct and indirect consumers
+    before: Array  # int64 [N] operators that each waits for
+    fastest_s: Array  # float64 [N]
+    mean_s: Array  # float64 [N]
+    num_able: Array  # float64 [N]
+    channel: Array  # int32 [D, D]
+    contended: bool  # transfers of a channel wait for each other
+    demand_s: Array  # float64 [D] what may come: seconds over the devices of each operator
+    unit_s: float  # the mean operator
+    path_s: float  # the longest path
+    fixed: Array  # float32 [4] mean of one over devices, transfer, spread, log devices
+    rule: Array  # float64 [NUM_RULE]
+
+
+class State(Struct):
+    """An episode, and what is offered."""
+
+    placed: Placed
+    random: Array  # uint64 [1]
+    waits: Array  # int64 [N]
+    ready: Array  # int64 [N] by position
+    num_ready: int
+    num_placed: int
+    start_s: Array  # float64 [N]
+    sequence: Array  # int32 [N] operators as they were chosen
+    demand_s: Array  # float64 [D]
+    channel_s: Array  # float64 [channels] when each is free
+    there_s: Array  # float64 [T, D] when a tensor that was sent is there; -1: it was not
+    arrive_s: Array  # float64 [D] room, as are the next
+    able: Array  # bool [D]
+    begin_s: Array  # float64 [OPS, D] earliest start of each operator offered; inf: not able
+    reach_s: Array  # float64 [OPS, D] end of its group there
+    count: int
+    op: Array  # int64 [PAIRS]
+    device: Array  # int64 [PAIRS]
+    row: Array  # int64 [PAIRS]
+    score: Array  # float64 [PAIRS] the rule's
+    features: Array  # float32 [PAIRS, F]
+    logits: Array  # float64 [PAIRS]
+
+
+@kernel
+def fill_static(
+    g_ptr, g_tensor, use_ptr, use_dst, mean_s, move_s, compute_s, rank, follow, hops, below, after
+):
+    """Rank ``[N]``, optimistic cost ``[N, D]``, hops ``[N]`` and seconds below ``[N]``, all zero.
+
+    ``compute_s`` is inf where a group cannot run; ``after`` uint64 ``[N, words]``, zero, is room.
+    """
+    n, num_devices = compute_s.shape
+    one = np.uint64(1)
+    for op in range(n - 1, -1, -1):
+        tail = 0.0
+        for k in range(g_ptr[op], g_ptr[op + 1]):
+            tensor = g_tensor[k]
+            longest, some = 0.0, False
+            for j in range(use_ptr[tensor], use_ptr[tensor + 1]):
+                user = use_dst[j]
+                longest = max(longest, rank[user])
+                some = True
+                after[op, user >> 6] |= one << np.uint64(user & 63)
+                for w in range(user >> 6, after.shape[1]):
+                    after[op, w] |= after[user, w]
+                hops[op] = max(hops[op], hops[user])
+                least = np.inf
+                for d in range(num_devices):
+                    least = min(least, follow[user, d] + compute_s[user, d])
+                for d in range(num_devices):
+                    stay = follow[user, d] + compute_s[user, d]
+                    follow[op, d] = max(follow[op, d], min(stay, least + move_s[tensor]))
+            if some:
+                tail = max(tail, move_s[tensor] + longest)
+        rank[op] = mean_s[op] + tail
+        hops[op] += 1.0
+        for user in range(op + 1, n):
+            if after[op, user >> 6] >> np.uint64(user & 63) & one:
+                below[op] += mean_s[user]
+
+
+@kernel
+def begin(t, s):
+    """Nothing is placed."""
+    p = s.placed
+    p.choice[:] = -1
+    p.finish_s[:] = 0.0
+    p.free_s[:] = 0.0
+    p.used[:] = 0
+    p.missing[:] = True
+    p.head[:] = -1
+    p.tail[:] = -1
+    s.channel_s[:] = 0.0
+    s.there_s[:] = -1.0
+    s.num_ready = 0
+    s.num_placed = 0
+    for d in range(len(s.demand_s)):
+        s.demand_s[d] = t.demand_s[d]
+    for op in range(len(t.before)):
+        s.waits[op] = t.before[op]
+        if s.waits[op] == 0:
+            _make_ready(t, s, op)
+
+
+@kernel
+def _make_ready(t, s, op):
+    at = s.num_ready
+    while at > 0 and t.position[s.ready[at - 1]] > t.position[op]:
+        s.ready[at] = s.ready[at - 1]
+        at -= 1
+    s.ready[at] = op
+    s.num_ready += 1
+
+
+@kernel
+def _arrivals(t, s, op, arrive):
+    """When the last input of ``op`` is on each device; channels are busy if the rule says so."""
+    p, x = s.placed, t.listed
+    busy = t.contended and t.rule[4] > 0.0
+    arrive[:] = 0.0
+    for i in range(x.in_ptr[op], x.in_ptr[op + 1]):
+        tensor = x.in_tensor[i]
+        src = x.tensor_src[tensor]
+        home = np.int64(x.host if src < 0 else p.choice[x.group[src]])
+        made = 0.0 if src < 0 else p.finish_s[src]
+        for d in range(len(arrive)):
+            if src < 0 and x.shares_host[d]:
+                continue
+            there = made
+            cost = transfer_s(x, tensor, home, d)
+            if busy and s.there_s[tensor, d] >= 0.0:
+                there = s.there_s[tensor, d]
+            elif cost > 0.0:
+                if busy:
+                    there = max(there, s.channel_s[t.channel[home, d]])
+                there += cost
+            arrive[d] = max(arrive[d], there)
+
+
+@inlined
+def _soft(x):
+    return x / (1.0 + abs(x))
+
+
+@inlined
+def _softer(x):
+    return x / (5.0 + abs(x))
+
+
+@kernel
+def _near(t, s, op, near):
+    """Shares ``[D]`` of what the consumers of ``op`` use of others that are placed."""
+    p, x = s.placed, t.listed
+    total = 0.0
+    for m in range(x.user_ptr[op], x.user_ptr[op + 1]):
+        user = x.user[m]
+        for i in range(x.in_ptr[user], x.in_ptr[user + 1]):
+            src = x.tensor_src[x.in_tensor[i]]
+            if src >= 0 and src != op and p.choice[x.group[src]] >= 0:
+                size = x.tensor_bytes[x.in_tensor[i]]
+                near[p.choice[x.group[src]]] += size
+                total += size
+    if total > 0.0:
+        for d in range(len(near)):
+            near[d] /= total
+
+
+@allocating
+def offer(t, s):
+    """Fill what is offered: ``op``, ``device``, ``score`` and ``features``, ``count`` of them."""
+    p, x = s.placed, t.listed
+    num_devices = len(p.free_s)
+    rows = min(s.num_ready, OPS)
+    unit = t.unit_s
+    first_start, first_end, critical, last, bound_s = np.inf, np.inf, 0.0, 0.0, 0.0
+    best_at = np.empty(OPS, np.int64)
+    best_s = np.empty(OPS)
+    second_s = np.empty(OPS)
+    least_key = np.empty(OPS)
+    most_s = np.empty(OPS)
+    popular = np.zeros(num_devices)
+    rival = np.full((num_devices, 2), -1.0)
+    rival_row = np.full(num_devices, -1)
+    near = np.zeros((OPS, num_devices))
+    for d in range(num_devices):
+        last = max(last, p.free_s[d])
+    s.count = 0
+    for i in range(rows):
+        op = s.ready[i]
+        group = x.group[op]
+        _arrivals(t, s, op, s.arrive_s)
+        fill_able(x, p, group, s.able)
+        new = p.choice[group] < 0
+        best_s[i], second_s[i], best_at[i], least_key[i] = np.inf, np.inf, 0, np.inf
+        at = s.count
+        least = np.inf
+        for d in range(num_devices):
+            s.begin_s[i, d] = np.inf
+            if not s.able[d]:
+                continue
+            start = gap(x, p, op, d, s.arrive_s[d])
+            end = start + (x.group_s[group, d] if new else x.compute_s[op, d])
+            s.begin_s[i, d], s.reach_s[i, d] = start, end
+            first_start = min(first_start, start)
+            first_end = min(first_end, start + x.compute_s[op, d])
+            if end < best_s[i]:
+                second_s[i] = best_s[i]
+                best_s[i], best_at[i] = end, d
+            elif end < second_s[i]:
+                second_s[i] = end
+            least = min(least, end + t.follow_s[op, d])
+            key = end + t.rule[2] * t.follow_s[op, d]
+            least_key[i] = min(least_key[i], key)
+            # The devices of least key, in order; of equal ones the first.
+            k = s.count
+            while k > at and s.score[k - 1] > key:
+                k -= 1
+            if k < at + DEVICES:
+                for m in range(min(s.count, at + DEVICES - 1), k, -1):
+                    s.score[m], s.device[m] = s.score[m - 1], s.device[m - 1]
+                s.score[k], s.device[k] = key, d
+                s.count = min(s.count + 1, at + DEVICES)
+        for k in range(at, s.count):
+            s.op[k], s.row[k] = op, i
+        bound_s = max(bound_s, least)
+        most_s[i] = least
+        _near(t, s, op, near[i])
+        tail = t.rank_s[op] - t.mean_s[op]
+        critical = max(critical, best_s[i] + tail)
+        d = best_at[i]
+        popular[d] += 1.0
+        if t.rank_s[op] > rival[d, 0]:
+            rival[d, 1] = rival[d, 0]
+            rival[d, 0], rival_row[d] = t.rank_s[op], i
+        elif t.rank_s[op] > rival[d, 1]:
+            rival[d, 1] = t.rank_s[op]
+    mean_free = mean_done = most_done = left = 0.0
+    for d in range(num_devices):
+        mean_free += p.free_s[d] / num_devices
+        done = p.free_s[d] + s.demand_s[d]
+        mean_done += done / num_devices
+        most_done = max(most_done, done)
+        left += s.demand_s[d]
+    used = capacity = 0.0
+    if x.may_bind:
+        for d in range(num_devices):
+            used += p.used[d]
+            capacity += x.capacity[d]
+    highest = t.rank_s[s.ready[0]]
+    progress = s.num_placed / len(t.rank_s)
+    bound = np.log((max(critical, last) + 1e-12) / (mean_done + 1e-12))
+    for k in range(s.count):
+        op, d, i = s.op[k], s.device[k], s.row[k]
+        group = x.group[op]
+        start, seconds, reach = s.begin_s[i, d], x.compute_s[op, d], s.reach_s[i, d]
+        end = start + seconds
+        tail = t.rank_s[op] - t.mean_s[op]
+        s.score[k] = (
+            -t.rule[0] * np.log1p((highest - t.rank_s[op]) / unit)
+            - t.rule[1] * np.log1p((s.score[k] - least_key[i]) / unit)
+            - t.rule[3] * np.log1p((start - first_start) / unit)
+        )
+        f = s.features[k]
+        f[0] = _softer((highest - t.rank_s[op]) / unit)
+        f[1] = t.rank_s[op] / t.path_s
+        f[2] = _softer((reach + tail - critical) / unit)
+        f[3] = _soft((reach - best_s[i]) / unit)
+        f[4] = _soft((reach + t.follow_s[op, d] - most_s[i]) / unit)
+        f[5] = _soft((start - first_start) / unit)
+        f[6] = _soft((end - first_end) / unit)
+        f[7] = _soft(max(0.0, start - p.free_s[d]) / unit)
+        f[8] = 1.0 if end <= p.free_s[d] and p.free_s[d] > 0.0 else 0.0
+        ready, moved, wait, local, total = 0.0, 0.0, 0.0, 0.0, 0.0
+        for m in range(x.in_ptr[op], x.in_ptr[op + 1]):
+            tensor = x.in_tensor[m]
+            src = x.tensor_src[tensor]
+            if src < 0:
+                continue
+            home = np.int64(p.choice[x.group[src]])
+            total += x.tensor_bytes[tensor]
+            if home == d:
+                local += x.tensor_bytes[tensor]
+                ready = max(ready, p.finish_s[src])
+                continue
+            if s.there_s[tensor, d] >= 0.0:
+                local += x.tensor_bytes[tensor]
+                ready = max(ready, s.there_s[tensor, d])
+                continue
+            cost = transfer_s(x, tensor, home, d)
+            moved += cost
+            free = s.channel_s[t.channel[home, d]]
+            if t.contended and cost > 0.0:
+                wait = max(wait, free - p.finish_s[src])
+            ready = max(ready, p.finish_s[src] + cost)
+        f[9] = _soft(max(0.0, start - ready) / unit)
+        f[10] = _soft((seconds - t.fastest_s[op]) / (t.fastest_s[op] + 1e-3 * unit))
+        f[11] = _soft((seconds - t.mean_s[op]) / (t.mean_s[op] + 1e-3 * unit))
+        f[12] = _soft(seconds / unit)
+        f[13] = 1.0 / t.num_able[op]
+        f[14] = _soft(min(second_s[i] - best_s[i], 1e3 * unit) / unit)
+        f[15] = _softer((p.free_s[d] - mean_free) / unit)
+        done = p.free_s[d] + s.demand_s[d]
+        f[16] = _softer((done - mean_done) / unit)
+        f[17] = done / (most_done + 1e-12)
+        f[18] = _soft(s.demand_s[d] * num_devices / (left + 1e-12))
+        f[19] = _softer(popular[d])
+        other = rival[d, 1] if rival_row[d] == i else rival[d, 0]
+        f[20] = _softer((t.rank_s[op] - other) / unit) if other >= 0.0 else 1.0
+        f[21] = t.hops[op]
+        waiting = opens = 0.0
+        for m in range(x.user_ptr[op], x.user_ptr[op + 1]):
+            waiting += 1.0
+            opens += s.waits[x.user[m]] == 1
+        f[22] = _soft(waiting)
+        f[23] = _soft(opens)
+        f[24] = progress
+        f[25] = s.num_ready / (s.num_ready + num_devices)
+        f[26] = t.fixed[3]
+        f[27] = _soft(moved / unit)
+        f[28] = local / total if total > 0.0 else 0.0
+        f[29] = _soft(max(0.0, wait) / unit)
+        f[30] = f[31] = 0.0
+        if x.may_bind:
+            taken = p.used[d] if p.choice[group] >= 0 else need(x, p, group, d)
+            f[30] = min(2.0, taken / (x.capacity[d] + 1.0))
+            f[31] = used / (capacity + 1.0)
+        f[32] = _soft((end - last) / unit)
+        f[33] = t.fixed[0]
+        f[34] = t.fixed[1]
+        f[35] = min(2.0, max(-2.0, bound))
+        f[36] = t.fixed[2]
+        f[37] = min(1.0, t.below_s[op] / (left + 1e-12))
+        f[38] = _softer((reach + t.follow_s[op, d] - max(bound_s, last)) / unit)
+        urgent, late = -1.0, 0.0
+        for j in range(rows):
+            if j != i and s.begin_s[j, d] < end and t.rank_s[s.ready[j]] > urgent:
+                urgent, late = t.rank_s[s.ready[j]], end - s.begin_s[j, d]
+        f[39] = _softer((urgent - t.rank_s[op]) / unit) if urgent >= 0.0 else -1.0
+        f[40] = _soft(late / unit)
+        f[41] = near[i, d]
+
+
+@kernel
+def take(t, s, k):
+    """Place what was offered as ``k``; True if it was the last."""
+    p, x = s.placed, t.listed
+    op, d = s.op[k], s.device[k]
+    busy = t.contended and t.rule[4] > 0.0
+    start = s.begin_s[s.row[k], d]
+    for m in range(x.in_ptr[op], x.in_ptr[op + 1]):
+        tensor = x.in_tensor[m]
+        src = x.tensor_src[tensor]
+        home = np.int64(x.host if src < 0 else p.choice[x.group[src]])
+        if home == d or (src < 0 and x.shares_host[d]):
+            continue
+        made = 0.0 if src < 0 else p.finish_s[src]
+        c, cost = t.channel[home, d], transfer_s(x, tensor, home, d)
+        if cost == 0.0 or s.there_s[tensor, d] >= 0.0:
+            continue
+        there = max(made, s.channel_s[c]) + cost
+        s.channel_s[c] = s.there_s[tensor, d] = there
+        if busy and there > start:
+            start = gap(x, p, op, d, there)
+    place(x, p, op, d, start)
+    s.start_s[op] = start
+    s.sequence[s.num_placed] = op
+    s.num_placed += 1
+    for e in range(len(s.demand_s)):
+        if np.isfinite(x.group_s[x.group[op], e]):
+            s.demand_s[e] -= x.compute_s[op, e] / t.num_able[op]
+    at = 0
+    while s.ready[at] != op:
+        at += 1
+    s.num_ready -= 1
+    for m in range(at, s.num_ready):
+        s.ready[m] = s.ready[m + 1]
+    for m in range(x.user_ptr[op], x.user_ptr[op + 1]):
+        user = np.int64(x.user[m])
+        s.waits[user] -= 1
+        if s.waits[user] == 0:
+            _make_ready(t, s, user)
+    return s.num_placed == len(t.rank_s)
+
+
+@allocating
+def judge(s, net, scale, first, second):
+    """Logits of what is offered: ``scale`` times the rule's score, and the network's.
+
+    ``first`` float32 ``[PAIRS, H]`` and ``second`` float32 ``[H]`` are room.
+    """
+    linear, into, bias, hidden, hidden_bias, around, out = net
+    size = len(bias)
+    common = hidden_bias.copy()
+    for k in range(s.count if size > 0 else 0):
+        x = first[k]
+        x[:] = bias
+        for i in range(len(into)):
+            a = s.features[k, i]
+            for j in range(size):
+                x[j] += a * into[i, j]
+        for j in range(size):
+            x[j] = max(x[j], np.float32(0.0))
+            second[j] = x[j] + (second[j] if k > 0 else np.float32(0.0))
+    if len(around) > 0:
+        share = np.float32(1.0 / s.count)
+        for i in range(size):
+            a = second[i] * share
+            for j in range(size):
+                common[j] += a * around[i, j]
+    for k in range(s.count):
+        value = scale * s.score[k]
+        for i in range(len(linear)):
+            value += s.features[k, i] * linear[i]
+        if size > 0:
+            second[:] = common
+            for i in range(size):
+                a = first[k, i]
+                if a > 0.0:
+                    for j in range(size):
+                        second[j] += a * hidden[i, j]
+            total = np.float32(0.0)
+            for j in range(size):
+                total += max(second[j], np.float32(0.0)) * out[j]
+            value += total
+        s.logits[k] = value
+
+
+@kernel
+def choose(s, greedy):
+    """The best of what is offered, or one drawn from the softmax."""
+    best = 0
+    for k in range(1, s.count):
+        if s.logits[k] > s.logits[best]:
+            best = k
+    if greedy:
+        return best
+    top, total = s.logits[best], 0.0
+    for k in range(s.count):
+        total += np.exp(s.logits[k] - top)
+    left = uniform(s.random) * total
+    for k in range(s.count):
+        left -= np.exp(s.logits[k] - top)
+        if left < 0.0:
+            return k
+    return best
+
+
+@kernel
+def _log_of(s, k):
+    """Of its probability."""
+    total = 0.0
+    for m in range(s.count):
+        total += np.exp(s.logits[m] - s.logits[k])
+    return -np.log(total)
+
+
+@allocating
+def construct(t, s, net, scale, greedy, keep, features, score, count, taken, log):
+    """A whole episode; how many decisions were noted, a share ``keep`` of those with a choice.
+
+    Notes go into ``features`` float32 ``[C, F]``, ``score`` float32 ``[C]``, ``count`` and
+    ``taken`` int32 ``[S]``, and ``log`` float32 ``[S]``, its probability, until one is full.
+    """
+    begin(t, s)
+    size = len(net[2])
+    first, second = np.empty((PAIRS, size), np.float32), np.empty(size, np.float32)
+    noted, at, over = 0, 0, False
+    while not over:
+        offer(t, s)
+        judge(s, net, scale, first, second)
+        k = choose(s, greedy)
+        if s.count > 1 and keep > 0.0 and uniform(s.random) < keep:
+            if noted < len(count) and at + s.count <= len(score):
+                for m in range(s.count):
+                    for i in range(NUM_PAIR_FEATURES):
+                        features[at + m, i] = s.features[m, i]
+                    score[at + m] = s.score[m]
+                count[noted], taken[noted], log[noted] = s.count, k, _log_of(s, k)
+                at += s.count
+                noted += 1
+        over = take(t, s, k)
+    return noted

@@ -1,0 +1,146 @@
+"""``placement audit``: what a runtime did with a plan, as its log tells."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from placement import cli
+
+if TYPE_CHECKING:
+    from placement.plan import Plan
+
+EXAMPLE = """examples:
+  llama-server -m model.gguf $(cat plan.args) -ot "$(cat plan.ot)" --verbose 2> llama.log
+  placement audit plan.json --log llama.log
+  placement audit plan.json --log onnxruntime.log       (session.log_severity_level = 0)
+
+Exit code 1: an operator is elsewhere than planned, or the log does not say where any is.
+"""
+MOST_BYTES = 2**28
+_LAYER = re.compile(r"load_tensors: layer +(\d+) assigned to device (\S+?),? ")
+_OVERRIDE = re.compile(r"tensor (\S+) \(.*\) buffer type overridden to (\S+)")
+_BUFFER = re.compile(r": +(\S+) +(model|KV|compute) buffer size = +([0-9.]+) MiB")
+_PLACED = re.compile(r"(?:Node\(s\)|All nodes) placed on \[(\w+)\]")
+_NODE = re.compile(r"^.*?(\w+) \(([^()]+)\)\s*$")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="plan.json")
+    parser.add_argument("--log", metavar="FILE", required=True, help="what the runtime printed")
+    parser.add_argument(
+        "--rpc",
+        action="append",
+        metavar="NODE=HOST:PORT",
+        help="servers of llama.cpp, as for its exporter; may be repeated",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from placement.exporters.llama_cpp import Backends
+    from placement.plan import load_plan
+
+    plan = load_plan(args.plan)
+    try:
+        with open(args.log, "rb") as file:
+            text = file.read(MOST_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise cli.UsageError(f"{args.log}: cannot be read: {error.strerror}") from error
+    memory: dict[str, dict[str, float]] = {}
+    if _PLACED.search(text):
+        found, planned = onnxruntime_nodes(text), dict(plan.assignment)
+        kinds = {d.name: d.kind for d in plan.cluster.devices}
+        planned = {op: _PROVIDERS.get(kinds[d], d) for op, d in planned.items()}
+    else:
+        backends = Backends(plan, args.rpc or ())
+        found, memory = llama_cpp_operators(text, plan), llama_cpp_buffers(text)
+        planned = {op: backends.buffer(d) for op, d in plan.assignment.items()}
+    known = {op: where for op, where in found.items() if op in planned}
+    elsewhere = {op: [planned[op], where] for op, where in known.items() if where != planned[op]}
+    answer = {
+        "operators": len(planned),
+        "told": len(known),
+        "elsewhere": elsewhere,
+        "memory": memory,
+    }
+    if args.json:
+        cli.print_json(answer)
+    else:
+        rows = [[op, *pair] for op, pair in list(elsewhere.items())[:20]]
+        if rows:
+            title = f"{len(elsewhere)} operators are elsewhere"
+            cli.print_table(title, ["operator", "planned", "log"], rows, figures=False)
+        for name, sizes in memory.items():
+            cli.put(f"{name}: " + ", ".join(f"{k} {v:,.1f} MiB" for k, v in sizes.items()))
+    if not known:
+        cli.say(
+            f"{args.log} does not say where any operator of the plan is: llama.cpp says it with "
+            "--verbose, ONNX Runtime with log_severity_level = 0"
+        )
+        return cli.NO
+    cli.say(f"{len(known) - len(elsewhere)} of {len(known)} operators are where they were planned")
+    return cli.NO if elsewhere else cli.OK
+
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+def onnxruntime_nodes(text: str) -> dict[str, str]:
+    """Node -> execution provider, from the lines below ``Node(s) placed on [...]``."""
+    found: dict[str, str] = {}
+    provider = None
+    for line in text.splitlines():
+        begun = _PLACED.search(line)
+        node = _NODE.match(line)
+        if begun:
+            provider = begun[1]
+        elif node and provider is not None:
+            found[node[2]] = provider
+        else:
+            provider = None
+    return found
+
+
+def llama_cpp_operators(text: str, plan: Plan) -> dict[str, str]:
+    """Operator -> buffer type: its tensors', or where all of its layer is.
+
+    Tensors of an operator that are in several buffers have the names of all, joined by ``+``.
+    """
+    layers = {int(i): _plain(where) for i, where in _LAYER.findall(text)}
+    moved = {name: _plain(where) for name, where in _OVERRIDE.findall(text)}
+    if not layers and not moved:
+        return {}
+    return {op: _where(op, layers, moved) or "CPU" for op in plan.assignment}
+
+
+def _where(op: str, layers: Mapping[int, str], moved: Mapping[str, str]) -> str | None:
+    """The device of an operator of a decoder; embeddings are on the processor unless moved."""
+    part = op.rpartition(".")[2]
+    number = re.search(r"\.(\d+)\.\w+$", op)
+    if number is None:
+        is_embedding = "embed" in op or "wte" in op or "embd" in op or "wpe" in op
+        name = "token_embd.weight" if is_embedding else "output.weight"
+        return moved.get(name, None if is_embedding else layers.get(max(layers, default=0)))
+    prefix = f"blk.{number[1]}."
+    inside = {name: where for name, where in moved.items() if name.startswith(prefix)}
+    routed = {n: w for n, w in inside.items() if "_exps" in n}
+    dense = {n: w for n, w in inside.items() if ".ffn_" in n and n not in routed}
+    rest = {n: w for n, w in inside.items() if ".ffn_" not in n}
+    own = {"experts": routed, "feed_forward": dense, "router": dense}.get(part, rest)
+    return "+".join(sorted(set(own.values()))) or layers.get(int(number[1]))
+
+
+def _plain(buffer: str) -> str:
+    """Memory of the host has several names."""
+    return "CPU" if buffer.startswith("CPU") or buffer.endswith("_Host") else buffer
+
+
+def llama_cpp_buffers(text: str) -> dict[str, dict[str, float]]:
+    """Device -> MiB of model, KV and compute buffers, as the log sums them up."""
+    found: dict[str, dict[str, float]] = {}
+    for name, what, size in _BUFFER.findall(text):
+        sizes = found.setdefault(_plain(name), {})
+        sizes[what] = sizes.get(what, 0.0) + float(size)
+    return found

@@ -1,0 +1,93 @@
+"""``placement optimize``: capture, measure, plan and run a model, in one command."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import TYPE_CHECKING
+
+from placement import cli
+
+if TYPE_CHECKING:
+    from placement.optimizing import OptimizedRunner
+
+EXAMPLE = """examples:
+  placement optimize my_package.my_module:my_function --out plan.json
+  placement optimize resnet50 --objective latency --seconds 30
+
+The machine-readable result (--json) has the keys objective, planner, assignments (one for each
+turn of replicas, mostly one), predicted, measured (of plan, plain and, where the plan uses several
+devices, single: the best device alone).
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workload", help="a shipped model, or your own package.module:function")
+    parser.add_argument(
+        "--objective", metavar="NAME", default="period", help="period or latency (%(default)s)"
+    )
+    parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="most that planning takes (%(default)g)"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the plan")
+
+
+def run(args: argparse.Namespace) -> int:
+    if cli.looks_like_file(args.workload):
+        raise cli.UsageError(
+            f"{args.workload}: a model is optimised, not a file; a file is planned: placement plan "
+            f"{shlex.quote(args.workload)} --planner best_of"
+        )
+    cli.check_outputs(args.out)
+    from placement.optimizing import check_options, optimize
+
+    cluster = cli.cluster_of(args.cluster)
+    check_options(args.objective, args.seconds)
+    with cli.progress() as report:
+        report(f"loading {args.workload}", None)
+        module, inputs = cli.load_workload(args.workload)
+    with cli.says_nothing_in_answers():
+        runner = optimize(
+            module, inputs, cluster, args.objective, args.seconds, workload=args.workload
+        )
+    runner.close()
+    plan = runner.plan
+    if args.json:
+        cli.print_json(
+            {
+                "objective": plan.objective,
+                "planner": plan.planner.name,
+                "assignments": plan.assignments,
+                "predicted": plan.predicted.model_dump(),
+                "measured": {way: m.model_dump() for way, m in runner.measured.items()},
+            }
+        )
+    else:
+        _show(runner)
+    if not args.out:
+        cli.say("the plan is not kept: --out plan.json keeps it")
+        return cli.OK
+    plan.save(args.out)
+    # Code of yours is not called on a plan's word: it is named again.
+    model = ["--model", args.workload] if ":" in args.workload else []
+    cli.say(
+        f"plan written to {args.out}; next: {shlex.join(['placement', 'run', args.out, *model])}, "
+        f"or in Python: placement.load_plan({args.out!r}).bind(module)"
+    )
+    return cli.OK
+
+
+def _show(runner: OptimizedRunner) -> None:
+    from placement.optimizing import devices_of
+
+    plan = runner.plan
+    used = " and ".join(devices_of(plan))
+    single = plan.fallback.device if plan.fallback else ""
+    names = {"plan": "best plan", "single": f"{single} alone", "plain": "plain PyTorch"}
+    rows = []
+    for way, measured in runner.measured.items():
+        spreads = (measured.period_s, measured.latency_s)
+        rows.append([names[way], *(cli.seconds(s.median_s) for s in spreads if s)])
+    columns = ["measured in turns", "between two results", "of a call"]
+    cli.print_table(f"{plan.graph.name}: runs on {used}", columns, rows)

@@ -1,0 +1,152 @@
+"""``placement plan`` for a language model without its weights: what is asked, and what is said."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from placement import cli
+
+if TYPE_CHECKING:
+    from placement.costs.serving import Serving
+    from placement.importers.decoder import Decoder
+    from placement.problem import Problem, Solution
+
+_ONLY = ("context", "batch", "prompt", "split")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Options of what is served."""
+    group = parser.add_argument_group(
+        "a language model without weights (config.json, or a GGUF file's header)",
+        "objectives: prefill (seconds for a prompt), decode (seconds for a token of each sequence, "
+        "the context being full), serve (a prompt and its answer until the context is full)",
+    )
+    group.add_argument("--context", type=int, metavar="TOKENS", help="there is room for, needed")
+    group.add_argument("--batch", type=int, metavar="B", help="sequences at a time (1)")
+    group.add_argument(
+        "--prompt", type=int, metavar="TOKENS", help="of a prompt (prefill: all; else half)"
+    )
+    group.add_argument(
+        "--split",
+        choices=("layers", "tensors"),
+        help="whole layers (default without experts), or feed-forward or experts apart",
+    )
+
+
+def is_served(args: argparse.Namespace) -> bool:
+    """Whether the workload is a file of a language model.
+
+    Raises:
+        UsageError: it is not, but options or the objective are for one.
+        FormatError: likewise, of a file.
+    """
+    from placement.costs.serving import Phase
+    from placement.importers import is_decoder, load_decoder
+
+    if cli.looks_like_file(args.workload) and is_decoder(args.workload):
+        return True
+    given = [f"--{name}" for name in _ONLY if getattr(args, name) is not None]
+    if args.objective in list(Phase):
+        given.append(f"--objective {args.objective}")
+    if given and cli.is_file(args.workload):
+        load_decoder(args.workload)  # says why it is none
+    if given:
+        raise cli.UsageError(
+            f"{', '.join(given)} is for language models without weights, a config.json or a GGUF "
+            f"file; {args.workload!r} is none"
+        )
+    return False
+
+
+def asked(args: argparse.Namespace) -> tuple[Decoder, Serving]:
+    """The model, and what is served.
+
+    Raises:
+        UsageError: an option that is for other workloads, or none where one is needed.
+        FormatError: the file is not that of a model that is known.
+    """
+    from placement.costs.serving import Phase, Serving
+    from placement.importers import load_decoder
+    from placement.tools.named import meant
+
+    others = ("profile", "predict", "optimizer", "microbatches", "in_flight", "second_j", "devices",
+              "bandwidth", "memory", "flops", "memory_bandwidth", "dim")  # fmt: skip
+    wrong = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name) is not None]
+    if args.mode not in (None, "inference"):
+        wrong.append(f"--mode {args.mode}")
+    if wrong:
+        raise cli.UsageError(f"{args.workload}: {', '.join(wrong)} is not for language models")
+    objective = args.objective or Phase.DECODE
+    if objective not in list(Phase):
+        near = meant(objective, map(str, Phase)) or ";"
+        raise cli.UsageError(
+            f"--objective {objective} is not for language models{near} "
+            f"use one of {', '.join(Phase)}"
+        )
+    if args.context is None:
+        raise cli.UsageError(f"{args.workload}: --context TOKENS is needed, e.g. --context 8192")
+    batch = 1 if args.batch is None else args.batch
+    decoder = load_decoder(args.workload)
+    has_experts = "experts" in decoder.class_bytes()
+    whole = args.split == "layers" or (args.split is None and not has_experts)
+    return decoder, Serving(Phase(objective), args.context, batch, args.prompt, whole)
+
+
+def load(args: argparse.Namespace) -> Problem:
+    """The problem.
+
+    Raises:
+        UsageError, FormatError: see ``asked``; and what ``serving_problem`` raises.
+    """
+    from placement.costs.serving import serving_problem
+
+    decoder, serving = asked(args)
+    return serving_problem(decoder, cli.cluster_of(args.cluster), serving)
+
+
+def answer(args: argparse.Namespace, problem: Problem, solution: Solution) -> dict[str, Any]:
+    """What machines read besides what every plan has; the keys are a contract."""
+    from math import isfinite
+
+    from placement.costs import efficiency
+    from placement.costs.serving import largest_context, memory, terms
+
+    found: dict[str, Any] = {"memory": memory(problem, solution.placement)}
+    decoder, serving = asked(args)
+    if not isfinite(solution.value_s):
+        return found | {"largest_context": largest_context(decoder, problem.cluster, serving)}
+    parts = terms(decoder, problem.cluster, serving, solution.placement)
+    weights = dict(zip(("prefill", "decode"), serving.weights, strict=True))
+    return found | {**parts, "weights": weights, "spread": efficiency.ERROR}
+
+
+def why_not(args: argparse.Namespace, problem: Problem) -> str:
+    """What is needed, what is there, and which context fits."""
+    from placement.costs.serving import fits, largest_context
+
+    decoder, serving = asked(args)
+    graph, held = problem.graph, problem.profile.provenance
+    kept = int(graph.param_bytes[held["kv_cache"]].sum())
+    total, there = int(graph.param_bytes.sum()), int(problem.memory_bytes.sum())
+    needs = (
+        f"a context of {serving.context} tokens x {serving.batch} needs {total} bytes (of which "
+        f"{kept} are cache), the devices have {there} together"
+    )
+    if fits(problem):
+        return f"{needs}; another planner finds a split that fits: --planner layer_dp"
+    largest = largest_context(decoder, problem.cluster, serving)
+    if not largest:
+        return f"{needs}; no context fits"
+    return f"{needs}; the largest context that fits is {largest} tokens: --context {largest}"
+
+
+def table(problem: Problem, solution: Solution) -> None:
+    """Show what the devices hold."""
+    from placement.costs.serving import memory
+
+    rows = [
+        [name, *(cli.mebibytes(float(x)) for x in held.values())]
+        for name, held in memory(problem, solution.placement).items()
+    ]
+    cli.print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "of"], rows)

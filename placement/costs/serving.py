@@ -1,0 +1,340 @@
+"""A decoder that serves, as a problem: prompts, tokens, and what they keep in memory.
+
+Nothing runs: operations and bytes are those of the decoder's tensors, and seconds those of a
+roofline with fitted shares (``placement.costs.efficiency``). Every objective is the ``latency`` of
+a chain of operators, so that planners for latency plan it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import ceil
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.cluster import Cluster
+from placement.costs.efficiency import Peak, RatesError
+from placement.costs.predictors.roofline import calibrate, is_here
+from placement.graph import OpGraph
+from placement.importers import check_table
+from placement.importers.decoder import Decoder, Part
+from placement.problem import Placement, Problem
+from placement.profile import Profile
+
+Floats = NDArray[np.float64]
+PIECE = 512  # tokens of a prompt at a time: of llama.cpp (--ubatch-size), vLLM takes some more
+MOST_TOKENS = 2**31
+_KEPT, _BUFFER = "kv_cache", "buffers"
+
+
+class ServingError(ValueError):
+    """Not what can be served: numbers of tokens that contradict each other."""
+
+
+class Phase(StrEnum):
+    """What is minimised: seconds for prompts, for a token of each sequence, or for both.
+
+    ``serve`` is one prompt and its answer: ``prefill + (context - prompt) * decode``.
+    """
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    SERVE = "serve"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is served.
+
+    Attributes:
+        phase: the objective.
+        context: tokens of a sequence that there is room for; ``decode`` is of the last of them.
+        batch: sequences at a time.
+        prompt: tokens of a prompt; of None all for ``prefill``, and half of the context otherwise.
+        whole_layers: a layer is on one device, with the first of them the embedding, with the last
+            the head, as most programs have it; otherwise these may be apart, and so may what is
+            routed (experts, or a dense feed-forward) from the rest of its layer.
+    """
+
+    phase: Phase
+    context: int
+    batch: int = 1
+    prompt: int | None = None
+    whole_layers: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phase", Phase(self.phase))
+        for name in ("context", "batch"):
+            if not 1 <= getattr(self, name) <= MOST_TOKENS:
+                raise ServingError(
+                    f"{name} = {getattr(self, name)}: must be from 1 to {MOST_TOKENS}"
+                )
+        if self.prompt is not None and not 1 <= self.prompt <= self.context:
+            raise ServingError(
+                f"a prompt of {self.prompt} tokens: must be from 1 to the context of {self.context}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Of a prompt."""
+        whole = self.context if self.phase is Phase.PREFILL else max(1, self.context // 2)
+        return whole if self.prompt is None else self.prompt
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """How often prompts, and tokens of an answer, count in the objective."""
+        return {
+            Phase.PREFILL: (1.0, 0.0),
+            Phase.DECODE: (0.0, 1.0),
+            Phase.SERVE: (1.0, float(self.context - self.tokens)),
+        }[self.phase]
+
+    @property
+    def rows(self) -> int:
+        """Tokens that go through a layer together, at most."""
+        return max(self.batch, min(PIECE, self.batch * self.tokens))
+
+
+def serving_problem(decoder: Decoder, cluster: Cluster, serving: Serving) -> Problem:
+    """The problem; the objective ``latency`` of its one micro-batch is that of ``serving``.
+
+    Parameters are the weights, the cache of each layer's keys and values (no longer than its
+    window), and a buffer for what is between, once per device: of ``rows``
+    tokens the widest that a layer makes of them in 4 bytes, and with the head its logits.
+
+    Raises:
+        ServingError: more cache than any memory has.
+        RatesError: a device of which nothing is known, see ``Peak``.
+    """
+    check_table(decoder.name, len(decoder.parts) + 1, cluster.num_devices)
+    seconds = [
+        [part_seconds(part, decoder, serving, peak) for peak in peaks(decoder, cluster)]
+        for part in decoder.parts
+    ]
+    graph, held = _graph(decoder, serving)
+    compute_s = np.array(seconds)
+    profile = Profile(
+        cluster.device_names,
+        compute_s,
+        np.zeros_like(compute_s),
+        links=cluster.links,
+        transfer_s=_transfers(graph, decoder, cluster, serving),
+        predicted=np.ones(compute_s.shape, bool),
+        provenance={
+            "format": decoder.format,
+            "objective": str(serving.phase),
+            "context": serving.context,
+            "batch": serving.batch,
+            "prompt": serving.tokens,
+            "predicted": "roofline",
+            "tied": bool(set(decoder.parts[0].weights) & set(decoder.parts[-1].weights)),
+            **held,
+        },
+    )
+    return Problem(graph, cluster, profile, "latency", num_microbatches=1, max_in_flight=1)  # type: ignore[arg-type]
+
+
+def peaks(decoder: Decoder, cluster: Cluster) -> list[Peak]:
+    """``[D]`` what the devices can do: as stated, as that of which they are described, or measured.
+
+    Raises:
+        RatesError: a device is not here, and nothing is stated of it.
+    """
+    found = []
+    by_name = {d.name: d for d in cluster.devices}
+    for device in cluster.devices:
+        source = by_name.get(device.measured_as, device)
+        if source is not device:
+            source = replace(source, speed=source.speed * device.speed)
+        try:
+            found.append(Peak.of(source, decoder.dtype))
+        except RatesError:
+            if device.like is not None or not is_here(device):
+                raise
+            rates = calibrate(device)
+            own = (rates.flops_per_s, rates.bytes_per_s, rates.call_s)
+            found.append(Peak(*own, is_reached=True))
+    return found
+
+
+def part_seconds(part: Part, decoder: Decoder, serving: Serving, peak: Peak) -> float:
+    """Seconds of a part of the decoder in the objective of ``serving``."""
+    prompts, answers = serving.weights
+    seconds = 0.0
+    if prompts:
+        rows = min(PIECE, serving.batch * serving.tokens)
+        pieces = ceil(serving.batch * serving.tokens / rows)
+        if part.kind == "head":  # of the last token of a prompt
+            rows, pieces = serving.batch, 1
+        # On average half of the prompt is before a token.
+        sequences, half = ceil(rows / serving.tokens), (serving.tokens + 1) / 2
+        seconds += prompts * pieces * _pass_s(part, decoder, peak, rows, sequences, half)
+    if answers:
+        rows = serving.batch
+        seconds += answers * _pass_s(part, decoder, peak, rows, rows, serving.context)
+    return seconds
+
+
+def _pass_s(
+    part: Part, decoder: Decoder, peak: Peak, rows: int, sequences: int, before: float
+) -> float:
+    """Seconds of ``rows`` tokens of so many ``sequences``, each with so many ``before`` it."""
+    token_bytes = 2.0 * decoder.hidden
+    if part.kind == "embedding":
+        return float(peak.seconds("embedding", 0.0, rows * 2 * token_bytes))
+    # Of experts those that any of the tokens is routed to, as if routing were by chance.
+    touched = 1.0 if part.used == 1.0 else -np.expm1(rows * np.log1p(-part.used))
+    work, moved = 2.0 * part.numel * part.used * rows, part.weight_bytes * touched
+    if part.numel == 0.0:
+        return float(peak.seconds("norm", work, moved + 2 * rows * token_bytes))
+    seconds = float(peak.seconds("product", work, moved + 2 * rows * token_bytes))
+    if part.kv_bytes:
+        seen = before if part.window is None else min(before, part.window)
+        read = seen * part.kv_bytes * sequences
+        seconds += float(peak.seconds("batched", 4.0 * part.width * rows * seen, read))
+    return seconds
+
+
+def _graph(decoder: Decoder, serving: Serving) -> tuple[OpGraph, dict[str, Any]]:
+    """The chain, and which of its parameters are cache and which buffers."""
+    sizes: list[int] = []
+    number: dict[str, int] = {}
+    uses: list[tuple[int, int]] = []
+    held: dict[str, list[int]] = {_KEPT: [], _BUFFER: []}
+
+    def use(op: int, name: str, size: int, what: str | None = None) -> None:
+        if name not in number:
+            number[name] = len(sizes)
+            sizes.append(size)
+            if what is not None:
+                held[what].append(number[name])
+        uses.append((op, number[name]))
+
+    group = []
+    for op, part in enumerate(decoder.parts):
+        for name, size in part.weights.items():
+            use(op, name, size)
+        if part.kv_bytes:
+            kept = serving.context if part.window is None else min(serving.context, part.window)
+            use(op, f"{part.name} cache", serving.batch * kept * part.kv_bytes, _KEPT)
+        if part.kind == "head":
+            use(op, "logits", 4 * serving.batch * decoder.vocabulary, _BUFFER)
+        use(op, "buffer", 4 * serving.rows * decoder.widest, _BUFFER)
+        if serving.whole_layers:
+            group.append(part.layer if part.layer != -2 else decoder.num_layers - 1)
+            group[-1] = max(group[-1], 0)
+        else:
+            routed = part.name.endswith((".experts", ".feed_forward"))
+            group.append(2 * part.layer + routed)
+    count = len(decoder.parts)
+    graph = OpGraph.build(
+        decoder.name,
+        [part.name for part in decoder.parts],
+        [-1, *range(count)],
+        np.zeros(count + 1, np.int64),  # what flows is in the buffers
+        [(t, t) for t in range(count)],
+        op_kind=[part.kind for part in decoder.parts],
+        op_module=[part.module for part in decoder.parts],
+        op_signature=[_signature(part) for part in decoder.parts],
+        param_bytes=sizes,
+        param_uses=uses,
+        group=group,
+        output_tensor=[count],
+    )
+    return graph, held
+
+
+def _signature(part: Part) -> str:
+    return f"{part.kind}({part.weight_bytes}, {part.numel:.0f}, {part.kv_bytes}, {part.window})"
+
+
+def _transfers(graph: OpGraph, decoder: Decoder, cluster: Cluster, serving: Serving) -> Floats:
+    """float64 ``[T, D, D]``: seconds to hand tokens on, as often as the objective counts them."""
+    count = cluster.num_devices
+    links = Profile(cluster.device_names, np.zeros((1, count)), np.zeros((1, count)), cluster.links)
+    one = OpGraph.build("one", ["a"], [-1], [0], [(0, 0)])
+    pairs = Problem(one, cluster, links)
+    prompts, answers = serving.weights
+    tokens = serving.batch * serving.tokens
+    times = prompts * ceil(tokens / min(PIECE, tokens)) + answers
+    moved = 2.0 * decoder.hidden * (prompts * tokens + answers * serving.batch)
+    fixed = pairs.link_latency_s + pairs.link_send_s
+    per_byte = pairs.link_s_per_byte + pairs.link_send_s_per_byte
+    hidden = times * fixed + moved * per_byte
+    found = np.broadcast_to(hidden, (graph.num_tensors, count, count)).copy()
+    found[0] = times * fixed + moved * 4 / (2.0 * decoder.hidden) * per_byte  # numbers of tokens
+    return found
+
+
+def memory(problem: Problem, placement: Placement) -> dict[str, dict[str, int]]:
+    """By device: bytes of weights, cache and buffers, of all together, and what is there."""
+    graph, held = problem.graph, problem.profile.provenance
+    there = np.zeros((len(graph.param_bytes), problem.num_devices), bool)
+    there[graph.param_use, placement[graph.param_use_op]] = True
+    by_device = graph.param_bytes[:, None] * there
+    kept, buffers = (by_device[held[what]].sum(axis=0) for what in (_KEPT, _BUFFER))
+    needed = by_device.sum(axis=0)
+    return {
+        device.name: {
+            "weights_bytes": int(needed[d] - kept[d] - buffers[d]),
+            "kv_cache_bytes": int(kept[d]),
+            "buffers_bytes": int(buffers[d]),
+            "needed_bytes": int(needed[d]),
+            "there_bytes": device.memory_bytes,
+        }
+        for d, device in enumerate(problem.cluster.devices)
+    }
+
+
+def fits(problem: Problem) -> bool:
+    """Whether a split was found that fits: the largest groups first, each where most is free."""
+    graph = problem.graph
+    free = problem.memory_bytes.astype(np.float64)
+    held = np.zeros((len(graph.param_bytes), problem.num_devices), bool)
+    size = np.bincount(graph.group, weights=graph.op_param_bytes)
+    for g in np.argsort(-size, kind="stable"):
+        params = np.unique(graph.param_use[graph.group[graph.param_use_op] == g])
+        new = graph.param_bytes[params] @ ~held[params]
+        left = np.where(np.isfinite(problem.group_compute_s[g]), free - new, -np.inf)
+        d = int(np.argmax(left))
+        if left[d] < 0:
+            return False
+        free[d] = left[d]
+        held[params, d] = True
+    return True
+
+
+def largest_context(decoder: Decoder, cluster: Cluster, serving: Serving) -> int:
+    """The longest context that was found to fit; 0: none."""
+
+    def fitting(context: int) -> bool:
+        prompt = None if serving.prompt is None else min(serving.prompt, context)
+        return fits(
+            serving_problem(decoder, cluster, replace(serving, context=context, prompt=prompt))
+        )
+
+    low, high = 0, serving.context
+    if fitting(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fitting(middle) else (low, middle)
+    return low
+
+
+def terms(
+    decoder: Decoder, cluster: Cluster, serving: Serving, placement: Placement
+) -> Mapping[str, float]:
+    """``prefill_s`` and ``decode_s`` of a placement, whatever it was planned for."""
+    from placement.simulator import simulate
+
+    found = {}
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        one = replace(serving, phase=phase, prompt=serving.tokens)
+        problem = serving_problem(decoder, cluster, one)
+        found[f"{phase}_s"] = float(simulate(problem, placement).latency_s)
+    return found

@@ -1,0 +1,408 @@
+"""``config.json`` of Hugging Face as a decoder: numbers alone, no code, no weights, no download."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from placement.importers._read import FormatError, whole
+from placement.importers.decoder import MOST_EXPERTS, MOST_LAYERS, Decoder, Part
+from placement.tools.files import short
+
+_MOST = 2**24  # of a size
+_BITS = {"fp16": 16.0, "bf16": 16.0, "fp32": 32.0}
+_NAMES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+# Bits of a weight, and of what goes with a block of them.
+_QUANTISED = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25, "bitsandbytes": 8.0}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What models of a type have that their numbers do not say.
+
+    ``bias``: which projections have one: ``q`` queries, keys and values, ``o`` the attention's
+    output, ``m`` the feed-forward, ``h`` the head; upper case: unless the config says otherwise.
+    ``norm``: normalisations of a layer, and numbers that each has for one of the token;
+    ``qk``: of queries and keys, over a head or over all. ``positions``: learned ones, and how many
+    more than stated.
+    """
+
+    layers: str = "model.layers"
+    embed: str = "model.embed_tokens"
+    final: str = "model.norm"
+    head: str = "lm_head"
+    gated: bool = True
+    bias: str = ""
+    norms: int = 2
+    norm_size: int = 1
+    qk: str = ""
+    tied: bool = False
+    positions: tuple[str, int] | None = None
+
+
+def _gpt(embed: str = "transformer.wte", layers: str = "transformer.h", **more: Any) -> Family:
+    common: dict[str, Any] = {"final": "transformer.ln_f", "gated": False, "norm_size": 2}
+    return Family(layers, embed, **{**common, "tied": True, **more})
+
+
+_WPE = ("transformer.wpe", 0)
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "ministral3", "phi3", "helium"), Family()),
+    **dict.fromkeys(("granite", "internlm3", "mixtral", "granitemoe", "deepseek_v2"), Family()),
+    **dict.fromkeys(("deepseek_v3", "solar_open", "dots1", "glm4_moe", "llama4_text"), Family()),
+    **dict.fromkeys(("gemma", "smollm3", "ernie4_5", "ernie4_5_moe"), Family(tied=True)),
+    **dict.fromkeys(("gemma2", "gemma3_text"), Family(norms=4, tied=True)),
+    **dict.fromkeys(("qwen2", "qwen2_moe"), Family(bias="q")),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "exaone4", "hunyuan_v1_dense"), Family(qk="head")),
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe", "minimax_m2"), Family(qk="all")),
+    "olmo": Family(norms=0),
+    **dict.fromkeys(("cohere", "cohere2"), Family(norms=1, tied=True)),
+    **dict.fromkeys(("seed_oss", "glm"), Family(bias="Q")),
+    "glm4": Family(bias="Q", norms=4),
+    "arcee": Family(gated=False),
+    "nemotron": Family(gated=False, norm_size=2),
+    "apertus": Family(gated=False, qk="head"),
+    "starcoder2": Family(gated=False, bias="QOM", norm_size=2, tied=True),
+    "stablelm": Family(norm_size=2),
+    "phimoe": Family(norm_size=2),
+    "gpt_oss": Family(bias="QOm"),
+    "phi": Family(final="model.final_layernorm", gated=False, bias="qomh", norms=1, norm_size=2),
+    "persimmon": Family(final="model.final_layernorm", gated=False, bias="qom", norm_size=2),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), _gpt(bias="qom", positions=_WPE)),
+    "gpt_neo": _gpt(bias="om", positions=_WPE),
+    **dict.fromkeys(("gptj", "codegen"), _gpt(bias="mh", norms=1, tied=False)),
+    "gpt_neox": _gpt("gpt_neox.embed_in", "gpt_neox.layers", final="gpt_neox.final_layer_norm",
+                     bias="QOm", tied=False),
+    "opt": _gpt("model.decoder.embed_tokens", "model.decoder.layers", bias="qom",
+                final="model.decoder.final_layer_norm",
+                positions=("model.decoder.embed_positions", 2)),
+    "bloom": _gpt("transformer.word_embeddings", bias="qom"),
+    "falcon": _gpt("transformer.word_embeddings", norms=1),
+    "mpt": _gpt(layers="transformer.blocks", final="transformer.norm_f", norm_size=1),
+}  # fmt: skip
+
+
+def looks_like(data: Any) -> bool:
+    """Whether a JSON value is a model's config: it names its type."""
+    return isinstance(data, dict) and isinstance(data.get("model_type"), str)
+
+
+def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
+    """The decoder that a config describes; of a config that holds another one's, the text model.
+
+    Tensors are of the type that the config names, float16 where it names none; matrices of the
+    layers have the bits of its ``quantization_config``.
+
+    Raises:
+        FormatError: an architecture that is not known, or a number that is missing or cannot be.
+    """
+    inner = data.get("text_config")
+    if looks_like(inner) and inner["model_type"] in FAMILIES:
+        quantised = {k: data[k] for k in ("quantization_config",) if k in data}
+        data = {**{k: data[k] for k in _DTYPES if k in data}, **inner, **quantised}
+    kind = data["model_type"]
+    if kind not in FAMILIES:
+        near = difflib.get_close_matches(kind, FAMILIES, 3, 0.5)
+        meant = f"; did you mean {', '.join(near)}?" if near else ""
+        raise FormatError(
+            f"{path}: the architecture {short(kind)} is not known{meant} Known are "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    config = _Config(data, path, FAMILIES[kind], kind)
+    parts = tuple(config.parts())
+    return Decoder(
+        name, parts, config.hidden, config.widest, config.vocabulary, config.dtype, "config.json"
+    )
+
+
+_DTYPES = ("dtype", "torch_dtype")
+
+
+class _Config:
+    """The numbers of a config, checked, whatever it calls them."""
+
+    def __init__(self, data: Mapping[str, Any], path: str, family: Family, kind: str) -> None:
+        self.data, self.path, self.family, self.kind = data, path, family, kind
+        self.hidden = self.size("hidden_size", "n_embd", "d_model")
+        most = self.number("num_hidden_layers", "n_layer", "n_layers", "num_layers", low=1)
+        if most > MOST_LAYERS:
+            raise FormatError(f"{path}: {most} layers, at most {MOST_LAYERS} are possible")
+        self.num_layers = most
+        self.heads = self.size("num_attention_heads", "n_head", "n_heads", "num_heads")
+        self.kv_heads = self._kv_heads()
+        self.head_dim = self.size("head_dim", default=max(1, self.hidden // self.heads))
+        self.vocabulary = self.size("vocab_size")
+        ratio = self.number("expansion_ratio", default=4)
+        inner = self.size(
+            *("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+            default=ratio * self.hidden,
+        )
+        if kind == "llama4_text":
+            self.expert_width, inner = inner, self.size("intermediate_size_mlp", default=inner)
+        else:
+            self.expert_width = self.size("moe_intermediate_size", default=inner)
+        self.inner = inner
+        self.num_experts = self.number(
+            *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), default=0
+        )
+        if self.num_experts > MOST_EXPERTS:
+            raise FormatError(f"{path}: {self.num_experts} experts, at most {MOST_EXPERTS}")
+        default = min(8 if kind != "mixtral" else 2, self.num_experts)
+        self.chosen = self.number("num_experts_per_tok", "moe_k", default=default)
+        if self.num_experts and not 1 <= self.chosen <= self.num_experts:
+            raise FormatError(
+                f"{path}: {self.chosen} of {self.num_experts} experts cannot be chosen"
+            )
+        self.tied = self.flag("tie_word_embeddings", family.tied)
+        self.dtype = self._dtype()
+        self.bits = self._bits()
+        self.latent = kind in ("deepseek_v2", "deepseek_v3")
+        widths = [self.attention_width(), 2 * self.inner if family.gated else self.inner]
+        if self.num_experts:
+            widths.append(2 * self.chosen * self.expert_width)
+        self.widest = self.hidden + max(widths)
+
+    def number(self, *names: str, default: int | None = None, low: int = 0) -> int:
+        """The first of these fields that is there.
+
+        Raises:
+            FormatError: none is, or it is no whole number of at least ``low``.
+        """
+        for name in names:
+            if self.data.get(name) is not None:
+                return whole(self.data[name], f"{self.path}: {name}", low, _MOST)
+        if default is None:
+            raise FormatError(f"{self.path}: field {names[0]!r} is missing ({self.kind})")
+        return default
+
+    def size(self, *names: str, default: int | None = None) -> int:
+        """A number that is at least 1."""
+        return self.number(*names, default=default, low=1)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A field that is true or false.
+
+        Raises:
+            FormatError: it is neither.
+        """
+        value = self.data.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise FormatError(f"{self.path}: {name} = {short(value)} must be true or false")
+        return value
+
+    def bias(self, letter: str) -> bool:
+        """Whether these projections have one; see ``Family``."""
+        if letter in self.family.bias:
+            return True
+        usual = letter.upper() in self.family.bias
+        if self.kind in ("qwen3", "qwen3_moe", "llama", "gemma", "gemma2", "gemma3_text", "granite",
+                         "olmo", "olmo2", "olmo3", "olmoe", "smollm3", "seed_oss", "glm", "glm4",
+                         "gpt_neox", "gpt_oss", "cohere", "phimoe", "glm4_moe", "dots1",
+                         "nemotron", "apertus", "arcee", "helium"):  # fmt: skip
+            only_in = self.kind in ("glm", "glm4", "glm4_moe", "seed_oss")
+            if letter == "q" or (letter == "o" and not only_in):
+                return self.flag("attention_bias", usual)
+        if letter == "q" and self.kind == "stablelm":
+            return self.flag("use_qkv_bias", usual)
+        if letter == "o" and self.kind == "seed_oss":
+            return self.flag("attention_out_bias", usual)
+        if letter == "m" and self.kind in ("llama", "granite", "arcee", "smollm3", "seed_oss"):
+            return self.flag("mlp_bias", usual)
+        if letter in "qom" and self.kind in ("starcoder2", "ernie4_5"):
+            return self.flag("use_bias", usual)
+        if letter in "qom" and self.kind == "falcon":
+            return self.flag("bias", usual)
+        return usual
+
+    def _kv_heads(self) -> int:
+        if self.kind == "falcon" and not self.flag("new_decoder_architecture", False):
+            return 1 if self.flag("multi_query", True) else self.heads
+        if self.kind == "gpt_bigcode":
+            return 1 if self.flag("multi_query", True) else self.heads
+        return self.size("num_key_value_heads", "num_kv_heads", default=self.heads)
+
+    def _dtype(self) -> str:
+        found = next((self.data[k] for k in _DTYPES if self.data.get(k) is not None), "float16")
+        name = found.removeprefix("torch.") if isinstance(found, str) else found
+        if not isinstance(name, str) or name not in _NAMES:
+            raise FormatError(
+                f"{self.path}: dtype = {short(found)} is none of {', '.join(sorted(_NAMES))}"
+            )
+        return _NAMES[name]
+
+    def _bits(self) -> float:
+        """Of a weight of the layers' matrices."""
+        found = self.data.get("quantization_config")
+        if found is None:
+            return _BITS[self.dtype]
+        method = found.get("quant_method") if isinstance(found, dict) else None
+        method = method if isinstance(method, str) else ""
+        if method in ("gptq", "awq", "auto-round"):
+            bits = whole(found.get("bits"), f"{self.path}: quantization_config: bits", 1, 16)
+            group = whole(found.get("group_size", 128), f"{self.path}: group_size", -1, _MOST)
+            return bits + (16 + bits) / group if group > 0 else float(bits)
+        if method == "bitsandbytes" and found.get("load_in_4bit") is True:
+            return 4.5
+        if method in _QUANTISED:
+            return _QUANTISED[method]
+        raise FormatError(
+            f"{self.path}: quantization_config = {short(found)}: bits are known of gptq, awq, "
+            f"auto-round and {', '.join(_QUANTISED)}; a GGUF file says them of every tensor"
+        )
+
+    def attention_width(self) -> int:
+        """Numbers of the queries of a token, and of its keys and values."""
+        if self.latent:
+            nope, rope, value = self._latent_dims()
+            return self.heads * (2 * nope + rope + value)
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def _latent_dims(self) -> tuple[int, int, int]:
+        return (
+            self.size("qk_nope_head_dim", default=128),
+            self.size("qk_rope_head_dim", default=64),
+            self.size("v_head_dim", default=128),
+        )
+
+    def parts(self) -> Iterator[Part]:
+        """Embedding, layers and head."""
+        family, hidden, table = self.family, self.hidden, self.vocabulary * self.hidden
+        plain = _BITS[self.dtype] / 8
+        shared = f"{family.embed}.weight"
+        size = int(table * plain)
+        yield Part(family.embed, "embedding", family.embed, -1, {shared: size})
+        if family.positions is not None:
+            module, more = family.positions
+            count = self.size("n_positions", "max_position_embeddings") + more
+            weights = {f"{module}.weight": int(count * hidden * plain)}
+            yield Part(module, "embedding", module, -1, weights)
+        if self.kind == "bloom":
+            module = f"{family.embed}_layernorm"
+            weights = {f"{module}.weight": int(2 * hidden * plain)}
+            yield Part(module, "embedding", module, -1, weights)
+        for i in range(self.num_layers):
+            yield from self._layer(i)
+        if family.norms:
+            weights = {f"{family.final}.weight": int(hidden * family.norm_size * plain)}
+            yield Part(family.final, "head", family.final, -2, weights)
+        name = shared if self.tied else f"{family.head}.weight"
+        weights = {name: size}
+        if self.bias("h"):
+            weights[f"{family.head}.bias"] = int(self.vocabulary * plain)
+        yield Part(family.head, "head", family.head, -2, weights, numel=float(table))
+
+    def _layer(self, i: int) -> Iterator[Part]:
+        path, hidden, plain = f"{self.family.layers}.{i}", self.hidden, _BITS[self.dtype] / 8
+        norms = self.family.norms * self.family.norm_size * hidden
+        if self.kind == "falcon" and self.flag("new_decoder_architecture", False):
+            norms *= 2
+        if self.kind == "falcon" and not self.flag("parallel_attn", True):
+            norms *= 2
+        qk = 0
+        if self.family.qk == "head":
+            qk = 2 * self.head_dim
+        elif self.family.qk == "all":
+            qk = (self.heads + self.kv_heads) * self.head_dim
+        elif self.kind == "persimmon" and self.flag("qk_layernorm", True):
+            qk = 4 * self.head_dim
+        elif self.kind == "gemma3_text":
+            qk = 2 * self.head_dim
+        matrices, biases, kv, width = self._attention()
+        size = matrices * self.bits / 8 + (biases + norms + qk) * plain
+        yield Part(
+            f"{path}.attention", "attention", path, i, {f"{path}.attention": int(size)},
+            float(matrices), 1.0, kv, self._window(i), float(width),
+        )  # fmt: skip
+        one = (3 if self.family.gated else 2) * hidden
+        bias = self.inner * (2 if self.family.gated else 1) + hidden if self.bias("m") else 0
+        if not self._is_sparse(i):
+            matrices = one * self.inner
+            weights = {f"{path}.feed_forward": int(matrices * self.bits / 8 + bias * plain)}
+            yield Part(f"{path}.feed_forward", "feed_forward", path, i, weights, float(matrices))
+            return
+        always = self._shared_width() * one + self.num_experts * hidden
+        if self.kind == "qwen2_moe":
+            always += hidden
+        experts = self.num_experts * one * self.expert_width
+        bias = self.num_experts * (2 * self.expert_width + hidden + 1) if self.bias("m") else 0
+        weights = {f"{path}.router": int(always * self.bits / 8)}
+        yield Part(f"{path}.router", "feed_forward", path, i, weights, float(always))
+        weights = {f"{path}.experts": int(experts * self.bits / 8 + bias * plain)}
+        used = self.chosen / self.num_experts
+        yield Part(f"{path}.experts", "experts", path, i, weights, float(experts), used)
+
+    def _attention(self) -> tuple[int, int, int, float]:
+        """Numbers of the matrices and of their biases, bytes of a token kept, and its width."""
+        hidden, item = self.hidden, int(_BITS[self.dtype] / 8)
+        if self.latent:
+            nope, rope, value = self._latent_dims()
+            rank = self.size("kv_lora_rank", default=512)
+            queries = self.number("q_lora_rank", default=0)
+            up = self.heads * (nope + rope)
+            asks = queries * (hidden + up + 1) if queries else hidden * up
+            keeps = hidden * (rank + rope) + rank * (1 + self.heads * (nope + value))
+            size = asks + keeps + self.heads * value * hidden
+            return size, 0, item * (rank + rope), self.heads * (rank + rope / 2)
+        own, kept = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        biases = (own + 2 * kept) * self.bias("q") + hidden * self.bias("o")
+        if self.kind == "gpt_oss":
+            biases += self.heads
+        return hidden * (2 * own + 2 * kept), biases, 2 * item * kept, float(own)
+
+    def _window(self, i: int) -> int | None:
+        """How far back attention of layer ``i`` looks."""
+        kinds = self.data.get("layer_types")
+        window = self.number("sliding_window", "window_size", default=0) or None
+        if isinstance(kinds, list) and len(kinds) >= self.num_layers:
+            local = kinds[i] in ("sliding_attention", "chunked_attention", "local")
+            if not local and kinds[i] not in ("full_attention", "attention", "global"):
+                raise FormatError(
+                    f"{self.path}: layer_types[{i}] = {short(kinds[i])}: only layers of attention "
+                    "are known, full or sliding"
+                )
+            return window if local else None
+        every = {
+            "gemma2": 2,
+            "cohere2": 4,
+            "exaone4": 4,
+            "olmo3": 4,
+            "gemma3_text": 6,
+            "gpt_oss": 2,
+        }
+        if self.kind in every:
+            step = self.number("sliding_window_pattern", default=every[self.kind], low=1)
+            return window if (i + 1) % step else None
+        if self.kind == "gpt_neo":
+            return (window or 256) if i % 2 else None
+        if self.kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"):
+            first = self.number("max_window_layers", default=0)
+            return window if self.flag("use_sliding_window", False) and i >= first else None
+        return window
+
+    def _is_sparse(self, i: int) -> bool:
+        """Whether layer ``i`` has experts."""
+        if not self.num_experts or self.kind not in _SPARSE:
+            return False
+        if self.kind == "llama4_text":
+            return (i + 1) % self.size("interleave_moe_layer_step", default=1) == 0
+        if i < self.number("first_k_dense_replace", "moe_layer_start_index", default=0):
+            return False
+        only = self.data.get("mlp_only_layers")
+        step = self.size("decoder_sparse_step", "moe_layer_interval", default=1)
+        return (i + 1) % step == 0 and not (isinstance(only, list) and i in only)
+
+    def _shared_width(self) -> int:
+        """Of the feed-forward that every token takes beside its experts."""
+        if self.kind == "llama4_text":
+            return self.expert_width
+        count = self.number("n_shared_experts", "moe_num_shared_experts", default=0)
+        return self.number("shared_expert_intermediate_size", default=count * self.expert_width)
+
+
+_SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "granitemoe",
+           "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "dots1",
+           "solar_open", "llama4_text")  # fmt: skip

@@ -1,0 +1,176 @@
+"""Workflows of WfCommons (github.com/wfcommons/WfFormat), JSON of the versions 1.0 to 1.5."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from placement.graph import MOST_BYTES
+from placement.importers._read import (
+    FormatError,
+    Tasks,
+    equal_devices,
+    field,
+    number,
+    task_problem,
+    whole,
+)
+from placement.problem import Problem
+from placement.tools.files import short
+
+
+def looks_like(data: Any) -> bool:
+    """Whether parsed JSON is (or wants to be) a file of this format."""
+    return isinstance(data, dict) and isinstance(data.get("workflow"), dict)
+
+
+def read(
+    data: Any,
+    path: str,
+    *,
+    objective: str | None = None,
+    devices: int = 4,
+    bandwidth: float = float("inf"),
+) -> Problem:
+    """The problem of a parsed file on ``devices`` equal machines ``machine:0..``.
+
+    A task is an operator, called by its id, that takes the seconds it took; machines that it
+    may have needed more cores of, or that were faster, are not modelled. A file that a task
+    writes and another of its children reads is a tensor; between machines it takes no time
+    unless a ``bandwidth`` (bytes per second) is given. What a workflow begins with is everywhere.
+    The objective is ``latency`` (the makespan) if not given.
+
+    Raises:
+        FormatError: naming the file, the task and the field.
+    """
+    workflow = data["workflow"]
+    if "specification" in workflow:
+        said = field(workflow, "specification", f"{path}: workflow")
+        done = field(workflow, "execution", f"{path}: workflow")
+        records = _list(said, "tasks", f"{path}: specification")
+        ran = _list(done, "tasks", f"{path}: execution")
+        files = _list(said, "files", f"{path}: specification") if "files" in said else []
+    else:  # before 1.5 a task had all of it
+        key = "tasks" if "tasks" in workflow else "jobs"
+        records = ran = _list(workflow, key, f"{path}: workflow")
+        files = []
+    at: dict[str, int] = {}  # by id, or, as parents were told before 1.5, by name
+    names: list[str] = []
+    for i, task in enumerate(records):
+        where = f"{path}: tasks[{i}]"
+        names.append(
+            _text(task, "id" if isinstance(task, dict) and "id" in task else "name", where)
+        )
+        if names[-1] in at:
+            raise FormatError(f"{where}: the id {short(names[-1])} is used twice")
+        at[names[-1]] = i
+    for i, task in enumerate(records):
+        if isinstance(task.get("name"), str):
+            at.setdefault(task["name"], i)
+    seconds = np.full((len(records), 1), np.nan)
+    for i, task in enumerate(ran):
+        where = f"{path}: tasks[{i}]"
+        mine = i if ran is records else _task(at, _text(task, "id", where), where)
+        key = "runtimeInSeconds" if "runtimeInSeconds" in task else "runtime"
+        seconds[mine] = number(field(task, key, where), f"{where}: {key}")
+    unknown = np.flatnonzero(np.isnan(seconds))
+    if len(unknown):
+        raise FormatError(f"{path}: task {short(names[unknown[0]])}: nobody says how long it ran")
+    pairs = _pairs(records, at, path)
+    tensors = _tensors(records, pairs, _sizes(files, path), path)
+    cluster = equal_devices(path, "workflow", "machine", devices, bandwidth)
+    name = data.get("name")
+    tasks = Tasks(
+        "wfformat",
+        name if isinstance(name, str) and name else Path(path).stem,
+        names,
+        np.repeat(seconds, devices, axis=1),
+        sorted(pairs),
+        tensors=tensors,
+    )
+    return task_problem(path, tasks, cluster, objective)
+
+
+def _pairs(records: list[Any], at: dict[str, int], path: str) -> set[tuple[int, int]]:
+    """(before, after) of every parent and child."""
+    pairs = set()
+    for i, task in enumerate(records):
+        where = f"{path}: tasks[{i}]"
+        for key in ("parents", "children"):
+            for other in _list(task, key, where) if key in task else []:
+                end = _task(at, other, f"{where}: {key}")
+                pairs.add((end, i) if key == "parents" else (i, end))
+    return pairs
+
+
+def _tensors(
+    records: list[Any], pairs: set[tuple[int, int]], sizes: dict[str, int], path: str
+) -> list[tuple[int, int, list[int]]]:
+    """Every file that a task writes for one of its children."""
+    readers: dict[str, list[int]] = {}
+    written: list[tuple[int, str]] = []
+    for i, task in enumerate(records):
+        where = f"{path}: tasks[{i}]"
+        read = [_file(x, where) for x in _list(task, "inputFiles", where, missing=True)]
+        wrote = [_file(x, where) for x in _list(task, "outputFiles", where, missing=True)]
+        for k, record in enumerate(_list(task, "files", where, missing=True)):
+            at = f"{where}: files[{k}]"
+            file = _text(
+                record, "id" if isinstance(record, dict) and "id" in record else "name", at
+            )
+            sizes[file] = _size(record, at)
+            (read if _text(record, "link", at) == "input" else wrote).append(file)
+        for file in dict.fromkeys(read):
+            readers.setdefault(file, []).append(i)
+        written += [(i, file) for file in dict.fromkeys(wrote)]
+    found = []
+    for i, file in written:
+        users = [v for v in readers.get(file, ()) if (i, v) in pairs]
+        if users:
+            found.append((i, sizes.get(file, 0), users))
+    return found
+
+
+def _sizes(files: list[Any], path: str) -> dict[str, int]:
+    found = {}
+    for i, record in enumerate(files):
+        where = f"{path}: files[{i}]"
+        file = _text(record, "id", where)
+        found[file] = _size(record, where)
+    return found
+
+
+def _size(record: Any, where: str) -> int:
+    key = "sizeInBytes" if "sizeInBytes" in record else "size"
+    return whole(field(record, key, where), f"{where}: {key}", most=MOST_BYTES)
+
+
+def _task(at: dict[str, int], name: Any, where: str) -> int:
+    if not isinstance(name, str) or name not in at:
+        raise FormatError(f"{where}: {short(name)} is no task")
+    return at[name]
+
+
+def _file(name: Any, where: str) -> str:
+    if not isinstance(name, str):
+        raise FormatError(f"{where}: {short(name)} is not the id of a file")
+    return name
+
+
+def _text(record: Any, key: str, where: str) -> str:
+    value = field(record, key, where)
+    if not isinstance(value, str):
+        raise FormatError(f"{where}: {key} = {short(value)} is not a text")
+    return value
+
+
+def _list(record: Any, key: str, where: str, missing: bool = False) -> list[Any]:
+    """The list in a field; an empty one where it may be ``missing`` and is."""
+    if missing and key not in record:
+        return []
+    value = field(record, key, where)
+    if not isinstance(value, list):
+        raise FormatError(f"{where}: {key} = {short(value)} is not a list")
+    return value

@@ -1,0 +1,249 @@
+"""``optimize``: from a module to the fastest way found to run it here, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from placement import planners
+from placement.capturing import capture
+from placement.cluster import Cluster
+from placement.costs.measure import check_here, load_or_measure
+from placement.executor import Runner
+from placement.objective import Objective
+from placement.plan import make_plan, parameters_of
+from placement.problem import Problem
+from placement.program import split_inputs
+from placement.runs.ways import ROUNDS, Way, alone, calls, difference, measure, timed
+from placement.tools.named import meant
+from placement.tools.progress import progress, say, says_when_compiling
+from placement.tools.shown import count
+from placement.tools.shown import seconds as shown
+
+if TYPE_CHECKING:
+    from placement.graph import OpGraph
+    from placement.plan import Measured, Plan
+
+PLANNER = "best_of"
+MAX_PHASES = 8  # replicas may take so many turns
+_LEAST_BATCHES = 6  # of a stream that tells a period
+
+
+class OptimizeError(ValueError):
+    """The module cannot be optimised as asked; the message says what to change."""
+
+
+class OptimizedRunner(Runner):
+    """A ``Runner`` that knows where it comes from.
+
+    Attributes:
+        plan: what it carries out, with what was predicted and measured; ``plan.save(path)``.
+        measured: the ways to run the module that took turns: ``plan``, ``single`` (the best
+            device alone, where the plan uses several) and ``plain`` (the module itself).
+    """
+
+    plan: Plan
+    measured: Mapping[str, Measured]
+
+
+def optimize(
+    module: nn.Module,
+    inputs: Any,
+    devices: Cluster | Sequence[str] | None = None,
+    objective: str = "period",
+    seconds: float = 10.0,
+    *,
+    quiet: bool = False,
+    workload: str | None = None,
+) -> OptimizedRunner:
+    """The module on the devices of this machine, where a planner placed it and a run agreed.
+
+    Captures the module, measures every operator on every device (kept for the next call), plans
+    with ``best_of``, checks that the results are the module's, and runs the plan, the best device
+    alone and the plain module in turns. Where several devices are not faster than one, the runner
+    uses that one. What came out is said on standard error.
+
+    Args:
+        module: in evaluation mode.
+        inputs: example inputs, as ``placement.capture`` takes them.
+        devices: a ``Cluster`` of this machine, or names of ``Cluster.detect()``; None: all.
+        objective: ``period``, seconds between two results of a stream, or ``latency``, seconds of
+            a call.
+        seconds: most that planning takes, and about as much for running the ways in turns.
+            Capturing, and measuring a model for the first time, are not in it.
+        quiet: say nothing.
+        workload: ``package.module:function`` that makes the module, for the plan's file.
+
+    Returns:
+        OptimizedRunner: call it as the module, ``stream`` through it; a context manager. Its
+        ``plan`` and ``measured`` say what was decided and why.
+
+    Raises:
+        OptimizeError: not a module, a module in training mode, an objective that cannot be
+            measured, no time, results that differ, or nothing that fits.
+        CaptureError: the module cannot be captured.
+        ClusterError, ProfileError: no such device on this machine.
+    """
+    if not isinstance(module, nn.Module):
+        raise OptimizeError(f"module is a {type(module).__name__}, not a torch.nn.Module")
+    if module.training:
+        raise OptimizeError(
+            "the module is in training mode, where dropout and batch normalisation compute "
+            "something else: call module.eval() first"
+        )
+    check_options(objective, seconds)
+    cluster = _cluster(devices)
+    with progress(quiet) as report, says_when_compiling(quiet):
+        report("capturing", None)
+        graph = capture(module, inputs, name=workload)
+        profile = load_or_measure(graph, cluster, progress=report)
+        goal = Objective(objective)
+        phases = MAX_PHASES if goal.is_throughput else 1
+        problem = Problem(graph, cluster, profile, objective=goal, max_phases=phases)
+        report(f"planning with {PLANNER}", None)
+        planner = planners.load(PLANNER, seconds=seconds)
+        solution = planner(problem)
+        if not np.isfinite(solution.value_s):
+            why = solution.stats.get("infeasible", "no placement that fits and can run was found")
+            raise OptimizeError(why)
+        plan = make_plan(
+            problem,
+            solution,
+            planner=PLANNER,
+            parameters=parameters_of(planner),
+            workload=workload,
+        )
+        runner = _runner(graph, cluster, plan)
+        with ExitStack() as on_error:
+            on_error.callback(runner.close)
+            for _ in plan.assignments if not graph.program.is_random else ():  # replicas take turns
+                wrong = difference(runner, module, inputs)
+                if wrong:
+                    raise OptimizeError(f"the results differ from those of the module: {wrong}")
+            measured = _in_turns(runner, plan, module, inputs, seconds, report)
+            on_error.pop_all()
+    kept = "plan"
+    took_s = {way: _median_s(m, objective) for way, m in measured.items()}
+    if took_s.get("single", np.inf) <= took_s["plan"]:
+        runner.close()
+        kept, planner = "single", planners.load("single_device")
+        plan = make_plan(problem, planner(problem), planner="single_device", workload=workload)
+        runner = _runner(graph, cluster, plan)
+    runner.plan = plan.model_copy(update={"measured": measured[kept]})
+    runner.measured = measured
+    if not quiet:
+        say(verdict(runner))
+    return runner
+
+
+def verdict(runner: OptimizedRunner) -> str:
+    """What was measured, and what follows."""
+    plan = runner.plan
+    took_s = {way: _median_s(m, plan.objective) for way, m in runner.measured.items()}
+    devices = devices_of(plan)
+    used = " and ".join(devices)
+    threads = count(torch.get_num_threads(), "thread")
+    ways = {
+        "plan": f"{'in turns ' if plan.phases else ''}on {used}",
+        "plain": f"plain PyTorch with {threads}",
+    }
+    if "single" not in took_s:
+        begin = f"the best plan is {used} alone"
+    elif len(devices) == 1:
+        begin = f"several devices do not pay here, so {used} works alone"
+        ways |= {"single": f"on {used}", "plan": "by the best plan for several"}
+    else:
+        begin = (
+            f"{len(devices)} devices, {took_s['single'] / took_s['plan']:.2f} times as fast as one"
+        )
+        ways["single"] = "on one"
+    what = "a call" if plan.objective == "latency" else "between two results"
+    each = ", ".join(f"{shown(s)} {ways[way]}" for way, s in took_s.items())
+    end = (
+        "; the module itself is the fastest"
+        if min(took_s, key=took_s.__getitem__) == "plain"
+        else ""
+    )
+    return f"{begin}; measured {what}: {each}{end}"
+
+
+def devices_of(plan: Plan) -> list[str]:
+    """Those that the plan uses, in the order of their first operators."""
+    return list(dict.fromkeys(device for on in plan.assignments for device in on.values()))
+
+
+def check_options(objective: str, seconds: float) -> None:
+    """Raises: OptimizeError, an objective that cannot be measured, or no time."""
+    able = [x.value for x in Objective if x.is_measurable]
+    if objective not in able:
+        raise OptimizeError(
+            f"objective {objective!r} cannot be measured{meant(str(objective), able) or ';'} use "
+            f"one of {', '.join(able)}"
+        )
+    if not (isinstance(seconds, int | float) and 0 < seconds < np.inf):
+        raise OptimizeError(f"seconds = {seconds}: must be positive")
+
+
+def _cluster(devices: Cluster | Sequence[str] | None) -> Cluster:
+    """Raises: ClusterError, ProfileError, no such device here."""
+    if isinstance(devices, Cluster):
+        check_here(devices)
+        return devices
+    here = Cluster.detect()
+    if devices is None:
+        return here
+    names = [devices] if isinstance(devices, str) else devices
+    if not isinstance(names, Sequence):
+        raise OptimizeError(
+            f"devices = {devices!r}: give a Cluster, or names as in {here.device_names}"
+        )
+    return replace(here, devices=tuple(here.devices[here.index(name)] for name in names))
+
+
+def _runner(graph: OpGraph, cluster: Cluster, plan: Plan) -> OptimizedRunner:
+    placement = plan.placement(graph, cluster)
+    return OptimizedRunner(graph, cluster, placement, **plan.run_options(graph, in_order=False))
+
+
+def _in_turns(
+    runner: Runner, plan: Plan, module: nn.Module, inputs: Any, seconds: float, report: Any
+) -> dict[str, Measured]:
+    """The plan, the best device alone and the plain module, timed in turns."""
+    several = len(devices_of(plan)) > 1
+    expected_s = plan.fallback.period_s if plan.fallback else plan.predicted.latency_s
+    fit = seconds / ((2 + several) * (ROUNDS + 1) * max(expected_s, 1e-9))
+    batches = int(np.clip(fit, _LEAST_BATCHES, plan.num_microbatches))
+    ways = {"plan": calls(runner, runner, inputs, batches)}
+    with ExitStack() as others:
+        if several and plan.fallback:
+            other = others.enter_context(alone(plan, runner, plan.fallback.device))
+            ways["single"] = calls(other, other, inputs, batches)
+        return measure(ways | {"plain": _plain(module, inputs, batches)}, report)
+
+
+def _plain(module: nn.Module, inputs: Any, batches: int) -> Way:
+    """The module as PyTorch runs it, with all of its threads: one call, and the mean of several."""
+    args, kwargs = split_inputs(inputs)
+
+    def once() -> None:
+        with torch.inference_mode():
+            module(*args, **kwargs)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def often() -> float:
+        return sum(timed(once) for _ in range(batches)) / batches
+
+    return once, often
+
+
+def _median_s(measured: Measured, objective: str) -> float:
+    spread = measured.latency_s if objective == "latency" else measured.period_s
+    assert spread is not None, "both were measured"
+    return spread.median_s

@@ -1,0 +1,64 @@
+"""The same number of layers for every device."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.problem import Problem, Solution
+from placement.search.evaluation import Choice, Search
+
+_LAYER = re.compile(r"(?:.*\.)?[0-9]+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class EvenLayers:
+    """Consecutive layers, the same number on each device in the cluster's order.
+
+    What vLLM and Megatron-LM do unless told otherwise: the first devices get one more where it
+    does not come out even; what runs before and behind the layers is with the first and the last.
+    Memory is not looked at: where it does not fit, that is the answer.
+    """
+
+    def __call__(self, problem: Problem) -> Solution:
+        search = Search(problem)
+        unit = layer_units(problem)
+        count = int(unit.max()) + 1
+        bounds = np.ceil(np.arange(1, problem.num_devices) * count / problem.num_devices)
+        search.costs(as_choice(problem, unit, np.searchsorted(bounds, np.arange(count), "right")))
+        return search.solution(num_layers=count)
+
+
+def layer_units(problem: Problem) -> NDArray[np.int32]:
+    """int32 ``[G]``: the layer of each colocation group, 0, 1, ..., never less than the one before.
+
+    A layer is the item of a list that an operator's module is in, the outermost one
+    (``model.layers.3`` of ``model.layers.3.mlp``). Groups of no layer are with the next one, at the
+    end with the last; without layers every group is one.
+    """
+    graph = problem.graph
+    first = np.full(graph.num_groups, -1)
+    first[graph.group[::-1]] = np.arange(graph.num_ops)[::-1]  # operator that a group begins with
+    found = [_LAYER.match(graph.op_module[n]) for n in first]
+    names = [None if m is None else m[0] for m in found]
+    if not any(names):
+        return np.arange(graph.num_groups, dtype=np.int32)
+    unit = np.zeros(graph.num_groups, np.int32)
+    at, last = -1, None
+    for g, name in enumerate(names):
+        if name is not None and name != last:
+            at, last = at + 1, name
+        unit[g] = max(at, 0)
+    return unit
+
+
+def as_choice(problem: Problem, unit: NDArray[np.int32], device: NDArray[np.integer]) -> Choice:
+    """int32 ``[G]`` devices of layers ``[U]``; what a device cannot run goes to one that can."""
+    choice = device[unit].astype(np.int32)
+    able = np.isfinite(problem.group_compute_s)
+    wrong = ~able[np.arange(len(choice)), choice]
+    choice[wrong] = able[wrong].argmax(axis=1)
+    return choice

@@ -1,0 +1,355 @@
+"""Contiguous layers on unlike devices with unlike links: the least latency, exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.objective import Objective
+from placement.planners import check_least
+from placement.planners.contiguous_dp import points, touched
+from placement.planners.even_layers import layer_units
+from placement.problem import Problem, Solution, host_of
+from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes, single_devices
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class LayerDp:
+    """The best split of a chain into stages, one for each device that is used, for ``latency``.
+
+    A dynamic program over (devices used, the last of them, groups placed): the latency of a chain
+    is the sum of its operators and of what is handed on from each stage to the next, by the link
+    of the two, and a stage must fit into its device's memory: its parameters, and where the
+    simulator finds that activations do not, all that it makes or uses. Devices that may be
+    swapped count as one; with more than ``max_states`` sets of devices they are used in one order,
+    fastest first (``stats["all_orders"]`` is False then). A group is placed whole.
+
+    Where layers may be apart (experts beside attention), a second program follows for each
+    device as a helper: a stage may leave the last group of some of its layers to it, and what is
+    before them, as few as make the stage fit (the first ones), as long as the helper has room,
+    and pays its time and the way there and back. The best of all is the answer.
+
+    Attributes:
+        max_states: sets of devices.
+        helpers: whether to run the second program.
+    """
+
+    max_states: int = 4096
+    helpers: bool = True
+
+    def __post_init__(self) -> None:
+        check_least(self, 1, "max_states")
+
+    def __call__(self, problem: Problem) -> Solution:
+        search = Search(problem)
+        search.costs(single_devices(problem))
+        why = _no_chain(problem)
+        if why:
+            return search.solution(no_chain=why)
+        _, all_orders = _states(problem, device_classes(problem), self.max_states, None)
+        groups, unit = np.arange(problem.graph.num_groups, dtype=np.int32), layer_units(problem)
+        tries: list[tuple[Ints, int | None]] = [(groups, None)]
+        if self.helpers and int(unit.max()) + 1 < len(unit):
+            parted = unit + (problem.graph.group[0] != groups)  # what is before the layers apart
+            tries += [(parted, helper) for helper in range(problem.num_devices)]
+        for block, helper in tries:
+            for activations in (False, True):
+                found = _solve(problem, block, helper, activations, self.max_states)
+                if found is None or search.costs(found)[0] < INFEASIBLE:
+                    break  # the best without them, and it fits with them too
+        return search.solution(all_orders=all_orders)
+
+
+def _no_chain(problem: Problem) -> str:
+    """Why the program does not apply; empty if it does."""
+    graph = problem.graph
+    if problem.objective is not Objective.LATENCY:
+        return f"the objective is {problem.objective}, not latency"
+    src, dst = graph.group[graph.edges[:, 0]], graph.group[graph.edges[:, 1]]
+    far = np.flatnonzero((dst != src) & (dst != src + 1))
+    if len(far):
+        a, b = (graph.op_name[n] for n in graph.edges[far[0]])
+        return f"{b!r} reads from {a!r}, which is not just before it"
+    return ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Stages:
+    """What a stage of blocks ``[j, i)`` costs on a device of each class.
+
+    Attributes:
+        block: int32 ``[G]`` of each group.
+        routed: bool ``[G]``: groups that a stage may leave to the helper; at most one of a block.
+        firsts: ``[K]`` a device of each class.
+        seconds: float64 ``[K, C + 1, C + 1]``; inf where it does not fit.
+        left: int ``[K, C + 1, C + 1]``: how many blocks leave their routed group to the helper.
+        way: float64 ``[C + 1, D, D]``: seconds from one device to the next before block ``i``.
+        enter: float64 ``[K]``: seconds until the model's input is there.
+        helper: its number, or None; ``room`` is for how many groups.
+    """
+
+    block: Ints
+    routed: NDArray[np.bool_]
+    firsts: NDArray[np.intp]
+    seconds: Floats
+    left: NDArray[np.intp]
+    way: Floats
+    enter: Floats
+    helper: int | None
+    room: int
+
+    @classmethod
+    def of(
+        cls, problem: Problem, block: Ints, kind: Ints, helper: int | None, activations: bool
+    ) -> _Stages:
+        """Costs where ``block`` int32 ``[G]`` are never cut, with or without a helper.
+
+        ``activations``: all tensors that a stage makes or uses count as memory too.
+        """
+        graph, size = problem.graph, int(block.max()) + 2
+        firsts = np.unique(kind, return_index=True)[1]
+        last = np.append(block[1:] != block[:-1], True)
+        routed = last & np.append(True, block[1:] == block[:-1]) & (helper is not None)
+        able = np.isfinite(problem.group_compute_s)
+        if helper is not None:
+            routed &= able[:, helper]
+        group_s = np.where(able, problem.group_compute_s, 0.0)
+        way = _ways(problem, np.arange(len(block) + 1))
+        after = np.flatnonzero(np.append(True, block[1:] != block[:-1]))
+        host, shares = host_of(problem)
+        given = [] if shares.all() else np.flatnonzero(graph.tensor_src < 0).tolist()
+        enter = np.array([
+            0.0 if shares[d] else sum(problem.transfer_s(t, host, d) for t in given)
+            for d in firsts.tolist()
+        ])  # fmt: skip
+        held = _held(problem, block, size, activations)
+        own = np.zeros(size - 1)  # bytes that only the routed group of a block has
+        shared = 0.0
+        if helper is not None:
+            own, shared = _own(problem, block, routed)
+        room = 0
+        if helper is not None and own.any():
+            fit = (problem.memory_bytes[helper] - shared) // own.max()
+            room = int(min(max(0.0, fit), routed.sum()))
+        seconds, left = [], []
+        for d in firsts:
+            run = np.zeros(size - 1)
+            np.add.at(run, block, group_s[:, d])
+            whole = np.append(0.0, np.cumsum(run))
+            need = held - problem.memory_bytes[d]
+            extra = np.zeros(size - 1)
+            if helper is not None and helper != d:
+                g = np.flatnonzero(routed)
+                there = way[g, d, helper] + way[g + 1, helper, d]
+                extra[block[g]] = group_s[g, helper] - group_s[g, d] + there
+            cost, count = _stage(whole, need, own, extra, block[routed], room)
+            never = np.append(0, np.cumsum(np.bincount(block[~able[:, d]], minlength=size - 1)))
+            cost[never[None, :] > never[:, None]] = np.inf
+            seconds.append(cost)
+            left.append(count)
+        cuts = np.append(after, len(block))
+        return cls(
+            block, routed, firsts, np.stack(seconds), np.stack(left), way[cuts], enter, helper, room
+        )
+
+
+def _ways(problem: Problem, cuts: NDArray[np.intp]) -> Floats:
+    """float64 ``[len(cuts), D, D]``: seconds to hand on what groups before a cut made for it."""
+    graph, count = problem.graph, problem.num_devices
+    way = np.zeros((len(cuts), count, count))
+    for t, dst in zip(graph.use_tensor.tolist(), graph.use_dst.tolist(), strict=True):
+        src = int(graph.tensor_src[t])
+        if src >= 0 and graph.group[src] != graph.group[dst]:
+            if problem.profile.transfer_s is not None:
+                pairs = problem.profile.transfer_s[t]
+            else:
+                pairs = problem.link_latency_s + graph.tensor_bytes[t] * problem.link_s_per_byte
+            way[graph.group[dst]] = np.maximum(way[graph.group[dst]], pairs)
+    for found in way:
+        np.fill_diagonal(found, 0.0)
+    return way
+
+
+def _held(problem: Problem, block: Ints, size: int, activations: bool) -> Floats:
+    """float64 ``[C + 1, C + 1]`` bytes of stages: parameters once, and what they make or use."""
+    graph = problem.graph
+    params = np.stack([graph.param_use, block[graph.group[graph.param_use_op]]])
+    held = touched(points(params, size), graph.param_bytes.astype(np.float64), size)
+    if activations:
+        made = graph.tensor_src >= 0
+        uses = np.stack([graph.use_tensor, block[graph.group[graph.use_dst]]])
+        ends = np.stack([
+            np.flatnonzero(made), block[graph.group[graph.tensor_src[made]]]
+        ])  # fmt: skip
+        at = points(np.concatenate([uses, ends], axis=1), size)
+        held = held + touched(at, graph.tensor_bytes.astype(np.float64), size)
+    return held
+
+
+def _own(problem: Problem, block: Ints, routed: NDArray[np.bool_]) -> tuple[Floats, float]:
+    """``[C]`` bytes of the routed group of each block alone, and bytes that they share."""
+    graph = problem.graph
+    readers = np.zeros((len(graph.param_bytes), graph.num_groups), bool)
+    readers[graph.param_use, graph.group[graph.param_use_op]] = True
+    alone = readers.sum(axis=1) == 1
+    own = np.zeros(int(block.max()) + 1)
+    np.add.at(own, block[routed], (graph.param_bytes * alone) @ readers[:, routed])
+    shared = graph.param_bytes[readers[:, routed].any(axis=1) & ~alone].sum()
+    return own, float(shared)
+
+
+def _stage(
+    whole: Floats, excess: Floats, own: Floats, extra: Floats, may: Ints, room: int
+) -> tuple[Floats, NDArray[np.intp]]:
+    """Seconds ``[C + 1, C + 1]`` of all stages on a device, and how many blocks leave a group.
+
+    ``excess`` are bytes over the device's memory where nothing is left to the helper.
+    """
+    size = len(whole)
+    cost = whole[None, :] - whole[:, None]
+    count = np.zeros((size, size), np.intp)
+    freed, more = np.append(0.0, np.cumsum(own)), np.append(0.0, np.cumsum(extra))
+    leaves = np.zeros(size - 1, np.intp)
+    leaves[may] = 1
+    number = np.append(0, np.cumsum(leaves))
+    for j in range(size - 1):
+        over = excess[j, j + 1 :]
+        # The first blocks of the stage leave theirs: up to where enough is free.
+        upto = (
+            np.searchsorted(freed, freed[j] + over - 1e-6, "left")
+            if room
+            else np.full(len(over), size)
+        )
+        upto = np.where(over <= 0, j, upto)
+        ends = np.arange(j + 1, size)
+        cost[j, j + 1 :] += np.where(
+            upto <= ends, more[np.minimum(upto, size - 1)] - more[j], np.inf
+        )
+        count[j, j + 1 :] = np.where(
+            upto <= ends, number[np.minimum(upto, size - 1)] - number[j], 0
+        )
+    cost[np.tril_indices(size)] = np.inf
+    cost[count > room] = np.inf
+    return cost, np.where(count > room, 0, count)
+
+
+Node = tuple[int, list[int]]  # class of the last device, nodes before (-1: the beginning)
+
+
+def _states(
+    problem: Problem, kind: Ints, max_states: int, helper: int | None
+) -> tuple[list[Node], bool]:
+    """Sets of devices (without the helper) with the last of them, smaller sets first."""
+    counts = np.bincount(kind)
+    if helper is not None:
+        counts[kind[helper]] = 0
+    if np.prod(counts + 1.0) > max_states:
+        total = np.where(np.isfinite(problem.compute_s), problem.compute_s, 1e30).sum(axis=0)
+        order = [kind[d] for d in np.argsort(total, kind="stable") if d != helper]
+        return [(k, [-1, *range(i)]) for i, k in enumerate(order)], False
+    number: dict[tuple[tuple[int, ...], int], int] = {}
+    nodes: list[Node] = []
+    for used in product(*(range(c + 1) for c in counts)):
+        for k in range(len(counts)):
+            if used[k]:
+                before = (*used[:k], used[k] - 1, *used[k + 1 :])
+                came = [number[before, e] for e in range(len(counts)) if (before, e) in number]
+                number[used, k] = len(nodes)
+                nodes.append((k, came or [-1]))
+    return nodes, True
+
+
+def _solve(
+    problem: Problem, block: Ints, helper: int | None, activations: bool, max_states: int
+) -> Choice | None:
+    """int32 ``[G]``: the best devices, blocks whole but for the helper's; None: nothing fits."""
+    kind = device_classes(problem).copy()
+    if helper is not None:
+        kind[helper] = kind.max() + 1  # of a class of its own, last
+        kind = np.unique(kind, return_inverse=True)[1].astype(np.int32)
+    stages = _Stages.of(problem, block, kind, helper, activations)
+    if helper is not None and not stages.left.any():
+        return None  # as without one
+    nodes, _ = _states(problem, kind, max_states, helper)
+    table = _Table(stages, kind, nodes)
+    for n in range(len(nodes)):
+        table.fill(n)
+    return table.choice()
+
+
+class _Table:
+    """The least seconds of every node, with so many groups left to the helper, ``[U, C + 1]``."""
+
+    def __init__(self, stages: _Stages, kind: Ints, nodes: list[Node]) -> None:
+        self.stages, self.kind, self.nodes = stages, kind, nodes
+        self.size = stages.seconds.shape[1]
+        used = np.arange(stages.room + 1)
+        self.best = np.full((len(nodes), len(used), self.size), np.inf)
+        self.number = used[:, None, None] - stages.left[:, None]  # [K, U, C + 1, C + 1] before it
+        self.ways = _between(stages.way, kind)
+
+    def entered(self, n: int) -> tuple[Floats, NDArray[np.intp]]:
+        """``[U, C + 1]`` seconds until the last device of ``n`` begins, and the node before."""
+        k, before = self.nodes[n]
+        found = []
+        for p in before:
+            if p >= 0:
+                found.append(self.best[p] + self.ways[:, self.nodes[p][0], k])
+            else:
+                start = np.full(self.best.shape[1:], np.inf)
+                start[0, 0] = self.stages.enter[k]
+                found.append(start)
+        at = np.argmin(found, axis=0)
+        return np.min(found, axis=0), np.array(before)[at]
+
+    def ending(self, n: int, enter: Floats) -> Floats:
+        """``[U, C + 1, C + 1]`` seconds where the last stage is of blocks ``[j, i)``."""
+        number = self.number[self.nodes[n][0]]
+        begun = enter[np.maximum(number, 0), np.arange(self.size)[:, None]]
+        return np.where(number < 0, np.inf, begun + self.stages.seconds[self.nodes[n][0]])
+
+    def fill(self, n: int) -> None:
+        """``best[n]``, when those of the nodes before are there."""
+        self.best[n] = self.ending(n, self.entered(n)[0]).min(axis=1)
+
+    def choice(self) -> Choice | None:
+        """int32 ``[G]``: the way back from the best end."""
+        ends = self.best[:, :, -1]
+        if not np.isfinite(ends).any():
+            return None
+        n, u = (int(x) for x in np.unravel_index(int(ends.argmin()), ends.shape))
+        stages, end = self.stages, self.size - 1
+        free = {k: np.flatnonzero(self.kind == k).tolist() for k in range(int(self.kind.max()) + 1)}
+        device = np.empty(len(stages.block), np.int32)
+        while end > 0:
+            k = self.nodes[n][0]
+            enter, came = self.entered(n)
+            begin = int(self.ending(n, enter)[u, :, end].argmin())
+            inside = (stages.block >= begin) & (stages.block < end)
+            device[inside] = free[k].pop(0)
+            count = int(stages.left[k, begin, end])
+            u -= count
+            if count:
+                assert stages.helper is not None
+                device[np.flatnonzero(inside & stages.routed)[:count]] = stages.helper
+            n, end = int(came[u, begin]), begin
+        return device
+
+
+def _between(way: Floats, kind: Ints) -> Floats:
+    """float64 ``[C + 1, K, K]``: ways between classes, within one from a device to another."""
+    count = int(kind.max()) + 1
+    found = np.full((len(way), count, count), np.inf)
+    for e, k in product(range(count), repeat=2):
+        ends = [
+            (a, b) for a in np.flatnonzero(kind == e) for b in np.flatnonzero(kind == k) if a != b
+        ]
+        if ends:
+            found[:, e, k] = way[:, *ends[0]]
+    return found

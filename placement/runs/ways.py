@@ -1,0 +1,131 @@
+"""Ways to carry a plan out, checked and timed side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from placement.executor import Runner
+    from placement.plan import Measured, Plan
+    from placement.tools.progress import Progress
+
+ROUNDS = 5
+
+Way = tuple[Callable[[], Any], Callable[[], float]]  # a single call, and seconds of a period
+
+
+def difference(runner: Runner, module: Any, inputs: Any) -> str:
+    """How the runner's outputs differ from the plain module's; empty if they are close.
+
+    The plain module runs with the threads of the devices: how a sum is split over threads
+    decides its last digits, and many layers make more of them.
+    """
+    import torch
+
+    from placement.executor.equality import module_difference
+    from placement.program import split_inputs
+
+    args, kwargs = split_inputs(inputs)
+    was_training = [m for m in module.modules() if m.training]
+    threads = torch.get_num_threads()
+    module.eval()
+    try:
+        torch.set_num_threads(max(d.threads for d in runner.cluster.devices))
+        return module_difference(runner, module, args, kwargs, runner.cluster)
+    finally:
+        torch.set_num_threads(threads)
+        for m in was_training:
+            m.training = True
+
+
+def first_difference(runner: Runner, inputs: Any) -> str:
+    """The first operator whose results on its device are not those of a plain call of it."""
+    from dataclasses import replace
+
+    import numpy as np
+    from torch.utils import _pytree as pytree
+
+    from placement.capturing.numerics import difference
+    from placement.executor import Runner
+    from placement.program import Ref, run_program, split_inputs
+
+    graph, program = runner.graph, runner.graph.program
+    assert program is not None
+    tensors = [t for step in program.steps for t in step.outputs]
+    leaves, tree = tuple(map(Ref, tensors)), pytree.tree_structure(tensors)
+    every = replace(program, output_leaves=leaves, out_tree=tree)
+    flat = program.flatten_inputs(*split_inputs(inputs))
+    expected = run_program(every, flat)
+    shown = replace(graph, program=every, output_tensor=np.array(sorted(tensors), np.int32))
+    place = np.atleast_2d(runner.placement)[0]
+    with Runner(shown, runner.cluster, place) as watched:
+        (got,) = watched.stream_tensors([flat])
+    for t, a, b in zip(tensors, got, expected, strict=True):
+        wrong = difference([a.cpu()], [b.cpu()])
+        if wrong:
+            n = int(graph.tensor_src[t])
+            device = runner.cluster.device_names[place[n]]
+            return (
+                f"; first in operator {graph.op_name[n]!r} (module {graph.op_module[n]!r}) on "
+                f"{device!r}, whose {wrong}"
+            )
+    return "; no operator by itself differs by more than rounding, which its successors enlarge"
+
+
+def alone(plan: Plan, runner: Runner, device: str) -> Runner:
+    """The same program on one device."""
+    import numpy as np
+
+    from placement.executor import Runner
+
+    placement = np.full(runner.graph.num_ops, runner.cluster.index(device), np.int32)
+    options: Any = {"max_in_flight": plan.max_in_flight, "priority": plan.priority}
+    return Runner(runner.graph, runner.cluster, placement, **options)
+
+
+def calls(one: Runner, many: Runner, inputs: Any, batches: int) -> Way:
+    """A single call of ``one``, and the period of a stream through ``many``."""
+    import numpy as np
+
+    from placement.program import split_inputs
+    from placement.timeline import steady_period
+
+    args, kwargs = split_inputs(inputs)
+
+    def often() -> float:
+        began = time.perf_counter()
+        ends = [time.perf_counter() - began for _ in many.stream([inputs] * batches)]
+        return float(steady_period(np.array(ends)))
+
+    return lambda: one(*args, **kwargs), often
+
+
+def measure(ways: dict[str, Way], report: Progress) -> dict[str, Measured]:
+    """Latency of single calls, and periods; the ways to run take turns, round by round."""
+    import platform
+
+    import numpy as np
+
+    from placement.plan import Measured, Spread, now
+
+    latency: dict[str, list[float]] = {name: [] for name in ways}
+    periods: dict[str, list[float]] = {name: [] for name in ways}
+    for r in range(-1, ROUNDS):  # round -1 warms up
+        for name, (once, often) in ways.items():
+            report(f"measuring, round {max(r, 0) + 1} of {ROUNDS}", max(r, 0) / ROUNDS)
+            one = float(np.median([timed(once) for _ in range(3)]))
+            many = often()
+            if r >= 0:
+                latency[name].append(one)
+                periods[name].append(many)
+    facts: dict[str, Any] = {"n": ROUNDS, "when": now(), "machine": platform.node()[:200]}
+    spreads = {n: (Spread.of(latency[n]), Spread.of(periods[n])) for n in ways}
+    return {n: Measured(latency_s=a, period_s=b, **facts) for n, (a, b) in spreads.items()}
+
+
+def timed(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

@@ -1,0 +1,265 @@
+"""Suites: problems of others whose optimum is proved, or bounded, to measure planners on.
+
+Nothing is downloaded and nothing of it is part of this package: ``cases(suite, folder)`` reads
+what its authors publish from a folder, and ``SUITES`` says where that is. ``synthetic`` needs no
+file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from placement import importers
+from placement.importers import neusight
+from placement.objective import Objective
+from placement.problem import Problem
+from placement.tools.files import parse_json, short
+from placement.workloads import synthetic
+
+
+class SuiteError(ValueError):
+    """No such suite, its files are not there, or a file of bounds is damaged; says what to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One problem of a suite; values are in the file's unit of time.
+
+    Attributes:
+        problem: its name: that of its file, without the ending.
+        devices: how many were asked for where a file does not say; None where it does.
+        load: reads it.
+        unit_s: seconds of the problem that are one unit.
+        lower_bound: no schedule can be shorter; None: not known.
+        best_known: the shortest known to its authors; None: not known.
+    """
+
+    problem: str
+    load: Callable[[], Problem]
+    devices: int | None = None
+    unit_s: float = 1.0
+    lower_bound: float | None = None
+    best_known: float | None = None
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Where the files of a suite come from, and what is read of them.
+
+    Attributes:
+        about: what its problems are.
+        source: who publishes it; empty for what needs no file.
+        licence: of the files.
+        files: what lies in the folder, as a pattern.
+        read: the cases of a folder, with as many devices as are asked for (None: its own).
+        takes_devices: whether that can be asked for.
+    """
+
+    about: str
+    source: str
+    licence: str
+    files: tuple[str, ...]
+    read: Callable[[Path, int | None], Iterator[Case]]
+    takes_devices: bool = True
+
+
+def cases(
+    suite: str, data: str | Path | None = None, devices: int | None = None, only: str = "*"
+) -> list[Case]:
+    """The cases of a suite whose problem's name matches ``only``.
+
+    ``data`` is the folder of the suite's files, or one that has a folder of the suite's name.
+
+    Raises:
+        SuiteError: no such suite, no files there, or nothing matches; the message says what to do.
+    """
+    if suite not in SUITES:
+        raise SuiteError(f"no suite {short(suite)}; suites are {', '.join(SUITES)}")
+    known = SUITES[suite]
+    if devices is not None and not (known.takes_devices and devices >= 1):
+        raise SuiteError(
+            f"suite {suite}: devices = {devices} must be at least 1"
+            if known.takes_devices
+            else f"suite {suite}: devices cannot be set: its files describe their devices"
+        )
+    folder = Path()
+    if known.files:
+        if data is None:
+            raise SuiteError(f"suite {suite} needs the folder of its files. {_where(suite)}")
+        folder = Path(data) / suite if (Path(data) / suite).is_dir() else Path(data)
+        if not any(True for pattern in known.files for _ in folder.glob(pattern)):
+            raise SuiteError(f"no {' or '.join(known.files)} in {folder}. {_where(suite)}")
+    every = list(known.read(folder, devices))
+    for ending in {Path(pattern).suffix for pattern in known.files}:
+        only = only.removesuffix(ending)
+    found = [case for case in every if fnmatch(case.problem, only)]
+    if not found:
+        names = short([case.problem for case in every], 200)
+        raise SuiteError(f"suite {suite} has no problem {only!r}; it has {names}")
+    return found
+
+
+def _where(suite: str) -> str:
+    said = SUITES[suite]
+    return (
+        f"Nothing is downloaded: take {' and '.join(said.files)} from {said.source} "
+        f"(licence: {said.licence}), put them into FOLDER/{suite} and name that folder: "
+        f"placement bench {suite} --data FOLDER --planner heft"
+    )
+
+
+def _shops(folder: Path, devices: int | None) -> Iterator[Case]:
+    known = _object(folder / "best_known.json")
+    files = [path for ending in ("json", "fjs") for path in folder.glob(f"*.{ending}")]
+    for path in sorted(files):
+        if path.name != "best_known.json":
+            record = known.get(path.stem, {})
+            where = f"{folder / 'best_known.json'}: {path.stem}"
+            bounds = (_bound(record, key, where) for key in ("lower_bound", "upper_bound"))
+            yield Case(path.stem, partial(importers.load, path), None, 1.0, *bounds)
+
+
+def _stg(folder: Path, devices: int | None) -> Iterator[Case]:
+    known = _object(folder / "optimal.json")
+    for path in sorted(folder.glob("*.stg")):
+        record = known.get(path.name, {})
+        for count in (2, 4, 8, 16) if devices is None else (devices,):
+            best = _bound(record, str(count), f"{folder / 'optimal.json'}: {path.name}")
+            load = partial(importers.load, path, devices=count)
+            yield Case(path.stem, load, count, 1.0, best, best)
+
+
+def _neusight(folder: Path, devices: int | None) -> Iterator[Case]:
+    """A case for each trace of a model, called after the first GPU if there are several."""
+    for name in sorted({path.name for path in folder.glob("*/*.csv")}):
+        traces = neusight.traces(sorted(folder.glob(f"*/{name}")))
+        for paths in traces:
+            mark = f"@{paths[0].parent.name}" if len(traces) > 1 else ""
+            some = paths[:devices]
+            load = partial(neusight.joined, some)
+            yield Case(Path(name).stem + mark, load, len(some), 1e-3)
+
+
+def _wfformat(folder: Path, devices: int | None) -> Iterator[Case]:
+    count = 4 if devices is None else devices
+    for path in sorted(folder.rglob("*.json")):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        yield Case(name, partial(importers.load, path, devices=count), count)
+
+
+def _public(folder: Path, devices: int | None) -> Iterator[Case]:
+    """``devices`` are those of PipeDream's profiles: the other files have their own."""
+    path = folder / "dnn_partitioning" / "truth.json"
+    truth = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else []
+    for path in sorted(folder.glob("dnn_partitioning/*/*/*.json")):
+        file = path.relative_to(folder / "dnn_partitioning").as_posix()
+        latency = file.startswith("latency")
+        objective = Objective.PIECEWISE_LATENCY if latency else Objective.MAX_LOAD
+        bounds = bounds_of(truth, file, "latency" if latency else "max_load")
+        name = f"dnn_partitioning/{file.removesuffix('.json')}"
+        load = partial(importers.load, path, objective=objective)
+        yield Case(name, load, None, 1e-3, *bounds)
+    count = 4 if devices is None else devices
+    for path in sorted(folder.glob("pipedream/*.txt")):
+        load = partial(importers.load, path, devices=count)
+        yield Case(f"pipedream/{path.stem}", load, count, 1e-3)
+    for path in sorted(folder.glob("moirai/*.json")):
+        load = partial(importers.load, path, objective=Objective.LATENCY)
+        yield Case(f"moirai/{path.stem}", load, None, 1e-3)
+
+
+def bounds_of(
+    truth: list[dict[str, Any]], file: str, objective: str
+) -> tuple[float | None, float | None]:
+    """The best bound that holds for every split, and the best value of a split that fits.
+
+    ``truth`` are the records of dnn_partitioning's ``truth.json``, ``file`` is relative to it.
+    """
+    mine = [r for r in truth if r["file"] == file and r["objective"] == objective]
+    every_split = ("balance_bound", "cpsat_noncontig", "cpsat_noncontig_tight")
+    bounds = [
+        r["lower_bound"]
+        for r in mine
+        if r["method"] in (*every_split, "critical_path_bound") and r["lower_bound"] is not None
+    ]
+    values = [r["value"] for r in mine if r["status"] in ("feasible", "optimal")]
+    # Solvers prove to within 1e-5, and some values are below what they say.
+    bound = max(bounds) * (1 - 1e-5) if bounds else None
+    return bound, min((v for v in values if v is not None), default=None)
+
+
+def _synthetic(folder: Path, devices: int | None) -> Iterator[Case]:
+    for name, family in synthetic.families().items():
+        made = family if devices is None else replace(family, num_devices=devices)
+        yield Case(name, partial(made, 0), made.num_devices)
+
+
+def _object(path: Path) -> Mapping[str, Any]:
+    """A file of bounds; empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SuiteError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise SuiteError(f"{path}: must be an object, by the name of the problem")
+    return found
+
+
+def _bound(record: Any, key: str, where: str) -> float | None:
+    value = record.get(key) if isinstance(record, dict) else record
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not (value > 0 and isfinite(value)):
+        raise SuiteError(f"{where}: {key} = {short(value)} is not a time above 0")
+    return float(value)
+
+
+SUITES: dict[str, Suite] = {
+    "shops": Suite(
+        "flexible job shops: which machine, and in which order",
+        "github.com/ScheduleOpt/benchmarks (with best_known.json: lower and upper bounds by name)",
+        "CC BY-SA 4.0",
+        ("*.json", "*.fjs"),
+        _shops,
+        takes_devices=False,
+    ),
+    "stg": Suite(
+        "standard task graphs on equal processors",
+        "www.kasahara.cs.waseda.ac.jp/schedule (with optimal.json, from "
+        "github.com/thelonesailor/MSP: optimum by file and number of processors)",
+        "free to use; of the optima CC0",
+        ("*.stg",),
+        _stg,
+    ),
+    "neusight": Suite(
+        "operators of BERT and GPT-2 as measured on GPUs, side by side",
+        "github.com/sitar-lab/NeuSight",
+        "MIT",
+        ("*/*.csv",),
+        _neusight,
+    ),
+    "wfformat": Suite(
+        "workflows of scientific applications on equal machines",
+        "github.com/wfcommons/WfInstances",
+        "LGPL-3.0",
+        ("**/*.json",),
+        _wfformat,
+    ),
+    "public": Suite(
+        "models as published with other planners: dnn-partitioning, PipeDream, Moirai",
+        "github.com/msr-fiddle/dnn-partitioning, github.com/msr-fiddle/pipedream and "
+        "github.com/moirai-placement/moirai",
+        "MIT",
+        ("dnn_partitioning/*/*/*.json", "pipedream/*.txt", "moirai/*.json"),
+        _public,
+    ),
+    "synthetic": Suite("20 families of drawn problems", "", "", (), _synthetic),
+}

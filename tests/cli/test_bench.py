@@ -1,0 +1,322 @@
+"""``placement bench``: every row is checked again from the file, without graph or simulator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement import importers
+from placement.__main__ import main
+from placement.cli import BAD_INPUT, DEFECT, INTERRUPTED, NO, OK
+from placement.planners.heft import Heft
+from placement.planners.order_search import OrderSearch
+from placement.problem import Planner, Problem, Solution
+from placement.runs import bench
+from placement.workloads.suites import SUITES, Case, SuiteError, cases
+
+Times = Sequence[dict[int, float]]  # of each operation: machine -> duration
+
+
+def check(times: Times, before: Sequence[tuple[int, int]], row: dict[str, Any]) -> None:
+    """A row's ``device`` and ``start`` are a schedule, and ``value`` is when it ends."""
+    device, start = row["device"], row["start"]
+    assert len(device) == len(start) == len(times)
+    took = [times[k][machine] for k, machine in enumerate(device)]  # KeyError: may not run there
+    end = [a + b for a, b in zip(start, took, strict=True)]
+    near = 1e-9 * max(end)
+    assert min(start) >= 0 and row["value"] == pytest.approx(max(end), rel=1e-9)
+    for a, b in before:
+        assert end[a] <= start[b] + near, f"{b} begins before {a} ends"
+    for machine in set(device):
+        mine = sorted((start[k], end[k]) for k in range(len(device)) if device[k] == machine)
+        for (_, first), (second, _) in pairwise(mine):
+            assert first <= second + near, f"machine {machine} does two at once"
+    if row["lower_bound"] is not None:
+        assert row["value"] >= row["lower_bound"] * (1 - 1e-9)
+
+
+def read_shop(path: Path) -> tuple[Times, list[tuple[int, int]]]:
+    data = json.loads(path.read_text())
+    times: list[dict[int, float]] = [{} for _ in {x["operation"] for x in data["operations"]}]
+    for x in data["operations"]:
+        mine = times[x["operation"]]
+        mine[x["machine"]] = min(x["duration"], mine.get(x["machine"], x["duration"]))
+    return times, [(x["before"], x["after"]) for x in data["precedences"]]
+
+
+def read_stg(path: Path, processors: int) -> tuple[Times, list[tuple[int, int]]]:
+    lines = [line.partition("#")[0].split() for line in path.read_text().splitlines()]
+    rows = [[int(word) for word in line] for line in lines if line][1:]
+    times = [dict.fromkeys(range(processors), row[1]) for row in rows]
+    return times, [(a, row[0]) for row in rows for a in row[3:]]
+
+
+def check_row(folder: Path, suite: str, row: dict[str, Any]) -> None:
+    if suite == "shops":
+        check(*read_shop(folder / f"{row['problem']}.json"), row)
+    else:
+        check(*read_stg(folder / f"{row['problem']}.stg", row["devices"]), row)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two shops and two graphs, drawn; of some the optimum is known."""
+    rng = np.random.default_rng(3)
+    for name in ("a", "b"):
+        operations, precedences = drawn(rng, 12, 3)
+        write(tmp_path / f"shops/{name}.json", shop(operations, precedences))
+        lines = [f"  {12 - 2}"]
+        for k, times in enumerate(operations):
+            waits = [a for a, b in precedences if b == k]
+            lines.append(" ".join(map(str, [k, min(times.values()), len(waits), *waits])))
+        write(tmp_path / f"stg/{name}.stg", "\n".join([*lines, "# a comment"]))
+    bounds = {"a": {"lower_bound": 1, "upper_bound": 20, "status": "open"}}
+    write(tmp_path / "shops/best_known.json", json.dumps(bounds))
+    write(tmp_path / "stg/optimal.json", json.dumps({"a.stg": {"2": 1}}))
+    return tmp_path
+
+
+def drawn(
+    rng: np.random.Generator, many: int, machines: int
+) -> tuple[list[dict[int, int]], list[tuple[int, int]]]:
+    """Operations in any order: numbers do not follow precedence."""
+    rank = rng.permutation(many)
+    operations = [
+        {
+            int(m): int(rng.integers(1, 9))
+            for m in rng.choice(machines, rng.integers(1, machines + 1), replace=False)
+        }
+        for _ in range(many)
+    ]
+    pairs = rng.integers(0, many, (2 * many, 2))
+    return operations, sorted({(int(a), int(b)) for a, b in pairs if rank[a] < rank[b]})
+
+
+def shop(operations: list[dict[int, int]], precedences: list[tuple[int, int]]) -> str:
+    options = [
+        {"operation": k, "machine": machine, "duration": duration}
+        for k, times in enumerate(operations)
+        for machine, duration in times.items()
+    ]
+    pairs = [{"before": a, "after": b} for a, b in precedences]
+    return json.dumps({"operations": options, "precedences": pairs})
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def answer(capsys: Any, *argv: str, code: int = OK) -> dict[str, Any]:
+    assert main(["bench", *argv, "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def error(capsys: Any, *argv: str) -> str:
+    assert main(["bench", *argv]) == BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    return str(err)
+
+
+# -- what machines read ---------------------------------------------------------------------------
+
+KEYS = (
+    *("problem", "value", "lower_bound", "best_known", "gap", "evaluations", "seconds"),
+    *("feasible", "device", "start"),
+)
+
+
+@pytest.mark.parametrize("suite", ["shops", "stg"])
+@pytest.mark.parametrize(
+    "planner", [("heft",), ("order_search", "--evaluations", "200"), ("m_topo",)]
+)
+def test_the_contract(suite: str, planner: tuple[str, ...], data: Path, capsys: Any) -> None:
+    got = answer(capsys, suite, "--data", str(data), "--planner", *planner)
+    assert got["suite"] == suite and got["planner"] == planner[0]
+    assert len(got["rows"]) == (2 if suite == "shops" else 8)
+    ratios = []
+    for row in got["rows"]:
+        assert row.keys() >= set(KEYS)
+        assert row["feasible"] is True
+        check_row(data / suite, suite, row)
+        assert isinstance(row["value"], int), "durations of the file are whole"
+        best = row["best_known"] or row["lower_bound"]
+        assert row["gap"] == pytest.approx(row["value"] / best - 1)
+        if row["best_known"] is not None:
+            ratios.append(row["value"] / best)
+    assert got["gap"] == pytest.approx(np.exp(np.log(ratios).mean()) - 1)
+    first = got["rows"][0]
+    known = 20 if suite == "shops" else 1
+    assert first["problem"] == "a" and first["best_known"] == known
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 14), st.integers(1, 4))
+def test_every_schedule_is_one(tmp_path_factory: Any, seed: int, many: int, machines: int) -> None:
+    folder = tmp_path_factory.mktemp("shop")
+    path = write(folder / "s.json", shop(*drawn(np.random.default_rng(seed), many, machines)))
+    case = Case("s", partial(importers.load, path))
+    for planner in (Heft(), OrderSearch(evaluations=60)):
+        row = bench.measure(case, planner)
+        check(*read_shop(path), row.__dict__)
+        assert not row.impossible
+
+
+def test_milliseconds_of_measured_operators(tmp_path: Path, capsys: Any) -> None:
+    head = "op,Name,_input_nodes,fw_latency,bw_latency,acc_latency,output_shape,dtype\n"
+    slow, fast = [f"m,{name},{{{inputs}}},{ms},0,0,," for name, inputs, ms in (
+        ("a", "", 0.1), ("b", "a: None", 0.7), ("c", "a: None", 0.3))], []  # fmt: skip
+    fast = [line.replace("0.7", "0.2") for line in slow]
+    write(tmp_path / "A/m-inf-1-1.csv", head + "\n".join(slow))
+    write(tmp_path / "B/m-inf-1-1.csv", head + "\n".join(fast))
+    (row,) = answer(capsys, "neusight", "--data", str(tmp_path), "--planner", "heft")["rows"]
+    assert row["problem"] == "m-inf-1-1" and row["value"] == pytest.approx(0.4)
+    check([{0: 0.1, 1: 0.1}, {0: 0.7, 1: 0.2}, {0: 0.3, 1: 0.3}], [(0, 1), (0, 2)], row)
+
+
+def test_devices_and_names(data: Path, capsys: Any) -> None:
+    argv = ["stg", "--data", str(data), "--planner", "heft", "--devices", "4", "--only", "b*"]
+    (row,) = answer(capsys, *argv)["rows"]
+    assert row["problem"] == "b" and row["devices"] == 4 and row["best_known"] is None
+    assert [c.devices for c in cases("stg", data, only="a")] == [2, 4, 8, 16]
+    assert [c.problem for c in cases("shops", data, only="a*.json")] == ["a"], "or of the file"
+    assert [c.problem for c in cases("shops", data / "shops")] == ["a", "b"], "or the folder itself"
+
+
+def test_problems_that_need_no_file(capsys: Any) -> None:
+    got = answer(capsys, "synthetic", "--planner", "m_topo", "--only", "layered*")
+    assert [row["problem"] for row in got["rows"]] == ["layered", "layered_wide"]
+    row = got["rows"][0]
+    assert row["start"] is None and row["objective"] == "period", "of no timetable of one run"
+    assert row["lower_bound"] <= row["value"] and len(row["device"]) == 100
+
+
+# -- a planner that is wrong, a bound that is wrong ------------------------------------------------
+
+
+def _lies(problem: Problem) -> Solution:
+    return replace(Heft()(problem), value_s=1e-9, lower_bound_s=1e9)
+
+
+def _refuses(problem: Problem) -> Solution:
+    raise ValueError("not for this problem")
+
+
+def _splits(problem: Problem) -> Solution:
+    return Solution(np.full(problem.num_ops, 99, np.int32), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("planner", "said"), [(_refuses, "not for this problem"), (_splits, "is on device 99")]
+)
+def test_no_answer_is_a_row(planner: Planner, said: str, data: Path) -> None:
+    rows = [bench.measure(case, planner) for case in cases("shops", data)]
+    assert all(said in row.note and row.value is None and not row.feasible for row in rows)
+    mean = bench.mean_of(rows)
+    assert mean.gap is None and mean.unsolved == 2 and mean.optimal == 0
+
+
+def test_what_a_planner_says_of_itself_does_not_count(data: Path) -> None:
+    case = cases("shops", data)[0]
+    assert bench.measure(case, _lies).value == bench.measure(case, Heft()).value
+    assert not bench.measure(case, _lies).impossible
+
+
+def test_a_value_below_a_proved_bound_fails_the_run(data: Path, capsys: Any) -> None:
+    write(data / "shops/best_known.json", json.dumps({"b": {"lower_bound": 1000}}))
+    assert main(["bench", "shops", "--data", str(data), "--planner", "heft"]) == DEFECT
+    err = capsys.readouterr().err
+    assert "b on 3 devices" in err and "is below the proved bound 1000" in err
+
+
+def test_a_suite_without_any_answer(data: Path, capsys: Any) -> None:
+    got = answer(capsys, "shops", "--data", str(data), "--planner", f"{__name__}:_refuses", code=NO)
+    assert got["gap"] is None and got["unsolved"] == 2
+
+
+# -- what people read ------------------------------------------------------------------------------
+
+
+def test_several_budgets(data: Path, capsys: Any) -> None:
+    argv = ["shops", "--data", str(data), "--planner", "order_search", "--evaluations", "1,50"]
+    assert main(["bench", *argv, "--seed", "1", "width=4"]) == OK
+    out = capsys.readouterr().out
+    assert out.count("95 % interval") == 2 and "order_search, 50 evaluations" in out
+    assert "one budget" in error(capsys, *argv, "--json")
+
+
+def test_ctrl_c_leaves_what_is_finished(
+    data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = str(tmp_path / "rows.json")
+    argv = ["bench", "stg", "--data", str(data), "--planner", "heft", "--out", out]
+    make, made = bench.measure, []
+
+    def stops(case: Case, planner: Planner) -> bench.BenchRow:
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(case)
+        return make(case, planner)
+
+    monkeypatch.setattr(bench, "measure", stops)
+    assert main(argv) == INTERRUPTED
+    assert "geometric mean of 1 problem;" in capsys.readouterr().out
+    assert len(json.loads(Path(out).read_text())["rows"]) == 3
+    monkeypatch.setattr(bench, "measure", make)
+    assert main([*argv, "--json"]) == OK
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows == json.loads(Path(out).read_text())["rows"] and len(rows) == 8
+    other = ["stg", "--data", str(data), "--planner", "m_topo", "--out", out]
+    assert "cannot be continued" in error(capsys, *other)
+
+
+def test_errors_say_what_to_do(data: Path, capsys: Any, tmp_path: Path) -> None:
+    def said(*argv: str) -> str:
+        return error(capsys, *argv, "--planner", "heft")
+
+    assert "suites are shops, stg" in said("shop")
+    assert "github.com/ScheduleOpt/benchmarks" in said("shops")
+    assert "Nothing is downloaded" in said("stg", "--data", str(tmp_path / "empty"))
+    assert "it has ['a', 'b']" in said("shops", "--data", str(data), "--only", "mk*")
+    assert "devices cannot be set" in said("shops", "--data", str(data), "--devices", "2")
+    assert "devices = 0 must be at least 1" in said("stg", "--data", str(data), "--devices", "0")
+    assert "--evaluations many" in said("shops", "--data", str(data), "--evaluations", "many")
+    write(data / "shops/best_known.json", '{"a": {"lower_bound": "none"}}')
+    assert "lower_bound = 'none' is not a time" in said("shops", "--data", str(data))
+    write(data / "shops/c.json", '{"operations": []')
+    write(data / "shops/best_known.json", "{}")
+    assert "c.json: not valid JSON" in said("shops", "--data", str(data), "--only", "c")
+    with pytest.raises(SuiteError):
+        cases("synthetic", only="nothing")
+
+
+def test_every_suite_says_where_it_is_from() -> None:
+    for name, suite in SUITES.items():
+        assert name == "synthetic" or (suite.source and suite.licence and suite.files)
+
+
+# -- published files -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("suite", "only"), [("shops", "*[24]"), ("stg", "*00[02]4")])
+def test_published_suites(suite: str, only: str, shared: Path, capsys: Any) -> None:
+    folder = shared / "data"
+    got = answer(capsys, suite, "--data", str(folder), "--planner", "heft", "--only", only)
+    assert len(got["rows"]) >= 8
+    for row in got["rows"]:
+        check_row(folder / suite, suite, row)
+        assert row["gap"] >= -1e-9
+    assert sum(row["best_known"] is not None for row in got["rows"]) > len(got["rows"]) / 2

@@ -1,0 +1,326 @@
+"""Devices of the library, and decoders that serve on them: seconds and bytes by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.__main__ import main
+from placement.cli import BAD_INPUT, NO, OK
+from placement.cluster import Cluster, ClusterError, Device
+from placement.costs.efficiency import FITTED, Peak, RatesError
+from placement.costs.predictors import profile_of
+from placement.costs.predictors.roofline import Roofline
+from placement.costs.serving import (
+    Serving,
+    ServingError,
+    fits,
+    largest_context,
+    memory,
+    serving_problem,
+    terms,
+)
+from placement.devices import library, nearest
+from placement.importers.decoder import Decoder
+from placement.importers.hf_config import read
+from placement.planners import load
+from placement.simulator import simulate
+from tests.served import HOME, LLAMA, MIXTRAL, gguf_llama, written
+
+
+def decoder(config: dict[str, Any] = LLAMA, **changes: Any) -> Decoder:
+    return read({**config, **changes}, "c.json", "c")
+
+
+def cluster(text: str, folder: Path) -> Cluster:
+    path = folder / "c.yaml"
+    path.write_text(text)
+    return Cluster.from_yaml(path)
+
+
+def home(folder: Path) -> Cluster:
+    return cluster(HOME, folder)
+
+
+# --- the library ---------------------------------------------------------------------------------
+
+
+def test_the_library_says_all_of_every_device() -> None:
+    assert {"nvidia/l4", "nvidia/a100", "nvidia/t4", "amd/mi210", "apple/m2-ultra"} <= set(
+        library()
+    )
+    for name, facts in library().items():
+        assert name == name.lower() and name.count("/") == 1
+        assert facts.kind in ("cuda", "rocm", "metal", "cpu") and facts.source
+        assert facts.flops_per_s["fp32"] > 1e12 and 5e10 < facts.bytes_per_s < 1e13, name
+        assert 4e9 < facts.memory_bytes < 1e12 and facts.idle_w < facts.busy_w
+        assert facts.peak("fp8") >= facts.peak("fp16") >= facts.peak("fp32")
+    assert library()["nvidia/t4"].peak("bf16") == 8.1e12  # it has none: as fp32
+
+
+def test_the_page_lists_the_library() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `([a-z]+/[\w-]+)` \| (\d+) \|", page, re.MULTILINE))
+    assert told == {name: f"{x.memory_bytes / 1e9:.0f}" for name, x in library().items()}
+
+
+def test_a_device_like_one_of_the_library(tmp_path: Path) -> None:
+    found = cluster(
+        "devices:\n- {name: a, like: nvidia/l4}\n- {name: b, like: nvidia/t4, memory_bytes: 8e9,"
+        " busy_w: 50, speed: 2}\n- {name: c, like: nvidia/l4, bytes_per_s: 1e11}\n"
+        "links:\n- {src: a, dst: b, bandwidth_bytes_per_s: 1e9}\n",
+        tmp_path,
+    )
+    a, b, c = found.devices
+    assert (a.kind, a.memory_bytes, a.busy_w, a.model) == ("cuda", 24 * 10**9, 72.0, "nvidia/l4")
+    assert (b.memory_bytes, b.busy_w, b.idle_w) == (8 * 10**9, 50.0, 10.0)
+    assert Peak.of(b, "fp16").flops_per_s == 2 * 65e12 and Peak.of(c).bytes_per_s == 1e11
+    speed = {(x.src, x.dst): x.bandwidth_bytes_per_s for x in found.links}
+    assert speed["a", "b"] == 1e9 and speed["b", "a"] == 12e9 and speed["a", "c"] == 25e9
+    found.to_yaml(tmp_path / "again.yaml")
+    assert Cluster.from_yaml(tmp_path / "again.yaml").fingerprint == found.fingerprint
+
+
+def test_a_name_that_is_not_in_the_library(tmp_path: Path) -> None:
+    with pytest.raises(
+        ClusterError, match=r"'nvidia/l5' is not in the library; did you mean nvidi"
+    ):
+        cluster("devices: [{name: a, like: nvidia/l5}]", tmp_path)
+    assert (
+        nearest("RTX 4090")[0] == "nvidia/rtx-4090" and nearest("m2_ultra")[0] == "apple/m2-ultra"
+    )
+    # A device that was measured elsewhere may have such a name.
+    assert cluster("devices: [{name: a, like: node0/cpu:1}]", tmp_path).devices[0].like
+    with pytest.raises(RatesError, match=r"'a': its peak rates are not known.*nvidia/l4"):
+        serving_problem(
+            decoder(), cluster("devices: [{name: a, like: l4}]", tmp_path), Serving("decode", 9)
+        )
+
+
+def test_operators_of_a_graph_on_a_device_of_the_library() -> None:
+    import torch
+
+    from placement.capturing import capture
+
+    graph = capture(torch.nn.Linear(1000, 2000).eval(), (torch.zeros(500, 1000),))
+    l4 = Device("gpu", "cuda", like="nvidia/l4")
+    profile = profile_of(graph, Cluster("c", (l4,)), Roofline())
+    share = FITTED["product"]
+    power = (72 / 30.3 / 10) ** share.power
+    expected = share.calls * 12.1e-6 + 2 * 500 * 1000 * 2000 / (share.compute * power * 30.3e12)
+    assert profile.compute_s.sum() == pytest.approx(expected, rel=1e-3)
+    # What is measured wins: the predictor is asked only for what is not known.
+    known = replace(profile, compute_s=profile.compute_s * 0 + 7.0, predicted=None)
+    assert profile_of(graph, Cluster("c", (l4,)), Roofline(), known=known).compute_s[0, 0] == 7.0
+
+
+# --- seconds and bytes ---------------------------------------------------------------------------
+
+
+def test_a_token_by_hand(tmp_path: Path) -> None:
+    one = cluster("devices: [{name: a, like: nvidia/rtx-4090}]", tmp_path)
+    context, batch = 1000, 2
+    problem = serving_problem(decoder(), one, Serving("decode", context, batch))
+    facts, product, batched = library()["nvidia/rtx-4090"], FITTED["product"], FITTED["batched"]
+    call, speed = facts.call_s, facts.bytes_per_s
+
+    def matrices(numel: int) -> float:  # 2 bytes each, once for the batch; and what goes in and out
+        moved = 2 * numel + 2 * batch * 2 * 4096
+        return product.calls * call + moved / (product.memory * speed)
+
+    keys = batched.calls * call + batch * context * 2 * 2 * 1024 / (batched.memory * speed)
+    attention, feed = problem.compute_s[1:3, 0]
+    norm_bytes = 2 * 2 * 4096
+    assert attention == pytest.approx(
+        matrices(4096 * (4096 * 2 + 2048)) + norm_bytes / (product.memory * speed) + keys
+    )
+    assert feed == pytest.approx(matrices(3 * 4096 * 14336))
+    assert simulate(problem, np.zeros(67, int)).latency_s == pytest.approx(problem.compute_s.sum())
+
+
+def test_bytes_by_hand(tmp_path: Path) -> None:
+    problem = serving_problem(decoder(), home(tmp_path), Serving("decode", 1000, 3))
+    held = memory(problem, np.array([0] * 33 + [1] * 34))
+    layer = 2 * (4096 * (4096 * 2 + 2048) + 3 * 4096 * 14336 + 2 * 4096)
+    table = 2 * 128256 * 4096
+    buffer = 4 * 512 * (4096 + 2 * 14336)
+    assert held["cuda:0"] == {
+        "weights_bytes": table + 16 * layer,
+        "kv_cache_bytes": 3 * 1000 * 16 * 2 * 2 * 1024,
+        "buffers_bytes": buffer,
+        "needed_bytes": table + 16 * layer + 3 * 1000 * 16 * 4096 + buffer,
+        "there_bytes": 24 * 10**9,
+    }
+    assert held["cuda:1"]["buffers_bytes"] == buffer + 4 * 3 * 128256  # logits
+    assert held["cpu:0"]["needed_bytes"] == 0
+    peak = simulate(problem, np.array([0] * 33 + [1] * 34)).peak_bytes
+    assert peak is not None and peak.tolist() == [h["needed_bytes"] for h in held.values()]
+
+
+def test_tied_embeddings_count_once_on_a_device(tmp_path: Path) -> None:
+    tied = decoder(tie_word_embeddings=True)
+    problem = serving_problem(tied, home(tmp_path), Serving("decode", 10))
+    total = sum(decoder().class_bytes().values()) - 2 * 128256 * 4096
+    together = memory(problem, np.zeros(67, int))
+    assert together["cuda:0"]["weights_bytes"] == total
+    apart = memory(problem, np.array([0] * 33 + [1] * 34))
+    assert sum(h["weights_bytes"] for h in apart.values()) == total + 2 * 128256 * 4096
+
+
+def test_a_window_bounds_cache_and_seconds(tmp_path: Path) -> None:
+    local = decoder(model_type="mistral", sliding_window=100)
+    at = [serving_problem(local, home(tmp_path), Serving("decode", n)) for n in (100, 9999)]
+    held = [memory(p, np.zeros(67, int))["cuda:0"]["kv_cache_bytes"] for p in at]
+    assert held[0] == held[1] == 32 * 100 * 4096
+    np.testing.assert_allclose(at[0].compute_s, at[1].compute_s)
+
+
+def test_experts_are_read_as_routing_by_chance_touches_them(tmp_path: Path) -> None:
+    def moved(batch: int) -> float:
+        found = serving_problem(decoder(MIXTRAL), home(tmp_path), Serving("decode", 10, batch))
+        return float(found.compute_s[3, 0])
+
+    share, speed = FITTED["product"], library()["nvidia/rtx-4090"].bytes_per_s
+    weights = 2 * 8 * 3 * 4096 * 14336
+    for batch in (1, 4):
+        touched = weights * (1 - 0.75**batch) + 4 * batch * 4096
+        assert moved(batch) == pytest.approx(share.calls * 9e-6 + touched / (share.memory * speed))
+
+
+def test_serve_is_a_prompt_and_its_answer(tmp_path: Path) -> None:
+    devices, placement = home(tmp_path), np.array([0] * 33 + [1] * 34)
+
+    def value(phase: str) -> float:
+        asked = Serving(phase, 1000, 2, prompt=300)  # type: ignore[arg-type]
+        return float(simulate(serving_problem(decoder(), devices, asked), placement).latency_s)
+
+    assert value("serve") == pytest.approx(value("prefill") + 700 * value("decode"))
+    both = terms(decoder(), devices, Serving("serve", 1000, 2, prompt=300), placement)
+    assert both["prefill_s"] == value("prefill") and both["decode_s"] == value("decode")
+    # A prompt goes through in pieces: the weights are read again for each.
+    short, long = (Serving("prefill", n) for n in (512, 1024))
+    times = [serving_problem(decoder(), devices, x).compute_s[2, 0] for x in (short, long)]
+    assert times[1] == pytest.approx(2 * times[0])
+
+
+def test_prompts_that_cannot_be() -> None:
+    for wrong in ({"context": 0}, {"context": 9, "batch": 0}, {"context": 9, "prompt": 10}):
+        with pytest.raises(ServingError, match="must be from 1 to"):
+            Serving("decode", **wrong)  # type: ignore[arg-type]
+
+
+def test_the_largest_context_that_fits(tmp_path: Path) -> None:
+    one = cluster("devices: [{name: a, like: nvidia/rtx-4090, memory_bytes: 18e9}]", tmp_path)
+    asked = Serving("decode", 10**6)
+    found = largest_context(decoder(), one, asked)
+
+    def needed(context: int) -> int:
+        problem = serving_problem(decoder(), one, replace(asked, context=context))
+        return memory(problem, np.zeros(67, int))["a"]["needed_bytes"]
+
+    assert needed(found) <= 18 * 10**9 < needed(found + 1)
+    assert not fits(serving_problem(decoder(), one, asked))
+    tiny = cluster("devices: [{name: a, like: nvidia/rtx-4090, memory_bytes: 1e9}]", tmp_path)
+    assert largest_context(decoder(), tiny, asked) == 0
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["prefill", "decode", "serve"])
+def test_what_machines_read(objective: str, tmp_path: Path, capsys: Any) -> None:
+    model, devices = written(tmp_path, LLAMA)
+    argv = ["plan", model, "--cluster", devices, "--objective", objective, "--context", "4096"]
+    assert (
+        main([*argv, "--batch", "2", "--prompt", "1024", "--planner", "layer_dp", "--json"]) == OK
+    )
+    answer = json.loads(capsys.readouterr().out)
+    assert set(answer) == {
+        "planner", "objective", "value_s", "lower_bound_s", "seconds", "evaluations", "feasible",
+        "assignment", "memory", "prefill_s", "decode_s", "weights", "spread",
+    }  # fmt: skip
+    assert (answer["planner"], answer["objective"], answer["feasible"]) == (
+        "layer_dp", objective, True
+    )  # fmt: skip
+    assert set(answer["memory"]) == {"cuda:0", "cuda:1", "cpu:0"}
+    assert set(answer["memory"]["cpu:0"]) == {
+        "weights_bytes", "kv_cache_bytes", "buffers_bytes", "needed_bytes", "there_bytes"
+    }  # fmt: skip
+    assert len(answer["assignment"]) == 67
+    weights = answer["weights"]
+    value = sum(weights[x] * answer[f"{x}_s"] for x in ("prefill", "decode"))
+    assert answer["value_s"] == pytest.approx(value)
+    assert (
+        weights
+        == {
+            "prefill": {"prefill": 1.0, "decode": 0.0},
+            "decode": {"prefill": 0.0, "decode": 1.0},
+            "serve": {"prefill": 1.0, "decode": 3072.0},
+        }[objective]
+    )
+
+
+def test_a_context_that_fits_nowhere(tmp_path: Path, capsys: Any) -> None:
+    model, devices = written(tmp_path, LLAMA)
+    argv = ["plan", model, "--cluster", devices, "--planner", "layer_dp", "--context"]
+    assert main([*argv, "1000000", "--json"]) == NO
+    out, said = capsys.readouterr()
+    answer = json.loads(out)
+    largest = answer["largest_context"]
+    assert answer["feasible"] is False and f"--context {largest}" in said
+    assert "needs 147" in said and "the devices have 100000000000 together" in said
+    assert main([*argv, str(largest), "--json"]) == OK
+
+
+def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
+    _, devices = written(tmp_path, LLAMA)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_llama(experts=8))
+    argv = ["plan", str(path), "--cluster", devices, "--context", "512", "--planner", "layer_dp"]
+    assert main([*argv, "--out", str(tmp_path / "plan.json")]) == OK
+    assert "KV cache" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "plan.json")]) == OK
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--context TOKENS is needed"),
+        (["--context", "9", "--objective", "latency"], "is not for language models"),
+        (["--context", "9", "--objective", "decod"], "did you mean 'decode'"),
+        (["--context", "9", "--batch", "0"], "batch = 0"),
+        (["--context", "9", "--prompt", "10"], "a prompt of 10 tokens"),
+        (["--context", "9", "--predict", "roofline"], "--predict is not for language models"),
+        (["--context", "9", "--microbatches", "2"], "--microbatches is not for language models"),
+    ],
+)
+def test_commands_that_are_wrong(words: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
+    model, devices = written(tmp_path, LLAMA)
+    argv = ["plan", model, "--cluster", devices, "--planner", "layer_dp", *words]
+    assert main(argv) == BAD_INPUT
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_served_is_for_language_models(capsys: Any) -> None:
+    for words in (["--context", "9"], ["--objective", "decode"]):
+        assert main(["plan", "tiny_mlp", "--planner", "heft", *words]) == BAD_INPUT
+        assert "for language models without weights" in capsys.readouterr().err
+
+
+def test_seventy_billion_parameters_are_planned_at_once(tmp_path: Path) -> None:
+    config = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+              "num_attention_heads": 64}  # fmt: skip
+    names = ("nvidia/rtx-4090", "nvidia/rtx-3090", "apple/m2-ultra", "amd/mi210", "nvidia/l4",
+             "amd/epyc-7763")  # fmt: skip
+    text = "devices:\n" + "".join(f"- {{name: d{i}, like: {x}}}\n" for i, x in enumerate(names))
+    problem = serving_problem(decoder(**config), cluster(text, tmp_path), Serving("decode", 8192))
+    found = load("layer_dp")(problem)
+    held = memory(problem, found.placement)
+    assert np.isfinite(found.value_s) and found.stats["all_orders"]
+    assert all(h["needed_bytes"] <= h["there_bytes"] for h in held.values())

@@ -1,0 +1,263 @@
+"""Plans of language models without weights, in the formats of what serves them, and read back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.__main__ import main
+from placement.cli import BAD_INPUT, NO, OK
+from placement.cli.audit import llama_cpp_buffers, onnxruntime_nodes
+from placement.cluster import Cluster, Device
+from placement.costs.serving import Serving, serving_problem
+from placement.exporters import ExportError, Inexpressible, load
+from placement.importers import load_decoder
+from placement.importers.hf_config import read
+from placement.plan import Plan, make_plan
+from placement.problem import Solution
+from tests.served import LLAMA, MIXTRAL, gguf_llama
+
+FOUR = {"num_hidden_layers": 4, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+GPUS = ("cuda:0", "cuda:1")
+MIXED = ("cuda:0", "cuda:1", "cpu:0")
+
+
+def plan_of(
+    config: dict[str, Any] | str, on: list[int], names: tuple[str, ...] = GPUS, whole: bool = False
+) -> Plan:
+    """A plan with the parts of a model on these devices."""
+    decoder = load_decoder(config) if isinstance(config, str) else read(config, "c.json", "c")
+    likes = {"cpu": "amd/epyc-7763", "cuda": "nvidia/rtx-4090", "rocm": "amd/mi210"}
+    kinds = [n.rpartition("/")[2].partition(":")[0] for n in names]
+    devices = tuple(
+        Device(n, k, like=likes[k], memory_bytes=24 * 10**9)
+        for n, k in zip(names, kinds, strict=True)
+    )
+    asked = Serving("decode", 64, whole_layers=whole)  # type: ignore[arg-type]
+    problem = serving_problem(decoder, Cluster("c", devices), asked)
+    return make_plan(problem, Solution(np.array(on, np.int32), 1.0), planner="by hand")
+
+
+DENSE = LLAMA | FOUR
+# embedding, four layers of attention and feed-forward, norm, head
+HALVES = [0] * 5 + [1] * 6
+
+
+def test_layers_as_pipelines() -> None:
+    plan = plan_of(DENSE, HALVES)
+    assert "VLLM_PP_LAYER_PARTITION=2,2\n" in str(load("vllm")(plan).files[""])
+    assert load("megatron")(plan).files[""] == "Et*2|t*2L\n"
+    assert json.loads(load("deepspeed")(plan).files[""]) == {"num_stages": 2, "parts": [0, 3, 6]}
+    assert json.loads(load("torchtitan")(plan).files[""])["module_fqns_per_model_part"] == [
+        ["tok_embeddings", "layers.0", "layers.1"],
+        ["layers.2", "layers.3", "norm", "output"],
+    ]
+    split = plan_of(DENSE, [0, 0, 1, *[1] * 8])  # in the middle of a layer
+    for name in ("vllm", "megatron", "deepspeed", "torchtitan"):
+        with pytest.raises(Inexpressible, match="on one device"):
+            load(name)(split)
+
+
+def test_deepspeed_has_each_layer_once() -> None:
+    """``PipelineModule``: stage i has ``layers[parts[i]:parts[i + 1]]``; devices come once."""
+    with pytest.raises(Inexpressible, match="come in the order"):
+        load("deepspeed")(plan_of(DENSE, [0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1]))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_accelerate_takes_the_device_map(tied: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    config = DENSE | {"tie_word_embeddings": tied}
+    on = [0] * 5 + [1] * 4 + [0] * 2 if tied else HALVES
+    exported = load("huggingface")(plan_of(config, on))
+    where = json.loads(exported.files[""])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config)
+        )
+    accelerate.utils.check_device_map(model, where)  # raises for what is not covered
+    assert where["model.layers.1"] == "cuda:0" and where["model.layers.2"] == "cuda:1"
+    assert where["lm_head"] == ("cuda:0" if tied else "cuda:1")
+    limits = {int(k): v for k, v in json.loads(exported.files[".max_memory.json"]).items()}
+    assert limits == {0: 24 * 10**9, 1: 24 * 10**9}
+    # What accelerate itself makes of these limits is a map of the same modules.
+    own = accelerate.infer_auto_device_map(
+        model, limits, no_split_module_classes=model._no_split_modules
+    )
+    assert set(own) <= {"", *where, "model", "model.rotary_emb"}
+
+
+def test_tied_parameters_are_on_one_device() -> None:
+    with pytest.raises(Inexpressible, match="tensors on|planned on"):
+        load("huggingface")(plan_of(DENSE | {"tie_word_embeddings": True}, HALVES))
+
+
+def test_modules_of_a_gguf_file_are_not_those_of_transformers(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(gguf_llama())
+    plan = plan_of(str(tmp_path / "m.gguf"), HALVES)
+    assert "=2,2\n" in str(load("vllm")(plan).files[""])
+    with pytest.raises(ExportError, match=r"plan its config\.json"):
+        load("huggingface")(plan)
+
+
+# --- llama.cpp -----------------------------------------------------------------------------------
+
+
+def first_match(rules: str, tensor: str) -> str | None:
+    """As llama.cpp does it: the first rule whose pattern is found in the name."""
+    pairs = [rule.rpartition("=")[::2] for rule in rules.strip().split(",")]
+    return next((buffer for pattern, buffer in pairs if re.search(pattern, tensor)), None)
+
+
+def layer_devices(args: str, num_layers: int) -> list[str]:
+    """``get_layer_buft_list`` of llama.cpp: devices of the layers and of the output."""
+    words = args.split()
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    on_gpus = min(int(options["-ngl"]), num_layers + 1)
+    names = options.get("-dev", "").split(",")
+    ends = np.cumsum([np.float32(x) for x in options.get("-ts", "1").split(",")])
+    ends = ends / ends[-1]
+    start = max(num_layers + 1 - on_gpus, 0)
+    found = []
+    for layer in range(num_layers + 1):
+        share = np.float32(layer - start) / np.float32(max(on_gpus, 1))
+        is_host = layer < start
+        found.append("CPU" if is_host else names[int(np.searchsorted(ends, share, "right"))])
+    return found
+
+
+def test_experts_are_rules_of_their_own() -> None:
+    # Of Mixtral: embedding, layers of attention, router and experts, norm, head.
+    on = [2, *[0, 0, 2], *[0, 0, 1], *[1, 1, 1], *[1, 1, 2], 1, 1]
+    exported = load("llama_cpp")(plan_of(MIXTRAL | FOUR, on, MIXED))
+    rules, args = str(exported.files[""]), str(exported.files[".args"])
+    assert layer_devices(args, 4) == ["CUDA0", "CUDA0", "CUDA1", "CUDA1", "CUDA1"]
+    expected = {
+        "token_embd.weight": "CPU",
+        "blk.0.attn_q.weight": "CUDA0", "blk.0.ffn_gate_inp.weight": "CUDA0",
+        "blk.0.ffn_up_exps.weight": "CPU", "blk.0.ffn_down_exps.weight": "CPU",
+        "blk.1.ffn_up_exps.weight": "CUDA1", "blk.1.ffn_norm.weight": "CUDA0",
+        "blk.2.ffn_up_exps.weight": "CUDA1", "blk.3.ffn_gate_exps.weight": "CPU",
+        "blk.3.attn_k.weight": "CUDA1", "output.weight": "CUDA1", "output_norm.weight": "CUDA1",
+    }  # fmt: skip
+    assert {name: first_match(rules, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("first", range(5))
+@pytest.mark.parametrize("second", range(5))
+def test_any_split_of_layers_is_where_it_should_be(first: int, second: int) -> None:
+    """Layers of the processor first, then of one GPU and of the other: keys and values too."""
+    if first + second > 4:
+        return
+    layer = [2] * first + [0] * second + [1] * (4 - first - second)
+    on = [2, *(d for d in layer for _ in range(2)), 1, 1]
+    exported = load("llama_cpp")(plan_of(DENSE, on, MIXED))
+    names = ["CUDA0", "CUDA1", "CPU"]
+    found = layer_devices(str(exported.files[".args"]), 4)
+    assert found == [*(names[d] for d in layer), "CUDA1"]
+    assert "elsewhere" not in exported.note
+
+
+def test_a_device_that_comes_twice_is_said() -> None:
+    exported = load("llama_cpp")(plan_of(DENSE, [0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1]))
+    assert "keys and values of some layers are elsewhere" in exported.note
+    assert first_match(str(exported.files[""]), "blk.2.attn_q.weight") == "CUDA0"
+
+
+def test_a_device_with_tensors_alone_is_named() -> None:
+    exported = load("llama_cpp")(plan_of(DENSE, [0, 0, 1, *[0] * 8]))
+    assert exported.files[".args"] == "-ngl 5 -dev CUDA0,CUDA1 -ts 5,0\n"
+    assert first_match(str(exported.files[""]), "blk.0.ffn_up.weight") == "CUDA1"
+    assert first_match(str(exported.files[""]), "blk.0.attn_q.weight") == "CUDA0"
+
+
+def test_servers_of_other_hosts() -> None:
+    names = ("cuda:0", "attic/cuda:0", "attic/cuda:1", "cellar/cuda:0")
+    on = [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3]
+    exporter = load("llama_cpp", rpc="attic=10.0.0.2:50052,cellar=cellar.lan:50053")
+    exported = exporter(plan_of(DENSE, on, names))
+    assert exported.files[".args"] == (
+        "-ngl 5 -dev CUDA0,RPC0,RPC1,RPC2 -ts 1,1,1,2 --rpc 10.0.0.2:50052,cellar.lan:50053\n"
+    )
+    rules = str(exported.files[""])
+    assert first_match(rules, "blk.2.attn_q.weight") == "RPC1[10.0.0.2:50052]"
+    assert first_match(rules, "blk.3.attn_q.weight") == "RPC0[cellar.lan:50053]"
+    for wrong in ("attic", "attic=10.0.0.2", "attic=$(id):1", "=10.0.0.2:1"):
+        with pytest.raises(ExportError, match="give NODE=HOST:PORT"):
+            load("llama_cpp", rpc=wrong)(plan_of(DENSE, on, names))
+    with pytest.raises(ExportError, match="no buffer type"):
+        load("llama_cpp")(plan_of(DENSE, on, names))
+
+
+# --- what ran ------------------------------------------------------------------------------------
+
+
+def log_of(plan: Plan) -> str:
+    """What llama.cpp prints of a plan that is carried out."""
+    exported = load("llama_cpp")(plan)
+    lines = [
+        f"load_tensors: layer {i:3d} assigned to device {name}, is_swa = 0"
+        for i, name in enumerate(layer_devices(str(exported.files[".args"]), 4))
+    ]
+    tensors = ["token_embd.weight", "output.weight"]
+    for i in range(4):
+        tensors += [f"blk.{i}.{x}.weight" for x in ("attn_q", "ffn_norm", "ffn_up_exps")]
+    for name in tensors:
+        buffer = first_match(str(exported.files[""]), name)
+        if buffer:
+            lines.append(f"tensor {name} (12 MiB q4_K) buffer type overridden to {buffer}")
+    lines += [
+        "load_tensors:        CUDA0 model buffer size =   403.50 MiB",
+        "load_tensors:   CPU_Mapped model buffer size =    81.25 MiB",
+        "load_tensors:    CUDA_Host model buffer size =     1.00 MiB",
+        "llama_kv_cache:      CUDA0 KV buffer size =    28.00 MiB",
+    ]
+    return "\n".join(lines)
+
+
+def test_audit_of_llama_cpp(tmp_path: Path, capsys: Any) -> None:
+    plan = plan_of(MIXTRAL | FOUR, [2, *[0, 0, 2], *[0, 0, 1], *[1] * 3, *[1, 1, 2], 1, 1], MIXED)
+    plan.save(tmp_path / "plan.json")
+    log = tmp_path / "llama.log"
+    log.write_text(log_of(plan))
+    argv = ["audit", str(tmp_path / "plan.json"), "--log", str(log), "--json"]
+    assert main(argv) == OK
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["elsewhere"] == {} and answer["told"] == answer["operators"] == 15
+    assert answer["memory"] == {"CUDA0": {"model": 403.5, "KV": 28.0}, "CPU": {"model": 82.25}}
+    lost = "tensor blk.3.ffn_up_exps.weight (12 MiB q4_K) buffer type overridden to CPU\n"
+    log.write_text(log_of(plan).replace(lost, ""))
+    assert main(argv) == NO
+    out, said = capsys.readouterr()
+    assert json.loads(out)["elsewhere"] == {"model.layers.3.experts": ["CPU", "CUDA1"]}
+    assert "14 of 15 operators are where they were planned" in said
+    log.write_text("nothing of interest\n")
+    assert main(argv) == NO and "does not say where any operator" in capsys.readouterr().err
+    assert main([*argv[:3], str(tmp_path / "missing"), "--json"]) == BAD_INPUT
+
+
+def test_logs() -> None:
+    where = "[V:onnxruntime:, session_state.cc:1270 VerifyEachNodeIsAssignedToAnEp] "
+    text = f"""[I:onnxruntime:] Node(s) placed on [CUDAExecutionProvider]. Number of nodes: 2
+{where} Conv (conv1)
+{where} Relu (/net/relu)
+[I:onnxruntime:] Node(s) placed on [CPUExecutionProvider]. Number of nodes: 1
+{where} Gemm (fc)
+Something else: in brackets"""
+    assert onnxruntime_nodes(text) == {
+        "conv1": "CUDAExecutionProvider",
+        "/net/relu": "CUDAExecutionProvider",
+        "fc": "CPUExecutionProvider",
+    }
+    assert llama_cpp_buffers("x:  RPC0[10.0.0.2:50052] model buffer size =  1.50 MiB") == {
+        "RPC0[10.0.0.2:50052]": {"model": 1.5}
+    }

@@ -1,0 +1,276 @@
+"""Language models without weights: configs against the models themselves, headers of GGUF files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.importers import FormatError, is_decoder, load, load_decoder
+from placement.importers.decoder import Decoder
+from placement.importers.hf_config import FAMILIES, read
+from tests.served import LLAMA, MIXTRAL, gguf, gguf_llama
+
+# Of each kind of architecture one; small, with numbers that tell the fields apart.
+SMALL = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"head_dim": 16},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16},
+    "phi": {},
+    "stablelm": {"use_qkv_bias": True},
+    "olmo2": {},
+    "cohere": {},
+    "glm4": {"head_dim": 8, "pad_token_id": 0},
+    "starcoder2": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "mlp_only_layers": [1],
+                  "shared_expert_intermediate_size": 40},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                    "q_lora_rank": None, "kv_lora_rank": 24, "first_k_dense_replace": 1,
+                    "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 50},
+    "gpt_neox": {"attention_bias": False},
+    "opt": {"ffn_dim": 96, "max_position_embeddings": 50, "word_embed_proj_dim": 64},
+    "bloom": {"n_layer": 3, "n_head": 4},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "mpt": {"d_model": 64, "n_layers": 3, "n_heads": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_bytes_are_those_of_the_model(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    common = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+              "intermediate_size": 96, "vocab_size": 130}  # fmt: skip
+    if kind not in ("opt", "bloom", "mpt", "gpt2", "gpt_neox", "phi", "falcon", "deepseek_v2"):
+        common["num_key_value_heads"] = 2
+    if kind in ("gpt2", "mpt"):
+        common = {"vocab_size": 130}
+    if kind in ("opt", "bloom", "falcon"):
+        del common["intermediate_size"]
+    for tied in (False, True):
+        config = transformers.AutoConfig.for_model(
+            kind, **common, **SMALL[kind], tie_word_embeddings=tied, torch_dtype="float32"
+        )
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        decoder = read(json.loads(config.to_json_string(use_diff=False)), "c.json", "c")
+        own: dict[str, int] = {}
+        for part in decoder.parts:
+            own |= part.weights
+        assert sum(own.values()) == sum(p.numel() * 4 for p in model.parameters())
+        assert decoder.num_layers == 3
+        # Modules are the model's own, every parameter in one of them.
+        modules = {part.module for part in decoder.parts}
+        for name, _ in model.named_parameters():
+            above = {name.rsplit(".", k)[0] for k in range(name.count(".") + 1)}
+            assert len(above & modules) == 1, name
+
+
+def decoder_of(config: dict[str, Any], **changes: Any) -> Decoder:
+    return read({**config, **changes}, "c.json", "c")
+
+
+def test_numbers_of_a_layer() -> None:
+    attention, feed = decoder_of(LLAMA).parts[1:3]
+    assert attention.name == "model.layers.0.attention" and attention.module == "model.layers.0"
+    assert attention.kv_bytes == 2 * 2 * 8 * 128 and attention.window is None
+    assert attention.numel == 4096 * (4096 + 2 * 1024 + 4096) and attention.width == 4096
+    assert feed.numel == 3 * 4096 * 14336 and feed.used == 1.0
+    _, router, experts = decoder_of(MIXTRAL).parts[1:4]
+    assert experts.kind == "experts" and experts.used == 0.25
+    assert experts.numel == 8 * 3 * 4096 * 14336 and router.numel == 8 * 4096
+
+
+def test_windows() -> None:
+    def windows(**config: Any) -> list[int | None]:
+        parts = decoder_of(LLAMA, num_hidden_layers=6, **config).parts
+        return [part.window for part in parts if part.kind == "attention"]
+
+    assert windows(model_type="mistral", sliding_window=9) == [9] * 6
+    assert windows(model_type="qwen2", sliding_window=9, use_sliding_window=False) == [None] * 6
+    assert windows(model_type="gemma2", sliding_window=9) == [9, None] * 3
+    assert windows(model_type="gemma3_text", sliding_window=9) == [9] * 5 + [None]
+    kinds = ["sliding_attention", "full_attention", "full_attention"] * 2
+    assert windows(sliding_window=9, layer_types=kinds) == [9, None, None] * 2
+    with pytest.raises(FormatError, match=r"layer_types\[0\] = 'linear_attention'"):
+        windows(layer_types=["linear_attention"] * 6)
+
+
+def test_quantised_matrices_have_their_bits() -> None:
+    plain = decoder_of(LLAMA).class_bytes()
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    quarter = decoder_of(LLAMA, quantization_config=awq).class_bytes()
+    assert quarter["feed_forward"] / plain["feed_forward"] == pytest.approx((4 + 20 / 128) / 16)
+    assert quarter["embedding"] == plain["embedding"]
+    with pytest.raises(FormatError, match="quantization_config"):
+        decoder_of(LLAMA, quantization_config={"quant_method": "new"})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "lama"}, "the architecture 'lama' is not known; did you mean llama"),
+        ({"hidden_size": None}, "field 'hidden_size' is missing"),
+        ({"hidden_size": "4096"}, "hidden_size = '4096' is not a number"),
+        ({"num_hidden_layers": 10**9}, "must|too large"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"tie_word_embeddings": 1}, "must be true or false"),
+        ({"torch_dtype": "int3"}, "dtype = 'int3' is none of"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads"),
+    ],
+)
+def test_configs_that_are_wrong(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(FormatError, match=said):
+        decoder_of(LLAMA, **change)
+
+
+def test_the_text_model_of_a_larger_one() -> None:
+    inner = {**LLAMA, "model_type": "gemma3_text"}
+    decoder = read({"model_type": "gemma3", "text_config": inner}, "c.json", "c")
+    assert decoder.num_layers == 32
+
+
+def test_files_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "llama-8b" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(LLAMA))
+    assert is_decoder(path) and load_decoder(path).name == "llama-8b"
+    with pytest.raises(FormatError, match="--objective prefill, decode or serve"):
+        load(path)
+    (tmp_path / "m.gguf").write_bytes(gguf_llama())
+    assert is_decoder(tmp_path / "m.gguf")
+    with pytest.raises(FormatError, match="a language model without weights"):
+        load(tmp_path / "m.gguf")
+    assert not is_decoder(tmp_path / "no such file")
+
+
+# GGUF
+
+
+def header(path: Path, data: bytes) -> Decoder:
+    path.write_bytes(data)
+    return load_decoder(path)
+
+
+def test_a_gguf_header(tmp_path: Path) -> None:
+    decoder = header(tmp_path / "small.gguf", gguf_llama())
+    # Q4_K: 144 bytes of 256 elements, Q6_K: 210, F32: 4 each.
+    attention = (256 * 256 * 2 + 256 * 64) * 144 // 256 + 256 * 64 * 210 // 256 + 4 * 256
+    assert decoder.class_bytes() == {
+        "embedding": 1024 * 144,
+        "attention": 4 * attention,
+        "feed_forward": 4 * (3 * 512 * 144 + 4 * 256),
+        "head": 1024 * 210 + 4 * 256,
+    }
+    assert decoder.parts[1].kv_bytes == 2 * 2 * 2 * 32 and decoder.parts[1].module == "blk.0"
+    routed = header(tmp_path / "moe.gguf", gguf_llama(experts=8))
+    assert [p.name for p in routed.parts[1:4]] == [
+        "blk.0.attention",
+        "blk.0.router",
+        "blk.0.experts",
+    ]
+    assert routed.parts[3].used == 0.25
+    tied = header(tmp_path / "tied.gguf", gguf_llama(tied=True))
+    assert tied.parts[-1].weights == {"token_embd.weight": 1024 * 144}
+    assert tied.class_bytes()["head"] == 4 * 256
+
+
+def test_a_gguf_header_is_read_as_by_its_own_package(tmp_path: Path) -> None:
+    package = pytest.importorskip("gguf")
+    path = tmp_path / "small.gguf"
+    header(path, gguf_llama(experts=4))
+    path.write_bytes(path.read_bytes() + bytes(2**22))  # its reader wants the tensors too
+    sizes = {t.name: int(t.n_bytes) for t in package.GGUFReader(path).tensors}
+    own = {name: size for part in load_decoder(path).parts for name, size in part.weights.items()}
+    assert own == sizes
+
+
+def test_a_header_that_is_cut_off_anywhere(tmp_path: Path) -> None:
+    whole, path = gguf_llama(layers=1), tmp_path / "cut.gguf"
+    for size in [*range(4, 80), *range(80, len(whole), 37), len(whole) - 1]:
+        with pytest.raises(FormatError, match=r"cut\.gguf: the GGUF file is cut off"):
+            header(path, whole[:size])
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    values = {
+        "general.architecture": "llama", "llama.block_count": 1, "llama.embedding_length": 64,
+        "llama.attention.head_count": 4, "split.count": 2,
+    }  # fmt: skip
+    first = [("token_embd.weight", (64, 10), 1), ("blk.0.attn_k.weight", (64, 64), 1)]
+    paths = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    with pytest.raises(FormatError, match=r"is part 1 of 2; m-00002-of-00002\.gguf is not there"):
+        header(paths[0], gguf(values, first))
+    header_of_second = {"split.count": 2}
+    paths[1].write_bytes(gguf(header_of_second, [("blk.0.ffn_up.weight", (64, 32), 1)]))
+    assert load_decoder(paths[0]).class_bytes() == {
+        "embedding": 1280, "attention": 8192, "feed_forward": 4096
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"general.architecture": "mystery"}, r"mystery\.block_count = None"),
+        ({"llama.block_count": 2**31}, "must be a whole number from 1 to"),
+        ({"llama.attention.head_count": 0}, "head_count = 0"),
+        ({"llama.attention.causal": False}, "is not a decoder's"),
+        ({"llama.block_count": 2}, "layer 1 has no tensors"),
+    ],
+)
+def test_headers_that_are_wrong(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    good = {
+        "general.architecture": "llama", "llama.block_count": 1, "llama.embedding_length": 64,
+        "llama.attention.head_count": 4,
+    }  # fmt: skip
+    tensors = [("token_embd.weight", (64, 10), 1), ("blk.0.attn_k.weight", (64, 64), 1)]
+    with pytest.raises(FormatError, match=said):
+        header(tmp_path / "wrong.gguf", gguf({**good, **values}, tensors))
+
+
+@settings(max_examples=80)
+@given(data=st.data())
+def test_a_damaged_header_is_refused_or_read(data: st.DataObject, tmp_path_factory: Any) -> None:
+    whole = bytearray(gguf_llama(layers=1))
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(4, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    try:
+        decoder = header(path, bytes(whole))
+    except FormatError as error:
+        assert "\n" not in str(error)
+    else:
+        assert decoder.num_layers >= 1
+
+
+@settings(max_examples=60)
+@given(kind=st.sampled_from(sorted(FAMILIES)), data=st.data())
+def test_any_numbers_of_a_config_are_refused_or_read(kind: str, data: st.DataObject) -> None:
+    config: dict[str, Any] = copy.deepcopy(MIXTRAL) | {"model_type": kind, "n_positions": 10}
+    values = st.one_of(
+        st.none(), st.booleans(), st.integers(-1, 2**40), st.floats(), st.text(max_size=3)
+    )
+    for key in data.draw(st.lists(st.sampled_from(sorted(config)), max_size=3)):
+        config[key] = data.draw(values) if key != "model_type" else kind
+    config["num_hidden_layers"] = (
+        min(4, config["num_hidden_layers"] or 1)
+        if isinstance(config["num_hidden_layers"], int)
+        else 2
+    )
+    try:
+        decoder = read(config, "c.json", "c")
+    except FormatError as error:
+        assert str(error).startswith("c.json")
+    else:
+        assert all(size >= 0 for part in decoder.parts for size in part.weights.values())

@@ -1,0 +1,207 @@
+"""Replicas as planners' answers: turns by speed, what takes no part, and what others make of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.__main__ import main
+from placement.bounds import lower_bound
+from placement.cluster import Cluster, Device
+from placement.graph import OpGraph
+from placement.importers import save
+from placement.plan import load_plan, make_plan
+from placement.planners import PlannerError, load
+from placement.planners.data_parallel import deal
+from placement.planners.phase_search import unrolled
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.replan import replan
+from placement.runs.compare import compare
+from placement.simulator import score
+from placement.testing import check_planner
+from tests.problems import random_problem
+
+
+def chain(seconds: list[list[float]], *, params: int = 0, memory: int = 2**40) -> Problem:
+    """A chain on CPU devices of one memory: nothing that is sent takes time."""
+    n, d = len(seconds), len(seconds[0])
+    edges = [(i, i + 1) for i in range(n - 1)]
+    reads = [(i, i) for i in range(n)]
+    graph = OpGraph.build(
+        "chain", [f"op{i}" for i in range(n)], range(n), [8] * n, edges,
+        param_bytes=[params] * n, param_uses=reads,
+    )  # fmt: skip
+    devices = tuple(Device(f"cpu:{i}", memory_bytes=memory) for i in range(d))
+    table = np.array(seconds)
+    profile = Profile(tuple(x.name for x in devices), table, np.zeros_like(table))
+    return Problem(graph, Cluster("host", devices), profile, max_phases=16)
+
+
+def test_a_device_of_a_third_of_the_speed_takes_every_fourth() -> None:
+    found = load("data_parallel")(chain([[1.0, 3.0], [2.0, 6.0]]))
+    assert found.stats["turns"] == {"cpu:0": 3, "cpu:1": 1}
+    assert found.placement.tolist() == [[0, 0], [0, 0], [0, 0], [1, 1]]
+    assert found.value_s == 9 / 4
+
+
+def test_the_best_device_alone_where_others_do_not_help() -> None:
+    found = load("data_parallel")(chain([[1.0, 100.0]]))
+    assert found.placement.tolist() == [0] and found.value_s == 1.0
+    few = replace(chain([[1.0, 3.0]]), max_phases=3)  # with every third its turns take 3 / 3
+    assert load("data_parallel")(few).value_s == 1.0
+
+
+def test_who_cannot_run_or_hold_it_all_takes_no_part() -> None:
+    problem = chain([[1.0, 1.0, 1.0], [1.0, np.inf, 1.0]], params=10, memory=100)
+    small = replace(problem.cluster.devices[2], memory_bytes=15)
+    devices = (*problem.cluster.devices[:2], small)
+    problem = replace(problem, cluster=Cluster("host", devices))
+    found = load("data_parallel")(problem)
+    assert found.placement.tolist() == [0, 0] and found.value_s == 2.0
+    # Replicas of stages help: what the second and third device can take, they take.
+    assert load("best_of")(problem).value_s < 2.0
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_no_deal_is_better(seconds: list[int], most: int) -> None:
+    turn = deal(np.array(seconds, float), most)
+
+    def period(turns: Any) -> float:
+        count = np.bincount(turns, minlength=len(seconds))
+        return float((count * seconds).max()) / len(turns)
+
+    every = [
+        period(turns)
+        for k in range(1, most + 1)
+        for turns in itertools.product(range(len(seconds)), repeat=k)
+    ]
+    assert period(turn) == pytest.approx(min(every))
+    assert len(turn) <= most
+
+
+def test_it_says_why_it_has_no_answer() -> None:
+    problem = chain([[1.0, 1.0]])
+    with pytest.raises(PlannerError, match="--max-phases 16"):
+        load("data_parallel")(problem.one_phase)
+    with pytest.raises(PlannerError, match="objective latency is of one alone"):
+        load("data_parallel")(problem.with_objective("latency"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "replicated", "best_of", "phase_search"])
+def test_contracts(name: str) -> None:
+    options = {"start": "heft", "evaluations": 200} if name == "phase_search" else {}
+    for seed, objective in enumerate(("period", "energy", "max_load")):
+        problem = random_problem(seed, objective=objective)
+        check_planner(load(name, **options), [replace(problem, max_phases=6)])
+
+
+@given(st.integers(0, 10_000), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_copies_of_a_graph_have_the_loads_of_its_phases(seed: int, phases: int) -> None:
+    problem = random_problem(seed, objective="max_load", grouped=True)
+    groups = np.random.default_rng(seed).integers(
+        problem.num_devices, size=(phases, problem.graph.num_groups)
+    )
+    p = groups[:, problem.graph.group].astype(np.int32)
+    (value,) = score(problem, [p])
+    assert score(unrolled(problem, phases), p.ravel())[0] == pytest.approx(value, rel=1e-9)
+
+
+def test_a_search_over_phases_uses_a_slow_device_for_what_it_is_good_at() -> None:
+    # Two devices; the third is slow, but for the last operator, which it takes in some phases.
+    problem = chain([[3.0, 3.0, 90.0], [5.0, 5.0, 90.0], [2.0, 2.0, 2.0]]).with_objective(
+        "max_load"  # type: ignore[arg-type]
+    )
+    before = load("best_of")(problem)
+    found = load("phase_search", seed=0)(problem)
+    assert before.value_s == 5.0  # one operator of 5 s, or 3 + 5 + 2 on two replicas
+    assert found.value_s == pytest.approx(4.0)  # 3 + 5 in turns, and 2 on the third
+    with pytest.raises(PlannerError, match="phases = 99, the problem allows 16"):
+        load("phase_search", phases=99)(problem)
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=6, deadline=None)
+def test_best_of_is_no_worse_with_replicas_and_searches_start_without(seed: int) -> None:
+    problem = random_problem(seed, num_devices=2)
+    free = replace(problem, max_phases=4)
+    found, before = load("best_of")(free), load("best_of")(problem)
+    assert found.value_s <= before.value_s * (1 + 1e-9)
+    assert found.lower_bound_s == lower_bound(free)
+    search = load("local_search", evaluations=40, seed=0)(free)
+    assert search.placement.ndim == 1
+    if np.isfinite(found.value_s):
+        assert found.value_s == pytest.approx(score(free, found.placement[None])[0])
+        plan = make_plan(free, found, planner="best_of")
+        assert plan.inconsistencies() == []
+
+
+def test_a_heavy_stage_is_replicated_by_turns() -> None:
+    # 1 s, 6 s, and parameters that fit once: the heavy operator on three of four devices.
+    problem = chain([[2.0] * 4, [6.0] * 4], params=10, memory=60)
+    found = load("replicated")(problem)
+    assert found.value_s == 2.0
+    assert found.placement.tolist() == [[0, 1], [0, 2], [0, 3]]
+
+
+def test_a_comparison_takes_no_replica_for_a_defect(tmp_path: Path) -> None:
+    problem = chain([[1.0, 1.0]])
+    names = ("data_parallel", "single_device", "best_of")
+    rows = compare({"one": problem}, {x: load(x) for x in names}, out_dir=tmp_path / "run").rows
+    by_name = {row.planner: row for row in rows}
+    assert by_name["data_parallel"].value_s == 0.5 and by_name["data_parallel"].gap < 1e-6
+    assert by_name["single_device"].gap == pytest.approx(1.0)
+    again = compare({"one": problem}, {x: load(x) for x in names}, out_dir=tmp_path / "run")
+    assert again.solutions["one", "data_parallel", None].placement.shape == (2, 1)
+
+
+def test_replicas_go_on_without_a_device_that_is_lost() -> None:
+    problem = chain([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])
+    found = load("data_parallel")(problem)
+    left, again = replan(problem, found.placement, ["cpu:1"])
+    assert found.value_s == 1.0 and again.value_s == 1.5
+    assert again.placement.tolist() == [[0, 0], [1, 1]] and left.cluster.num_devices == 2
+    _, alone = replan(problem, found.placement, ["cpu:0", "cpu:2"])
+    assert alone.placement.tolist() == [0, 0] and alone.value_s == 3.0
+
+
+def test_the_command(tmp_path: Path, capsys: Any) -> None:
+    save(chain([[1.0, 3.0], [2.0, 6.0]]).one_phase, tmp_path / "problem.json")
+    plan = ["plan", str(tmp_path / "problem.json"), "--planner", "data_parallel"]
+    assert main(plan) == 2
+    assert "--max-phases 16" in capsys.readouterr().err
+    assert main([*plan, "--max-phases", "0"]) == 2
+    out = str(tmp_path / "plan.json")
+    assert main([*plan, "--max-phases", "8", "--json", "--out", out]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["turns"] == {"cpu:0": 3, "cpu:1": 1}
+    assert answer["phases"] == [{}, {}, {"op0": "cpu:1", "op1": "cpu:1"}]
+    assert len(load_plan(out).assignments) == 4
+    for command, told in (
+        (["show", out], "take turns in 4 phases"),
+        (["validate", out], "valid"),
+        (["diff", out, out], "every operator is on the same device"),
+    ):
+        assert main(command) == 0
+        assert told in capsys.readouterr().out
+    assert main(["run", out, "--distributed"]) == 2
+    assert "4 phases, in which micro-batches take turns" in capsys.readouterr().err
+    assert main([*plan, "--max-phases", "8", "--measurements", "9"]) == 2
+    assert main([*plan, "--max-phases", "8", "--scheduler", "gpipe"]) == 2
+    assert "--max-phases 1" in capsys.readouterr().err
+    assert main(["report", out, "--out", str(tmp_path / "report.html")]) == 0
+    assert main(["export", out, "--to", "csv", "--out", str(tmp_path / "x.csv")]) == 1
+    assert "micro-batches take turns" in capsys.readouterr().err
+    table = str(tmp_path / "x.csv")
+    assert main(["export", out, "--to", "csv", "--out", table, "--nearest"]) == 0
+    assert "cpu:0" in Path(table).read_text()

@@ -1,0 +1,249 @@
+"""Splits of layers: the exact program against every split, and what is done today beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, permutations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.cluster import Cluster, Device, Link
+from placement.costs.serving import Serving, memory, serving_problem
+from placement.devices import library
+from placement.graph import OpGraph
+from placement.importers.hf_config import read
+from placement.planners import load
+from placement.planners.even_layers import layer_units
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.search.evaluation import Search
+from placement.simulator import score
+from tests.served import LLAMA, MIXTRAL
+
+BASELINES = ("even_layers", "by_memory", "llama_cpp_split")
+
+
+def chain(
+    seed: int, num_ops: int = 5, num_devices: int = 3, *, alike: bool = False, heavy: int = 0
+) -> Problem:
+    """A chain on unlike devices and links, memory tight, one parameter shared by all operators."""
+    rng = np.random.default_rng(seed)
+    names = [f"d{i}" for i in range(num_devices)]
+    kinds = ["cpu", "npu", "npu"]
+    memory = [60] * num_devices if alike else rng.integers(30, 80, num_devices).tolist()
+    devices = tuple(
+        Device(n, k, memory_bytes=m) for n, k, m in zip(names, kinds, memory, strict=False)
+    )
+    links = tuple(
+        Link(a, b, 0.1 if alike else float(rng.random()), float(rng.integers(20, 200)))
+        for a in names
+        for b in names
+        if a != b
+    )
+    sizes = [*rng.integers(5, 25, num_ops).tolist(), 7]
+    uses = [(i, i) for i in range(num_ops)] + [(i, num_ops) for i in range(num_ops)]
+    graph = OpGraph.build(
+        "chain",
+        [f"op{i}" for i in range(num_ops)],
+        [-1, *range(num_ops)],
+        rng.integers(0, 4, num_ops + 1) * heavy,
+        [(i, i) for i in range(num_ops)],
+        param_bytes=sizes,
+        param_uses=uses,
+        output_tensor=[num_ops],
+    )
+    seconds = rng.random((num_ops, num_devices)) + 0.1
+    if alike:
+        seconds = np.repeat(seconds[:, :1], num_devices, axis=1)
+    else:
+        seconds[rng.random(seconds.shape) < 0.1] = np.inf
+        seconds[:, 0] = np.where(np.isfinite(seconds).any(axis=1), seconds[:, 0], 1.0)
+    pairs = rng.random((num_ops + 1, num_devices, num_devices))  # of each tensor its own
+    if alike:
+        pairs[:] = 0.1
+    given = None if heavy else pairs * (1 - np.eye(num_devices))
+    profile = Profile(tuple(names), seconds, np.zeros_like(seconds), links, transfer_s=given)
+    return Problem(graph, Cluster("c", devices, links), profile, "latency", 1, 1)  # type: ignore[arg-type]
+
+
+def best_contiguous(problem: Problem) -> float:
+    """The least cost of all contiguous splits."""
+    n, devices = problem.num_ops, range(problem.num_devices)
+    rows = []
+    for count in range(1, problem.num_devices + 1):
+        for cuts in combinations(range(1, n), count - 1):
+            lengths = np.diff([0, *cuts, n])
+            rows += [np.repeat(order, lengths) for order in permutations(devices, count)]
+    able = [row for row in rows if np.isfinite(problem.compute_s[np.arange(n), row]).all()]
+    search = Search(problem)
+    search.costs(able)
+    return search.best_s
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**6), alike=st.booleans())
+def test_no_contiguous_split_is_better(seed: int, alike: bool) -> None:
+    problem = chain(seed, alike=alike)
+    found, best = load("layer_dp")(problem), best_contiguous(problem)
+    if np.isfinite(best):
+        assert found.value_s <= best * (1 + 1e-9)
+        assert found.value_s == score(problem, found.placement)[0]
+    else:
+        assert found.value_s == np.inf and found.stats["infeasible"]
+    with_tensors = load("layer_dp")(chain(seed, alike=alike, heavy=1))
+    assert with_tensors.value_s == np.inf or with_tensors.value_s > 0
+
+
+def test_devices_in_one_order_where_there_are_many_sets() -> None:
+    problem = chain(3)
+    every, one = load("layer_dp")(problem), load("layer_dp", max_states=1)(problem)
+    assert every.stats["all_orders"] and not one.stats["all_orders"]
+    assert every.value_s <= one.value_s
+
+
+def test_other_problems_get_the_best_single_device() -> None:
+    problem = replace(chain(1), objective="period")
+    assert "period, not latency" in load("layer_dp")(problem).stats["no_chain"]
+    graph = OpGraph.build("skip", "abc", range(3), [1] * 3, [(0, 1), (0, 2), (1, 2)])
+    seconds = np.ones((3, 1))
+    skip = Problem(
+        graph,
+        Cluster("c", (Device("d"),)),
+        Profile(("d",), seconds, seconds * 0),
+        "latency",  # type: ignore[arg-type]
+    )
+    assert (
+        load("layer_dp")(skip).stats["no_chain"]
+        == "'c' reads from 'a', which is not just before it"
+    )
+
+
+def home(seed: int, config: dict[str, object] = LLAMA, *, whole: bool = True) -> Problem:
+    """A model on two to six unlike devices, of whose memory 60 to 95 % is needed."""
+    rng = np.random.default_rng(seed)
+    likes = rng.choice(sorted(library()), int(rng.integers(2, 7)), replace=False).tolist()
+    hosts = rng.integers(0, 3, len(likes))
+    share = rng.uniform(0.3, 1.0, len(likes))
+    decoder = read(dict(config), "c.json", "c")
+    serving = Serving("decode", 8192, whole_layers=whole)  # type: ignore[arg-type]
+
+    def problem(factor: float) -> Problem:
+        devices = [
+            Device(f"{x}/{i}", library()[x].kind, like=x, model=x,
+                   memory_bytes=int(factor * share[i] * library()[x].memory_bytes))
+            for i, x in enumerate(likes)
+        ]  # fmt: skip
+        links = [
+            Link(a.name, b.name, 15e-6, 2e10) if hosts[i] == hosts[j]
+            else Link(a.name, b.name, 1e-4, 1.2e8)
+            for i, a in enumerate(devices) for j, b in enumerate(devices) if i != j
+        ]  # fmt: skip
+        return serving_problem(decoder, Cluster("home", tuple(devices), tuple(links)), serving)
+
+    first = problem(1.0)
+    needed = float(first.graph.param_bytes.sum()) / rng.uniform(0.6, 0.95)
+    return problem(needed / float(first.memory_bytes.sum()))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_home_clusters(seed: int) -> None:
+    """Never over memory; never slower than what is done today, nor than the contiguous split."""
+    problem = home(seed, MIXTRAL if seed % 3 == 0 else LLAMA, whole=seed % 3 != 0)
+    found = load("layer_dp")(problem)
+    held = memory(problem, found.placement)
+    assert found.value_s == np.inf or all(
+        x["needed_bytes"] <= x["there_bytes"] for x in held.values()
+    )
+    for name in BASELINES:
+        other = load(name)(problem)
+        assert found.value_s <= other.value_s * (1 + 1e-9), name
+
+
+def test_experts_beside_attention() -> None:
+    """Attention of all layers fits on the fast device, experts of a few: the others are left."""
+    decoder = read({**MIXTRAL, "num_hidden_layers": 8}, "c.json", "c")
+    gpu = Device("gpu", "cuda", like="nvidia/rtx-4090", memory_bytes=14 * 10**9)
+    host = Device("host", "cpu", like="amd/epyc-9654")
+    links = (Link("gpu", "host", 1e-5, 2e10), Link("host", "gpu", 1e-5, 2e10))
+    problem = serving_problem(
+        decoder,
+        Cluster("c", (gpu, host), links),
+        Serving("decode", 4096, whole_layers=False),  # type: ignore[arg-type]
+    )
+    found = load("layer_dp")(problem)
+    kinds = np.array(problem.graph.op_kind)
+    assert (found.placement[kinds == "attention"] == 0).all()
+    assert 0 < (found.placement[kinds == "experts"] == 1).sum() < 8
+    assert found.value_s < load("layer_dp", helpers=False)(problem).value_s
+    # As few as must: one more on the GPU does not fit.
+    held = memory(problem, found.placement)["gpu"]
+    one = decoder.parts[3].weight_bytes
+    assert held["needed_bytes"] + one > held["there_bytes"]
+
+
+# --- baselines -----------------------------------------------------------------------------------
+
+
+def layers(counts: list[int], memory_bytes: list[int], kinds: list[str] | None = None) -> Problem:
+    """Layers of so many bytes on devices of so much memory."""
+    n, d = len(counts), len(memory_bytes)
+    names = [f"layers.{i}.mlp" for i in range(n)]
+    graph = OpGraph.build(
+        "layers", names, range(n), [0] * n, [(i, i + 1) for i in range(n - 1)],
+        op_module=names, param_bytes=counts, param_uses=[(i, i) for i in range(n)],
+    )  # fmt: skip
+    devices = tuple(
+        Device(f"d{i}", (kinds or ["npu"] * d)[i], memory_bytes=m)
+        for i, m in enumerate(memory_bytes)
+    )
+    cluster = Cluster("c", devices)
+    seconds = np.ones((n, d))
+    return Problem(graph, cluster, Profile(cluster.device_names, seconds, seconds * 0), "latency")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("planner", "memory_bytes", "kinds", "expected"),
+    [
+        ("even_layers", [99, 99, 99], None, [0, 0, 0, 1, 1, 1, 2, 2]),
+        ("by_memory", [60, 20], None, [0, 0, 0, 0, 0, 0, 1, 1]),
+        ("by_memory", [20, 60], None, [1, 1, 1, 1, 1, 1, 0, 0]),  # the largest first
+        ("by_memory", [50, 30], None, [0, 0, 0, 0, 0, 1, 1, 1]),
+        ("by_memory way=fill", [100, 30], ["cpu", "npu"], [1, 1, 1, 0, 0, 0, 0, 0]),
+        ("llama_cpp_split", [60, 20], None, [0, 0, 0, 0, 0, 0, 1, 1]),
+        # Three layers at most are left to the processor until the others fit.
+        ("llama_cpp_split", [100, 30, 20], ["cpu", "npu", "npu"], [0, 0, 0, 1, 1, 1, 2, 2]),
+    ],
+)
+def test_what_is_done_today(
+    planner: str, memory_bytes: list[int], kinds: list[str] | None, expected: list[int]
+) -> None:
+    name, _, option = planner.partition(" ")
+    options = dict([option.split("=")]) if option else {}
+    found = load(name, **options)(layers([10] * 8, memory_bytes, kinds))
+    assert found.placement.tolist() == expected and np.isfinite(found.value_s)
+
+
+def test_an_even_split_does_not_look_at_memory() -> None:
+    assert load("even_layers")(layers([10] * 4, [10, 90])).value_s == np.inf
+    assert np.isfinite(load("by_memory")(layers([10] * 4, [10, 90])).value_s)
+
+
+def test_layers_are_items_of_lists() -> None:
+    names = ["model.embed", "model.layers.0.a", "model.layers.0.b", "model.layers.1", "head"]
+    graph = OpGraph.build("m", "abcde", range(5), [0] * 5, [], op_module=names)
+    seconds = np.ones((5, 1))
+    problem = Problem(graph, Cluster("c", (Device("d"),)), Profile(("d",), seconds, seconds * 0))
+    assert layer_units(problem).tolist() == [0, 0, 0, 1, 1]
+    assert layer_units(chain(0)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_every_split_of_a_tiny_chain_is_tried_by_the_test_itself() -> None:
+    problem = chain(0, num_ops=2, num_devices=2)
+    every = [list(x) for x in product(range(2), repeat=2)]
+    able = [x for x in every if np.isfinite(problem.compute_s[[0, 1], x]).all()]
+    search = Search(problem)
+    search.costs(able)
+    assert best_contiguous(problem) == search.best_s  # of two operators every split is contiguous

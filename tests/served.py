@@ -1,0 +1,107 @@
+"""Language models without weights, and clusters, for tests."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+HOME = """
+devices:
+- {name: "cuda:0", like: nvidia/rtx-4090}
+- {name: "cuda:1", like: nvidia/rtx-3060}
+- {name: "cpu:0", like: amd/ryzen-7950x}
+"""
+
+
+def written(folder: Path, config: Mapping[str, Any], cluster: str = HOME) -> tuple[str, str]:
+    """Paths of a config and of a cluster file."""
+    model, home = folder / "model.json", folder / "home.yaml"
+    model.write_text(json.dumps(config))
+    home.write_text(cluster)
+    return str(model), str(home)
+
+
+def gguf(
+    values: Mapping[str, int | str | Sequence[int] | bool],
+    tensors: Sequence[tuple[str, tuple[int, ...], int]],
+) -> bytes:
+    """The header of a GGUF file; a tensor is its name, dimensions and type."""
+
+    def text(word: str) -> bytes:
+        data = word.encode()
+        return struct.pack("<Q", len(data)) + data
+
+    def value(x: Any) -> bytes:
+        if isinstance(x, bool):
+            return struct.pack("<I?", 7, x)
+        if isinstance(x, int):
+            return struct.pack("<II", 4, x)
+        if isinstance(x, str):
+            return struct.pack("<I", 8) + text(x)
+        if x and isinstance(x[0], str):
+            return struct.pack("<IIQ", 9, 8, len(x)) + b"".join(map(text, x))
+        return struct.pack(f"<IIQ{len(x)}I", 9, 4, len(x), *x)
+
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(values))]
+    parts += [text(key) + value(x) for key, x in values.items()]
+    for name, dims, kind in tensors:
+        parts.append(text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, 0))
+    return b"".join(parts)
+
+
+def gguf_llama(layers: int = 4, experts: int = 0, tied: bool = False) -> bytes:
+    """The header of a small llama, ``Q4_K`` but for ``Q6_K`` values and ``F32`` norms."""
+    q4, q6, f32 = 12, 14, 0
+    hidden, inner, vocabulary = 256, 512, 1024
+    values: dict[str, Any] = {
+        "general.architecture": "llama",
+        "llama.block_count": layers,
+        "llama.embedding_length": hidden,
+        "llama.attention.head_count": 8,
+        "llama.attention.head_count_kv": 2,
+        "tokenizer.ggml.tokens": [f"t{i}" for i in range(50)],
+    }
+    if experts:
+        values |= {"llama.expert_count": experts, "llama.expert_used_count": 2}
+    tensors = [("token_embd.weight", (hidden, vocabulary), q4)]
+    for i in range(layers):
+        sizes: list[tuple[str, tuple[int, ...], int]] = [
+            ("attn_norm", (hidden,), f32),
+            ("attn_q", (hidden, hidden), q4),
+            ("attn_k", (hidden, hidden // 4), q4),
+            ("attn_v", (hidden, hidden // 4), q6),
+            ("attn_output", (hidden, hidden), q4),
+            ("ffn_norm", (hidden,), f32),
+        ]
+        if experts:
+            sizes.append(("ffn_gate_inp", (hidden, experts), f32))
+        for name in ("gate", "up", "down"):
+            dims = (inner, hidden) if name == "down" else (hidden, inner)
+            many = (*dims, experts) if experts else dims
+            sizes.append((f"ffn_{name}{'_exps' if experts else ''}", many, q4))
+        tensors += [(f"blk.{i}.{name}.weight", dims, kind) for name, dims, kind in sizes]
+    tensors.append(("output_norm.weight", (hidden,), f32))
+    if not tied:
+        tensors.append(("output.weight", (hidden, vocabulary), q6))
+    return gguf(values, tensors)

@@ -1,0 +1,232 @@
+"""``optimize``: one call from a module to a runner, and what it decides from measurements."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import placement
+from placement import optimizing, planners
+from placement.__main__ import main
+from placement.capturing import CaptureError
+from placement.cli import BAD_INPUT, OK
+from placement.cluster import Cluster, ClusterError, Device
+from placement.optimizing import OptimizeError, optimize, verdict
+from placement.plan import Measured, Spread, load_plan
+from placement.problem import Problem, Solution
+from placement.profile import ProfileError
+
+INPUT = torch.arange(16.0).reshape(2, 8)
+needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+
+
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh()).eval()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the profile of ``module()`` on this machine, once it is measured."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def _kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_HOME", str(home))
+
+
+@pytest.fixture
+def in_turns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Plans alternate between all devices, and the ways take so many seconds."""
+
+    def alternating(problem: Problem) -> Solution:
+        group = problem.graph.group
+        return Solution((group % problem.num_devices).astype(np.int32), 1.0)
+
+    def set_seconds(**took_s: float) -> None:
+        load = planners.load
+        monkeypatch.setattr(
+            planners, "load", lambda n, **o: alternating if n == "best_of" else load(n, **o)
+        )
+        monkeypatch.setattr(optimizing, "parameters_of", lambda planner: {})
+        monkeypatch.setattr(
+            optimizing, "measure", lambda ways, report: {w: measured(took_s[w]) for w in ways}
+        )
+
+    return set_seconds
+
+
+def measured(seconds: float) -> Measured:
+    spread = Spread(median_s=seconds, iqr_s=0.0)
+    return Measured(latency_s=spread, period_s=spread, n=5, when="now", machine="here")
+
+
+def test_a_runner_that_computes_what_the_module_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is replaced: it measures, plans, runs, and says in a line what came out."""
+    net = module()
+    with placement.optimize(net, INPUT, seconds=1.0) as runner:
+        assert isinstance(runner, placement.Runner)
+        torch.testing.assert_close(runner(INPUT), net(INPUT))
+        assert len(list(runner.stream([(INPUT,)] * 3))) == 3
+        plan, took = runner.plan, runner.measured
+    assert {"plan", "plain"} <= set(took) <= {"plan", "plain", "single"}
+    assert plan.measured in took.values() and plan.objective == "period"
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"placement: {verdict(runner)}" and "measured between two results: " in said
+    plan.save(tmp_path / "plan.json")
+    with load_plan(tmp_path / "plan.json").bind(net) as again:
+        torch.testing.assert_close(again(INPUT), net(INPUT))
+
+
+@needs_two
+@pytest.mark.parametrize("objective", ["period", "latency"])
+def test_one_device_where_several_do_not_pay(objective: str, in_turns: Callable[..., None]) -> None:
+    in_turns(plan=2e-3, single=2e-3, plain=3e-3)  # equal: the simpler one
+    with optimize(module(), INPUT, objective=objective, quiet=True) as runner:
+        assert len(set(runner.plan.assignment.values())) == 1
+        assert len(np.unique(runner.placement)) == 1
+        assert runner.plan.planner.name == "single_device"
+        assert runner.plan.measured == runner.measured["single"]
+        torch.testing.assert_close(runner(INPUT), module()(INPUT))
+    assert verdict(runner).startswith("several devices do not pay here, so cpu:")
+    assert "the module itself" not in verdict(runner)
+
+
+@needs_two
+def test_several_devices_where_they_pay(in_turns: Callable[..., None]) -> None:
+    in_turns(plan=1e-3, single=2e-3, plain=0.5e-3)
+    with optimize(module(), INPUT, quiet=True) as runner:
+        assert len(np.unique(runner.placement)) > 1
+        assert runner.plan.measured == runner.measured["plan"]
+    said = verdict(runner)
+    assert "devices, 2.00 times as fast as one; " in said
+    assert said.endswith("500 µs plain PyTorch with 1 thread; the module itself is the fastest")
+
+
+@needs_two
+def test_replicas_that_take_turns(in_turns: Callable[..., None]) -> None:
+    """Each turn is on one device, and both work."""
+    in_turns(plan=1e-3, single=2e-3, plain=3e-3)
+    replicas = np.repeat(np.array([[0], [1]], np.int32), 4, axis=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planners, "load", lambda *_, **__: lambda p: Solution(replicas, 1.0))
+        runner = optimize(module(), INPUT, quiet=True)
+    with runner:
+        assert runner.placement.shape == (2, 4)
+        torch.testing.assert_close(runner(INPUT), module()(INPUT))
+    assert "1 ms in turns on cpu:0 and cpu:1, " in verdict(runner)
+
+
+def test_named_devices(capfd: pytest.CaptureFixture[str]) -> None:
+    name = Cluster.detect().device_names[0]
+    with optimize(module(), {"input": INPUT}, devices=[name], seconds=1.0, quiet=True) as runner:
+        assert set(runner.plan.assignment.values()) == {name}
+        assert set(runner.measured) == {"plan", "plain"}
+    assert verdict(runner).startswith(f"the best plan is {name} alone; ")
+    assert capfd.readouterr().err == ""
+
+
+class Grows(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x + 1 if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"module": torch.relu}, OptimizeError, "not a torch.nn.Module"),
+        ({"module": nn.Linear}, OptimizeError, "module is a type"),
+        ({"module": nn.Linear(8, 8)}, OptimizeError, r"module\.eval\(\) first"),
+        ({"module": Grows().eval()}, CaptureError, "depends"),
+        ({"objective": "latencies"}, OptimizeError, "did you mean 'latency'"),
+        ({"objective": "energy"}, OptimizeError, "cannot be measured"),
+        ({"objective": ["period"]}, OptimizeError, "cannot be measured"),
+        ({"seconds": 0.0}, OptimizeError, "must be positive"),
+        ({"seconds": float("nan")}, OptimizeError, "must be positive"),
+        ({"seconds": "10"}, OptimizeError, "must be positive"),
+        ({"devices": ["tpu:0"]}, ClusterError, "no device 'tpu:0'"),
+        ({"devices": []}, ClusterError, "no devices"),
+        ({"devices": 2}, OptimizeError, "names"),
+        ({"devices": Cluster("x", (Device("x", "cuda"),))}, ProfileError, "x"),
+        ({"inputs": {INPUT, "two"}}, CaptureError, "set"),
+        ({"inputs": object()}, CaptureError, "object"),
+        ({"inputs": torch.ones(2, 3)}, CaptureError, "shape"),
+    ],
+)
+def test_what_is_refused(
+    changes: dict[str, Any], error: type[Exception], says: str, home: Path
+) -> None:
+    """In a line, before anything is measured."""
+    kept = sorted(home.rglob("*"))
+    given = {"module": module(), "inputs": INPUT, "quiet": True} | changes
+    with pytest.raises(error, match=says) as caught:
+        optimize(**given)
+    assert isinstance(caught.value, ValueError) and len(str(caught.value)) < 1000
+    assert sorted(home.rglob("*")) == kept
+
+
+def test_results_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizing, "difference", lambda *_: "output 0 is not close")
+    threads = threading.active_count()
+    with pytest.raises(OptimizeError, match="differ from those of the module: output 0"):
+        optimize(module(), INPUT, quiet=True)
+    assert threading.active_count() == threads
+
+
+def test_an_interrupt_leaves_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(ways: Any, report: Any) -> Any:
+        for once, _ in ways.values():
+            once()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizing, "measure", interrupted)
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        optimize(module(), INPUT, quiet=True)
+    assert threading.active_count() == threads
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["optimize", "tiny_mlp", "--seconds", "1", "--objective", "latency"]
+    assert main([*words, "--out", "plan.json"]) == OK
+    out, err = capsys.readouterr()
+    assert "plain PyTorch" in out
+    assert "plan written to plan.json; next: placement run plan.json" in err
+    assert load_plan("plan.json").graph.workload == "tiny_mlp"
+    assert main([*words, "--json"]) == OK
+    got = json.loads(capsys.readouterr().out)
+    assert set(got) == {"objective", "planner", "assignments", "predicted", "measured"}
+    assert got["objective"] == "latency" and {"plan", "plain"} <= set(got["measured"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["graph.txt"], "placement plan graph.txt"),
+        (["tiny_mlp", "--objective", "energy"], "cannot be measured"),
+        (["tiny_mlp", "--seconds", "-1"], "must be positive"),
+        (["tiny_mlp", "--out", "/dev/null/plan.json"], "/dev/null"),
+        (["tiny_mpl"], "did you mean 'tiny_mlp'"),
+    ],
+)
+def test_the_command_refuses(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["optimize", *words]) == BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == "" and says in err and err.count("\n") == 1
