@@ -128,6 +128,8 @@ class EpisodesPPO(PPO):
         steps, self.n_steps = self.n_steps, 1  # the buffer is not used
         super()._setup_model()
         self.n_steps = steps
+        for group in self.policy.optimizer.param_groups:
+            group["eps"] = 1e-8  # means over thousands of decisions have small gradients
 
     def collect_rollouts(
         self, env: Any, callback: Any, rollout_buffer: Any, n_rollout_steps: int
@@ -167,7 +169,7 @@ class EpisodesPPO(PPO):
         able = np.isfinite(values)
         logs = np.log(np.where(able, np.maximum(values, 1e-300), 1.0))
         logs[~able] = logs[able].max(initial=0.0) + 1.0  # worse than all that can run
-        advantage = (logs.mean() - logs) / (logs.std() + 1e-3)
+        advantage = (logs.mean() - logs) / (logs.std() + 0.01)
         chosen: Any = [int(logs.argmin())] if self.imitate else range(self.episodes)
         if np.ptp(logs) < 1e-9:
             chosen = []

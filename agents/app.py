@@ -315,9 +315,10 @@ def make_problems(job: Job) -> dict[str, Problem]:
         problem.profile.save(job.folder / name / "profile.npz")
         problems[name] = problem
     problems |= _synthetic_problems(job.cfg)
-    names = ("contention", "ready_order", "second_j", "max_phases")
-    asked = {key: job.cfg.get(key) for key in names}
-    changes: Any = {key: value for key, value in asked.items() if value is not None}
+    names = (
+        "num_microbatches", "max_in_flight", "contention", "ready_order", "second_j", "max_phases",
+    )  # fmt: skip
+    changes: Any = {key: job.cfg[key] for key in names if job.cfg.get(key) is not None}
     problems = {name: replace(problem, **changes) for name, problem in problems.items()}
     if not problems:
         raise AppError("no workload: add e.g. workload=resnet50 or 'workload=[problem.json]'")
@@ -355,9 +356,7 @@ def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
         except TypeError as error:
             raise AppError(f"files: {node}: a value is of the wrong type: {error}") from error
         cli.say_if_predicted(name, problem)
-        problems[name] = replace(
-            problem, num_microbatches=cfg.num_microbatches, max_in_flight=cfg.max_in_flight
-        )
+        problems[name] = problem
     return problems
 
 
@@ -371,12 +370,7 @@ def _synthetic_problems(cfg: DictConfig) -> dict[str, Problem]:
         if family not in draws:
             raise AppError(f"synthetic: {family!r} is unknown; there are {', '.join(draws)}")
         for seed in seeds:
-            problems[f"{family}-{seed}"] = replace(
-                draws[family](seed),
-                objective=cfg.objective,
-                num_microbatches=cfg.num_microbatches,
-                max_in_flight=cfg.max_in_flight,
-            )
+            problems[f"{family}-{seed}"] = draws[family](seed).with_objective(cfg.objective)
     return problems
 
 
@@ -410,14 +404,7 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
             profile = load_or_measure(graph, cluster, repeats=cfg.repeats, progress=measuring)
         profile.save(job.folder / str(name) / "profile.npz")
         job.mirror.artifact(f"profile-{name}", "profile", job.folder / str(name) / "profile.npz")
-        problems[str(name)] = Problem(
-            graph,
-            cluster,
-            profile,
-            objective=cfg.objective,
-            num_microbatches=cfg.num_microbatches,
-            max_in_flight=cfg.max_in_flight,
-        )
+        problems[str(name)] = Problem(graph, cluster, profile, objective=cfg.objective)
     return problems
 
 
@@ -469,10 +456,9 @@ def make_planner(node: DictConfig) -> Planner:
         planner: Planner = instantiate(node, _convert_="all")
         return planner
     # A planner inside a planner is a node with a _target_ too; instantiate leaves others alone.
-    made_options: Any = instantiate(
-        {str(k): v for k, v in node.items() if k != "_target_"}, _convert_="all"
-    )
-    return planners.load(target, **made_options)
+    inside = {str(k): v for k, v in node.items() if k != "_target_"}
+    options: Any = instantiate(inside, _convert_="all")
+    return planners.load(target, **options)
 
 
 def save_best(
@@ -510,23 +496,18 @@ def save_best(
         if not is_best_of_sweep(job.folder, best):
             aliases = aliases[1:]
         job.mirror.artifact(f"plan-{name}", "plan", folder / "plan.json", aliases=aliases)
-        timelines = {"predicted": simulate(problem, solution.placement, solution.schedule)}
+        placement, order, picture = solution.placement, solution.schedule, folder / "gantt.png"
+        timelines = {"predicted": simulate(problem, placement, order)}
         if best.num_rounds:
-            timelines["measured"] = Executor(problem).run(
-                solution.placement, schedule=solution.schedule
-            )
+            timelines["measured"] = Executor(problem).run(placement, schedule=order)
         trace.write_trace(folder / "trace.json", timelines, problem.graph.op_name)
+        both = timelines["predicted"], timelines.get("measured")
         try:
-            gantt.plot_gantt(
-                timelines["predicted"],
-                timelines.get("measured"),
-                folder / "gantt.png",
-                f"{name}, {best.planner}",
-            )
+            gantt.plot_gantt(*both, picture, f"{name}, {best.planner}")
         except gantt.PlotError as error:
             cli.say(f"no picture: {error}")
         else:
-            job.mirror.image(f"gantt/{name}", folder / "gantt.png")
+            job.mirror.image(f"gantt/{name}", picture)
 
 
 def save_pictures(job: Job, comparison: Comparison) -> None:
@@ -585,15 +566,15 @@ def _measured(row: Row) -> Any:
 
     if not row.num_rounds:
         return None
-    assert row.measured_latency_s is not None and row.measured_latency_iqr_s is not None
-    assert row.measured_period_s is not None and row.measured_period_iqr_s is not None
-    return Measured(
-        latency_s=Spread(median_s=row.measured_latency_s, iqr_s=row.measured_latency_iqr_s),
-        period_s=Spread(median_s=row.measured_period_s, iqr_s=row.measured_period_iqr_s),
-        n=row.num_rounds,
-        when=now(),
-        machine=platform.node()[:200],
+    latency_s, period_s = (
+        Spread(
+            median_s=getattr(row, f"measured_{what}_s"),
+            iqr_s=getattr(row, f"measured_{what}_iqr_s"),
+        )
+        for what in ("latency", "period")
     )
+    where = {"when": now(), "machine": platform.node()[:200]}
+    return Measured(latency_s=latency_s, period_s=period_s, n=row.num_rounds, **where)
 
 
 def show(job: Job, comparison: Comparison, said: str) -> None:

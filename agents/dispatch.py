@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,10 +11,11 @@ from torch import Tensor, nn
 
 from agents.encoder import ILLEGAL, NetworkConfig, Observations
 from agents.store import Graphs
-from envs.dispatch import Dispatcher, Net
+from envs.dispatch import Dispatcher, Net, no_network
 from envs.dispatch_kernels import NUM_PAIR_FEATURES
 from envs.problems import choice_of
 from placement.problem import Problem
+from placement.search.evaluation import INFEASIBLE, Search
 
 
 class DispatchNet(nn.Module):
@@ -81,3 +84,45 @@ def answer(net: DispatchNet, problem: Problem) -> tuple[NDArray[np.int32], float
     episode = Dispatcher(problem)
     episode.construct(net.weights(), net.config.finish_weight)
     return choice_of(problem, episode.placement), episode.value_s()
+
+
+def decode(net: DispatchNet, search: Search, samples: int, seed: int) -> dict[str, Any]:
+    """Evaluate the greedy decode, what the rule alone makes, then ``samples``; what each is worth.
+
+    As far as the budget goes, and each in its own order, where orders can be timed. Where the
+    greedy one does not fit in memory, the next count what groups produce, too.
+    """
+    weights, scale = net.weights(), net.config.finish_weight
+    episode = Dispatcher(search.problem)
+    stats: dict[str, Any] = {}
+
+    def evaluate(net: Net, seed: int | None = None) -> float:
+        episode.construct(net, scale, seed)
+        if not episode.ordered:
+            return search.cost(choice_of(search.problem, episode.placement))
+        cost = episode.value_s()
+        search.num_evaluations += 1
+        search.consider_order(episode.placement, episode.sequence, cost)
+        return cost
+
+    begun, best = search.num_evaluations, np.inf
+    for what, activations, network in (
+        ("greedy", 0, weights),
+        ("greedy", 1, weights),
+        ("rule", 0, no_network()),
+        ("rule", 1, no_network()),
+    ):
+        if activations and (best < INFEASIBLE or not search.problem.memory_may_bind):
+            continue
+        if search.left:
+            if stats:  # a new one counts otherwise
+                episode = Dispatcher(search.problem, activations=activations)
+            stats[f"{what}_value_s"] = evaluate(network)
+            best = min(best, stats[f"{what}_value_s"])
+    for number in range(samples):
+        if not search.left:
+            break
+        best = min(best, evaluate(weights, seed + number))
+    stats |= {"network": "dispatch", "greedy_evaluations": 1, "best_of_k_value_s": best}
+    stats["best_of_k_evaluations"] = search.num_evaluations - begun
+    return {k: np.inf if k.endswith("value_s") and v >= INFEASIBLE else v for k, v in stats.items()}

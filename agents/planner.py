@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from agents import dispatch
+from agents.dispatch import DispatchNet
 from agents.encoder import PolicyError
 from agents.guided import (
     CHOOSERS,
@@ -21,8 +23,10 @@ from agents.guided import (
 )
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
+from envs.dispatch import load_kernels as load_dispatcher
 from envs.problems import Evaluator, ProblemSet, canonical, choice_of
 from envs.refine import RefineRules
+from placement.bounds import lower_bound
 from placement.cli import search_here
 from placement.objective import Objective
 from placement.planners.order_search import NO_NETWORK, WIDTH, why_not
@@ -35,7 +39,7 @@ from placement.tools.jit import loads
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
 Mode = Literal["auto", "zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
-SMALL = 100  # groups, where sampled placements are worth their evaluations
+FEW = 8  # evaluations, below which a search does not come to anything
 UNTRAINED = "untrained"
 
 
@@ -69,7 +73,9 @@ class PolicyPlanner:
             limit. Without a budget the baseline runs to its end: the answer then is at most the
             least of all constructive planners and dynamic programs.
         seed: of sampling and training.
-        baseline: where to start: the name of a planner, or a planner.
+        baseline: where to start: the name of a planner, or a planner. None: ``best_of``, but a
+            policy that dispatches begins at what its own rule makes, and asks ``best_of`` only
+            where nothing else fits in memory.
         margin: share by which a placement must be better than the baseline's to be the answer; None
             is the error of the profile's predictions (``Profile.error``), 0 unless measured.
         chooser: of ``guided_search``: ``policy``, or for comparison the ``hand``-written score
@@ -84,8 +90,7 @@ class PolicyPlanner:
             may ask for, as ``package.module:name`` (``TrainedPolicy.load``).
         seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
             sampled placements are evaluated first; the search starts from the best. None is the
-            released constructor of placements for ``latency``, on graphs of at most ``SMALL``
-            groups; on larger ones its samples were never worth their evaluations.
+            released constructor for ``latency``; of at most ``FEW`` evaluations it gets all.
     """
 
     policy: str | Path | TrainedPolicy | None = None
@@ -95,7 +100,7 @@ class PolicyPlanner:
     seconds: float | None = None
     evaluations: int | None = None
     seed: int = 0
-    baseline: str | Planner = "best_of"
+    baseline: str | Planner | None = None
     margin: float | None = None
     chooser: Chooser = "policy"
     order: bool = True
@@ -155,7 +160,7 @@ class PolicyPlanner:
     def _start(self, problem: Problem, name: str) -> tuple[Search, Solution, dict[str, Any]]:
         """The budget, what the baseline answers on it, and the first facts about both."""
         search = Search(problem, self.seconds, self.evaluations)
-        start = search.run_start(self.baseline, "baseline")
+        start = search.run_start(self.baseline or "best_of", "baseline")
         stats: dict[str, Any] = {
             "mode": self.mode,
             "policy": name,
@@ -179,7 +184,21 @@ class PolicyPlanner:
         ordered = {k: v for k, v in start.stats.items() if k == "list_order_value_s"}
         return replace(start, stats=stats | ordered)
 
+    def _dispatch(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
+        """Greedy, what the rule makes, and samples: each an evaluation, and nothing besides."""
+        search = Search(problem, self.seconds, self.evaluations)
+        stats: dict[str, Any] = {"mode": self.mode, "policy": name}
+        stats |= self._decode(policy, search, None, 0 if self.mode == "zero_shot" else self.k)
+        if search.best_s == np.inf and search.left:
+            search.run("best_of")
+        found = search.solution(lower_bound(problem), **stats)
+        found.stats["best_value_s"] = found.value_s
+        return found
+
     def _plan(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
+        dispatches = policy.formulation == "dispatch" and self.mode in ("zero_shot", "best_of_k")
+        if dispatches and self.baseline is None:
+            return self._dispatch(problem, policy, name)
         search, start, stats = self._start(problem, name)
         if self.mode == "finetune" and search.left:
             before = search.num_evaluations
@@ -193,9 +212,11 @@ class PolicyPlanner:
         return self._answer(search, start, stats)
 
     def _decode(
-        self, policy: TrainedPolicy, search: Search, warm: Placement, wanted: int
+        self, policy: TrainedPolicy, search: Search, warm: Placement | None, wanted: int
     ) -> dict[str, Any]:
         """Evaluate the greedy placement and the ``wanted`` sampled ones; what they are worth."""
+        if isinstance(policy.net, DispatchNet):
+            return dispatch.decode(policy.net, search, wanted, self.seed)
         before = search.num_evaluations
         seconds: list[float] = []
         for sampled in range(0, max(wanted, 1), SAMPLES_AT_ONCE):
@@ -215,6 +236,10 @@ class PolicyPlanner:
         return stats
 
     def _guided_search(self, problem: Problem) -> Solution:
+        seeds = self._seeds(problem)
+        few = (self.evaluations or FEW + 1) <= FEW and self.policy is self.baseline is None
+        if few and seeds is not None and seeds[0].formulation == "dispatch":
+            return replace(self, mode="best_of_k")._dispatch(problem, *seeds)
         net: GuidedNet | None = None
         chooser, width, name = self.chooser, self.width, "none"
         kind: Kind = kind_of(problem) if self.order else "guided_search"
@@ -234,7 +259,6 @@ class PolicyPlanner:
                 raise PolicyError(f"this policy searches orders, and {why}")
             net, kind = found, found.formulation  # type: ignore[assignment]
             width = width or policy.width
-        seeds = self._seeds(problem)
         if kind == "order_search":
             load_order_kernel()
         else:
@@ -254,7 +278,7 @@ class PolicyPlanner:
                     embed = net.config.embed  # features of the graph take a while
                     store = GraphStore([problem], [search.best[group]]) if embed else None
                     weights = net.weights(store)
-                stats["steps"] = anneal_orders(
+                stats |= anneal_orders(
                     search, weights, CHOOSERS[chooser], width or WIDTH, self.seed
                 )
             else:
@@ -264,15 +288,12 @@ class PolicyPlanner:
     def _seeds(self, problem: Problem) -> tuple[TrainedPolicy, str] | None:
         """Whose placements a guided search evaluates before it moves anything, and its name."""
         given = self.seed_policy
-        if (
-            given is None
-            and problem.objective is Objective.LATENCY
-            and problem.graph.num_groups <= SMALL
-        ):
+        if given is None and problem.objective is Objective.LATENCY:
             given = released("best_of_k", problem.objective)
         if given is None or not self.k:
             return None
         load_constructor()
+        load_dispatcher()
         return self._policy(given, problem, "best_of_k")
 
     def _policy(
@@ -352,13 +373,14 @@ def kind_of(problem: Problem) -> Kind:
 def released(mode: Mode | Kind, objective: Objective) -> Path:
     """The file of the policy that ships with this package; its model card lies beside it.
 
-    One that searches or refines serves the objective that it was trained for, a constructor of
-    placements for ``max_load`` pipelines too. Not every file exists.
+    One that searches or refines serves the objective that it was trained for, a constructor for
+    ``max_load`` pipelines too. Not every file exists.
     """
     if mode in ("guided_search", "order_search", "refine"):
         name = f"{mode}-{objective}"
     else:
-        name = f"sequential-{'max_load' if Objective(objective).is_throughput else 'latency'}"
+        throughput = Objective(objective).is_throughput
+        name = "sequential-max_load" if throughput else "dispatch-latency"
     return Path(__file__).with_name("released") / f"{name}.safetensors"
 
 

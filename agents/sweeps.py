@@ -429,18 +429,10 @@ def to_json(report: Report) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         return None if isinstance(value, float) and not np.isfinite(value) else value
 
+    shown = ("name", "status", "overrides", "metric_s", "error")
     return {
         "speedup": "measured" if report.is_measured else "predicted",
         "interval": "Student t of the mean logarithm over seeds, 95 %",
         "aggregates": [{k: plain(v) for k, v in asdict(a).items()} for a in report.aggregates],
-        "jobs": [
-            {
-                "name": job.name,
-                "status": job.status,
-                "overrides": dict(job.overrides),
-                "metric_s": plain(job.metric_s),
-                "error": job.error,
-            }
-            for job in report.jobs
-        ],
+        "jobs": [{name: plain(getattr(job, name)) for name in shown} for job in report.jobs],
     }

@@ -114,15 +114,10 @@ def _train(cfg: DictConfig) -> float:
         run.mirror.table(
             "eval/problems", ("problem", "best_s"), _best(machines or problems, trained)
         )
+        kind, allow = trained.kind.mode, (trained.formulation, trained.net.config.encoder)
         planners = {
             "baseline": baseline,
-            "policy": PolicyPlanner(
-                file,
-                trained.kind.mode,
-                allow=(trained.formulation, trained.net.config.encoder),
-                seed=cfg.seed,
-                baseline=baseline,
-            ),
+            "policy": PolicyPlanner(file, kind, allow=allow, seed=cfg.seed, baseline=baseline),
         }
         comparison = compare(
             problems,

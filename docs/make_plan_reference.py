@@ -55,7 +55,8 @@ MEANINGS = {
     "Plan.predicted": "What the simulator says.",
     "Plan.measured": "What a run on real devices gave. `placement run --out` fills it, and so does "
     "`placement plan --measurements`.",
-    "Plan.lower_bound_s": "Objective → seconds. Proved: no placement is better in the simulator.",
+    "Plan.lower_bound_s": "Objective → seconds. Proved: no placement is better in the simulator, "
+    "of a plan without `phases` none with one phase.",
     "Plan.limits": "Memory of the devices.",
     "Plan.fallback": "The best single device that can run everything, if one can.",
     "Plan.provenance": "Where the plan comes from.",

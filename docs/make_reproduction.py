@@ -38,6 +38,7 @@ STUDIES = {
     "schedules_executed": Study("Are searched schedules faster on real devices?", 3),
     "schedules": Study("Are searched schedules as short as published ones?", 26, True),
     "baselines": Study("Every planner on 48 problems, equal budgets", 21, True),
+    "leaderboard": Study("How far from proved optima does a planner stay?", 8, True),
     "public_exact": Study("The contiguous optimum, exactly: how fast?", 11, True),
     "public_replicas": Study("What do replicas bring on public throughput problems?", 3, True),
     "public_search": Study("Any split: how far from the best known and from bounds?", 38, True),
@@ -53,6 +54,7 @@ STUDIES = {
     "scale_out": Study("From 8 to 4,096 devices", 20),
     "distributed": Study("Plans over processes: equal, as predicted, as fast as a peer?", 3),
     "neusight": Study("How far are times of a GPU that was left out?", 1, True),
+    "decoding": Study("Seconds for a token, predicted and run, the cache included", 2),
     "homes": Study("Language models on clusters at home, beside the split by memory", 3),
     "bench": Study("Speeds of simulator, planners and training", 1),
 }

@@ -176,6 +176,7 @@ def _state_of(problem: Problem) -> kernels.State:
         sequence=np.zeros(n, np.int32),
         demand_s=np.zeros(d),
         channel_s=np.zeros(problem.num_channels),
+        there_s=np.zeros((g.num_tensors, d)),
         arrive_s=np.zeros(d),
         able=np.zeros(d, bool),
         begin_s=np.zeros((ops, d)),

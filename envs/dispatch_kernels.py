@@ -113,7 +113,8 @@ class State(Struct):
     start_s: Array  # float64 [N]
     sequence: Array  # int32 [N] operators as they were chosen
     demand_s: Array  # float64 [D]
-    channel_s: Array  # float64 [channels]
+    channel_s: Array  # float64 [channels] when each is free
+    there_s: Array  # float64 [T, D] when a tensor that was sent is there; -1: it was not
     arrive_s: Array  # float64 [D] room, as are the next
     able: Array  # bool [D]
     begin_s: Array  # float64 [OPS, D] earliest start of each operator offered; inf: not able
@@ -177,6 +178,7 @@ def begin(t, s):
     p.head[:] = -1
     p.tail[:] = -1
     s.channel_s[:] = 0.0
+    s.there_s[:] = -1.0
     s.num_ready = 0
     s.num_placed = 0
     for d in range(len(s.demand_s)):
@@ -213,7 +215,9 @@ def _arrivals(t, s, op, arrive):
                 continue
             there = made
             cost = transfer_s(x, tensor, home, d)
-            if cost > 0.0:
+            if busy and s.there_s[tensor, d] >= 0.0:
+                there = s.there_s[tensor, d]
+            elif cost > 0.0:
                 if busy:
                     there = max(there, s.channel_s[t.channel[home, d]])
                 there += cost
@@ -339,10 +343,10 @@ def offer(t, s):
         end = start + seconds
         tail = t.rank_s[op] - t.mean_s[op]
         s.score[k] = (
-            -t.rule[0] * (highest - t.rank_s[op])
-            - t.rule[1] * (s.score[k] - least_key[i])
-            - t.rule[3] * (start - first_start)
-        ) / unit
+            -t.rule[0] * np.log1p((highest - t.rank_s[op]) / unit)
+            - t.rule[1] * np.log1p((s.score[k] - least_key[i]) / unit)
+            - t.rule[3] * np.log1p((start - first_start) / unit)
+        )
         f = s.features[k]
         f[0] = _softer((highest - t.rank_s[op]) / unit)
         f[1] = t.rank_s[op] / t.path_s
@@ -364,6 +368,10 @@ def offer(t, s):
             if home == d:
                 local += x.tensor_bytes[tensor]
                 ready = max(ready, p.finish_s[src])
+                continue
+            if s.there_s[tensor, d] >= 0.0:
+                local += x.tensor_bytes[tensor]
+                ready = max(ready, s.there_s[tensor, d])
                 continue
             cost = transfer_s(x, tensor, home, d)
             moved += cost
@@ -434,10 +442,10 @@ def take(t, s, k):
             continue
         made = 0.0 if src < 0 else p.finish_s[src]
         c, cost = t.channel[home, d], transfer_s(x, tensor, home, d)
-        if cost == 0.0:
+        if cost == 0.0 or s.there_s[tensor, d] >= 0.0:
             continue
         there = max(made, s.channel_s[c]) + cost
-        s.channel_s[c] = there
+        s.channel_s[c] = s.there_s[tensor, d] = there
         if busy and there > start:
             start = gap(x, p, op, d, there)
     place(x, p, op, d, start)

@@ -15,9 +15,9 @@ import numpy as np
 from envs.features import features
 from envs.lookup import find, name_of
 from envs.problems import EnvError, Sizes
-from placement.objective import Objective
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
+from placement.objective import Objective
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.workloads.synthetic import (
@@ -125,8 +125,7 @@ class TaskGraphs:
             drawn = np.triu(rng.random((n, n)) < share, 1)
             edges = [(int(a), int(b)) for a, b in np.argwhere(drawn)]
         else:
-            width = int(rng.integers(3, 16))
-            n, edges = layered(n // width + 1, width, float(rng.uniform(0.05, 0.4)))(rng)
+            n, edges = series_parallel(n)(rng)
             edges = [edge for edge in edges if rng.random() < 0.9]
         devices = int(rng.choice([2, 4, 8, 16]) if rng.random() < 0.5 else rng.integers(2, 17))
         even = rng.random() < 0.6
@@ -175,14 +174,14 @@ class Models:
 
 
 class Latency:
-    """``Shops`` (half of the problems), ``Models`` (two fifths) and ``TaskGraphs``."""
+    """``Shops`` (two fifths of the problems), ``Models`` (half) and ``TaskGraphs``."""
 
     sizes = Sizes(400, 16, 2048)
 
     def __call__(self, rng: np.random.Generator) -> Problem:
         """A fresh problem."""
         drawn = rng.random()
-        chosen = Shops if drawn < 0.5 else Models if drawn < 0.9 else TaskGraphs
+        chosen = Shops if drawn < 0.4 else Models if drawn < 0.92 else TaskGraphs
         return chosen()(rng)
 
 

@@ -183,25 +183,13 @@ def rows(options: Options) -> list[Row]:
         note, solved = cell.note, str(stats.get("solved", cell.objective))
         if not solved.startswith(cell.objective):
             note = "; ".join(x for x in (note, f"solved for {solved}") if x)
-        table_rows.append(
-            Row(
-                problem=cell.workload,
-                objective=cell.objective,
-                operators=cell.num_ops,
-                devices=cell.num_devices,
-                planner=cell.planner,
-                seed=cell.seed,
-                feasible=cell.feasible and bool(np.isfinite(cell.value_s)),
-                value_s=_finite(cell.value_s),
-                ratio=_finite(cell.value_s / best) if best > 0 else None,
-                seconds=cell.plan_s,
-                evaluations=cell.evaluations,
-                bound_s=cell.bound_s,
-                gap=cell.gap,
-                peak_bytes=stats.get("peak_bytes"),
-                note=note,
-            )
-        )
+        about = cell.workload, cell.objective, cell.num_ops, cell.num_devices, cell.planner
+        value_s = _finite(cell.value_s)
+        ratio = _finite(cell.value_s / best) if best > 0 else None
+        answer = cell.feasible and value_s is not None, value_s, ratio, cell.plan_s
+        peak_bytes = stats.get("peak_bytes")
+        proved = cell.evaluations, cell.bound_s, cell.gap
+        table_rows.append(Row(*about, cell.seed, *answer, *proved, peak_bytes, note))
     return table_rows
 
 

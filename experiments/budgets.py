@@ -29,24 +29,10 @@ HELD_OUT = 900  # first seed of synthetic graphs that nothing is trained on
 # Everything that constructs a placement, and every dynamic program: what the learned planner must
 # never be worse than. Exact methods (cp_sat, mip) and searches are not among them.
 BASELINES = (
-    "single_device",
-    "round_robin",
-    "heft",
-    "peft",
-    "m_etf",
-    "m_sct",
-    "m_topo",
-    "critical_path_first",
-    "critical_path_greedy",
-    "level_balance",
-    "level_pipeline",
-    "balanced_split",
-    "contiguous_dp",
-    "antichain_dp",
-    "ideal_dp",
-    "pipedream",
-    "coarsened",
-)
+    "single_device", "round_robin", "heft", "peft", "m_etf", "m_sct", "m_topo",
+    "critical_path_first", "critical_path_greedy", "level_balance", "level_pipeline",
+    "balanced_split", "contiguous_dp", "antichain_dp", "ideal_dp", "pipedream", "coarsened",
+)  # fmt: skip
 # One rule each, no search and no budget: what one forward pass is compared with.
 HEURISTICS = ("single_device", "heft", "peft", "m_etf", "m_sct", "m_topo", "contiguous_dp")
 SEARCHES = ("local_search", "simulated_annealing")  # annealing is the cold, calibrated one
@@ -115,4 +101,12 @@ DOPPLER = {
     "seconds": Option(2.0, "a budget in processor seconds"),
     "known": Option(100_000, "evaluations of the searches whose result counts as best known"),
     "seeds": Option(5, "of every planner that draws"),
+}
+
+# Published learners as configured here, beside rules and searches.
+PUBLISHED = {
+    "steps": Option(20_000, "of each training"),
+    "evaluations": Option(500, "of every run"),
+    "seconds": Option(2.0, "processor seconds of every run, where these are limited instead"),
+    "seeds": Option(3, "trainings of each method, and of every planner that draws"),
 }

@@ -28,12 +28,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", default="resnet50", help="a name, or package.module:function")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=20.0,
-        help="budget of each search, the policy and its training included",
-    )
+    budget = "budget of each search, the policy and its training included"
+    parser.add_argument("--seconds", type=float, default=20.0, help=budget)
     parser.add_argument("--rounds", type=int, default=3, help="interleaved measurements")
     options = parser.parse_args(argv)
     # Workers bring their own threads; spinning ones of this process would only disturb them.
@@ -127,14 +123,9 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
     solution = comparison.solutions.get((workload, best.planner, best.seed))
     assert solution is not None, "the best row has an answer"
     step(f"[bold]5. export[/bold] the best measured one ({best.planner}) and use it")
-    plan = make_plan(
-        problem,
-        solution,
-        planner=best.planner,
-        parameters=parameters_of(methods.get(best.planner)),
-        workload=workload,
-    )
-    plan.save(out / "plan.json")
+    parameters = parameters_of(methods.get(best.planner))
+    named = {"planner": best.planner, "workload": workload}
+    make_plan(problem, solution, parameters=parameters, **named).save(out / "plan.json")
 
     args, kwargs = split_inputs(inputs)
     threads = torch.get_num_threads()

@@ -44,17 +44,9 @@ from placement.simulator import simulate
 from placement.workloads import load
 
 WORKLOADS = (
-    "dlrm",
-    "bert_tiny_hidden128",
-    "lstm",
-    "resnet50",
-    "inception",
-    "t5",
-    "convnext",
-    "bert_base",
-    "gpt2",
-    "vit",
-)
+    "dlrm", "bert_tiny_hidden128", "lstm", "resnet50", "inception", "t5", "convnext", "bert_base",
+    "gpt2", "vit",
+)  # fmt: skip
 # Micro-batches: alone, in a pipeline, and of the whole model on each device beside every placement:
 # so many, or as many as fill the seconds.
 LATENCY_RUNS, LATENCY_S = (3, 40), 0.2
@@ -210,23 +202,14 @@ def _row(
     without = {
         what: predicted(problem, change(here), placement) for what, change in CORRECTIONS.items()
     }
-    return Row(
-        workload=problem.graph.name,
-        placement=name,
-        rounds=len(measured),
-        predicted_latency_s=ours[0],
-        measured_latency_s=float(np.median(latency)),
-        predicted_period_s=ours[1],
-        measured_period_s=float(np.median(period)),
-        predicted_peak_bytes=ours[2],
-        measured_peak_bytes=int(np.median(peak)),
-        plain_latency_s=plain[0],
-        plain_period_s=plain[1],
-        latency_without={what: w[0] for what, w in without.items()},
-        period_without={what: w[1] for what, w in without.items()},
-        latency_between_rounds=between_rounds(latency),
-        period_between_rounds=between_rounds(period),
-    )
+    figures: dict[str, Any] = {"predicted_peak_bytes": ours[2]}
+    figures["measured_peak_bytes"] = int(np.median(peak))
+    for i, (kind, seconds) in enumerate((("latency", latency), ("period", period))):
+        figures |= {f"predicted_{kind}_s": ours[i], f"plain_{kind}_s": plain[i]}
+        figures[f"measured_{kind}_s"] = float(np.median(seconds))
+        figures[f"{kind}_without"] = {what: w[i] for what, w in without.items()}
+        figures[f"{kind}_between_rounds"] = between_rounds(seconds)
+    return Row(problem.graph.name, name, len(measured), **figures)
 
 
 def between_rounds(seconds: Sequence[float]) -> float:

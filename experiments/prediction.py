@@ -121,17 +121,11 @@ def cases(folder: Path) -> list[Case]:
             rounds = np.array(facts["whole_s"][device.name])
             halves = [np.median(rounds[i::2]) for i in range(2)] if len(rounds) > 1 else [1, 1]
             seconds = problem.profile.compute_s[:, d]
-            sample = Sample(
-                problem.graph,
-                device,
-                seconds,
-                problem.profile.spread_s[:, d],
-                np.full(len(seconds), np.nan),
-            )
+            spread, loaded = problem.profile.spread_s[:, d], np.full(len(seconds), np.nan)
+            sample = Sample(problem.graph, device, seconds, spread, loaded)
             error = float(abs(halves[0] / halves[1] - 1))
-            every.append(
-                Case(name.rpartition("/")[2], facts["family"], facts["kind"], sample, error)
-            )
+            about = name.rpartition("/")[2], facts["family"], facts["kind"]
+            every.append(Case(*about, sample, error))
     return every
 
 
@@ -286,20 +280,11 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 def row_of(answer: Answer) -> Row:
-    case, total = answer.case, float(answer.case.sample.compute_s.sum())
-    said = float(answer.seconds.sum())
-    return Row(
-        case.name,
-        case.family,
-        case.kind,
-        case.sample.device.threads,
-        answer.method,
-        case.sample.graph.num_ops,
-        total,
-        said,
-        said / total - 1,
-        case.repeat_error,
-    )
+    case, sample = answer.case, answer.case.sample
+    measured_s, said_s = float(sample.compute_s.sum()), float(answer.seconds.sum())
+    about = case.name, case.family, case.kind, sample.device.threads, answer.method
+    seconds = sample.graph.num_ops, measured_s, said_s, said_s / measured_s - 1
+    return Row(*about, *seconds, case.repeat_error)
 
 
 # --- the page ------------------------------------------------------------------------------------

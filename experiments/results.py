@@ -1,4 +1,4 @@
-"""``docs/results.md``, its picture and ``experiments/goals.md``, from ``experiments/results``.
+"""``docs/results.md``, its picture, ``docs/bench.md`` and ``experiments/goals.md``, from results.
 
     python -m experiments.results            # writes them
     python -m experiments.results --check    # exit code 1 if one of the pages is not up to date
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import baselines, fidelity, pipelining
+from experiments import baselines, fidelity, leaderboard, pipelining
 from experiments.learned import doppler, giph, goals, guided, zero_shot
 from experiments.learned.cells import best_known, gain, policy_digests, ratios, released_folder
 from experiments.study import RESULTS, ROOT, Study, filled, say
@@ -284,6 +284,12 @@ def page(results: Path = RESULTS) -> str:
     return filled("results", parts)
 
 
+def optima_page(results: Path = RESULTS) -> str:
+    """``docs/bench.md``."""
+    rows = leaderboard.STUDY.read(results)
+    return filled("optima", {"suites": leaderboard.suites(), "tables": leaderboard.tables(rows)})
+
+
 def goals_page(results: Path = RESULTS) -> str:
     """``experiments/goals.md``."""
     return filled("goals", {"goals": goals.page(results)})
@@ -298,6 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     pages = {
         options.docs / "results.md": page(options.results),
+        options.docs / "bench.md": optima_page(options.results),
         options.goals: goals_page(options.results),
     }
     if options.check:

@@ -60,11 +60,9 @@ def resnet18(batch: int = 8, image: int = 64, **config: Any) -> Task:
 
     def examples(count: int, seed: int) -> list[Any]:
         g = torch.Generator().manual_seed(seed)
+        shape = batch, 3, image, image
         return [
-            (
-                torch.randn(batch, 3, image, image, generator=g),
-                torch.randint(10, (batch,), generator=g),
-            )
+            (torch.randn(shape, generator=g), torch.randint(10, (batch,), generator=g))
             for _ in range(count)
         ]
 
@@ -128,14 +126,9 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
 
 
 def problem_of(task: Task, options: Options) -> Problem:
-    graph = capture(
-        task.module,
-        task.examples(1, 0)[0],
-        mode="training",
-        loss=task.loss,
-        optimizer=task.optimizer(task.module.parameters()),
-        split_backward=options.split_backward,
-    )
+    optimizer = task.optimizer(task.module.parameters())
+    how: dict[str, Any] = {"mode": "training", "loss": task.loss, "optimizer": optimizer}
+    graph = capture(task.module, task.examples(1, 0)[0], **how)
     return measured_problem(graph, num_microbatches=options.microbatches)
 
 
@@ -199,15 +192,10 @@ def times(
         opened.enter_context(threads(torch.get_num_threads()))  # as they are afterwards
         placed = [(name, placement, schedule) for name, schedule in schedules.items()]
         for name, at, schedule in [("one device", single, None), *placed]:
-            trainer = Trainer(
-                problem.graph,
-                problem.cluster,
-                at,
-                task.optimizer(task.module.parameters()),
-                max_in_flight=problem.max_in_flight,
-                priority=problem.priority,
-                schedule=schedule,
-            )
+            optimizer = task.optimizer(task.module.parameters())
+            how = {"max_in_flight": problem.max_in_flight, "priority": problem.priority}
+            where = problem.graph, problem.cluster, at
+            trainer = Trainer(*where, optimizer, schedule=schedule, **how)
             opened.callback(trainer.close)
             ways[name] = partial(trainer.step, batches)
         seconds = in_turns({n: partial(timed, way) for n, way in ways.items()}, options.rounds)
@@ -216,18 +204,17 @@ def times(
         **{name: simulate(problem, placement, s) for name, s in schedules.items()},
     }
     best = seconds[f"plain, {cores} threads"]
-    return {
-        name: {
-            "seconds": float(np.median(took)),
-            "predicted": predicted[name].makespan_s if name in predicted else None,
-            "peak_mib": [x / 2**20 for x in predicted[name].peak_bytes.tolist()]
-            if name in predicted
-            else None,
-            "over plain": float(np.median(best / took)),
-            "over one device": float(np.median(seconds["one device"] / took)),
-        }
-        for name, took in seconds.items()
-    }
+    lines = {}
+    for name, took in seconds.items():
+        line: dict[str, Any] = {"seconds": float(np.median(took))}
+        line |= {"predicted": None, "peak_mib": None}
+        if name in predicted:
+            line["predicted"] = predicted[name].makespan_s
+            line["peak_mib"] = [x / 2**20 for x in predicted[name].peak_bytes.tolist()]
+        line["over plain"] = float(np.median(best / took))
+        line["over one device"] = float(np.median(seconds["one device"] / took))
+        lines[name] = line
+    return lines
 
 
 def parts(rows: Rows, options: Options) -> dict[str, str]:
@@ -266,12 +253,8 @@ STUDY = Study(
         "microbatches": Option(8, "of a step"),
         "planner": "best_of",
         "seconds": Option(20.0, "of the searched schedule"),
-        "split_backward": Option(False, "gradients of weights by themselves"),
     },
-    facts=lambda options: {
-        name: getattr(options, name)
-        for name in ("rounds", "microbatches", "planner", "split_backward")
-    },
+    facts=lambda o: {name: getattr(o, name) for name in ("rounds", "microbatches", "planner")},
 )
 main = partial(run, (STUDY,))
 

@@ -15,15 +15,22 @@ from placement.problem import Floats, Problem
 def lower_bounds(problem: Problem) -> dict[str, float]:
     """Bounds that hold for every placement, by objective: seconds, joules for ``energy``.
 
-    Latency: the critical path with every operator at its fastest device. Period and largest
-    load: the fractional load balance without communication (an LP), which also holds where
-    replicas take turns; and, where they may not (``max_phases`` of the problem is 1), the heaviest
-    colocation group at its cheapest device. Energy (where power is known): every operator
-    where it adds least, and every device idle for the shortest possible run, whose seconds are
-    worth ``second_j``.
+    Period and largest load: the fractional load balance without communication (an LP), which also
+    holds where replicas take turns; and, where they may not (the problem's ``max_phases`` is 1),
+    the heaviest colocation group at its cheapest device. Latency: the larger of that and of the
+    critical path with every operator at its fastest device; of few operators also the energy of
+    every interval of time (``_energetic_bound_s``). It is rounded up where all seconds are
+    multiples of one number and nothing takes time to send. Energy (where power is known): every
+    operator where it adds least, and every device idle for the shortest possible run, whose
+    seconds are worth ``second_j``.
     """
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem)
-    bounds = {"latency": path_s, "period": load_s, "max_load": load_s, "piecewise_latency": path_s}
+    bounds = {
+        "latency": _latency_bound_s(problem, path_s, load_s),
+        "period": load_s,
+        "max_load": load_s,
+        "piecewise_latency": path_s,
+    }
     if problem.power is not None:
         busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.idle_w)
         added = np.where(problem.supported, problem.compute_s, 0.0) * (busy - least)
@@ -35,34 +42,133 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
 
 
 def lower_bound(problem: Problem) -> float:
-    """That of ``lower_bounds`` for the problem's own objective, without the LP for a path."""
+    """That of ``lower_bounds`` for the problem's own objective; for latency without a long LP."""
     if problem.objective is Objective.ENERGY:
         return lower_bounds(problem)[problem.objective]
-    return (_load_bound_s if problem.objective.is_throughput else _path_bound_s)(problem)
+    if problem.objective.is_throughput:
+        return _load_bound_s(problem)
+    path_s = _path_bound_s(problem)
+    if problem.objective is Objective.LATENCY:
+        return _latency_bound_s(problem, path_s, _load_bound_s(problem, _QUICK_LP))
+    return path_s
+
+
+def _fastest_s(problem: Problem) -> Floats:
+    """float64 ``[N]``: each operator on the fastest device that can run its group."""
+    return np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
 
 
 def _path_bound_s(problem: Problem) -> float:
-    fastest = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
-    own_s, finish = fastest.tolist(), fastest.tolist()  # lists: a loop over arrays takes long
-    edges = problem.graph.edges
+    own_s = _fastest_s(problem)
+    return float((_heads_s(own_s, problem.graph.edges) + own_s).max())
+
+
+def _heads_s(own_s: Floats, edges: NDArray[np.integer]) -> Floats:
+    """float64 ``[N]``: the longest path of ``own_s`` before each operator.
+
+    ``edges`` ``[E, 2]``: producers have smaller numbers than consumers.
+    """
+    own, begin = own_s.tolist(), [0.0] * len(own_s)  # lists: a loop over arrays takes long
     for src, dst in edges[np.argsort(edges[:, 1], kind="stable")].tolist():
-        finish[dst] = max(finish[dst], finish[src] + own_s[dst])
-    return max(finish)
+        begin[dst] = max(begin[dst], begin[src] + own[src])
+    return np.array(begin)
 
 
-def _load_bound_s(problem: Problem) -> float:
+def _latency_bound_s(problem: Problem, path_s: float, load_s: float) -> float:
+    # A load that is one number is exact, but for its sum; path bounds are sums of few.
+    bound_s, grain = max(path_s, load_s), grain_s(problem)
+    if grain:
+        bound_s = float(np.ceil(bound_s / grain - 1e-6)) * grain
+    if problem.num_ops <= _ENERGETIC:
+        bound_s = max(bound_s, _energetic_bound_s(problem, bound_s, grain))
+    return bound_s
+
+
+def grain_s(problem: Problem) -> float:
+    """Seconds of which every latency is a multiple: 0 where none above 1e-6 of all is found.
+
+    All seconds of operators are multiples of it, and nothing takes time to be sent.
+    """
+    sent = problem.profile.transfer_s
+    if sent is None:
+        off = ~np.eye(problem.num_devices, dtype=bool)
+        bytes_s = problem.link_s_per_byte[off].max(initial=0.0) * problem.graph.tensor_bytes.max(
+            initial=0
+        )
+        longest_s = problem.link_latency_s[off].max(initial=0.0) + bytes_s
+    else:
+        longest_s = sent.max(initial=0.0)
+    if longest_s > 0:
+        return 0.0
+    seconds = np.unique(problem.compute_s[np.isfinite(problem.compute_s)])
+    seconds = seconds[seconds > 0]
+    if not len(seconds):
+        return 0.0
+    least = 1e-6 * seconds[-1]
+    grain = float(seconds[0])
+    for value in seconds.tolist():
+        while value > least:  # Euclid's algorithm
+            grain, value = value, grain % value
+            if grain - value < least:  # rounded down
+                value = 0.0
+        if grain < 1e3 * least:
+            return 0.0
+    whole = np.rint(seconds / grain)
+    # The mean of all says more than the last remainder.
+    grain = float(seconds.sum() / whole.sum())
+    exact = np.abs(seconds - whole * grain).max() <= 1e-9 * seconds[-1]
+    return grain if exact else 0.0
+
+
+_ENERGETIC = 128  # operators: intervals grow with their square
+_ROUNDS = 8  # of a bound that grows
+
+
+def _energetic_bound_s(problem: Problem, bound_s: float, grain: float) -> float:
+    """A latency from ``bound_s`` up that work in no interval of time contradicts.
+
+    Whenever operators run, those that can begin no earlier and no later than so must do so much
+    of their work in an interval; all devices together have its length (Fernandez and Bussell 1973).
+    """
+    own_s, edges = _fastest_s(problem), problem.graph.edges
+    head_s = _heads_s(own_s, edges)
+    mirrored = len(own_s) - 1 - edges[:, ::-1]
+    tail_s = _heads_s(own_s[::-1], mirrored)[::-1]
+    for _ in range(_ROUNDS):
+        late_s = bound_s - tail_s - own_s  # latest begins
+        first = np.unique(np.concatenate([head_s, late_s]))
+        last = np.unique(np.concatenate([head_s + own_s, late_s + own_s]))
+        length = last[None, :] - first[:, None]
+        work = np.zeros_like(length)
+        for begin, late, own in zip(head_s, late_s, own_s, strict=True):
+            left = np.clip(begin + own - first, 0.0, own)[:, None]
+            right = np.clip(last - late, 0.0, own)[None, :]
+            work += np.minimum(np.minimum(left, right), np.maximum(length, 0.0))
+        lacking = float((work - problem.num_devices * length)[length > 0].max(initial=0.0))
+        more_s = lacking / problem.num_devices
+        if more_s <= 1e-9 * bound_s:
+            break
+        # A bound that is more_s larger lets every latest begin be that much later.
+        bound_s += float(np.ceil(more_s / grain - 1e-6)) * grain if grain else more_s
+    return bound_s
+
+
+_LP_SIZE, _QUICK_LP = 200_000, 5_000  # variables; a moment for a search that goes on anyway
+
+
+def _load_bound_s(problem: Problem, lp_size: int = _LP_SIZE) -> float:
     groups = problem.group_compute_s
     heaviest = float(groups.min(axis=1).max()) if problem.max_phases == 1 else 0.0
-    return max(heaviest, balance_bound(groups))
+    return max(heaviest, balance_bound(groups, lp_size))
 
 
-def balance_bound(seconds: Sequence[Sequence[float]] | Floats) -> float:
+def balance_bound(seconds: Sequence[Sequence[float]] | Floats, lp_size: int = _LP_SIZE) -> float:
     """Least largest load when each row of ``[G, D]`` seconds is spread over the devices.
 
     Summed up from the ``balance_prices``, so that it holds whatever a solver's tolerance.
     """
     s = np.asarray(seconds, dtype=np.float64)
-    return float(priced(s, balance_prices(s)).sum()) * (1 - 1e-12)
+    return float(priced(s, balance_prices(s, lp_size)).sum()) * (1 - 1e-12)
 
 
 def priced(seconds: Floats, prices: Floats) -> Floats:
@@ -71,22 +177,19 @@ def priced(seconds: Floats, prices: Floats) -> Floats:
     return np.where(finite, np.where(finite, seconds, 0.0) * prices, np.inf).min(axis=1)
 
 
-_LP_SIZE = 200_000
-
-
-def balance_prices(seconds: Floats) -> Floats:
+def balance_prices(seconds: Floats, lp_size: int = _LP_SIZE) -> Floats:
     """float64 ``[D]`` prices ``y >= 0`` of a second on each device, ``sum y = 1``.
 
     For *any* such prices ``sum_g min_d y_d * seconds[g, d]`` is at most the largest load of
     every assignment; these make it largest (the dual of the fractional load balance). Equal
     devices get equal prices; with two kinds of device the optimum is one of the rows' ratios,
-    with more kinds HiGHS solves the LP, unless it has more than ``_LP_SIZE`` variables: it would
+    with more kinds HiGHS solves the LP, unless it has more than ``lp_size`` variables: it may
     take minutes, and all prices are equal then.
     """
     s = np.asarray(seconds, dtype=np.float64)
     s = s[s.min(axis=1) > 0]
     kinds, kind, count = _equal_columns(s)
-    if len(s) == 0 or len(count) == 1 or (len(count) > 2 and kinds.size > _LP_SIZE):
+    if len(s) == 0 or len(count) == 1 or (len(count) > 2 and kinds.size > lp_size):
         return np.full(s.shape[1], 1.0 / s.shape[1])
     return (_two_prices if len(count) == 2 else _lp_prices)(kinds, count)[kind]
 

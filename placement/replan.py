@@ -11,7 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from placement.cluster import Cluster, between
 from placement.planners.contiguous_dp import ContiguousDp
+from placement.planners.data_parallel import DataParallel
 from placement.planners.macro_search import MacroSearch
+from placement.planners.replicated import Replicated
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search
 
@@ -103,11 +105,11 @@ def replan(
     First placements: what lost its device goes to one of the others, or is dealt out to the
     least loaded; the pipeline as it was is cut again, its order of operators and devices kept;
     contiguous stages from nothing. From the best of these ``macro_search`` goes on until the
-    budget ends.
+    budget ends. Where micro-batches took turns, replicas on what is left are tried too.
 
     Args:
         problem: with all devices.
-        placement: int32 ``[N]``, as it was planned on all devices.
+        placement: int32 ``[N]`` or ``[K, N]``, as it was planned on all devices.
         without: names of the devices that are gone.
         seconds, evaluations: budget of the search, half a second if neither is given. Only
             with ``evaluations`` alone is the answer the same on every machine.
@@ -115,8 +117,8 @@ def replan(
 
     Returns:
         The problem on the devices that are left, and the solution; ``stats["moved"]`` is how
-        many operators have another device than before. Infeasible as any planner's answer is:
-        ``value_s`` is inf, and ``stats["infeasible"]`` has the bytes.
+        many operators have another device than before, in the first phase. Infeasible as any
+        planner's answer is: ``value_s`` is inf, and ``stats["infeasible"]`` has the bytes.
 
     Raises:
         ReplanError: see ``remaining``.
@@ -129,10 +131,17 @@ def replan(
         seconds = SECONDS
     number = np.array([_index(left, name) for name in problem.cluster.device_names], np.int32)
     was = np.full(left.graph.num_groups, -1, np.int32)
-    was[left.graph.group] = number[old]
+    first, *others = np.atleast_2d(old)
+    was[left.graph.group] = number[first]
     search = MacroSearch(start=_Starts(was), seconds=seconds, evaluations=evaluations, seed=seed)
     found = search(left)
-    moved = int((number[old] != found.placement).sum())
+    if others and left.objective.is_throughput:
+        turns = replace(left, max_phases=max(left.max_phases, len(others) + 1))
+        replicas = [planner(turns) for planner in (DataParallel(), Replicated())]
+        best = min(replicas, key=lambda answer: answer.value_s)
+        if best.value_s < found.value_s:
+            found = replace(found, placement=best.placement, value_s=best.value_s)
+    moved = int((number[first] != np.atleast_2d(found.placement)[0]).sum())
     return left, replace(found, stats=found.stats | {"moved": moved})
 
 

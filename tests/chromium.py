@@ -16,17 +16,10 @@ from typing import Any
 import aiohttp  # PyTorch Geometric needs it, so it is there
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+WITHOUT = ("gpu", "quic", "background-networking", "component-update", "sync", "dev-shm-usage")
 FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--hide-scrollbars",
+    *("--headless", "--no-sandbox", "--no-first-run", "--hide-scrollbars"),
+    *(f"--disable-{what}" for what in WITHOUT),
     "--remote-debugging-port=0",
 )
 

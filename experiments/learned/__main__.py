@@ -6,6 +6,7 @@
     python -m experiments.learned zero_shot                  # trains: one family left out
     python -m experiments.learned giph                       # 10-15 operators, 2 N evaluations
     python -m experiments.learned doppler                    # DOPPLER's graphs, equal budgets
+    python -m experiments.learned published                  # seven published learners, trained
     python -m experiments.learned goals                      # the table of goals, from the CSVs
 
 Policies are the released ones, or ``--policy PATH``; ``--also`` names further ones, for example one
@@ -23,10 +24,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from experiments.learned import against, doppler, executed, giph, goals, guided, zero_shot
+from experiments.learned import (
+    against,
+    doppler,
+    executed,
+    giph,
+    goals,
+    guided,
+    published,
+    zero_shot,
+)
 from experiments.study import run
 
-MODULES = (against, executed, guided, zero_shot, giph, doppler)
+MODULES = (against, executed, guided, zero_shot, giph, doppler, published)
 STUDIES = tuple(module.STUDY for module in MODULES)
 
 

@@ -17,7 +17,7 @@ from experiments.learned.study import learned_study, wants
 from experiments.study import Options, say, slug
 from experiments.tables import Column, geometric, groups, number, table
 from placement.planners import PlannerError, load
-from placement.problem import Placement, Problem, Solution
+from placement.problem import Placement, Planner, Problem, Solution
 from placement.runs.compare import compare
 from placement.runs.measured_search import search_measured
 from placement.runs.row import SINGLE
@@ -105,14 +105,12 @@ def rows(options: Options, chosen: families.Problems) -> Iterator[Row]:
     for name, problem in chosen.items():
         say(name)
         best = tuple(best_predicted(problem, options.baselines))
+        field: dict[str, Planner] = {LEARNED: PolicyPlanner(seconds=options.seconds)}
+        field[CHOSEN] = Measured(best, options.seconds, options.measurements)
         out = options.work / slug(name)
         comparison = compare(
             {name: problem},
-            {
-                LEARNED: PolicyPlanner(seconds=options.seconds),
-                CHOSEN: Measured(best, options.seconds, options.measurements),
-                **{n: load(n) for n in best},
-            },
+            field | {n: load(n) for n in best},
             range(options.seeds),
             out_dir=out,
             executor=Executor,
@@ -124,17 +122,10 @@ def rows(options: Options, chosen: families.Problems) -> Iterator[Row]:
         for row in comparison.rows:
             measured_s = getattr(row, f"measured_{what}")
             if measured_s is not None:
-                yield Row(
-                    problem=name,
-                    objective=problem.objective,
-                    operators=problem.num_ops,
-                    devices=problem.num_devices,
-                    planner=row.planner,
-                    seed=row.seed,
-                    predicted_s=getattr(row, what),
-                    measured_s=measured_s,
-                    rounds_s=" ".join(f"{s:.9g}" for s in rounds[row.placement_id][what]),
-                )
+                about = name, problem.objective, problem.num_ops, problem.num_devices
+                rounds_s = " ".join(f"{s:.9g}" for s in rounds[row.placement_id][what])
+                seconds = getattr(row, what), measured_s, rounds_s
+                yield Row(*about, row.planner, row.seed, *seconds)
 
 
 def samples(out: Path) -> dict[str, dict[str, list[float]]]:

@@ -26,16 +26,9 @@ FROZEN, UNSAMPLED = "frozen", "policy, nothing sampled"
 SAMPLES, UNTRAINED = "samples alone", "samples alone, untrained"
 SEARCHES = {"local_search": "local_search", "simulated_annealing": "annealing"}
 LABELS = (
-    POLICY,
-    HAND,
-    FROZEN,
-    UNSAMPLED,
-    SAMPLES,
-    UNTRAINED,
-    *SEARCHES.values(),
+    *(POLICY, HAND, FROZEN, UNSAMPLED, SAMPLES, UNTRAINED, *SEARCHES.values()),
     *(f"{HEFT}, then {label}" for label in (POLICY, HAND, *SEARCHES.values())),
-    RULE,
-    "random placements",
+    *(RULE, "random placements"),
 )
 
 

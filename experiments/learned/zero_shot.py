@@ -122,20 +122,12 @@ def recipe(options: Options, seed: int) -> Any:
     from agents.encoder import NetworkConfig
     from agents.training import TrainConfig
 
-    return TrainConfig(
-        num_envs=32,
-        repeats=8,
-        learning_rate=1e-3,
-        last_learning_rate=5e-5,
-        entropy=0.004,
-        last_entropy=0.0005,
-        num_checks=30,
-        network=NetworkConfig(finish_weight=8.0),
-        imitation_epochs=0,
-        total_steps=options.total_steps,
-        max_seconds=options.max_seconds,
-        seed=seed,
-    )
+    rates = {"learning_rate": 1e-3, "last_learning_rate": 5e-5}
+    rates |= {"entropy": 0.004, "last_entropy": 0.0005}
+    counts = {"num_envs": 32, "repeats": 8, "num_checks": 30, "imitation_epochs": 0}
+    limits = {"total_steps": options.total_steps, "max_seconds": options.max_seconds}
+    network = NetworkConfig(finish_weight=8.0)
+    return TrainConfig(network=network, seed=seed, **rates, **counts, **limits)
 
 
 def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:

@@ -322,14 +322,8 @@ def _export_error(
 _UNTRACED: dict[str, tuple[tuple[Callable[..., Any], ...], str]] = {
     "derivatives": (
         (
-            torch.autograd.grad,
-            torch.autograd.backward,
-            torch.func.grad,
-            torch.func.grad_and_value,
-            torch.func.vjp,
-            torch.func.jacrev,
-            torch.func.jacfwd,
-            torch.func.hessian,
+            *(torch.autograd.grad, torch.autograd.backward, torch.func.grad, torch.func.vjp),
+            *(torch.func.grad_and_value, torch.func.jacrev, torch.func.jacfwd, torch.func.hessian),
         ),
         "write the derivative out, or return what is differentiated",
     ),
@@ -691,3 +685,12 @@ def argument_names(
             extra = range(len(args) - len(positional))
             positional.extend(f"{p.name}[{i}]" for i in extra)
     return tuple(positional), (*positional[: len(args)], *kwargs)
+
+
+def named_leaves(
+    values: Sequence[Any], input_names: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
+    """Names of the leaves of the inputs, the leaves, and how they are nested."""
+    paths, tree = pytree.tree_flatten_with_path(list(values))
+    names = (input_names[path[0].idx] + pytree.keystr(path[1:]) for path, _ in paths)  # type: ignore[attr-defined]
+    return tuple(names), tuple(leaf for _, leaf in paths), tree

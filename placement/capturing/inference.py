@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from placement.capturing.exported import (
     argument_names,
@@ -19,6 +18,7 @@ from placement.capturing.exported import (
     functionalise,
     is_random,
     module_path,
+    named_leaves,
     node_line,
     signature_of,
 )
@@ -82,13 +82,7 @@ def _build(
     spec: dict[str, Any],
 ) -> OpGraph:
     """Number operators, tensors and parameters of the exported program."""
-    paths, in_tree = pytree.tree_flatten_with_path(values)
-    leaf_names = tuple(
-        input_names[path[0].idx] + pytree.keystr(path[1:])  # type: ignore[attr-defined]
-        for path, _ in paths
-    )
-    example_leaves = tuple(leaf for _, leaf in paths)
-
+    leaf_names, example_leaves, in_tree = named_leaves(values, input_names)
     builder = _Builder(exported)
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     inputs = placeholders[len(placeholders) - len(example_leaves) :]

@@ -21,6 +21,7 @@ from placement.capturing.exported import (
     export,
     is_random,
     module_path,
+    named_leaves,
     signature_of,
 )
 from placement.capturing.joint import Joint, loss_of, trace_step
@@ -99,7 +100,7 @@ def capture_training(
     joint = trace_step(exported, module, leaves, optimizer, split_backward, replays)
     pieces = cut(joint, split_backward)
     builder = _Builder(joint, pieces, prefix, colocate_backward)
-    paths, in_tree = pytree.tree_flatten_with_path(values)
+    leaf_names, example_leaves, in_tree = named_leaves(values, input_names)
     program = Program(
         steps=tuple(builder.steps),
         params=tuple(builder.params),
@@ -108,11 +109,8 @@ def capture_training(
         input_names=input_names,
         arg_names=arg_names,
         input_spec=spec,
-        leaf_names=tuple(
-            input_names[path[0].idx] + pytree.keystr(path[1:])  # type: ignore[attr-defined]
-            for path, _ in paths
-        ),
-        example_leaves=tuple(leaf for _, leaf in paths),
+        leaf_names=leaf_names,
+        example_leaves=example_leaves,
         output_leaves=(Ref(builder.loss),),
         in_tree=in_tree,
         out_tree=pytree.tree_structure(0),
@@ -320,17 +318,12 @@ class _Builder:
             self.tensor_bytes.append(num_bytes(result))
             base = self._value.get(root_of(result))
             self.tensor_root.append(base.tensor if isinstance(base, Ref) else t)
-        multi = len(results) != 1
-        self.steps.append(
-            Step(
-                function,
-                (torch.device("cpu"), *args),
-                {},
-                tuple(outputs),
-                multi,
-                tuple(range(len(outputs))),
-            )
+        inputs = (torch.device("cpu"), *args)
+        index = tuple(range(len(outputs)))
+        step = Step(
+            function, inputs, {}, tuple(outputs), multi=len(outputs) != 1, output_index=index
         )
+        self.steps.append(step)
         for x in args:
             if isinstance(x, Ref):
                 self.uses.append((x.tensor, n))

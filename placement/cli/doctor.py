@@ -177,32 +177,22 @@ def rows(machine: dict[str, Any]) -> list[list[str]]:
     gpus = [f"{g['name']}, {g['model']}, {_gibibytes(g['memory_bytes'])}" for g in machine["gpus"]]
     no_gpu = "none" if machine["cuda_build"] else "none (torch is built for CPUs only)"
     load = "unknown" if cpu["load"] is None else f"{cpu['load']:.1f} of {cpu['usable']} cores"
-    shown = [
-        ["version", f"{DISTRIBUTION} {machine['version']}, Python {machine['python']}"],
-        [
-            "processor",
-            f"{cpu['model']}, {cpu['usable']} of {cpu['logical']} cores usable, "
-            f"sockets: {cpu['sockets'] or 'unknown'}",
-        ],
-        [
-            "memory",
-            f"{_gibibytes(memory['total_bytes'])}, {_gibibytes(memory['free_bytes'])} free"
-            + (f", limit {_gibibytes(limit)}" if limit is not None else ""),
-        ],
-        ["GPUs", "; ".join(gpus) or no_gpu],
-        ["devices", ", ".join(machine["devices"]) or "unknown"],
-        ["load", f"{load}; the same work takes {machine['noise']['slow_over_fast']:.2f}x at times"],
-        [
-            "profiles",
-            f"{cache['num_profiles']} in {cache['folder']}, {_gibibytes(cache['free_bytes'])} "
-            f"free{'' if cache['writable'] else ', NOT WRITABLE'}",
-        ],
-        ["packages", ", ".join(f"{k} {v or 'MISSING'}" for k, v in machine["required"].items())],
-    ]
+    shown = {
+        "version": f"{DISTRIBUTION} {machine['version']}, Python {machine['python']}",
+        "processor": f"{cpu['model']}, {cpu['usable']} of {cpu['logical']} cores usable, "
+        f"sockets: {cpu['sockets'] or 'unknown'}",
+        "memory": f"{_gibibytes(memory['total_bytes'])}, {_gibibytes(memory['free_bytes'])} free"
+        + (f", limit {_gibibytes(limit)}" if limit is not None else ""),
+        "GPUs": "; ".join(gpus) or no_gpu,
+        "devices": ", ".join(machine["devices"]) or "unknown",
+        "load": f"{load}; the same work takes {machine['noise']['slow_over_fast']:.2f}x at times",
+        "profiles": f"{cache['num_profiles']} in {cache['folder']}, "
+        f"{_gibibytes(cache['free_bytes'])} free{'' if cache['writable'] else ', NOT WRITABLE'}",
+        "packages": ", ".join(f"{k} {v or 'MISSING'}" for k, v in machine["required"].items()),
+    }
     for name, parts in machine["extras"].items():
-        there = ", ".join(f"{k} {v or 'missing'}" for k, v in parts.items())
-        shown.append([f"extra {name}", there])
-    return shown
+        shown[f"extra {name}"] = ", ".join(f"{k} {v or 'missing'}" for k, v in parts.items())
+    return [[name, text] for name, text in shown.items()]
 
 
 def packages() -> tuple[dict[str, str | None], dict[str, dict[str, str | None]]]:

@@ -45,38 +45,23 @@ def run(args: argparse.Namespace) -> int:
         profile.check(graph)
         seconds = profile.compute_s[:, 0]
     where = slack(graph, seconds)
-    columns = described.columns | {
-        "seconds": seconds,
-        "start_s": where.start_s,
-        "slack_s": where.slack_s,
-        "critical": where.critical.astype(float),
-    }
+    columns = described.columns | {"seconds": seconds, "start_s": where.start_s}
+    columns |= {"slack_s": where.slack_s, "critical": where.critical.astype(float)}
     del columns["op_class"]
-    rows = [
-        {
-            "operator": graph.op_name[n],
-            "kind": graph.op_kind[n],
-            "class": CLASSES[described.op_class[n]],
-            "module": graph.op_module[n],
-        }
-        | {name: float(values[n]) for name, values in columns.items()}
-        for n in range(graph.num_ops)
-    ]
+    rows = []
+    for n in range(graph.num_ops):
+        words = {"operator": graph.op_name[n], "kind": graph.op_kind[n]}
+        words |= {"class": CLASSES[described.op_class[n]], "module": graph.op_module[n]}
+        rows.append(words | {name: float(values[n]) for name, values in columns.items()})
     if args.csv:
         write_atomic(args.csv, csv_text(rows[0], (row.values() for row in rows)))
         cli.say(f"{len(rows)} operators written to {args.csv}")
     if args.json:
-        cli.print_json(
-            {
-                "workload": graph.name,
-                "graph_fingerprint": graph.fingerprint,
-                "num_ops": graph.num_ops,
-                "num_edges": len(graph.edges),
-                "critical_path_s": where.path_s,
-                "seconds_from": "reference" if profile is None else profile.device_names[0],
-                "operators": rows,
-            }
-        )
+        source = "reference" if profile is None else profile.device_names[0]
+        answer: dict[str, object] = {"workload": graph.name, "graph_fingerprint": graph.fingerprint}
+        answer |= {"num_ops": graph.num_ops, "num_edges": len(graph.edges)}
+        answer |= {"critical_path_s": where.path_s, "seconds_from": source}
+        cli.print_json(answer | {"operators": rows})
         return cli.OK
     largest = sorted(range(graph.num_ops), key=lambda n: -seconds[n])[:NUM_SHOWN]
     cells = [

@@ -31,32 +31,17 @@ def run(args: argparse.Namespace) -> int:
     with cli.progress() as report:
         problem = load_problem(args, report)
     importers.save(problem, args.out)
-    graph, bounds = problem.graph, lower_bounds(problem)
+    graph = problem.graph
     if args.json:
-        cli.print_json(
-            {
-                "nodes": graph.num_ops,
-                "edges": len(graph.edges),
-                "devices": list(problem.cluster.device_names),
-                "objective": problem.objective,
-                "fingerprint": graph.fingerprint,
-                "lower_bound_s": bounds,
-            }
-        )
+        answer: dict[str, object] = {"nodes": graph.num_ops, "edges": len(graph.edges)}
+        answer |= {"devices": list(problem.cluster.device_names), "objective": problem.objective}
+        bounds = lower_bounds(problem)
+        cli.print_json(answer | {"fingerprint": graph.fingerprint, "lower_bound_s": bounds})
     else:
-        cli.print_table(
-            f"{graph.name}, for {problem.objective}",
-            ["operators", "edges", "devices", "colocation groups", "parameters"],
-            [
-                [
-                    str(graph.num_ops),
-                    str(len(graph.edges)),
-                    str(problem.num_devices),
-                    str(graph.num_groups),
-                    cli.mebibytes(float(graph.param_bytes.sum())),
-                ]
-            ],
-        )
+        sizes = (graph.num_ops, len(graph.edges), problem.num_devices, graph.num_groups)
+        row = [*map(str, sizes), cli.mebibytes(float(graph.param_bytes.sum()))]
+        columns = ["operators", "edges", "devices", "colocation groups", "parameters"]
+        cli.print_table(f"{graph.name}, for {problem.objective}", columns, [row])
     out = shlex.quote(args.out)
     cli.say(f"problem written to {args.out}; next: placement plan {out} --planner best_of")
     return cli.OK

@@ -488,14 +488,14 @@ def _answer(
         "assignment": {
             op: devices[d] for op, d in zip(problem.graph.op_name, phases[0].tolist(), strict=True)
         },
-        **({} if len(phases) == 1 else {"phases": _phases(problem, phases)}),
+        **({} if len(phases) == 1 else {"phases": later_phases(problem, phases)}),
         **({} if solution.schedule is None else {"order": _order(problem, solution.schedule)}),
         **measured,
         **(serving.answer(args, problem, solution) if serving.is_served(args) else {}),
     }
 
 
-def _phases(problem: Problem, phases: NDArray[np.int32]) -> list[dict[str, str]]:
+def later_phases(problem: Problem, phases: NDArray[np.int32]) -> list[dict[str, str]]:
     """What each later phase has elsewhere than ``assignment``, as a plan's ``phases`` have it."""
     devices, names = problem.cluster.device_names, problem.graph.op_name
     return [

@@ -140,14 +140,13 @@ def _measure(args: argparse.Namespace, rank: int, size: int) -> int:
             profile = _profile(args, graph, cluster, of_devices, hosts, rank, report)
     if not first:
         return cli.OK
+    placed = zip(cluster.devices, ranks, strict=True)
+    infinite = {"bandwidth_bytes_per_s": None}
     answer: dict[str, Any] = {
         "hosts": list(measured.hosts),
-        "devices": [
-            {"name": d.name, "rank": r} for d, r in zip(cluster.devices, ranks, strict=True)
-        ],
+        "devices": [{"name": d.name, "rank": r} for d, r in placed],
         "links": [
-            asdict(x)
-            | ({} if isfinite(x.bandwidth_bytes_per_s) else {"bandwidth_bytes_per_s": None})
+            asdict(x) | ({} if isfinite(x.bandwidth_bytes_per_s) else infinite)
             for x in cluster.links
         ],
         "slowdown": dict(measured.slowdown),
@@ -225,16 +224,11 @@ def _profile(
 
 
 def _show(measured: Measured) -> None:
-    rows = [
-        [
-            f"{a} > {b}",
-            cli.seconds(link.latency_s),
-            f"{link.bandwidth_bytes_per_s / 1e6:,.0f}",
-            cli.seconds(link.send_s),
-            link.channel or "its own",
-        ]
-        for (a, b), link in measured.links.items()
-    ]
+    rows = []
+    for (a, b), link in measured.links.items():
+        latency, send = map(cli.seconds, (link.latency_s, link.send_s))
+        rate = f"{link.bandwidth_bytes_per_s / 1e6:,.0f}"
+        rows.append([f"{a} > {b}", latency, rate, send, link.channel or "its own"])
     cli.print_table(
         f"links between {len(measured.hosts)} processes on {len(set(measured.hosts))} hosts",
         ["ranks", "latency", "MB/s", "busy per tensor", "channel"],

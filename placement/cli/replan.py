@@ -54,7 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement.cli.plan import check_budget
+    import numpy as np
+
+    from placement.cli.plan import check_budget, later_phases
     from placement.plan import load_plan, make_plan, proved_bound_s, whole_modules
     from placement.replan import NothingFits, replan
 
@@ -71,58 +73,43 @@ def run(args: argparse.Namespace) -> int:
         old = plan.placement(problem.graph, problem.cluster)
         report("planning", None)
         try:
-            left, solution = replan(
-                problem,
-                old,
-                without,
-                seconds=args.seconds,
-                evaluations=args.evaluations,
-                seed=args.seed,
-            )
+            budget = {name: getattr(args, name) for name in ("seconds", "evaluations", "seed")}
+            left, solution = replan(problem, old, without, **budget)
         except NothingFits as error:
             if args.json:
                 cli.print_json({"feasible": False, "without": without, "why": str(error)})
             cli.say(str(error))
             return cli.NO
-    feasible = isfinite(solution.value_s)
+    feasible, stats = isfinite(solution.value_s), solution.stats
     devices = left.cluster.device_names
-    on = [devices[d] for d in solution.placement.tolist()]
+    phases = np.atleast_2d(solution.placement)
+    on = [devices[d] for d in phases[0].tolist()]
     if args.json:
+        value_s = float(solution.value_s) if feasible else None
+        answer: dict[str, object] = {"planner": "replan", "objective": left.objective}
+        answer |= {"value_s": value_s, "was_value_s": plan.predicted.value_s}
+        answer |= {"lower_bound_s": proved_bound_s(left, solution)}
+        answer |= {name: stats[name] for name in ("seconds", "evaluations")}
+        answer |= {"feasible": feasible, "without": without, "moved": stats["moved"]}
+        answer["assignment"] = dict(zip(left.graph.op_name, on, strict=True))
         cli.print_json(
-            {
-                "planner": "replan",
-                "objective": left.objective,
-                "value_s": float(solution.value_s) if feasible else None,
-                "was_value_s": plan.predicted.value_s,
-                "lower_bound_s": proved_bound_s(left, solution),
-                "seconds": solution.stats["seconds"],
-                "evaluations": solution.stats["evaluations"],
-                "feasible": feasible,
-                "without": without,
-                "moved": solution.stats["moved"],
-                "assignment": dict(zip(left.graph.op_name, on, strict=True)),
-            }
+            answer | ({} if len(phases) == 1 else {"phases": later_phases(left, phases)})
         )
     if not feasible:
-        cli.say(f"on {list(devices)}: {solution.stats['infeasible']}")
+        cli.say(f"on {list(devices)}: {stats['infeasible']}")
         return cli.NO
     unit = left.objective.unit
     now, before = (cli.seconds(x, unit) for x in (solution.value_s, plan.predicted.value_s))
     cli.say(
         f"without {', '.join(without)}: {left.objective} {now}, before {before}; "
-        f"{solution.stats['moved']} of {left.num_ops} operators moved; "
-        f"{solution.stats['seconds']:.2f} s"
+        f"{stats['moved']} of {left.num_ops} operators moved; {stats['seconds']:.2f} s"
     )
     if plan.order is not None:
         cli.say("the plan had an order of all micro-batches; the new one runs by priority")
     if args.json and not args.out:
         return cli.OK
-    new = make_plan(
-        left,
-        solution,
-        planner="replan",
-        parameters={"was": plan.planner.name, "without": without},
-    )
+    parameters = {"was": plan.planner.name, "without": without}
+    new = make_plan(left, solution, planner="replan", parameters=parameters)
     # A problem file knows less of the same graph.
     where = whole_modules(plan.graph.modules, on) if plan.graph.modules else new.device_map
     new = new.model_copy(update={"graph": plan.graph, "device_map": where})
@@ -205,10 +192,5 @@ def problem_in_file(plan: Plan, args: argparse.Namespace, path: str) -> Problem:
 
 def decided(plan: Plan) -> dict[str, Any]:
     """What a plan says about its problem beside graph, devices and times."""
-    return {
-        "objective": plan.objective,
-        "num_microbatches": plan.num_microbatches,
-        "max_in_flight": plan.max_in_flight,
-        "second_j": plan.second_j,
-        "max_phases": len(plan.assignments),
-    }
+    names = ("objective", "num_microbatches", "max_in_flight", "second_j")
+    return {name: getattr(plan, name) for name in names} | {"max_phases": len(plan.assignments)}

@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
             )
     if args.memory is not None and not 0 <= args.memory < 2**60:
         raise cli.UsageError(f"--memory {args.memory} must not be negative, and below 2**60")
-    case = _case(args.file, args.case)
-    work, ids = read_work(case, args.memory)
+    work, ids = read_work(_case(args.file, args.case), args.memory)
     try:
         answer = search_schedule(work, args.micro_batches, unroll=args.unroll, seconds=args.seconds)
     except ImportError as error:
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         cli.print_json(_answer(args, answer, ids))
     else:
-        _show(args, case, work, answer, ids)
+        _show(args, work, answer)
     return cli.OK
 
 
@@ -99,6 +98,8 @@ def _number(value: Any) -> int | float:
 
 def _answer(args: argparse.Namespace, answer: Answer, ids: list[int]) -> dict[str, Any]:
     """What machines read; the keys are a contract."""
+    import numpy as np
+
     return {
         "period": _number(answer.period),
         "period_lower_bound": _number(answer.found.bound),
@@ -108,39 +109,23 @@ def _answer(args: argparse.Namespace, answer: Answer, ids: list[int]) -> dict[st
         "unroll": answer.found.pattern.unroll,
         "micro_batches": args.micro_batches,
         "memory": args.memory,
-        "starts": [
-            [j, ids[b], int(start)]
-            for j, row in enumerate(answer.starts)
-            for b, start in enumerate(row)
-        ],
+        "starts": [[j, ids[b], int(start)] for (j, b), start in np.ndenumerate(answer.starts)],
     }
 
 
-def _show(
-    args: argparse.Namespace, case: dict[str, Any], work: Work, answer: Answer, ids: list[int]
-) -> None:
+def _show(args: argparse.Namespace, work: Work, answer: Answer) -> None:
     """A table, and the schedule as text: a line per device, a letter per micro-batch."""
-    busiest = args.micro_batches * max(work.load)
+    count, pattern = args.micro_batches, answer.found.pattern
+    memory = "unlimited" if args.memory is None else args.memory
     proved = "optimal" if answer.found.optimal else f"at least {float(answer.found.bound):g}"
-    cli.print_table(
-        f"{args.case}, memory {'unlimited' if args.memory is None else args.memory}, "
-        f"{args.micro_batches} micro-batches",
-        ["", "time", "proved"],
-        [
-            [
-                f"period (pattern of {answer.found.pattern.unroll})",
-                f"{float(answer.period):g}",
-                proved,
-            ],
-            [
-                "makespan",
-                str(answer.makespan),
-                f"at least {work.makespan_bound(args.micro_batches)}",
-            ],
-            ["busiest device", str(busiest), ""],
-            ["search [s]", f"{answer.seconds:.2f}", ""],
-        ],
-    )
+    rows = [
+        [f"period (pattern of {pattern.unroll})", f"{float(answer.period):g}", proved],
+        ["makespan", str(answer.makespan), f"at least {work.makespan_bound(count)}"],
+        ["busiest device", str(count * max(work.load)), ""],
+        ["search [s]", f"{answer.seconds:.2f}", ""],
+    ]
+    title = f"{args.case}, memory {memory}, {count} micro-batches"
+    cli.print_table(title, ["", "time", "proved"], rows)
     print(gantt(work, answer.starts, cli.WIDTH))
 
 

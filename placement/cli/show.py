@@ -95,21 +95,18 @@ def show_plan(plan: Plan) -> None:
     if declared:
         print("energy: from declared watts, not from measured ones")
     on = [list(phase.values()) for phase in plan.assignments]
-    cli.print_table(
-        f"devices; micro-batches take turns in {len(on)} phases" if plan.phases else "devices",
-        ["device", "operators", "stages", "busy", "peak memory", "of"],
-        [
-            [
-                d.name,
-                _counts([phase.count(d.name) for phase in on]),
-                str(sum(s.device == d.name for s in plan.stages)),
-                cli.seconds(plan.predicted.busy_s[d.name]),
-                cli.mebibytes(plan.predicted.peak_bytes[d.name]),
-                cli.mebibytes(plan.limits.memory_bytes[d.name]),
-            ]
-            for d in plan.cluster.devices
-        ],
-    )
+    rows = []
+    for device in (d.name for d in plan.cluster.devices):
+        operators = _counts([phase.count(device) for phase in on])
+        stages = str(sum(s.device == device for s in plan.stages))
+        memory = plan.predicted.peak_bytes[device], plan.limits.memory_bytes[device]
+        busy = cli.seconds(plan.predicted.busy_s[device])
+        rows.append([device, operators, stages, busy, *map(cli.mebibytes, memory)])
+    title = "devices"
+    if plan.phases:
+        title += f"; micro-batches take turns in {len(on)} phases"
+    columns = ["device", "operators", "stages", "busy", "peak memory", "of"]
+    cli.print_table(title, columns, rows)
     print(
         f"graph {plan.graph.fingerprint[:12]}, cluster {plan.cluster.fingerprint[:12]}, "
         f"made {plan.provenance.created}"
@@ -149,19 +146,12 @@ def run_diff(args: argparse.Namespace) -> int:
         for op in dict.fromkeys([*was_on, *is_on])
         if was_on.get(op) != is_on.get(op)
     }
-    settings = {
-        key: [was, now]
-        for key, was, now in (
-            ("planner", a.planner.name, b.planner.name),
-            ("objective", a.objective, b.objective),
-            ("num_microbatches", a.num_microbatches, b.num_microbatches),
-            ("max_in_flight", a.max_in_flight, b.max_in_flight),
-            ("second_j", a.second_j, b.second_j),
-            ("graph", a.graph.fingerprint[:12], b.graph.fingerprint[:12]),
-            ("cluster", a.cluster.fingerprint[:12], b.cluster.fingerprint[:12]),
-        )
-        if was != now
-    }
+    names = ("objective", "num_microbatches", "max_in_flight", "second_j")
+    pairs = {"planner": [a.planner.name, b.planner.name]}
+    pairs |= {name: [getattr(a, name), getattr(b, name)] for name in names}
+    pairs["graph"] = [p.graph.fingerprint[:12] for p in (a, b)]
+    pairs["cluster"] = [p.cluster.fingerprint[:12] for p in (a, b)]
+    settings = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     metrics = {
         f"predicted {what}": [getattr(p.predicted, f"{what}_s") for p in (a, b)]
         for what in ("latency", "period")

@@ -133,14 +133,9 @@ def alone(plan: Plan, trainer: Trainer, device: str) -> Trainer:
     from placement.executor import Trainer
 
     graph, cluster = trainer.graph, trainer.runner.cluster
-    return Trainer(
-        graph,
-        cluster,
-        np.full(graph.num_ops, cluster.index(device), np.int32),
-        trainer.optimizer,
-        max_in_flight=plan.max_in_flight,
-        priority=plan.priority,
-    )
+    placement = np.full(graph.num_ops, cluster.index(device), np.int32)
+    options: Any = {"max_in_flight": plan.max_in_flight, "priority": plan.priority}
+    return Trainer(graph, cluster, placement, trainer.optimizer, **options)
 
 
 def steps(one: Trainer, many: Trainer, example: Any, batches: int) -> Way:

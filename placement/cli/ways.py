@@ -31,15 +31,12 @@ def mirror(project: str, folder: Path, plan: Plan) -> None:
     """A W&B run of type ``run``: predicted and measured seconds, and the plan as an artifact."""
     from placement.runs.tracking import WandbTracker
 
-    figures = {
-        f"{what}_s/{kind}": value
-        for what, said in (
-            ("latency", plan.predicted.latency_s),
-            ("period", plan.predicted.period_s),
-        )
-        for kind, value in (("predicted", said), ("measured", plan.measured_s(what)))
-        if value is not None
-    }
+    figures = {}
+    for what in ("latency", "period"):
+        figures[f"{what}_s/predicted"] = getattr(plan.predicted, f"{what}_s")
+        measured_s = plan.measured_s(what)
+        if measured_s is not None:
+            figures[f"{what}_s/measured"] = measured_s
     config = {"graph": plan.graph.name, "planner": plan.planner.model_dump()}
     with (
         tempfile.TemporaryDirectory() as temporary,
@@ -101,17 +98,12 @@ def show(
         alone_s = {what: getattr(other, f"{what}_s").median_s for what in predicted}
     ratios = {what: took_s / spreads[what].median_s for what, took_s in alone_s.items()} or None
     if as_json:
-        cli.print_json(
-            {
-                "numerics_equal": True if compared else None,
-                "predicted": {f"{k}_s": v for k, v in predicted.items()},
-                "measured": mine.model_dump(),
-                "single_device": None
-                if other is None
-                else {"device": single, "measured": other.model_dump()},
-                "speedup_over_single_device": ratios,
-            }
-        )
+        answer: dict[str, Any] = {"numerics_equal": True if compared else None}
+        answer |= {"predicted": {f"{k}_s": v for k, v in predicted.items()}}
+        answer |= {"measured": mine.model_dump(), "single_device": None}
+        if other is not None:
+            answer["single_device"] = {"device": single, "measured": other.model_dump()}
+        cli.print_json(answer | {"speedup_over_single_device": ratios})
         return
     rows = []
     for what, spread in spreads.items():

@@ -79,6 +79,7 @@ class Corpus:
         profile.check(graph)
         machine = machine_of(profile.provenance)
         facts = profile.provenance
+        repeats, when = int(facts.get("repeats", 1)), str(facts.get("when", ""))
         predicted = profile.predicted
         rows, devices = [], []
         for device in cluster.devices:
@@ -95,20 +96,12 @@ class Corpus:
             if members:
                 devices.append((signature, machine, json.dumps(asdict(device))))
             for operator, ops in members.items():
-                loaded = None if profile.loaded_s is None else profile.loaded_s[ops, d].mean()
-                rows.append(
-                    (
-                        operator,
-                        signature,
-                        graph.fingerprint,
-                        len(ops),
-                        int(facts.get("repeats", 1)),
-                        float(profile.compute_s[ops, d].mean()),
-                        float(profile.spread_s[ops, d].mean()),
-                        None if loaded is None else float(loaded),
-                        str(facts.get("when", "")),
-                    )
-                )
+                means = [
+                    None if seconds is None else float(seconds[ops, d].mean())
+                    for seconds in (profile.compute_s, profile.spread_s, profile.loaded_s)
+                ]
+                where = operator, signature, graph.fingerprint
+                rows.append((*where, len(ops), repeats, *means, when))
         if not rows:
             return 0
         links = json.dumps([asdict(x) for x in profile.links])

@@ -52,6 +52,7 @@ FITTED = {
 }
 # By which share times of whole models err on a GPU left out of the fit, root mean square.
 ERROR = 0.16
+_ALL = Efficiency(1.0, 1.0)
 _NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "batch_norm")
 _MOST = 0.95  # of a peak, whatever the watts
 
@@ -70,12 +71,16 @@ def kind_of(kind: str, op_class: int) -> str:
 
 @dataclass(frozen=True)
 class Peak:
-    """Of a device: operations and bytes per second, seconds per call, watts of a TFLOP/s."""
+    """Of a device: operations and bytes per second, seconds per call, watts of a TFLOP/s.
+
+    ``is_reached``: these were measured, so that operators reach all of them.
+    """
 
     flops_per_s: float
     bytes_per_s: float
     call_s: float
     watts: float = 10.0
+    is_reached: bool = False
 
     @classmethod
     def of(cls, device: Device, dtype: str = "fp32") -> Peak:
@@ -110,8 +115,9 @@ class Peak:
         share: Efficiency | None = None,
     ) -> Floats:
         """Of operators of a kind of ``FITTED`` with so many operations, and bytes moved."""
-        share = share or FITTED[kind]
-        compute = min(share.compute * (self.watts / 10.0) ** share.power, _MOST)
+        share = share or (_ALL if self.is_reached else FITTED[kind])
+        compute = share.compute * (self.watts / 10.0) ** share.power
+        compute = compute if self.is_reached else min(compute, _MOST)
         return share.calls * self.call_s + np.maximum(
             np.asarray(flops) / (compute * self.flops_per_s),
             np.asarray(moved) / (share.memory * self.bytes_per_s),

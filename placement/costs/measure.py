@@ -349,12 +349,9 @@ def load_or_measure(
     that are measured must be on this machine. A profile that cannot be saved (no space, no
     permission) is returned all the same, with a warning.
     """
-    described = [d for d in cluster.devices if d.like is not None]
-    if described:
-        here = Cluster.detect()
-        return load_or_measure(
-            graph, here, repeats=repeats, progress=progress, folder=folder
-        ).for_cluster(cluster)
+    if any(d.like is not None for d in cluster.devices):
+        options: dict[str, Any] = {"repeats": repeats, "progress": progress, "folder": folder}
+        return load_or_measure(graph, Cluster.detect(), **options).for_cluster(cluster)
     path = cached_path(graph, cluster, folder)
     if path.exists():
         profile = Profile.load(path)
@@ -547,27 +544,22 @@ def check_here(cluster: Cluster) -> None:
     can_tell = hasattr(os, "sched_getaffinity")
     cores = os.sched_getaffinity(0) if can_tell else set(range(os.cpu_count() or 1))
     for device in cluster.devices:
-        missing = sorted(set(device.cores) - cores) if device.kind == "cpu" else []
-        if missing:
-            raise ProfileError(
-                f"device {device.name!r} uses cores {missing}, this machine offers {sorted(cores)}"
-                ": describe it with 'like: <measured device>' and 'speed: <factor>'"
+        why = ""
+        if device.kind == "cpu" and (missing := sorted(set(device.cores) - cores)):
+            why = f" uses cores {missing}, this machine offers {sorted(cores)}:"
+        elif device.kind == "cuda" and not torch.cuda.is_available():
+            why = f": torch {torch.__version__} sees no CUDA device here:"
+        elif device.kind == "cuda" and not is_cuda_here(device.name):
+            why = (
+                f" is not one of the {torch.cuda.device_count()} CUDA devices here: name it "
+                "cuda:0, cuda:1, ...; or"
             )
-        if device.kind == "cuda" and not torch.cuda.is_available():
+        elif device.kind not in ("cpu", "cuda"):
+            why = f" of kind {device.kind!r} cannot be measured:"
+        if why:
             raise ProfileError(
-                f"device {device.name!r}: torch {torch.__version__} sees no CUDA device here: "
-                "describe it with 'like: <measured device>' and 'speed: <factor>'"
-            )
-        if device.kind == "cuda" and not is_cuda_here(device.name):
-            raise ProfileError(
-                f"device {device.name!r} is not one of the {torch.cuda.device_count()} CUDA "
-                "devices here: name it cuda:0, cuda:1, ...; or describe it with 'like: <measured "
-                "device>' and 'speed: <factor>'"
-            )
-        if device.kind not in ("cpu", "cuda"):
-            raise ProfileError(
-                f"device {device.name!r} of kind {device.kind!r} cannot be measured: describe it "
-                "with 'like: <measured device>' and 'speed: <factor>'"
+                f"device {device.name!r}{why} describe it with 'like: <measured device>' and "
+                "'speed: <factor>'"
             )
 
 

@@ -102,8 +102,8 @@ class Serving:
 def serving_problem(decoder: Decoder, cluster: Cluster, serving: Serving) -> Problem:
     """The problem; the objective ``latency`` of its one micro-batch is that of ``serving``.
 
-    Parameters are the weights, the cache of each layer's keys and values (2 bytes a number; no
-    longer than its window), and a buffer for what is between, once per device: of ``rows``
+    Parameters are the weights, the cache of each layer's keys and values (no longer than its
+    window), and a buffer for what is between, once per device: of ``rows``
     tokens the widest that a layer makes of them in 4 bytes, and with the head its logits.
 
     Raises:
@@ -156,7 +156,8 @@ def peaks(decoder: Decoder, cluster: Cluster) -> list[Peak]:
             if device.like is not None or not is_here(device):
                 raise
             rates = calibrate(device)
-            found.append(Peak(rates.flops_per_s, rates.bytes_per_s, rates.call_s))
+            own = (rates.flops_per_s, rates.bytes_per_s, rates.call_s)
+            found.append(Peak(*own, is_reached=True))
     return found
 
 

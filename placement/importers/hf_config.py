@@ -99,7 +99,7 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
         FormatError: an architecture that is not known, or a number that is missing or cannot be.
     """
     inner = data.get("text_config")
-    if looks_like(inner) and inner["model_type"] in FAMILIES:
+    if isinstance(inner, dict) and looks_like(inner) and inner["model_type"] in FAMILIES:
         quantised = {k: data[k] for k in ("quantization_config",) if k in data}
         data = {**{k: data[k] for k in _DTYPES if k in data}, **inner, **quantised}
     kind = data["model_type"]
@@ -337,7 +337,7 @@ class _Config:
 
     def _attention(self) -> tuple[int, int, int, float]:
         """Numbers of the matrices and of their biases, bytes of a token kept, and its width."""
-        hidden = self.hidden
+        hidden, item = self.hidden, int(_BITS[self.dtype] / 8)
         if self.latent:
             nope, rope, value = self._latent_dims()
             rank = self.size("kv_lora_rank", default=512)
@@ -346,12 +346,12 @@ class _Config:
             asks = queries * (hidden + up + 1) if queries else hidden * up
             keeps = hidden * (rank + rope) + rank * (1 + self.heads * (nope + value))
             size = asks + keeps + self.heads * value * hidden
-            return size, 0, 2 * (rank + rope), self.heads * (rank + rope / 2)
+            return size, 0, item * (rank + rope), self.heads * (rank + rope / 2)
         own, kept = self.heads * self.head_dim, self.kv_heads * self.head_dim
         biases = (own + 2 * kept) * self.bias("q") + hidden * self.bias("o")
         if self.kind == "gpt_oss":
             biases += self.heads
-        return hidden * (2 * own + 2 * kept), biases, 2 * 2 * kept, float(own)
+        return hidden * (2 * own + 2 * kept), biases, 2 * item * kept, float(own)
 
     def _window(self, i: int) -> int | None:
         """How far back attention of layer ``i`` looks."""

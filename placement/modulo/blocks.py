@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -226,15 +226,10 @@ class Work:
     def scaled(self, factor: int) -> Work:
         """The same work with all times multiplied."""
         blocks = tuple(
-            Block(
-                b.devices,
-                b.time * factor,
-                b.memory,
-                tuple((p, delay * factor) for p, delay in b.preds),
-            )
+            replace(b, time=b.time * factor, preds=tuple((p, wait * factor) for p, wait in b.preds))
             for b in self.blocks
         )
-        return Work(blocks, self.num_devices, self.limit)
+        return replace(self, blocks=blocks)
 
     def errors(self, starts: Ints) -> list[str]:
         """What is wrong with starts int64 ``[N, n]`` of ``N`` micro-batches; empty if nothing."""

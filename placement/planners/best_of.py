@@ -11,6 +11,7 @@ import numpy as np
 from placement.bounds import lower_bound
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least, load
+from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.critical_path_greedy import CriticalPathGreedy
 from placement.planners.ideal_dp import IdealDp
 from placement.problem import Problem, Solution
@@ -31,6 +32,7 @@ _QUICK = ("single_device", "heft", "peft", "critical_path_first", "level_balance
 # times what the slowest of the others took (of 5,000 operators): they are begun if that is left.
 _LATE = {"m_sct": 15.0, "coarsened": 15.0, "antichain_dp": 8.0}
 _AT_LEAST = {"ideal_dp": 5.0, **_LATE}
+_ORDERS = 8  # that contiguous_dp cuts
 # What ideal_dp gets where seconds are not limited: a second or less, and the same on every machine.
 _IDEALS: dict[str, Any] = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}
 # Where the load of devices counts splits come first, where one micro-batch does list schedules.
@@ -146,6 +148,8 @@ class BestOf:
                 share = max(share, _LATENCY_SHARE)
             if isinstance(planner, CriticalPathGreedy) and np.isfinite(search.seconds_left):
                 planner = replace(planner, beat=search.best_cost)
+            if isinstance(planner, ContiguousDp):
+                planner = replace(planner, orders=_ORDERS)
             if isinstance(planner, IdealDp) and self.seconds is None:
                 planner = replace(planner, **_IDEALS)
             elif isinstance(planner, IdealDp):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,12 @@ from placement.search.evaluation import INFEASIBLE, Choice, Search, device_class
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 Stage = tuple[int, int, int]  # device, first block, block after the last
+_LOOK = 16  # of the ready operators those that became so last are looked at
 
 
 @dataclass(frozen=True)
 class ContiguousDp:
-    """Cuts the operators, in their order, into at most D stages; the slowest stage is least.
+    """Cuts the operators, in one order or several, into D stages or less; the slowest is least.
 
     The dynamic program over (devices used, operators placed) in the manner of the linearised
     program of Tarnawski et al. (NeurIPS 2020), for unlike devices: every subset and every
@@ -45,25 +46,40 @@ class ContiguousDp:
     Attributes:
         max_blocks: groups are merged into this many blocks of about equal seconds first; the
             program is exact up to there (``stats["num_blocks"]``, ``stats["num_groups"]``).
+        orders: topological orders that are cut, one after another: that of the operators' numbers
+            first, then drawn ones (``topological_orders``). The best of all is the answer.
+        seed: of the orders that are drawn.
         max_states: with more sets of devices than this, devices are used in one order, by
             total seconds, fastest first (``stats["all_orders"]`` is False then).
-        candidates: simulate the splits of at most so many sets of devices.
+        candidates: simulate the splits of at most so many sets of devices, of all orders together.
         seconds, evaluations: budget of the simulations; None is no limit.
     """
 
     max_blocks: int = 400
+    orders: int = 1
+    seed: int = 0
     max_states: int = 512
     candidates: int = 32
     seconds: float | None = None
     evaluations: int | None = None
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "max_blocks", "max_states", "candidates")
+        check_least(self, 1, "max_blocks", "orders", "max_states", "candidates")
+        check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, self.seconds, self.evaluations)
         block = merge_blocks(problem, self.max_blocks)
-        stats = score_splits(search, block, self.max_states, self.candidates)
+        each = -(-self.candidates // self.orders)
+        stats = score_splits(search, block, self.max_states, each)
+        for position in topological_orders(problem, self.orders - 1, self.seed):
+            if not search.left:
+                break
+            before = search.best_cost
+            other = merge_blocks(problem, self.max_blocks, position)
+            found = score_splits(search, other, self.max_states, each)
+            if search.best_cost < before:
+                stats = found
         if search.best is None:  # every device refuses operators in the middle: no split at all
             search.costs(np.argmin(problem.group_compute_s, axis=1))
         return search.solution(
@@ -109,16 +125,65 @@ def score_splits(
     return {"bottleneck_s": bottleneck_s, "all_orders": all_orders}
 
 
-def merge_blocks(problem: Problem, max_blocks: int) -> Ints:
-    """int32 ``[G]``: the block of each group, non-decreasing, all of about equal seconds."""
+def merge_blocks(problem: Problem, max_blocks: int, position: Ints | None = None) -> Ints:
+    """int32 ``[G]``: the block of each group, all of about equal seconds.
+
+    They do not fall along ``position`` int32 ``[G]``, a permutation; None: along the numbers.
+    """
     groups = problem.graph.num_groups
+    position = np.arange(groups, dtype=np.int32) if position is None else position
     if groups <= max_blocks:
-        return np.arange(groups, dtype=np.int32)
+        return position
     seconds = problem.group_compute_s.min(axis=1)
-    weight = seconds / max(seconds.sum(), 1e-300) + 1.0 / groups
+    weight = (seconds / max(seconds.sum(), 1e-300) + 1.0 / groups)[np.argsort(position)]
     middle = np.cumsum(weight) - weight / 2
     block = np.floor(middle / weight.sum() * max_blocks).astype(np.int32)
-    return np.unique(block, return_inverse=True)[1].astype(np.int32)
+    return np.unique(block, return_inverse=True)[1].astype(np.int32)[position]
+
+
+def topological_orders(problem: Problem, count: int, seed: int = 0) -> Iterator[Ints]:
+    """``count`` drawn orders: int32 ``[G]`` position of each group, that of its first operator.
+
+    In turn the next operator is, of the ready ones, the one that leaves the fewest bytes to be
+    sent over a cut behind it (each one's times a drawn factor), any, and the one that became
+    ready last, as in a search in depth.
+    """
+    g, rng = problem.graph, np.random.default_rng(seed)
+    size = g.tensor_bytes.tolist()
+    inner = [set(g.in_tensor[a:b].tolist()) for a, b in pairwise(g.in_ptr.tolist())]
+    inner = [{t for t in tensors if g.tensor_src[t] >= 0} for tensors in inner]
+    made = [g.out_tensor[a:b].tolist() for a, b in pairwise(g.out_ptr.tolist())]
+    users = [set(g.use_dst[a:b].tolist()) for a, b in pairwise(g.use_ptr.tolist())]
+    for rule in range(count):
+        factor = np.exp(0.5 * rng.standard_normal(g.num_ops)).tolist()
+        left, missing = [len(u) for u in users], [len(t) for t in inner]
+        ready = [n for n in rng.permutation(g.num_ops).tolist() if not missing[n]]
+        position = np.full(g.num_groups, -1, np.int32)
+        placed = 0
+
+        def kept(n: int, left: list[int] = left, factor: list[float] = factor) -> float:
+            freed = sum(size[t] for t in inner[n] if left[t] == 1)
+            return factor[n] * (sum(size[t] for t in made[n]) - freed)
+
+        while ready:
+            k = len(ready) - 1
+            if rule % 3 == 0:
+                k = min(range(max(0, k - _LOOK), k + 1), key=lambda k: kept(ready[k]))
+            elif rule % 3 == 1:
+                k = int(rng.integers(k + 1))
+            n = ready.pop(k)
+            if position[g.group[n]] < 0:
+                position[g.group[n]] = placed
+                placed += 1
+            for t in inner[n]:
+                left[t] -= 1
+            fresh = []
+            for user in (user for t in made[n] for user in users[t]):
+                missing[user] -= 1
+                if missing[user] == 0:
+                    fresh.append(user)
+            ready += [fresh[i] for i in rng.permutation(len(fresh))]
+        yield position
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,8 +39,8 @@ class CpSat:
     may be better. For objectives of the timeline there is no program: the split of least
     ``max_load`` is scored by them, ``stats["solved"]`` says so.
 
-    ``lower_bound_s`` holds for every split; what is proved for contiguous ones only goes to
-    ``stats["contiguous_bound_s"]``.
+    ``lower_bound_s`` holds for every split with one phase; what is proved for contiguous ones only
+    goes to ``stats["contiguous_bound_s"]``.
 
     Attributes:
         contiguous: only splits along the pipeline.

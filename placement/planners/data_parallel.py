@@ -57,7 +57,8 @@ class DataParallel:
             if not search.left:
                 break
             turn = deal(seconds[order[:count]], problem.max_phases, self.slack)
-            search.consider(single[order[turn]], 1)
+            if len(turn) > 1:
+                search.consider(single[order[turn]], 1)
         assert search.best is not None, "single devices were scored"
         used, turns = np.unique(np.atleast_2d(search.best)[:, 0], return_counts=True)
         names = problem.cluster.device_names

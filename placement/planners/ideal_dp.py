@@ -61,7 +61,7 @@ class IdealDp:
 
     Under another objective the split is the same and is scored by that objective. Equal
     devices are interchangeable; unlike ones are used in every order (``max_states``).
-    ``lower_bound_s`` holds for every split, contiguous or not.
+    ``lower_bound_s`` holds for every split with one phase, contiguous or not.
 
     Attributes:
         memory_bytes: of the ideals and the tables over them.

@@ -30,8 +30,8 @@ class Mip:
     told to stop, and HiGHS left behind in a thread aborts the process at its end. ``cp_sat`` hears
     it at once.
 
-    ``lower_bound_s`` holds for every split, up to the solver's tolerance of 1e-6, which is
-    taken off; what is proved for contiguous ones only is ``stats["contiguous_bound_s"]``.
+    ``lower_bound_s`` holds for every split with one phase, up to the solver's tolerance of 1e-6,
+    which is taken off; what is proved for contiguous ones only is ``stats["contiguous_bound_s"]``.
 
     Attributes:
         contiguous: only splits along the pipeline.

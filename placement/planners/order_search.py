@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.bounds import grain_s, lower_bound
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least
 from placement.problem import Placement, Planner, Problem, Solution
-from placement.search import order
+from placement.search import order, windows
 from placement.search.chooser import no_network
 from placement.search.evaluation import Search, two_operators
 from placement.search.order import State, Tables
 from placement.simulator import kernels, simulate
 from placement.tools.jit import loads
 
-WARM, COLD = 5e-4, 1e-5  # temperatures at first and at last
+WARM, COLD = 5e-4, 1e-5  # temperatures at first and at last, of a few steps for each operator
+# What they become with many steps: shares of what an operator of mean seconds makes of the latency.
+_WARM_SHARE, _COLD_SHARE = 0.2, 0.1
+_FEW, _MANY = 200.0, 10_000.0  # steps for each operator; in between temperatures are, too
 # Where else to begin, and the share of what is left then that finding it may take.
 STARTS = (("heft", 0.1), ("critical_path_first", 0.1), ("critical_path_greedy", 0.15))
 # Searches that go on, the share of the budget of each, and how far they cool down meanwhile.
 _STAGES = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
 WIDTH = 16  # moves offered at each step
+# Windows: solved from where the last search begins until so much of the budget is used, and again
+# from there on.
+_FIRST_WINDOWS, _LAST = 0.4, 0.75
+_LEAST_WINDOWS = 3  # that must be affordable
+_WINDOW, _LEAST_WINDOW, _GROWS = 40, 15, 1.1  # operators at first, at least; more where it closes
+_IN_VAIN = 40
 _LONGEST = 16  # groups that move together
 _BETWEEN_ROWS = 32  # positions in the sequence at which a pass can begin
 _SLICE_S = 0.01  # between two looks at the clock
@@ -73,9 +85,10 @@ class OrderSearch:
             raise PlannerError(f"order_search: {reason}; use macro_search")
         load_kernel()
         search = Search(problem, self.seconds, self.evaluations, 20_000)
+        search.bound_s = lower_bound(problem)
         search.run_start(self.start)
-        steps = anneal(search, NO_NETWORK, order.HAND, self.width, self.seed)
-        return search.solution(steps=steps)
+        told = anneal(search, NO_NETWORK, order.HAND, self.width, self.seed)
+        return search.solution(search.bound_s, **told)
 
 
 def why_not(problem: Problem) -> str:
@@ -229,8 +242,8 @@ def anneal(
     chooser: int,
     width: int,
     seed: int,
-) -> int:
-    """Spend what is left of ``search``'s budget in the kernel; the steps that were made.
+) -> dict[str, Any]:
+    """Spend what is left of ``search``'s budget; what was done, for ``Solution.stats``.
 
     Which start leads furthest its own value does not tell: all of ``STARTS`` and the best so far
     are tried for a while, the best three for longer, and the best of those to the end.
@@ -239,7 +252,7 @@ def anneal(
     assert search.best is not None
     # One device is busy from its beginning to its end, unless model inputs come from elsewhere.
     if problem.num_ops < 2 or (problem.num_devices < 2 and not problem.io_s.any()):
-        return 0
+        return {"steps": 0}
     places = [search.best[problem.graph.group]]
     for name, share in STARTS:
         if search.left:
@@ -254,13 +267,93 @@ def anneal(
         runs.append(state_of(problem, width))
         start(tables, runs[-1], place, sequence_of(problem, place), rng)
         search.num_evaluations += 1
-    made, begun = 0, search.used
+    made, begun, told = 0, search.used, {"windows": 0}
     for kept, share, cool, cooled in _STAGES:
         runs = sorted(runs, key=lambda state: float(state.x[order.BEST]))[:kept]
+        if kept == 1 and runs:
+            solved = partial(_solve_windows, search, tables, runs[0], rng, told)
+            if solved(_FIRST_WINDOWS):
+                made += _spend(search, tables, runs[0], network, chooser, _LAST, (cool, cooled))
+                solved(1.0)
+                cool = cooled
         for run in runs:
             until = min(1.0, search.used + share * (1.0 - begun))
             made += _spend(search, tables, run, network, chooser, until, (cool, cooled))
-    return made
+    return {"steps": made, **told}
+
+
+def _solve_windows(
+    search: Search,
+    tables: Tables,
+    state: State,
+    rng: np.random.Generator,
+    told: dict[str, Any],
+    until: float,
+) -> bool:
+    """Solve windows of the best of ``state`` until so much of the budget is used.
+
+    It ends where none of the last ``_IN_VAIN`` was better. What one takes counts as the
+    evaluations that the annealing would have made meanwhile, so nothing is done, and the answer
+    is False, where they would be few, or without OR-Tools. ``told`` is what was done.
+    """
+    problem, n = search.problem, len(state.place)
+    worth = windows.LIMIT * windows.PER_UNIT
+    if (until - search.used) * _total(search) < _LEAST_WINDOWS * worth or not search.left:
+        return False
+    if not windows.available():
+        told["windows"] = "none: OR-Tools is not installed (the extra cp)"
+        return False
+    grain, size, in_vain = grain_s(problem), float(min(_WINDOW, n)), 0
+    for name in ("better_windows", "closed_windows"):
+        told.setdefault(name, 0)
+    start(tables, state, state.best_place, state.best_sequence, rng)
+    while in_vain < _IN_VAIN and search.used < until and search.num_left > worth and search.left:
+        cost, width = float(state.x[order.COST]), min(int(size), n)
+        place, sequence = state.place.copy(), state.sequence.copy()
+        first = int(rng.integers(n - width + 1))
+        told["windows"] += 1
+        if windows.rest_s(tables, state, first, first + width) >= cost * (1 - 1e-9):
+            search.num_evaluations += 1
+            in_vain += 1
+            continue
+        found = windows.solve(
+            tables, state, first, first + width, grain, told["windows"], search.seconds_left
+        )
+        search.num_evaluations += found.evaluations
+        told["closed_windows"] += found.closed
+        in_vain += 1
+        if found.place is not None and found.sequence is not None:
+            start(tables, state, found.place, found.sequence, rng)
+            if state.x[order.COST] > cost * (1 + 1e-12):  # channels were busy
+                start(tables, state, place, sequence, rng)
+            elif state.x[order.COST] < cost * (1 - 1e-12):
+                told["better_windows"] += 1
+                in_vain = 0
+                cost = float(state.x[order.COST])
+                search.consider_order(state.best_place, state.best_sequence, cost)
+        if found.closed and width == n and grain:
+            search.bound_s = max(search.bound_s, cost)  # all there is
+        size = size * _GROWS if found.closed else max(size / _GROWS, min(_LEAST_WINDOW, n))
+    return True
+
+
+def _total(search: Search) -> float:
+    """Evaluations that the whole budget will have been."""
+    return search.num_evaluations / max(search.used, 1e-12)
+
+
+def _heat(state: State, tables: Tables, evaluations: float) -> None:
+    """Set the temperatures of a search of so many evaluations in all.
+
+    A short one can only go down; a long one stays where a move of one operator, whose seconds
+    are some share of the latency, is undone now and then.
+    """
+    seconds = tables.compute_s[np.arange(len(state.place)), state.best_place]
+    share = float(seconds.mean()) / max(float(state.x[order.BEST]), 1e-300)
+    per_op = evaluations / len(state.place)
+    much = float(np.clip(np.log(per_op / _FEW) / np.log(_MANY / _FEW), 0.0, 1.0))
+    for at, few, many in ((order.WARM, WARM, _WARM_SHARE), (order.COLD, COLD, _COLD_SHARE)):
+        state.x[at] = few * (max(many * share, few) / few) ** much
 
 
 def _spend(
@@ -281,6 +374,7 @@ def _spend(
     rate, made = 2000.0, 0
     while search.used < until and search.left and search.num_left > 1:
         part = (search.used - first) / max(until - first, 1e-12)
+        _heat(state, tables, _total(search))
         before = search.seconds
         steps = int(max(1, min(most, slice_s * rate, search.num_left)))
         then = cool + (cooled - cool) * min(part, 1.0)

@@ -308,10 +308,10 @@ def _planned(workload: Workload, index: dict[str, int]) -> dict[str, Any]:
             spread = getattr(plan.measured, f"{name}_s")
             if spread is None:
                 continue
-            told_s, found_s = getattr(said, f"{name}_s"), spread.median_s
-            line |= {"rounds": plan.measured.n, f"measured_{name}_s": found_s}
+            predicted_s, measured_s = getattr(said, f"{name}_s"), spread.median_s
+            line |= {"rounds": plan.measured.n, f"measured_{name}_s": measured_s}
             line[f"measured_{name}_iqr_s"] = spread.iqr_s
-            line[f"{name}_error"] = told_s / found_s - 1 if found_s else None
+            line[f"{name}_error"] = predicted_s / measured_s - 1 if measured_s else None
     return line
 
 
@@ -324,19 +324,14 @@ def _devices(workload: Workload, decisions: list[_Decision]) -> list[dict[str, A
         timelines = [t for d in decisions for t in (d.predicted, d.measured) if t is not None]
         names = timelines[0].device_names if timelines else ()
         return [{"name": n, "kind": "", "model": "", "memory_bytes": None} for n in names]
-    return [
-        {
-            "name": d.name,
-            "kind": d.kind,
-            "model": d.model,
-            "threads": d.threads,
-            "memory_bytes": d.memory_bytes if d.memory_bytes < 2**62 else None,
-            "busy_w": d.busy_w,
-            "idle_w": d.idle_w,
-            "power_source": None if d.busy_w is None else d.power_source,
-        }
-        for d in devices
-    ]
+    names = ("name", "kind", "model", "threads", "memory_bytes", "busy_w", "idle_w", "power_source")
+    shown = [{name: getattr(d, name) for name in names} for d in devices]
+    for device in shown:
+        if device["memory_bytes"] >= 2**62:
+            device["memory_bytes"] = None
+        if device["busy_w"] is None:
+            device["power_source"] = None
+    return shown
 
 
 def _decision(problem: Problem | None, decision: _Decision, batches: int) -> dict[str, Any]:
@@ -413,37 +408,38 @@ def _graph(workload: Workload) -> dict[str, Any] | None:
         for a, b, t in zip(src.tolist(), g.use_dst.tolist(), g.use_tensor.tolist(), strict=True):
             if a >= 0:
                 size[a, b] += int(g.tensor_bytes[t])
-        modules = list(dict.fromkeys(g.op_module))
-        number = {m: i for i, m in enumerate(modules)}
-        kinds = list(dict.fromkeys(g.op_kind))
-        kind = {k: i for i, k in enumerate(kinds)}
-        seconds = [[_short(x) for x in row] for row in problem.compute_s.tolist()]
+        modules, module = _numbered(g.op_module)
+        kinds, kind = _numbered(g.op_kind)
         return {
             "ops": list(g.op_name),
             "modules": modules,
-            "module": [number[m] for m in g.op_module],
+            "module": module,
             "kinds": kinds,
-            "kind": [kind[k] for k in g.op_kind],
+            "kind": kind,
             "backward": np.flatnonzero(g.is_backward).tolist(),
             "param_bytes": g.op_param_bytes.tolist(),
-            "compute_s": seconds,
+            "compute_s": [[_short(x) for x in row] for row in problem.compute_s.tolist()],
             "edges": [x for (a, b), n in size.items() for x in (a, b, n)],
             "tensor_bytes": g.tensor_bytes.tolist(),
             "tensor_src": g.tensor_src.tolist(),
         }
     if plan is None:
         return None
-    of_op = plan.graph.modules or ("",) * plan.graph.num_ops
-    modules = list(dict.fromkeys(of_op))
-    number = {m: i for i, m in enumerate(modules)}
+    modules, module = _numbered(plan.graph.modules or ("",) * plan.graph.num_ops)
     unknown = ("kind", "param_bytes", "compute_s", "edges", "tensor_bytes", "tensor_src")
     return dict.fromkeys(unknown) | {
         "ops": list(plan.assignment),
         "modules": modules,
-        "module": [number[m] for m in of_op],
+        "module": module,
         "kinds": [],
         "backward": list(plan.graph.backward),
     }
+
+
+def _numbered(names: Sequence[str]) -> tuple[list[str], list[int]]:
+    """The different names, and the number of each."""
+    number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    return list(number), [number[name] for name in names]
 
 
 def _short(seconds: float) -> float | None:
@@ -482,15 +478,10 @@ def _scatter(comparison: Comparison) -> list[dict[str, Any]]:
     points: dict[tuple[str, str | None], dict[str, Any]] = {}
     for row in comparison.rows:
         if row.num_rounds:
-            point = points.setdefault(
-                (row.workload, row.placement_id),
-                {
-                    "workload": row.workload,
-                    "planners": [],
-                    "latency": [row.latency_s, row.measured_latency_s],
-                    "period": [row.period_s, row.measured_period_s],
-                },
-            )
+            new: dict[str, Any] = {"workload": row.workload, "planners": []}
+            new |= {"latency": [row.latency_s, row.measured_latency_s]}
+            new |= {"period": [row.period_s, row.measured_period_s]}
+            point = points.setdefault((row.workload, row.placement_id), new)
             if row.planner not in point["planners"]:
                 point["planners"].append(row.planner)
     return list(points.values())

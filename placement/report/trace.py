@@ -79,21 +79,18 @@ def _timeline(events: list[dict[str, Any]]) -> tuple[str, Timeline]:
         raise ValueError("an operator is missing in a micro-batch")
     name, m = named.get("process_name", ""), np.arange(len(on))
     num_phases = next(k for k in range(1, len(on) + 1) if np.array_equal(on, on[m % k]))
+    transfers = [
+        (e["args"]["tensor"], e["args"]["micro_batch"], *pairs[tracks[e["tid"]]]) for e in sent
+    ]
     line = Timeline(
         tuple(devices),
         on[0] if num_phases == 1 else on[:num_phases],
         start,
         end,
-        np.array(
-            [
-                [e["args"]["tensor"], e["args"]["micro_batch"], *pairs[tracks[e["tid"]]]]
-                for e in sent
-            ],
-            np.int32,
-        ).reshape(-1, 4),
+        np.array(transfers, np.int32).reshape(-1, 4),
         np.array([e["ts"] for e in sent]) * 1e-6,
         np.array([e["ts"] + e["dur"] for e in sent]) * 1e-6,
         measured=name == "measured",
-    )
+    )  # fmt: skip
     line.check()
     return name, line

@@ -104,9 +104,7 @@ class Comparison:
         """
         rows = [r for r in self.rows if r.workload == workload and r.feasible]
         if not rows:
-            raise CompareError(
-                f"{workload}: no planner found a placement that fits on this cluster"
-            )
+            raise CompareError(f"{workload}: no planner found a placement that fits the cluster")
         measured = [r for r in rows if r.measured_s is not None]
         return min(measured or rows, key=lambda r: r.reached_s)
 
@@ -116,22 +114,16 @@ class Comparison:
         rows = list(seen.values())
         if not rows:
             return None
-        errors, ranks = {}, {}
-        for what in ("latency_s", "period_s"):
-            said = np.array([getattr(r, what) for r in rows])
-            measured = np.array([getattr(r, f"measured_{what}") for r in rows])
-            errors[what] = mape(said, measured)
-            of = np.array([r.workload for r in rows])
+        of = np.array([r.workload for r in rows])
+        figures = {}
+        for what in ("latency", "period"):
+            said = np.array([getattr(r, f"{what}_s") for r in rows])
+            measured = np.array([getattr(r, f"measured_{what}_s") for r in rows])
             each = [spearman(said[of == w], measured[of == w]) for w in dict.fromkeys(of)]
             ranked = [x for x in each if not np.isnan(x)]
-            ranks[what] = float(np.mean(ranked)) if ranked else float("nan")
-        return Fidelity(
-            len(rows),
-            errors["latency_s"],
-            errors["period_s"],
-            ranks["latency_s"],
-            ranks["period_s"],
-        )
+            figures[f"{what}_mape"] = mape(said, measured)
+            figures[f"{what}_spearman"] = float(np.mean(ranked)) if ranked else float("nan")
+        return Fidelity(len(rows), **figures)
 
     def gains(self) -> tuple[Gain, ...]:
         """One per planner, best first; measured where every workload was, else predicted.
@@ -250,13 +242,9 @@ def compare(
         samples: dict[str, Any] = {}
         if executor is not None:
             samples = _measure(workload, problem, placements, executor, rounds, folder, say)
-        comparison = Comparison(
-            (*comparison.rows, *_rows(workload, problem, cells, samples)),
-            {
-                **comparison.solutions,
-                **{(workload, c.planner, c.seed): c.solution for c in cells if c.solution},
-            },
-        )
+        rows = (*comparison.rows, *_rows(workload, problem, cells, samples))
+        answers = {(workload, c.planner, c.seed): c.solution for c in cells if c.solution}
+        comparison = Comparison(rows, {**comparison.solutions, **answers})
         comparison.save(folder)
     return comparison
 
@@ -312,7 +300,7 @@ def _plan_all(
         write_atomic(path, _json({**head, **asdict(cell)}))
         results[at] = cell
 
-    def told() -> Iterator[_Task]:
+    def announced() -> Iterator[_Task]:
         for *_, task in todo:
             name, seed, ready, _ = task
             say(f"{workload}: {name}" + ("" if seed is None else f", seed {seed}"))
@@ -320,7 +308,7 @@ def _plan_all(
             bare = replace(problem, graph=problem.graph.without_program())
             yield task if parallel == "serial" else (name, seed, ready, bare)
 
-    parallel_map(_plan_task, told(), parallel, done=keep)
+    parallel_map(_plan, announced(), parallel, done=keep)
     return cells + [cell for cell in results if cell is not None]
 
 
@@ -342,11 +330,8 @@ def _saved_cell(
 _Task = tuple[str, int | None, Planner, Problem]
 
 
-def _plan_task(task: _Task) -> _Cell:
-    return _plan(*task)
-
-
-def _plan(name: str, seed: int | None, planner: Planner, problem: Problem) -> _Cell:
+def _plan(task: _Task) -> _Cell:
+    name, seed, planner, problem = task
     began = clock()
     try:
         solution = planner(problem)
@@ -428,14 +413,10 @@ _SAMPLED = ("latency_s", "period_s")
 def _rows(
     workload: str, problem: Problem, cells: Sequence[_Cell], samples: Mapping[str, Any]
 ) -> list[Row]:
-    proved = [lower_bound(problem)]
-    proved += [
-        c.solution.lower_bound_s
-        for c in cells
-        if c.solution is not None and c.solution.lower_bound_s is not None
-        if problem.max_phases == 1  # planners prove theirs for placements with one phase
-    ]
-    rows = [_row(workload, problem, cell, samples, max(proved)) for cell in cells]
+    bounds = [lower_bound(problem)]
+    if problem.max_phases == 1:  # planners prove theirs for placements with one phase
+        bounds += [c.solution.lower_bound_s or 0.0 for c in cells if c.solution is not None]
+    rows = [_row(workload, problem, cell, samples, max(bounds)) for cell in cells]
     # Speed-ups are ratios of times that can be measured, also for the analytic objectives.
     what = "latency_s" if "latency" in problem.objective else "period_s"
 
@@ -540,9 +521,7 @@ def _said(solution: Solution, feasible: bool, value_s: float) -> str:
     said = [solution.stats.get("message", "")]
     if not feasible:
         said.append(solution.stats.get("infeasible") or "does not fit in memory")
-    elif not np.isfinite(
-        value_s
-    ):  # objectives without a timeline: see placement.simulator.analytic
+    elif not np.isfinite(value_s):  # no timeline: see placement.simulator.analytic
         said.append("cannot run: its pieces wait for each other, or do not fit in memory")
     return "; ".join(x for x in said if x)
 

@@ -53,19 +53,16 @@ def first_difference(runner: Runner, inputs: Any) -> str:
 
     graph, program = runner.graph, runner.graph.program
     assert program is not None
-    made = [t for step in program.steps for t in step.outputs]
-    every = replace(
-        program,
-        output_leaves=tuple(map(Ref, made)),
-        out_tree=pytree.tree_structure(made),
-    )
+    tensors = [t for step in program.steps for t in step.outputs]
+    leaves, tree = tuple(map(Ref, tensors)), pytree.tree_structure(tensors)
+    every = replace(program, output_leaves=leaves, out_tree=tree)
     flat = program.flatten_inputs(*split_inputs(inputs))
     expected = run_program(every, flat)
-    shown = replace(graph, program=every, output_tensor=np.array(sorted(made), np.int32))
+    shown = replace(graph, program=every, output_tensor=np.array(sorted(tensors), np.int32))
     place = np.atleast_2d(runner.placement)[0]
     with Runner(shown, runner.cluster, place) as watched:
         (got,) = watched.stream_tensors([flat])
-    for t, a, b in zip(made, got, expected, strict=True):
+    for t, a, b in zip(tensors, got, expected, strict=True):
         wrong = difference([a.cpu()], [b.cpu()])
         if wrong:
             n = int(graph.tensor_src[t])
@@ -84,13 +81,8 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
     from placement.executor import Runner
 
     placement = np.full(runner.graph.num_ops, runner.cluster.index(device), np.int32)
-    return Runner(
-        runner.graph,
-        runner.cluster,
-        placement,
-        max_in_flight=plan.max_in_flight,
-        priority=plan.priority,
-    )
+    options: Any = {"max_in_flight": plan.max_in_flight, "priority": plan.priority}
+    return Runner(runner.graph, runner.cluster, placement, **options)
 
 
 def calls(one: Runner, many: Runner, inputs: Any, batches: int) -> Way:
@@ -128,16 +120,9 @@ def measure(ways: dict[str, Way], report: Progress) -> dict[str, Measured]:
             if r >= 0:
                 latency[name].append(one)
                 periods[name].append(many)
-    return {
-        name: Measured(
-            latency_s=Spread.of(latency[name]),
-            period_s=Spread.of(periods[name]),
-            n=ROUNDS,
-            when=now(),
-            machine=platform.node()[:200],
-        )
-        for name in ways
-    }
+    facts: dict[str, Any] = {"n": ROUNDS, "when": now(), "machine": platform.node()[:200]}
+    spreads = {n: (Spread.of(latency[n]), Spread.of(periods[n])) for n in ways}
+    return {n: Measured(latency_s=a, period_s=b, **facts) for n, (a, b) in spreads.items()}
 
 
 def timed(work: Callable[[], Any]) -> float:

@@ -68,6 +68,7 @@ class Search:
         self.best: Choice | None = None
         self.best_cost = np.inf
         self.schedule: Schedule | None = None  # of the best, where it is better than any list's
+        self.bound_s = 0.0  # no objective is below; a search that reaches it is over
         self.curve: list[tuple[float, int, float]] = []
         self._max_seconds = np.inf if seconds is None else seconds
         self._max_evaluations = np.inf if evaluations is None else evaluations
@@ -97,8 +98,10 @@ class Search:
 
     @property
     def left(self) -> bool:
-        """Whether another evaluation may be made."""
-        return self.num_evaluations == 0 or self.used < 1.0
+        """Whether another evaluation may be made, and may find something better."""
+        if self.num_evaluations == 0:
+            return True
+        return self.used < 1.0 and self.best_cost > self.bound_s * (1 + 1e-9)
 
     @property
     def seconds_left(self) -> float:
@@ -180,7 +183,7 @@ class Search:
             PlannerError: it cannot be run with its share, which names the ``option`` it is.
         """
         try:
-            return self.run(planner, START_SHARE, START_SHARE, one_phase=True)
+            return self.run(planner, START_SHARE, START_SHARE, True)  # with one phase
         except PlannerError as error:
             if self._given is None:
                 raise

@@ -21,15 +21,8 @@ def bert_tiny_hidden128(batch: int = 1, length: int = 128) -> tuple[Any, Any]:
 
 def bert_tiny(batch: int = 1, length: int = 16) -> tuple[Any, Any]:
     """Two layers of hidden size 32."""
-    return _bert(
-        batch,
-        length,
-        hidden_size=32,
-        num_attention_heads=2,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        vocab_size=100,
-    )
+    width = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    return _bert(batch, length, **width, num_hidden_layers=2, vocab_size=100)
 
 
 def _bert(batch: int, length: int, **config: Any) -> tuple[Any, Any]:

@@ -45,17 +45,10 @@ LARGE_S = 0.1  # of a run: then the same runner serves all rounds
 FEW_ROUNDS = 3  # of a large graph, and of one whose every operator was measured in another one
 DIGITS = 4  # of a time: more would be noise, and noise does not compress
 KINDS = {  # of the shipped workloads, by file
-    "bert": "encoder",
-    "convnext": "cnn",
-    "dlrm": "recommendation",
-    "gpt2": "decoder",
-    "inception": "cnn",
-    "lstm": "recurrent",
-    "resnet": "cnn",
-    "t5": "encoder-decoder",
-    "tiny": "toy",
-    "vit": "vit",
-}
+    "bert": "encoder", "convnext": "cnn", "dlrm": "recommendation", "gpt2": "decoder",
+    "inception": "cnn", "lstm": "recurrent", "resnet": "cnn", "t5": "encoder-decoder",
+    "tiny": "toy", "vit": "vit",
+}  # fmt: skip
 
 
 _SAME_NAME = (
@@ -342,14 +335,10 @@ def _measured(
     from placement.costs.measure import typical
 
     low, high = np.percentile(samples, [25, 75], axis=0)
-    whole = {
-        name: _rounded(samples[:, :, d].sum(axis=1)).tolist()
-        for d, name in enumerate(cluster.device_names)
-    }
-    least = {
-        name: _rounded(samples[:, :, d].min(axis=0)).tolist()
-        for d, name in enumerate(cluster.device_names)
-    }
+    whole, least = (  # rounds of the graph, and the fastest run of each operator, by device
+        dict(zip(cluster.device_names, _rounded(x.T).tolist(), strict=True))
+        for x in (samples.sum(axis=1), samples.min(axis=0))
+    )
     facts = {
         "dataset": VERSION,
         "kind": entry.kind,
@@ -486,7 +475,7 @@ class Operators:
 
 def operators(problems: Mapping[str, Problem]) -> tuple[Operators, ...]:
     """One row for each distinct signature and device of the problems that ``load`` gives."""
-    seen: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
+    samples: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     kind_of: dict[str, str] = {}
     for name, problem in problems.items():
         graph, profile = problem.graph, problem.profile
@@ -495,20 +484,14 @@ def operators(problems: Mapping[str, Problem]) -> tuple[Operators, ...]:
             for n, signature in enumerate(graph.op_signature):
                 key = (signature, problem.cluster.name, device)
                 times = profile.compute_s[n, d], profile.spread_s[n, d]
-                seen.setdefault(key, []).append((*times, name))
-    return tuple(
-        Operators(
-            signature,
-            kind_of[signature],
-            machine,
-            device,
-            float(np.median([x[0] for x in samples])),
-            float(np.median([x[1] for x in samples])),
-            len(samples),
-            len({x[2] for x in samples}),
-        )
-        for (signature, machine, device), samples in seen.items()
-    )
+                samples.setdefault(key, []).append((*times, name))
+    rows = []
+    for (signature, machine, device), each in samples.items():
+        seconds, spreads, names = zip(*each, strict=True)
+        median, spread = float(np.median(seconds)), float(np.median(spreads))
+        where = signature, kind_of[signature], machine, device
+        rows.append(Operators(*where, median, spread, len(each), len(set(names))))
+    return tuple(rows)
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,8 @@ def gpt2(batch: int = 1, length: int = 128) -> tuple[Any, Any]:
 
 def gpt2_tiny(batch: int = 1, length: int = 16) -> tuple[Any, Any]:
     """Two layers of hidden size 32."""
-    return _gpt2(
-        batch,
-        length,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        vocab_size=100,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    size = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 100}
+    return _gpt2(batch, length, **size, bos_token_id=0, eos_token_id=0)
 
 
 def _gpt2(batch: int, length: int, **config: Any) -> tuple[Any, Any]:

@@ -249,7 +249,7 @@ SUITES: dict[str, Suite] = {
     "wfformat": Suite(
         "workflows of scientific applications on equal machines",
         "github.com/wfcommons/WfInstances",
-        "GPL-3.0 or as each file says",
+        "LGPL-3.0",
         ("**/*.json",),
         _wfformat,
     ),

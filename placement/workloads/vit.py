@@ -16,15 +16,8 @@ def vit(batch: int = 1, image: int = 224) -> tuple[Any, Any]:
 
 def vit_tiny(batch: int = 1, image: int = 32) -> tuple[Any, Any]:
     """Two layers of hidden size 32, patches of 8 x 8."""
-    return _vit(
-        batch,
-        image_size=image,
-        patch_size=8,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-    )
+    width = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    return _vit(batch, image_size=image, patch_size=8, num_hidden_layers=2, **width)
 
 
 def _vit(batch: int, **config: Any) -> tuple[Any, Any]:

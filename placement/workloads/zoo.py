@@ -18,69 +18,35 @@ Size = tuple[int, int]  # batch, and tokens, pixels of a side, or samples of sou
 
 # Names that configurations of one kind have in common; those a class does not know do no harm.
 TEXT: dict[str, Any] = {
-    "vocab_size": 2000,
-    "hidden_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 1024,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 2000, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1024,
+    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 PAIR: dict[str, Any] = {  # encoder and decoder
-    "vocab_size": 2000,
-    "d_model": 256,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 1024,
-    "decoder_ffn_dim": 1024,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 0,
-}
+    "vocab_size": 2000, "d_model": 256, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 1024,
+    "decoder_ffn_dim": 1024, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 0,
+}  # fmt: skip
 PATCHES: dict[str, Any] = {
-    "hidden_size": 192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 3,
+    "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3,
     "intermediate_size": 768,
-}
+}  # fmt: skip
 STAGES: dict[str, Any] = {"hidden_sizes": [32, 64, 128, 256], "depths": [1, 1, 2, 1]}
 EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "experts_implementation": "batched_mm",
-}
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256, "experts_implementation": "batched_mm",
+}  # fmt: skip
 LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-    "head_dim": 32,
-    "n_group": 1,
-    "topk_group": 1,
+    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64, "v_head_dim": 64, "head_dim": 32, "n_group": 1, "topk_group": 1,
     "n_shared_experts": 1,
-}
+}  # fmt: skip
 SOUND: dict[str, Any] = {
-    "hidden_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 768,
-    "conv_dim": (64,) * 7,
-    "num_conv_pos_embeddings": 32,
+    "hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "intermediate_size": 768, "conv_dim": (64,) * 7, "num_conv_pos_embeddings": 32,
     "num_conv_pos_embedding_groups": 4,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -250,20 +250,9 @@ def test_optuna_goes_on_from_what_it_was_told(
 
 
 def row(planner: str, seed: int | None, value_s: float, workload: str = "net") -> Row:
-    return Row(
-        workload,
-        planner,
-        seed,
-        "period",
-        num_ops=3,
-        num_devices=2,
-        placement_id=None,
-        feasible=bool(np.isfinite(value_s)),
-        value_s=value_s,
-        latency_s=value_s,
-        period_s=value_s,
-        speedup=1.0 / value_s if np.isfinite(value_s) else None,
-    )
+    feasible = bool(np.isfinite(value_s))
+    about = workload, planner, seed, "period", 3, 2, None, feasible
+    return Row(*about, *[value_s] * 3, speedup=1.0 / value_s if feasible else None)
 
 
 def finished(name: str, *rows: Row, **overrides: str) -> SweepJob:

@@ -22,16 +22,8 @@ GOOD: dict[str, Any] = {
     "version": "1.0",
     "python": "3.11.7",
     "platform": "Linux",
-    "cpu": {
-        "model": "Processor",
-        "logical": 8,
-        "usable": 4,
-        "physical": 4,
-        "sockets": 1,
-        "quota_cores": None,
-        "load": 0.1,
-        "governor": "performance",
-    },
+    "cpu": {"model": "Processor", "logical": 8, "usable": 4, "physical": 4, "sockets": 1}
+    | {"quota_cores": None, "load": 0.1, "governor": "performance"},
     "memory": {"total_bytes": 2**34, "free_bytes": 2**33, "limit_bytes": None},
     "devices": ["cpu:0", "cpu:1"],
     "gpus": [],

@@ -47,7 +47,12 @@ BUILDING = (
     "envs:SelectPlaceDevicePlacement-v0",
     "envs:GroupPlaceDevicePlacement-v0",
 )
-IDS = (*BUILDING, "envs:RefineDevicePlacement-v0", "envs:GuidedSearch-v0")
+IDS = (
+    *BUILDING,
+    "envs:RefineDevicePlacement-v0",
+    "envs:GuidedSearch-v0",
+    "envs:Dispatch-v0",
+)
 
 
 def chain(

@@ -68,18 +68,19 @@ class Refuses:
 
 @dataclass(frozen=True)
 class Dies:
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def __call__(self, problem: Problem) -> Solution:
         if problem.graph.name != "warm":
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.end()
         raise StudyError("only pretends to be warm")
 
 
 @dataclass(frozen=True)
-class Sleeps:
-    def __call__(self, problem: Problem) -> Solution:
-        if problem.graph.name != "warm":
-            time.sleep(60)
-        raise StudyError("only pretends to be warm")
+class Sleeps(Dies):
+    def end(self) -> None:
+        time.sleep(60)
 
 
 @dataclass(frozen=True)
@@ -111,18 +112,15 @@ def test_what_a_run_returns_and_holds() -> None:
     assert above
 
 
-def raises(error: BaseException) -> Callable[[], None]:
-    def call() -> None:
-        raise error
-
-    return call
+def raises(error: BaseException) -> None:
+    raise error
 
 
 @pytest.mark.parametrize(
     ("call", "status", "note"),
     [
-        (raises(StudyError("no: 3 > 2")), "refused", "no: 3 > 2"),
-        (raises(ZeroDivisionError("oh")), "failed", "ZeroDivisionError: oh"),
+        (lambda: raises(StudyError("no: 3 > 2")), "refused", "no: 3 > 2"),
+        (lambda: raises(ZeroDivisionError("oh")), "failed", "ZeroDivisionError: oh"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed", "SIGKILL"),
         (lambda: os._exit(3), "killed", "exit code 3"),
         (lambda: np.ones(2**40), "out of memory", ""),
@@ -240,7 +238,7 @@ FROM_MORE_THAN_ROWS = ("measured", "prediction")
 
 def test_every_study_has_a_page() -> None:
     sections = re.findall(r"^<!-- (\w+) -->$", study.PAGES.read_text(), re.MULTILINE)
-    assert sorted(sections) == sorted([*STUDIES, "results", "bench"])
+    assert sorted(sections) == sorted([*STUDIES, "results", "goals", "optima"])
 
 
 @pytest.mark.parametrize("name", sorted(set(STUDIES) - set(FROM_MORE_THAN_ROWS)))
@@ -393,14 +391,9 @@ def test_tables_of_predictions_are_those_of_the_committed_rows() -> None:
 def test_regret_and_rank_correlation() -> None:
     from experiments import prediction
 
-    names = [
-        "search, measured",
-        "search, roofline",
-        "search, polynomial",
-        "search, trees",
-        "static",
-    ]
-    measured = dict(zip(names, ([2, 2.0], [3, 3.0], [2, 2.2], [2, 1.9], [4, 4.0]), strict=True))
+    searches = {"measured": [2, 2.0], "roofline": [3, 3.0], "polynomial": [2, 2.2]}
+    searches["trees"] = [2, 1.9]
+    measured = {f"search, {k}": v for k, v in searches.items()} | {"static": [4, 4.0]}
     backwards = {name: [1 / x, 1 / y] for name, (x, y) in measured.items()}
     plan = {
         "model": "m",
@@ -495,20 +488,13 @@ def data(tmp_path: Path) -> Path:
     """
     folder = tmp_path / "data"
     times = (1, 2, 3, 2)
-    chain = {
-        "maxSizePerFPGA": 1e9,
-        "maxFPGAs": 2,
-        "maxCPUs": 1,
-        "nodes": [node(i, t) for i, t in enumerate(times)],
-        "edges": [{"sourceId": i, "destId": i + 1, "cost": 0.25} for i in range(3)],
-    }
+    nodes = [node(i, t) for i, t in enumerate(times)]
+    edges = [{"sourceId": i, "destId": i + 1, "cost": 0.25} for i in range(3)]
+    chain = {"maxSizePerFPGA": 1e9, "maxFPGAs": 2, "maxCPUs": 1, "nodes": nodes, "edges": edges}
+    nodes = [{"id": i, "time": [t, 2 * t]} for i, t in enumerate(times)]
     link = [[0, 0.25], [0.25, 0]]
-    unlike = {
-        "model": "tiny",
-        "num_devices": 2,
-        "nodes": [{"id": i, "time": [t, 2 * t]} for i, t in enumerate(times)],
-        "edges": [{"src": i, "dst": i + 1, "transfer": link} for i in range(3)],
-    }
+    edges = [{"src": i, "dst": i + 1, "transfer": link} for i in range(3)]
+    unlike = {"model": "tiny", "num_devices": 2, "nodes": nodes, "edges": edges}
     profile = "".join(
         f"node{i} -- Op() -- forward_compute_time={t}.0, backward_compute_time={2 * t}.0, "
         f"activation_size=1000.0, parameter_size=10.0\n"
@@ -557,16 +543,9 @@ def test_baselines_from_the_command_line(
         ("moirai/tiny latency", "latency"),
         ("pipedream/tiny", "period"),
     }
-    mine = {
-        (r["planner"].partition(":")[2] or r["planner"], r["seed"]): r
-        for r in rows
-        if r["problem"] == "dnn_partitioning/throughput/layer/tiny"
-        and not r["planner"].startswith("single:")
-    }
-    assert {k for k in mine if k[0] == "random_search"} == {
-        ("random_search", "0"),
-        ("random_search", "1"),
-    }
+    loads = [r for r in rows if r["problem"] == "dnn_partitioning/throughput/layer/tiny"]
+    mine = {(r["planner"].partition(":")[2] or r["planner"], r["seed"]): r for r in loads}
+    assert sorted(seed for name, seed in mine if name == "random_search") == ["0", "1"]
     assert float(mine["random_search", "0"]["value_s"]) == pytest.approx(4.75e-3)  # of 81
     assert float(mine["random_search", "0"]["ratio"]) == 1
     assert float(mine["ideal_dp", ""]["ratio"]) == pytest.approx(5.25 / 4.75)
@@ -687,21 +666,14 @@ def test_scale_survives_planners_that_do_not(
     tmp_path: Path, places: list[str], no_more_runs: Callable[[], None]
 ) -> None:
     names = ["round_robin", *(f"{HERE}:{x}" for x in ("Refuses", "Dies", "Sleeps", "FallsBack"))]
-    words = [
-        "operators",
-        *names,
-        "--operators",
-        "60",
-        "100",
-        "--devices",
-        "2",
-        "--limit",
-        "4",
-        *places,
-    ]
-    assert scale.main(words) == 0
-    rows = rows_of(tmp_path / "out" / "scale.csv")
-    status = {(r["subject"].partition(":")[2], r["operators"]): r["status"] for r in rows}
+
+    def run(*operators: str) -> dict[tuple[str, str], str]:
+        sizes = ["--operators", *operators, "--devices", "2", "--limit", "4"]
+        assert scale.main(["operators", *names, *sizes, *places]) == 0
+        rows = rows_of(tmp_path / "out" / "scale.csv")
+        return {(r["subject"].partition(":")[2], r["operators"]): r["status"] for r in rows}
+
+    status = run("60", "100")
     # 60 operators make two layers of 50, as 100 do: these were run once.
     assert status == {
         ("", "100"): "ok",
@@ -712,27 +684,12 @@ def test_scale_survives_planners_that_do_not(
     }
     text = (tmp_path / "out" / "scale.md").read_text()
     assert "SIGKILL" in text and "gave up" in text and "N operators are too many" in text
-    # What a limit stopped is not tried on more operators.
-    more = [
-        "operators",
-        *names,
-        "--operators",
-        "100",
-        "150",
-        "--devices",
-        "2",
-        "--limit",
-        "4",
-        *places,
-    ]
-    assert scale.main(more) == 0
-    rows = rows_of(tmp_path / "out" / "scale.csv")
-    status = {(r["subject"].partition(":")[2], r["operators"]): r["status"] for r in rows}
+    status = run("100", "150")  # what a limit stopped is not tried on more operators
     assert status["Sleeps", "150"] == status["Dies", "150"] == "not tried"
     assert status["Refuses", "150"] == "refused" and status["", "150"] == "ok"
     assert (tmp_path / "out" / "scale.png").stat().st_size > 0
     no_more_runs()
-    assert scale.main(more) == 0
+    assert run("100", "150") == status
 
 
 @needs_two_cores

@@ -24,6 +24,7 @@ from placement.planners.data_parallel import deal
 from placement.planners.phase_search import unrolled
 from placement.problem import Problem
 from placement.profile import Profile
+from placement.replan import replan
 from placement.runs.compare import compare
 from placement.simulator import score
 from placement.testing import check_planner
@@ -164,6 +165,16 @@ def test_a_comparison_takes_no_replica_for_a_defect(tmp_path: Path) -> None:
     assert again.solutions["one", "data_parallel", None].placement.shape == (2, 1)
 
 
+def test_replicas_go_on_without_a_device_that_is_lost() -> None:
+    problem = chain([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])
+    found = load("data_parallel")(problem)
+    left, again = replan(problem, found.placement, ["cpu:1"])
+    assert found.value_s == 1.0 and again.value_s == 1.5
+    assert again.placement.tolist() == [[0, 0], [1, 1]] and left.cluster.num_devices == 2
+    _, alone = replan(problem, found.placement, ["cpu:0", "cpu:2"])
+    assert alone.placement.tolist() == [0, 0] and alone.value_s == 3.0
+
+
 def test_the_command(tmp_path: Path, capsys: Any) -> None:
     save(chain([[1.0, 3.0], [2.0, 6.0]]).one_phase, tmp_path / "problem.json")
     plan = ["plan", str(tmp_path / "problem.json"), "--planner", "data_parallel"]
@@ -183,6 +194,12 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     ):
         assert main(command) == 0
         assert told in capsys.readouterr().out
+    assert main(["run", out, "--distributed"]) == 2
+    assert "4 phases, in which micro-batches take turns" in capsys.readouterr().err
+    assert main([*plan, "--max-phases", "8", "--measurements", "9"]) == 2
+    assert main([*plan, "--max-phases", "8", "--scheduler", "gpipe"]) == 2
+    assert "--max-phases 1" in capsys.readouterr().err
+    assert main(["report", out, "--out", str(tmp_path / "report.html")]) == 0
     assert main(["export", out, "--to", "csv", "--out", str(tmp_path / "x.csv")]) == 1
     assert "micro-batches take turns" in capsys.readouterr().err
     table = str(tmp_path / "x.csv")

@@ -261,9 +261,7 @@ def test_a_comparison_is_mirrored(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "home"))
     words = ["workload=tiny_mlp", "planner=heft", "rounds=1", "repeats=1", "hydra.run.dir=out"]
-    words.append("tracker=wandb")
-    monkeypatch.setattr(sys, "argv", ["placement-compare", *words])
-    assert agents.compare.main() == 0
+    assert agents.compare.main([*words, "tracker=wandb"]) == 0
     found = records(tmp_path / "out")
     assert artifacts(found) == {
         "profile-tiny_mlp": ("profile", ["latest"]),

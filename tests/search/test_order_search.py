@@ -508,4 +508,4 @@ def test_nothing_to_search() -> None:
     assert OrderSearch(evaluations=10)(problem).value_s == 1.0
     search = Search(problem, evaluations=10)
     search.cost(np.zeros(1, np.int32))
-    assert anneal(search, NO_NETWORK, order.HAND, 4, 0) == 0
+    assert anneal(search, NO_NETWORK, order.HAND, 4, 0) == {"steps": 0}

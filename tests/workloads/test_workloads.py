@@ -12,22 +12,11 @@ from placement.capturing import capture
 from placement.program import run_program, split_inputs
 from placement.workloads import WorkloadError
 
-REDUCED = (
-    "bert_tiny",
-    "convnext_tiny",
-    "dlrm_tiny",
-    "gpt2_tiny",
-    "inception_tiny",
-    "lstm_tiny",
-    "resnet_tiny",
-    "t5_tiny",
-    "vit_tiny",
-    "tiny_branches",
-    "tiny_cnn",
-    "tiny_mlp",
-    "tiny_views",
-)
 HUGGING_FACE = ("bert", "convnext", "gpt2", "resnet", "t5", "vit")
+REDUCED = (
+    *(f"{name}_tiny" for name in (*HUGGING_FACE, "dlrm", "inception", "lstm")),
+    *(f"tiny_{name}" for name in ("branches", "cnn", "mlp", "views")),
+)
 
 
 def load(name, **options):

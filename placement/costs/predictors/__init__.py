@@ -129,10 +129,8 @@ def profile_of(
     if known is not None:
         keep = predicted if known.predicted is None else ~known.predicted
         predicted = ~keep
-        compute, spread = (
-            np.where(keep, known.compute_s, compute),
-            np.where(keep, known.spread_s, spread),
-        )
+        compute = np.where(keep, known.compute_s, compute)
+        spread = np.where(keep, known.spread_s, spread)
         if loaded is not None and known.loaded_s is not None:
             loaded = np.where(keep, known.loaded_s, loaded)
     profile = Profile(

@@ -1,0 +1,226 @@
+"""Are predicted seconds for a token those of a decoder that runs, its cache included?
+
+    python -m experiments.decoding [--layers 12] [--contexts 256 1024] [--tokens 64]
+
+A Llama-like decoder with random weights on one-core devices of this machine, each with a limit of
+memory so that no device can hold it all. One operator of each kind is measured on each device (all
+layers are equal), ``layer_dp`` plans from that, and the layers run on threads that are pinned to
+the cores of their devices, a token at a time, with keys and values of a full context. What is
+compared are processor seconds, which other programs of the machine change least. Writes
+``experiments/results/decoding.json`` and ``.md``.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from experiments.study import Option, Options, Rows, Study, run
+from experiments.tables import Column, table
+from placement.cluster import Cluster
+from placement.costs.serving import Phase, Serving, memory, serving_problem
+from placement.importers.decoder import Part
+from placement.importers.hf_config import read
+from placement.planners import load
+from placement.problem import Problem
+
+Step = Callable[[Tensor], Tensor]
+
+
+def step_of(part: Part, config: dict[str, Any], context: int) -> Step:
+    """What a part of the decoder does with a token, weights and cache included."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kept = config["num_attention_heads"], config["num_key_value_heads"]
+    size = hidden // heads
+
+    def weight(*dims: int) -> Tensor:
+        return torch.randn(*dims) * 0.01
+
+    if part.kind == "embedding":
+        rows = weight(config["vocab_size"], hidden)
+        return lambda token: F.embedding(token.argmax(-1) % len(rows), rows).view(1, hidden)
+    if part.kind == "attention":
+        qkv, out = weight((heads + 2 * kept) * size, hidden), weight(hidden, hidden)
+        keys, values = weight(1, kept, context, size), weight(1, kept, context, size)
+
+        def attention(x: Tensor) -> Tensor:
+            made = F.linear(F.rms_norm(x, (hidden,)), qkv).view(heads + 2 * kept, 1, size)
+            q, k, v = made.split((heads, kept, kept))
+            keys[0, :, -1:], values[0, :, -1:] = k, v  # the last token of a full context
+            y = F.scaled_dot_product_attention(q[None], keys, values, enable_gqa=True)
+            return x + F.linear(y.reshape(1, hidden), out)
+
+        return attention
+    if part.kind == "feed_forward":
+        both, down = weight(2 * inner, hidden), weight(hidden, inner)
+
+        def feed_forward(x: Tensor) -> Tensor:
+            gate, up = F.linear(F.rms_norm(x, (hidden,)), both).chunk(2, dim=-1)
+            return x + F.linear(F.silu(gate) * up, down)
+
+        return feed_forward
+    if part.numel == 0.0:
+        return lambda x: F.rms_norm(x, (hidden,))
+    head = weight(config["vocab_size"], hidden)
+    return lambda x: F.linear(x, head)
+
+
+def measured_s(step: Step, x: Tensor, cores: tuple[int, ...], times: int = 9) -> float:
+    """Median processor seconds of a step on a thread pinned to ``cores``, caches cold."""
+    took: list[float] = []
+    flush = torch.empty(2**24)
+
+    def work() -> None:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(1)
+        with torch.inference_mode():
+            for _ in range(times):
+                flush.fill_(1.0)  # what ran before in a whole model has taken the caches
+                begun = time.thread_time()
+                step(x)
+                took.append(time.thread_time() - begun)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return float(np.median(took[1:]))
+
+
+def measured(problem: Problem, steps: Sequence[Step], hidden: int) -> Problem:
+    """The problem with measured seconds: of equal operators one is measured, on every device."""
+    known: dict[tuple[str, int], float] = {}
+    seconds = np.zeros_like(problem.compute_s)
+    for n, signature in enumerate(problem.graph.op_signature):
+        for d, device in enumerate(problem.cluster.devices):
+            if (signature, d) not in known:
+                known[signature, d] = measured_s(steps[n], torch.randn(1, hidden), device.cores)
+            seconds[n, d] = known[signature, d]
+    profile = replace(problem.profile, compute_s=seconds, predicted=None)
+    return replace(problem, profile=profile)
+
+
+def seconds_per_token(
+    steps: Sequence[Step], cores: Sequence[tuple[int, ...]], tokens: int
+) -> tuple[list[float], float]:
+    """Seconds of each token through the steps, step ``i`` on a thread pinned to ``cores[i]``.
+
+    Also processor seconds of a token, on average over all but the first.
+    """
+    stages = [
+        (at, [steps[i] for i, _ in group])
+        for at, group in groupby(enumerate(cores), lambda pair: pair[1])
+    ]
+    ways: list[queue.SimpleQueue[Tensor | None]] = [
+        queue.SimpleQueue() for _ in range(len(stages) + 1)
+    ]
+
+    busy = [0.0] * len(stages)
+
+    def work(k: int) -> None:
+        os.sched_setaffinity(0, stages[k][0])
+        torch.set_num_threads(1)
+        first = True
+        with torch.inference_mode():
+            while (x := ways[k].get()) is not None:
+                begun = time.thread_time()
+                for step in stages[k][1]:
+                    x = step(x)
+                busy[k] += 0.0 if first else time.thread_time() - begun
+                first = False
+                ways[k + 1].put(x)
+        ways[k + 1].put(None)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(len(stages))]
+    for thread in threads:
+        thread.start()
+    took, token = [], torch.zeros(1, 4)
+    for _ in range(tokens):
+        begun = time.perf_counter()
+        ways[0].put(token)
+        found = ways[-1].get()
+        assert found is not None
+        token = found
+        took.append(time.perf_counter() - begun)
+    ways[0].put(None)
+    for thread in threads:
+        thread.join()
+    return took, sum(busy) / max(1, tokens - 1)
+
+
+def rows(options: Options) -> Iterator[dict[str, Any]]:
+    """A row per context."""
+    config: dict[str, Any] = {
+        "model_type": "llama", "hidden_size": options.hidden,
+        "intermediate_size": 4 * options.hidden, "num_hidden_layers": options.layers,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8192,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    decoder = read(config, "config.json", "small decoder")
+    for context in options.contexts:
+        asked = Serving(Phase.DECODE, context)
+        here = Cluster.detect()
+        whole = int(serving_problem(decoder, here, asked).graph.param_bytes.sum())
+        limit = int(whole * options.share)
+        limited = tuple(replace(d, memory_bytes=limit) for d in here.devices)
+        steps = [step_of(part, config, context) for part in decoder.parts]
+        problem = serving_problem(decoder, replace(here, devices=limited), asked)
+        problem = measured(problem, steps, options.hidden)
+        found = load("layer_dp")(problem)
+        cores = [limited[d].cores for d in found.placement]
+        took, busy_s = seconds_per_token(steps, cores, options.tokens)
+        held = memory(problem, found.placement)
+        yield {
+            "context": context,
+            "predicted_s": float(found.value_s),
+            "measured_s": float(np.median(took[options.tokens // 4 :])),
+            "processor_s": busy_s,
+            "devices": len(set(found.placement.tolist())),
+            "limit_bytes": limit,
+            "needed_bytes": {name: x["needed_bytes"] for name, x in held.items()},
+        }
+
+
+def parts(rows: Rows, options: Options) -> dict[str, str]:
+    """Predicted beside measured."""
+    return {
+        "table": table(
+            rows,
+            Column("context", "context"),
+            Column("devices", "devices"),
+            Column("predicted", "predicted_s", 2, 1e3, " ms"),
+            Column("measured, processor", "processor_s", 2, 1e3, " ms"),
+            Column("error", lambda r: r["predicted_s"] / r["processor_s"] - 1, 1, 100, " %"),
+            Column("measured, wall clock", "measured_s", 2, 1e3, " ms"),
+        )
+    }
+
+
+STUDY = Study(
+    name="decoding",
+    rows=rows,
+    parts=parts,
+    options={
+        "layers": 12,
+        "hidden": 1024,
+        "contexts": (256, 1024, 4096),
+        "tokens": Option(64, "of each context; the first quarter is not counted"),
+        "share": Option(0.7, "of what is needed that a device has"),
+    },
+)
+main = partial(run, (STUDY,))
+
+if __name__ == "__main__":
+    sys.exit(main())

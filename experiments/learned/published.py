@@ -1,0 +1,225 @@
+"""The published learners under one runtime, beside rules and searches, with equal budgets.
+
+Each method is its configuration in ``conf/experiment``, trained on the same drawn graphs for the
+same number of environment steps, in the simulator that all are evaluated in; what training costs
+is told apart. Then it has, on problems of which none was trained on, as many evaluations as
+everybody else, or as many seconds: one that builds placements samples them, one that moves
+operators moves them from the best single device.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from experiments.budgets import HELD_OUT, PUBLISHED
+from experiments.learned import problems as families
+from experiments.learned.cells import Cell, Task, best_known, enforced, ratios, run_tasks
+from experiments.learned.study import learned_study
+from experiments.study import Options, digest, say
+from experiments.tables import Column, geometric, groups, table
+from placement.objective import Objective
+from placement.planners import load
+from placement.problem import Problem
+from placement.tools.files import write_atomic
+from placement.workloads import suites, synthetic
+
+METHODS = ("placeto", "gdp", "hdp", "hsdag", "giph", "post", "doppler")
+TRAINED_ON = ("layered", "series_parallel", "random", "inception", "fork_join", "reduction_tree")
+RULES = ("single_device", "m_etf", "peft", "heft", "best_of")
+SEARCHES = ("macro_search", "order_search", "policy")
+TRAINING = "training"
+FILES = (
+    ("shops", "mk02", None),
+    ("shops", "mk04", None),
+    ("shops", "la02_vdata", None),
+    ("shops", "la17_rdata", None),
+    ("stg", "50_rand0004", 2),
+    ("stg", "50_rand0016", 4),
+    ("stg", "100_rand0008", 4),
+    ("stg", "100_rand0024", 8),
+    ("neusight", "bert_large-inf-512-16@NVIDIA_A100-PCIE-40GB", None),
+    ("neusight", "gpt2_large-inf-1024-4@AMD_Instinct_MI100", None),
+    ("public", "moirai/googlenet", None),
+    ("public", "moirai/transformer", None),
+)
+DRAWN = ("lstm_grid", "chain_with_skips", "towers", "butterfly", "u_net", "transformer")
+
+
+def problems(options: Options) -> families.Problems:
+    """Twenty: of suites, of families that nothing was trained on, and of GiPH's distribution."""
+    found = {name: case.load() for name, case in _cases(options).items()}
+    drawn = {f"drawn {name}": synthetic.families()[name](HELD_OUT) for name in DRAWN}
+    drawn |= {f"giph {seed}": synthetic.giph(seed) for seed in (HELD_OUT, HELD_OUT + 1)}
+    for name, problem in drawn.items():  # GiPH's too in the runtime of all others
+        latency = problem.with_objective(Objective.LATENCY)
+        found[name] = replace(latency, contention=True, ready_order="priority")
+    return found
+
+
+def _cases(options: Options) -> dict[str, suites.Case]:
+    """By name, of the files that are there."""
+    found = {}
+    for suite, name, devices in FILES:
+        folder = options.data if suite == "public" else options.data / suite
+        (case,) = suites.cases(suite, folder, devices, name)
+        found[f"{suite} {name}" + (f" on {devices}" if devices else "")] = case
+    return found
+
+
+def train(method: str, seed: int, steps: int, work: Path) -> tuple[Path, dict[str, Any]]:
+    """The file of a policy trained for this study, and what that cost; made now if it is not there.
+
+    An interrupted training goes on where it stopped.
+    """
+    from agents.training import train
+
+    config = replace(_config(method), total_steps=steps, seed=seed, num_checks=4)
+    folder = work / f"{method}-{seed}-{digest(TRAINED_ON, repr(config))[:12]}"
+    path, cost = folder / "trained.safetensors", folder / "cost.json"
+    if not cost.is_file():
+        say(f"{method}, seed {seed}: training")
+        given, solutions = machines(), None
+        if method == "doppler":  # the only one that imitates
+            solutions = [load("heft")(p).placement for p in given]
+        began = time.process_time()
+        policy = train(
+            given,
+            config=config,
+            baseline=load("single_device"),
+            solutions=solutions,
+            out_dir=folder,
+            resume=True,
+        )
+        policy.save(path)
+        facts = {"seconds": time.process_time() - began, "steps": policy.card["steps"]}
+        write_atomic(cost, json.dumps(facts))
+    return path, json.loads(cost.read_text(encoding="utf-8"))
+
+
+def machines() -> list[Problem]:
+    """What every method is trained on."""
+    return [
+        synthetic.families()[name](seed).with_objective(Objective.LATENCY)
+        for name in TRAINED_ON
+        for seed in (0, 1)
+    ]
+
+
+@cache
+def _config(method: str) -> Any:
+    """The method's ``TrainConfig``."""
+    from hydra import compose, initialize_config_module
+    from hydra.utils import instantiate
+
+    with initialize_config_module("conf", version_base="1.3"):
+        return instantiate(compose("train", [f"experiment={method}"]).training, _convert_="all")
+
+
+def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:
+    """What each training cost, then every run."""
+    for method in METHODS:
+        for seed in range(options.seeds):
+            _, cost = train(method, seed, options.steps, options.work)
+            yield Cell(
+                group=TRAINING,
+                problem=TRAINING,
+                objective="latency",
+                operators=0,
+                devices=0,
+                planner=method,
+                seed=seed,
+                budget_s=None,
+                budget_evaluations=None,
+                value_s=None,
+                found_s=None,
+                used_s=cost["seconds"],
+                used_evaluations=int(cost["steps"]),
+                status="ok",
+                note="",
+            )
+    yield from run_tasks(tasks, options, chosen)
+
+
+def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
+    """Everyone, with so many evaluations, then with so many seconds."""
+    from agents.planner import PolicyPlanner
+
+    count = options.evaluations
+    budgets = {"evaluations": {"evaluations": count}, "seconds": {"seconds": options.seconds}}
+    for group, budget in budgets.items():
+        for label in RULES:
+            yield Task(group, label, load(label), None, **budget)
+        for seed in range(options.seeds):
+            for label in SEARCHES:
+                yield Task(group, label, load(label), seed, **budget)
+            for method in METHODS:
+                path, _ = train(method, seed, options.steps, options.work)
+                mode: Any = "refine" if _config(method).formulation in MOVES else "best_of_k"
+                many = count if group == "evaluations" else 10**6
+                planner = PolicyPlanner(
+                    str(path), mode, k=many, steps=many, baseline="single_device"
+                )
+                yield Task(group, method, planner, seed, **budget)
+
+
+MOVES = ("refine", "sweep")
+
+
+def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
+    """A table per budget, what training cost, and who could not run on what."""
+    training = groups((c for c in cells if c.group == TRAINING), "planner")
+    runs = [c for c in cells if c.group != TRAINING]
+    known = best_known(runs)
+    with suppress(suites.SuiteError):
+        for name, case in _cases(options).items():
+            if name in known and case.best_known is not None:
+                known[name] = min(known[name], case.best_known * case.unit_s)
+
+    def field(group: str) -> str:
+        mine = [c for c in runs if c.group == group]
+        by_planner = groups(mine, "planner")
+        means = {
+            label: geometric(ratios(mine, label, lambda problem, _: known.get(problem)))
+            for label in by_planner
+        }
+
+        def cost(label: str) -> float | None:
+            spent = training.get(label)
+            return sum(c.used_s for c in spent) / len(spent) if spent else None
+
+        return table(
+            sorted(means, key=lambda label: means[label].value),
+            Column("planner", str),
+            Column("over the best known (95 %)", lambda label: means[label].ratio()),
+            Column("runs without an answer", lambda label: _count(by_planner[label], None)),
+            Column("processor s per run", lambda label: _mean_s(by_planner[label]), 2),
+            Column("processor s of training", cost, 0),
+        )
+
+    failed = {(c.planner, c.note) for c in runs if c.value_s is None and c.note}
+    reasons = "\n".join(f"- {planner}: {note}" for planner, note in sorted(failed))
+    return {
+        "problems": len(known),
+        "evaluations_table": field("evaluations"),
+        "seconds_table": field("seconds"),
+        "reasons": reasons or "Every planner had an answer on every problem.",
+        "enforced": enforced(runs),
+    }
+
+
+def _count(cells: Sequence[Cell], value: float | None) -> int:
+    return sum(c.value_s == value for c in cells)
+
+
+def _mean_s(cells: Sequence[Cell]) -> float:
+    return sum(c.used_s for c in cells) / len(cells)
+
+
+STUDY = learned_study("published", PUBLISHED, problems, rows, row=Cell, parts=parts)

@@ -1,0 +1,265 @@
+"""``Dispatch-v0``: untrained it is list scheduling, and its features are what they are said to be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from agents.dispatch import DispatchNet, answer
+from agents.encoder import NetworkConfig
+from agents.planner import PolicyPlanner
+from agents.store import GraphStore
+from agents.trained import TrainedPolicy, untrained_net
+from agents.training import TrainConfig, train
+from envs import dispatch_kernels as kernels
+from envs.dispatch import HEFT, MIXED, Dispatcher, DispatchRules, no_network
+from envs.generators import Latency, Models, Shops, TaskGraphs
+from envs.problems import ProblemSet
+from placement.objective import Objective
+from placement.planners import load
+from placement.planners.heft import Heft
+from placement.planners.peft import optimistic_cost
+from placement.problem import Problem
+from placement.simulator import score, value_of
+from placement.workloads.synthetic import families
+from tests.problems import random_problem
+
+SEEDS = range(24)
+
+
+def drawn(seed: int) -> Problem:
+    """Of every kind: shops, task graphs, models, and small ones with groups and what is missing."""
+    rng = np.random.default_rng(seed)
+    if seed % 4 == 3:
+        made = random_problem(seed, grouped=seed % 8 == 3, unsupported=seed % 3 == 0)
+        return replace(made, objective=Objective.LATENCY)
+    return (Shops, TaskGraphs, Models)[seed % 4]()(rng)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_with_the_weights_of_heft_it_is_heft(seed: int) -> None:
+    problem = drawn(seed)
+    heft, episode = Heft()(problem), Dispatcher(problem, HEFT)
+    episode.construct(no_network(), 4.0)
+    assert np.array_equal(episode.placement, heft.placement)
+    assert episode.state.placed.finish_s.max() == heft.stats["makespan_s"]
+    order = episode.state.sequence
+    assert np.array_equal(order, np.argsort(problem.rank_position))
+    if not problem.contention and episode.ordered:  # its own timetable, or one without idle time
+        assert episode.value_s() <= heft.stats["makespan_s"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_steps_one_by_one_make_the_same_as_the_whole_episode(seed: int) -> None:
+    problem = drawn(seed)
+    rules = DispatchRules(ProblemSet((problem,), np.ones(1)), 1)
+    rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
+    done = np.zeros(1, bool)
+    while not done[0]:
+        seen = rules.observe()
+        assert seen["mask"].sum() == rules.masks().sum() > 0
+        best = np.where(seen["mask"][0] == 1, seen["score"][0], -np.inf).argmax()
+        reward, done = rules.act(np.array([best]))
+    untrained = untrained_net(None, "dispatch")
+    choice, value_s = answer(untrained, problem)
+    assert np.array_equal(rules.choices[0, : len(choice)], choice)
+    assert rules.value_s[0] == value_s
+    assert np.isfinite(value_s) == (reward[0] > -5.0)
+
+
+def test_the_value_is_that_of_the_order_that_was_made() -> None:
+    for seed in SEEDS:
+        problem = drawn(seed)
+        policy = TrainedPolicy(untrained_net(None, "dispatch"))
+        found = PolicyPlanner(policy, evaluations=4)(problem)
+        assert found.value_s == pytest.approx(value_of(problem, found), rel=1e-9)
+        assert found.stats["evaluations"] <= 4
+        if found.schedule is not None:
+            found.schedule.check(problem, found.placement)
+        else:
+            assert found.value_s == score(problem, found.placement[None])[0]
+
+
+def test_it_is_never_worse_than_its_rule() -> None:
+    torch.manual_seed(0)
+    net = DispatchNet()
+    torch.nn.init.normal_(net.out.weight, std=3.0)  # it decides wildly
+    for seed in SEEDS[:8]:
+        problem = drawn(seed)
+        rule = answer(untrained_net(None, "dispatch"), problem)[1]
+        found = PolicyPlanner(TrainedPolicy(net), evaluations=2)(problem)
+        assert found.value_s <= rule * (1 + 1e-9)
+
+
+def test_memory_that_binds_is_kept() -> None:
+    tight = replace(families()["transformer_training"](1), objective=Objective.LATENCY)
+    assert tight.memory_may_bind
+    found = PolicyPlanner(TrainedPolicy(untrained_net(None, "dispatch")), k=2)(tight)
+    assert np.isfinite(found.value_s)
+    assert found.value_s == value_of(tight, found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_network_in_the_kernel_is_the_one_that_learns(seed: int) -> None:
+    torch.manual_seed(seed)
+    net = DispatchNet(NetworkConfig(scorer=8))
+    for weight in (net.out.weight, net.linear.weight):
+        torch.nn.init.normal_(weight)
+    problem = drawn(seed)
+    rules = DispatchRules(ProblemSet((problem,), np.ones(1)), 1)
+    rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
+    for _ in range(problem.num_ops // 2):
+        rules.act(np.zeros(1, np.int64))
+    state = rules.episode(0).state
+    room = np.zeros((kernels.PAIRS, 8), np.float32), np.zeros(8, np.float32)
+    kernels.judge(state, net.weights(), net.config.finish_weight, *room)
+    obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
+    with torch.no_grad():
+        store = GraphStore([problem])
+        logits = net.evaluate(store, torch.zeros(1).long(), None, torch.zeros(1).long(), obs)[0]
+    n = state.count
+    np.testing.assert_allclose(logits[0, :n], state.logits[:n], rtol=1e-4, atol=1e-4)
+    assert (logits[0, n:] < -1e8).all()
+
+
+def soft(x: float, scale: float = 1.0) -> float:
+    return x / (scale + abs(x))
+
+
+def reference(problem: Problem, episode: Dispatcher, k: int) -> dict[str, float]:
+    """Some features of pair ``k``, from the operators that are placed, without the kernel."""
+    s, g, compute = episode.state, problem.graph, problem.compute_s
+    op, d = int(s.op[k]), int(s.device[k])
+    placed = s.sequence[: s.num_placed].tolist()
+    where = {n: int(s.placed.choice[g.group[n]]) for n in placed}
+    end = {n: s.start_s[n] + compute[n, where[n]] for n in placed}
+    unit = problem.mean_compute_s.mean()
+    rank, follow = problem.upward_rank_s, optimistic_cost(problem)
+    devices = range(problem.num_devices)
+    free = [max([end[n] for n in placed if where[n] == e], default=0.0) for e in devices]
+    makes = {n: set(g.edges[g.edges[:, 1] == n, 0].tolist()) for n in range(problem.num_ops)}
+    ready = sorted(
+        (n for n in makes if n not in where and makes[n] <= set(placed)),
+        key=lambda n: problem.rank_position[n],
+    )
+    offered = ready[: kernels.OPS]
+
+    def begin(n: int, e: int) -> float:
+        there = 0.0
+        for i in g.in_tensor[g.in_ptr[n] : g.in_ptr[n + 1]]:
+            src = int(g.tensor_src[i])
+            if src >= 0:
+                there = max(there, end[src] + problem.transfer_s(int(i), where[src], e))
+        busy = sorted((s.start_s[m], end[m]) for m in placed if where[m] == e and compute[m, e] > 0)
+        for start in sorted([there, *(b for _, b in busy if b > there)]):
+            if all(b <= start or a >= start + compute[n, e] for a, b in busy):
+                return start
+        raise AssertionError
+
+    able = {n: np.flatnonzero(problem.supported[n]) for n in offered}
+    begins = {(n, e): begin(n, int(e)) for n in offered for e in able[n]}
+    ends = {(n, e): b + compute[n, e] for (n, e), b in begins.items()}
+    mine = {e: ends[op, e] for e in able[op]}
+    best = {n: min(ends[n, e] for e in able[n]) for n in offered}
+    left = [n for n in range(problem.num_ops) if n not in where]
+    demand = np.zeros(len(free))
+    for n in left:
+        demand += np.where(problem.supported[n], compute[n], 0.0) / problem.supported[n].sum()
+    done = np.array(free) + demand
+    latest = max(free)
+    bound = max(min(ends[n, e] + follow[n, e] for e in able[n]) for n in offered)
+    rivals = [n for n in offered if n != op and begins.get((n, d), np.inf) < mine[d]]
+    users = g.edges[g.edges[:, 0] == op, 1].tolist()
+    return {
+        "rank below that of the first offered": soft((rank[ready[0]] - rank[op]) / unit, 5),
+        "rank over the longest path": rank[op] / rank.max(),
+        "end above that on the operator's best device": soft((mine[d] - best[op]) / unit),
+        "the same with the optimistic cost of what follows": soft(
+            (mine[d] + follow[op, d] - min(mine[e] + follow[op, e] for e in mine)) / unit
+        ),
+        "start after the first that can start": soft((begins[op, d] - min(begins.values())) / unit),
+        "end after the first that can end": soft((mine[d] - min(ends.values())) / unit),
+        "idle time before it": soft(max(0.0, begins[op, d] - free[d]) / unit),
+        "1 if it fills a gap": float(mine[d] <= free[d] and free[d] > 0),
+        "seconds over the mean operator": soft(compute[op, d] / unit),
+        "one over the devices that it can run on": 1 / len(able[op]),
+        "when the device is free, above the mean device": soft((free[d] - np.mean(free)) / unit, 5),
+        "when the device will have done what may come, above the mean device": soft(
+            (done[d] - done.mean()) / unit, 5
+        ),
+        "the same over the largest": done[d] / done.max(),
+        "consumers": soft(len(users)),
+        "consumers that wait for nothing else": soft(
+            sum(makes[n] - set(placed) == {op} for n in users)
+        ),
+        "share of operators that are placed": len(placed) / problem.num_ops,
+        "operators that are ready": len(ready) / (len(ready) + len(free)),
+        "end beyond the latest end so far": soft((mine[d] - latest) / unit),
+        "end and the least that follows, beyond the bound of all": soft(
+            (mine[d] + follow[op, d] - max(bound, latest)) / unit, 5
+        ),
+        "rank of the most urgent other that could begin here before its end, above its own": (
+            soft((max(rank[n] for n in rivals) - rank[op]) / unit, 5) if rivals else -1.0
+        ),
+    }
+
+
+@pytest.mark.parametrize("seed", [s for s in SEEDS if s % 4 != 3])
+def test_features_are_what_they_are_said_to_be(seed: int) -> None:
+    problem = drawn(seed)
+    if problem.memory_may_bind or problem.graph.num_groups < problem.num_ops:
+        problem = Shops()(np.random.default_rng(seed))
+    episode = Dispatcher(problem, (*MIXED[:4], 0.0))  # without channels
+    rng = np.random.default_rng(seed)
+    t, s = episode.tables, episode.state
+    kernels.begin(t, s)
+    stop = int(rng.integers(problem.num_ops))
+    for step in range(stop + 1):
+        kernels.offer(t, s)
+        if step < stop:
+            kernels.take(t, s, int(rng.integers(s.count)))
+    for k in range(s.count):
+        for name, value in reference(problem, episode, k).items():
+            seen = s.features[k, kernels.PAIR_FEATURES.index(name)]
+            assert seen == pytest.approx(value, abs=2e-5), (name, k)
+
+
+@pytest.mark.parametrize(("imitate", "gain"), [(False, 0.15), (True, 0.07)])
+def test_training_improves_it(imitate: bool, gain: float) -> None:
+    """From chance, on four problems: what it samples gets shorter, and the best check is kept."""
+    rng, rows = np.random.default_rng(0), list[dict[str, float]]()
+    shops = [p for p in (Shops()(rng) for _ in range(30)) if p.num_ops <= 60][:4]
+    config = TrainConfig(
+        total_steps=60_000,
+        formulation="dispatch",
+        algorithm="agents.algorithms:EpisodesPPO",
+        algorithm_options={"episodes": 16, "keep": 0.5, "imitate": imitate},
+        num_envs=1,
+        steps_per_env=3_000,
+        minibatches=4,
+        epochs=1,
+        learning_rate=1e-2,
+        entropy=0.0,
+        last_entropy=0.0,
+        num_checks=2,
+        network=NetworkConfig(finish_weight=0.0, scorer=16),
+    )
+    policy = train(shops, config=config, callback=rows.append)  # type: ignore[arg-type]
+    rewards = [row["reward_mean"] for row in rows[1:]]
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + gain
+    assert policy.card["greedy_speedup"] >= rows[0]["greedy_speedup"]
+    again = train(shops, config=config)
+    assert again.card["greedy_speedup"] == policy.card["greedy_speedup"]
+
+
+def test_what_is_held_out_is_never_drawn() -> None:
+    sizes = Latency.sizes
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        problem = Latency()(rng)
+        assert problem.graph.num_groups <= sizes.groups and problem.num_devices <= sizes.devices
+        assert problem.objective is Objective.LATENCY
+    assert all(load("heft")(Models()(rng)).value_s > 0 for _ in range(3))
