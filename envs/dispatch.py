@@ -166,6 +166,8 @@ def _state_of(problem: Problem) -> kernels.State:
             end_s=np.empty((2, n)),
             before=np.empty((2, n), np.int32),
             after=np.empty((2, n), np.int32),
+            channel_s=np.zeros(0),
+            arrival_s=np.zeros((0, d)),
         ),
         random=np.ones(1, np.uint64),
         waits=np.zeros(n, np.int64),

@@ -124,9 +124,16 @@ def parts(rows: Rows, options: Options) -> dict[str, str]:
         both = np.isfinite(base)
         return base[both] / mine[both]
 
+    def share(own: Sequence[Row], of: float) -> float | None:
+        found = gains(own)
+        return float(np.quantile(found, of)) if len(found) else None
+
     lines = [
         (model, name, [r for r in rows if r.planner == name and r.model in (model, *every)])
-        for model, every in [*((m, ()) for m in MODELS), ("all", tuple(MODELS))]
+        for model, every in [
+            *((m, ()) for m in dict.fromkeys(r.model for r in rows)),
+            ("all", tuple(MODELS)),
+        ]
         for name in dict.fromkeys(r.planner for r in rows)
     ]
     return {
@@ -137,8 +144,8 @@ def parts(rows: Rows, options: Options) -> dict[str, str]:
             Column("fits on", lambda x: int(np.isfinite([r.decode_s for r in x[2]]).sum())),
             Column("of", lambda x: len(x[2])),
             Column("slower than by memory on", lambda x: int((gains(x[2]) < 1 - 1e-9).sum())),
-            Column("median gain", lambda x: np.median(gains(x[2])), 2, unit="x"),
-            Column("quarter with most", lambda x: np.quantile(gains(x[2]), 0.75), 2, unit="x"),
+            Column("median gain", lambda x: share(x[2], 0.5), 2, unit="x"),
+            Column("quarter with most", lambda x: share(x[2], 0.75), 2, unit="x"),
             Column(
                 "most processor seconds", lambda x: max(r.planned_s for r in x[2]), 2, unit=" s"
             ),

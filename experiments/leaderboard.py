@@ -76,7 +76,8 @@ def rows(options: Options) -> Iterator[Row]:
             key = (part.suite, part.only, entry)
             if options.again or key not in kept:
                 make = partial(_row, options, part, entry)
-                kept[key] = options.finished.row(Row, key, make, f"{part.suite}-{entry}")
+                name = f"{part.suite}-{entry}"
+                kept[key] = make() if options.again else options.finished.row(Row, key, make, name)
     for part in PARTS:
         mine = [r for r in kept.values() if (r.suite, r.only) == (part.suite, part.only)]
         yield from sorted(mine, key=lambda r: (r.gap is None, r.gap, r.planner))

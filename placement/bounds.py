@@ -16,8 +16,8 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     """Bounds that hold for every placement, by objective: seconds, joules for ``energy``.
 
     Period and largest load: the fractional load balance without communication (an LP), which also
-    holds where replicas take turns; and, where they may not (``max_phases`` of the problem is 1), the
-    heaviest colocation group at its cheapest device. Latency: the larger of that and of the
+    holds where replicas take turns; and, where they may not (the problem's ``max_phases`` is 1),
+    the heaviest colocation group at its cheapest device. Latency: the larger of that and of the
     critical path with every operator at its fastest device; of few operators also the energy of
     every interval of time (``_energetic_bound_s``). It is rounded up where all seconds are
     multiples of one number and nothing takes time to send. Energy (where power is known): every

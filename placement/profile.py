@@ -228,7 +228,7 @@ class Profile:
             }
         )
         buffer = io.BytesIO()
-        np.savez_compressed(buffer, allow_pickle=False, head=np.array(head), **arrays)
+        np.savez_compressed(buffer, head=np.array(head), **arrays)
         write_atomic(path, buffer.getvalue())
 
     @classmethod

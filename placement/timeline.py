@@ -239,7 +239,7 @@ class Timeline:
         arrays |= {} if self.power is None else vars(self.power)
         head = json.dumps({"device_names": self.device_names, "measured": self.measured})
         buffer = io.BytesIO()
-        np.savez_compressed(buffer, allow_pickle=False, head=np.array(head), **arrays)
+        np.savez_compressed(buffer, head=np.array(head), **arrays)
         write_atomic(path, buffer.getvalue())
 
     @classmethod

@@ -114,10 +114,8 @@ def text_mutant(text: str, rng: Rng) -> str:
                 lines[at], lines[other] = lines[other], lines[at]
             case _:
                 k = int(rng.integers(len(lines[at]) + 1))
-                letter = str(
-                    rng.choice(["\x00", "\u202e", "ü", '"', ",", "[", "-", " ", "&a ", "*a"])
-                )
-                lines[at] = lines[at][:k] + letter + lines[at][k:]
+                letters = ["\x00", "\u202e", "ü", '"', ",", "[", "-", " ", "&a ", "*a"]
+                lines[at] = lines[at][:k] + str(rng.choice(letters)) + lines[at][k:]
     return "\n".join(lines)
 
 
@@ -161,13 +159,8 @@ def arrays_mutant(data: bytes, rng: Rng) -> bytes:
                 with contextlib.suppress(TypeError, ValueError):
                     arrays[name] = array.astype(str(kind))
             case "shape":
-                shapes = [
-                    array.ravel(),
-                    array[None],
-                    array.ravel()[:0],
-                    array.ravel()[:-1],
-                    array.T,
-                ]
+                flat = array.ravel()
+                shapes = [flat, array[None], flat[:0], flat[:-1], array.T]
                 arrays[name] = shapes[int(rng.integers(len(shapes)))]
             case "value" if array.size and array.dtype.kind in "if":
                 flat = array.copy().ravel()
@@ -203,8 +196,7 @@ def weights_mutant(data: bytes, rng: Rng) -> bytes:
             else:
                 head["__metadata__"]["policy"] = json_mutant(about, rng)
         case "header":
-            text = json_mutant(head, rng)
-            packed = text.encode()
+            packed = json_mutant(head, rng).encode()
             return len(packed).to_bytes(8, "little") + packed + bytes(body)
         case _:
             numbers = np.frombuffer(body, np.float32).copy()
@@ -235,9 +227,8 @@ def onnx_mutant(data: bytes, rng: Rng) -> bytes:
     numbers = [0, -1, 1, 3, 7, 10**6, 2**31, 2**40, 2**62]
     number = numbers[int(rng.integers(len(numbers)))]
     node = graph.node[int(rng.integers(len(graph.node)))]
-    match rng.choice(
-        ["dim", "dim", "dims", "attribute", "input", "kind", "delete", "type", "name"]
-    ):
+    changes = ["dim", "dim", "dims", "attribute", "input", "kind", "delete", "type", "name"]
+    match rng.choice(changes):
         case "dim":
             values = [*graph.input, *graph.output, *graph.value_info]
             dims = values[int(rng.integers(len(values)))].type.tensor_type.shape.dim
@@ -262,9 +253,8 @@ def onnx_mutant(data: bytes, rng: Rng) -> bytes:
             names = ["", "nowhere", *node.output, *(x for n in graph.node for x in n.output)]
             node.input[int(rng.integers(len(node.input)))] = str(rng.choice(names))
         case "kind":
-            node.op_type = str(
-                rng.choice([n.op_type for n in graph.node] + ["Nothing", "If", "Loop"])
-            )
+            kinds = [n.op_type for n in graph.node] + ["Nothing", "If", "Loop"]
+            node.op_type = str(rng.choice(kinds))
         case "type":
             tensor = graph.initializer[int(rng.integers(len(graph.initializer)))]
             tensor.data_type = int(rng.integers(25))
@@ -399,11 +389,8 @@ def _doppler(_: Any) -> Target:
 def _shop(_: Any) -> Target:
     ways = [(0, 0, 3), (0, 1, 5), (1, 1, 2), (2, 0, 4)]
     said = {"instance": "s", "precedences": [{"before": 1, "after": 0, "job": 0}]}
-    said |= {
-        "operations": [
-            dict(zip(("operation", "machine", "duration"), w, strict=True)) for w in ways
-        ]
-    }
+    names = ("operation", "machine", "duration")
+    said |= {"operations": [dict(zip(names, way, strict=True)) for way in ways]}
     text = b"2 3 1.5\n2 1 1 3 2 2 5 3 4\n1 3 1 1 2 2 3 3\n"
     return _imported({"s.json": json.dumps(said).encode(), "s.fjs": text})
 
@@ -489,11 +476,8 @@ def _configs(_: Any) -> Target:
     from tests.served import LLAMA, MIXTRAL
 
     sizes = {"num_hidden_layers": 3, "quantization_config": {"quant_method": "awq", "bits": 4}}
-    more = {
-        "model_type": "qwen2_moe",
-        "layer_types": ["full_attention"] * 3,
-        "mlp_only_layers": [1],
-    }
+    more = {"model_type": "qwen2_moe", "layer_types": ["full_attention"] * 3}
+    more |= {"mlp_only_layers": [1]}
     said = {"a.json": LLAMA | sizes, "b.json": MIXTRAL | sizes | more}
     return _decoders({name: json.dumps(x).encode() for name, x in said.items()})
 
@@ -639,15 +623,8 @@ def _policies(problem: Any) -> Target:
         assert not np.isnan(found.value_s)
         policy.save(path.with_name("again.safetensors"))
 
-    return Target(
-        {
-            f"{kind}.safetensors": _saved(
-                TrainedPolicy(untrained_net(small, kind), {"config": {"width": 4}}).save
-            )
-            for kind in kinds
-        },
-        use,
-    )
+    policies = {k: TrainedPolicy(untrained_net(small, k), {"config": {"width": 4}}) for k in kinds}
+    return Target({f"{k}.safetensors": _saved(policies[k].save) for k in kinds}, use)
 
 
 def _reports(_: Any) -> Target:
@@ -717,28 +694,12 @@ def _pulls(problem: Any) -> Target:
 
 
 _MAKERS: dict[str, Callable[[Any], Target]] = {
-    "problem": _problem_files,
-    "dnn_partitioning": _dnn_partitioning,
-    "moirai": _moirai,
-    "pipedream": _pipedream,
-    "doppler": _doppler,
-    "config": _configs,
-    "gguf": _gguf,
-    "shop": _shop,
-    "stg": _stg,
-    "neusight": _neusight,
-    "wfformat": _wfformat,
-    "onnx": _onnx,
-    "cluster": _clusters,
-    "plan": _plans,
-    "schedule": _schedules,
-    "profile": _profiles,
-    "trials": _trials,
-    "policy": _policies,
-    "report": _reports,
-    "expert": _experts,
-    "pull": _pulls,
-}
+    "problem": _problem_files, "dnn_partitioning": _dnn_partitioning, "moirai": _moirai,
+    "pipedream": _pipedream, "doppler": _doppler, "config": _configs, "gguf": _gguf,
+    "shop": _shop, "stg": _stg, "neusight": _neusight, "wfformat": _wfformat, "onnx": _onnx,
+    "cluster": _clusters, "plan": _plans, "schedule": _schedules, "profile": _profiles,
+    "trials": _trials, "policy": _policies, "report": _reports, "expert": _experts, "pull": _pulls,
+}  # fmt: skip
 NAMES = tuple(_MAKERS)
 
 
@@ -825,9 +786,8 @@ def main() -> int:
         for file, data in targets[name].files.items() if name != "report" else ():
             with tempfile.TemporaryDirectory() as home:  # good files, which also compiles kernels
                 (Path(home) / file).write_bytes(data)
-                assert outcome(targets[name], Path(home) / file)[0] == "accepted", outcome(
-                    targets[name], Path(home) / file
-                )
+                kind, said = outcome(targets[name], Path(home) / file)
+                assert kind == "accepted", said
         found = run(targets, name, range(args.seed, args.seed + args.count))
         counts = Counter(kind for _, kind, _ in found)
         print(f"{name:18}" + "".join(f"{counts[k]:9}" for k in ("accepted", "refused", "defect")))

@@ -308,7 +308,7 @@ def _packed(graph: OpGraph) -> bytes:
         if f.name not in (*_TEXTS, "name", "program")
     }
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, texts=np.array(json.dumps(texts)), **arrays)
+    np.savez_compressed(buffer, texts=np.array(json.dumps(texts)), **arrays)
     return buffer.getvalue()
 
 

@@ -99,7 +99,7 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
         FormatError: an architecture that is not known, or a number that is missing or cannot be.
     """
     inner = data.get("text_config")
-    if looks_like(inner) and inner["model_type"] in FAMILIES:
+    if isinstance(inner, dict) and looks_like(inner) and inner["model_type"] in FAMILIES:
         quantised = {k: data[k] for k in ("quantization_config",) if k in data}
         data = {**{k: data[k] for k in _DTYPES if k in data}, **inner, **quantised}
     kind = data["model_type"]

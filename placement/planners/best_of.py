@@ -13,8 +13,9 @@ from placement.objective import Objective
 from placement.planners import PlannerError, check_least, load
 from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.critical_path_greedy import CriticalPathGreedy
+from placement.planners.heft import Heft
 from placement.planners.ideal_dp import IdealDp
-from placement.problem import Problem, Solution
+from placement.problem import Planner, Problem, Solution
 from placement.search.evaluation import (
     DEFAULT_EVALUATIONS,
     INFEASIBLE,
@@ -32,6 +33,10 @@ _QUICK = ("single_device", "heft", "peft", "critical_path_first", "level_balance
 # times what the slowest of the others took (of 5,000 operators): they are begun if that is left.
 _LATE = {"m_sct": 15.0, "coarsened": 15.0, "antichain_dp": 8.0}
 _AT_LEAST = {"ideal_dp": 5.0, **_LATE}
+# Behind "heft", its variants: channels are busy, and what follows is looked at.
+_LOOKING: tuple[tuple[str, Planner], ...] = tuple(
+    (f"heft, busy, look_ahead {x}", Heft(look_ahead=x, busy=True)) for x in (0.0, 0.25, 0.5)
+)
 _ORDERS = 8  # that contiguous_dp cuts
 # What ideal_dp gets where seconds are not limited: a second or less, and the same on every machine.
 _IDEALS: dict[str, Any] = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}
@@ -56,9 +61,11 @@ class BestOf:
 
     Heuristics complement each other: list scheduling fails where memory is tight, contiguous
     splits fail on wide graphs. So by default these are all constructive planners and dynamic
-    programs, the cheap ones first: splits for pipelines, list schedules for latency. Where the
-    problem's ``max_phases`` lets micro-batches take turns, ``data_parallel`` and ``replicated``
-    take part for pipelines.
+    programs, the cheap ones first: splits for pipelines, list schedules for latency, where ``heft``
+    is followed by itself with busy channels and a look ahead. ``contiguous_dp`` cuts several
+    orders.
+    Where the problem's ``max_phases`` lets micro-batches take turns, ``data_parallel`` and
+    ``replicated`` take part for pipelines.
     ``stats["winner"]`` names the planner that won, ``stats["values_s"]`` has the value of each
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
     of devices than a program takes, no time), and ``lower_bound_s`` is
@@ -123,7 +130,12 @@ class BestOf:
             PlannerError: no such planner, none that can be run, or a budget that is not positive.
         """
         search = Search(problem, self.seconds, self.evaluations)
-        chosen = [(name, load(name)) for name in self._order(problem)]
+        looking = _LOOKING if problem.objective is Objective.LATENCY else ()
+        chosen = [
+            each
+            for name in self._order(problem)
+            for each in [(name, load(name)), *(looking if name == "heft" else ())]
+        ]
         values: dict[str, float] = {}
         skipped: dict[str, str] = {}
         winner, slowest_s, quick_s = "", 0.0, 0.0

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from placement.planners import check_least
+from placement.planners.peft import optimistic_cost
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search
 from placement.search.list_schedule import ListSchedule
@@ -28,16 +30,25 @@ class Heft:
     HEFT minimises latency, whatever the problem's objective is.
 
     Attributes:
+        look_ahead: weight of the optimistic cost table of ``peft``, added to the finish by which
+            devices are compared; 0 is HEFT.
+        busy: transfers wait for their channel, as they do in the simulator; False is HEFT.
         seconds: budget; what is not placed when it ends is dealt out in runs of about equal
             seconds, ``stats["message"]`` says how many operators. None is no limit. Ranks, one
             pass over the graph, and the evaluation of the answer are made in any case.
     """
 
+    look_ahead: float = 0.0
+    busy: bool = False
     seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        check_least(self, 0, "look_ahead")
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, self.seconds)
-        schedule = ListSchedule(problem)
+        schedule = ListSchedule(problem, busy=self.busy)
+        extra_s = self.look_ahead * optimistic_cost(problem) if self.look_ahead else None
         order = np.argsort(problem.rank_position)
         for placed in range(0, len(order), _AT_ONCE):
             if not search.seconds_left:
@@ -47,7 +58,7 @@ class Heft:
                 return search.solution(
                     message=f"seconds = {self.seconds} ended before {left} operators were placed"
                 )
-            schedule.place(order[placed : placed + _AT_ONCE])
+            schedule.place(order[placed : placed + _AT_ONCE], extra_s)
         search.costs(schedule.choice)
         return search.solution(makespan_s=schedule.makespan_s)
 

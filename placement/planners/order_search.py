@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from placement.bounds import grain_s, lower_bound
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least
+from placement.planners.heft import Heft
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.schedule import Schedule
 from placement.search import order, windows
@@ -26,14 +27,19 @@ WARM, COLD = 5e-4, 1e-5  # temperatures at first and at last, of a few steps for
 _WARM_SHARE, _COLD_SHARE = 0.2, 0.1
 _FEW, _MANY = 200.0, 10_000.0  # steps for each operator; in between temperatures are, too
 # Where else to begin, and the share of what is left then that finding it may take.
-STARTS = (("heft", 0.1), ("critical_path_first", 0.1), ("critical_path_greedy", 0.15))
+STARTS: tuple[tuple[str | Planner, float], ...] = (
+    ("heft", 0.1),
+    (Heft(look_ahead=0.25, busy=True), 0.1),
+    ("critical_path_first", 0.1),
+    ("critical_path_greedy", 0.15),
+)
 # Searches that go on, the share of the budget of each, and how far they cool down meanwhile.
 _STAGES = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
 WIDTH = 16  # moves offered at each step
-# Windows: solved from where the last search begins until so much of the budget is used, and again
-# from there on.
-_FIRST_WINDOWS, _LAST = 0.4, 0.75
-_LEAST_WINDOWS = 3  # that must be affordable
+# Windows get so much of the budget before the last search, and what is left when it has used so
+# much.
+_FIRST_WINDOWS, _LAST = 0.15, 0.75
+_LEAST_WINDOWS = 6  # that must be affordable
 _WINDOW, _LEAST_WINDOW, _GROWS = 40, 15, 1.1  # operators at first, at least; more where it closes
 _IN_VAIN = 40
 _LONGEST = 16  # groups that move together
@@ -58,6 +64,14 @@ class OrderSearch:
 
     This is the local search of flexible job shops (Mastrolilli and Gambardella 2000), with
     transfers on channels that carry one tensor at a time, annealed where they use tabu lists.
+
+    **Windows** (``placement.search.windows``): where OR-Tools is installed and the budget is large
+    enough, two parts of it go to CP-SAT, which solves runs of the sequence exactly, the rest
+    being fixed in order. A window counts as the evaluations that the annealing would have made
+    meanwhile, so it is no cheaper than that. ``stats`` has how many ``windows`` were solved, how
+    many of them were ``better_windows``, and ``closed_windows``, in which nothing better is.
+
+    It ends where the latency is at a proved bound; ``lower_bound_s`` is that bound.
 
     Attributes:
         seconds, evaluations: budget in all, the start included; 20,000 evaluations if neither is
@@ -277,7 +291,7 @@ def anneal(
         runs = sorted(runs, key=lambda state: float(state.x[order.BEST]))[:kept]
         if kept == 1 and runs:
             solved = partial(_solve_windows, search, tables, runs[0], rng, told)
-            if solved(_FIRST_WINDOWS):
+            if solved(search.used + _FIRST_WINDOWS):
                 made += _spend(search, tables, runs[0], network, chooser, _LAST, (cool, cooled))
                 solved(1.0)
                 cool = cooled
@@ -302,9 +316,10 @@ def _solve_windows(
     is False, where they would be few, or without OR-Tools. ``told`` is what was done.
     """
     problem, n = search.problem, len(state.place)
-    worth = windows.LIMIT * windows.PER_UNIT
-    if (until - search.used) * _total(search) < _LEAST_WINDOWS * worth or not search.left:
+    left = (until - search.used) * _total(search)
+    if left < 2 * _LEAST_WINDOWS * windows.PER_OPERATOR * _WINDOW or not search.left:
         return False
+    worth = min(windows.MOST, left / _LEAST_WINDOWS)
     if not windows.available():
         told["windows"] = "none: OR-Tools is not installed (the extra cp)"
         return False
@@ -312,8 +327,10 @@ def _solve_windows(
     for name in ("better_windows", "closed_windows"):
         told.setdefault(name, 0)
     start(tables, state, state.best_place, state.best_sequence, rng)
-    while in_vain < _IN_VAIN and search.used < until and search.num_left > worth and search.left:
+    while in_vain < _IN_VAIN and search.used < until and search.left:
         cost, width = float(state.x[order.COST]), min(int(size), n)
+        if search.num_left < worth + windows.PER_OPERATOR * width:
+            break
         place, sequence = state.place.copy(), state.sequence.copy()
         first = int(rng.integers(n - width + 1))
         told["windows"] += 1
@@ -322,7 +339,14 @@ def _solve_windows(
             in_vain += 1
             continue
         found = windows.solve(
-            tables, state, first, first + width, grain, told["windows"], search.seconds_left
+            tables,
+            state,
+            first,
+            first + width,
+            grain,
+            told["windows"],
+            worth,
+            search.seconds_left,
         )
         search.num_evaluations += found.evaluations
         told["closed_windows"] += found.closed

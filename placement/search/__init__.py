@@ -2,7 +2,7 @@
 
 ``budget``: what may be spent; ``evaluation``: scoring choices within it, symmetry, moves, what
 cannot fit; ``coarsen``: smaller problems; ``grid``: recurrent models; ``exact``: what the exact
-planners share. Kernels: ``macro`` and ``order`` (moves of placements, and of orders too),
-``chooser`` (which of the moves that are offered), ``list_kernels`` with ``list_schedule``,
-``ideal_kernels``.
+planners share; ``windows``: pieces of an order, solved exactly. Kernels: ``macro`` and ``order``
+(moves of placements, and of orders too), ``chooser`` (which of the moves that are offered),
+``list_kernels`` with ``list_schedule``, ``ideal_kernels``.
 """

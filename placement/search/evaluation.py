@@ -183,7 +183,7 @@ class Search:
             PlannerError: it cannot be run with its share, which names the ``option`` it is.
         """
         try:
-            return self.run(planner, START_SHARE, START_SHARE, one_phase=True)
+            return self.run(planner, START_SHARE, START_SHARE, True)  # with one phase
         except PlannerError as error:
             if self._given is None:
                 raise

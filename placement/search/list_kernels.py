@@ -43,6 +43,8 @@ class Tables(Struct):
     param: Array  # int64 distinct parameters of each group
     param_bytes: Array  # int64 [P]
     produced: Array  # int64 [G] bytes of activations
+    channel: Array  # int32 [D, D]
+    busy: bool  # whether transfers wait for their channel
 
 
 class State(Struct):
@@ -59,6 +61,8 @@ class State(Struct):
     end_s: Array  # float64 [2, N]
     before: Array  # int32 [2, N]
     after: Array  # int32 [2, N]
+    channel_s: Array  # float64 [channels] when each is free, if transfers wait
+    arrival_s: Array  # float64 [T, D] when a tensor that was sent is there, -1: not sent
 
 
 @kernel
@@ -81,7 +85,30 @@ def fill_ready(t, s, op, ready):
         made = 0.0 if src < 0 else s.finish_s[src]
         for d in range(len(ready)):
             if src >= 0 or not t.shares_host[d]:
-                ready[d] = max(ready[d], transfer_s(t, tensor, home, d) + made)
+                ready[d] = max(ready[d], _arrives(t, s, tensor, home, d, made))
+
+
+@kernel
+def _arrives(t, s, tensor, home, d, made):
+    """When ``tensor`` is on ``d``, or would be if it was sent next."""
+    if t.busy and home != d:
+        if s.arrival_s[tensor, d] >= 0.0:
+            return s.arrival_s[tensor, d]
+        made = max(made, s.channel_s[t.channel[home, d]])
+    return made + transfer_s(t, tensor, home, d)
+
+
+@kernel
+def _send(t, s, op, device):
+    """Send what ``op`` needs on ``device`` and is not there."""
+    for i in range(t.in_ptr[op], t.in_ptr[op + 1]):
+        tensor = t.in_tensor[i]
+        src = t.tensor_src[tensor]
+        if src >= 0 and s.choice[t.group[src]] != device and s.arrival_s[tensor, device] < 0.0:
+            home = s.choice[t.group[src]]
+            there_s = _arrives(t, s, tensor, home, device, s.finish_s[src])
+            s.arrival_s[tensor, device] = there_s
+            s.channel_s[t.channel[home, device]] = there_s
 
 
 @kernel
@@ -224,6 +251,8 @@ def place_in_order(t, s, order, extra_s, wanted):
                     reach = _reach(t, s, op, d, start) + extra_s[op, d]
                     if reach < least:
                         best, least, begin = d, reach, start
+        if t.busy:
+            _send(t, s, op, best)
         place(t, s, op, best, begin)
 
 

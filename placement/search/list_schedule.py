@@ -18,7 +18,7 @@ Devices = NDArray[np.intp]  # [K], in order
 
 
 class ListSchedule:
-    """Operators placed so far, and when they run; transfers do not wait for each other.
+    """Operators placed so far, and when they run.
 
     A colocation group is fixed to the device of its first operator. Operators must be placed
     after those they depend on.
@@ -28,10 +28,15 @@ class ListSchedule:
         finish_s: float64 ``[N]`` end of each placed operator.
     """
 
-    def __init__(self, problem: Problem, activations: int = 0) -> None:
-        """``activations``: how often a device must hold what its groups produce (see ``fits``)."""
+    def __init__(self, problem: Problem, activations: int = 0, busy: bool = False) -> None:
+        """``activations``: how often a device must hold what its groups produce (see ``fits``).
+
+        With ``busy`` transfers of ``place`` wait for their channel where the problem has
+        contention; otherwise no transfer waits for another.
+        """
         n, d, g = problem.num_ops, problem.num_devices, problem.graph
-        self._tables = tables_of(problem, activations)
+        busy = busy and problem.contention
+        self._tables = tables_of(problem, activations, busy)
         self._state = list_kernels.State(
             choice=np.full(g.num_groups, -1, np.int32),
             finish_s=np.zeros(n),
@@ -44,6 +49,8 @@ class ListSchedule:
             end_s=np.empty((2, n)),
             before=np.empty((2, n), np.int32),
             after=np.empty((2, n), np.int32),
+            channel_s=np.zeros(problem.num_channels),
+            arrival_s=np.full((g.num_tensors if busy else 0, d), -1.0),
         )
         self.choice: Choice = self._state.choice
         self.finish_s: Floats = self._state.finish_s
@@ -122,7 +129,7 @@ def _load(kernel: str) -> None:
     getattr(list_kernels, kernel)(empty._tables, empty._state, *arguments[kernel])
 
 
-def tables_of(problem: Problem, activations: int) -> list_kernels.Tables:
+def tables_of(problem: Problem, activations: int, busy: bool = False) -> list_kernels.Tables:
     g, matrix_s = problem.graph, problem.profile.transfer_s
     host, shares_host = host_of(problem)
     param_ptr, param = _group_params(problem)
@@ -148,6 +155,8 @@ def tables_of(problem: Problem, activations: int) -> list_kernels.Tables:
         param=param,
         param_bytes=g.param_bytes,
         produced=activations * produced_bytes(problem),
+        channel=problem.link_channel,
+        busy=busy,
     )
 
 

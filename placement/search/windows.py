@@ -25,8 +25,8 @@ Ints = NDArray[np.int32]
 _UNITS = 2**20  # integer units of the latency where its seconds are multiples of nothing
 # One unit of CP-SAT's deterministic time takes as long as so many evaluations of the annealing,
 # and to write down an operator as so many.
-PER_UNIT, PER_OPERATOR = 1_500_000, 100
-LIMIT = 0.02  # deterministic time of one window: 0.1 to 0.2 seconds
+PER_UNIT, PER_OPERATOR = 1_500_000, 50
+MOST = 30_000  # evaluations that one window may be worth: 0.1 to 0.2 seconds
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,21 @@ def rest_s(t: Tables, s: State, first: int, beyond: int) -> float:
 
 
 def solve(
-    t: Tables, s: State, first: int, beyond: int, grain_s: float, seed: int, seconds: float
+    t: Tables,
+    s: State,
+    first: int,
+    beyond: int,
+    grain_s: float,
+    seed: int,
+    evaluations: float = MOST,
+    seconds: float = np.inf,
 ) -> Window:
     """The best devices and order of what is in positions ``first..beyond - 1``.
 
-    ``grain_s``: seconds of which everything is a multiple, 0 if there are none. ``seconds``: most
-    that the solver may take, inf for none: it then depends on the seed alone.
+    Args:
+        grain_s: seconds of which everything is a multiple, 0 if there are none.
+        evaluations: most that the solver may be worth, besides writing the program down.
+        seconds: most that the solver may take; inf: what it answers depends on the seed alone.
     """
     from ortools.sat.python import cp_model
 
@@ -93,7 +102,7 @@ def solve(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed % 2**31
-    solver.parameters.max_deterministic_time = LIMIT
+    solver.parameters.max_deterministic_time = evaluations / PER_UNIT
     solver.parameters.linearization_level = 0
     solver.parameters.symmetry_level = 0
     solver.parameters.cp_model_probing_level = 0
@@ -101,12 +110,12 @@ def solve(
         solver.parameters.max_time_in_seconds = max(0.01, seconds)
     status = cpsat.solve(solver, model)
     made = int(solver.response_proto.deterministic_time * PER_UNIT)
-    evaluations = max(1, made + PER_OPERATOR * (beyond - first))
+    counted = max(1, made + PER_OPERATOR * (beyond - first))
     closed = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Window(None, None, closed, evaluations)
+        return Window(None, None, closed, counted)
     place, sequence = program.read(solver)
-    return Window(place, sequence, closed, evaluations)
+    return Window(place, sequence, closed, counted)
 
 
 class _Program:

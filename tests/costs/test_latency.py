@@ -36,16 +36,14 @@ def model(seed: int, layers: int = 12) -> OpGraph:
             f"aten.relu.default(f32[{rows},{outer}])",
         ]
         sizes += [4 * rows * outer] * 2
-    n = len(signatures)
-    return OpGraph.build(
-        f"model {seed}",
-        [f"op{i}" for i in range(n)],
-        range(n),
-        sizes,
-        [(i, i + 1) for i in range(n - 1)],
-        op_kind=[s.partition("(")[0] for s in signatures],
-        op_signature=signatures,
-    )
+    return chain(f"model {seed}", sizes, signatures)
+
+
+def chain(name: str, sizes: list[int], signatures: list[str]) -> OpGraph:
+    n, kinds = len(sizes), [s.partition("(")[0] for s in signatures]
+    names, edges = [f"op{i}" for i in range(n)], [(i, i + 1) for i in range(n - 1)]
+    more: Any = {"op_kind": kinds, "op_signature": signatures}
+    return OpGraph.build(name, names, range(n), sizes, edges, **more)
 
 
 def law(graph: OpGraph, threads: int = 1) -> np.ndarray:
@@ -79,14 +77,9 @@ def test_methods_are_found_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "tolerance"),
-    [
-        ("polynomial", {}, 0.05),
-        ("trees", {"iterations": 60}, 0.15),
-    ],
+    [("polynomial", {}, 0.05), ("trees", {"iterations": 60}, 0.15)],
 )
-def test_a_law_is_found_again_in_unseen_models(
-    name: str, options: dict[str, int], tolerance: float
-) -> None:
+def test_a_law_is_found_again_in_unseen_models(name: str, options: Any, tolerance: float) -> None:
     if name == "trees":
         pytest.importorskip("sklearn")
     predictor = predictors.load(name, **options).fit([sample(seed) for seed in range(15)])
@@ -111,9 +104,7 @@ def test_what_is_unlike_anything_measured_is_less_certain() -> None:
     predictor = predictors.load("polynomial").fit([sample(seed) for seed in range(10)])
 
     def relative(signature: str) -> float:
-        size = 4 * 64 * 64
-        graph = OpGraph.build("one", ["op"], [0], [size], [], op_signature=[signature])
-        seconds, spread = predictor.predict(graph, CPU)
+        seconds, spread = predictor.predict(chain("one", [4 * 64 * 64], [signature]), CPU)
         return float(spread[0] / seconds[0])
 
     like = relative("aten.linear.default(f32[64,64], f32[64,64])")
@@ -125,9 +116,7 @@ def test_far_from_what_was_measured_times_go_on_in_proportion() -> None:
     predictor = predictors.load("polynomial").fit([sample(seed, layers=3) for seed in range(4)])
     for rows, inner, outer in ((2**14, 2**12, 2**12), (2**16, 16, 2**13), (1, 2**15, 2**15)):
         signature = f"aten.linear.default(f32[{rows},{inner}], f32[{outer},{inner}])"
-        graph = OpGraph.build(
-            "large", ["op"], [0], [4 * rows * outer], [], op_signature=[signature]
-        )
+        graph = chain("large", [4 * rows * outer], [signature])
         seconds, spread = predictor.predict(graph, CPU)
         assert 1 / 5 < seconds[0] / law(graph)[0] < 5
         assert spread[0] < 4 * seconds[0]
@@ -136,27 +125,15 @@ def test_far_from_what_was_measured_times_go_on_in_proportion() -> None:
 def test_a_kind_that_was_never_measured_is_predicted_like_its_class() -> None:
     predictor = predictors.load("polynomial").fit([sample(seed) for seed in range(15)])
     graph = model(100)
-    renamed = replace(
-        graph, op_signature=tuple(s.replace("linear", "matmul") for s in graph.op_signature)
-    )
-    # matmul takes the second operand the other way round, so make it square
-    square = [s for s in renamed.op_signature if "matmul" in s]
-    assert square
-    seconds, _ = predictor.predict(renamed, CPU)
+    renamed = tuple(s.replace("linear", "matmul") for s in graph.op_signature)
+    assert any("matmul" in s for s in renamed)
+    seconds, _ = predictor.predict(replace(graph, op_signature=renamed), CPU)
     assert np.isfinite(seconds).all() and (seconds > 0).all()
 
 
 def test_more_kinds_than_trees_tell_apart() -> None:
-    n = 300
-    graph = OpGraph.build(
-        "kinds",
-        [f"op{i}" for i in range(n)],
-        range(n),
-        [4096] * n,
-        [(i, i + 1) for i in range(n - 1)],
-        op_kind=["op"] * n,
-        op_signature=[f"aten.kind{i}.default(f32[1024])" for i in range(n)],
-    )
+    signatures = [f"aten.kind{i}.default(f32[1024])" for i in range(300)]
+    graph = chain("kinds", [4096] * 300, signatures)
     seconds = law(graph)
     samples = [Sample(graph, CPU, seconds, 0.01 * seconds, 1.5 * seconds)] * 3
     found, _ = predictors.load("trees", iterations=20).fit(samples).predict(graph, CPU)
@@ -193,9 +170,8 @@ def test_roofline_with_given_rates() -> None:
 
 def test_a_predicted_profile_is_one_for_simulator_and_planners() -> None:
     graph = model(100)
-    cluster = Cluster(
-        "two", (replace(CPU, name="a"), replace(CPU, name="b"), Device("fast", like="a", speed=2.0))
-    )
+    a, b = replace(CPU, name="a"), replace(CPU, name="b")
+    cluster = Cluster("two", (a, b, Device("fast", like="a", speed=2.0)))
     links = (Link("a", "b", 1e-5, 1e9), Link("b", "a", 1e-5, 1e9))
     samples = [sample(seed) for seed in range(10)]
     predictor = predictors.load("polynomial").fit(samples)
@@ -349,28 +325,24 @@ def test_a_damaged_store(corpus: Corpus, content: bytes) -> None:
     assert corpus.path.read_bytes() == content
 
 
-def test_a_damaged_graph_in_the_store(corpus: Corpus) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("UPDATE graphs SET arrays = X'0102'", "graph 'model 0' is damaged"),
+        ("PRAGMA user_version = 99", "version 99, this program reads 1"),
+    ],
+)
+def test_a_damaged_graph_or_another_version(corpus: Corpus, change: str, message: str) -> None:
     graph = model(0)
     corpus.add(graph, Cluster("one", (CPU,)), profile_of(graph, law(graph)))
     with sqlite3.connect(corpus.path) as store:
-        store.execute("UPDATE graphs SET arrays = X'0102'")
-    with pytest.raises(CorpusError, match="graph 'model 0' is damaged"):
-        corpus.samples()
-
-
-def test_a_store_of_another_version(corpus: Corpus) -> None:
-    graph = model(0)
-    corpus.add(graph, Cluster("one", (CPU,)), profile_of(graph, law(graph)))
-    with sqlite3.connect(corpus.path) as store:
-        store.execute("PRAGMA user_version = 99")
-    with pytest.raises(CorpusError, match="version 99, this program reads 1"):
+        store.execute(change)
+    with pytest.raises(CorpusError, match=message):
         corpus.samples()
 
 
 def test_a_store_where_none_can_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    graph = model(0)
+    graph, corpus = model(0), Corpus(tmp_path / "file" / "corpus.sqlite")
     with pytest.raises(CorpusError, match="PLACEMENT_HOME"):
-        Corpus(tmp_path / "file" / "corpus.sqlite").add(
-            graph, Cluster("one", (CPU,)), profile_of(graph, law(graph))
-        )
+        corpus.add(graph, Cluster("one", (CPU,)), profile_of(graph, law(graph)))

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +49,8 @@ def test_a_line_is_found_again() -> None:
     seconds = 2e-4 + np.array(SIZES) / 5e7
     link = fit((0, 3), seconds)
     assert (link.src, link.dst) == ("rank:0", "rank:3")
-    assert link.latency_s == pytest.approx(2e-4) and link.bandwidth_bytes_per_s == pytest.approx(
-        5e7
-    )
+    assert link.latency_s == pytest.approx(2e-4)
+    assert link.bandwidth_bytes_per_s == pytest.approx(5e7)
 
 
 def test_small_messages_that_slip_through_a_burst() -> None:
@@ -84,14 +82,10 @@ def test_what_is_sent_at_the_same_time() -> None:
 
 def test_one_interface_per_host() -> None:
     hosts = ["a", "a", "b", "b"]
-    found = shared_channels(hosts, {"a:out": 2.0, "b:out": 1.9, "a <> b": 1.0})
-    assert {pair for pair, name in found.items() if name == "a:out"} == {
-        (0, 2),
-        (0, 3),
-        (1, 2),
-        (1, 3),
-    }
-    assert found[2, 0] == found[3, 1] == "b:out" and len(found) == 8  # none within a host
+    channels = shared_channels(hosts, {"a:out": 2.0, "b:out": 1.9, "a <> b": 1.0})
+    of_a = {pair for pair, name in channels.items() if name == "a:out"}
+    assert of_a == {(0, 2), (0, 3), (1, 2), (1, 3)}
+    assert channels[2, 0] == channels[3, 1] == "b:out" and len(channels) == 8  # none within a host
 
 
 def test_a_wire_that_carries_one_direction_at_a_time() -> None:
@@ -143,26 +137,11 @@ def test_unlimited_bandwidth_survives_a_file(tmp_path: Path) -> None:
 def test_profiles_of_two_hosts_are_one() -> None:
     names = "wxyz"
     cluster = joined([Device(x) for x in names], (0, 0, 1, 2), measured(("a", "b", "c")), "made")
-    first = Profile(
-        ("w", "x"),
-        np.array([[1.0, 2.0]]),
-        np.zeros((1, 2)),
-        (Link("w", "x", 7.0), Link("x", "w", 7.0)),
-        loaded_s=np.array([[1.5, 2.5]]),
-        graph_fingerprint="f",
-        provenance={"host": "a"},
-    )
-    one = replace(
-        first,
-        device_names=("y",),
-        compute_s=np.ones((1, 1)),
-        spread_s=np.zeros((1, 1)),
-        loaded_s=None,
-        links=(),
-    )
+    facts: Any = {"graph_fingerprint": "f", "provenance": {"host": "a"}}
+    links, seconds = (Link("w", "x", 7.0), Link("x", "w", 7.0)), np.array([[1.0, 2.0]])
+    first = Profile(("w", "x"), seconds, 0 * seconds, links, loaded_s=seconds + 0.5, **facts)
     alone = [
-        replace(one, device_names=(x,), compute_s=np.array([[s]]))
-        for x, s in (("y", 3.0), ("z", 4.0))
+        Profile((x,), np.array([[s]]), np.zeros((1, 1)), **facts) for x, s in (("y", 3), ("z", 4))
     ]
     whole = merged([first, *alone], cluster)
     assert whole.device_names == tuple(names) and whole.compute_s.tolist() == [[1, 2, 3, 4]]
@@ -199,13 +178,11 @@ def test_two_processes_here(tmp_path: Path, capsys: Any, monkeypatch: Any) -> No
         assert 0 <= link["latency_s"] < 1 and link["bandwidth_bytes_per_s"] > 1e6
         # A message takes a processor some microseconds, on both ends.
         assert 1e-6 < link["send_s"] < 1e-1 and 0 <= link["send_s_per_byte"] < 1e-6
-    made = Cluster.from_yaml(cluster)
-    assert made.links[0].channel == "rank:0 > rank:1"
-    assert got["profile"]["devices"] == list(made.device_names)
+    written = Cluster.from_yaml(cluster)
+    assert written.links[0].channel == "rank:0 > rank:1"
+    assert got["profile"]["devices"] == list(written.device_names)
     # The profile is in the cache: nothing is measured now.
-    monkeypatch.setattr(
-        "placement.costs.measure.measure", lambda *_, **__: pytest.fail("measured again")
-    )
+    monkeypatch.setattr("placement.costs.measure.measure", None)
     plan = ["plan", "tiny_mlp", "--cluster", str(cluster), "--planner", "heft", "--json"]
     assert main(plan) == OK
     assert json.loads(capsys.readouterr().out)["feasible"] is True
@@ -215,9 +192,8 @@ def test_what_ranks_refuse_is_said_once(tmp_path: Path, capfd: Any) -> None:
     where = ["--cluster-out", str(tmp_path / "c.yaml")]
     small = tmp_path / "one.yaml"
     small.write_text("devices: [{name: a}]")
-    assert main(
-        ["profile", "--distributed", "2", "--repeats", "1", "--cluster", str(small), *where]
-    )
+    words = ["--distributed", "2", "--repeats", "1", "--cluster", str(small), *where]
+    assert main(["profile", *words])
     err = capfd.readouterr().err
     assert err.count("2 processes for 1 devices") == 1 and "Traceback" not in err
     assert not (tmp_path / "c.yaml").exists()
@@ -284,19 +260,11 @@ def two_hosts() -> Iterator[list[tuple[str, str]]]:
 
 def test_two_hosts_with_a_slow_wire(two_hosts: list[tuple[str, str]], tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    known = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29653", "WORLD_SIZE": "2"}
+    shared = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29653", "WORLD_SIZE": "2"}
+    words = ["placement", "profile", "--distributed", "--cluster-out", str(path), "--repeats", "2"]
     processes = []
     for rank, (host, end) in enumerate(two_hosts):
-        words = [
-            "placement",
-            "profile",
-            "--distributed",
-            "--cluster-out",
-            str(path),
-            "--repeats",
-            "2",
-        ]
-        env = os.environ | known | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": end}
+        env = os.environ | shared | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": end}
         command = ["ip", "netns", "exec", host, sys.executable, "-m", *words]
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))

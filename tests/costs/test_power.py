@@ -79,17 +79,14 @@ class NVMLError(Exception):
 
 
 def nvml(**changes: Any) -> Any:
-    def energy(handle: int) -> int:
-        return 5000 + handle  # millijoules
-
-    known = {
-        "NVMLError": NVMLError,
-        "nvmlInit": lambda: None,
-        "nvmlDeviceGetCount": lambda: 2,
-        "nvmlDeviceGetHandleByIndex": lambda i: i,
-        "nvmlDeviceGetTotalEnergyConsumption": energy,
+    device = {
+        "Count": lambda: 2,
+        "HandleByIndex": lambda i: i,
+        "TotalEnergyConsumption": lambda handle: 5000 + handle,  # millijoules
     }
-    return types.SimpleNamespace(**known | changes)
+    calls = {f"nvmlDeviceGet{name}": call for name, call in device.items()}
+    calls |= {"NVMLError": NVMLError, "nvmlInit": lambda: None}
+    return types.SimpleNamespace(**calls | changes)
 
 
 def test_meters_are_of_the_gpus_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,18 +96,15 @@ def test_meters_are_of_the_gpus_that_this_process_sees(monkeypatch: pytest.Monke
     seen = [types.SimpleNamespace(uuid="bb")]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: seen[i])
-    known = nvml(nvmlDeviceGetUUID=lambda handle: ["GPU-aa", b"GPU-bb"][handle])
-    assert [(m.name, m.read_j()) for m in power.nvml_meters(known)] == [("cuda:0", 5.001)]
+    library = nvml(nvmlDeviceGetUUID=lambda handle: ["GPU-aa", b"GPU-bb"][handle])
+    assert [(m.name, m.read_j()) for m in power.nvml_meters(library)] == [("cuda:0", 5.001)]
     seen[0].uuid = "unknown"  # of another machine: as they are numbered
-    assert [m.name for m in power.nvml_meters(known)] == ["cuda:0", "cuda:1"]
+    assert [m.name for m in power.nvml_meters(library)] == ["cuda:0", "cuda:1"]
 
 
 def test_a_gpu_has_a_meter_of_its_own() -> None:
-    meters = power.nvml_meters(nvml())
-    assert [(m.name, m.kind, m.read_j()) for m in meters] == [
-        ("cuda:0", "cuda", 5.0),
-        ("cuda:1", "cuda", 5.001),
-    ]
+    meters = [(m.name, m.kind, m.read_j()) for m in power.nvml_meters(nvml())]
+    assert meters == [("cuda:0", "cuda", 5.0), ("cuda:1", "cuda", 5.001)]
 
     def fails(*_: Any) -> None:
         raise NVMLError("Not Supported")
@@ -138,25 +132,16 @@ def test_watts_are_what_the_meters_count_while_nothing_runs_and_while_a_device_w
         now["package"] += host * seconds
         now["cuda:0"] += gpu * seconds
 
-    meters = (
-        Meter("package-0", "cpu", lambda: now["package"]),
-        Meter("cuda:0", "cuda", lambda: now["cuda:0"]),
-    )
+    package = Meter("package-0", "cpu", lambda: now["package"])
+    meters = (package, Meter("cuda:0", "cuda", lambda: now["cuda:0"]))
     devices = (Device("cpu:0"), Device("cpu:1"), Device("cuda:0", "cuda"))
     far = Device("far", like="cpu:0", busy_w=7.0, idle_w=3.0)
-    cluster = power.measured(
-        Cluster("c", (*devices, far)),
-        meters=meters,
-        work=run,
-        wait=lambda seconds: run(None, seconds),
-        clock=lambda: now["t"],
-    )
+    by_hand: Any = {"work": run, "wait": lambda s: run(None, s), "clock": lambda: now["t"]}
+    cluster = power.measured(Cluster("c", (*devices, far)), meters=meters, **by_hand)
     # "far" is a processor too, but described: it has no part of what the packages draw.
-    found = [(d.idle_w, d.busy_w, d.power_source) for d in cluster.devices]
-    assert found[0] == (5, 20, "measured")
-    assert found[1] == (5, 17, "measured")
-    assert found[2] == (10, 110, "measured")
-    assert found[3] == (3.0, 7.0, "declared")
+    watts = [(d.idle_w, d.busy_w, d.power_source) for d in cluster.devices]
+    assert watts[:2] == [(5, 20, "measured"), (5, 17, "measured")]
+    assert watts[2:] == [(10, 110, "measured"), (3.0, 7.0, "declared")]
     assert cluster.power_source == "declared"  # one of them is
     assert replace(cluster, devices=cluster.devices[:3]).power_source == "measured"
     assert Cluster("c", devices).power_source is None
@@ -270,18 +255,14 @@ def test_seconds_have_a_price() -> None:
     assert planner("macro_search", evaluations=200)(dear).placement.tolist() == [0, 1]
 
 
-def test_a_price_on_the_command_line_is_kept_by_the_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_price_on_the_command_line_is_kept_by_the_plan(tmp_path: Path, capsys: Any) -> None:
     file, plan = tmp_path / "problem.json", tmp_path / "plan.json"
     problem_file.save(hurry(), file)
     asked = ["plan", str(file), "--planner", "macro_search", "evaluations=200"]
-    found = {}
-    for price in ("0", "1000"):
+    for price, value in (("0", 160.0), ("1000", 7050.0)):  # [1, 1]; [0, 1]: 3050 J and 4 s
         assert main([*asked, "--second-j", price, "--out", str(plan), "--json"]) == 0
-        found[price] = json.loads(capsys.readouterr().out)["value_s"]
+        assert json.loads(capsys.readouterr().out)["value_s"] == value
         assert load_plan(plan).second_j == float(price)
-    assert found == {"0": 160.0, "1000": 7050.0}  # [1, 1]; [0, 1]: 3050 J and 4 s
     assert load_plan(plan).predicted.energy_j == 3050.0
     assert main(["show", str(plan)]) == 0
     shown = capsys.readouterr().out
@@ -308,9 +289,7 @@ def test_a_price_is_a_number(price: float) -> None:
         replace(chain(), second_j=price)
 
 
-def test_a_comparison_marks_the_front_and_draws_it_and_says_that_watts_are_declared(
-    tmp_path: Path,
-) -> None:
+def test_a_comparison_marks_the_front_draws_it_and_says_that_watts_are_declared(tmp_path) -> None:
     """Per micro-batch:    latency  period  energy
     single:fast            4        4       420      on the front
     x on fast, y on frugal 5        3       400      on the front
@@ -326,9 +305,8 @@ def test_a_comparison_marks_the_front_and_draws_it_and_says_that_watts_are_decla
             solution = planner("single_device")(problem)
             return replace(solution, placement=np.array(self.on, np.int32))
 
-    found = compare(
-        {"chain": chain()}, {"split": Fixed(0, 1), "swapped": Fixed(1, 0)}, out_dir=tmp_path
-    )
+    planners = {"split": Fixed(0, 1), "swapped": Fixed(1, 0)}
+    found = compare({"chain": chain()}, planners, out_dir=tmp_path)
     marks = {r.planner: r.pareto for r in found.rows}
     assert marks == {"single:fast": True, "single:frugal": False, "split": True, "swapped": False}
     assert [r.energy_j for r in found.rows] == [420.0, 560.0, 400.0, 497.5]

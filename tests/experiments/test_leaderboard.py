@@ -55,9 +55,11 @@ def test_a_row_is_added_and_the_others_stay(
     monkeypatch.setattr(leaderboard, "measure", measured)
     assert leaderboard.main([*words, "--planner", "order_search evaluations=9 width=2"]) == 0
     assert len(asked) == 1 and asked[0].width == 2
+    assert leaderboard.main([*words, "--planner", "heft"]) == 0 and len(asked) == 1
     rows = leaderboard.STUDY.read(tmp_path / "out")
     assert rows[:1] == first[:1] and rows[2:] == first[1:]
     assert rows[1].planner == "order_search evaluations=9 width=2"
+    assert leaderboard.main([*words, "--planner", "heft", "--again"]) == 0 and len(asked) == 2
     page = (tmp_path / "out/leaderboard.md").read_text()
     assert "### shops `*`: a shop" in page and "| `single_device` | 75.00 % |" in page
 

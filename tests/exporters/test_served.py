@@ -97,7 +97,7 @@ def test_accelerate_takes_the_device_map(tied: bool) -> None:
 
 
 def test_tied_parameters_are_on_one_device() -> None:
-    with pytest.raises(Inexpressible, match="tensors on|planned on"):
+    with pytest.raises(Inexpressible, match=r"tensors on|planned on"):
         load("huggingface")(plan_of(DENSE | {"tie_word_embeddings": True}, HALVES))
 
 

@@ -21,6 +21,7 @@ from placement.objective import Objective
 from placement.planners import PlannerError, load
 from placement.planners.antichain_dp import enumerate_ideals
 from placement.planners.balanced_split import _orders
+from placement.planners.contiguous_dp import topological_orders
 from placement.planners.critical_path_greedy import critical_path, key_operators, parts
 from placement.planners.level_balance import balance, levels
 from placement.planners.m_sct import favourite_children
@@ -766,3 +767,36 @@ def test_families_need_no_torch() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", ["towers", "reduction_tree"])
+def test_more_orders_are_cut_and_the_best_is_kept(name: str) -> None:
+    problem = families()[name](0)
+    one, eight = (load("contiguous_dp", orders=k, candidates=64)(problem) for k in (1, 8))
+    assert eight.value_s < one.value_s
+    assert np.array_equal(
+        eight.placement, load("contiguous_dp", orders=8, candidates=64)(problem).placement
+    )
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 100_000))
+def test_orders_are_topological(seed: int) -> None:
+    problem = anything(seed, grouped=False)
+    for position in topological_orders(problem, 3, seed):
+        assert sorted(position.tolist()) == list(range(problem.graph.num_groups))
+        at = position[problem.graph.group]
+        assert all(at[a] < at[b] for a, b in problem.graph.edges.tolist())
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 100_000))
+def test_with_busy_channels_heft_knows_when_it_ends(seed: int) -> None:
+    """Its own schedule cannot be shorter than without; what the rule sees is legal."""
+    problem = replace(anything(seed, grouped=True, unsupported=True), objective="latency")
+    free, busy = (load("heft", busy=x, look_ahead=0.25)(problem) for x in (False, True))
+    problem.check_placement(busy.placement)
+    if np.array_equal(free.placement, busy.placement):
+        assert busy.stats["makespan_s"] >= free.stats["makespan_s"] * (1 - 1e-9)
+    if not problem.contention:
+        assert np.array_equal(free.placement, busy.placement)

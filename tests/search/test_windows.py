@@ -1,0 +1,148 @@
+"""Windows are solved exactly; bounds and optima of small shops are those of brute force."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.bounds import grain_s, lower_bound, lower_bounds
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.planners import load
+from placement.planners.order_search import start, state_of, tables_of
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.schedule import in_sequence
+from placement.search import order, windows
+from placement.simulator import simulate
+from tests.problems import random_placement, random_problem
+from tests.search.test_order_search import plain, random_sequence
+
+RNG = np.random.default_rng
+
+
+def latency_s(problem: Problem, placement: np.ndarray, sequence: np.ndarray) -> float:
+    """What the simulator says of devices that run their operators in ``sequence``."""
+    schedule = in_sequence(problem, placement, sequence)
+    return float(simulate(problem, placement, schedule).latency_s)
+
+
+def shop(
+    seed: int, jobs: int, length: int, machines: int, unit: float = 1.0, refused: float = 0.4
+) -> Problem:
+    """A flexible job shop: chains whose operators run on some of the machines, nothing is sent."""
+    rng = RNG(seed)
+    n = jobs * length
+    edges = [(i, i + 1) for i in range(n) if (i + 1) % length]
+    graph = OpGraph.build("shop", [f"op{i}" for i in range(n)], range(n), [0] * n, edges)
+    seconds = unit * rng.integers(1, 10, (n, machines)).astype(float)
+    seconds[rng.random(seconds.shape) < refused] = np.inf
+    seconds[np.arange(n), rng.integers(machines, size=n)] = unit * 5.0
+    names = tuple(f"machine {d}" for d in range(machines))
+    links = tuple(Link(a, b, 0.0, 1e30) for a in names for b in names if a != b)
+    cluster = Cluster("shop", tuple(Device(name) for name in names))
+    return Problem(
+        graph, cluster, Profile(names, seconds, np.zeros_like(seconds), links), "latency"
+    )
+
+
+def optimum(problem: Problem) -> float:
+    """The least latency of all placements and orders."""
+    n = problem.num_ops
+    edges = problem.graph.edges.tolist()
+    rows = [np.flatnonzero(np.isfinite(row)).tolist() for row in problem.compute_s]
+    best = np.inf
+    for sequence in permutations(range(n)):
+        at = {op: k for k, op in enumerate(sequence)}
+        if all(at[a] < at[b] for a, b in edges):
+            for place in product(*rows):
+                placement, in_order = np.array(place, np.int32), np.array(sequence, np.int32)
+                best = min(best, latency_s(problem, placement, in_order))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_window_of_everything_is_the_optimum(seed: int) -> None:
+    problem = shop(seed, 2, 3, 2)
+    tables, state = tables_of(problem), state_of(problem, 4)
+    start(tables, state, np.argmin(problem.compute_s, axis=1), np.arange(6), RNG(0))
+    found = windows.solve(tables, state, 0, 6, 1.0, 0)
+    assert found.closed and found.place is not None and found.sequence is not None
+    value = latency_s(problem, found.place, found.sequence)
+    assert value == optimum(problem)
+    assert lower_bound(problem) <= value
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 100_000))
+def test_a_window_is_never_worse_where_channels_do_not_wait(seed: int) -> None:
+    problem = replace(plain(random_problem(seed, 14, 3, grouped=True)), contention=False)
+    tables, state = tables_of(problem), state_of(problem, 4)
+    start(tables, state, random_placement(problem, seed), random_sequence(problem, seed), RNG(0))
+    cost, first = float(state.x[order.COST]), int(RNG(seed).integers(6))
+    if cost >= 1e30:
+        return
+    rest_s = windows.rest_s(tables, state, first, first + 8)
+    assert rest_s <= cost * (1 + 1e-9)
+    found = windows.solve(tables, state, first, first + 8, 0.0, seed)
+    assert found.place is not None and found.sequence is not None
+    problem.check_placement(found.place)
+    value = latency_s(problem, found.place, found.sequence)
+    assert rest_s * (1 - 1e-9) <= value <= cost * (1 + 1e-4)  # seconds were rounded
+    kept = state.sequence[:first]
+    assert np.array_equal(found.sequence[:first], kept)
+    assert np.array_equal(found.place[kept], state.place[kept])
+
+
+def test_a_search_solves_windows_and_its_seed_decides_them() -> None:
+    problem = shop(1, 6, 5, 5, refused=0.9)  # above its bound, so that the search goes on
+    first, again = (load("order_search", evaluations=120_000)(problem) for _ in range(2))
+    assert np.array_equal(first.placement, again.placement)
+    assert first.stats["windows"] == again.stats["windows"] > 0
+    assert first.value_s == again.value_s
+    assert first.stats["evaluations"] <= 120_000
+    assert first.lower_bound_s is not None and first.lower_bound_s <= first.value_s * (1 + 1e-9)
+
+
+def test_without_a_solver_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "available", lambda: False)
+    answer = load("order_search", evaluations=120_000)(shop(1, 6, 5, 5, refused=0.9))
+    assert "not installed" in answer.stats["windows"]
+    assert answer.stats["evaluations"] > 100_000
+
+
+def test_bounds_of_equal_machines_are_rounded_up() -> None:
+    """Three operators of 3 on two machines: 6, not 4.5; of any unit, unless something is sent."""
+    for unit in (1.0, 1e-3, 0.1):
+        graph = OpGraph.build("three", list("abc"), [0, 1, 2], [0, 0, 0], [])
+        seconds = np.full((3, 2), 3.0 * unit)
+        cluster = Cluster("two", (Device("0"), Device("1")))
+        links = (Link("0", "1", 0.0, 1e30), Link("1", "0", 0.0, 1e30))
+        problem = Problem(
+            graph, cluster, Profile(("0", "1"), seconds, 0 * seconds, links), "latency"
+        )
+        assert grain_s(problem) == pytest.approx(3 * unit)
+        assert lower_bound(problem) == pytest.approx(6 * unit)
+        slow = replace(problem.profile, links=tuple(replace(x, latency_s=unit) for x in links))
+        assert grain_s(replace(problem, profile=slow)) == 0.0
+        assert lower_bound(replace(problem, profile=slow)) == pytest.approx(4.5 * unit)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 100_000), unit=st.sampled_from([1.0, 1e-3, 0.37]))
+def test_no_schedule_is_below_the_bound(seed: int, unit: float) -> None:
+    rng = RNG(seed)
+    problem = shop(
+        seed, int(rng.integers(2, 6)), int(rng.integers(1, 5)), int(rng.integers(2, 4)), unit
+    )
+    value = load("order_search", evaluations=500)(problem).value_s
+    bound = lower_bound(problem)
+    assert bound <= value * (1 + 1e-9)
+    assert bound <= lower_bounds(problem)["latency"] * (1 + 1e-9)
+    assert grain_s(problem) / unit == pytest.approx(round(grain_s(problem) / unit))
+    assert value / grain_s(problem) == pytest.approx(round(value / grain_s(problem)))
