@@ -87,7 +87,6 @@ class Tables(Struct):
     fastest_s: Array  # float64 [N]
     mean_s: Array  # float64 [N]
     num_able: Array  # float64 [N]
-    channel: Array  # int32 [D, D]
     contended: bool  # transfers of a channel wait for each other
     demand_s: Array  # float64 [D] what may come: seconds over the devices of each operator
     unit_s: float  # the mean operator
@@ -108,8 +107,6 @@ class State(Struct):
     start_s: Array  # float64 [N]
     sequence: Array  # int32 [N] operators as they were chosen
     demand_s: Array  # float64 [D]
-    channel_s: Array  # float64 [channels] when each is free
-    there_s: Array  # float64 [T, D] when a tensor that was sent is there; -1: it was not
     arrive_s: Array  # float64 [D] room, as are the next
     able: Array  # bool [D]
     begin_s: Array  # float64 [OPS, D] earliest start of each operator offered; inf: not able
@@ -172,8 +169,8 @@ def begin(t, s):
     p.missing[:] = True
     p.head[:] = -1
     p.tail[:] = -1
-    s.channel_s[:] = 0.0
-    s.there_s[:] = -1.0
+    p.channel_s[:] = 0.0
+    p.arrival_s[:] = -1.0
     s.num_ready = 0
     s.num_placed = 0
     for d in range(len(s.demand_s)):
@@ -210,11 +207,11 @@ def _arrivals(t, s, op, arrive):
                 continue
             there = made
             cost = transfer_s(x, tensor, home, d)
-            if busy and s.there_s[tensor, d] >= 0.0:
-                there = s.there_s[tensor, d]
+            if busy and p.arrival_s[tensor, d] >= 0.0:
+                there = p.arrival_s[tensor, d]
             elif cost > 0.0:
                 if busy:
-                    there = max(there, s.channel_s[t.channel[home, d]])
+                    there = max(there, p.channel_s[x.channel[home, d]])
                 there += cost
             arrive[d] = max(arrive[d], there)
 
@@ -364,13 +361,13 @@ def offer(t, s):
                 local += x.tensor_bytes[tensor]
                 ready = max(ready, p.finish_s[src])
                 continue
-            if s.there_s[tensor, d] >= 0.0:
+            if p.arrival_s[tensor, d] >= 0.0:
                 local += x.tensor_bytes[tensor]
-                ready = max(ready, s.there_s[tensor, d])
+                ready = max(ready, p.arrival_s[tensor, d])
                 continue
             cost = transfer_s(x, tensor, home, d)
             moved += cost
-            free = s.channel_s[t.channel[home, d]]
+            free = p.channel_s[x.channel[home, d]]
             if t.contended and cost > 0.0:
                 wait = max(wait, free - p.finish_s[src])
             ready = max(ready, p.finish_s[src] + cost)
@@ -436,11 +433,11 @@ def take(t, s, k):
         if home == d or (src < 0 and x.shares_host[d]):
             continue
         made = 0.0 if src < 0 else p.finish_s[src]
-        c, cost = t.channel[home, d], transfer_s(x, tensor, home, d)
-        if cost == 0.0 or s.there_s[tensor, d] >= 0.0:
+        c, cost = x.channel[home, d], transfer_s(x, tensor, home, d)
+        if cost == 0.0 or p.arrival_s[tensor, d] >= 0.0:
             continue
-        there = max(made, s.channel_s[c]) + cost
-        s.channel_s[c] = s.there_s[tensor, d] = there
+        there = max(made, p.channel_s[c]) + cost
+        p.channel_s[c] = p.arrival_s[tensor, d] = there
         if busy and there > start:
             start = gap(x, p, op, d, there)
     place(x, p, op, d, start)
