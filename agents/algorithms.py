@@ -12,7 +12,7 @@ from stable_baselines3.common.buffers import DictRolloutBuffer
 from torch import nn
 
 from agents.encoder import ILLEGAL
-from envs.dispatch import Dispatcher, Net, Notes
+from envs.dispatch import Dispatcher, Net, notes_of
 from envs.dispatch_kernels import PAIRS
 from placement.problem import Problem
 
@@ -158,7 +158,7 @@ class EpisodesPPO(PPO):
         """Episodes of a problem: logarithms of their values, and what is learned from."""
         episode = Dispatcher(problem)
         noted: list[list[NDArray[Any]]] = []
-        room = Notes(PAIRS * problem.num_ops, problem.num_ops)
+        room = notes_of(PAIRS * problem.num_ops, problem.num_ops)
         values = np.empty(self.episodes)
         for i in range(self.episodes):
             seed = int(np.random.randint(2**62, dtype=np.int64))

@@ -36,18 +36,18 @@ def no_network() -> Net:
     return tuple(np.zeros(shape, np.float32) for shape in shapes)
 
 
-class Notes:
-    """Decisions of an episode, for who learns from them: room for ``pairs`` and ``decisions``."""
+def notes_of(pairs: int, decisions: int) -> kernels.Notes:
+    """Room for the notes of so many ``pairs`` and ``decisions``."""
+    return kernels.Notes(
+        features=np.zeros((pairs, kernels.NUM_PAIR_FEATURES), np.float32),
+        score=np.zeros(pairs, np.float32),
+        count=np.zeros(decisions, np.int32),
+        taken=np.zeros(decisions, np.int32),
+        log=np.zeros(decisions, np.float32),
+    )
 
-    def __init__(self, pairs: int, decisions: int) -> None:
-        self.features = np.zeros((pairs, kernels.NUM_PAIR_FEATURES), np.float32)
-        self.score = np.zeros(pairs, np.float32)
-        self.count = np.zeros(decisions, np.int32)
-        self.taken = np.zeros(decisions, np.int32)
-        self.log = np.zeros(decisions, np.float32)
 
-
-_NOTHING = Notes(0, 0)
+_NOTHING = notes_of(0, 0)
 
 
 class Dispatcher:
@@ -73,7 +73,7 @@ class Dispatcher:
         net: Net,
         scale: float,
         seed: int | None = None,
-        notes: Notes = _NOTHING,
+        notes: kernels.Notes = _NOTHING,
         keep: float = 0.0,
     ) -> int:
         """Play an episode with a network, greedily where there is no ``seed``.
@@ -81,11 +81,9 @@ class Dispatcher:
         A share ``keep`` of its decisions goes into ``notes``; how many did.
         """
         self.state.random[0] = 2 * (seed or 0) + 1
-        n = notes
         noted: int = kernels.construct(
-            self.tables, self.state, net, scale, seed is None, keep,
-            n.features, n.score, n.count, n.taken, n.log,
-        )  # fmt: skip
+            self.tables, self.state, net, scale, seed is None, keep, notes
+        )
         return noted
 
     @property
@@ -115,13 +113,7 @@ class Dispatcher:
 def _tables_of(problem: Problem, rule: Any, activations: int) -> kernels.Tables:
     g, n, devices = problem.graph, problem.num_ops, problem.num_devices
     seconds = np.where(problem.supported, problem.compute_s, np.inf)
-    rank, follow, hops, below = np.zeros(n), np.zeros((n, devices)), np.zeros(n), np.zeros(n)
-    after = np.zeros((n, n // 64 + 1), np.uint64)
     mean_s = problem.mean_compute_s
-    kernels.fill_static(
-        g.out_ptr, g.out_tensor, g.use_ptr, g.use_dst, mean_s, problem.mean_transfer_s, seconds,
-        rank, follow, hops, below, after,
-    )  # fmt: skip
     num_able = problem.supported.sum(axis=1).astype(np.float64)
     finite = np.where(problem.supported, problem.compute_s, 0.0)
     unit = max(float(mean_s.mean()), 1e-15)
@@ -129,13 +121,13 @@ def _tables_of(problem: Problem, rule: Any, activations: int) -> kernels.Tables:
     move = problem.mean_transfer_s.mean() / unit if g.num_tensors else 0.0
     spread = float(np.mean((finite.max(axis=1) - fastest) / (fastest + 1e-3 * unit)))
     fixed = [np.mean(1.0 / num_able), move / (1 + move), spread / (1 + spread), np.log(devices) / 3]
-    return kernels.Tables(
+    tables = kernels.Tables(
         listed=list_tables_of(problem, activations),
-        position=np.argsort(np.lexsort((np.arange(n), -rank))).astype(np.int32),
-        rank_s=rank,
-        follow_s=follow,
-        hops=hops / hops.max(),
-        below_s=below,
+        position=np.zeros(n, np.int32),
+        rank_s=np.zeros(n),
+        follow_s=np.zeros((n, devices)),
+        hops=np.zeros(n),
+        below_s=np.zeros(n),
         before=np.bincount(g.edges[:, 1], minlength=n).astype(np.int64),
         fastest_s=fastest,
         mean_s=mean_s,
@@ -143,10 +135,19 @@ def _tables_of(problem: Problem, rule: Any, activations: int) -> kernels.Tables:
         contended=bool(problem.contention),
         demand_s=(finite / num_able[:, None]).sum(axis=0),
         unit_s=unit,
-        path_s=max(float(rank.max()), 1e-15),
+        path_s=1.0,
         fixed=np.array(fixed, np.float32),
         rule=np.array(rule, np.float64),
     )
+    after = np.zeros((n, n // 64 + 1), np.uint64)
+    kernels.fill_static(
+        tables, g.out_ptr, g.out_tensor, g.use_ptr, g.use_dst, problem.mean_transfer_s, seconds,
+        after,
+    )  # fmt: skip
+    tables.position[np.lexsort((np.arange(n), -tables.rank_s))] = np.arange(n)
+    tables.hops[:] /= tables.hops.max()
+    tables.path_s = max(float(tables.rank_s.max()), 1e-15)
+    return tables
 
 
 def _state_of(problem: Problem) -> kernels.State:
@@ -180,6 +181,13 @@ def _state_of(problem: Problem) -> kernels.State:
         able=np.zeros(d, bool),
         begin_s=np.zeros((ops, d)),
         reach_s=np.zeros((ops, d)),
+        best_at=np.zeros(ops, np.int64),
+        **{k: np.zeros(ops) for k in ("best_s", "second_s", "least_key", "most_s")},
+        popular=np.zeros(d),
+        rival=np.zeros((d, 2)),
+        rival_row=np.zeros(d, np.int64),
+        near=np.zeros((ops, d)),
+        **dict.fromkeys(kernels.SCALARS, 0.0),
         count=0,
         op=np.zeros(pairs, np.int64),
         device=np.zeros(pairs, np.int64),

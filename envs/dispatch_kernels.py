@@ -72,6 +72,9 @@ PAIR_FEATURES = (
     "share of its consumers' other inputs that are there",
 )
 NUM_PAIR_FEATURES = len(PAIR_FEATURES)
+# Of a step, in ``State``.
+SCALARS = ("first_start", "first_end", "critical", "bound_s", "last", "mean_free", "mean_done",
+           "most_done", "left", "used", "capacity", "bound")  # fmt: skip
 
 
 class Tables(Struct):
@@ -111,6 +114,27 @@ class State(Struct):
     able: Array  # bool [D]
     begin_s: Array  # float64 [OPS, D] earliest start of each operator offered; inf: not able
     reach_s: Array  # float64 [OPS, D] end of its group there
+    best_at: Array  # int64 [OPS] the device that ends it first
+    best_s: Array  # float64 [OPS] its end there, and on the second best
+    second_s: Array
+    least_key: Array  # float64 [OPS] the end there with what the rule adds
+    most_s: Array  # float64 [OPS] the least end with the optimistic cost of what follows
+    popular: Array  # float64 [D] operators whose best device it is
+    rival: Array  # float64 [D, 2] the two highest ranks among them
+    rival_row: Array  # int64 [D] whose is the first
+    near: Array  # float64 [OPS, D]
+    first_start: float
+    first_end: float
+    critical: float
+    bound_s: float
+    last: float
+    mean_free: float
+    mean_done: float
+    most_done: float
+    left: float
+    used: float
+    capacity: float
+    bound: float
     count: int
     op: Array  # int64 [PAIRS]
     device: Array  # int64 [PAIRS]
@@ -120,11 +144,19 @@ class State(Struct):
     logits: Array  # float64 [PAIRS]
 
 
+class Notes(Struct):
+    """Decisions of an episode, for who learns from them."""
+
+    features: Array  # float32 [C, F] of the pairs of each, one decision after another
+    score: Array  # float32 [C]
+    count: Array  # int32 [S] pairs of each
+    taken: Array  # int32 [S] which of them was
+    log: Array  # float32 [S] of its probability
+
+
 @kernel
-def fill_static(
-    g_ptr, g_tensor, use_ptr, use_dst, mean_s, move_s, compute_s, rank, follow, hops, below, after
-):
-    """Rank ``[N]``, optimistic cost ``[N, D]``, hops ``[N]`` and seconds below ``[N]``, all zero.
+def fill_static(t, out_ptr, out_tensor, use_ptr, use_dst, move_s, compute_s, after):
+    """Ranks, optimistic costs, hops and seconds below of ``t``, all zero before.
 
     ``compute_s`` is inf where a group cannot run; ``after`` uint64 ``[N, words]``, zero, is room.
     """
@@ -132,30 +164,30 @@ def fill_static(
     one = np.uint64(1)
     for op in range(n - 1, -1, -1):
         tail = 0.0
-        for k in range(g_ptr[op], g_ptr[op + 1]):
-            tensor = g_tensor[k]
+        for k in range(out_ptr[op], out_ptr[op + 1]):
+            tensor = out_tensor[k]
             longest, some = 0.0, False
             for j in range(use_ptr[tensor], use_ptr[tensor + 1]):
                 user = use_dst[j]
-                longest = max(longest, rank[user])
+                longest = max(longest, t.rank_s[user])
                 some = True
                 after[op, user >> 6] |= one << np.uint64(user & 63)
                 for w in range(user >> 6, after.shape[1]):
                     after[op, w] |= after[user, w]
-                hops[op] = max(hops[op], hops[user])
+                t.hops[op] = max(t.hops[op], t.hops[user])
                 least = np.inf
                 for d in range(num_devices):
-                    least = min(least, follow[user, d] + compute_s[user, d])
+                    least = min(least, t.follow_s[user, d] + compute_s[user, d])
                 for d in range(num_devices):
-                    stay = follow[user, d] + compute_s[user, d]
-                    follow[op, d] = max(follow[op, d], min(stay, least + move_s[tensor]))
+                    stay = t.follow_s[user, d] + compute_s[user, d]
+                    t.follow_s[op, d] = max(t.follow_s[op, d], min(stay, least + move_s[tensor]))
             if some:
                 tail = max(tail, move_s[tensor] + longest)
-        rank[op] = mean_s[op] + tail
-        hops[op] += 1.0
+        t.rank_s[op] = t.mean_s[op] + tail
+        t.hops[op] += 1.0
         for user in range(op + 1, n):
             if after[op, user >> 6] >> np.uint64(user & 63) & one:
-                below[op] += mean_s[user]
+                t.below_s[op] += t.mean_s[user]
 
 
 @kernel
@@ -244,179 +276,184 @@ def _near(t, s, op, near):
             near[d] /= total
 
 
-@allocating
+@kernel
+def _look(t, s, i):
+    """Where the ``i``-th ready operator could go, and when; offer the best of its devices."""
+    p, x = s.placed, t.listed
+    num_devices = len(p.free_s)
+    op = s.ready[i]
+    group = x.group[op]
+    _arrivals(t, s, op, s.arrive_s)
+    fill_able(x, p, group, s.able)
+    new = p.choice[group] < 0
+    s.best_s[i], s.second_s[i], s.best_at[i], s.least_key[i] = np.inf, np.inf, 0, np.inf
+    at = s.count
+    least = np.inf
+    for d in range(num_devices):
+        s.begin_s[i, d] = np.inf
+        if not s.able[d]:
+            continue
+        start = gap(x, p, op, d, s.arrive_s[d])
+        end = start + (x.group_s[group, d] if new else x.compute_s[op, d])
+        s.begin_s[i, d], s.reach_s[i, d] = start, end
+        s.first_start = min(s.first_start, start)
+        s.first_end = min(s.first_end, start + x.compute_s[op, d])
+        if end < s.best_s[i]:
+            s.second_s[i] = s.best_s[i]
+            s.best_s[i], s.best_at[i] = end, d
+        elif end < s.second_s[i]:
+            s.second_s[i] = end
+        least = min(least, end + t.follow_s[op, d])
+        key = end + t.rule[2] * t.follow_s[op, d]
+        s.least_key[i] = min(s.least_key[i], key)
+        # The devices of least key, in order; of equal ones the first.
+        k = s.count
+        while k > at and s.score[k - 1] > key:
+            k -= 1
+        if k < at + DEVICES:
+            for m in range(min(s.count, at + DEVICES - 1), k, -1):
+                s.score[m], s.device[m] = s.score[m - 1], s.device[m - 1]
+            s.score[k], s.device[k] = key, d
+            s.count = min(s.count + 1, at + DEVICES)
+    for k in range(at, s.count):
+        s.op[k], s.row[k] = op, i
+    s.bound_s = max(s.bound_s, least)
+    s.most_s[i] = least
+    _near(t, s, op, s.near[i])
+    tail = t.rank_s[op] - t.mean_s[op]
+    s.critical = max(s.critical, s.best_s[i] + tail)
+    d = s.best_at[i]
+    s.popular[d] += 1.0
+    if t.rank_s[op] > s.rival[d, 0]:
+        s.rival[d, 1] = s.rival[d, 0]
+        s.rival[d, 0], s.rival_row[d] = t.rank_s[op], i
+    elif t.rank_s[op] > s.rival[d, 1]:
+        s.rival[d, 1] = t.rank_s[op]
+
+
+@kernel
+def _describe(t, s, k):
+    """Score and features of pair ``k``, when all pairs are known."""
+    p, x, unit = s.placed, t.listed, t.unit_s
+    num_devices = len(p.free_s)
+    op, d, i = s.op[k], s.device[k], s.row[k]
+    group = x.group[op]
+    start, seconds, reach = s.begin_s[i, d], x.compute_s[op, d], s.reach_s[i, d]
+    end = start + seconds
+    tail = t.rank_s[op] - t.mean_s[op]
+    s.score[k] = (
+        -t.rule[0] * np.log1p((t.rank_s[s.ready[0]] - t.rank_s[op]) / unit)
+        - t.rule[1] * np.log1p((s.score[k] - s.least_key[i]) / unit)
+        - t.rule[3] * np.log1p((start - s.first_start) / unit)
+    )
+    f = s.features[k]
+    f[0] = _softer((t.rank_s[s.ready[0]] - t.rank_s[op]) / unit)
+    f[1] = t.rank_s[op] / t.path_s
+    f[2] = _softer((reach + tail - s.critical) / unit)
+    f[3] = _soft((reach - s.best_s[i]) / unit)
+    f[4] = _soft((reach + t.follow_s[op, d] - s.most_s[i]) / unit)
+    f[5] = _soft((start - s.first_start) / unit)
+    f[6] = _soft((end - s.first_end) / unit)
+    f[7] = _soft(max(0.0, start - p.free_s[d]) / unit)
+    f[8] = 1.0 if end <= p.free_s[d] and p.free_s[d] > 0.0 else 0.0
+    ready, moved, wait, local, total = 0.0, 0.0, 0.0, 0.0, 0.0
+    for m in range(x.in_ptr[op], x.in_ptr[op + 1]):
+        tensor = x.in_tensor[m]
+        src = x.tensor_src[tensor]
+        if src < 0:
+            continue
+        home = np.int64(p.choice[x.group[src]])
+        total += x.tensor_bytes[tensor]
+        if home == d:
+            local += x.tensor_bytes[tensor]
+            ready = max(ready, p.finish_s[src])
+            continue
+        if p.arrival_s[tensor, d] >= 0.0:
+            local += x.tensor_bytes[tensor]
+            ready = max(ready, p.arrival_s[tensor, d])
+            continue
+        cost = transfer_s(x, tensor, home, d)
+        moved += cost
+        free = p.channel_s[x.channel[home, d]]
+        if t.contended and cost > 0.0:
+            wait = max(wait, free - p.finish_s[src])
+        ready = max(ready, p.finish_s[src] + cost)
+    f[9] = _soft(max(0.0, start - ready) / unit)
+    f[10] = _soft((seconds - t.fastest_s[op]) / (t.fastest_s[op] + 1e-3 * unit))
+    f[11] = _soft((seconds - t.mean_s[op]) / (t.mean_s[op] + 1e-3 * unit))
+    f[12] = _soft(seconds / unit)
+    f[13] = 1.0 / t.num_able[op]
+    f[14] = _soft(min(s.second_s[i] - s.best_s[i], 1e3 * unit) / unit)
+    f[15] = _softer((p.free_s[d] - s.mean_free) / unit)
+    done = p.free_s[d] + s.demand_s[d]
+    f[16] = _softer((done - s.mean_done) / unit)
+    f[17] = done / (s.most_done + 1e-12)
+    f[18] = _soft(s.demand_s[d] * num_devices / (s.left + 1e-12))
+    f[19] = _softer(s.popular[d])
+    other = s.rival[d, 1] if s.rival_row[d] == i else s.rival[d, 0]
+    f[20] = _softer((t.rank_s[op] - other) / unit) if other >= 0.0 else 1.0
+    f[21] = t.hops[op]
+    waiting = opens = 0.0
+    for m in range(x.user_ptr[op], x.user_ptr[op + 1]):
+        waiting += 1.0
+        opens += s.waits[x.user[m]] == 1
+    f[22] = _soft(waiting)
+    f[23] = _soft(opens)
+    f[24] = s.num_placed / len(t.rank_s)
+    f[25] = s.num_ready / (s.num_ready + num_devices)
+    f[26] = t.fixed[3]
+    f[27] = _soft(moved / unit)
+    f[28] = local / total if total > 0.0 else 0.0
+    f[29] = _soft(max(0.0, wait) / unit)
+    f[30] = f[31] = 0.0
+    if x.may_bind:
+        taken = p.used[d] if p.choice[group] >= 0 else need(x, p, group, d)
+        f[30] = min(2.0, taken / (x.capacity[d] + 1.0))
+        f[31] = s.used / (s.capacity + 1.0)
+    f[32] = _soft((end - s.last) / unit)
+    f[33] = t.fixed[0]
+    f[34] = t.fixed[1]
+    f[35] = min(2.0, max(-2.0, s.bound))
+    f[36] = t.fixed[2]
+    f[37] = min(1.0, t.below_s[op] / (s.left + 1e-12))
+    f[38] = _softer((reach + t.follow_s[op, d] - max(s.bound_s, s.last)) / unit)
+    urgent, late = -1.0, 0.0
+    for j in range(min(s.num_ready, OPS)):
+        if j != i and s.begin_s[j, d] < end and t.rank_s[s.ready[j]] > urgent:
+            urgent, late = t.rank_s[s.ready[j]], end - s.begin_s[j, d]
+    f[39] = _softer((urgent - t.rank_s[op]) / unit) if urgent >= 0.0 else -1.0
+    f[40] = _soft(late / unit)
+    f[41] = s.near[i, d]
+
+
+@kernel
 def offer(t, s):
     """Fill what is offered: ``op``, ``device``, ``score`` and ``features``, ``count`` of them."""
     p, x = s.placed, t.listed
     num_devices = len(p.free_s)
-    rows = min(s.num_ready, OPS)
-    unit = t.unit_s
-    first_start, first_end, critical, last, bound_s = np.inf, np.inf, 0.0, 0.0, 0.0
-    best_at = np.empty(OPS, np.int64)
-    best_s = np.empty(OPS)
-    second_s = np.empty(OPS)
-    least_key = np.empty(OPS)
-    most_s = np.empty(OPS)
-    popular = np.zeros(num_devices)
-    rival = np.full((num_devices, 2), -1.0)
-    rival_row = np.full(num_devices, -1)
-    near = np.zeros((OPS, num_devices))
-    for d in range(num_devices):
-        last = max(last, p.free_s[d])
+    s.first_start = s.first_end = np.inf
+    s.critical = s.last = s.bound_s = 0.0
+    s.popular[:] = 0.0
+    s.rival[:] = -1.0
+    s.rival_row[:] = -1
+    s.near[:] = 0.0
     s.count = 0
-    for i in range(rows):
-        op = s.ready[i]
-        group = x.group[op]
-        _arrivals(t, s, op, s.arrive_s)
-        fill_able(x, p, group, s.able)
-        new = p.choice[group] < 0
-        best_s[i], second_s[i], best_at[i], least_key[i] = np.inf, np.inf, 0, np.inf
-        at = s.count
-        least = np.inf
-        for d in range(num_devices):
-            s.begin_s[i, d] = np.inf
-            if not s.able[d]:
-                continue
-            start = gap(x, p, op, d, s.arrive_s[d])
-            end = start + (x.group_s[group, d] if new else x.compute_s[op, d])
-            s.begin_s[i, d], s.reach_s[i, d] = start, end
-            first_start = min(first_start, start)
-            first_end = min(first_end, start + x.compute_s[op, d])
-            if end < best_s[i]:
-                second_s[i] = best_s[i]
-                best_s[i], best_at[i] = end, d
-            elif end < second_s[i]:
-                second_s[i] = end
-            least = min(least, end + t.follow_s[op, d])
-            key = end + t.rule[2] * t.follow_s[op, d]
-            least_key[i] = min(least_key[i], key)
-            # The devices of least key, in order; of equal ones the first.
-            k = s.count
-            while k > at and s.score[k - 1] > key:
-                k -= 1
-            if k < at + DEVICES:
-                for m in range(min(s.count, at + DEVICES - 1), k, -1):
-                    s.score[m], s.device[m] = s.score[m - 1], s.device[m - 1]
-                s.score[k], s.device[k] = key, d
-                s.count = min(s.count + 1, at + DEVICES)
-        for k in range(at, s.count):
-            s.op[k], s.row[k] = op, i
-        bound_s = max(bound_s, least)
-        most_s[i] = least
-        _near(t, s, op, near[i])
-        tail = t.rank_s[op] - t.mean_s[op]
-        critical = max(critical, best_s[i] + tail)
-        d = best_at[i]
-        popular[d] += 1.0
-        if t.rank_s[op] > rival[d, 0]:
-            rival[d, 1] = rival[d, 0]
-            rival[d, 0], rival_row[d] = t.rank_s[op], i
-        elif t.rank_s[op] > rival[d, 1]:
-            rival[d, 1] = t.rank_s[op]
-    mean_free = mean_done = most_done = left = 0.0
+    for i in range(min(s.num_ready, OPS)):
+        _look(t, s, i)
+    s.mean_free = s.mean_done = s.most_done = s.left = s.used = s.capacity = 0.0
     for d in range(num_devices):
-        mean_free += p.free_s[d] / num_devices
         done = p.free_s[d] + s.demand_s[d]
-        mean_done += done / num_devices
-        most_done = max(most_done, done)
-        left += s.demand_s[d]
-    used = capacity = 0.0
-    if x.may_bind:
-        for d in range(num_devices):
-            used += p.used[d]
-            capacity += x.capacity[d]
-    highest = t.rank_s[s.ready[0]]
-    progress = s.num_placed / len(t.rank_s)
-    bound = np.log((max(critical, last) + 1e-12) / (mean_done + 1e-12))
-    for k in range(s.count):
-        op, d, i = s.op[k], s.device[k], s.row[k]
-        group = x.group[op]
-        start, seconds, reach = s.begin_s[i, d], x.compute_s[op, d], s.reach_s[i, d]
-        end = start + seconds
-        tail = t.rank_s[op] - t.mean_s[op]
-        s.score[k] = (
-            -t.rule[0] * np.log1p((highest - t.rank_s[op]) / unit)
-            - t.rule[1] * np.log1p((s.score[k] - least_key[i]) / unit)
-            - t.rule[3] * np.log1p((start - first_start) / unit)
-        )
-        f = s.features[k]
-        f[0] = _softer((highest - t.rank_s[op]) / unit)
-        f[1] = t.rank_s[op] / t.path_s
-        f[2] = _softer((reach + tail - critical) / unit)
-        f[3] = _soft((reach - best_s[i]) / unit)
-        f[4] = _soft((reach + t.follow_s[op, d] - most_s[i]) / unit)
-        f[5] = _soft((start - first_start) / unit)
-        f[6] = _soft((end - first_end) / unit)
-        f[7] = _soft(max(0.0, start - p.free_s[d]) / unit)
-        f[8] = 1.0 if end <= p.free_s[d] and p.free_s[d] > 0.0 else 0.0
-        ready, moved, wait, local, total = 0.0, 0.0, 0.0, 0.0, 0.0
-        for m in range(x.in_ptr[op], x.in_ptr[op + 1]):
-            tensor = x.in_tensor[m]
-            src = x.tensor_src[tensor]
-            if src < 0:
-                continue
-            home = np.int64(p.choice[x.group[src]])
-            total += x.tensor_bytes[tensor]
-            if home == d:
-                local += x.tensor_bytes[tensor]
-                ready = max(ready, p.finish_s[src])
-                continue
-            if p.arrival_s[tensor, d] >= 0.0:
-                local += x.tensor_bytes[tensor]
-                ready = max(ready, p.arrival_s[tensor, d])
-                continue
-            cost = transfer_s(x, tensor, home, d)
-            moved += cost
-            free = p.channel_s[x.channel[home, d]]
-            if t.contended and cost > 0.0:
-                wait = max(wait, free - p.finish_s[src])
-            ready = max(ready, p.finish_s[src] + cost)
-        f[9] = _soft(max(0.0, start - ready) / unit)
-        f[10] = _soft((seconds - t.fastest_s[op]) / (t.fastest_s[op] + 1e-3 * unit))
-        f[11] = _soft((seconds - t.mean_s[op]) / (t.mean_s[op] + 1e-3 * unit))
-        f[12] = _soft(seconds / unit)
-        f[13] = 1.0 / t.num_able[op]
-        f[14] = _soft(min(second_s[i] - best_s[i], 1e3 * unit) / unit)
-        f[15] = _softer((p.free_s[d] - mean_free) / unit)
-        done = p.free_s[d] + s.demand_s[d]
-        f[16] = _softer((done - mean_done) / unit)
-        f[17] = done / (most_done + 1e-12)
-        f[18] = _soft(s.demand_s[d] * num_devices / (left + 1e-12))
-        f[19] = _softer(popular[d])
-        other = rival[d, 1] if rival_row[d] == i else rival[d, 0]
-        f[20] = _softer((t.rank_s[op] - other) / unit) if other >= 0.0 else 1.0
-        f[21] = t.hops[op]
-        waiting = opens = 0.0
-        for m in range(x.user_ptr[op], x.user_ptr[op + 1]):
-            waiting += 1.0
-            opens += s.waits[x.user[m]] == 1
-        f[22] = _soft(waiting)
-        f[23] = _soft(opens)
-        f[24] = progress
-        f[25] = s.num_ready / (s.num_ready + num_devices)
-        f[26] = t.fixed[3]
-        f[27] = _soft(moved / unit)
-        f[28] = local / total if total > 0.0 else 0.0
-        f[29] = _soft(max(0.0, wait) / unit)
-        f[30] = f[31] = 0.0
+        s.last = max(s.last, p.free_s[d])
+        s.mean_free += p.free_s[d] / num_devices
+        s.mean_done += done / num_devices
+        s.most_done = max(s.most_done, done)
+        s.left += s.demand_s[d]
         if x.may_bind:
-            taken = p.used[d] if p.choice[group] >= 0 else need(x, p, group, d)
-            f[30] = min(2.0, taken / (x.capacity[d] + 1.0))
-            f[31] = used / (capacity + 1.0)
-        f[32] = _soft((end - last) / unit)
-        f[33] = t.fixed[0]
-        f[34] = t.fixed[1]
-        f[35] = min(2.0, max(-2.0, bound))
-        f[36] = t.fixed[2]
-        f[37] = min(1.0, t.below_s[op] / (left + 1e-12))
-        f[38] = _softer((reach + t.follow_s[op, d] - max(bound_s, last)) / unit)
-        urgent, late = -1.0, 0.0
-        for j in range(rows):
-            if j != i and s.begin_s[j, d] < end and t.rank_s[s.ready[j]] > urgent:
-                urgent, late = t.rank_s[s.ready[j]], end - s.begin_s[j, d]
-        f[39] = _softer((urgent - t.rank_s[op]) / unit) if urgent >= 0.0 else -1.0
-        f[40] = _soft(late / unit)
-        f[41] = near[i, d]
+            s.used += p.used[d]
+            s.capacity += x.capacity[d]
+    s.bound = np.log((max(s.critical, s.last) + 1e-12) / (s.mean_done + 1e-12))
+    for k in range(s.count):
+        _describe(t, s, k)
 
 
 @kernel
@@ -534,11 +571,10 @@ def _log_of(s, k):
 
 
 @allocating
-def construct(t, s, net, scale, greedy, keep, features, score, count, taken, log):
+def construct(t, s, net, scale, greedy, keep, notes):
     """A whole episode; how many decisions were noted, a share ``keep`` of those with a choice.
 
-    Notes go into ``features`` float32 ``[C, F]``, ``score`` float32 ``[C]``, ``count`` and
-    ``taken`` int32 ``[S]``, and ``log`` float32 ``[S]``, its probability, until one is full.
+    They go into ``notes`` until one of its arrays is full.
     """
     begin(t, s)
     size = len(net[2])
@@ -549,12 +585,12 @@ def construct(t, s, net, scale, greedy, keep, features, score, count, taken, log
         judge(s, net, scale, first, second)
         k = choose(s, greedy)
         wanted = s.count > 1 and keep > 0.0 and uniform(s.random) < keep
-        if wanted and noted < len(count) and at + s.count <= len(score):
+        if wanted and noted < len(notes.count) and at + s.count <= len(notes.score):
             for m in range(s.count):
                 for i in range(NUM_PAIR_FEATURES):
-                    features[at + m, i] = s.features[m, i]
-                score[at + m] = s.score[m]
-            count[noted], taken[noted], log[noted] = s.count, k, _log_of(s, k)
+                    notes.features[at + m, i] = s.features[m, i]
+                notes.score[at + m] = s.score[m]
+            notes.count[noted], notes.taken[noted], notes.log[noted] = s.count, k, _log_of(s, k)
             at += s.count
             noted += 1
         over = take(t, s, k)

@@ -160,6 +160,7 @@ class Point:
 def curve(options: Options) -> list[Point]:
     """Of every checkpoint that was kept, on a few problems of each suite."""
     from agents.dispatch import DispatchNet, answer
+    from agents.encoder import NetworkConfig
     from agents.trained import untrained_net
 
     chosen: dict[str, list[Problem]] = {}
@@ -172,7 +173,7 @@ def curve(options: Options) -> list[Point]:
     points = []
     for file in sorted(Path(options.checkpoints).glob("*.pt")):
         state = torch.load(file, weights_only=True)
-        net = DispatchNet()
+        net = DispatchNet(NetworkConfig(scorer=len(state["net"]["pair.bias"])))
         net.load_state_dict(state["net"])
         for suite, ps in chosen.items():
             logs = np.log([answer(net, p)[1] for p in ps])
