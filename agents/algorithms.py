@@ -90,7 +90,7 @@ class _Noted(NamedTuple):
 
     pairs: NDArray[np.float32]  # [M, F]
     score: NDArray[np.float32]  # [M]
-    count: NDArray[np.int32]  # [S]
+    counts: NDArray[np.int32]  # [S]
     taken: NDArray[np.int32]  # [S]
     log: NDArray[np.float32]  # [S] of the probability with which
     advantage: NDArray[np.float32]  # [S]
@@ -156,7 +156,8 @@ class EpisodesPPO(PPO):
         self, problem: Problem, weights: Net, scale: float
     ) -> tuple[NDArray[np.float64], list[_Noted]]:
         """Episodes of a problem: logarithms of their values, and what is learned from."""
-        episode, noted = Dispatcher(problem), []
+        episode = Dispatcher(problem)
+        noted: list[list[NDArray[Any]]] = []
         room = Notes(PAIRS * problem.num_ops, problem.num_ops)
         values = np.empty(self.episodes)
         for i in range(self.episodes):
@@ -174,7 +175,8 @@ class EpisodesPPO(PPO):
         if np.ptp(logs) < 1e-9:
             chosen = []
         return logs, [
-            _Noted(*noted[i], np.full(len(noted[i][2]), advantage[i], np.float32)) for i in chosen
+            _Noted._make([*x, np.full(len(x[2]), gain, np.float32)])
+            for x, gain in ((noted[i], advantage[i]) for i in chosen)
         ]
 
     def train(self) -> None:
@@ -187,7 +189,7 @@ class EpisodesPPO(PPO):
         for _ in range(self.n_epochs if self._played else 0):
             for rows in np.array_split(np.random.permutation(len(self._played)), parts):
                 part = [self._played[i] for i in rows]
-                if any(len(x.count) for x in part):
+                if any(len(x.counts) for x in part):
                     figures.append(self._update(part, clip))
         self._n_updates += self.n_epochs
         names = ("policy_gradient_loss", "entropy_loss", "approx_kl", "clip_fraction")

@@ -14,12 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from placement.search.list_kernels import (
-    State as Placed,
-)
-from placement.search.list_kernels import (
-    Tables as Listed,
-)
+from placement.search import list_kernels
 from placement.search.list_kernels import fill_able, gap, need, place, transfer_s
 from placement.search.macro import uniform
 from placement.tools.jit import Struct, allocating, inlined, kernel
@@ -28,9 +23,9 @@ Array = Any
 
 OPS, DEVICES = 20, 3  # offered at a step, at most
 PAIRS = OPS * DEVICES
-# Weights of the rule: order by rank, end within the operator, optimistic cost table in that end
-# (PEFT), earliest start of all, 1 if channels are busy.
-NUM_RULE = 5
+# Weights of the rule: of the rank, of the end among the operator's devices, of the optimistic cost
+# of what follows in that end (PEFT), of the start among all pairs, and 1 if channels are busy. What
+# is lost counts by its logarithm, so that a network can outweigh it.
 
 PAIR_FEATURES = (
     "rank below that of the first offered",
@@ -82,7 +77,7 @@ NUM_PAIR_FEATURES = len(PAIR_FEATURES)
 class Tables(Struct):
     """A problem."""
 
-    listed: Listed
+    listed: list_kernels.Tables
     position: Array  # int32 [N] by falling rank
     rank_s: Array  # float64 [N] HEFT's upward rank
     follow_s: Array  # float64 [N, D] PEFT's optimistic cost of what follows
@@ -92,19 +87,18 @@ class Tables(Struct):
     fastest_s: Array  # float64 [N]
     mean_s: Array  # float64 [N]
     num_able: Array  # float64 [N]
-    channel: Array  # int32 [D, D]
     contended: bool  # transfers of a channel wait for each other
     demand_s: Array  # float64 [D] what may come: seconds over the devices of each operator
     unit_s: float  # the mean operator
     path_s: float  # the longest path
     fixed: Array  # float32 [4] mean of one over devices, transfer, spread, log devices
-    rule: Array  # float64 [NUM_RULE]
+    rule: Array  # float64 [5]
 
 
 class State(Struct):
     """An episode, and what is offered."""
 
-    placed: Placed
+    placed: list_kernels.State
     random: Array  # uint64 [1]
     waits: Array  # int64 [N]
     ready: Array  # int64 [N] by position
@@ -113,8 +107,6 @@ class State(Struct):
     start_s: Array  # float64 [N]
     sequence: Array  # int32 [N] operators as they were chosen
     demand_s: Array  # float64 [D]
-    channel_s: Array  # float64 [channels] when each is free
-    there_s: Array  # float64 [T, D] when a tensor that was sent is there; -1: it was not
     arrive_s: Array  # float64 [D] room, as are the next
     able: Array  # bool [D]
     begin_s: Array  # float64 [OPS, D] earliest start of each operator offered; inf: not able
@@ -177,8 +169,8 @@ def begin(t, s):
     p.missing[:] = True
     p.head[:] = -1
     p.tail[:] = -1
-    s.channel_s[:] = 0.0
-    s.there_s[:] = -1.0
+    p.channel_s[:] = 0.0
+    p.arrival_s[:] = -1.0
     s.num_ready = 0
     s.num_placed = 0
     for d in range(len(s.demand_s)):
@@ -215,11 +207,11 @@ def _arrivals(t, s, op, arrive):
                 continue
             there = made
             cost = transfer_s(x, tensor, home, d)
-            if busy and s.there_s[tensor, d] >= 0.0:
-                there = s.there_s[tensor, d]
+            if busy and p.arrival_s[tensor, d] >= 0.0:
+                there = p.arrival_s[tensor, d]
             elif cost > 0.0:
                 if busy:
-                    there = max(there, s.channel_s[t.channel[home, d]])
+                    there = max(there, p.channel_s[x.channel[home, d]])
                 there += cost
             arrive[d] = max(arrive[d], there)
 
@@ -369,13 +361,13 @@ def offer(t, s):
                 local += x.tensor_bytes[tensor]
                 ready = max(ready, p.finish_s[src])
                 continue
-            if s.there_s[tensor, d] >= 0.0:
+            if p.arrival_s[tensor, d] >= 0.0:
                 local += x.tensor_bytes[tensor]
-                ready = max(ready, s.there_s[tensor, d])
+                ready = max(ready, p.arrival_s[tensor, d])
                 continue
             cost = transfer_s(x, tensor, home, d)
             moved += cost
-            free = s.channel_s[t.channel[home, d]]
+            free = p.channel_s[x.channel[home, d]]
             if t.contended and cost > 0.0:
                 wait = max(wait, free - p.finish_s[src])
             ready = max(ready, p.finish_s[src] + cost)
@@ -441,11 +433,11 @@ def take(t, s, k):
         if home == d or (src < 0 and x.shares_host[d]):
             continue
         made = 0.0 if src < 0 else p.finish_s[src]
-        c, cost = t.channel[home, d], transfer_s(x, tensor, home, d)
-        if cost == 0.0 or s.there_s[tensor, d] >= 0.0:
+        c, cost = x.channel[home, d], transfer_s(x, tensor, home, d)
+        if cost == 0.0 or p.arrival_s[tensor, d] >= 0.0:
             continue
-        there = max(made, s.channel_s[c]) + cost
-        s.channel_s[c] = s.there_s[tensor, d] = there
+        there = max(made, p.channel_s[c]) + cost
+        p.channel_s[c] = p.arrival_s[tensor, d] = there
         if busy and there > start:
             start = gap(x, p, op, d, there)
     place(x, p, op, d, start)
@@ -556,14 +548,14 @@ def construct(t, s, net, scale, greedy, keep, features, score, count, taken, log
         offer(t, s)
         judge(s, net, scale, first, second)
         k = choose(s, greedy)
-        if s.count > 1 and keep > 0.0 and uniform(s.random) < keep:
-            if noted < len(count) and at + s.count <= len(score):
-                for m in range(s.count):
-                    for i in range(NUM_PAIR_FEATURES):
-                        features[at + m, i] = s.features[m, i]
-                    score[at + m] = s.score[m]
-                count[noted], taken[noted], log[noted] = s.count, k, _log_of(s, k)
-                at += s.count
-                noted += 1
+        wanted = s.count > 1 and keep > 0.0 and uniform(s.random) < keep
+        if wanted and noted < len(count) and at + s.count <= len(score):
+            for m in range(s.count):
+                for i in range(NUM_PAIR_FEATURES):
+                    features[at + m, i] = s.features[m, i]
+                score[at + m] = s.score[m]
+            count[noted], taken[noted], log[noted] = s.count, k, _log_of(s, k)
+            at += s.count
+            noted += 1
         over = take(t, s, k)
     return noted

@@ -7,6 +7,7 @@
     python -m experiments.learned giph                       # 10-15 operators, 2 N evaluations
     python -m experiments.learned doppler                    # DOPPLER's graphs, equal budgets
     python -m experiments.learned published                  # seven published learners, trained
+    python -m experiments.learned dispatch                   # one decode, and the best of many
     python -m experiments.learned goals                      # the table of goals, from the CSVs
 
 Policies are the released ones, or ``--policy PATH``; ``--also`` names further ones, for example one
@@ -26,6 +27,7 @@ from collections.abc import Sequence
 
 from experiments.learned import (
     against,
+    dispatch,
     doppler,
     executed,
     giph,
@@ -36,7 +38,7 @@ from experiments.learned import (
 )
 from experiments.study import run
 
-MODULES = (against, executed, guided, zero_shot, giph, doppler, published)
+MODULES = (against, executed, guided, zero_shot, giph, doppler, published, dispatch)
 STUDIES = tuple(module.STUDY for module in MODULES)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,21 @@ import numpy as np
 import torch
 
 from experiments.study import Option, Options, Study
-from experiments.tables import Column, geometric, groups, to_csv
+from experiments.tables import Column, geometric, groups, read_csv, table, to_csv
 from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
+from placement.report import gantt
 from placement.simulator import value_of
 from placement.workloads import suites
 from placement.workloads.synthetic import families, giph
 
+NAME = "learned_dispatch"
 FAMILIES = ("layered", "layered_wide", "towers", "lstm_grid", "butterfly", "mixture_of_experts",
             "u_net")  # fmt: skip
 RULES = ("heft", "peft", "critical_path_first", "m_etf")
 UNTRAINED, TRAINED, LINEAR, UNIFORM = "untrained", "trained", "linear, trained", "uniform"
-SAMPLES = (1, 16, 128)  # 1: one greedy decode
+SAMPLES = (1, 16, 64)  # 1: one greedy decode
 
 
 @dataclass(frozen=True)
@@ -67,37 +71,39 @@ def rows(options: Options) -> Iterator[Row]:
     from agents.trained import TrainedPolicy, untrained_net
     from envs.dispatch import Dispatcher
 
-    def net_of(path: str) -> DispatchNet:
-        return TrainedPolicy.load(path).net
+    new: DispatchNet = untrained_net(None, "dispatch")
+    files = [(TRAINED, i, path) for i, path in enumerate(options.policies)]
+    files += [(LINEAR, i, path) for i, path in enumerate(options.linear)]
+    nets = [(UNTRAINED, 0, new, 4.0, ""), (UNIFORM, 0, new, 1e-9, "")]
+    for who, seed, path in files:
+        net = TrainedPolicy.load(path).net
+        digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        nets.append((who, seed, net, net.config.finish_weight, digest))
 
-    nets = [(UNTRAINED, 0, untrained_net(None, "dispatch"))]
-    nets += [(TRAINED, i, net_of(path)) for i, path in enumerate(options.policies)]
-    nets += [(LINEAR, i, net_of(path)) for i, path in enumerate(options.linear)]
-
-    def decoded(problem: Problem, net: Any, scale: float) -> list[float]:
+    def decoded(problem: Problem, net: DispatchNet, scale: float) -> list[float]:
+        """The greedy decode, then samples; chance has no greedy one."""
         episode, weights = Dispatcher(problem), net.weights()
         values = []
         for sample in range(max(SAMPLES)):
-            seed = None if sample == 0 else sample
-            episode.construct(weights, scale, seed)
+            episode.construct(weights, scale, None if sample == 0 and scale > 1e-6 else sample)
             values.append(episode.value_s())
         return values
 
-    def answers(problem: Problem) -> dict[str, list[float]]:
-        found = {f"{who}:{i}": decoded(problem, n, n.config.finish_weight) for who, i, n in nets}
-        found[f"{UNIFORM}:0"] = decoded(problem, nets[0][2], 1e-9)[1:]
-        for rule in RULES:
-            found[f"{rule}:0"] = [value_of(problem, load(rule)(problem))]
+    def ruled(problem: Problem) -> list[float]:
+        return [value_of(problem, load(rule)(problem)) for rule in RULES]
+
+    def made(what: list[str], make: Callable[[], list[float]]) -> list[float]:
+        found: list[float] = options.finished.row(list, what, make, f"{what[0]}-{what[1]}")
         return found
 
     for suite, name, problem, known_s in problems(options):
-        what = [suite, name, options.policies, options.linear, max(SAMPLES)]
-        found = options.finished.row(dict, what, lambda p=problem: answers(p), f"{suite}-{name}")
-        for key, values in found.items():
-            who, _, seed = key.partition(":")
-            for samples in SAMPLES if len(values) > 1 else (1,):
-                best = min(values[:samples])
-                yield Row(suite, name, who, int(seed), samples, best, known_s)
+        values = made([suite, name, "rules", ""], partial(ruled, problem))
+        for rule, value in zip(RULES, values, strict=True):
+            yield Row(suite, name, rule, 0, 1, value, known_s)
+        for who, seed, net, scale, digest in nets:
+            values = made([suite, name, who, digest], partial(decoded, problem, net, scale))
+            for samples in SAMPLES:
+                yield Row(suite, name, who, seed, samples, min(values[:samples]), known_s)
 
 
 def over(rows: Sequence[Row], who: str, samples: int, base: str | None) -> dict[str, list[float]]:
@@ -125,8 +131,6 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
                     row[suite] = geometric(over(mine, name, samples, base)).percent()
                 made.append(row)
         return made
-
-    from experiments.tables import table
 
     known = [suite for suite, mine in suites_of if mine[0].known_s]
     every = [suite for suite, _ in suites_of]
@@ -178,25 +182,45 @@ def curve(options: Options) -> list[Point]:
 
 
 def files(rows: Sequence[Row], options: Options) -> dict[str, str]:
-    if options.checkpoints is None:
-        return {}
-    return {"learned_dispatch_curve.csv": to_csv(curve(options))}
+    return {} if options.checkpoints is None else {f"{NAME}_curve.csv": to_csv(curve(options))}
+
+
+def plot(rows: Sequence[Row], path: Path, options: Options) -> None:
+    """What was learned by when: a panel for each suite, a line for each run."""
+    points = read_csv(Point, path.with_name(f"{NAME}_curve.csv"))
+    if not points:
+        return
+    figure = gantt.figure_class()(figsize=(10, 5.4), dpi=150)
+    suites_of = groups(points, "suite")
+    for axis, (suite, mine) in zip(figure.subplots(2, 4).flat, suites_of.items(), strict=False):
+        for colour, line in zip(gantt.COLOURS, groups(mine, "run").values(), strict=False):
+            line = sorted(line, key=lambda p: p.steps)
+            x = [p.steps / 1e6 for p in line]
+            axis.plot(x, [100 * (p.ratio - 1) for p in line], color=colour, lw=1.2)
+        axis.axhline(0.0, color=gantt.FAINT, lw=0.8)
+        axis.set_title(suite, loc="left", fontsize=10, color=gantt.INK)
+        axis.set_xlabel("million steps", fontsize=9, color=gantt.INK)
+        axis.set_ylabel("% over untrained", fontsize=9, color=gantt.INK)
+        gantt.plain_axis(axis)
+    figure.tight_layout()
+    gantt.save_figure(figure, path)
 
 
 STUDY = Study(
-    name="learned_dispatch",
+    name=NAME,
     word="dispatch",
     module="experiments.learned",
     rows=rows,
     row=Row,
     parts=parts,
     files=files,
+    plot=plot,
     options={
         "policies": Option([], "a trained policy, one for each seed", metavar="FILE"),
         "linear": Option([], "one without hidden layers", metavar="FILE"),
-        "graphs": Option(10, "of each family"),
+        "graphs": Option(6, "of each family"),
         "most": Option(500, "operations of a shop"),
         "checkpoints": Option(None, "folder of checkpoints, for the curve"),
     },
-    facts=lambda options: {"policies": options.policies, "rows": asdict(Row("", "", "", 0, 1, 0))},
+    facts=lambda options: {"policies": options.policies},
 )

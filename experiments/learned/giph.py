@@ -104,7 +104,9 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
     from agents.trained import TrainedPolicy, untrained_net
 
     constructor = TrainedPolicy.load(released("best_of_k", "latency"))
-    untrained = replace(constructor, net=untrained_net(constructor.net.config, "sequential"))
+    untrained = replace(
+        constructor, net=untrained_net(constructor.net.config, constructor.formulation)
+    )
     count = options.per_operator * problem.num_ops
     file = policy_file(options.policy, problem)
     field: dict[str, Planner] = {

@@ -14,6 +14,7 @@ from placement.objective import Objective
 from placement.planners import PlannerError, check_least
 from placement.planners.heft import Heft
 from placement.problem import Placement, Planner, Problem, Solution
+from placement.schedule import Schedule
 from placement.search import order, windows
 from placement.search.chooser import no_network
 from placement.search.evaluation import Search, two_operators
@@ -223,9 +224,11 @@ def state_of(problem: Problem, width: int) -> State:
     )
 
 
-def sequence_of(problem: Problem, placement: Placement) -> NDArray[np.int32]:
-    """int32 ``[N]``: operators by when the list scheduler lets them begin."""
-    run = simulate(problem, placement, num_microbatches=1)
+def sequence_of(
+    problem: Problem, placement: Placement, schedule: Schedule | None = None
+) -> NDArray[np.int32]:
+    """int32 ``[N]``: operators by when they begin in ``schedule``; None: the list scheduler's."""
+    run = simulate(problem, placement, schedule, num_microbatches=1)
     return np.lexsort((run.end_s[0], run.start_s[0])).astype(np.int32)
 
 
@@ -268,6 +271,7 @@ def anneal(
     if problem.num_ops < 2 or (problem.num_devices < 2 and not problem.io_s.any()):
         return {"steps": 0}
     places = [search.best[problem.graph.group]]
+    first = sequence_of(problem, places[0], search.schedule)
     for name, share in STARTS:
         if search.left:
             found = search.run(name, share, share).placement
@@ -279,7 +283,8 @@ def anneal(
         if not search.left:
             break
         runs.append(state_of(problem, width))
-        start(tables, runs[-1], place, sequence_of(problem, place), rng)
+        sequence = sequence_of(problem, place) if len(runs) > 1 else first
+        start(tables, runs[-1], place, sequence, rng)
         search.num_evaluations += 1
     made, begun, told = 0, search.used, {"windows": 0}
     for kept, share, cool, cooled in _STAGES:

@@ -266,7 +266,7 @@ def inception(blocks: int) -> Shape:
     return shape
 
 
-def random_graph(num_ops: int, window: int, mean_inputs: int) -> Shape:
+def random_graph(num_ops: int, window: int, mean_inputs: float) -> Shape:
     """Each operator uses a few of the last ``window`` ones."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:

@@ -40,7 +40,7 @@ def test_latency_is_planned_with_the_released_policies() -> None:
     assert orders["policy"] == "order_search-latency.safetensors"
     # So it is with the one that constructs placements.
     several = PolicyPlanner(mode="best_of_k", k=4, baseline="round_robin")(problem)
-    assert several.stats["policy"] == "sequential-latency.safetensors"
+    assert several.stats["policy"] == "dispatch-latency.safetensors"
     assert several.value_s <= several.stats["baseline_value_s"]
     # Nothing ships for this objective: the hand-written score chooses, and that is said.
     stats = planner(problem.with_objective("period")).stats
