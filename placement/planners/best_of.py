@@ -27,7 +27,8 @@ from placement.search.evaluation import (
 _PRUDENCE = 2.0
 # These are linear in the graph: where seconds are limited they come first,
 _QUICK = ("single_device", "heft", "busy_heft", "peft", "critical_path_first", "level_balance",
-          "balanced_split", "pipedream", "m_topo", "round_robin", "m_etf", "level_pipeline")  # fmt: skip
+          "balanced_split", "pipedream", "m_topo", "round_robin", "m_etf",
+          "level_pipeline")  # fmt: skip
 # and these last, which take long whatever they are given. They and ideal_dp need at least so many
 # times what the slowest of the others took (of 5,000 operators): they are begun if that is left.
 _LATE = {"m_sct": 15.0, "coarsened": 15.0, "antichain_dp": 8.0}
@@ -57,8 +58,8 @@ class BestOf:
     Heuristics complement each other: list scheduling fails where memory is tight, contiguous
     splits fail on wide graphs. So by default these are all constructive planners and dynamic
     programs, the cheap ones first: splits for pipelines, list schedules for latency.
-    ``contiguous_dp`` cuts several orders.     Where the problem's ``max_phases`` lets micro-batches take turns, ``data_parallel`` and
-    ``replicated`` take part for pipelines.
+    ``contiguous_dp`` cuts several orders. Where the problem's ``max_phases`` lets micro-batches
+    take turns, ``data_parallel`` and ``replicated`` take part for pipelines.
     ``stats["winner"]`` names the planner that won, ``stats["values_s"]`` has the value of each
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
     of devices than a program takes, no time), and ``lower_bound_s`` is
