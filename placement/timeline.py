@@ -235,7 +235,7 @@ class Timeline:
             FileError: it cannot be written there.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        arrays = {k: v for k, v in values.items() if isinstance(v, np.ndarray)}
+        arrays: dict[str, Any] = {k: v for k, v in values.items() if isinstance(v, np.ndarray)}
         arrays |= {} if self.power is None else vars(self.power)
         head = json.dumps({"device_names": self.device_names, "measured": self.measured})
         buffer = io.BytesIO()

@@ -13,9 +13,8 @@ from placement.objective import Objective
 from placement.planners import PlannerError, check_least, load
 from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.critical_path_greedy import CriticalPathGreedy
-from placement.planners.heft import Heft
 from placement.planners.ideal_dp import IdealDp
-from placement.problem import Planner, Problem, Solution
+from placement.problem import Problem, Solution
 from placement.search.evaluation import (
     DEFAULT_EVALUATIONS,
     INFEASIBLE,
@@ -27,23 +26,20 @@ from placement.search.evaluation import (
 # A planner is begun only if this many times what the slowest without a clock took is left.
 _PRUDENCE = 2.0
 # These are linear in the graph: where seconds are limited they come first,
-_QUICK = ("single_device", "heft", "peft", "critical_path_first", "level_balance", "balanced_split",
-          "pipedream", "m_topo", "round_robin", "m_etf", "level_pipeline")  # fmt: skip
+_QUICK = ("single_device", "heft", "busy_heft", "peft", "critical_path_first", "level_balance",
+          "balanced_split", "pipedream", "m_topo", "round_robin", "m_etf",
+          "level_pipeline")  # fmt: skip
 # and these last, which take long whatever they are given. They and ideal_dp need at least so many
 # times what the slowest of the others took (of 5,000 operators): they are begun if that is left.
 _LATE = {"m_sct": 15.0, "coarsened": 15.0, "antichain_dp": 8.0}
 _AT_LEAST = {"ideal_dp": 5.0, **_LATE}
-# Behind "heft", its variants: channels are busy, and what follows is looked at.
-_LOOKING: tuple[tuple[str, Planner], ...] = tuple(
-    (f"heft, busy, look_ahead {x}", Heft(look_ahead=x, busy=True)) for x in (0.0, 0.25, 0.5)
-)
 _ORDERS = 8  # that contiguous_dp cuts
 # What ideal_dp gets where seconds are not limited: a second or less, and the same on every machine.
 _IDEALS: dict[str, Any] = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}
 # Where the load of devices counts splits come first, where one micro-batch does list schedules.
 _SPLITS = ("single_device", "data_parallel", "ideal_dp", "level_balance", "balanced_split",
            "pipedream", "contiguous_dp", "level_pipeline", "critical_path_greedy")  # fmt: skip
-_LISTS = ("single_device", "heft", "peft", "critical_path_first", "level_balance",
+_LISTS = ("single_device", "heft", "busy_heft", "peft", "critical_path_first", "level_balance",
           "level_pipeline", "m_etf", "m_sct", "critical_path_greedy")  # fmt: skip
 # These take part where micro-batches may take turns, and that helps.
 _REPLICAS = ("data_parallel", "replicated")
@@ -52,7 +48,7 @@ _WALKS = {"critical_path_greedy": 0.25}
 _SEARCH_SHARE = 0.75  # of a budget, for a search where nothing fits
 _LATENCY_SHARE = 0.8  # of seconds that are limited: for latency it wins most often
 # These evaluate one placement per device, or several: of few evaluations the others come first.
-_SEVERAL = ("single_device", "level_pipeline")
+_SEVERAL = ("single_device", "busy_heft", "level_pipeline")
 
 
 @dataclass(frozen=True)
@@ -61,11 +57,9 @@ class BestOf:
 
     Heuristics complement each other: list scheduling fails where memory is tight, contiguous
     splits fail on wide graphs. So by default these are all constructive planners and dynamic
-    programs, the cheap ones first: splits for pipelines, list schedules for latency, where ``heft``
-    is followed by itself with busy channels and a look ahead. ``contiguous_dp`` cuts several
-    orders.
-    Where the problem's ``max_phases`` lets micro-batches take turns, ``data_parallel`` and
-    ``replicated`` take part for pipelines.
+    programs, the cheap ones first: splits for pipelines, list schedules for latency.
+    ``contiguous_dp`` cuts several orders. Where the problem's ``max_phases`` lets micro-batches
+    take turns, ``data_parallel`` and ``replicated`` take part for pipelines.
     ``stats["winner"]`` names the planner that won, ``stats["values_s"]`` has the value of each
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
     of devices than a program takes, no time), and ``lower_bound_s`` is
@@ -95,6 +89,7 @@ class BestOf:
     planners: tuple[str, ...] = (
         "single_device",
         "heft",
+        "busy_heft",
         "peft",
         "critical_path_first",
         "level_balance",
@@ -130,12 +125,7 @@ class BestOf:
             PlannerError: no such planner, none that can be run, or a budget that is not positive.
         """
         search = Search(problem, self.seconds, self.evaluations)
-        looking = _LOOKING if problem.objective is Objective.LATENCY else ()
-        chosen = [
-            each
-            for name in self._order(problem)
-            for each in [(name, load(name)), *(looking if name == "heft" else ())]
-        ]
+        chosen = [(name, load(name)) for name in self._order(problem)]
         values: dict[str, float] = {}
         skipped: dict[str, str] = {}
         winner, slowest_s, quick_s = "", 0.0, 0.0

@@ -56,7 +56,9 @@ READERS = {
     "measured": ["plan", "tiny_mlp", "--planner", "heft", "--profile", "FILE", "--out", "OUT"],
 }
 # The last four have tests of their own.
-WITHOUT_A_FILE = {"schema", "doctor", "completion", "report", "pull", "dataset", "power"}
+WITHOUT_A_FILE = {
+    "schema", "doctor", "completion", "report", "pull", "dataset", "power", "optimize",
+}  # fmt: skip
 
 
 def problem(names: list[str] | None = None, num_ops: int = 6) -> Problem:

@@ -1,4 +1,4 @@
-"""``Dispatch-v0``: untrained it is list scheduling; features are what they are said to be."""
+"""``Dispatch-v0``: untrained it is list scheduling; its features are what they are said to be."""
 
 from __future__ import annotations
 
