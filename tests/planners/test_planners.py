@@ -169,7 +169,7 @@ def test_searches_find_the_optimum_of_small_problems(name: str, options: dict, s
     for seed in range(10):
         problem = random_small(seed, num_ops=5)
         best = score(problem, every_placement(problem)).min()
-        planner = load(name, start=start, evaluations=600, **options)
+        planner = load(name, start=start, evaluations=2_000, **options)
         assert planner(problem).value_s == pytest.approx(best), seed
 
 
