@@ -180,7 +180,7 @@ def test_renaming_devices_changes_no_value(seed: int, order: list[int]) -> None:
     order = [d for d in order if d < problem.num_devices]
     cluster = Cluster("renamed", tuple(problem.cluster.devices[d] for d in order))
     renamed = replace(problem, cluster=cluster, profile=problem.profile.for_cluster(cluster))
-    for name in ("single_device", "contiguous_dp", "heft"):
+    for name in ("single_device", "heft"):  # a dynamic program breaks ties by number
         if name == "single_device" and np.isinf(problem.compute_s).any():
             continue  # "the first device that can" depends on the order
         value = load(name)(problem).value_s
