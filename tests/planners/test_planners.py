@@ -915,9 +915,9 @@ COMPILED_WITHIN_BUDGET = """
 import sys
 from dataclasses import replace
 from numba.core.registry import CPUDispatcher
-from placement.tools import jit
+from placement.tools import clock
 
-loads, depth, known, late, begun = jit.loads, 0, {}, set(), False
+loads, depth, known, late, begun = clock.loads, 0, {}, set(), False
 
 def kernels():
     ours = [m for name, m in list(sys.modules.items()) if name.startswith(("placement.", "envs."))]
@@ -944,7 +944,7 @@ def noted(function):
                 known.update(kernels())
     return loads(work)
 
-jit.loads = noted
+clock.loads = noted
 
 from placement.planners import load
 from placement.search.evaluation import Search
@@ -980,7 +980,7 @@ print(*sorted(late))
      ("agents.planner:PolicyPlanner", "latency"), ("agents.planner:PolicyPlanner", "max_load")],
 )  # fmt: skip
 def test_nothing_is_compiled_once_the_clock_runs(planner: str, objective: str) -> None:
-    """Nor read from its cache: that happens in functions that stop the clock (``jit.loads``)."""
+    """Nor read from its cache: that happens in functions that stop the clock (``clock.loads``)."""
     run = subprocess.run(
         [sys.executable, "-c", COMPILED_WITHIN_BUDGET, planner, objective],
         capture_output=True,
