@@ -101,17 +101,17 @@ def test_a_window_is_never_worse_where_channels_do_not_wait(seed: int) -> None:
 
 def test_a_search_solves_windows_and_its_seed_decides_them() -> None:
     problem = shop(1, 6, 5, 5, refused=0.9)  # above its bound, so that the search goes on
-    first, again = (load("order_search", evaluations=120_000)(problem) for _ in range(2))
+    first, again = (load("order_search", evaluations=400_000)(problem) for _ in range(2))
     assert np.array_equal(first.placement, again.placement)
     assert first.stats["windows"] == again.stats["windows"] > 0
     assert first.value_s == again.value_s
-    assert first.stats["evaluations"] <= 120_000
+    assert first.stats["evaluations"] <= 400_000
     assert first.lower_bound_s is not None and first.lower_bound_s <= first.value_s * (1 + 1e-9)
 
 
 def test_without_a_solver_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "available", lambda: False)
-    answer = load("order_search", evaluations=120_000)(shop(1, 6, 5, 5, refused=0.9))
+    answer = load("order_search", evaluations=400_000)(shop(1, 6, 5, 5, refused=0.9))
     assert "not installed" in answer.stats["windows"]
     assert answer.stats["evaluations"] > 100_000
 
@@ -130,7 +130,8 @@ def test_bounds_of_equal_machines_are_rounded_up() -> None:
         assert lower_bound(problem) == pytest.approx(6 * unit)
         slow = replace(problem.profile, links=tuple(replace(x, latency_s=unit) for x in links))
         assert grain_s(replace(problem, profile=slow)) == 0.0
-        assert lower_bound(replace(problem, profile=slow)) == pytest.approx(4.5 * unit)
+        # Not rounded: what must be done in every interval comes close to 6 all the same.
+        assert 4.5 * unit <= lower_bound(replace(problem, profile=slow)) <= 6 * unit
 
 
 @settings(max_examples=40, deadline=None)
