@@ -20,8 +20,8 @@ from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES
 from envs.lookup import find
 from envs.problems import EnvError
 from envs.sequential_kernels import NUM_DEVICE_FEATURES
+from placement.tools.clock import loads
 from placement.tools.files import short
-from placement.tools.jit import loads
 
 if TYPE_CHECKING:  # where no graph is encoded PyG is not imported
     from torch_geometric.data import Batch

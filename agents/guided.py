@@ -18,7 +18,7 @@ from placement.objective import Objective
 from placement.problem import Problem
 from placement.search import order
 from placement.search.evaluation import Search, can_move, two_operators
-from placement.tools.jit import loads
+from placement.tools.clock import loads
 
 Chooser = Literal["policy", "hand", "uniform"]
 CHOOSERS: dict[str, int] = {

@@ -34,7 +34,7 @@ from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.search.evaluation import INFEASIBLE, Search, can_move, two_operators
-from placement.tools.jit import loads
+from placement.tools.clock import loads
 
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
 Mode = Literal["auto", "zero_shot", "best_of_k", "finetune", "refine", "guided_search"]

@@ -24,8 +24,8 @@ from envs.sequential import SequentialRules
 from placement.problem import Placement, Problem, Solution
 from placement.search.coarsen import grouped
 from placement.search.evaluation import two_operators
+from placement.tools.clock import loads
 from placement.tools.files import parse_json, write_atomic
-from placement.tools.jit import loads
 
 FORMAT = 3
 MOST_WEIGHT = 1e4

@@ -18,7 +18,7 @@ from placement.search import order
 from placement.search.list_kernels import State as Placed
 from placement.search.list_schedule import tables_of as list_tables_of
 from placement.simulator import score
-from placement.tools.jit import loads
+from placement.tools.clock import loads
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

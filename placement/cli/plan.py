@@ -126,7 +126,7 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from placement import schedulers
-    from placement.tools.jit import clock
+    from placement.tools.clock import clock
 
     cli.check_outputs(args.out, args.trace, args.trials)
     _check_measurable(args)

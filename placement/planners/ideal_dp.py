@@ -25,7 +25,7 @@ from placement.search.evaluation import NO_PROOF, cannot_fit, why_infinite
 from placement.simulator import score
 from placement.simulator.analytic import device_loads
 from placement.simulator.analytic_kernels import Blocks, blocks, move_tables
-from placement.tools.jit import loads
+from placement.tools.clock import loads
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

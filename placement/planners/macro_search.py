@@ -24,7 +24,7 @@ from placement.search.evaluation import (
 )
 from placement.simulator.analytic import LoadMoves
 from placement.simulator.analytic_kernels import Moves, piecewise_tables
-from placement.tools.jit import loads
+from placement.tools.clock import loads
 
 _HOT = 0.2  # of the moves start on the busiest device; more of them, and it digs in there
 SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # single, run, chain, growth, swap; cumulated

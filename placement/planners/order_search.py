@@ -20,7 +20,7 @@ from placement.search.chooser import no_network
 from placement.search.evaluation import Search, two_operators
 from placement.search.order import State, Tables
 from placement.simulator import kernels, simulate
-from placement.tools.jit import loads
+from placement.tools.clock import loads
 
 WARM, COLD = 5e-4, 1e-5  # temperatures at first and at last, of a few steps for each operator
 # What they become with many steps: shares of what an operator of mean seconds makes of the latency.

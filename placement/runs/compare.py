@@ -26,8 +26,8 @@ from placement.schedule import Schedule
 from placement.search.budget import NO_LIMIT, Budget
 from placement.simulator import as_simulated, evaluate, score, value_of
 from placement.timeline import Timeline
+from placement.tools.clock import clock
 from placement.tools.files import parse_json, short, write_atomic
-from placement.tools.jit import clock
 from placement.tools.parallel import parallel_map
 
 Floats = NDArray[np.float64]

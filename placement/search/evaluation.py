@@ -21,7 +21,7 @@ from placement.search.budget import Budget
 from placement.search.macro import Neighbours
 from placement.simulator import analytic, evaluate, score, simulate, value_of
 from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves
-from placement.tools.jit import clock, loads
+from placement.tools.clock import clock, loads
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from placement.problem import Problem, host_of
 from placement.search import list_kernels
 from placement.search.evaluation import Choice, Search, two_operators
-from placement.tools.jit import loads
+from placement.tools.clock import loads
 
 Floats = NDArray[np.float64]
 Devices = NDArray[np.intp]  # [K], in order

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from placement.search import order
 from placement.search.order import State, Tables
 from placement.tools import cpsat
-from placement.tools.jit import loads
+from placement.tools.clock import loads
 
 Ints = NDArray[np.int32]
 

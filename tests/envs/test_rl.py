@@ -102,11 +102,12 @@ def fuzz(name: str, observe: str, episodes: int) -> None:
             earned += reward
         problem, placement = env.unwrapped.problems.problems[0], info["placement"]
         problem.check_placement(placement)
-        value_s = float(score(problem, placement)[0])
-        assert "OrderSearch" in name or info["value_s"] == pytest.approx(value_s)
+        value_s = info["value_s"]
+        if not ("OrderSearch" in name or "Dispatch" in name):  # these decide an order too
+            assert value_s == pytest.approx(float(score(problem, placement)[0]))
         if "Search" in name or "Refine" in name:  # paid for what it improves on its start
             first_s = score(problem, load("best_of")(problem).placement)[0]
-            assert earned == pytest.approx(np.log(first_s / info["value_s"]), abs=1e-9)
+            assert earned == pytest.approx(np.log(first_s / value_s), abs=1e-9)
         else:
             reference_s = env.unwrapped.problems.reference_s[0]
             assert earned == pytest.approx(max(np.log(reference_s / value_s), -4.0))
