@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from experiments.study import Option, Options, Study
-from experiments.tables import Column, geometric, groups, read_csv, table, to_csv
+from experiments.tables import Column, geometric, groups, table, to_csv
 from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
@@ -62,7 +62,7 @@ def problems(options: Options) -> Iterator[tuple[str, str, Problem, float | None
             problem = case.load()
             if case.best_known and problem.num_ops <= options.most:
                 yield kind, case.problem, problem, case.best_known * case.unit_s
-    for case in suites.cases("stg", options.data):
+    for case in suites.cases("stg", options.data)[::4]:
         yield "stg", f"{case.problem}/{case.devices}", case.load(), case.best_known
 
 
@@ -93,7 +93,9 @@ def rows(options: Options) -> Iterator[Row]:
         return [value_of(problem, load(rule)(problem)) for rule in RULES]
 
     def made(what: list[str], make: Callable[[], list[float]]) -> list[float]:
-        found: list[float] = options.finished.row(list, what, make, f"{what[0]}-{what[1]}")
+        name = f"{what[0]}-{what[1]}"
+        row = options.finished.row(dict, what, lambda: {"values": make()}, name)
+        found: list[float] = row["values"]
         return found
 
     for suite, name, problem, known_s in problems(options):
@@ -183,17 +185,23 @@ def curve(options: Options) -> list[Point]:
 
 
 def files(rows: Sequence[Row], options: Options) -> dict[str, str]:
-    return {} if options.checkpoints is None else {f"{NAME}_curve.csv": to_csv(curve(options))}
+    if options.checkpoints is None:
+        return {}
+    options.points = curve(options)
+    return {f"{NAME}_curve.csv": to_csv(options.points)}
 
 
 def plot(rows: Sequence[Row], path: Path, options: Options) -> None:
     """What was learned by when: a panel for each suite, a line for each run."""
-    points = read_csv(Point, path.with_name(f"{NAME}_curve.csv"))
+    points = getattr(options, "points", [])
     if not points:
         return
     figure = gantt.figure_class()(figsize=(10, 5.4), dpi=150)
     suites_of = groups(points, "suite")
-    for axis, (suite, mine) in zip(figure.subplots(2, 4).flat, suites_of.items(), strict=False):
+    panels = figure.subplots(2, 4).flat
+    for axis in panels[len(suites_of) :]:
+        axis.set_axis_off()
+    for axis, (suite, mine) in zip(panels, suites_of.items(), strict=False):
         for colour, line in zip(gantt.COLOURS, groups(mine, "run").values(), strict=False):
             line = sorted(line, key=lambda p: p.steps)
             x = [p.steps / 1e6 for p in line]
