@@ -40,10 +40,25 @@ class Row:
     suite: str
     problem: str
     who: str
-    seed: int
+    seed: int | None
     samples: int
     value_s: float
     known_s: float | None = None
+
+    @property
+    def group(self) -> str:
+        """Suite and number of decodes: what is compared with each other."""
+        return f"{self.suite}, {self.samples}"
+
+    @property
+    def planner(self) -> str:
+        """As rows of the other studies call who decided."""
+        return self.who
+
+    @property
+    def objective(self) -> str:
+        """That of all problems here."""
+        return "latency"
 
 
 def problems(options: Options) -> Iterator[tuple[str, str, Problem, float | None]]:
@@ -128,7 +143,8 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
         made = []
         for name in who:
             for samples in SAMPLES if name not in RULES else (1,):
-                row: dict[str, Any] = {"who": name, "decodes": samples}
+                label = f"{name} (hand-written)" if name in RULES else name
+                row: dict[str, Any] = {"who": label, "decodes": samples}
                 for suite, mine in suites_of:
                     row[suite] = geometric(over(mine, name, samples, base)).percent()
                 made.append(row)
@@ -142,8 +158,7 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
         return [Column(x, x) for x in ("who", "decodes", *names)]
 
     return {
-        "against": table(lines(UNTRAINED, [w for w in field if w not in (UNTRAINED, *RULES)]),
-                         *columns(every)),
+        "against": table(lines(UNTRAINED, field), *columns(every)),
         "gaps": table(lines(None, field), *columns(known)),
         "counts": ", ".join(f"{suite} {len(groups(mine, 'problem'))}" for suite, mine in suites_of),
     }  # fmt: skip
