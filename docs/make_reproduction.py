@@ -42,6 +42,7 @@ STUDIES = {
     "public_exact": Study("The contiguous optimum, exactly: how fast?", 11, True),
     "public_replicas": Study("What do replicas bring on public throughput problems?", 3, True),
     "public_search": Study("Any split: how far from the best known and from bounds?", 38, True),
+    "learned_dispatch": Study("A trained constructor of orders and devices, beside rules", 25),
     "learned_guided": Study("Who should choose the moves of a search?", 50, True),
     "learned_against": Study("Is the planner `policy` ever worse than a baseline?", 100, True),
     "learned_executed": Study("Are its placements faster for real?", 63),
