@@ -42,7 +42,7 @@ STUDIES = {
     "public_exact": Study("The contiguous optimum, exactly: how fast?", 11, True),
     "public_replicas": Study("What do replicas bring on public throughput problems?", 3, True),
     "public_search": Study("Any split: how far from the best known and from bounds?", 38, True),
-    "learned_dispatch": Study("A trained constructor of orders and devices, beside rules", 25),
+    "learned_dispatch": Study("One decode and the best of many, trained and untrained", 107, True),
     "learned_guided": Study("Who should choose the moves of a search?", 50, True),
     "learned_against": Study("Is the planner `policy` ever worse than a baseline?", 100, True),
     "learned_executed": Study("Are its placements faster for real?", 63),
@@ -95,7 +95,7 @@ def files_by_study(names: list[str]) -> dict[str, list[str]]:
     paths: dict[str, list[str]] = {stem: [] for stem in STUDIES}
     order = [".md", ".json", ".csv", ".png"]
     for name in sorted(names, key=lambda name: order.index(Path(name).suffix)):
-        stem = Path(name).stem.removesuffix("_curves")
+        stem = Path(name).stem.removesuffix("_curves").removesuffix("_curve")
         if stem not in STUDIES:
             raise KeyError(f"experiments/results/{name} belongs to no study in {__file__}")
         paths[stem].append(name)
