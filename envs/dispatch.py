@@ -15,7 +15,7 @@ from envs.rules import BuildingRules, Observation, id_space
 from placement.planners import order_search
 from placement.problem import Placement, Problem
 from placement.search import order
-from placement.search.list_kernels import State as Placed
+from placement.search.list_schedule import state_of as placed_of
 from placement.search.list_schedule import tables_of as list_tables_of
 from placement.simulator import score
 from placement.tools.clock import loads
@@ -151,24 +151,10 @@ def _tables_of(problem: Problem, rule: Any, activations: int) -> kernels.Tables:
 
 
 def _state_of(problem: Problem) -> kernels.State:
-    n, d, g = problem.num_ops, problem.num_devices, problem.graph
+    n, d = problem.num_ops, problem.num_devices
     pairs, ops = kernels.PAIRS, kernels.OPS
     return kernels.State(
-        placed=Placed(
-            choice=np.full(g.num_groups, -1, np.int32),
-            finish_s=np.zeros(n),
-            free_s=np.zeros(d),
-            used=np.zeros(d, np.int64),
-            missing=np.ones((d, len(g.param_bytes) if problem.memory_may_bind else 0), bool),
-            head=np.full((2, d), -1, np.int32),
-            tail=np.full((2, d), -1, np.int32),
-            begin_s=np.empty((2, n)),
-            end_s=np.empty((2, n)),
-            before=np.empty((2, n), np.int32),
-            after=np.empty((2, n), np.int32),
-            channel_s=np.zeros(problem.num_channels),
-            arrival_s=np.full((g.num_tensors, d), -1.0),
-        ),
+        placed=placed_of(problem, busy=True),
         random=np.ones(1, np.uint64),
         waits=np.zeros(n, np.int64),
         ready=np.zeros(n, np.int64),

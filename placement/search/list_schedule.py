@@ -34,24 +34,9 @@ class ListSchedule:
         With ``busy`` transfers of ``place`` wait for their channel where the problem has
         contention; otherwise no transfer waits for another.
         """
-        n, d, g = problem.num_ops, problem.num_devices, problem.graph
         busy = busy and problem.contention
         self._tables = tables_of(problem, activations, busy)
-        self._state = list_kernels.State(
-            choice=np.full(g.num_groups, -1, np.int32),
-            finish_s=np.zeros(n),
-            free_s=np.zeros(d),
-            used=np.zeros(d, np.int64),
-            missing=np.ones((d, len(g.param_bytes) if problem.memory_may_bind else 0), bool),
-            head=np.full((2, d), -1, np.int32),
-            tail=np.full((2, d), -1, np.int32),
-            begin_s=np.empty((2, n)),
-            end_s=np.empty((2, n)),
-            before=np.empty((2, n), np.int32),
-            after=np.empty((2, n), np.int32),
-            channel_s=np.zeros(problem.num_channels),
-            arrival_s=np.full((g.num_tensors if busy else 0, d), -1.0),
-        )
+        self._state = state_of(problem, busy)
         self.choice: Choice = self._state.choice
         self.finish_s: Floats = self._state.finish_s
 
@@ -127,6 +112,26 @@ def _load(kernel: str) -> None:
         "balance_levels": (order, order.astype(np.int32), np.ones((2, 2), bool)),
     }
     getattr(list_kernels, kernel)(empty._tables, empty._state, *arguments[kernel])
+
+
+def state_of(problem: Problem, busy: bool) -> list_kernels.State:
+    """Nothing is placed; with ``busy`` there is room for when tensors arrive."""
+    n, d, g = problem.num_ops, problem.num_devices, problem.graph
+    return list_kernels.State(
+        choice=np.full(g.num_groups, -1, np.int32),
+        finish_s=np.zeros(n),
+        free_s=np.zeros(d),
+        used=np.zeros(d, np.int64),
+        missing=np.ones((d, len(g.param_bytes) if problem.memory_may_bind else 0), bool),
+        head=np.full((2, d), -1, np.int32),
+        tail=np.full((2, d), -1, np.int32),
+        begin_s=np.empty((2, n)),
+        end_s=np.empty((2, n)),
+        before=np.empty((2, n), np.int32),
+        after=np.empty((2, n), np.int32),
+        channel_s=np.zeros(problem.num_channels),
+        arrival_s=np.full((g.num_tensors if busy else 0, d), -1.0),
+    )
 
 
 def tables_of(problem: Problem, activations: int, busy: bool = False) -> list_kernels.Tables:
