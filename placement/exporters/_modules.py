@@ -301,6 +301,28 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
     return found, unit, num_layers
 
 
+def layer_chain(
+    forward: Forward, layers: str | None, consumer: str, max_turns: int | None = None
+) -> tuple[list[Part], range, int]:
+    """``(parts, units, L)``: the chain of what runs before, in and behind the repeated layers.
+
+    Parts count from the first of ``units``, which are those of ``layer_units`` that the model has:
+    it may begin or end with a layer.
+
+    Raises:
+        ExportError: as ``layer_units`` and ``Forward.chain``.
+    """
+    path, unit, num_layers = layer_units(forward, layers)
+    units = range(min(u for u in unit if u >= 0), max(unit) + 1)
+    labels = [
+        "what runs before the layers",
+        *(f"layer {i} of {path!r}" for i in range(num_layers)),
+        "what runs behind the layers",
+    ][units.start : units.stop]
+    shifted = [u - units.start if u >= 0 else -1 for u in unit]
+    return forward.chain(shifted, labels, consumer, max_turns), units, num_layers
+
+
 def served_format(plan: Plan) -> str | None:
     """``config.json`` or ``gguf`` where the plan is of a language model without its weights.
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from placement.exporters import Exported
-from placement.exporters._modules import Forward, layer_units
+from placement.exporters._modules import Forward, layer_chain
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -29,19 +29,10 @@ class Deepspeed:
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         forward = Forward.of(plan, problem)
-        path, unit, num_layers = layer_units(forward, self.layers)
-        shift = min(u for u in unit if u >= 0)  # a model may begin with a layer
-        names = [
-            "what runs before the layers",
-            *(f"layer {i} of {path!r}" for i in range(num_layers)),
-        ]
-        labels = [*names, "what runs behind the layers"][shift : max(unit) + 1]
-        parts = forward.chain(
-            [u - shift if u >= 0 else -1 for u in unit], labels, "PipelineModule", max_turns=1
-        )
-        found = {"num_stages": len(parts), "parts": [*(p.first for p in parts), len(labels)]}
+        parts, units, _ = layer_chain(forward, self.layers, "PipelineModule", max_turns=1)
+        parted = {"num_stages": len(parts), "parts": [*(p.first for p in parts), len(units)]}
         return Exported(
-            {"": json.dumps(found, indent=1) + "\n"},
+            {"": json.dumps(parted, indent=1) + "\n"},
             f"parts of a PipelineModule with num_stages={len(parts)}; ranks are "
             f"{', '.join(p.device for p in parts)}",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from placement.exporters import Exported
-from placement.exporters._modules import Forward, layer_units
+from placement.exporters._modules import Forward, layer_chain
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -28,22 +28,11 @@ class Megatron:
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         forward = Forward.of(plan, problem)
-        path, unit, num_layers = layer_units(forward, self.layers)
-        used = [min(unit, key=lambda u: (u < 0, u)), max(unit)]
-        labels = [
-            "what runs before the layers",
-            *(f"layer {i} of {path!r}" for i in range(num_layers)),
-            "what runs behind the layers",
-        ]
-        shift = used[0]  # a model may begin or end with a layer
-        labels = labels[shift : used[1] + 1]
-        parts = forward.chain(
-            [u - shift if u >= 0 else -1 for u in unit], labels, "the layout of Megatron-LM"
-        )
+        consumer = "the layout of Megatron-LM"
+        parts, units, num_layers = layer_chain(forward, self.layers, consumer)
         stages = []
         for i, part in enumerate(parts):
-            units = range(part.first + shift, part.last + shift + 1)
-            count = sum(1 <= u <= num_layers for u in units)
+            count = sum(1 <= u <= num_layers for u in units[part.first : part.last + 1])
             layers = "" if count == 0 else "t" if count == 1 else f"t*{count}"
             begins, ends = "E" if i == 0 else "", "L" if i == len(parts) - 1 else ""
             stages.append(begins + layers + ends)
