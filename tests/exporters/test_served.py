@@ -56,7 +56,7 @@ def test_layers_as_pipelines() -> None:
     assert json.loads(load("deepspeed")(plan).files[""]) == {"num_stages": 2, "parts": [0, 3, 6]}
     assert json.loads(load("torchtitan")(plan).files[""])["module_fqns_per_model_part"] == [
         ["tok_embeddings", "layers.0", "layers.1"],
-        ["layers.2", "layers.3", "norm", "output"],
+        ["layers.2", "layers.3", "norm", "lm_head"],
     ]
     split = plan_of(DENSE, [0, 0, 1, *[1] * 8])  # in the middle of a layer
     for name in ("vllm", "megatron", "deepspeed", "torchtitan"):
@@ -107,6 +107,8 @@ def test_modules_of_a_gguf_file_are_not_those_of_transformers(tmp_path: Path) ->
     assert "=2,2\n" in str(load("vllm")(plan).files[""])
     with pytest.raises(ExportError, match=r"plan its config\.json"):
         load("huggingface")(plan)
+    with pytest.raises(ExportError, match="plan its text_config"):
+        load("huggingface")(plan_of({"model_type": "llava", "text_config": DENSE}, HALVES))
 
 
 # --- llama.cpp -----------------------------------------------------------------------------------
