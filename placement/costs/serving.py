@@ -96,15 +96,16 @@ class Serving:
     @property
     def rows(self) -> int:
         """Tokens that go through a layer together, at most."""
-        return max(self.batch, min(PIECE, self.batch * self.tokens))
+        return max(self.batch, min(PIECE, self.batch * self.context))
 
 
 def serving_problem(decoder: Decoder, cluster: Cluster, serving: Serving) -> Problem:
     """The problem; the objective ``latency`` of its one micro-batch is that of ``serving``.
 
     Parameters are the weights, the cache of each layer's keys and values (no longer than its
-    window), and a buffer for what is between, once per device: of ``rows``
-    tokens the widest that a layer makes of them in 4 bytes, and with the head its logits.
+    window), and what is between, once per device: of ``rows`` tokens the widest that a layer makes
+    of them in 4 bytes, with attention a mask of them over the context in 2 bytes, and with the
+    head the logits of a token of each sequence.
 
     Raises:
         ServingError: more cache than any memory has.
@@ -221,6 +222,7 @@ def _graph(decoder: Decoder, serving: Serving) -> tuple[OpGraph, dict[str, Any]]
         if part.kv_bytes:
             kept = serving.context if part.window is None else min(serving.context, part.window)
             use(op, f"{part.name} cache", serving.batch * kept * part.kv_bytes, _KEPT)
+            use(op, "mask", 2 * serving.rows * serving.context, _BUFFER)
         if part.kind == "head":
             use(op, "logits", 4 * serving.batch * decoder.vocabulary, _BUFFER)
         use(op, "buffer", 4 * serving.rows * decoder.widest, _BUFFER)

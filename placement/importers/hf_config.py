@@ -183,10 +183,9 @@ class _Config:
         self.dtype = self._dtype()
         self.bits = self._quantised_bits()
         self.latent = kind in ("deepseek_v2", "deepseek_v3", "kimi_k2")
-        widths = [self.attention_width(), 2 * self.inner if family.gated else self.inner]
-        if self.num_experts:
-            widths.append(2 * self.chosen * self.expert_width)
-        self.widest = self.hidden + max(widths)
+        width, both = self.expert_width, 3 if family.gated else 2
+        routed = self.chosen * max(both * width, width + self.hidden) if self.num_experts else 0
+        self.widest = 5 * self.hidden + max(self.attention_width(), both * self.inner, routed)
 
     def number(self, *names: str, default: int | None = None, low: int = 0) -> int:
         """The first of these fields that is there.

@@ -149,7 +149,7 @@ def test_bytes_by_hand(tmp_path: Path) -> None:
     held = memory(problem, np.array([0] * 33 + [1] * 34))
     layer = 2 * (4096 * (4096 * 2 + 2048) + 3 * 4096 * 14336 + 2 * 4096)
     table = 2 * 128256 * 4096
-    buffer = 4 * 512 * (4096 + 2 * 14336)
+    buffer = 4 * 512 * (5 * 4096 + 3 * 14336) + 2 * 512 * 1000
     assert held["cuda:0"] == {
         "weights_bytes": table + 16 * layer,
         "kv_cache_bytes": 3 * 1000 * 16 * 2 * 2 * 1024,
@@ -274,7 +274,7 @@ def test_a_context_that_fits_nowhere(tmp_path: Path, capsys: Any) -> None:
     answer = json.loads(out)
     largest = answer["largest_context"]
     assert answer["feasible"] is False and f"--context {largest}" in said
-    assert "needs 147" in said and "the devices have 100000000000 together" in said
+    assert "needs 148" in said and "the devices have 100000000000 together" in said
     assert main([*argv, str(largest), "--json"]) == OK
 
 
