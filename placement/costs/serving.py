@@ -7,7 +7,7 @@ a chain of operators, so that planners for latency plan it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil
@@ -292,32 +292,16 @@ def memory(problem: Problem, placement: Placement) -> dict[str, dict[str, int]]:
     }
 
 
-def fits(problem: Problem) -> bool:
-    """Whether a split was found that fits: the largest groups first, each where most is free."""
-    graph = problem.graph
-    free = problem.memory_bytes.astype(np.float64)
-    held = np.zeros((len(graph.param_bytes), problem.num_devices), bool)
-    size = np.bincount(graph.group, weights=graph.op_param_bytes)
-    for g in np.argsort(-size, kind="stable"):
-        params = np.unique(graph.param_use[graph.group[graph.param_use_op] == g])
-        new = graph.param_bytes[params] @ ~held[params]
-        left = np.where(np.isfinite(problem.group_compute_s[g]), free - new, -np.inf)
-        d = int(np.argmax(left))
-        if left[d] < 0:
-            return False
-        free[d] = left[d]
-        held[params, d] = True
-    return True
-
-
-def largest_context(decoder: Decoder, cluster: Cluster, serving: Serving) -> int:
-    """The longest context that was found to fit; 0: none."""
+def largest_context(
+    decoder: Decoder, cluster: Cluster, serving: Serving, fits: Callable[[Problem], bool]
+) -> int:
+    """The longest context, at most that of ``serving``, whose problem ``fits``; 0: none."""
 
     def fitting(context: int) -> bool:
         prompt = None if serving.prompt is None else min(serving.prompt, context)
-        return fits(
-            serving_problem(decoder, cluster, replace(serving, context=context, prompt=prompt))
-        )
+        at = replace(serving, context=context, prompt=prompt)
+        problem = serving_problem(decoder, cluster, at)
+        return problem.graph.param_bytes.sum() <= problem.memory_bytes.sum() and fits(problem)
 
     low, high = 0, serving.context
     if fitting(high):
