@@ -279,6 +279,12 @@ def test_a_context_that_fits_nowhere(tmp_path: Path, capsys: Any) -> None:
     assert main([*argv, str(largest + 1), "--json"]) == NO
 
 
+def test_a_language_model_needs_no_planner(tmp_path: Path, capsys: Any) -> None:
+    model, devices = written(tmp_path, LLAMA)
+    assert main(["plan", model, "--cluster", devices, "--context", "4096", "--json"]) == OK
+    assert json.loads(capsys.readouterr().out)["planner"] == "layer_dp"
+
+
 def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
     _, devices = written(tmp_path, LLAMA)
     path = tmp_path / "model.gguf"
@@ -312,6 +318,8 @@ def test_what_is_served_is_for_language_models(capsys: Any) -> None:
     for words in (["--context", "9"], ["--objective", "decode"]):
         assert main(["plan", "tiny_mlp", "--planner", "heft", *words]) == BAD_INPUT
         assert "for language models without weights" in capsys.readouterr().err
+    assert main(["plan", "tiny_mlp"]) == BAD_INPUT
+    assert "--planner NAME is needed" in capsys.readouterr().err
 
 
 def test_seventy_billion_parameters_are_planned_at_once(tmp_path: Path) -> None:
