@@ -190,7 +190,7 @@ def test_servers_of_other_hosts() -> None:
     exporter = load("llama_cpp", rpc="attic=10.0.0.2:50052,cellar=cellar.lan:50053")
     exported = exporter(plan_of(DENSE, on, names))
     assert exported.files[".args"] == (
-        "-ngl 5 -dev CUDA0,RPC0,RPC1,RPC2 -ts 1,1,1,2 --rpc 10.0.0.2:50052,cellar.lan:50053\n"
+        "--rpc 10.0.0.2:50052,cellar.lan:50053 -ngl 5 -dev CUDA0,RPC0,RPC1,RPC2 -ts 1,1,1,2\n"
     )
     rules = str(exported.files[""])
     assert first_match(rules, "blk.2.attn_q.weight") == "RPC1[10.0.0.2:50052]"
