@@ -57,7 +57,7 @@ def test_the_library_says_all_of_every_device() -> None:
     )
     for name, facts in library().items():
         assert name == name.lower() and name.count("/") == 1
-        assert facts.kind in ("cuda", "rocm", "metal", "cpu") and facts.source
+        assert facts.kind in ("cuda", "rocm", "metal", "cpu") and "https://" in facts.source
         assert facts.flops_per_s["fp32"] > 1e12 and 5e10 < facts.bytes_per_s < 1e13, name
         assert 4e9 < facts.memory_bytes < 1e12 and facts.idle_w < facts.busy_w
         assert facts.peak("fp8") >= facts.peak("fp16") >= facts.peak("fp32")
