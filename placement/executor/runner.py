@@ -424,18 +424,20 @@ class Runner:
         order = None
         if self._schedule is not None:
             order = _repeated(self._schedule, d, self.next_batch)
-        # A timeline and a schedule speak of operators; else those between which nothing
-        # arrives or leaves run as one, and the interpreter has less to do.
-        fuse = order is None and not self._record and self._is_topological()
+        # A schedule speaks of operators; else those between which nothing arrives or leaves run
+        # as one, and the interpreter has less to do.
+        fuse = order is None and self._is_topological()
         if len(phases) > 1 and phases[0].carried:  # by the same operator in every phase
             fuse = False
+        marks: list[Any] | None = [] if self._record else None
+        clock = None if marks is None else (marks, backend.mark)
         made: dict[int, tuple[Share, Compiled]] = {}
         for share in phases:
             if id(share) not in made:
                 runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
                 own = share if fuse else None
                 target = backend.torch_device
-                compiled = compile_runs(self._program, runs, own, params, gradients, target)
+                compiled = compile_runs(self._program, runs, own, params, gradients, target, clock)
                 made[id(share)] = fused(share, runs) if fuse else share, compiled
         worker = Worker(
             device.name,
@@ -444,7 +446,7 @@ class Runner:
             [made[id(share)][1] for share in phases],
             self._priority,
             self._results,
-            self._record,
+            marks,
             order,
             self.next_batch,
         )
