@@ -205,7 +205,7 @@ def _joined(
 
 
 def work_of(
-    problem: Problem, placement: Placement, made: Cut, num_microbatches: int
+    problem: Problem, placement: Placement, pieces: Cut, num_microbatches: int
 ) -> tuple[Work, float]:
     """The blocks with integer times, and the seconds of a unit; memory is not limited.
 
@@ -214,15 +214,15 @@ def work_of(
     """
     g = problem.graph
     seconds = durations(problem, placement, num_microbatches)
-    busy = np.bincount(made.label, weights=seconds, minlength=made.num_blocks)
-    delay: dict[tuple[int, int], float] = {(int(u), int(v)): 0.0 for u, v in made.edges}
+    busy = np.bincount(pieces.label, weights=seconds, minlength=pieces.num_blocks)
+    delay: dict[tuple[int, int], float] = {(int(u), int(v)): 0.0 for u, v in pieces.edges}
     sent: set[tuple[int, int]] = set()  # (tensor, device)
     arrived: set[tuple[int, int]] = set()  # (tensor, block): several operators of it may wait
     for tensor, op in zip(g.use_tensor.tolist(), g.use_dst.tolist(), strict=True):
         src = int(g.tensor_src[tensor])
         if src < 0 or placement[src] == placement[op]:
             continue
-        u, v = int(made.label[src]), int(made.label[op])
+        u, v = int(pieces.label[src]), int(pieces.label[op])
         takes = problem.transfer_s(tensor, int(placement[src]), int(placement[op]))
         if not problem.link_blocking[placement[src], placement[op]]:
             if (tensor, v) not in arrived:
@@ -231,35 +231,35 @@ def work_of(
         elif (tensor, int(placement[op])) not in sent:
             busy[u] += takes
         sent.add((tensor, int(placement[op])))
-    load = np.bincount(made.device, weights=busy)
+    load = np.bincount(pieces.device, weights=busy)
     unit_s = max(float(load.max()) / _UNITS, 1e-12)
-    preds: list[list[tuple[int, int]]] = [[] for _ in range(made.num_blocks)]
+    preds: list[list[tuple[int, int]]] = [[] for _ in range(pieces.num_blocks)]
     for (u, v), takes in delay.items():
         preds[v].append((u, round(takes / unit_s)))
     blocks = tuple(
-        Block((int(made.device[b]),), max(1, round(busy[b] / unit_s)), 0, tuple(preds[b]))
-        for b in range(made.num_blocks)
+        Block((int(pieces.device[b]),), max(1, round(busy[b] / unit_s)), 0, tuple(preds[b]))
+        for b in range(pieces.num_blocks)
     )
     return Work(blocks, problem.num_devices), unit_s
 
 
-def held_bytes(problem: Problem, placement: Placement, made: Cut) -> list[tuple[int, int, int]]:
-    """(block, later block of the same device, bytes): what is made and last used there.
+def held_bytes(problem: Problem, placement: Placement, pieces: Cut) -> list[tuple[int, int, int]]:
+    """(block, later block of the same device, bytes): what is produced and last used there.
 
     Tensors that share memory count once. What a block sends away or receives is held only
     around it, and is not in the list.
     """
     g = problem.graph
-    kept: dict[int, tuple[int, int]] = {}
+    span: dict[int, tuple[int, int]] = {}
     for tensor, op in zip(g.use_tensor.tolist(), g.use_dst.tolist(), strict=True):
         root = int(g.tensor_root[tensor])
         src = int(g.tensor_src[root])
         if src < 0 or placement[src] != placement[op]:
             continue
-        u, v = int(made.label[src]), int(made.label[op])
-        kept[root] = u, max(v, kept.get(root, (u, u))[1])
+        u, v = int(pieces.label[src]), int(pieces.label[op])
+        span[root] = u, max(v, span.get(root, (u, u))[1])
     total: dict[tuple[int, int], int] = {}
-    for root, (u, v) in kept.items():
+    for root, (u, v) in span.items():
         if v > u:
             total[u, v] = total.get((u, v), 0) + int(g.tensor_bytes[root])
     return [(u, v, size) for (u, v), size in sorted(total.items())]

@@ -217,7 +217,7 @@ def test_searched_hides_transfers_where_1f1b_waits() -> None:
     scheduler = load("searched", seconds=SECONDS)
     _, answer, unit_s = scheduler.solve(problem, p, 12)
     assert float(answer.period) * unit_s == pytest.approx(2.0, rel=1e-3)
-    assert answer.found.optimal
+    assert answer.outcome.optimal
     searched = simulate(problem, p, scheduler(problem, p, 12)).makespan_s
     assert searched < simulate(problem, p, load("one_f_one_b")(problem, p, 12)).makespan_s
 
