@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import MOST_DEVICES, Cluster, Device, Link
-from placement.graph import OpGraph
+from placement.graph import OpGraph, topological_order
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.tools.files import short
@@ -195,23 +194,10 @@ def topological(
     Raises:
         FormatError: the edges have a cycle; the message names it.
     """
-    n = len(names)
-    after: list[list[int]] = [[] for _ in range(n)]
-    missing = [0] * n
-    for u, v in edges:
-        after[u].append(v)
-        missing[v] += 1
-    ready = [v for v in range(n) if missing[v] == 0]
-    order: list[int] = []
-    while ready:
-        u = heapq.heappop(ready)
-        order.append(u)
-        for v in after[u]:
-            missing[v] -= 1
-            if missing[v] == 0:
-                heapq.heappush(ready, v)
+    n, array = len(names), np.array(sorted(edges), np.int64).reshape(-1, 2)
+    order = topological_order(array, n)
     if len(order) < n:
-        cycle = [names[v] for v in _cycle(after, missing)]
+        cycle = [names[v] for v in _cycle(array, set(range(n)) - set(order))]
         shown = cycle if len(cycle) <= 8 else [*cycle[:7], "..."]
         raise FormatError(f"{path}: edges form a cycle: {' -> '.join([*shown, cycle[0]])}")
     position = [0] * n
@@ -220,10 +206,10 @@ def topological(
     return order, position
 
 
-def _cycle(after: list[list[int]], missing: list[int]) -> list[int]:
+def _cycle(edges: NDArray[np.int64], stuck: set[int]) -> list[int]:
     """Walk backwards among the nodes that never became ready until one repeats."""
-    before = {v: u for u in range(len(after)) if missing[u] for v in after[u]}
-    v = next(u for u in range(len(after)) if missing[u])
+    before = {v: u for u, v in edges.tolist() if u in stuck}
+    v = min(stuck)
     seen: dict[int, int] = {}
     walk: list[int] = []
     while v not in seen:

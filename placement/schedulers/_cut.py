@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.graph import levels, topological_order
 from placement.modulo.blocks import Block, Work
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
-from placement.search.coarsen import topological_order
 from placement.simulator import durations
 
 Ints = NDArray[np.int32]
@@ -115,12 +115,13 @@ def cut(
     order = _topological(block_level, edges)
     number = np.empty(len(order), np.int32)
     number[order] = np.arange(len(order))
+    renumbered = np.unique(number[edges], axis=0).astype(np.int32).reshape(-1, 2)
     return Cut(
         number[label],
         placement[first][order].astype(np.int32),
-        _levels(number[edges], len(order)),
+        levels(renumbered, len(order)),
         g.is_backward[first][order],
-        np.unique(number[edges], axis=0).astype(np.int32).reshape(-1, 2),
+        renumbered,
         problem.num_devices,
     )
 
@@ -146,14 +147,6 @@ def _topological(level: Ints, edges: NDArray[np.int64]) -> list[int]:
     mine = np.argsort(block)[edges]
     mine = mine[np.argsort(mine[:, 0], kind="stable")]
     return [int(block[n]) for n in topological_order(mine, len(level))]
-
-
-def _levels(edges: Ints, num: int) -> Ints:
-    """int32 ``[n]`` of blocks in topological order."""
-    level = np.zeros(num, np.int32)
-    for u, v in edges[np.argsort(edges[:, 1], kind="stable")]:
-        level[v] = max(level[v], level[u] + 1)
-    return level
 
 
 def _joined(
