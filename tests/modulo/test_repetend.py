@@ -147,7 +147,7 @@ def test_the_period_is_the_brute_force_optimum(work: Work) -> None:
 
 
 @given(works(), st.integers(2, 3))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_unrolled_patterns_are_valid_and_not_longer(work: Work, unroll: int) -> None:
     one, more = search(work, 1, 20.0), search(work, unroll, 20.0)
     assert more.optimal and unroll % more.pattern.unroll == 0
