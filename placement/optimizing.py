@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 PLANNER = "best_of"
 MAX_PHASES = 8  # replicas may take so many turns
 _LEAST_BATCHES = 6  # of a stream that tells a period
+_UNLIKE = 1.5  # times as long as the profile says: other programs took turns on the cores
+_LEAST_TOLD_S = 1e-3  # below, waking threads takes as long as such a difference
 
 
 class OptimizeError(ValueError):
@@ -204,7 +206,20 @@ def verdict(runner: OptimizedRunner) -> str:
         )
     what = "a call" if plan.objective == "latency" else "between two results"
     each = ", ".join(f"{shown(s)} {ways[way]}" for way, s in took_s.items())
-    return f"{begin}; measured {what}: {each}"
+    return f"{begin}; measured {what}: {each}{_doubt(plan, took_s)}"
+
+
+def _doubt(plan: Plan, took_s: Mapping[str, float]) -> str:
+    """A warning where one device took another time than its profile says."""
+    one_s = took_s.get("single", took_s["plan"])
+    assert plan.fallback is not None
+    told_s = getattr(plan.fallback, f"{plan.objective}_s")
+    if told_s < _LEAST_TOLD_S or max(one_s / told_s, told_s / one_s) < _UNLIKE:
+        return ""
+    return (
+        f"; one device was to take {shown(told_s)} by its profile, so the machine was busy during "
+        "one of the two: run this again when it is not, after placement profile"
+    )
 
 
 def devices_of(plan: Plan) -> list[str]:
@@ -218,7 +233,8 @@ def check_options(objective: str, seconds: float) -> None:
     if objective not in able:
         raise OptimizeError(
             f"objective {objective!r} cannot be measured{meant(str(objective), able) or ';'} use "
-            f"one of {', '.join(able)}"
+            "period (seconds between two results: its inverse is the throughput) or latency "
+            "(seconds of a call)"
         )
     if not (isinstance(seconds, int | float) and 0 < seconds < np.inf):
         raise OptimizeError(f"seconds = {seconds}: must be positive")

@@ -160,6 +160,20 @@ def test_plain_pytorch_where_it_is_the_fastest(
 
 
 @needs_two
+def test_a_busy_machine_is_named(in_turns: Callable[..., None]) -> None:
+    """One device takes another time than its profile says: the comparison is of a busy moment."""
+    in_turns(plan=8e-3, single=9e-3, plain=10e-3)
+    with optimize(module(), INPUT, quiet=True) as runner:
+        told = runner.plan.fallback
+        assert told is not None
+        for one_s, busy in ((9e-3, False), (5.9e-3, True), (14e-3, True)):
+            told = told.model_copy(update={"period_s": 9e-3})
+            runner.plan = runner.plan.model_copy(update={"fallback": told})
+            runner.measured = {**runner.measured, "single": measured(one_s)}
+            assert ("; one device was to take 9 ms by its profile" in verdict(runner)) == busy
+
+
+@needs_two
 def test_replicas_that_take_turns(in_turns: Callable[..., None]) -> None:
     """Each turn is on one device, and both work."""
     in_turns(plan=1e-3, single=2e-3, plain=3e-3)
@@ -266,12 +280,21 @@ def test_the_command(
         (["tiny_mlp", "--objective", "energy"], "cannot be measured"),
         (["tiny_mlp", "--seconds", "-1"], "must be positive"),
         (["tiny_mlp", "--out", "/dev/null/plan.json"], "/dev/null"),
+        (["tiny_mlp", "--objective", "throughput"], "its inverse is the throughput"),
         (["tiny_mpl"], "did you mean 'tiny_mlp'"),
+        (["mine.py"], "placement plan mine:function"),
+        (["mine"], "mine.py is here: name a function of it, mine:function"),
     ],
 )
 def test_the_command_refuses(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").touch()
     assert main(["optimize", *words]) == BAD_INPUT
     out, err = capsys.readouterr()
     assert out == "" and says in err and err.count("\n") == 1

@@ -37,11 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if cli.looks_like_file(args.workload):
-        raise cli.UsageError(
-            f"{args.workload}: a model is optimised, not a file; a file is planned: placement plan "
-            f"{shlex.quote(args.workload)} --planner best_of"
-        )
+    cli.check_is_model(args.workload)
     cli.check_outputs(args.out)
     from placement.optimizing import check_options, optimize
 
