@@ -54,7 +54,9 @@ _FILE_OPTIONS = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--planner", required=True, metavar="NAME", help="e.g. heft")
+    parser.add_argument(
+        "--planner", default="best_of", metavar="NAME", help="e.g. heft (%(default)s)"
+    )
     configure_problem(parser)
     parser.add_argument("--seconds", type=float, help="budget of the planner")
     parser.add_argument("--evaluations", type=int, help="budget of the planner")
