@@ -55,7 +55,7 @@ _FILE_OPTIONS = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--planner", default="best_of", metavar="NAME", help="e.g. heft (%(default)s)"
+        "--planner", metavar="NAME", help="e.g. heft (best_of; of a language model layer_dp)"
     )
     configure_problem(parser)
     parser.add_argument("--seconds", type=float, help="budget of the planner")
@@ -132,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
     cli.check_outputs(args.out, args.trace, args.trials)
     _check_measurable(args)
+    args.planner = args.planner or serving.default_planner(args)
     planner = load_planner(args)
     cli.search_here(args.scheduler)
     scheduler = None if args.scheduler is None else schedulers.load(args.scheduler)
