@@ -26,9 +26,9 @@
   begin at the same moment). In a pipelined run it is how much of the time they are busy (their
   mean load over the largest load, and a load the mean over the phases), and operators are
   stretched alike so that all of a micro-batch together take ``batch_s`` longer.
-* In training, what replicas have added up travels after the last operator to the device that makes
-  the gradient in phase 0, from each device of other memory (of kind ``cpu`` all share one); when all
-  is there, new values travel back. The period has the ``M``-th part of it, the sum itself is free.
+* In training, what replicas have added up travels after the last operator to the device that
+  makes the gradient in phase 0, from each device of other memory (those of kind ``cpu`` share
+  one); when all is there, new values travel back. Of that the period has the ``M``-th part.
 * Memory: parameters, plus every tensor from when its producer is taken (or its transfer begins)
   until its last consumer or outgoing transfer on that device ended (outputs: until their
   micro-batch finished), plus the workspace of running operators. Tensors that share memory
@@ -145,8 +145,8 @@ def summing(
 ) -> tuple[NDArray[np.int32], Floats, Floats]:
     """Transfers of gradients, and then of new values, after a training step of replicas.
 
-    ``placement`` ``[K, N]``. As in ``Timeline``: int32 ``[X, 4]`` of the last micro-batch, when each
-    begins and ends.
+    ``placement`` ``[K, N]``. Returns, as ``Timeline`` has them, int32 ``[X, 4]`` (of the last
+    micro-batch), and when each begins and ends.
     """
     g = problem.graph
     memory = [d.kind == "cpu" or -i for i, d in enumerate(problem.cluster.devices)]
@@ -158,7 +158,8 @@ def summing(
         away = [d for d in others if memory[d] != memory[home]]
         there |= dict.fromkeys((t, d, home) for d in away)
         back |= dict.fromkeys((t, home, d) for d in {memory[d]: d for d in away}.values())
-    begin, end = [], []
+    begin: list[float] = []
+    end: list[float] = []
     for sent in (there, back):
         free: dict[int, float] = {}
         first_s = max(end, default=after_s)

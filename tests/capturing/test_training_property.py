@@ -56,7 +56,7 @@ def state_of(module: nn.Module) -> dict[str, object]:
 def test_two_steps_equal_plain_pytorch(
     sentence, num_devices, num_microbatches, adaptive, colocate, seed
 ):
-    """Two steps on a random placement, of one phase or more; run thousands with TRAINING_EXAMPLES=..."""
+    """Two steps on a random placement, also in turns; run thousands with TRAINING_EXAMPLES=..."""
     check(sentence, num_devices, num_microbatches, adaptive, colocate, seed)
 
 
