@@ -197,10 +197,10 @@ class Trainer:
     def zero_gradients(self) -> None:
         """Forget what was accumulated."""
         sums = (*self.runner.gradients.values(), *self.runner.partial.values())
-        _synchronize(sums)  # what a device that was stopped has begun
+        synchronize(sums)  # what a device that was stopped has begun
         for g in sums:
             g.zero_()
-        _synchronize(sums)
+        synchronize(sums)
         self._num_added = 0
 
     def _add_up(self) -> None:
@@ -208,11 +208,12 @@ class Trainer:
         if not self.runner.partial:
             return
         sums = (*self.runner.gradients.values(), *self.runner.partial.values())
-        _synchronize(sums)
+        synchronize(sums)
         for (_, q), part in self.runner.partial.items():
-            self.runner.gradients[q].add_(part.to(self.runner.gradients[q].device))
-            part.zero_()
-        _synchronize(sums)
+            if (total := self.runner.gradients.get(q)) is not None:  # else it is added up elsewhere
+                total.add_(part.to(total.device))
+                part.zero_()
+        synchronize(sums)
 
     def update(self) -> None:
         """One optimizer step with the mean of the accumulated gradients.
@@ -276,7 +277,7 @@ class Trainer:
             if q in self._home and device != self.runner.gradients[q].device:
                 value.copy_(self._trained(q))
                 copied += (value, self._trained(q))
-        _synchronize(copied)
+        synchronize(copied)
 
     def sync(self) -> None:
         """Bring the module and the optimizer's state up to date."""
@@ -330,7 +331,7 @@ class Trainer:
                 raise  # else what has happened before is said, not what follows from it
 
 
-def _synchronize(tensors: Iterable[Tensor]) -> None:
+def synchronize(tensors: Iterable[Tensor]) -> None:
     """Wait for the GPUs that hold them: devices have streams that do not wait for this one."""
     for device in {x.device for x in tensors if x.is_cuda}:
         torch.cuda.synchronize(device)
