@@ -235,8 +235,8 @@ def _ordered(
     phases, count = len(np.atleast_2d(solution.placement)), problem.num_microbatches
     if count % phases:
         raise cli.UsageError(
-            f"--scheduler {args.scheduler}: an order of {count} micro-batches runs again and again, "
-            f"and the answer of {args.planner} has {phases} phases: add --microbatches "
+            f"--scheduler {args.scheduler}: an order of {count} micro-batches is run again and "
+            f"again, and the answer of {args.planner} has {phases} phases: add --microbatches "
             f"{count + -count % phases}, or --max-phases 1"
         )
     with cli.says_nothing_in_answers():
