@@ -424,8 +424,9 @@ class DistributedTrainer(Trainer):
     """A ``Trainer`` over processes; all ranks make it alike.
 
     Rank 0 is used as a ``Trainer``; the others call ``serve``. A parameter is updated on the rank
-    that adds up its gradient in phase 0; what replicas on other ranks have added up comes there, and
-    the new value goes to every other rank that reads it. ``sync`` brings everything to the module of rank 0.
+    that adds up its gradient in phase 0: what replicas on other ranks have added up comes there,
+    and the new value goes to every other rank that reads it. ``sync`` brings everything to the
+    module of rank 0.
 
     Args: as for ``Trainer``, and the ``world``.
     """
@@ -465,7 +466,7 @@ class DistributedTrainer(Trainer):
         )
         self._came: tuple[queue.SimpleQueue[Any], ...] = queue.SimpleQueue(), queue.SimpleQueue()
         self.runner.on_param = self._take
-        self.runner.on_failure = lambda error: [self._take(x, -1, error) for x in (VALUE, SUM)]
+        self.runner.on_failure = self._fail
         self._home = {q: d for q, d in self._home.items() if rank_of[d] == mine}
 
     def serve(self) -> None:
@@ -517,6 +518,10 @@ class DistributedTrainer(Trainer):
         for q, value in self._coming(SUM, self._num_sums_here):
             self.runner.gradients[q].add_(value.to(self.runner.gradients[q].device))
         synchronize(self.runner.gradients.values())
+
+    def _fail(self, error: BaseException) -> None:
+        for what in (VALUE, SUM):
+            self._take(what, -1, error)
 
     def _take(self, what: int, q: int, value: Tensor | BaseException) -> None:
         self._came[what].put((q, value))
