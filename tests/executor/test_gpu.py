@@ -121,6 +121,37 @@ def test_training_equals_plain_pytorch(name, kind):
             torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("tiny_mlp", "AdamW"), ("dlrm_tiny", "SGD")])
+def test_replicas_in_different_memory_add_up_their_gradients(name, kind):
+    module, inputs = load(name)
+    module.train()
+    plain = copy.deepcopy(module)
+    kind = getattr(torch.optim, kind)
+    mine, other = kind(module.parameters(), lr=1e-2), kind(plain.parameters(), lr=1e-2)
+    graph = capture(module, (inputs, None), mode="training", loss=mean_of_outputs, optimizer=mine)
+    batches = [(others_like(inputs, i), None) for i in range(5)]
+    cluster = Cluster("four", (CPU, GPU, Device("cpu:1"), Device("cuda:1", "cuda")))
+    phases = np.stack([scattered(graph, cluster, seed) for seed in range(3)])
+    with emulated_gpu.emulated(2, copy_s=2e-4):
+        with Trainer(graph, cluster, phases, mine) as trainer:
+            for _ in range(3):
+                losses = trainer.step(batches)
+                expected = plain_step(plain, other, batches, mean_of_outputs)
+                torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
+            trainer.accumulate(batches[:2])
+            found = trainer.gradients()
+            trainer.zero_gradients()
+            assert not any(g.any() for g in trainer.gradients().values())
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-3, atol=1e-3)
+        other.zero_grad()
+        for x, _ in batches[:2]:
+            args, kwargs = split_inputs(x)
+            (mean_of_outputs(plain(*args, **kwargs), None) / 2).backward()
+        for key, value in plain.named_parameters():
+            torch.testing.assert_close(found[key], value.grad, rtol=1e-3, atol=1e-4)
+
+
 def on_gpu(graph):
     """The graph of a module whose parameters are on the GPU."""
     params = tuple(p.detach().to("cuda:0") for p in graph.program.params)
