@@ -426,7 +426,8 @@ def _launch(
     in_place = {id(x.meta): x for x in cuda}
     metas = _metas(func, args, kwargs)
     if not cuda:  # nothing is shared with what comes from elsewhere
-        metas = pytree.tree_map_only(Tensor, torch.empty_like, metas)
+        with torch.inference_mode(False):
+            metas = pytree.tree_map_only(Tensor, torch.empty_like, metas)
     leaves, spec = pytree.tree_flatten(metas)
     made: list[Any] = []
     cells: list[Any] = []
