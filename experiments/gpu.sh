@@ -19,8 +19,9 @@ rm -rf "$wheels" "$kernels" && mkdir -p "$wheels" "$kernels"
 
 for name in pydantic pydantic_core annotated-types typing-inspection typing_extensions \
     gymnasium Farama-Notifications stable_baselines3 hydra-core omegaconf; do
-    grep -i "^$name==" constraints.txt || { echo "constraints.txt names no $name" >&2 && exit 1; }
-done | sed 's/ *;.*//' >"$wheels/wanted.txt"
+    line=$(grep -i "^$name==" constraints.txt) || { echo "constraints.txt names no $name" >&2 && exit 1; }
+    echo "${line%%;*}"
+done >"$wheels/wanted.txt"
 "$python" -m pip download -q --no-deps --only-binary=:all: --python-version "$version" \
     --implementation cp --abi "$abi" --abi abi3 --abi none --platform manylinux2014_x86_64 \
     -d "$wheels" -r "$wheels/wanted.txt"

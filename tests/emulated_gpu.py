@@ -569,6 +569,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         "Event": Event,
         "CUDAGraph": CUDAGraph,
         "graph_pool_handle": object,
+        "is_current_stream_capturing": lambda: current_stream().graph is not None,
         "current_stream": current_stream,
         "default_stream": default_stream,
         "stream": stream,

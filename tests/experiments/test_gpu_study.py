@@ -76,7 +76,7 @@ def test_a_section_that_hangs_or_dies_costs_no_other(tmp_path: Path) -> None:
         forked(lambda: time.sleep(60)): "train",
     }
     began = time.perf_counter()
-    assert gpu.watched(running, began + 1.0, options(tmp_path)) == {"facts"}
+    assert gpu.watched(running, began, 1.0, options(tmp_path)) == {"facts"}
     assert {r["section"]: r["status"] for r in rows(tmp_path)} == {
         "facts": "done",
         "micro": "exit code 3",
