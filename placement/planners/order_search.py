@@ -44,8 +44,8 @@ _LEAST_WINDOWS = 6  # that must be affordable
 _WINDOW, _LEAST_WINDOW, _GROWS = 40, 15, 1.1  # operators at first, at least; more where it closes
 _IN_VAIN = 40
 # Forward-backward improvement gets so much of the budget before; it looks up after so many passes,
-# and ends after so many looks in vain.
-_JUSTIFYING, _PASSES, _JUSTIFY_IN_VAIN = 0.3, 30, 6
+# and ends after so many looks in which nothing was as good as the best.
+_JUSTIFYING, _PASSES, _JUSTIFY_IN_VAIN = 0.3, 30, 2
 _LONGEST = 16  # groups that move together
 _BETWEEN_ROWS = 32  # positions in the sequence at which a pass can begin
 _SLICE_S = 0.01  # between two looks at the clock
@@ -319,14 +319,14 @@ def _justified(
     start(tables, state, best.best_place, best.best_sequence, rng)
     until, made, in_vain = search.used + _JUSTIFYING * (1.0 - search.used), 0, 0
     while in_vain < _JUSTIFY_IN_VAIN and search.used < until and search.left:
-        before, until_made = _best_s(state), made + int(min(_PASSES, search.num_left))
+        kept, until_made = state.x[order.KEPT], made + int(min(_PASSES, search.num_left))
         then = justify(tables, state, made, until_made, search.bound_s * (1 + 1e-9))
         if then == made:
             break
         search.num_evaluations += then - made
         made = then
         search.consider_order(state.best_place, state.best_sequence, _best_s(state))
-        in_vain = 0 if _best_s(state) < before * (1 - 1e-12) else in_vain + 1
+        in_vain = 0 if state.x[order.KEPT] > kept else in_vain + 1
     start(tables, state, state.best_place, state.best_sequence, rng)
     return state
 

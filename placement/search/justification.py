@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from placement.search.macro import uniform
-from placement.search.order import BEST, sending_s, timetable
+from placement.search.order import BEST, KEPT, sending_s, timetable
 from placement.tools.jit import copy, kernel
 
 _FAR, _NEARER = 0.15, 3.0  # shaken by that share of all places at most, by e ** -3 of it at least
@@ -23,12 +23,13 @@ _FAR, _NEARER = 0.15, 3.0  # shaken by that share of all places at most, by e **
 def justify(t, s, made, until, bound_s):
     """Improve ``s.best_place`` in ``s.best_sequence``, which are worth ``x[BEST]``.
 
-    What is worth the same replaces them. After ``made`` passes over all operators (0: the order is
+    What is worth the same replaces them, and counts in ``x[KEPT]``. After ``made`` passes over all operators (0: the order is
     not shaken at first) it goes on as long as a round surely ends before ``until`` of them, or
     comes to ``bound_s``. Returns those made; ``play`` has to begin anew then.
     """
     n = len(s.sequence)
     while made + 3 <= until and s.x[BEST] > bound_s:
+        begun = made
         copy(s.place, s.best_place)
         copy(s.sequence, s.best_sequence)
         if made > 0:
@@ -38,8 +39,9 @@ def justify(t, s, made, until, bound_s):
         least = np.inf
         while True:
             latency = timetable(t, s, np.int64(-1), np.int64(n), np.inf)
-            if latency <= s.x[BEST]:
+            if made > begun and latency <= s.x[BEST]:
                 s.x[BEST] = latency
+                s.x[KEPT] += 1.0
                 copy(s.best_place, s.place)
                 copy(s.best_sequence, s.sequence)
             if latency >= least * (1.0 - 1e-12) or made + 2 > until:
