@@ -267,6 +267,13 @@ class OpGraph:
         return self.use_tensor[np.lexsort((self.use_tensor, self.use_dst))]
 
     @cached_property
+    def gradient_tensor(self) -> Ints:
+        """int32 ``[S]``: what backward operators make and nobody reads: it is added up there."""
+        made = np.append(self.is_backward, False)[self.tensor_src]
+        made[self.use_tensor] = made[self.output_tensor] = False
+        return np.flatnonzero(made).astype(np.int32)
+
+    @cached_property
     def edges(self) -> Ints:
         """int32 ``[E', 2]``: distinct (producer, consumer) pairs, sorted; inputs left out."""
         src = self.tensor_src[self.use_tensor]

@@ -11,6 +11,7 @@ from placement.graph import levels, topological_order
 from placement.modulo.blocks import Block, Work
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
+from placement.schedulers import check_one_phase
 from placement.simulator import durations
 
 Ints = NDArray[np.int32]
@@ -95,7 +96,11 @@ def cut(
     are more than ``max_blocks``, those of one level are joined, then, of at most 2,000, the
     shortest blocks of a device with no other block on a way between them. Where neither is
     possible there are more.
+
+    Raises:
+        SchedulerError: the placement has several phases.
     """
+    check_one_phase(placement)
     g = problem.graph
     sort = np.asarray(g.is_backward if kind is None else kind, dtype=np.int64)
     place = placement * (1 + int(sort.max())) + sort

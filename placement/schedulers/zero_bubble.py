@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
-from placement.schedulers import SchedulerError
+from placement.schedulers import SchedulerError, check_one_phase
 from placement.schedulers._cut import cut
 
 
@@ -34,6 +34,7 @@ class ZeroBubble:
 
     def __call__(self, problem: Problem, placement: Placement, num_microbatches: int) -> Schedule:
         """Raises: SchedulerError, the graph does not tell the two gradients apart."""
+        check_one_phase(placement)
         late = weight_gradients(problem, placement)
         pieces = cut(problem, placement, kind=problem.graph.is_backward + late.astype(np.int64))
         is_late = np.zeros(pieces.num_blocks, bool)

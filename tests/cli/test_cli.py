@@ -665,8 +665,7 @@ def test_profile_of_another_model(home: Path, capsys: Any) -> None:
         ("show", "required: plan.json; see: placement show --help"),
         ("show a --seed", "no option '--seed'; see: placement show --help"),
         ("show a -x", "no option '-x'; see: placement show --help"),
-        ("plan x", "required: --planner; see: placement plan --help"),
-        ("plan", "required: --planner, workload; see: placement plan --help"),
+        ("plan", "required: workload; see: placement plan --help"),
         (
             "plan x --planer heft",
             "no option '--planer'; did you mean '--planner'? see: placement p",
