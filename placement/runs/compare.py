@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,11 +21,10 @@ from placement.bounds import lower_bound
 from placement.objective import Objective
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.runs.row import SINGLE, Row
-from placement.runs.trials import LATENCY_RUNS
+from placement.runs.trials import LATENCY_RUNS, Runtime
 from placement.schedule import Schedule
 from placement.search.budget import NO_LIMIT, Budget
 from placement.simulator import as_simulated, evaluate, score, value_of
-from placement.timeline import Timeline
 from placement.tools.clock import clock
 from placement.tools.files import parse_json, short, write_atomic
 from placement.tools.parallel import parallel_map
@@ -36,14 +35,6 @@ Progress = Callable[[str], None]  # told what is being done
 
 class CompareError(ValueError):
     """The comparison as asked for makes no sense; the message says what to change."""
-
-
-class Runtime(Protocol):
-    """What ``compare`` asks of an executor (``placement.executor.Executor`` is one)."""
-
-    def run(
-        self, placement: ArrayLike, *, num_microbatches: int, max_in_flight: int | None = None
-    ) -> Timeline: ...
 
 
 @dataclass(frozen=True)
