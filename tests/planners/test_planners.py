@@ -119,7 +119,7 @@ def test_nothing_beats_brute_force_and_bounds_hold(seed: int) -> None:
     problem = random_small(seed)
     best = score(problem, every_placement(problem)).min()
     assert lower_bounds(problem)[problem.objective] <= best * (1 + 1e-9)
-    for name in PLANNERS:
+    for name in (*PLANNERS, "coarsened"):
         solution = quick(name)(problem)
         assert solution.value_s >= best * (1 - 1e-9), name
         assert (solution.lower_bound_s or 0.0) <= best * (1 + 1e-9), name
@@ -292,7 +292,7 @@ def test_distinct_pairs_are_numpys_unique_rows(seed: int) -> None:
 def test_nothing_fits_and_the_bytes_are_told() -> None:
     # Three operators with 100 bytes of parameters each; 2 x 90 bytes of memory.
     problem = make([[1, 1]] * 3, chain(3), param_bytes=100, memory_bytes=90)
-    for name in PLANNERS:
+    for name in (*PLANNERS, "coarsened"):
         solution = quick(name)(problem)
         assert solution.value_s == np.inf
         assert "90" in solution.stats["infeasible"], name
