@@ -377,7 +377,7 @@ def test_truncated(path: Path) -> None:
             load_plan(path)
     code = path.with_name("mine.py")
     code.write_text("import torch")
-    with pytest.raises(PlanError, match="not a plan: Python code.*mine:function"):
+    with pytest.raises(PlanError, match=r"not a plan: Python code.*mine:function"):
         load_plan(code)
 
 

@@ -317,18 +317,19 @@ class _Model:
         return window if self.name == "phi3" else None
 
     def _widest(self) -> int:
-        """Numbers that a token is within a layer: what its widest matrices make of it."""
+        """See ``Decoder.widest``."""
         used = self._value("expert_used_count") or 1
 
-        def made(t: Tensor) -> int:
-            return t.dims[1] * (used if "_exps" in t.name else 1) if len(t.dims) > 1 else 0
+        def many(t: Tensor, dim: int) -> int:
+            return t.dims[dim] * (used if "_exps" in t.name else 1) if len(t.dims) > 1 else 0
 
         def of(tensors: list[Tensor]) -> int:
-            ffn = [
-                t
-                for t in tensors
-                if ".ffn_" in t.name and "_inp" not in t.name and "down" not in t.name
-            ]
-            return max(sum(map(made, ffn)), sum(made(t) for t in tensors if ".ffn_" not in t.name))
+            feeds = [t for t in tensors if ".ffn_" in t.name and "_inp" not in t.name]
+            down = [t for t in feeds if "down" in t.name]
+            inner = sum(many(t, 0) for t in down)  # what goes into it; before it gate and up
+            wide = sum(many(t, 1) for t in feeds if t not in down)
+            routed = sum(many(t, 0) + many(t, 1) for t in down if "_exps" in t.name)
+            asked = sum(many(t, 1) for t in tensors if ".attn_" in t.name and "_out" not in t.name)
+            return max(asked, wide + inner, routed)
 
-        return self.hidden + max(map(of, self.layers[:1] + self.layers[-1:]))
+        return 5 * self.hidden + max(map(of, self.layers[:1] + self.layers[-1:]))

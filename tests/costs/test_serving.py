@@ -13,6 +13,7 @@ import pytest
 
 from placement.__main__ import main
 from placement.cli import BAD_INPUT, NO, OK
+from placement.cli.serving import fits
 from placement.cluster import Cluster, ClusterError, Device
 from placement.costs.efficiency import FITTED, Peak, RatesError
 from placement.costs.predictors import profile_of
@@ -20,7 +21,6 @@ from placement.costs.predictors.roofline import Roofline
 from placement.costs.serving import (
     Serving,
     ServingError,
-    fits,
     largest_context,
     memory,
     serving_problem,
@@ -149,7 +149,7 @@ def test_bytes_by_hand(tmp_path: Path) -> None:
     held = memory(problem, np.array([0] * 33 + [1] * 34))
     layer = 2 * (4096 * (4096 * 2 + 2048) + 3 * 4096 * 14336 + 2 * 4096)
     table = 2 * 128256 * 4096
-    buffer = 4 * 512 * (4096 + 2 * 14336)
+    buffer = 4 * 512 * (5 * 4096 + 3 * 14336) + 2 * 512 * 1000
     assert held["cuda:0"] == {
         "weights_bytes": table + 16 * layer,
         "kv_cache_bytes": 3 * 1000 * 16 * 2 * 2 * 1024,
@@ -218,7 +218,7 @@ def test_prompts_that_cannot_be() -> None:
 def test_the_largest_context_that_fits(tmp_path: Path) -> None:
     one = cluster("devices: [{name: a, like: nvidia/rtx-4090, memory_bytes: 18e9}]", tmp_path)
     asked = Serving("decode", 10**6)
-    found = largest_context(decoder(), one, asked)
+    found = largest_context(decoder(), one, asked, fits)
 
     def needed(context: int) -> int:
         problem = serving_problem(decoder(), one, replace(asked, context=context))
@@ -227,7 +227,7 @@ def test_the_largest_context_that_fits(tmp_path: Path) -> None:
     assert needed(found) <= 18 * 10**9 < needed(found + 1)
     assert not fits(serving_problem(decoder(), one, asked))
     tiny = cluster("devices: [{name: a, like: nvidia/rtx-4090, memory_bytes: 1e9}]", tmp_path)
-    assert largest_context(decoder(), tiny, asked) == 0
+    assert largest_context(decoder(), tiny, asked, fits) == 0
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -274,8 +274,15 @@ def test_a_context_that_fits_nowhere(tmp_path: Path, capsys: Any) -> None:
     answer = json.loads(out)
     largest = answer["largest_context"]
     assert answer["feasible"] is False and f"--context {largest}" in said
-    assert "needs 147" in said and "the devices have 100000000000 together" in said
+    assert "needs 148" in said and "the devices have 100000000000 together" in said
     assert main([*argv, str(largest), "--json"]) == OK
+    assert main([*argv, str(largest + 1), "--json"]) == NO
+
+
+def test_a_language_model_needs_no_planner(tmp_path: Path, capsys: Any) -> None:
+    model, devices = written(tmp_path, LLAMA)
+    assert main(["plan", model, "--cluster", devices, "--context", "4096", "--json"]) == OK
+    assert json.loads(capsys.readouterr().out)["planner"] == "layer_dp"
 
 
 def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:

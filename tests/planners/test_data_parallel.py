@@ -194,11 +194,19 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     ):
         assert main(command) == 0
         assert told in capsys.readouterr().out
-    assert main(["run", out, "--distributed"]) == 2
-    assert "4 phases, in which micro-batches take turns" in capsys.readouterr().err
-    assert main([*plan, "--max-phases", "8", "--measurements", "9"]) == 2
-    assert main([*plan, "--max-phases", "8", "--scheduler", "gpipe"]) == 2
-    assert "--max-phases 1" in capsys.readouterr().err
+    model = ["plan", "tiny_mlp", "--planner", "heft"]
+    assert main([*model, "--max-phases", "8", "--measurements", "9"]) == 2
+    assert "use --max-phases 1 with it" in capsys.readouterr().err
+    for name in ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "searched"):
+        assert main([*plan, "--max-phases", "8", "--scheduler", name]) == 2
+        assert "4 phases" in (told := capsys.readouterr().err) and "list_order" in told
+    ordered = [*plan, "--max-phases", "8", "--scheduler", "list_order", "--out", out]
+    assert main([*ordered, "--microbatches", "9"]) == 2
+    assert "add --microbatches 12" in capsys.readouterr().err
+    assert main([*ordered, "--microbatches", "12"]) == 0
+    assert load_plan(out).order is not None and main(["validate", out]) == 0
+    assert main([*plan, "--max-phases", "8", "--out", out]) == 0
+    capsys.readouterr()
     assert main(["report", out, "--out", str(tmp_path / "report.html")]) == 0
     assert main(["export", out, "--to", "csv", "--out", str(tmp_path / "x.csv")]) == 1
     assert "micro-batches take turns" in capsys.readouterr().err
