@@ -60,14 +60,8 @@ def is_served(args: argparse.Namespace) -> bool:
 
 
 def default_planner(args: argparse.Namespace) -> str:
-    """The planner where none is named.
-
-    Raises:
-        UsageError: the workload is no language model, see also ``is_served``.
-    """
-    if is_served(args):
-        return "layer_dp"
-    raise cli.UsageError("--planner NAME is needed, e.g. --planner best_of")
+    """The planner where none is named."""
+    return "layer_dp" if is_served(args) else "best_of"
 
 
 def asked(args: argparse.Namespace) -> tuple[Decoder, Serving]:
