@@ -174,5 +174,5 @@ def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> Non
     cli.put(
         f"decode: {serving.batch / found['decode_s']:.1f} tokens/s at a context of "
         f"{serving.context}; prefill: {found['prefill_s']:.2f} s for {serving.batch} x "
-        f"{serving.tokens} tokens; predicted, whole models err by {efficiency.ERROR:.0%}"
+        f"{serving.tokens} tokens; predicted, whole models err by {efficiency.ERROR * 100:.0f} %"
     )
