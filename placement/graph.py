@@ -335,6 +335,38 @@ def _csr(sorted_keys: NDArray[np.integer[Any]], size: int) -> Ints:
     return np.searchsorted(sorted_keys, np.arange(size + 1)).astype(np.int32)
 
 
+def topological_order(edges: NDArray[np.integer[Any]], count: int) -> list[int]:
+    """Vertices ``0..count-1`` in topological order, of several ready ones the smallest first.
+
+    ``edges`` int ``[E, 2]`` are sorted by their first column. Those of a circle, and behind one,
+    are left out.
+    """
+    missing = np.bincount(edges[:, 1], minlength=count).tolist()
+    first = _csr(edges[:, 0], count).tolist()
+    users = edges[:, 1].tolist()  # lists: a loop over arrays takes long
+    heap = [v for v in range(count) if missing[v] == 0]
+    order = []
+    while heap:
+        u = heapq.heappop(heap)
+        order.append(u)
+        for v in users[first[u] : first[u + 1]]:
+            missing[v] -= 1
+            if missing[v] == 0:
+                heapq.heappush(heap, v)
+    return order
+
+
+def levels(edges: NDArray[np.integer[Any]], count: int) -> Ints:
+    """int32 ``[count]``: number of edges on the longest path to each vertex of a graph without
+    circles; ``edges`` as for ``topological_order``."""
+    is_numbered = bool((edges[:, 0] < edges[:, 1]).all())
+    first, users, level = _csr(edges[:, 0], count).tolist(), edges[:, 1].tolist(), [0] * count
+    for u in range(count) if is_numbered else topological_order(edges, count):
+        for v in users[first[u] : first[u + 1]]:
+            level[v] = max(level[v], level[u] + 1)
+    return np.array(level, np.int32)
+
+
 def _renumber(labels: NDArray[Any]) -> Ints:
     """Dense labels 0, 1, ... in order of first appearance."""
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)

@@ -54,7 +54,9 @@ _FILE_OPTIONS = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--planner", required=True, metavar="NAME", help="e.g. heft")
+    parser.add_argument(
+        "--planner", metavar="NAME", help="e.g. heft (best_of; of a language model layer_dp)"
+    )
     configure_problem(parser)
     parser.add_argument("--seconds", type=float, help="budget of the planner")
     parser.add_argument("--evaluations", type=int, help="budget of the planner")
@@ -130,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
     cli.check_outputs(args.out, args.trace, args.trials)
     _check_measurable(args)
+    args.planner = args.planner or serving.default_planner(args)
     planner = load_planner(args)
     cli.search_here(args.scheduler)
     scheduler = None if args.scheduler is None else schedulers.load(args.scheduler)
