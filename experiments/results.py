@@ -272,7 +272,8 @@ def what_threads_cost(results: Path) -> str:
 def ten_lines(results: Path) -> str:
     """In ``docs/replicas.md``: when to replicate, to cut, and to leave one device alone."""
     measured = of_models(results)
-    analytic = groups(public.STUDIES[2].read(results), "file")
+    (study,) = (s for s in public.STUDIES if s.word == "replicas")
+    analytic = groups(study.read(results), "file")
 
     def took(case: str) -> str:
         ways = ("one device", "two replicas", "best cut", "plain, 2 threads")
