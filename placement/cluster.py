@@ -324,8 +324,8 @@ class Cluster:
         Without a GPU, or with ``gpus=False``: one single-thread CPU device per usable core,
         ``max_cpu_devices`` at most. With GPUs: every CUDA device, with two cores of its own where
         there are eight for each (one launches, one waits for what leaves the device), and one CPU
-        device with all other cores. Only the cores this process may use are counted. A CUDA device is promised
-        what is free there now, less a margin for what is not tensors.
+        device with all other cores. Only the cores this process may use are counted. A CUDA device
+        is promised what is free there now, less a margin for what is not tensors.
         """
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
         if cores is None:
