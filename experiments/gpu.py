@@ -819,6 +819,20 @@ def streamed(model: Decoder, x: Tensor, device: torch.device, kept: int) -> Call
     return run
 
 
+def as_many_kept(
+    model: Decoder, x: Tensor, device: torch.device, most: int
+) -> tuple[Callable[[], Tensor], int]:
+    """``streamed`` with as many layers that stay as there is room for, and how many."""
+    for kept in range(most, -1, -1):
+        with suppress(torch.OutOfMemoryError):
+            call = streamed(model, x, device, kept)
+            call()
+            return call, kept
+        call = None  # or what did not fit stays in the way
+        torch.cuda.empty_cache()
+    raise torch.OutOfMemoryError("there is no room for two layers and what they make")
+
+
 def memory(b: Bench) -> None:
     """Models twice as large as the memory that the GPU may use."""
     with b.item("measured in parts"):
@@ -900,18 +914,13 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         torch.cuda.empty_cache()
         if isinstance(module, Decoder):
             most = int(cluster.devices[1].memory_bytes / size * len(module.layers)) - 2
-            run: Any = None
-            for kept in range(most, -1, -1):  # as many as there is room for
-                run = None  # or what did not fit stays in the way
-                with b.item(f"{name}, streamed, {kept} stay", 30), torch.inference_mode():
-                    run = streamed(module, inputs, b.gpu, kept)
-                    ways["streamed_ms"] = timed(run, 3) * 1e3
-                    facts |= {"streamed_error": error(run(), expected[0]), "streamed_kept": kept}
-                    break
-                torch.cuda.empty_cache()
-            del run
+            with b.item(f"{name}, streamed", 30), torch.inference_mode():
+                call, kept = as_many_kept(module, inputs, b.gpu, most)
+                ways["streamed_ms"] = timed(call, 3) * 1e3
+                facts |= {"streamed_error": error(call(), expected[0]), "streamed_kept": kept}
+                del call
         torch.cuda.empty_cache()
-        with b.item(f"{name}, accelerate", 30), torch.inference_mode():
+        with b.item(f"{name}, accelerate", 30), torch.no_grad():
             room = cluster.devices[1].memory_bytes
             ways["accelerate_ms"] = offloaded_seconds(copy.deepcopy(module), inputs, room) * 1e3
     b.emit(
