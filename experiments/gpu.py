@@ -434,11 +434,10 @@ def copies(size: int, gpu: torch.device) -> dict[str, float]:
     return {f"{k}_us": s * 1e6 for k, s in seconds.items()} | rates
 
 
-def correct(b: Bench) -> None:
+def correct(b: Bench, third: int) -> None:
     """Placements compute what the model does in float64; a stream twice gives the same bits."""
-    cluster, (i, n) = b.cluster, b.part
-    names = ("tiny_mlp", "tiny_branches") if b.emulated else CHECKED[i::n]
-    for name in names:
+    cluster = b.cluster
+    for name in (CHECKED[:3] if b.emulated else CHECKED)[third::3]:
         with b.item(name):
             module, inputs, graph = captured(name)
             items = [others_like(inputs, seed) for seed in range(3 if b.emulated else 8)]
@@ -465,7 +464,7 @@ def correct(b: Bench) -> None:
                             not_graphed=len(eager),
                             why=next(iter(eager.values()), ""),
                         )
-    if i == 0:
+    if third == 0:
         with b.item("many micro-batches"):
             module, inputs, graph = captured("tiny_branches")
             items = [others_like(inputs, s) for s in range(10 if b.emulated else 300)]
@@ -1103,12 +1102,10 @@ def gpu_meter() -> power.Meter | None:
 Section = Callable[[Bench], None]
 SECTIONS: dict[str, Section] = {
     "facts": facts,
-    "kernels": kernels,
-    "correct": correct,
-    "correct_2": correct,
-    "correct_3": correct,
+    **{f"correct_{i + 1}": partial(correct, third=i) for i in range(3)},
     "train": train,
     "errors": errors,
+    "kernels": kernels,
     "micro": micro,
     "profile": each(tuple(PROFILED), profile),
     "plans": each(tuple(PROFILED), plans),
@@ -1122,7 +1119,7 @@ SECTIONS: dict[str, Section] = {
 # Sections that run beside each other, as nothing is timed in them; and seconds for them.
 ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("facts",), 12),
-    (("correct", "correct_2", "correct_3", "train", "errors", "kernels"), 75),
+    (("correct_1", "correct_2", "correct_3", "train", "errors", "kernels"), 75),
     (("micro",), 18),
     (("profile",), 85),
     (("plans",), 70),
@@ -1213,11 +1210,10 @@ def run(options: argparse.Namespace) -> int:
             for name in names:
                 _emit(options, name, status="no time was left")
             continue
-        many = sum(n not in ("kernels", "errors") for n in names)
-        at, parts = time.perf_counter(), {n: (k, many) for k, n in enumerate(names)}
+        at = time.perf_counter()
         running = {
-            forked(n, limit_s, options, models=models, part=parts[n] if many > 1 else (0, 1)): n
-            for n in names
+            forked(name, limit_s, options, models=models, part=(k, len(names))): name
+            for k, name in enumerate(names)
         }
         if i == 0:
             prepare({}, ("tiny_mlp", "bert_tiny"), options)  # imports, for all to come
