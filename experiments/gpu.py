@@ -1144,7 +1144,12 @@ def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any
             import emulated_gpu
 
             stack.enter_context(emulated_gpu.emulated())
-        SECTIONS[name](bench)
+        ended = False
+        with bench.item("outside of items", 2 * limit_s):
+            SECTIONS[name](bench)
+            ended = True
+        if not ended:
+            raise SystemExit(1)
     faulthandler.cancel_dump_traceback_later()
     faulthandler.disable()
     traces.close()

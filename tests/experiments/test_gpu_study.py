@@ -100,6 +100,19 @@ def test_an_item_that_fails_or_takes_too_long_is_a_row(tmp_path: Path) -> None:
     assert "| slow |" in gpu.table((tmp_path / "gpu.jsonl").read_text().splitlines())
 
 
+def test_a_section_that_fails_outside_of_its_items_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(bench: gpu.Bench) -> None:
+        raise gpu.StudyError("torch sees no CUDA device here")
+
+    monkeypatch.setitem(gpu.SECTIONS, "facts", fails)
+    with pytest.raises(SystemExit):
+        gpu.section("facts", 20.0, options(tmp_path))
+    (row,) = rows(tmp_path)
+    assert row["failed"] == "StudyError: torch sees no CUDA device here"
+
+
 def test_a_process_that_cannot_use_the_gpu_after_a_fork_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
