@@ -292,7 +292,8 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
     path.write_bytes(gguf_llama(experts=8))
     argv = ["plan", str(path), "--cluster", devices, "--context", "512", "--planner", "layer_dp"]
     assert main([*argv, "--out", str(tmp_path / "plan.json")]) == OK
-    assert "KV cache" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "KV cache" in out and "tokens/s at a context of 512; prefill: " in out
     assert main(["show", str(tmp_path / "plan.json")]) == OK
 
 
