@@ -24,9 +24,8 @@ def justify(t, s, made, until, bound_s):
     """Improve ``s.best_place`` in ``s.best_sequence``, which are worth ``x[BEST]``.
 
     What is worth the same replaces them, and counts in ``x[KEPT]``. After ``made`` passes over all
-    operators (0: the order is not shaken at first) it goes on as long as a round surely ends
-    before ``until`` of them, or comes to ``bound_s``. Returns those made; ``play`` has to begin
-    anew then.
+    operators (0: the order is not shaken at first) it goes on as long as a round surely ends before
+    ``until`` of them, or comes to ``bound_s``. Returns those made; ``play`` has to begin anew then.
     """
     n = len(s.sequence)
     while made + 3 <= until and s.x[BEST] > bound_s:
