@@ -40,7 +40,7 @@ docs: $(INSTALLED)  ## build the documentation into build/site; a warning is an 
 	@echo "built: build/site/index.html"
 
 clean:  ## remove the environment, builds and caches (results in runs/ stay)
-	rm -rf .venv build dist wandb .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv build dist docs/api wandb .pytest_cache .mypy_cache .ruff_cache \
 	  .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -313,9 +313,9 @@ class PolicyPlanner:
             given = released("best_of_k", problem.objective)
         if given is None or not self.k:
             return None
-        load_constructor()
-        load_dispatcher()
-        return self._policy(given, problem, "best_of_k")
+        policy, name = self._policy(given, problem, "best_of_k")
+        (load_dispatcher if isinstance(policy.net, DispatchNet) else load_constructor)()
+        return policy, name
 
     def _policy(
         self, given: str | Path | TrainedPolicy | None, problem: Problem, mode: Mode | Kind

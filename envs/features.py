@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.problems import group_order
+from placement.graph import levels
 from placement.problem import Placement, Problem
 from placement.search.evaluation import device_classes
 
@@ -316,10 +317,7 @@ def _last_op(problem: Problem) -> NDArray[np.int64]:
 
 
 def _group_level(groups: int, edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    level = np.zeros(groups, np.int64)
-    for a, b in edges[edges[:, 0] < edges[:, 1]]:  # sorted by producer: its level is final
-        level[b] = max(level[b], level[a] + 1)
-    return level
+    return levels(edges[edges[:, 0] < edges[:, 1]], groups).astype(np.int64)
 
 
 def _link_s(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

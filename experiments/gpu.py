@@ -1,12 +1,16 @@
-"""What the executor does on a real GPU beside CPU cores: check it, then measure it.
+"""What the executor does on a real GPU beside CPU cores: checked, then measured, in eight minutes.
 
-    python -m experiments.gpu --part check|study --out FOLDER [--emulated] [--sections NAME ...]
+    python -m experiments.gpu --out FOLDER [--emulated] [--sections NAME ...]
 
 Each section is a process of its own with a deadline: what stops one costs no other. Every figure
-is a line of ``FOLDER/gpu.jsonl``, written at once; profiles are ``FOLDER/*.npz``, to plan from at
-home. The table comes last, and is ``FOLDER/gpu.md`` too. A part takes eight minutes at most.
-``--emulated`` runs the same code on tiny models on the emulated GPU of the tests: it shows nothing
-but that the script runs to its end. ``experiments/gpu.sh`` builds what a bare machine needs.
+is a line of ``FOLDER/gpu.jsonl``, written at once; ``FOLDER/profiles.zip`` has the profiles, to
+plan from at home, and ``FOLDER/traces.txt`` where a section was when it failed or was stopped. The
+table comes last, and is ``FOLDER/gpu.md`` too. ``--emulated`` runs the same code on tiny models on
+the emulated GPU of the tests: it shows nothing but that the script runs to its end.
+``experiments/gpu.sh`` builds what a bare machine needs.
+
+Sections are forked from one process that has imported everything, captured the models and loaded
+the planners' kernels, and has never asked CUDA for anything: a process that has cannot be forked.
 """
 
 from __future__ import annotations
@@ -18,13 +22,19 @@ import json
 import math
 import os
 import platform
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +45,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import placement.costs.measure as measuring
+from experiments.runs import warm
 from experiments.study import ROOT, StudyError, launch, say
 from experiments.tables import number, to_table
 from placement import planners
@@ -44,7 +55,7 @@ from placement.cli.train import difference as training_difference
 from placement.cluster import Cluster, Device
 from placement.costs import power
 from placement.costs.measure import measure
-from placement.executor import Executor, Runner, Trainer
+from placement.executor import Executor, Runner, Trainer, weights
 from placement.executor.equality import Tolerance, error
 from placement.graph import OpGraph
 from placement.problem import Problem
@@ -55,17 +66,61 @@ from placement.timeline import steady_period
 from placement.tools.files import write_atomic
 from placement.workloads import load
 
-LONGEST_S = 480.0  # of a part
+LONGEST_S = 480.0
 GIB = 2**30
+HOST_BYTES = 96 * GIB  # at least: memory of a lent machine grows as it is used, and says little
+CHECKED = (
+    "tiny_mlp", "tiny_branches", "tiny_views", "bert_tiny", "resnet50", "bert_base", "gpt2", "vit",
+    "convnext", "dlrm", "lstm", "inception",
+)  # fmt: skip
+PROFILED: dict[str, tuple[str, dict[str, int]]] = {
+    "bert_base": ("bert_base", {}),
+    "resnet50": ("resnet50", {}),
+    "inception": ("inception", {}),
+    "lstm": ("lstm", {}),
+    "dlrm_b256": ("dlrm", {"batch": 256}),
+    "resnet50_b32": ("resnet50", {"batch": 32}),
+}
+PREDICTED = ("resnet50", "bert_base", "inception")
+Model = tuple[nn.Module, Any, OpGraph]
+
+# Of measuring: what is learned once is not measured again, and what costs most is done once.
+_QUICK: dict[str, Any] = {
+    "_PATIENCE": 1,
+    "_CALIBRATION_S": 0.03,
+    "_CALIBRATION_CUTS": (1, 7, 31),
+    "_CALIBRATION_ROUNDS": 1,
+}
+# And where nothing is to be learned from it.
+_BRIEF: dict[str, Any] = {
+    "_LINK_BYTES": (2**12, 2**16),
+    "_LONG_BYTES": 2**18,
+    "_STREAMED": 4,
+    "_PATIENCE": 1,
+    "_CALIBRATION_S": 0.0,
+    "_CALIBRATION_RUNS": (2, 3),
+    "_CALIBRATION_CUTS": (1, 3),
+    "_CALIBRATION_ROUNDS": 1,
+    "_CALIBRATION_FACTORS": (0.5, 1.0),
+}
 
 
 @dataclass
 class Bench:
-    """What a section works with: ``emulated``, everything is to be tiny."""
+    """What a section works with: ``emulated``, everything is to be tiny.
+
+    Attributes:
+        work: a folder for what sections tell each other.
+        models: captured before, by name.
+        part: which of how many sections that run beside each other this one is.
+    """
 
     out: Path
+    work: Path
     section: str
     emulated: bool
+    models: dict[str, Model] = field(default_factory=dict)
+    part: tuple[int, int] = (0, 1)
 
     def emit(self, item: str, **facts: Any) -> None:
         facts = {k: None if v != v else v for k, v in facts.items()}  # JSON knows no nan
@@ -77,43 +132,87 @@ class Bench:
         say(" ".join(f"{k}={shown(v)}" for k, v in row.items()))
 
     @contextmanager
-    def item(self, name: str) -> Iterator[None]:
-        """What fails is a row of its own, and the next item goes on."""
+    def item(self, name: str, seconds: float = 60.0) -> Iterator[None]:
+        """What fails, or takes too long, is a row of its own, and the next item goes on."""
+
+        def late(*_: Any) -> None:
+            raise TimeoutError(f"stopped after {seconds:g} s")
+
         began = time.perf_counter()
+        before = signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             yield
         except Exception as failure:
             notes = " ".join(getattr(failure, "__notes__", ()))
             text = " ".join(f"{type(failure).__name__}: {failure} {notes}".split())
             self.emit(name, failed=text[:300], seconds=time.perf_counter() - began)
+            with (self.out / "traces.txt").open("a", encoding="utf-8") as file:
+                traceback.print_exc(file=file)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     @property
     def cluster(self) -> Cluster:
-        """The CPU cores, and the first GPU."""
-        return Cluster("gpu", Cluster.detect().devices[:2])
+        """The CPU cores, or this section's part of them, and the first GPU."""
+        cpu, *cards = Cluster.detect().devices
+        if not cards or cards[0].kind != "cuda":
+            raise StudyError(f"torch {torch.__version__} sees no CUDA device here")
+        card, (i, n) = cards[0], self.part
+        if n > 1:  # each of them its own; who launches floats
+            some = cpu.cores[i::n] or cpu.cores
+            cpu = replace(cpu, cores=some, threads=len(some))
+            card = replace(card, cores=())
+        if not self.emulated:
+            cpu = replace(cpu, memory_bytes=max(cpu.memory_bytes, HOST_BYTES))
+        return Cluster("gpu", (cpu, card))
 
     @property
     def planning_s(self) -> float:
-        return 0.5 if self.emulated else 3.0
+        return 0.5 if self.emulated else 1.5
 
     @property
     def gpu(self) -> torch.device:
         return torch.device("cuda:0")
 
-    def graph(self, name: str, **options: Any) -> tuple[nn.Module, Any, OpGraph]:
-        module, inputs = load(name, **options)
-        return module, inputs, capture(module, inputs, name=name)
+    def model(self, key: str) -> Model:
+        """As it was captured before; or now, where it was not."""
+        if key not in self.models:
+            self.models[key] = captured(key)
+        return self.models[key]
 
-    def profile(self, name: str, graph: OpGraph, cluster: Cluster, repeats: int = 3) -> Profile:
+    def measured(self, key: str, graph: OpGraph, cluster: Cluster, repeats: int = 3) -> Profile:
         """The profile that an earlier section has written, or a new one."""
-        path = self.out / f"{name}.npz"
+        path = self.work / f"{key}.npz"
         if path.exists():
             earlier = Profile.load(path)
             if earlier.graph_fingerprint == graph.fingerprint:
                 return earlier
-        profile = measure(graph, cluster, repeats=1 if self.emulated else repeats)
+        with ExitStack() as stack:
+            for constant, value in (_BRIEF if self.emulated else _QUICK).items():
+                stack.enter_context(patch.object(measuring, constant, value))
+            for name in ("measure_links", "_batch_seconds"):  # of the machine, not of a model
+                known = partial(once, self.work / f"{name}.pickle", getattr(measuring, name))
+                stack.enter_context(patch.object(measuring, name, known))
+            profile = measure(graph, cluster, repeats=1 if self.emulated else repeats)
         profile.save(path)
         return profile
+
+
+def once(path: Path, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``call`` gave the first time, in whichever process."""
+    import pickle
+
+    if not path.exists():
+        write_atomic(path, pickle.dumps(call(*args, **kwargs)))
+    return pickle.loads(path.read_bytes())
+
+
+def captured(key: str) -> Model:
+    name, options = PROFILED.get(key, (key, {}))
+    module, inputs = load(name, **options)
+    return module, inputs, capture(module, inputs, name=key)
 
 
 def shown(value: Any) -> str:
@@ -143,22 +242,27 @@ def others_like(inputs: Any, seed: int) -> Any:
     return pytree.tree_map(other, inputs)
 
 
-def expected_of(module: nn.Module, items: Sequence[Any]) -> tuple[list[list[Any]], str]:
-    """Outputs in float64, or as the module is where it cannot be so; and which."""
+def expected_of(
+    module: nn.Module, items: Sequence[Any], device: torch.device | None = None
+) -> tuple[list[list[Any]], str]:
+    """Outputs in float64 (on ``device``), or as the module is where it cannot be so; and which."""
 
     def run(model: nn.Module, change: Callable[[Any], Any]) -> list[list[Any]]:
         outputs = []
         for item in items:
             args, kwargs = pytree.tree_map(change, split_inputs(item))
             with torch.no_grad():
-                outputs.append(pytree.tree_leaves(model(*args, **kwargs)))
+                found = pytree.tree_leaves(model(*args, **kwargs))
+            outputs.append([x.cpu() if isinstance(x, Tensor) else x for x in found])
         return outputs
 
     def exact(x: Any) -> Any:
-        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        if isinstance(x, Tensor):
+            return (x.double() if x.is_floating_point() else x).to(device)
+        return x
 
     with suppress(Exception):  # a dtype is written down in it
-        return run(copy.deepcopy(module).double(), exact), "float64"
+        return run(copy.deepcopy(module).double().to(device), exact), "float64"
     return run(module, lambda x: x), "its own dtype"
 
 
@@ -197,21 +301,65 @@ def period_of(runner: Runner, inputs: Any, count: int) -> float:
     return float(steady_period(np.array(ends)))
 
 
-def on_gpu(
-    module: nn.Module, inputs: Any, device: torch.device
-) -> tuple[Callable[..., Any], tuple[Tensor, ...], Any]:
-    """Plain PyTorch with parameters and inputs on the GPU: the call, and its arguments."""
+def resident(module: nn.Module, inputs: Any, device: torch.device) -> Callable[..., list[Tensor]]:
+    """Plain PyTorch with parameters on the GPU: a call of the flat inputs, by default these."""
     state = {
         k: v.detach().to(device) for k, v in [*module.named_parameters(), *module.named_buffers()]
     }
-    args, kwargs = pytree.tree_map(
-        lambda x: x.to(device) if isinstance(x, Tensor) else x, split_inputs(inputs)
-    )
-    return (
-        lambda *a, **k: torch.func.functional_call(module, state, a, k, tie_weights=True),
-        args,
-        kwargs,
-    )
+    leaves, spec = pytree.tree_flatten(split_inputs(inputs))
+
+    def call(given: Sequence[Any] = leaves) -> list[Tensor]:
+        args, kwargs = pytree.tree_unflatten(list(given), spec)
+        found = torch.func.functional_call(module, state, args, kwargs, tie_weights=True)
+        return [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
+
+    return call
+
+
+def moved(inputs: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
+
+
+class WholeGraph:
+    """A CUDA graph of all that a call of ``resident`` launches."""
+
+    def __init__(self, call: Callable[..., list[Tensor]], inputs: Any, device: torch.device):
+        self.inputs = [x.to(device) for x in _tensors(inputs)]
+        flat = pytree.tree_leaves(split_inputs(inputs))
+        some = iter(self.inputs)
+        given = [next(some) if isinstance(x, Tensor) else x for x in flat]
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):
+            for _ in range(3):  # libraries choose kernels, and get memory that is not the graph's
+                call(given)
+            side.synchronize()
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            self.outputs = call(given)
+            self.graph.capture_end()
+        side.synchronize()
+
+    def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
+        for x, y in zip(self.inputs, given, strict=True):
+            x.copy_(y, non_blocking=True)
+        self.graph.replay()
+        return [x.clone() for x in self.outputs]
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(split_inputs(inputs)) if isinstance(x, Tensor)]
+
+
+def period_of_calls(call: Callable[[], Any], count: int) -> float:
+    """Seconds of each of so many calls that nobody waits for."""
+    call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / count
 
 
 # --- check ---------------------------------------------------------------------------------------
@@ -223,14 +371,14 @@ def facts(b: Bench) -> None:
         gib = d.memory_bytes / GIB
         b.emit(d.name, model=d.model, cores=len(d.cores), threads=d.threads, promised_gib=gib)
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("numba", "numpy", "transformers"):
+    for name in ("numba", "numpy", "transformers", "accelerate", "pynvml"):
         with suppress(Exception):
             versions[name] = __import__(name).__version__
     b.emit("versions", **versions, cuda=str(torch.version.cuda))
     before = Cluster.detect().devices[0].memory_bytes
     b.emit("host memory", grew_bytes=Cluster.detect().devices[0].memory_bytes - before)
     with b.item("nvidia-smi"):
-        asked = "name,driver_version,clocks.max.sm,clocks.sm,power.limit,pcie.link.gen.current"
+        asked = "name,mig.mode.current,driver_version,clocks.max.sm,clocks.sm,power.limit"
         command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
         b.emit("nvidia-smi", text=subprocess.run(command, capture_output=True, text=True).stdout)
 
@@ -260,9 +408,11 @@ def micro(b: Bench) -> None:
             event = torch.cuda.Event(blocking=blocking)
             wake_s = timed(lambda e=event: (e.record(), e.synchronize()), 50)  # type: ignore[misc]
             b.emit(f"wake, blocking={blocking}", us=wake_s * 1e6)
-    if not b.emulated:  # which has no graphs
-        with b.item("graph replay"):
-            b.emit("graph replay", us_per_kernel=replay_us(one))
+    with b.item("graph replay"):
+        many = 5 if b.emulated else 200
+        graph = WholeGraph(lambda x: [x[0] + i for i in range(many)], one, gpu)
+        replay_s = timed(lambda: (graph.graph.replay(), torch.cuda.synchronize()), 10) / many
+        b.emit("graph replay", us_per_kernel=replay_s * 1e6)
 
 
 def copies(size: int, gpu: torch.device) -> dict[str, float]:
@@ -284,63 +434,72 @@ def copies(size: int, gpu: torch.device) -> dict[str, float]:
     return {f"{k}_us": s * 1e6 for k, s in seconds.items()} | rates
 
 
-def replay_us(x: Tensor, kernels: int = 200) -> float:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = x
-        for _ in range(kernels):
-            y = y + 1
-    return timed(lambda: (graph.replay(), torch.cuda.synchronize()), 10) / kernels * 1e6
-
-
-CORRECT = (
-    "tiny_mlp", "tiny_branches", "tiny_views", "bert_tiny", "resnet50", "bert_base", "gpt2", "vit",
-    "convnext", "dlrm", "lstm", "inception",
-)  # fmt: skip
-
-
 def correct(b: Bench) -> None:
     """Placements compute what the model does in float64; a stream twice gives the same bits."""
-    cluster = b.cluster
-    for name in ("tiny_mlp", "tiny_branches") if b.emulated else CORRECT:
+    cluster, (i, n) = b.cluster, b.part
+    names = ("tiny_mlp", "tiny_branches") if b.emulated else CHECKED[i::n]
+    for name in names:
         with b.item(name):
-            module, inputs, graph = b.graph(name)
+            module, inputs, graph = captured(name)
             items = [others_like(inputs, seed) for seed in range(3 if b.emulated else 8)]
-            expected, reference = expected_of(module, items)
-            ways = {"all on the GPU": all_on(graph, 1)}
+            expected, reference = expected_of(module, items, None if b.emulated else b.gpu)
+            ways = {"all on the GPU": all_on(graph, 1), "as CUDA graphs": all_on(graph, 1)}
             ways |= {f"random {s}": scattered(graph, s) for s in range(1 if b.emulated else 3)}
-            for allowed in (False, True):
-                worst, same = 0.0, True
-                with tf32(allowed):
-                    limit = Tolerance.of(module.state_dict().values(), cluster)
-                    for placement in ways.values():
-                        with Runner(graph, cluster, placement) as runner:
-                            first = [pytree.tree_leaves(y) for y in runner.stream(items)]
-                            again = [pytree.tree_leaves(y) for y in runner.stream(items)]
-                        for a, c, e in zip(first, again, expected, strict=True):
-                            for x, y, z in zip(a, c, e, strict=True):
-                                if isinstance(z, Tensor):
-                                    worst = max(worst, error(x, z))
-                                    same = same and torch.equal(x, y)
-                b.emit(
-                    name,
-                    tf32=allowed,
-                    error=worst,
-                    allowed=limit.relative,
-                    ok=worst <= limit.relative,
-                    bitwise_again=same,
-                    reference=reference,
-                )
-    with b.item("many micro-batches"):
-        module, inputs, graph = b.graph("tiny_branches")
-        items = [others_like(inputs, s) for s in range(10 if b.emulated else 300)]
-        expected, _ = expected_of(module, items)
-        with Runner(graph, cluster, scattered(graph, 0), max_in_flight=8) as runner:
-            worst = max(
-                error(pytree.tree_leaves(y)[0], z[0])
-                for y, z in zip(runner.stream(items), expected, strict=True)
-            )
-        b.emit("many micro-batches", count=len(items), error=worst, ok=worst <= 3e-3)
+            for way, placement in ways.items():
+                for allowed in (False, True) if placement.all() else (False,):
+                    with b.item(f"{name}, {way}, tf32={allowed}"), tf32(allowed):
+                        graphs = way == "as CUDA graphs"
+                        off, same, eager = errors_of(
+                            graph, cluster, placement, items, expected, graphs
+                        )
+                        limit = Tolerance.of(module.state_dict().values(), cluster)
+                        b.emit(
+                            name,
+                            way=way,
+                            tf32=allowed,
+                            error=off,
+                            allowed=limit.relative,
+                            ok=off <= limit.relative and same,
+                            bitwise_again=same,
+                            reference=reference,
+                            not_graphed=len(eager),
+                            why=next(iter(eager.values()), ""),
+                        )
+    if i == 0:
+        with b.item("many micro-batches"):
+            module, inputs, graph = captured("tiny_branches")
+            items = [others_like(inputs, s) for s in range(10 if b.emulated else 300)]
+            expected, _ = expected_of(module, items)
+            with tf32(False):
+                placement = scattered(graph, 0)
+                off, same, _ = errors_of(graph, cluster, placement, items, expected, False, 8)
+            ok = off <= 1e-5 and same
+            b.emit("many micro-batches", count=len(items), error=off, bitwise_again=same, ok=ok)
+
+
+def errors_of(
+    graph: OpGraph,
+    cluster: Cluster,
+    placement: np.ndarray,
+    items: Sequence[Any],
+    expected: Sequence[Sequence[Any]],
+    graphs: bool,
+    max_in_flight: int = 4,
+) -> tuple[float, bool, dict[str, str]]:
+    """Largest error of a stream, whether it is the same twice, and what was no CUDA graph."""
+    with Runner(graph, cluster, placement, max_in_flight=max_in_flight) as runner:
+        runner.cuda_graphs = graphs
+        list(runner.stream(items[:3]))  # what is captured is captured, before bits are compared
+        first = [pytree.tree_leaves(y) for y in runner.stream(items)]
+        again = [pytree.tree_leaves(y) for y in runner.stream(items)]
+        eager = runner.not_graphed
+    worst, same = 0.0, True
+    for a, c, e in zip(first, again, expected, strict=True):
+        for x, y, z in zip(a, c, e, strict=True):
+            if isinstance(z, Tensor):
+                worst = max(worst, error(x, z))
+                same = same and torch.equal(x, y)
+    return worst, same, eager
 
 
 def train(b: Bench) -> None:
@@ -369,7 +528,7 @@ def train(b: Bench) -> None:
 def errors(b: Bench) -> None:
     """What goes wrong on a GPU is said, with the operator, and leaves nothing behind."""
     cluster = b.cluster
-    _, inputs, graph = b.graph("tiny_mlp")
+    _, inputs, graph = captured("tiny_mlp")
     with b.item("closed in the midst"):
         runner = Runner(graph, cluster, all_on(graph, 1))
         stream = runner.stream([inputs] * 20)
@@ -380,14 +539,14 @@ def errors(b: Bench) -> None:
         b.emit("closed in the midst", ok=again == 3)
     with b.item("out of memory"):
         large = nn.Sequential(nn.Linear(4, 2**10), nn.Linear(2**10, 4)).eval()
-        big = capture(large, torch.ones(2**16 if b.emulated else 2**23, 4))
+        big = capture(large, torch.ones(2**16, 4))  # 256 MiB in between
         before = torch.cuda.memory_allocated()
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(GIB / 8 / total)
+        torch.cuda.set_per_process_memory_fraction(0.125 * GIB / total)
         said = "nothing"
         try:
             with Runner(big, cluster, all_on(big, 1)) as runner:
-                runner(torch.ones(2**16 if b.emulated else 2**23, 4))
+                runner(torch.ones(2**16, 4))
         except torch.OutOfMemoryError as failure:
             said = " ".join([str(failure)[:60], *getattr(failure, "__notes__", ())])
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -404,29 +563,33 @@ def errors(b: Bench) -> None:
         b.emit("an index out of range", said=" ".join(said.split()), ok=said != "nothing")
 
 
+def kernels(b: Bench) -> None:
+    """Planners and the simulator compiled, where that did not travel along; what it took."""
+    began = time.perf_counter()
+    warm_up(b.emulated)
+    b.emit("kernels", seconds=time.perf_counter() - began)
+
+
+def warm_up(emulated: bool = False, training: bool = True) -> None:
+    """Compile, or load, all kernels that sections use."""
+    warm(("heft",) if emulated else ("best_of", "heft"))
+    if training:
+        with suppress(ImportError):  # then the section says what is missing
+            steps_per_s("cpu", 16, 64)
+
+
 # --- study ---------------------------------------------------------------------------------------
-
-PROFILED: tuple[tuple[str, str, dict[str, int]], ...] = (
-    ("bert_base", "bert_base", {}),
-    ("resnet50", "resnet50", {}),
-    ("resnet50_b32", "resnet50", {"batch": 32}),
-    ("inception", "inception", {}),
-    ("dlrm_b256", "dlrm", {"batch": 256}),
-    ("lstm", "lstm", {}),
-)
-
 
 One = Callable[["Bench", str, nn.Module, Any, OpGraph], None]
 
 
-def each(most: int | None, one: One) -> Callable[[Bench], None]:
-    """The section that does the same with the first ``most`` models."""
+def each(keys: Sequence[str], one: One) -> Callable[[Bench], None]:
+    """The section that does the same with models."""
 
     def section(b: Bench) -> None:
-        models = (("tiny_mlp", "tiny_mlp", {}),) if b.emulated else PROFILED[:most]
-        for key, name, options in models:
+        for key in ("tiny_mlp",) if b.emulated else keys:
             with b.item(key):
-                one(b, key, *b.graph(name, **options))
+                one(b, key, *b.model(key))
 
     return section
 
@@ -434,14 +597,19 @@ def each(most: int | None, one: One) -> Callable[[Bench], None]:
 def profile(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
     """Where the CPU wins, and what of the GPU's time is dispatch."""
     cluster = b.cluster
-    measured = b.profile(key, graph, cluster)
+    measured = b.measured(key, graph, cluster)
     cpu, gpu = measured.compute_s.T
-    kernels = kernel_seconds(graph, cluster, inputs) if not b.emulated else math.nan
+    busy_s = math.nan
+    if not b.emulated:
+        with b.item(f"{key}, kernels alone"):
+            busy_s = kernel_seconds(graph, cluster, inputs)
+    gpu_s = float(gpu[np.isfinite(gpu)].sum())
     b.emit(
         key,
         cpu_ms=float(cpu.sum() * 1e3),
-        gpu_ms=float(gpu[np.isfinite(gpu)].sum() * 1e3),
-        kernels_ms=kernels * 1e3,
+        gpu_ms=gpu_s * 1e3,
+        kernels_ms=busy_s * 1e3,
+        dispatch_share=1 - busy_s / gpu_s,
         cpu_faster_share=float((cpu < gpu).mean()),
         lacking=int(np.isinf(gpu).sum()),
         error=measured.provenance.get("error"),
@@ -458,15 +626,18 @@ def kernel_seconds(graph: OpGraph, cluster: Cluster, inputs: Any) -> float:
         list(runner.stream([inputs] * 3))
         with record(activities=[ProfilerActivity.CUDA]) as run:
             list(runner.stream([inputs] * 5))
-    return sum(e.device_time_total for e in run.key_averages()) * 1e-6 / 5
+    return sum(e.self_device_time_total for e in run.key_averages()) * 1e-6 / 5
 
 
 def fidelity(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
-    """Predicted and measured latency and period of placements with few cuts and many."""
+    """Predicted and measured latency and period of placements with few cuts and many.
+
+    Measured as a user runs them; and recorded, which costs the thread that launches.
+    """
     from scipy.stats import spearmanr
 
     cluster = b.cluster
-    problem = Problem(graph, cluster, b.profile(key, graph, cluster), num_microbatches=16)
+    problem = Problem(graph, cluster, b.measured(key, graph, cluster), num_microbatches=12)
     executor, rng = Executor(problem), np.random.default_rng(0)
     rows = []
     for i in range(4 if b.emulated else 20):
@@ -477,14 +648,17 @@ def fidelity(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph)
         chosen = (np.searchsorted(at, first) + i) % 2
         placement = np.where(problem.supported.all(axis=1), chosen[graph.group], 0).astype("i4")
         guess = evaluate(problem, placement[None])
-        line = executor.run(placement, num_microbatches=4, max_in_flight=1)
-        many = executor.run(placement).period_s
-        latency = float(np.median(line.span_s))
-        row = (float(guess.latency_s[0]), latency, float(guess.period_s[0]), many)
+        line = executor.run(placement, num_microbatches=3, max_in_flight=1)
+        with Runner(graph, cluster, placement, priority=problem.priority) as runner:
+            list(runner.stream([inputs] * 2))
+            plain = call_seconds(runner, inputs, 3), period_of(runner, inputs, 12)
+        row = (float(guess.latency_s[0]), plain[0], float(guess.period_s[0]), plain[1])
         rows.append(row)
         names = ("latency_s", "measured_latency_s", "period_s", "measured_period_s")
-        b.emit(f"{key}, {cuts} cuts", **dict(zip(names, row, strict=True)))
-    whole = {}
+        recorded = float(np.median(line.span_s))
+        facts = dict(zip(names, row, strict=True))
+        b.emit(f"{key}, {cuts} cuts", **facts, recorded_latency_s=recorded)
+    whole: dict[str, float] = {}
     for name, (predicted, measured) in zip(
         ("latency", "period"), np.array(rows).T.reshape(2, 2, -1), strict=True
     ):
@@ -494,69 +668,108 @@ def fidelity(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph)
 
 
 def plans(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
-    """Plans beside one device, plain PyTorch on the GPU and a CUDA graph of the whole model."""
+    """Plans beside one device, plain PyTorch on the GPU and a CUDA graph of the whole model.
+
+    For a latency inputs are in host memory, and results are wanted there; for a period both are on
+    the GPU, except for ways that use the CPU.
+    """
     cluster = b.cluster
-    measured = b.profile(key, graph, cluster)
-    seconds: dict[str, float] = {}
+    measured = b.measured(key, graph, cluster)
     problem = Problem(graph, cluster, measured, objective="period", num_microbatches=16)
     planner = planners.load("best_of", seconds=b.planning_s)
+    call, host, there = resident(module, inputs, b.gpu), _tensors(inputs), moved(inputs, b.gpu)
+    flat = pytree.tree_leaves(split_inputs(there))
+    whole: WholeGraph | None = None
+    with b.item(f"{key}, CUDA graph of the whole model"), torch.inference_mode():
+        whole = WholeGraph(call, inputs, b.gpu)
     for objective in ("latency", "period"):
+        latency, count = objective == "latency", 8 if b.emulated else 40
         solution = planner(replace(problem, objective=objective))
-        ways = {"CPU": all_on(graph, 0), "GPU": all_on(graph, 1), "plan": solution.placement}
+        seconds: dict[str, float] = {}
+        ways = {"cpu": all_on(graph, 0), "gpu": all_on(graph, 1), "plan": solution.placement}
+        ways |= {f"{way}_graphs": ways[way] for way in ("gpu", "plan") if ways[way].any()}
         for way, placement in ways.items():
             if not problem.supported[np.arange(graph.num_ops), placement].all():
                 continue
-            with Runner(graph, cluster, placement, priority=problem.priority) as runner:
-                if objective == "latency":
-                    seconds[way] = call_seconds(runner, inputs, 5)
+            stays = "device" if placement.all() and not latency else "host"
+            options: dict[str, Any] = {"priority": problem.priority, "outputs": stays}
+            with (
+                b.item(f"{key}, {objective}, {way}", 30),
+                Runner(graph, cluster, placement, **options) as runner,
+            ):
+                runner.cuda_graphs = way.endswith("_graphs")
+                list(runner.stream([inputs] * 4))
+                if latency:
+                    seconds[way] = call_seconds(runner, inputs, 7)
                 else:
-                    seconds[way] = period_of(runner, inputs, 12 if b.emulated else 40)
-        with b.item(f"{key}, eager"), torch.inference_mode():
-            seconds["eager"] = eager_seconds(module, inputs, b.gpu)
-        if not b.emulated:
-            with b.item(f"{key}, graph"), torch.inference_mode():
-                seconds["graph"] = graph_seconds(module, inputs, b.gpu)
-        single = min(seconds[w] for w in ("CPU", "GPU") if w in seconds)
+                    given = there if stays == "device" else inputs
+                    seconds[way] = period_of(runner, given, count)
+        with b.item(f"{key}, {objective}, plain PyTorch"), torch.inference_mode():
+            if latency:
+                seconds["eager"] = timed(lambda: [x.cpu() for x in call(moved(flat, b.gpu))], 10)
+            else:
+                seconds["eager"] = period_of_calls(lambda: call(flat), count)
+            if whole is not None and latency:
+                seconds["graph"] = timed(lambda: [x.cpu() for x in whole(host)], 10)
+            elif whole is not None:
+                seconds["graph"] = period_of_calls(lambda: whole(_tensors(there)), count)
+        single = min(seconds[w] for w in ("cpu", "gpu") if w in seconds)
+        uses = np.unique(solution.placement).tolist()
         b.emit(
             f"{key}, {objective}",
             **{f"{k}_ms": v * 1e3 for k, v in seconds.items()},
-            over_single=single / seconds["plan"],
-            over_eager=seconds.get("eager", math.nan) / seconds["plan"],
-            on_gpu=float((solution.placement == 1).mean()),
+            plan_over_single=_ratio(single, seconds.get("plan")),
+            gpu_over_eager=_ratio(seconds.get("eager"), seconds.get("gpu")),
+            graphs_over_graph=_ratio(seconds.get("graph"), seconds.get("gpu_graphs")),
+            plan_uses={(0,): "CPU", (1,): "GPU"}.get(tuple(uses), "both"),
         )
+    with b.item(f"{key}, peak"):
+        b.emit(f"{key}, peak", **peaks(problem, all_on(graph, 1)))
 
 
-def eager_seconds(module: nn.Module, inputs: Any, device: torch.device) -> float:
-    """Seconds of plain PyTorch on the GPU, its results copied to host memory."""
-    call, args, kwargs = on_gpu(module, inputs, device)
-    return timed(lambda: pytree.tree_map(Tensor.cpu, pytree.tree_leaves(call(*args, **kwargs))), 10)
+def _ratio(a: float | None, b: float | None) -> float:
+    return a / b if a is not None and b else math.nan
 
 
-def graph_seconds(module: nn.Module, inputs: Any, device: torch.device) -> float:
-    """Seconds of a CUDA graph of the whole module, its results copied to host memory."""
-    call, args, kwargs = on_gpu(module, inputs, device)
-    side = torch.cuda.Stream(device)
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call(*args, **kwargs)
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = pytree.tree_leaves(call(*args, **kwargs))
-    return timed(lambda: (graph.replay(), [x.cpu() for x in outputs if isinstance(x, Tensor)]), 10)
+def peaks(problem: Problem, placement: np.ndarray) -> dict[str, float]:
+    """Predicted and allocator's peak of a GPU, in MiB, without what else is in its memory."""
+    weights.forget_others(torch.device("cuda:0"), problem.graph.program, set())
+    before = torch.cuda.memory_allocated(0)
+    line = Executor(problem).run(placement, num_microbatches=6)
+    found = float(line.peak_bytes[1] - before) / 2**20
+    alike = replace(problem, num_microbatches=6)
+    predicted = float(simulate(alike, placement).peak_bytes[1]) / 2**20
+    off = _ratio(predicted - found, found)
+    return {"predicted_mib": predicted, "allocator_mib": found, "predicted_off": off}
+
+
+class Layer(nn.Module):
+    """Attention and a perceptron; PyTorch's own may take another way where nothing is trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // 64)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
 class Decoder(nn.Module):
-    """Layers that are equal in form, as those of a decoder."""
+    """Layers that are equal in form."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-            )
-            for _ in range(layers)
-        )
+        one = Layer(width)  # drawing numbers for each would take longer than all that is measured
+        self.layers = nn.ModuleList(copy.deepcopy(one) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -564,31 +777,43 @@ class Decoder(nn.Module):
         return x
 
 
-def streamed(model: Decoder, x: Tensor, device: torch.device) -> Callable[[], Tensor]:
-    """The strong alternative: layers in pinned memory, copied to the GPU one ahead of its turn."""
-    pinned = [
-        {k: torch.empty_like(v, pin_memory=True).copy_(v) for k, v in layer.state_dict().items()}
-        for layer in model.layers
-    ]
+def streamed(model: Decoder, x: Tensor, device: torch.device, kept: int) -> Callable[[], Tensor]:
+    """The strong alternative: some layers stay, the rest comes from pinned memory, one ahead."""
+    stays = set(np.linspace(0, len(model.layers) - 1, kept).astype(int).tolist())
+    there = {i: moved(dict(model.layers[i].state_dict()), device) for i in stays}
+    come = [i for i in range(len(model.layers)) if i not in stays]
+    pinned = {
+        i: {
+            k: torch.empty_like(v, pin_memory=True).copy_(v)
+            for k, v in model.layers[i].state_dict().items()
+        }
+        for i in come
+    }
+    slots = [moved(pinned[come[0]], device) for _ in range(2)]
     copies, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    arrived, used = ([torch.cuda.Event() for _ in slots] for _ in range(2))
 
-    def fetch(i: int) -> tuple[dict[str, Tensor], Any]:
+    def fetch(n: int) -> None:
+        """The ``n``-th of those that come, to its slot."""
         with torch.cuda.stream(copies):
-            there = {k: v.to(device, non_blocking=True) for k, v in pinned[i].items()}
-            arrived = torch.cuda.Event()
-            arrived.record(copies)
-        return there, arrived
+            copies.wait_event(used[n % 2])
+            for k, v in pinned[come[n]].items():
+                slots[n % 2][k].copy_(v, non_blocking=True)
+            arrived[n % 2].record(copies)
 
     def run() -> Tensor:
-        y, ahead = x.to(device), fetch(0)
+        y, n = x.to(device), 0
+        fetch(0)
         for i, layer in enumerate(model.layers):
-            state, arrived = ahead
-            if i + 1 < len(pinned):
-                ahead = fetch(i + 1)
-            compute.wait_event(arrived)
-            for v in state.values():
-                v.record_stream(compute)
-            y = torch.func.functional_call(layer, state, (y,))
+            if i in stays:
+                y = torch.func.functional_call(layer, there[i], (y,))
+                continue
+            if n + 1 < len(come):
+                fetch(n + 1)
+            compute.wait_event(arrived[n % 2])
+            y = torch.func.functional_call(layer, slots[n % 2], (y,))
+            used[n % 2].record(compute)
+            n += 1
         return y.cpu()
 
     return run
@@ -596,64 +821,127 @@ def streamed(model: Decoder, x: Tensor, device: torch.device) -> Callable[[], Te
 
 def memory(b: Bench) -> None:
     """Models twice as large as the memory that the GPU may use."""
-    cap = 2**25 if b.emulated else 2 * GIB
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(cap / total)
-    rows, width, layers = (100_000, 256, 12) if b.emulated else (1_000_000, 2048, 24)
-    tables = 3 if b.emulated else 26
+    with b.item("measured in parts"):
+        _in_parts(b)
+    width, layers = (128, 8) if b.emulated else (2048, 12)
+    shape = {"tables": 3, "rows": 20_000, "batch": 16} if b.emulated else {
+        "tables": 26, "rows": 200_000, "batch": 512}  # fmt: skip
+    decoder = Decoder(layers, width).eval()
+    few, many = (1, 16), (2, 64) if b.emulated else (8, 256)
     models: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-        "decoder 1 x 16": lambda: (Decoder(layers, width).eval(), torch.randn(1, 16, width)),
-        "dlrm": lambda: load(
-            "dlrm", tables=tables, rows=rows, dim=64, batch=16 if b.emulated else 512, lookups=1
-        ),
-        "decoder 4 x 64": lambda: (Decoder(layers, width).eval(), torch.randn(4, 64, width)),
+        "decoder, few tokens": lambda: (decoder, torch.randn(*few, width)),
+        "dlrm": lambda: load("dlrm", dim=64, lookups=1, **shape),
+        "decoder, many tokens": lambda: (decoder, torch.randn(*many, width)),
     }
-    cpu, card = b.cluster.devices
-    cluster = Cluster("capped", (cpu, replace(card, memory_bytes=int(0.9 * cap))))
     for name, make in models.items():
-        if b.emulated and name == "decoder 4 x 64":
-            continue
         with b.item(name):
-            module, inputs = make()
-            graph = capture(module, inputs, name=name)
-            profile = measure(graph, cluster, repeats=1)
-            problem = Problem(graph, cluster, profile, objective="latency", num_microbatches=1)
-            solution = planners.load("best_of", seconds=b.planning_s)(problem)
-            args, kwargs = split_inputs(inputs)
-            expected, _ = expected_of(module, [inputs]) if b.emulated else ([[]], "")
-            with Runner(graph, cluster, all_on(graph, 0)) as runner:
-                cpu_s = call_seconds(runner, inputs, 3)
-                plain = pytree.tree_leaves(runner(*args, **kwargs))
-            with Runner(graph, cluster, solution.placement, priority=problem.priority) as runner:
-                plan_s = call_seconds(runner, inputs, 3)
+            _capped(b, name, *make())
+
+
+def _in_parts(b: Bench) -> None:
+    """A model that the GPU cannot hold is measured all the same, and a plan of it runs."""
+    width = 1024 if b.emulated else 4096
+    module = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)]).eval()
+    inputs = torch.randn(8, width)
+    graph = capture(module, inputs, name="parts")
+    with memory_of(b, 0.6 * sum(x.nbytes for x in module.state_dict().values())) as cluster:
+        with patch.object(measuring, "calibrated", lambda graph, cluster, profile: profile):
+            profile = b.measured("parts", graph, cluster, 1)
+        problem = Problem(graph, cluster, profile, num_microbatches=1)
+        solution = planners.load("heft")(problem)
+        with Runner(graph, cluster, solution.placement) as runner:
+            off = error(runner(inputs), expected_of(module, [inputs])[0][0][0])
+    parts = profile.provenance.get("in_parts")
+    used = float((solution.placement == 1).mean())
+    b.emit("measured in parts", parts=str(parts), error=off, on_gpu=used, ok=off < 1e-2)
+
+
+@contextmanager
+def memory_of(b: Bench, num_bytes: float) -> Iterator[Cluster]:
+    """The GPU can allocate so much, and is promised less: blocks, and libraries' workspaces."""
+    cpu, card = b.cluster.devices
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(num_bytes / total)
+    workspaces = 0 if b.emulated else 2**26
+    promised = max(1, int(0.9 * num_bytes) - workspaces)
+    try:
+        yield Cluster("capped", (cpu, replace(card, memory_bytes=promised)))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
+    """One model: measured without the cap, which would take longer; then all ways under it."""
+    graph, size = capture(module, inputs, name=name), sum(
+        x.nbytes for x in module.state_dict().values()
+    )  # fmt: skip
+    profile = b.measured(name.replace(", ", "_").replace(" ", "_"), graph, b.cluster, 1)
+    expected = [x.clone() for x in _tensors_of(module, inputs)]
+    ways: dict[str, float] = {}
+    facts: dict[str, Any] = {}
+    weights.forget_others(b.gpu, graph.program, set())
+    with memory_of(b, 0.5 * size) as cluster:
+        problem = Problem(graph, cluster, profile, objective="latency", num_microbatches=1)
+        solution = planners.load("best_of", seconds=b.planning_s)(problem)
+        for way, placement in {"cpu": all_on(graph, 0), "plan": solution.placement}.items():
+            with (
+                b.item(f"{name}, {way}", 30),
+                Runner(graph, cluster, placement, priority=problem.priority) as runner,
+            ):
+                ways[f"{way}_ms"] = call_seconds(runner, inputs, 3) * 1e3
+                args, kwargs = split_inputs(inputs)
                 got = pytree.tree_leaves(runner(*args, **kwargs))
-            off = max(error(x, y) for x, y in zip(got, expected[0] or plain, strict=True))
-            line = Executor(problem).run(solution.placement, num_microbatches=2)
-            predicted = simulate(problem, solution.placement).peak_bytes
-            ways = {"cpu_ms": cpu_s * 1e3, "plan_ms": plan_s * 1e3}
-            if isinstance(module, Decoder):
-                with b.item(f"{name}, streamed"), torch.inference_mode():
-                    ways["streamed_ms"] = timed(streamed(module, inputs, b.gpu), 3) * 1e3
-            with b.item(f"{name}, accelerate"), torch.inference_mode():
-                if not b.emulated:
-                    ways["accelerate_ms"] = offloaded_seconds(module, inputs) * 1e3
-            b.emit(
-                name,
-                **ways,
-                on_gpu=float((solution.placement == 1).mean()),
-                error=off,
-                predicted_peak_mib=float(predicted[1]) / 2**20,
-                allocator_peak_mib=float(line.peak_bytes[1]) / 2**20,
-                model_mib=sum(x.nbytes for x in module.state_dict().values()) / 2**20,
-            )
+                off = max(error(x, y) for x, y in zip(got, expected, strict=True))
+                facts[f"{way}_error"] = off
+        with b.item(f"{name}, peak"):
+            facts |= peaks(problem, solution.placement)
+        weights.forget_others(b.gpu, graph.program, set())
+        torch.cuda.empty_cache()
+        if isinstance(module, Decoder):
+            most = int(cluster.devices[1].memory_bytes / size * len(module.layers)) - 2
+            run: Any = None
+            for kept in range(most, -1, -1):  # as many as there is room for
+                run = None  # or what did not fit stays in the way
+                with b.item(f"{name}, streamed, {kept} stay", 30), torch.inference_mode():
+                    run = streamed(module, inputs, b.gpu, kept)
+                    ways["streamed_ms"] = timed(run, 3) * 1e3
+                    facts |= {"streamed_error": error(run(), expected[0]), "streamed_kept": kept}
+                    break
+                torch.cuda.empty_cache()
+            del run
+        torch.cuda.empty_cache()
+        with b.item(f"{name}, accelerate", 30), torch.inference_mode():
+            room = cluster.devices[1].memory_bytes
+            ways["accelerate_ms"] = offloaded_seconds(copy.deepcopy(module), inputs, room) * 1e3
+    b.emit(
+        name,
+        model_mib=size / 2**20,
+        **ways,
+        plan_over_accelerate=_ratio(ways.get("accelerate_ms"), ways.get("plan_ms")),
+        plan_over_streamed=_ratio(ways.get("streamed_ms"), ways.get("plan_ms")),
+        predicted_ms=float(evaluate(problem, solution.placement[None]).latency_s[0]) * 1e3,
+        on_gpu=float((solution.placement == 1).mean()),
+        **facts,
+        ok=all(v <= 3e-3 for k, v in facts.items() if k.endswith("_error")),
+    )
 
 
-def offloaded_seconds(module: nn.Module, inputs: Any) -> float:
-    """Seconds with accelerate's ``cpu_offload``; the module is of no use afterwards."""
+def _tensors_of(module: nn.Module, inputs: Any) -> list[Tensor]:
+    args, kwargs = split_inputs(inputs)
+    with torch.no_grad():
+        return [x for x in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(x, Tensor)]
+
+
+def offloaded_seconds(module: nn.Module, inputs: Any, room: int) -> float:
+    """Seconds with accelerate, which keeps what fits and copies the rest for every call."""
     import accelerate
 
     args, kwargs = split_inputs(inputs)
-    accelerate.cpu_offload(module, execution_device=0)
+    limits = {0: room, "cpu": 2**40}
+    whole = ["Layer", "EmbeddingBag"]
+    where = accelerate.infer_auto_device_map(module, limits, no_split_module_classes=whole)
+    accelerate.dispatch_model(module, where, main_device=0)
     return timed(
         lambda: pytree.tree_map(Tensor.cpu, pytree.tree_leaves(module(*args, **kwargs))), 3
     )
@@ -662,42 +950,91 @@ def offloaded_seconds(module: nn.Module, inputs: Any) -> float:
 def training(b: Bench) -> None:
     """A step on the GPU beside plain PyTorch's there, and with memory for half of it."""
     cluster = b.cluster
-    name, options = ("tiny_mlp", {}) if b.emulated else ("resnet50", {"batch": 16})
+    name, options = ("tiny_mlp", {"batch": 64}) if b.emulated else ("resnet50", {"batch": 8})
     module, inputs = load(name, **options)
+    plain = copy.deepcopy(module).train()
     module.train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     example = (inputs, None)
     graph = capture(module, example, mode="training", loss=mean_of_outputs, optimizer=optimizer)
-    seconds: dict[str, float] = {}
+    peak, kept = 2**20, 2**19
     with b.item("all on the GPU"), Trainer(graph, cluster, all_on(graph, 1), optimizer) as trainer:
+        trainer.step([example] * 2)
+        kept = torch.cuda.memory_allocated()  # parameters, gradients, the optimizer's state
         torch.cuda.reset_peak_memory_stats()
-        seconds["GPU"] = timed(lambda: trainer.step([example] * 2), 3)
+        step_s = timed(lambda: trainer.step([example] * 2), 3)
         peak = torch.cuda.max_memory_allocated()
-        b.emit("all on the GPU", step_ms=seconds["GPU"] * 1e3, peak_mib=peak / 2**20)
-    with b.item("half of the memory"):
-        profile = measure(graph, cluster, repeats=1)
-        cpu, card = cluster.devices
-        capped = Cluster("half", (cpu, replace(card, memory_bytes=int(0.5 * peak))))
-        problem = Problem(graph, capped, profile, objective="period", num_microbatches=2)
-        solution = planners.load("best_of", seconds=b.planning_s)(problem)
-        with Trainer(graph, capped, solution.placement, optimizer) as trainer:
-            seconds["half"] = timed(lambda: trainer.step([example] * 2), 3)
-        on_it = float((solution.placement == 1).mean())
-        b.emit("half of the memory", step_ms=seconds["half"] * 1e3, on_gpu=on_it)
+        sizes = {"peak_mib": peak / 2**20, "kept_mib": kept / 2**20}
+        b.emit("all on the GPU", step_ms=step_s * 1e3, **sizes)
+    with b.item("half of the activations"):
+        torch.cuda.empty_cache()
+        with patch.object(measuring, "calibrated", lambda graph, cluster, profile: profile):
+            profile = b.measured("training", graph, cluster, 1)
+        room = kept + 0.5 * (peak - kept)
+        with memory_of(b, room) as capped:
+            problem = Problem(graph, capped, profile, objective="period", num_microbatches=2)
+            solution = planners.load("best_of", seconds=b.planning_s)(problem)
+            fresh = torch.optim.AdamW(module.parameters(), lr=1e-3)
+            with tf32(False), Trainer(graph, capped, solution.placement, fresh) as trainer:
+                wrong = training_difference(trainer, module, example, mean_of_outputs, 2)
+                step_s = timed(lambda: trainer.step([example] * 2), 3)
+        b.emit(
+            "half of the activations",
+            step_ms=step_s * 1e3,
+            room_mib=room / 2**20,
+            on_gpu=float((solution.placement == 1).mean()),
+            ok=not wrong,
+            difference=wrong,
+        )
     if not b.emulated:  # whose tensors autograd does not know
         with b.item("eager"):
-            there = module.to(b.gpu)
-            moved = pytree.tree_map(lambda x: x.to(b.gpu) if isinstance(x, Tensor) else x, example)
-            mine = torch.optim.AdamW(there.parameters(), lr=1e-3)
-            step = lambda: plain_step(there, mine, [moved] * 2, mean_of_outputs).cpu()  # noqa: E731
-            b.emit("eager", step_ms=timed(step, 3) * 1e3)
+            plain.to(b.gpu)
+            mine = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+            given = [moved(example, b.gpu)] * 2
+            step_s = timed(lambda: plain_step(plain, mine, given, mean_of_outputs).cpu(), 3)
+            b.emit("eager", step_ms=step_s * 1e3)
+
+
+def policy(b: Bench) -> None:
+    """Steps per second of PPO, with the network on the CPU and on the GPU."""
+    steps = 64 if b.emulated else 2048
+    for hidden in (16,) if b.emulated else (64, 256):
+        rates = {}
+        for device in ("cpu",) if b.emulated else ("cpu", "cuda"):
+            with b.item(f"hidden {hidden}, {device}", 20):
+                steps_per_s(device, hidden, 64)  # contexts, kernels
+                rates[f"{device}_steps_per_s"] = steps_per_s(device, hidden, steps)
+        ratio = _ratio(rates.get("cuda_steps_per_s"), rates.get("cpu_steps_per_s"))
+        b.emit(f"hidden {hidden}", **rates, gpu_over_cpu=ratio)
+
+
+def steps_per_s(device: str, hidden: int, steps: int) -> float:
+    """Of a training on a graph of 64 operators and two devices."""
+    from agents.config import TrainConfig
+    from agents.encoder import NetworkConfig
+    from agents.training import train as learn
+
+    ops = np.arange(64)
+    rng = np.random.default_rng(0)
+    edges = [(int(rng.integers(max(0, j - 6), j)), j) for j in ops[1:].tolist()]
+    sizes = rng.integers(1, 100, len(ops))
+    graph = OpGraph.build("random", [f"op{n}" for n in ops], ops, sizes, edges)
+    seconds = rng.uniform(1e-3, 1e-2, (len(ops), 2))
+    cluster = Cluster("two", (Device("a", "acc"), Device("b", "acc")))
+    problem = Problem(graph, cluster, Profile(("a", "b"), seconds, 0 * seconds))
+    network = NetworkConfig(hidden=hidden)
+    options = {"num_envs": 16, "num_checks": 1, "cold": True}
+    config = TrainConfig(total_steps=steps, device=device, network=network, **options)
+    began = time.perf_counter()
+    learn([problem], config=config)
+    return steps / (time.perf_counter() - began)
 
 
 def streams(b: Bench) -> None:
     """The same GPU as two devices: do branches gain from two streams?"""
     card = b.cluster.devices[1]
     two = Cluster("two", tuple(Device(f"{h}/cuda:0", "cuda", card.cores) for h in "ab"))
-    _, inputs, graph = b.graph("tiny_branches" if b.emulated else "inception")
+    _, inputs, graph = b.model("tiny_branches" if b.emulated else "inception")
     for name, placement in {"one": all_on(graph, 0), "two": scattered(graph, 0)}.items():
         with b.item(name), Runner(graph, two, placement) as runner:
             list(runner.stream([inputs] * 3))
@@ -706,114 +1043,234 @@ def streams(b: Bench) -> None:
 
 def energy(b: Bench) -> None:
     """Joules per micro-batch by NVML: at rest with a context, and at work."""
-    cluster, meters = b.cluster, power.nvml_meters()
-    if not meters:
+    meter = gpu_meter()
+    if meter is None:
         b.emit("no meter", ok=False)
         return
-    (meter,) = meters[:1]
-    _, inputs, graph = b.graph("resnet50")
-    profile = b.profile("resnet50", graph, cluster, repeats=1)
+    cluster, key = b.cluster, "resnet50"
+    _, inputs, graph = b.model(key)
+    profile = b.measured(key, graph, cluster, repeats=1)
     problem = Problem(graph, cluster, profile, objective="period", num_microbatches=16)
     plan = planners.load("best_of", seconds=b.planning_s)(problem).placement
     torch.ones(1, device=b.gpu)
+    rest_s, work_s = (0.2, 0.2) if b.emulated else (4.0, 5.0)
     before, began = meter.read_j(), time.perf_counter()
-    time.sleep(4.0)
+    time.sleep(rest_s)
     idle_w = meter.since_j(before) / (time.perf_counter() - began)
-    b.emit("rest, with a context", watts=idle_w)
+    b.emit("rest, with a context", watts=idle_w, meter=meter.name)
     for name, placement in {"CPU": all_on(graph, 0), "GPU": all_on(graph, 1), "plan": plan}.items():
         with b.item(name), Runner(graph, cluster, placement) as runner:
             list(runner.stream([inputs] * 8))
             before, began, count = meter.read_j(), time.perf_counter(), 0
-            while (took := time.perf_counter() - began) < 5.0:
+            while (took := time.perf_counter() - began) < work_s:
                 count += sum(1 for _ in runner.stream([inputs] * 16))
             joules = meter.since_j(before)
             b.emit(name, watts=joules / took, gpu_j_per_microbatch=joules / count, count=count)
 
 
-# --- the parts -----------------------------------------------------------------------------------
+def gpu_meter() -> power.Meter | None:
+    """NVML's counter of joules; or its watts, added up, where a virtual machine hides that."""
+    with suppress(power.PowerError):
+        return next(iter(power.nvml_meters()), None)
+    import threading
 
-SECTIONS: dict[str, dict[str, tuple[Callable[[Bench], None], float]]] = {
-    "check": {
-        "facts": (facts, 20),
-        "micro": (micro, 40),
-        "correct": (correct, 180),
-        "train": (train, 80),
-        "errors": (errors, 30),
-    },
-    "study": {
-        "profile": (each(None, profile), 120),
-        "fidelity": (each(3, fidelity), 60),
-        "plans": (each(None, plans), 90),
-        "memory": (memory, 140),
-        "training": (training, 50),
-        "streams": (streams, 25),
-        "energy": (energy, 40),
-    },
+    import pynvml
+
+    handle, joules = pynvml.nvmlDeviceGetHandleByIndex(0), [0.0]
+
+    def add_up() -> None:
+        at = time.perf_counter()
+        while True:
+            time.sleep(0.05)
+            at, before = time.perf_counter(), at
+            joules[0] += pynvml.nvmlDeviceGetPowerUsage(handle) * 1e-3 * (at - before)
+
+    threading.Thread(target=add_up, daemon=True).start()
+    return power.Meter("watts, added up", "cuda", lambda: joules[0])
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+Section = Callable[[Bench], None]
+SECTIONS: dict[str, Section] = {
+    "facts": facts,
+    "kernels": kernels,
+    "correct": correct,
+    "correct_2": correct,
+    "correct_3": correct,
+    "train": train,
+    "errors": errors,
+    "micro": micro,
+    "profile": each(tuple(PROFILED), profile),
+    "plans": each(tuple(PROFILED), plans),
+    "memory": memory,
+    "fidelity": each(PREDICTED, fidelity),
+    "training": training,
+    "energy": energy,
+    "policy": policy,
+    "streams": streams,
 }
+# Sections that run beside each other, as nothing is timed in them; and seconds for them.
+ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("facts",), 12),
+    (("correct", "correct_2", "correct_3", "train", "errors", "kernels"), 75),
+    (("micro",), 18),
+    (("profile",), 85),
+    (("plans",), 70),
+    (("memory",), 65),
+    (("fidelity",), 50),
+    (("training",), 40),
+    (("energy",), 32),
+    (("policy",), 22),
+    (("streams",), 11),
+)
 
 
-# Of measuring, where nothing is to be learned from it.
-_BRIEF: dict[str, Any] = {
-    "_LINK_BYTES": (2**12, 2**16),
-    "_STREAMED": 4,
-    "_CALIBRATION_RUNS": (2, 3),
-    "_CALIBRATION_S": 0.0,
-    "_CALIBRATION_CUTS": (1, 3),
-    "_CALIBRATION_ROUNDS": 1,
-    "_CALIBRATION_FACTORS": (0.5, 1.0),
-    "_PATIENCE": 1,
-}
-
-
-def section(name: str, limit_s: float, options: argparse.Namespace) -> None:
+def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any) -> None:
     """One section, in a process of its own."""
-    faulthandler.dump_traceback_later(limit_s * 0.95, exit=False)
-    part = next(p for p in SECTIONS.values() if name in p)
-    bench = Bench(options.out, name, options.emulated)
+    traces = (options.out / "traces.txt").open("a", encoding="utf-8")
+    faulthandler.enable(traces)
+    faulthandler.dump_traceback_later(limit_s * 0.95, exit=False, file=traces)
+    bench = Bench(options.out, options.work, name, options.emulated, **known)
     with ExitStack() as stack:
         if options.emulated:
             sys.path.insert(0, str(ROOT / "tests"))
             import emulated_gpu
 
             stack.enter_context(emulated_gpu.emulated())
-            for constant, value in _BRIEF.items():
-                stack.enter_context(patch.object(measuring, constant, value))
-        part[name][0](bench)
+        SECTIONS[name](bench)
     faulthandler.cancel_dump_traceback_later()
+    faulthandler.disable()
+    traces.close()
+
+
+def forked(name: str, limit_s: float, options: argparse.Namespace, **known: Any) -> int:
+    """The process of a section; from this one, or where CUDA forbids that, a new one."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        if not options.emulated and not cuda_works():
+            words = ["-m", "experiments.gpu", "--one", name, "--limit", f"{limit_s:g}"]
+            words += ["--out", str(options.out), "--work", str(options.work)]
+            words += ["--part", *map(str, known["part"])]
+            os.execv(sys.executable, [sys.executable, *words])
+        section(name, limit_s, options, **known)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        with (options.out / "traces.txt").open("a", encoding="utf-8") as file:
+            traceback.print_exc(file=file)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def cuda_works() -> bool:
+    """Whether this process can use a GPU that is there; not if the one before it had asked."""
+    try:
+        torch.cuda.init()
+    except Exception:
+        return False
+    return True
 
 
 def run(options: argparse.Namespace) -> int:
-    """All sections of a part, one process after another, then the table.
+    """All sections, then the table.
 
     Raises:
-        StudyError: a section that this part does not have.
+        StudyError: a section that is none.
     """
-    chosen = SECTIONS[options.part]
-    if unknown := set(options.sections) - set(chosen):
-        raise StudyError(f"--sections {sorted(unknown)}: part {options.part!r} has {list(chosen)}")
-    options.out.mkdir(parents=True, exist_ok=True)
+    if unknown := set(options.sections) - set(SECTIONS):
+        raise StudyError(f"--sections {sorted(unknown)}: there are {list(SECTIONS)}")
     began = time.perf_counter()
-    for name in options.sections or chosen:
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.work = Path(tempfile.mkdtemp(prefix="placement-gpu-"))
+    torch.set_num_threads(1)  # threads do not survive a fork
+    rounds = []
+    for names, limit_s in ROUNDS:
+        if wanted := [n for n in names if not options.sections or n in options.sections]:
+            rounds.append((wanted, limit_s))
+    models: dict[str, Model] = {}
+    for i, (names, limit_s) in enumerate(rounds):
+        # What earlier sections have left over, and not what later ones need.
+        later = sum(limit_s for _, limit_s in rounds[i + 1 :])
         left = LONGEST_S - (time.perf_counter() - began)
-        limit_s = min(chosen[name][1], left)
+        limit_s = min(left - 3, max(limit_s, left - later))
         if limit_s < 5:
-            Bench(options.out, name, options.emulated).emit("section", status="no time was left")
+            for name in names:
+                _emit(options, name, status="no time was left")
             continue
-        command = [sys.executable, "-m", "experiments.gpu", "--part", options.part]
-        command += ["--out", str(options.out), "--one", name, "--limit", f"{limit_s:g}"]
-        command += ["--emulated"] if options.emulated else []
-        at = time.perf_counter()
-        try:
-            code = subprocess.run(command, cwd=ROOT, timeout=limit_s, check=False).returncode
-            status = "done" if code == 0 else f"exit code {code}"
-        except subprocess.TimeoutExpired:
-            status = f"stopped after {limit_s:g} s"
-        took = time.perf_counter() - at
-        Bench(options.out, name, options.emulated).emit("section", status=status, seconds=took)
+        many = sum(n not in ("kernels", "errors") for n in names)
+        at, parts = time.perf_counter(), {n: (k, many) for k, n in enumerate(names)}
+        running = {
+            forked(n, limit_s, options, models=models, part=parts[n] if many > 1 else (0, 1)): n
+            for n in names
+        }
+        if i == 0:
+            prepare({}, ("tiny_mlp", "bert_tiny"), options)  # imports, for all to come
+        elif i == 1 and not options.emulated:
+            prepare(models, PROFILED, options)
+        done = watched(running, at, limit_s, options)
+        if "kernels" in done:
+            # An optimizer asks whether a CUDA graph is being captured: that is for others.
+            warm_up(options.emulated, training=False)
+        with zipfile.ZipFile(options.work / "profiles", "w") as file:
+            for path in sorted(options.work.glob("*.npz")):
+                file.write(path, path.name)
+        shutil.copy(options.work / "profiles", options.out / "profiles.zip")
+    shutil.rmtree(options.work, ignore_errors=True)
     text = table((options.out / "gpu.jsonl").read_text(encoding="utf-8").splitlines())
     write_atomic(options.out / "gpu.md", text)
     print(text)
     return 0
+
+
+def prepare(models: dict[str, Model], keys: Iterable[str], options: argparse.Namespace) -> None:
+    """Capture, for the sections to come, while others run; what fails they do themselves."""
+    for key in keys:
+        try:
+            models[key] = captured(key)
+        except Exception as failure:
+            _emit(options, "prepare", status=f"{key}: {type(failure).__name__}: {failure}")
+
+
+def watched(
+    running: dict[int, str], at: float, limit_s: float, options: argparse.Namespace
+) -> set[str]:
+    """Wait for processes begun at ``at``, and stop what is late; the sections that are done."""
+    done, until = set(), at + limit_s
+    stopped: dict[int, str] = {}
+    while running or stopped:
+        now = time.perf_counter()
+        for pid, name in list((running | stopped).items()):
+            ended, code = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            took = {"seconds": now - at}
+            if running.pop(pid, None) is not None:
+                number = os.waitstatus_to_exitcode(code)
+                status = "done" if number == 0 else f"exit code {number}"
+                _emit(options, name, status=status, **took)
+                done |= {name} if number == 0 else set()
+            stopped.pop(pid, None)
+        if now > until:
+            for pid, name in running.items():
+                with suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+                _emit(options, name, status="stopped", seconds=now - at)
+            stopped, running = stopped | running, {}
+        if now > until + 5:
+            break  # a driver may keep a process that was killed
+        time.sleep(0.02)
+    return done
+
+
+def _emit(options: argparse.Namespace, name: str, **facts: Any) -> None:
+    Bench(options.out, options.work, name, options.emulated).emit("section", **facts)
 
 
 def table(lines: Sequence[str]) -> str:
@@ -834,16 +1291,19 @@ def table(lines: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.gpu", description=__doc__)
-    parser.add_argument("--part", choices=list(SECTIONS), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--sections", nargs="*", default=[], metavar="NAME", help="only these")
     parser.add_argument("--emulated", action="store_true", help="tiny models, no real GPU")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own
     parser.add_argument("--limit", type=float, default=LONGEST_S, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
+    # Or the first question for a GPU would be one that a forked process cannot ask again.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if options.one:
-        section(options.one, options.limit, options)
+        section(options.one, options.limit, options, part=tuple(options.part))
         return 0
     return launch(lambda: run(options))
 

@@ -1,28 +1,22 @@
 """Public workloads against what is known of them.
 
-    python -m experiments.public exact [--reference FOLDER]   # ideal_dp, and the C++ program
     python -m experiments.public search       # non-contiguous splits and latency, proved gaps
     python -m experiments.public replicas     # the loads again, where micro-batches take turns
 
 Each writes ``experiments/results/public_NAME.csv`` and ``.md``. Every run has one core and a
 process of its own, all kernels loaded. What is finished lies in ``runs/public``: the same command
 continues. What is known is ``DATA/dnn_partitioning/truth.json``; without it these columns are
-empty. The C++ program is that of github.com/msr-fiddle/dnn-partitioning, compiled by
-``g++ -O2 throughput-dp/dp.cpp -o dp.exe`` (its folder is ``--reference``).
+empty.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import numpy as np
@@ -30,7 +24,7 @@ import numpy as np
 from experiments import study
 from experiments.runs import GIB, limited, warm
 from experiments.study import Option, Options, Study, StudyError, run, say
-from experiments.tables import DASH, Column, groups, number, table
+from experiments.tables import Column, groups, table
 from placement import importers, planners
 from placement.bounds import lower_bound
 from placement.plan import proved_bound_s
@@ -38,7 +32,6 @@ from placement.problem import Problem
 from placement.simulator import score, value_of
 
 MEMORY_BYTES = 8 * GIB  # address space of a planner
-REFERENCE_BYTES = 16 * GIB
 TOLERANCE = 1e-5  # of the bounds in truth.json
 LIMIT_S = 600.0  # of one run, over its budget: none is expected to need it
 DNN_FILES = ("dnn_partitioning/throughput/*/*.json", "dnn_partitioning/latency/*/*.json")
@@ -204,226 +197,6 @@ def short(file: str) -> str:
     return file.removeprefix("dnn_partitioning/").rpartition(".")[0]
 
 
-# --- exact ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Exact:
-    """``ideal_dp`` on one file, and the C++ program beside it: medians of rounds that take turns.
-
-    ``seconds``: of the planner; ``whole_s``: processor seconds, reading the file too, as in
-    ``reference_s``.
-    ``peak_bytes``: resident, of the whole process. ``truth_...``: from ``truth.json``.
-    ``speedup``: of ``whole_s`` over ``reference_s``, where that ran, else of ``seconds`` over
-    ``truth_reference_s``; where the C++ program did not end it is at least so much.
-    """
-
-    file: str
-    rounds: int
-    reference: str
-    operators: int
-    devices: int
-    value_s: float | None = None
-    truth_s: float | None = None
-    error: float | None = None
-    is_optimum: bool = False
-    ideals: int | None = None
-    truth_ideals: int | None = None
-    seconds: float | None = None
-    whole_s: float | None = None
-    peak_bytes: int | None = None
-    reference_rounds: int = 0
-    reference_s: float | None = None
-    reference_bytes: int | None = None
-    reference_value_s: float | None = None
-    reference_status: str = ""
-    truth_reference_s: float | None = None
-    truth_reference_status: str = ""
-    speedup: float | None = None
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """One run of the C++ program, in processor seconds.
-
-    ``peak_bytes`` is None where it is less than what we held before it ran.
-    """
-
-    status: str
-    seconds: float
-    peak_bytes: int | None
-    value_s: float | None
-
-
-def run_reference(program: Path, file: Path, seconds: float) -> _Reference:
-    """``program < file``; its exit code says nothing (it fails its own check on several CPUs)."""
-    import resource
-
-    def begin() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    status, text = "ok", ""
-    try:
-        with file.open("rb") as source:
-            done = subprocess.run(
-                [str(program)],
-                stdin=source,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                timeout=seconds,
-                preexec_fn=begin,
-                check=False,
-            )
-        text = done.stdout.decode(errors="replace")
-        if done.returncode < 0:
-            status = signal.Signals(-done.returncode).name
-    except subprocess.TimeoutExpired:
-        status = "out of time"
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # A process inherits the largest size of the one that starts it, which hides smaller ones.
-    ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = 1024 * used.ru_maxrss if used.ru_maxrss > ours else None
-    try:
-        value = json.JSONDecoder().raw_decode(text.lstrip())[0]["maxLoad"] / 1e3
-    except (ValueError, KeyError, TypeError):
-        value, status = None, "no answer" if status == "ok" else status
-    return _Reference(status, used.ru_utime + used.ru_stime, peak, value)
-
-
-def exact(options: Options) -> Iterator[Exact]:
-    files = chosen(options, *DNN_FILES)
-    program = None
-    if options.reference is not None:
-        program = (options.reference / "dp.exe").resolve()
-        if not os.access(program, os.X_OK):
-            raise StudyError(
-                f"no program {program}; in a checkout of github.com/msr-fiddle/dnn-partitioning: "
-                "g++ -O2 throughput-dp/dp.cpp -o dp.exe"
-            )
-    truth, limit_s = known(options.data), options.reference_seconds
-    beside = (
-        f", and at most {limit_s:g} s for each file that is hard for the C++ program"
-        if program
-        else "; beside the C++ program: --reference FOLDER"
-    )
-    say(f"{len(files)} files, {options.rounds} rounds: a minute{beside}")
-    warm(["ideal_dp"], ["max_load"])
-    for file, path in files.items():
-        what = [file, options.rounds, program.name if program else ""]
-        make = partial(exact_row, file, path, truth, options.rounds, program, limit_s)
-        yield options.finished.row(Exact, what, make, file)
-
-
-def _ours(path: Path) -> tuple[Any, float]:
-    began = process_time()
-    problem = importers.load(path, objective="max_load")
-    solution = planners.load("ideal_dp", seconds=None)(problem)
-    return solution, process_time() - began
-
-
-def exact_row(
-    file: str, path: Path, truth: Truth, rounds: int, program: Path | None, seconds: float
-) -> Exact:
-    """Our program and the other in turns; the other at most for about ``seconds`` in all."""
-    say(file)
-    problem = importers.load(path, objective="max_load")
-    runs, others = [], list[_Reference]()
-    for _ in range(rounds):
-        runs.append(limited(partial(_ours, path), LIMIT_S, MEMORY_BYTES))
-        if runs[-1].status != "ok":
-            break
-        if program is not None and sum(r.seconds for r in others) < 0.2 * seconds:
-            other = limited(
-                partial(run_reference, program, path, seconds), seconds + 60, REFERENCE_BYTES
-            )
-            if other.value is None:
-                raise StudyError(f"{program}: {other.status}: {other.note}")
-            others.append(other.value)
-    fact_of = partial(fact, truth, file, "max_load")
-    truth_ms = fact_of("own_dp_contiguous")
-    row = Exact(
-        file=file,
-        rounds=rounds,
-        reference="" if program is None else program.name,
-        operators=problem.num_ops,
-        devices=problem.num_devices,
-        truth_s=None if truth_ms is None else truth_ms / 1e3,
-        truth_ideals=fact_of("own_dp_contiguous", "ideals"),
-        truth_reference_s=fact_of("dp_cpp", "seconds"),
-        truth_reference_status=fact_of("dp_cpp", "status") or "",
-    )
-    if runs[-1].status != "ok":
-        return replace(row, note=f"{runs[-1].status}: {runs[-1].note}")
-    solution = runs[0].value[0]
-    value_s = float(score(problem, solution.placement)[0])
-    seconds_s = float(np.median([r.value[0].stats["seconds"] for r in runs]))
-    whole_s = float(np.median([r.value[1] for r in runs]))
-    row = replace(
-        row,
-        value_s=value_s,
-        error=value_s / row.truth_s - 1 if row.truth_s else None,
-        is_optimum=bool(solution.stats["contiguous_optimum"]),
-        ideals=solution.stats["ideals"],
-        seconds=seconds_s,
-        whole_s=whole_s,
-        peak_bytes=max(r.peak_bytes or 0 for r in runs),
-        note=str(solution.stats.get("message", "")),
-    )
-    if not others:
-        recorded_s = row.truth_reference_s
-        return replace(row, speedup=recorded_s / seconds_s if recorded_s else None)
-    reference_s = float(np.median([r.seconds for r in others]))
-    return replace(
-        row,
-        reference_rounds=len(others),
-        reference_s=reference_s,
-        reference_bytes=max((r.peak_bytes for r in others if r.peak_bytes), default=None),
-        reference_value_s=others[0].value_s,
-        reference_status=others[-1].status,
-        speedup=reference_s / whole_s,
-    )
-
-
-def not_optimal(rows: Sequence[Exact], options: Options) -> list[str]:
-    """Files on which the optimum was not found, or another than the recorded one."""
-    return [
-        r.file for r in rows if not r.is_optimum or (r.error is not None and abs(r.error) > 1e-6)
-    ]
-
-
-def exact_parts(rows: Sequence[Exact], options: Options) -> dict[str, Any]:
-    def ideals(row: Exact) -> str:
-        shown = "" if row.ideals is None else str(row.ideals)
-        return shown if row.truth_ideals in (row.ideals, None) else f"{shown} ≠ {row.truth_ideals}"
-
-    def at_least(what: str, row: Exact) -> str:
-        seconds, status = getattr(row, f"{what}_s"), getattr(row, f"{what}_status")
-        return ("> " if "time" in status and seconds is not None else "") + number(seconds)
-
-    def speedup(row: Exact) -> str:
-        ended = "time" not in (row.reference_status or row.truth_reference_status)
-        return ("" if ended else "≥ ") + number(row.speedup, 1, 1, "x")
-
-    shown = table(
-        rows,
-        Column("file", lambda r: short(r.file)),
-        Column("operators", "operators"),
-        Column("devices", "devices"),
-        Column("optimum ms", "value_s", 6, 1e3),
-        Column("error", lambda r: DASH if r.error is None else f"{r.error:+.0e}"),
-        Column("ideals", ideals),
-        Column("planner s", "seconds"),
-        Column("whole s", "whole_s"),
-        Column("MiB", "peak_bytes", 0, 2**-20),
-        Column("C++ s", partial(at_least, "reference")),
-        Column("C++ MiB", "reference_bytes", 0, 2**-20),
-        Column("C++ s recorded", partial(at_least, "truth_reference")),
-        Column("speed-up", speedup),
-    )
-    return {"table": shown, "wrong": mistake("Not the optimum", not_optimal(rows, options))}
-
-
 def mistake(text: str, files: Sequence[str]) -> str:
     return f"\n\n**{text}: {', '.join(files)}**" if files else ""
 
@@ -583,11 +356,6 @@ def _study(word: str, row: type, options: Mapping[str, Any], **more: Any) -> Stu
     return Study(**about, row=row, options={"words": words, **options}, **more)
 
 
-EXACT = {
-    "rounds": 5,
-    "reference": Option(None, "folder of dp.exe", kind=Path),
-    "reference_seconds": 360.0,
-}
 SEARCH = {
     "seconds": Option(10.0, "of a search"),
     "seeds": 5,
@@ -598,7 +366,6 @@ REPLICAS = {
     "phases": Option(12, "most that replicas take turns in"),
 }
 STUDIES = (
-    _study("exact", Exact, EXACT, rows=exact, parts=exact_parts, wrong=not_optimal),
     _study("search", Row, SEARCH, rows=search, parts=search_parts, wrong=below_a_bound),
     _study("replicas", Row, REPLICAS, rows=replicas, parts=replicas_parts, wrong=below_its_bound),
 )

@@ -1,17 +1,12 @@
-"""How good are searched schedules: on published cases, and for real?
+"""How good are searched schedules on published cases?
 
-    python -m experiments.schedules [cases] [--cases vshape/4 mllm] [--data FOLDER]
-    python -m experiments.schedules executed [WORKLOAD ...] [--rounds 7] [--microbatches 16]
+    python -m experiments.schedules [--cases vshape/4 mllm] [--data FOLDER]
 
-``cases``: every case of ``schedules/cases.json`` (placements of the Tessel repository as data)
+Every case of ``schedules/cases.json`` (placements of the Tessel repository as data)
 under every memory limit of ``truth.json``: period and proof of patterns of one micro-batch and
 its seconds, period where patterns may hold more, makespan of 8, 16 and 32 micro-batches; beside
 the published search (same machine type, one core), the best known makespans, GPipe and 1F1B.
 Writes ``experiments/results/schedules.{csv,md}``.
-
-``executed``: a model in four pieces that go back and forth between two one-core devices, run in
-the order of each scheduler: interleaved rounds in one process, ratio of medians.
-Writes ``experiments/results/schedules_executed.{csv,md}``.
 """
 
 from __future__ import annotations
@@ -26,20 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.runs import in_turns, measured_problem
-from experiments.study import Option, Options, Rows, Study, StudyError, run, say
+from experiments.study import Option, Options, Study, StudyError, run, say
 from experiments.tables import DASH, Column, table
-from placement import schedulers
 from placement.modulo.blocks import Work, read_work
 from placement.modulo.repetend import search
 from placement.modulo.retime import earliest
 from placement.modulo.search import default_seconds, search_schedule
-from placement.problem import Placement, Problem
 
 COUNTS = (8, 16, 32)
-SCHEDULERS = ("searched", "one_f_one_b", "gpipe", "list_order")
-# Two devices, twice each, with unequal pieces: GPipe and 1F1B leave one of them waiting.
-PIECES = ((0, 0.4), (1, 0.1), (0, 0.1), (1, 0.4))
 
 
 @dataclass(frozen=True)
@@ -97,8 +86,8 @@ def row_of(case: dict[str, Any], key: str, truth: dict[str, Any], scale: float =
         period_one_bound=float(one.bound),
         seconds=took,
         period=float(best.period),
-        period_bound=float(best.found.bound),
-        unroll=best.found.pattern.unroll,
+        period_bound=float(best.outcome.bound),
+        unroll=best.outcome.pattern.unroll,
         truth_period=truth.get("period"),
         published_period=published.get("period"),
         published_seconds=published.get("seconds"),
@@ -186,103 +175,18 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-# --- on devices ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Executed:
-    """A scheduler's order of a workload: seconds per micro-batch, the measured ones by round."""
-
-    workload: str
-    scheduler: str
-    predicted_s: float
-    median_s: float
-    iqr_s: float
-    over_searched: float
-
-
-def folded(problem: Problem) -> Placement:
-    """int32 ``[N]``: operators in their order, a (device, share of the seconds) per piece."""
-    seconds = problem.compute_s.mean(axis=1)
-    first = np.zeros(problem.graph.num_groups)
-    middle = (np.cumsum(seconds) - seconds / 2) / seconds.sum()
-    first[problem.graph.group[::-1]] = middle[::-1]  # a group goes with its first operator
-    devices, shares = np.array(PIECES).T
-    ends = np.cumsum(shares)[:-1]
-    return devices.astype(np.int32)[np.searchsorted(ends, first[problem.graph.group])]
-
-
-def executed(options: Options) -> Iterator[Executed]:
-    from placement.capturing import capture
-    from placement.executor import Executor
-    from placement.simulator import simulate
-    from placement.workloads import load
-
-    count = options.microbatches
-    for workload in options.workloads or ("resnet50",):
-        module, inputs = load(workload)
-        problem = measured_problem(capture(module, inputs, name=workload), options.repeats)
-        at, executor = folded(problem), Executor(problem)
-        orders = {name: schedulers.load(name)(problem, at, count) for name in SCHEDULERS}
-
-        def once(order: Any, executor: Any = executor, at: Placement = at) -> float:
-            return float(executor.run(at, order).makespan_s) / count
-
-        seconds = in_turns({n: partial(once, o) for n, o in orders.items()}, options.rounds)
-        for name, order in orders.items():
-            low, median, high = map(float, np.percentile(seconds[name], [25, 50, 75]))
-            predicted_s = simulate(problem, at, order).makespan_s / count
-            ratio = median / float(np.median(seconds["searched"]))
-            yield Executed(workload, name, predicted_s, median, high - low, ratio)
-
-
-def executed_parts(rows: Rows, options: Options) -> dict[str, str]:
-    pieces = ", ".join(f"{share:.0%} on {d}" for d, share in PIECES)
-    columns = (
-        Column("workload, scheduler", lambda r: f"{r.workload}, {r.scheduler}"),
-        Column("predicted ms", "predicted_s", 2, 1e3),
-        Column("measured ms", "median_s", 2, 1e3),
-        Column("iqr", "iqr_s", 2, 1e3),
-        Column("of searched", "over_searched", 2, unit="x"),
-    )
-    return {"pieces": pieces, "table": table(rows, *columns)}
-
-
-STUDIES = (
-    Study(
-        name="schedules",
-        word="cases",
-        rows=rows,
-        row=Row,
-        parts=parts,
-        options={
-            "cases": Option((), "those with one of these in the name"),
-            "scale": Option(1.0, "times the default seconds"),
-        },
-    ),
-    Study(
-        name="schedules_executed",
-        module="experiments.schedules",
-        word="executed",
-        rows=executed,
-        row=Executed,
-        parts=executed_parts,
-        options={
-            "workloads": Option((), "a model's name (resnet50)", word=True),
-            "rounds": 7,
-            "repeats": Option(10, "of every operator's measurement"),
-            "microbatches": 16,
-        },
-    ),
+STUDY = Study(
+    name="schedules",
+    rows=rows,
+    row=Row,
+    parts=parts,
+    options={
+        "cases": Option((), "those with one of these in the name"),
+        "scale": Option(1.0, "times the default seconds"),
+    },
 )
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; without a word, published cases."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    named = words[:1] in (["cases"], ["executed"], ["-h"], ["--help"])
-    return run(STUDIES, words if named else ["cases", *words])
-
+main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -267,6 +267,19 @@ class OpGraph:
         return self.use_tensor[np.lexsort((self.use_tensor, self.use_dst))]
 
     @cached_property
+    def gradient_tensor(self) -> Ints:
+        """int32 ``[S]``: what backward operators make and nobody reads: it is added up there."""
+        made = np.append(self.is_backward, False)[self.tensor_src]
+        made[self.use_tensor] = made[self.output_tensor] = False
+        return np.flatnonzero(made).astype(np.int32)
+
+    @cached_property
+    def carried_op(self) -> Ints:
+        """int32 ``[C]``: operators whose group changes a buffer that the next micro-batch reads."""
+        buffers = () if self.program is None else self.program.new_buffers
+        return np.unique(self.tensor_src[[t for _, t in buffers]])
+
+    @cached_property
     def edges(self) -> Ints:
         """int32 ``[E', 2]``: distinct (producer, consumer) pairs, sorted; inputs left out."""
         src = self.tensor_src[self.use_tensor]
@@ -320,6 +333,38 @@ class OpGraph:
 
 def _csr(sorted_keys: NDArray[np.integer[Any]], size: int) -> Ints:
     return np.searchsorted(sorted_keys, np.arange(size + 1)).astype(np.int32)
+
+
+def topological_order(edges: NDArray[np.integer[Any]], count: int) -> list[int]:
+    """Vertices ``0..count-1`` in topological order, of several ready ones the smallest first.
+
+    ``edges`` int ``[E, 2]`` are sorted by their first column. Those of a circle, and behind one,
+    are left out.
+    """
+    missing = np.bincount(edges[:, 1], minlength=count).tolist()
+    first = _csr(edges[:, 0], count).tolist()
+    users = edges[:, 1].tolist()  # lists: a loop over arrays takes long
+    heap = [v for v in range(count) if missing[v] == 0]
+    order = []
+    while heap:
+        u = heapq.heappop(heap)
+        order.append(u)
+        for v in users[first[u] : first[u + 1]]:
+            missing[v] -= 1
+            if missing[v] == 0:
+                heapq.heappush(heap, v)
+    return order
+
+
+def levels(edges: NDArray[np.integer[Any]], count: int) -> Ints:
+    """int32 ``[count]``: number of edges on the longest path to each vertex of a graph without
+    circles; ``edges`` as for ``topological_order``."""
+    is_numbered = bool((edges[:, 0] < edges[:, 1]).all())
+    first, users, level = _csr(edges[:, 0], count).tolist(), edges[:, 1].tolist(), [0] * count
+    for u in range(count) if is_numbered else topological_order(edges, count):
+        for v in users[first[u] : first[u + 1]]:
+            level[v] = max(level[v], level[u] + 1)
+    return np.array(level, np.int32)
 
 
 def _renumber(labels: NDArray[Any]) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,15 @@ from placement.tools.shown import count
 from placement.tools.shown import seconds as shown
 
 if TYPE_CHECKING:
+    from placement.executor.loader import InputPipeline
     from placement.graph import OpGraph
     from placement.plan import Measured, Plan
 
 PLANNER = "best_of"
 MAX_PHASES = 8  # replicas may take so many turns
 _LEAST_BATCHES = 6  # of a stream that tells a period
+_UNLIKE = 1.5  # times as long as the profile says: other programs took turns on the cores
+_LEAST_TOLD_S = 1e-3  # below, waking threads takes as long as such a difference
 
 
 class OptimizeError(ValueError):
@@ -43,13 +46,42 @@ class OptimizedRunner(Runner):
     """A ``Runner`` that knows where it comes from.
 
     Attributes:
-        plan: what it carries out, with what was predicted and measured; ``plan.save(path)``.
         measured: the ways to run the module that took turns: ``plan``, ``single`` (the best
-            device alone, where the plan uses several) and ``plain`` (the module itself).
+            device alone, where the plan uses several) and ``plain`` (the module itself, with the
+            threads that PyTorch has in this process).
+        kept: the fastest of them, which calls and streams go; of equal ones the simplest.
+        plan: the faster of ``plan`` and ``single``, with what was predicted and measured, also
+            where ``kept`` is ``plain``; ``plan.save(path)``.
     """
 
     plan: Plan
     measured: Mapping[str, Measured]
+    kept: str
+    _module: nn.Module | None = None  # called itself, where plain PyTorch is the fastest
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._module is None:
+            return super().__call__(*args, **kwargs)
+        assert self.graph.program is not None
+        self.graph.program.flatten_inputs(args, kwargs)  # refuses what a plan refuses
+        with torch.inference_mode():
+            return self._module(*args, **kwargs)
+
+    def stream(self, loader: Any, **options: Any) -> Iterator[Any]:
+        if self._module is None:
+            return super().stream(loader, **options)
+        return self._one_by_one(self.load_ahead(loader, **{"workers": 0} | options))
+
+    def _one_by_one(self, items: InputPipeline) -> Iterator[Any]:
+        with items:
+            for item in items:
+                self._flatten(item)  # refuses what a plan refuses
+                args, kwargs = split_inputs(tuple(item) if isinstance(item, list) else item)
+                yield self(*args, **kwargs)
+
+    def close(self) -> None:
+        self._module = None
+        super().close()
 
 
 def optimize(
@@ -67,7 +99,8 @@ def optimize(
     Captures the module, measures every operator on every device (kept for the next call), plans
     with ``best_of``, checks that the results are the module's, and runs the plan, the best device
     alone and the plain module in turns. Where several devices are not faster than one, the runner
-    uses that one. What came out is said on standard error.
+    uses that one. Where plain PyTorch is the fastest, the runner calls the module itself. What came
+    out is said on standard error.
 
     Args:
         module: in evaluation mode.
@@ -82,7 +115,7 @@ def optimize(
 
     Returns:
         OptimizedRunner: call it as the module, ``stream`` through it; a context manager. Its
-        ``plan`` and ``measured`` say what was decided and why.
+        ``kept``, ``plan`` and ``measured`` say what was decided and why.
 
     Raises:
         OptimizeError: not a module, a module in training mode, an objective that cannot be
@@ -128,15 +161,19 @@ def optimize(
                     raise OptimizeError(f"the results differ from those of the module: {wrong}")
             measured = _in_turns(runner, plan, module, inputs, seconds, report)
             on_error.pop_all()
-    kept = "plan"
     took_s = {way: _median_s(m, objective) for way, m in measured.items()}
+    carried_out = "plan"
     if took_s.get("single", np.inf) <= took_s["plan"]:
         runner.close()
-        kept, planner = "single", planners.load("single_device")
+        carried_out, planner = "single", planners.load("single_device")
         plan = make_plan(problem, planner(problem), planner="single_device", workload=workload)
         runner = _runner(graph, cluster, plan)
-    runner.plan = plan.model_copy(update={"measured": measured[kept]})
+    runner.plan = plan.model_copy(update={"measured": measured[carried_out]})
     runner.measured = measured
+    runner.kept = carried_out
+    if took_s["plain"] <= took_s[carried_out]:
+        runner.stop()
+        runner.kept, runner._module = "plain", module
     if not quiet:
         say(verdict(runner))
     return runner
@@ -148,29 +185,41 @@ def verdict(runner: OptimizedRunner) -> str:
     took_s = {way: _median_s(m, plan.objective) for way, m in runner.measured.items()}
     devices = devices_of(plan)
     used = " and ".join(devices)
-    threads = count(torch.get_num_threads(), "thread")
-    ways = {
-        "plan": f"{'in turns ' if plan.phases else ''}on {used}",
-        "plain": f"plain PyTorch with {threads}",
-    }
-    if "single" not in took_s:
-        begin = f"the best plan is {used} alone"
-    elif len(devices) == 1:
-        begin = f"several devices do not pay here, so {used} works alone"
+    plain = f"plain PyTorch with {count(torch.get_num_threads(), 'thread')}"
+    plain = f"plain PyTorch with {count(torch.get_num_threads(), 'thread')}"
+    ways = {"plan": f"{'in turns ' if plan.phases else ''}on {used}", "plain": plain}
+    if "single" in took_s and len(devices) == 1:
         ways |= {"single": f"on {used}", "plan": "by the best plan for several"}
-    else:
-        begin = (
-            f"{len(devices)} devices, {took_s['single'] / took_s['plan']:.2f} times as fast as one"
-        )
+    elif "single" in took_s:
         ways["single"] = "on one"
+    if runner.kept == "plain":
+        begin = f"{plain} is the fastest here, so the runner calls the module itself"
+    elif "single" not in took_s:
+        begin = f"the best plan is {used} alone"
+    elif runner.kept == "single":
+        begin = f"several devices do not pay here, so {used} works alone"
+    else:
+        than_plain, than_one = (took_s[way] / took_s["plan"] for way in ("plain", "single"))
+        begin = (
+            f"{len(devices)} devices, {than_plain:.2f} times as fast as {plain}, "
+            f"{than_one:.2f} times as fast as one device"
+        )
     what = "a call" if plan.objective == "latency" else "between two results"
     each = ", ".join(f"{shown(s)} {ways[way]}" for way, s in took_s.items())
-    end = (
-        "; the module itself is the fastest"
-        if min(took_s, key=took_s.__getitem__) == "plain"
-        else ""
+    return f"{begin}; measured {what}: {each}{_doubt(plan, took_s)}"
+
+
+def _doubt(plan: Plan, took_s: Mapping[str, float]) -> str:
+    """A warning where one device took another time than its profile says."""
+    one_s = took_s.get("single", took_s["plan"])
+    assert plan.fallback is not None
+    told_s = getattr(plan.fallback, f"{plan.objective}_s")
+    if told_s < _LEAST_TOLD_S or max(one_s / told_s, told_s / one_s) < _UNLIKE:
+        return ""
+    return (
+        f"; one device was to take {shown(told_s)} by its profile, so the machine was busy during "
+        "one of the two: run this again when it is not, after placement profile"
     )
-    return f"{begin}; measured {what}: {each}{end}"
 
 
 def devices_of(plan: Plan) -> list[str]:
@@ -184,7 +233,8 @@ def check_options(objective: str, seconds: float) -> None:
     if objective not in able:
         raise OptimizeError(
             f"objective {objective!r} cannot be measured{meant(str(objective), able) or ';'} use "
-            f"one of {', '.join(able)}"
+            "period (seconds between two results: its inverse is the throughput) or latency "
+            "(seconds of a call)"
         )
     if not (isinstance(seconds, int | float) and 0 < seconds < np.inf):
         raise OptimizeError(f"seconds = {seconds}: must be positive")

@@ -877,6 +877,8 @@ def read_plan(path: str | Path) -> Plan:
     try:
         data = parse_json(text)
     except ValueError as error:
+        if what := model_file(path, text.encode()):
+            raise PlanError(f"{path}: not a plan: {what}") from error
         raise PlanError(
             f"{path}: not valid JSON ({error}): truncated, or edited by hand? "
             f"Make it again: placement plan MODEL --planner best_of --out {path}"

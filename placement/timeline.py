@@ -136,7 +136,13 @@ class Timeline:
     @cached_property
     def makespan_s(self) -> float:
         """First start to last end of the whole run."""
-        return float(self.end_s.max()) - self.begin_s
+        return float(self.end_s.max()) - self.begin_s + self.summing_s
+
+    @cached_property
+    def summing_s(self) -> float:
+        """Seconds after the last operator in which gradients of replicas travel (predicted)."""
+        last = float(self.end_s.max())
+        return 0.0 if self.measured else float(self.transfer_end_s.max(initial=last)) - last
 
     @cached_property
     def span_s(self) -> Floats:
@@ -162,7 +168,8 @@ class Timeline:
             mine = took[first + (k - first) % len(phases) :: len(phases)]
             load += np.bincount(phase, mine.mean(axis=0), len(load))
         busiest = load.max() / min(m, len(phases))
-        return float(steady_period(self.end_s.max(axis=1) - self.begin_s, busiest))
+        steady_s = float(steady_period(self.end_s.max(axis=1) - self.begin_s, busiest))
+        return steady_s + self.summing_s / m
 
     @cached_property
     def busy_s(self) -> Floats:

@@ -2,9 +2,10 @@
 
 Real are: asynchrony (a thread per stream runs kernels in order, after the launching thread has gone
 on), events, the order in which memory becomes free (poisoned with NaN by the stream that allocated
-it, as soon as Python has dropped it, unless ``record_stream`` says who still uses it), memory that
-is full, pinned and pageable host memory (a copy from the latter waits for the stream, and for the
-copy). Kernels are the CPU's.
+it, as soon as Python has dropped it, unless ``record_stream`` says who still uses it; that another
+stream uses it then is counted), memory that is full, pinned and pageable host memory (a copy from
+the latter waits for the stream, and for the copy), CUDA graphs and what may not be captured.
+Kernels are the CPU's.
 
     with emulated_gpu.emulated(memory_bytes=2**30) as gpu:
         ...  # torch.cuda and tensors on cuda:0; ``gpu`` counts what was copied how
@@ -44,7 +45,9 @@ class Gpu:
         poison: whether memory is spoiled when it is free.
         copies: how many of each kind: ``pinned``, ``pageable`` (to a device), ``back`` (to pinned
             memory), ``back and wait``.
-        num_streams, num_poisoned: so far.
+        num_streams, num_poisoned, num_replays: so far.
+        num_races: blocks that were freed while a stream used them that nobody had recorded.
+        open_pools: memory pools of graphs whose capture has not ended for the allocator.
         allocated, peak: bytes by device number.
     """
 
@@ -58,6 +61,9 @@ class Gpu:
     copies: Counter[str] = field(default_factory=Counter)
     num_streams: int = 0
     num_poisoned: int = 0
+    num_replays: int = 0
+    num_races: int = 0
+    open_pools: Counter[Any] = field(default_factory=Counter)
     allocated: Counter[int] = field(default_factory=Counter)
     peak: Counter[int] = field(default_factory=Counter)
     streams: list[Stream] = field(default_factory=list)
@@ -92,6 +98,8 @@ class Stream:
         self.index, self.error = _number(device), None
         self.device = torch.device("cuda", self.index)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.num_launched = self.num_done = 0
+        self.graph: CUDAGraph | None = None  # that is being captured
         _gpu.num_streams += 1
         _gpu.streams.append(self)
         threading.Thread(target=self._run, daemon=True).start()
@@ -104,9 +112,22 @@ class Stream:
             except BaseException as error:  # shown to whoever waits, from then on
                 self.error = self.error or error
             launched = None
+            self.num_done += 1
 
     def launch(self, work: Any) -> None:
+        if self.graph is not None:
+            self.graph.work.append(work)
+            return
+        self.num_launched += 1
         self._queue.put(work)
+
+    def may_wait(self) -> None:
+        """Raises: RuntimeError, the stream is being captured, or any is and forbids it to all."""
+        for graph in [each.graph for each in _gpu.streams if each.graph is not None]:
+            mine = graph.stream is self or graph.thread == threading.get_ident()
+            if mine or graph.mode == "global":
+                graph.failed = True
+                raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -120,6 +141,7 @@ class Stream:
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
+        self.may_wait()
         self.record_event().synchronize()
 
 
@@ -190,12 +212,19 @@ class _Memory:
         gpu.allocate(on.index, num_bytes)
         self.gpu, self.cell, self.on, self.num_bytes = gpu, cell, on, num_bytes
         self.users: set[Stream] = set()
+        self.used: dict[Stream, int] = {}  # how far each has come when it has used the block
+        self.graph = on.graph  # in whose memory it is
 
     def __del__(self) -> None:
         if not hasattr(self, "num_bytes"):
             return  # there was no room for it
         gpu, cell, on = self.gpu, self.cell, self.on
         gpu.allocated[on.index] -= self.num_bytes
+        if self.graph is not None:
+            return  # no others get it
+        for user, count in self.used.items():
+            if user is not on and user not in self.users and user.num_done < count:
+                gpu.num_races += 1
         used = [user.record_event().done for user in self.users]
 
         def unused() -> None:
@@ -304,6 +333,9 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get("pin_memory") and not (device and torch.device(device).type == "cuda"):
             like = _metas(func, args, {**kwargs, "device": torch.device("meta")})
             made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+            for graph in [each.graph for each in _gpu.streams if each.graph is not None]:
+                if graph.mode == "global":
+                    graph.failed = True  # whoever allocates
             made.fill_(torch.nan if made.is_floating_point() else 0)
             made.pinned = True
             return made
@@ -352,6 +384,8 @@ def _to_host(func: Any, args: Any, kwargs: dict[str, Any], source: CudaTensor) -
             else:
                 found[0] = func(cell[0].clone(), *rest, **kwargs | {"non_blocking": False})
 
+    if not (late and hasattr(target, "pinned")):
+        on.may_wait()
     on.launch(copy)
     if late and hasattr(target, "pinned"):
         gpu.copies["back"] += 1
@@ -369,7 +403,7 @@ def _from_host(
         _gpu.copies["pinned"] += 1
         return args, kwargs
     _gpu.copies["pageable"] += 1
-    on.synchronize()
+    on.synchronize()  # which a stream that is captured may not
     read = {id(x): x.detach().clone() for x in host}
 
     def swap(x: Any) -> Any:
@@ -392,7 +426,8 @@ def _launch(
     in_place = {id(x.meta): x for x in cuda}
     metas = _metas(func, args, kwargs)
     if not cuda:  # nothing is shared with what comes from elsewhere
-        metas = pytree.tree_map_only(Tensor, torch.empty_like, metas)
+        with torch.inference_mode(False):
+            metas = pytree.tree_map_only(Tensor, torch.empty_like, metas)
     leaves, spec = pytree.tree_flatten(metas)
     made: list[Any] = []
     cells: list[Any] = []
@@ -444,7 +479,44 @@ def _launch(
                     cell[0] = value.clone() if shares else value
 
     on.launch(kernel)
+    for x in (*cuda, *(x for x in made if isinstance(x, CudaTensor))):
+        if on.graph is None:
+            x.memory.used[on] = on.num_launched
     return pytree.tree_unflatten(made, spec)
+
+
+class CUDAGraph:
+    """What was launched on a stream between two calls, to be launched again."""
+
+    def __init__(self) -> None:
+        self.work: list[Any] = []
+        self.failed, self.ended = False, False
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.stream, self.mode = current_stream(), capture_error_mode
+        self.thread, self.pool = threading.get_ident(), pool
+        assert self.stream is not default_stream(), "graphs are captured on another stream"
+        _gpu.open_pools[pool] += 1
+        self.stream.graph = self
+
+    def capture_end(self) -> None:
+        self.stream.graph = None
+        if self.failed:  # and the allocator is not told
+            raise RuntimeError("CUDA error: operation failed due to a previous error in capture")
+        _end_allocate(self.stream.index, self.pool)
+        self.ended = True
+
+    def replay(self) -> None:
+        assert self.ended, "replay without a capture"
+        _gpu.num_replays += 1
+        stream, work = current_stream(), list(self.work)
+        stream.launch(lambda: [each() for each in work])
+
+
+def _end_allocate(device: int, pool: Any) -> None:
+    if not _gpu.open_pools[pool]:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+    _gpu.open_pools[pool] -= 1
 
 
 def _properties(device: Any = None) -> SimpleNamespace:
@@ -495,6 +567,9 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         "synchronize": synchronize,
         "Stream": Stream,
         "Event": Event,
+        "CUDAGraph": CUDAGraph,
+        "graph_pool_handle": object,
+        "is_current_stream_capturing": lambda: current_stream().graph is not None,
         "current_stream": current_stream,
         "default_stream": default_stream,
         "stream": stream,
@@ -513,6 +588,9 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
     with ExitStack() as stack:
         for name, stand_in in stand_ins.items():
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(
+            patch.object(torch._C, "_cuda_endAllocateToPool", _end_allocate, create=True)
+        )
         stack.enter_context(patch.object(threading.Thread, "start", start_in_mode))
         # Threads and streams that are kept for the next runner.
         stack.enter_context(patch.object(backend, "_IDLE", defaultdict(list)))

@@ -454,8 +454,9 @@ def _onnx(_: Any) -> Target:
 
 
 def _decoders(files: Mapping[str, bytes]) -> Target:
+    from placement.cli.serving import fits
     from placement.cluster import Cluster, Device
-    from placement.costs.serving import Phase, Serving, fits, largest_context, serving_problem
+    from placement.costs.serving import Phase, Serving, largest_context, serving_problem
     from placement.importers import load_decoder
 
     gpu = Device("cuda:0", "cuda", like="nvidia/l4", memory_bytes=10**10)
@@ -467,7 +468,7 @@ def _decoders(files: Mapping[str, bytes]) -> Target:
         if problem.num_ops <= 200:
             _solved(problem)
             if not fits(problem):
-                assert largest_context(decoder, cluster, asked) < asked.context
+                assert largest_context(decoder, cluster, asked, fits) < asked.context
 
     return Target(files, use)
 

@@ -1,15 +1,82 @@
-"""Random placement problems: seeded (``random_problem``) and for hypothesis (``problems``)."""
+"""Problems: by hand (``small_problem``), seeded (``random_problem``), drawn (``problems``)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, permutations
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.problem import Placement, Problem
 from placement.profile import Profile
+
+
+def chain(n: int) -> list[tuple[int, int]]:
+    """The edges of ``n`` operators in a row."""
+    return list(pairwise(range(n)))
+
+
+def every_link(names: Sequence[str], *costs: Any) -> tuple[Link, ...]:
+    """A link with these fields, in their order, from every device to every other."""
+    return tuple(Link(a, b, *costs) for a, b in permutations(names, 2))
+
+
+def small_problem(
+    seconds: ArrayLike,
+    edges: Sequence[tuple[int, int]] = (),
+    *,
+    tensor_bytes: ArrayLike = 0,
+    tensors: Sequence[tuple[int, int, Sequence[int]]] | None = None,
+    param_bytes: ArrayLike | None = None,
+    memory_bytes: ArrayLike = 2**40,
+    devices: Sequence[str] | str = "d{}",
+    device: Mapping[str, Any] | None = None,
+    links: tuple[Link, ...] = (),
+    link: Sequence[Any] | None = None,
+    graph: Mapping[str, Any] | None = None,
+    profile: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Problem:
+    """Operators ``op0``, ``op1``, ... that take ``seconds [N, D]``, with a tensor each.
+
+    ``tensors``: (producer, bytes, consumers) instead of those. ``param_bytes``: of a parameter
+    that each operator has for itself. ``device``: further fields of the devices, a value or a list
+    with one per device. ``link``: costs of a link between any two devices. ``graph`` and
+    ``profile`` are further facts of these two, ``settings`` (and ``group``) are the problem's.
+    """
+    table = np.array(seconds, np.float64)
+    n, d = table.shape
+    facts: dict[str, Any] = {"group": settings.pop("group", None), **(graph or {})}
+    if param_bytes is not None:
+        facts |= {"param_bytes": np.broadcast_to(param_bytes, n)}
+        facts |= {"param_uses": [(i, i) for i in range(n)]}
+    if tensors is None:
+        sizes = np.broadcast_to(tensor_bytes, n)
+        tensors = [(i, sizes[i], [b for a, b in edges if a == i]) for i in range(n)]
+    built = OpGraph.build(
+        facts.pop("name", "small"),
+        facts.pop("op_name", [f"op{i}" for i in range(n)]),
+        [src for src, _, _ in tensors],
+        [size for _, size, _ in tensors],
+        [(t, user) for t, (_, _, users) in enumerate(tensors) for user in users],
+        **facts,
+    )
+    names = [devices.format(i) for i in range(d)] if isinstance(devices, str) else list(devices)
+    memory = np.broadcast_to(memory_bytes, d).tolist()
+    each = {k: v if isinstance(v, list) else [v] * d for k, v in (device or {}).items()}
+    made = [
+        Device(name, memory_bytes=memory[i], **{k: v[i] for k, v in each.items()})
+        for i, name in enumerate(names)
+    ]
+    links = links if link is None else every_link(names, *link)
+    costs = Profile(tuple(names), table, np.zeros_like(table), links, **(profile or {}))
+    return Problem(built, Cluster("small", tuple(made)), costs, **settings)
 
 
 def random_graph(rng: np.random.Generator, num_ops: int, views: bool = True) -> OpGraph:

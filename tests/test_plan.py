@@ -375,6 +375,10 @@ def test_truncated(path: Path) -> None:
         path.write_text(text[:length])
         with pytest.raises(PlanError, match=r"not valid JSON .*Make it again: placement plan"):
             load_plan(path)
+    code = path.with_name("mine.py")
+    code.write_text("import torch")
+    with pytest.raises(PlanError, match=r"not a plan: Python code.*mine:function"):
+        load_plan(code)
 
 
 @pytest.mark.parametrize(

@@ -23,26 +23,16 @@ from placement.problem import Problem
 from placement.profile import Profile
 from placement.replan import ReplanError, first_choices, remaining, replan
 from placement.simulator import score
+from tests import problems as by_hand
 from tests.problems import problems, random_placement
 
 
 def chain(num_ops: int = 6, devices: str = "abc", memory: int = 1000) -> Problem:
     """Operators of one second, tensors of one byte that travel at 1000 bytes/s."""
-    edges = [(i, i + 1) for i in range(num_ops - 1)]
-    graph = OpGraph.build(
-        "chain",
-        [f"op{i}" for i in range(num_ops)],
-        range(num_ops),
-        [1] * num_ops,
-        edges,
-        param_bytes=[100] * num_ops,
-        param_uses=[(i, i) for i in range(num_ops)],
-    )
-    names = tuple(devices)
-    cluster = Cluster("some", tuple(Device(x, kind="npu", memory_bytes=memory) for x in names))
-    links = tuple(Link(a, b, 0.0, 1000.0) for a in names for b in names if a != b)
-    seconds = np.ones((num_ops, len(names)))
-    return Problem(graph, cluster, Profile(names, seconds, 0 * seconds, links))
+    seconds, edges = np.ones((num_ops, len(devices))), by_hand.chain(num_ops)
+    facts = {"devices": list(devices), "device": {"kind": "npu"}, "link": (0.0, 1000.0)}
+    sizes = {"tensor_bytes": 1, "param_bytes": 100, "memory_bytes": memory}
+    return by_hand.small_problem(seconds, edges, **facts, **sizes)
 
 
 # --- what is left --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import errno
 import io
 import json
 import os
+import shlex
 import sys
 import threading
 import traceback
@@ -347,6 +348,22 @@ def is_file(spec: str) -> bool:
     if os.path.isdir(spec):
         raise UsageError(f"{spec}: is a folder, not a file")
     return True
+
+
+def check_is_model(spec: str) -> None:
+    """Raises: UsageError, ``spec`` is the name of a file, where the name of a model is needed."""
+    if looks_like_file(spec):
+        from placement.tools.files import model_file
+
+        raise UsageError(
+            f"{spec}: "
+            + (
+                model_file(spec, b"")
+                or "a file, where a model is needed: a shipped one, as resnet50, or yours, as "
+                f"package.module:function; a file is planned: placement plan {shlex.quote(spec)} "
+                "--planner best_of"
+            )
+        )
 
 
 def looks_like_file(spec: str) -> bool:

@@ -16,14 +16,17 @@ EXAMPLE = """examples:
   llama-server -m model.gguf $(cat plan.args) -ot "$(cat plan.ot)" --verbose 2> llama.log
   placement audit plan.json --log llama.log
   placement audit plan.json --log onnxruntime.log       (session.log_severity_level = 0)
+  OPENVINO_HETERO_VISUALIZE=1 ./program
+  placement audit plan.json --log hetero_affinity_MODEL.dot --devices cuda:0=GPU.0
 
 Exit code 1: an operator is elsewhere than planned, or the log does not say where any is.
 """
 MOST_BYTES = 2**28
 _LAYER = re.compile(r"load_tensors: layer +(\d+) assigned to device (\S+?),? ")
 _OVERRIDE = re.compile(r"tensor (\S+) \(.*\) buffer type overridden to (\S+)")
-_BUFFER = re.compile(r": +(\S+) +(model|KV|compute) buffer size = +([0-9.]+) MiB")
-_PLACED = re.compile(r"(?:Node\(s\)|All nodes) placed on \[(\w+)\]")
+_BUFFER = re.compile(r": +(\S+) +(model|KV|RS|compute|output) buffer size = +([0-9.]+) MiB")
+_PLACED = re.compile(r"(Node\(s\)|All nodes) placed on \[(\w+)\]")
+_AFFINITY = re.compile(r'label="([^"\\]+)\\n[^"]*\\ndevice=([^"\\]+)"')
 _NODE = re.compile(r"^.*?(\w+) \(([^()]+)\)\s*$")
 
 
@@ -36,10 +39,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NODE=HOST:PORT",
         help="servers of llama.cpp, as for its exporter; may be repeated",
     )
+    parser.add_argument(
+        "--devices",
+        action="append",
+        metavar="DEVICE=NAME",
+        help="what OpenVINO calls devices, as for its exporter; may be repeated",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement.exporters.llama_cpp import Backends
     from placement.plan import load_plan
 
     plan = load_plan(args.plan)
@@ -48,15 +56,8 @@ def run(args: argparse.Namespace) -> int:
             text = file.read(MOST_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise cli.UsageError(f"{args.log}: cannot be read: {error.strerror}") from error
-    memory: dict[str, dict[str, float]] = {}
-    if _PLACED.search(text):
-        found, planned = onnxruntime_nodes(text), dict(plan.assignment)
-        kinds = {d.name: d.kind for d in plan.cluster.devices}
-        planned = {op: _PROVIDERS.get(kinds[d], d) for op, d in planned.items()}
-    else:
-        backends = Backends(plan, args.rpc or ())
-        found, memory = llama_cpp_operators(text, plan), llama_cpp_buffers(text)
-        planned = {op: backends.buffer(d) for op, d in plan.assignment.items()}
+    names, found, memory = _told(text, plan, args)
+    planned = {op: names[device] for op, device in plan.assignment.items()}
     known = {op: where for op, where in found.items() if op in planned}
     elsewhere = {op: [planned[op], where] for op, where in known.items() if where != planned[op]}
     answer = {
@@ -77,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     if not known:
         cli.say(
             f"{args.log} does not say where any operator of the plan is: llama.cpp says it with "
-            "--verbose, ONNX Runtime with log_severity_level = 0"
+            "--verbose, ONNX Runtime with log_severity_level = 0, OpenVINO's HETERO in "
+            "hetero_affinity_MODEL.dot with OPENVINO_HETERO_VISUALIZE=1"
         )
         return cli.NO
     cli.say(f"{len(known) - len(elsewhere)} of {len(known)} operators are where they were planned")
@@ -87,20 +89,83 @@ def run(args: argparse.Namespace) -> int:
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
-def onnxruntime_nodes(text: str) -> dict[str, str]:
+def _told(
+    text: str, plan: Plan, args: argparse.Namespace
+) -> tuple[dict[str, str], dict[str, str], dict[str, dict[str, float]]]:
+    """The runtime's name of each device, where operators are, and MiB of each of its devices."""
+    from placement.exporters.llama_cpp import Backends
+    from placement.exporters.openvino import Openvino
+
+    used = set(plan.assignment.values())
+    if _PLACED.search(text):
+        kinds = {d.name: d.kind for d in plan.cluster.devices}
+        providers = {name: _PROVIDERS.get(kinds[name], name) for name in used}
+        return providers, onnxruntime_nodes(text, plan), {}
+    if _AFFINITY.search(text):
+        return (
+            Openvino(devices=tuple(args.devices or ())).labels(plan),
+            openvino_nodes(text, plan),
+            {},
+        )
+    backends = Backends(plan, args.rpc or ())
+    text = last_load(text)
+    memory = llama_cpp_buffers(text)
+    if plan.predicted.peak_bytes is not None:
+        for name in used & set(plan.predicted.peak_bytes):
+            sizes = memory.get(backends.buffer(name))
+            if sizes is not None:
+                peak = plan.predicted.peak_bytes[name]
+                sizes["planned"] = round(sizes.get("planned", 0.0) + peak / 2**20, 2)
+    return {name: backends.buffer(name) for name in used}, llama_cpp_operators(text, plan), memory
+
+
+def openvino_nodes(text: str, plan: Plan) -> dict[str, str]:
+    """Operator -> device, from the graph that HETERO writes of a model before it is compiled.
+
+    One node of ONNX becomes several of OpenVINO, whose names begin with its own.
+    """
+    found: dict[str, set[str]] = {}
+    for name, device in _AFFINITY.findall(text):
+        op = name if name in plan.assignment else name.rpartition("/")[0]
+        found.setdefault(op, set()).add(device)
+    return {op: "+".join(sorted(devices)) for op, devices in found.items()}
+
+
+def onnxruntime_nodes(text: str, plan: Plan) -> dict[str, str]:
     """Node -> execution provider, from the lines below ``Node(s) placed on [...]``."""
     found: dict[str, str] = {}
     provider = None
     for line in text.splitlines():
         begun = _PLACED.search(line)
         node = _NODE.match(line)
-        if begun:
-            provider = begun[1]
+        if begun and begun[1] == "All nodes":  # it does not list them then
+            found |= dict.fromkeys(plan.assignment, begun[2])
+        elif begun:
+            provider = begun[2]
         elif node and provider is not None:
             found[node[2]] = provider
         else:
             provider = None
     return found
+
+
+def last_load(text: str) -> str:
+    """A log of llama.cpp from where it loads the model for good.
+
+    Before that it loads without memory, once or more, to see whether the model fits (``-fit``);
+    behind it there may be a smaller model that drafts.
+    """
+    begun = [(m.start(), int(m[1])) for m in _LAYER.finditer(text)]
+    starts = [at for at, layer in begun if layer == 0]
+    if not starts:
+        return text
+    loads = list(zip(starts, [*starts[1:], len(text)], strict=True))
+    most = max(layer for _, layer in begun)
+    return next(
+        text[a:b]
+        for a, b in reversed(loads)
+        if any(a <= at < b and layer == most for at, layer in begun)
+    )
 
 
 def llama_cpp_operators(text: str, plan: Plan) -> dict[str, str]:

@@ -29,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from placement.costs.features import CLASSES, features, slack
     from placement.profile import Profile
 
-    if cli.looks_like_file(args.workload):
-        raise cli.UsageError(f"{args.workload}: give a model, not a file; see --help")
+    cli.check_is_model(args.workload)
     mode = cli.mode_of(args)
     cli.check_outputs(args.csv)
     profile = None if args.profile is None else Profile.load(args.profile)

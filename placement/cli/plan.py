@@ -54,7 +54,9 @@ _FILE_OPTIONS = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--planner", required=True, metavar="NAME", help="e.g. heft")
+    parser.add_argument(
+        "--planner", metavar="NAME", help="e.g. heft (best_of; of a language model layer_dp)"
+    )
     configure_problem(parser)
     parser.add_argument("--seconds", type=float, help="budget of the planner")
     parser.add_argument("--evaluations", type=int, help="budget of the planner")
@@ -130,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
     cli.check_outputs(args.out, args.trace, args.trials)
     _check_measurable(args)
+    args.planner = args.planner or serving.default_planner(args)
     planner = load_planner(args)
     cli.search_here(args.scheduler)
     scheduler = None if args.scheduler is None else schedulers.load(args.scheduler)
@@ -198,7 +201,7 @@ def _check_measurable(args: argparse.Namespace) -> None:
     if args.max_phases not in (None, 1):
         raise cli.UsageError(
             f"--max-phases {args.max_phases}: --measurements moves operators of all micro-batches "
-            "alike; leave one of the two out"
+            "alike: use --max-phases 1 with it, or leave --measurements out"
         )
     away = [d.name for d in cli.cluster_of(args.cluster).devices if d.like is not None]
     if away:
@@ -232,10 +235,12 @@ def _ordered(
     """The answer in the order of the scheduler, with the value that it has in that order."""
     from placement.simulator import as_simulated
 
-    if solution.placement.ndim == 2:
+    phases, count = len(np.atleast_2d(solution.placement)), problem.num_microbatches
+    if count % phases:
         raise cli.UsageError(
-            f"--scheduler {args.scheduler} orders placements with one phase, the answer of "
-            f"{args.planner} has {len(solution.placement)}: --max-phases 1"
+            f"--scheduler {args.scheduler}: an order of {count} micro-batches is run again and "
+            f"again, and the answer of {args.planner} has {phases} phases: add --microbatches "
+            f"{count + -count % phases}, or --max-phases 1"
         )
     with cli.says_nothing_in_answers():
         schedule = scheduler(problem, solution.placement, problem.num_microbatches)
@@ -311,7 +316,7 @@ def _show_and_save(
     if not args.json:
         show_plan(plan)
         if serving.is_served(args):
-            serving.table(problem, solution)
+            serving.table(args, problem, solution)
     if args.out:
         plan.save(args.out)
         # Code of yours is not called on a plan's word: it is named again.

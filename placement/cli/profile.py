@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
         raise cli.UsageError(f"--repeats {args.repeats}: must be at least 1")
     if args.workload is None and args.distributed is None:
         raise cli.UsageError("name a model, or measure links between processes: --distributed 2")
-    if args.workload is not None and cli.looks_like_file(args.workload):
-        raise cli.UsageError(f"{args.workload}: a model is measured, not a file; see --help")
+    if args.workload is not None:
+        cli.check_is_model(args.workload)
     mode = cli.mode_of(args)
     if args.seconds is not None and not args.seconds > 0:
         raise cli.UsageError(f"--seconds {args.seconds}: must be positive")

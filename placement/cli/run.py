@@ -68,12 +68,6 @@ def run(args: argparse.Namespace) -> int:
     if args.distributed:
         from placement.cli import distributed
 
-        if plan.phases:
-            raise cli.UsageError(
-                f"--distributed: the plan has {len(plan.assignments)} phases, in which "
-                "micro-batches take turns; processes do not: leave --distributed out, or plan "
-                "with --max-phases 1"
-            )
         return distributed.run(args, plan, batches)
     if args.weights or args.processes is not None:
         raise cli.UsageError("--weights and --processes are for --distributed: add it")

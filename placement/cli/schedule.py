@@ -102,11 +102,11 @@ def _answer(args: argparse.Namespace, answer: Answer, ids: list[int]) -> dict[st
 
     return {
         "period": _number(answer.period),
-        "period_lower_bound": _number(answer.found.bound),
-        "optimal": answer.found.optimal,
+        "period_lower_bound": _number(answer.outcome.bound),
+        "optimal": answer.outcome.optimal,
         "makespan": answer.makespan,
         "seconds": round(answer.seconds, 6),
-        "unroll": answer.found.pattern.unroll,
+        "unroll": answer.outcome.pattern.unroll,
         "micro_batches": args.micro_batches,
         "memory": args.memory,
         "starts": [[j, ids[b], int(start)] for (j, b), start in np.ndenumerate(answer.starts)],
@@ -115,9 +115,9 @@ def _answer(args: argparse.Namespace, answer: Answer, ids: list[int]) -> dict[st
 
 def _show(args: argparse.Namespace, work: Work, answer: Answer) -> None:
     """A table, and the schedule as text: a line per device, a letter per micro-batch."""
-    count, pattern = args.micro_batches, answer.found.pattern
+    count, pattern = args.micro_batches, answer.outcome.pattern
     memory = "unlimited" if args.memory is None else args.memory
-    proved = "optimal" if answer.found.optimal else f"at least {float(answer.found.bound):g}"
+    proved = "optimal" if answer.outcome.optimal else f"at least {float(answer.outcome.bound):g}"
     rows = [
         [f"period (pattern of {pattern.unroll})", f"{float(answer.period):g}", proved],
         ["makespan", str(answer.makespan), f"at least {work.makespan_bound(count)}"],

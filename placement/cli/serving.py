@@ -59,6 +59,11 @@ def is_served(args: argparse.Namespace) -> bool:
     return False
 
 
+def default_planner(args: argparse.Namespace) -> str:
+    """The planner where none is named."""
+    return "layer_dp" if is_served(args) else "best_of"
+
+
 def asked(args: argparse.Namespace) -> tuple[Decoder, Serving]:
     """The model, and what is served.
 
@@ -115,7 +120,8 @@ def answer(args: argparse.Namespace, problem: Problem, solution: Solution) -> di
     found: dict[str, Any] = {"memory": memory(problem, solution.placement)}
     decoder, serving = asked(args)
     if not isfinite(solution.value_s):
-        return found | {"largest_context": largest_context(decoder, problem.cluster, serving)}
+        largest = largest_context(decoder, problem.cluster, serving, fits)
+        return found | {"largest_context": largest}
     parts = terms(decoder, problem.cluster, serving, solution.placement)
     weights = dict(zip(("prefill", "decode"), serving.weights, strict=True))
     return found | {**parts, "weights": weights, "spread": efficiency.ERROR}
@@ -123,7 +129,7 @@ def answer(args: argparse.Namespace, problem: Problem, solution: Solution) -> di
 
 def why_not(args: argparse.Namespace, problem: Problem) -> str:
     """What is needed, what is there, and which context fits."""
-    from placement.costs.serving import fits, largest_context
+    from placement.costs.serving import largest_context
 
     decoder, serving = asked(args)
     graph, held = problem.graph, problem.profile.provenance
@@ -135,18 +141,38 @@ def why_not(args: argparse.Namespace, problem: Problem) -> str:
     )
     if fits(problem):
         return f"{needs}; another planner finds a split that fits: --planner layer_dp"
-    largest = largest_context(decoder, problem.cluster, serving)
+    largest = largest_context(decoder, problem.cluster, serving, fits)
     if not largest:
         return f"{needs}; no context fits"
-    return f"{needs}; the largest context that fits is {largest} tokens: --context {largest}"
+    return (
+        f"{needs}; the largest context with which layers fit one device after another is "
+        f"{largest} tokens: --context {largest}"
+    )
 
 
-def table(problem: Problem, solution: Solution) -> None:
-    """Show what the devices hold."""
-    from placement.costs.serving import memory
+def fits(problem: Problem) -> bool:
+    """Whether layers one after another fit, in any order of the devices."""
+    from math import isfinite
+
+    from placement.planners import load
+
+    return isfinite(load("layer_dp")(problem).value_s)
+
+
+def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> None:
+    """Show what the devices hold, how fast that is, and how sure."""
+    from placement.costs import efficiency
+    from placement.costs.serving import memory, terms
 
     rows = [
         [name, *(cli.mebibytes(float(x)) for x in held.values())]
         for name, held in memory(problem, solution.placement).items()
     ]
     cli.print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "of"], rows)
+    decoder, serving = asked(args)
+    found = terms(decoder, problem.cluster, serving, solution.placement)
+    cli.put(
+        f"decode: {serving.batch / found['decode_s']:.1f} tokens/s at a context of "
+        f"{serving.context}; prefill: {found['prefill_s']:.2f} s for {serving.batch} x "
+        f"{serving.tokens} tokens; predicted, whole models err by {efficiency.ERROR * 100:.0f} %"
+    )

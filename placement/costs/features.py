@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.graph import OpGraph, reuse_position
+from placement.graph import OpGraph, levels, reuse_position
 
 Floats = NDArray[np.float64]
 Shape = tuple[int, ...]
@@ -146,9 +146,6 @@ def features(graph: OpGraph) -> Features:
     kinds = tuple(kind for kind, _ in rows)
     param_gap, kind_gap = _gaps(graph, kinds, columns["read_bytes"] + columns["written_bytes"])
     edges = graph.edges
-    level = np.zeros(n)
-    for src, dst in edges[np.argsort(edges[:, 1], kind="stable")].tolist():
-        level[dst] = max(level[dst], level[src] + 1)
     return Features(
         kind=kinds,
         param_gap_bytes=param_gap,
@@ -157,7 +154,7 @@ def features(graph: OpGraph) -> Features:
         param_bytes=graph.op_param_bytes.astype(float),
         fan_in=np.bincount(edges[:, 1], minlength=n).astype(float),
         fan_out=np.bincount(edges[:, 0], minlength=n).astype(float),
-        level=level,
+        level=levels(edges, n).astype(float),
         **columns,
     )
 

@@ -7,7 +7,7 @@ a chain of operators, so that planners for latency plan it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil
@@ -96,15 +96,16 @@ class Serving:
     @property
     def rows(self) -> int:
         """Tokens that go through a layer together, at most."""
-        return max(self.batch, min(PIECE, self.batch * self.tokens))
+        return max(self.batch, min(PIECE, self.batch * self.context))
 
 
 def serving_problem(decoder: Decoder, cluster: Cluster, serving: Serving) -> Problem:
     """The problem; the objective ``latency`` of its one micro-batch is that of ``serving``.
 
     Parameters are the weights, the cache of each layer's keys and values (no longer than its
-    window), and a buffer for what is between, once per device: of ``rows``
-    tokens the widest that a layer makes of them in 4 bytes, and with the head its logits.
+    window), and what is between, once per device: of ``rows`` tokens the widest that a layer makes
+    of them in 4 bytes, with attention a mask of them over the context in 2 bytes, and with the
+    head the logits of a token of each sequence.
 
     Raises:
         ServingError: more cache than any memory has.
@@ -221,6 +222,7 @@ def _graph(decoder: Decoder, serving: Serving) -> tuple[OpGraph, dict[str, Any]]
         if part.kv_bytes:
             kept = serving.context if part.window is None else min(serving.context, part.window)
             use(op, f"{part.name} cache", serving.batch * kept * part.kv_bytes, _KEPT)
+            use(op, "mask", 2 * serving.rows * serving.context, _BUFFER)
         if part.kind == "head":
             use(op, "logits", 4 * serving.batch * decoder.vocabulary, _BUFFER)
         use(op, "buffer", 4 * serving.rows * decoder.widest, _BUFFER)
@@ -290,32 +292,16 @@ def memory(problem: Problem, placement: Placement) -> dict[str, dict[str, int]]:
     }
 
 
-def fits(problem: Problem) -> bool:
-    """Whether a split was found that fits: the largest groups first, each where most is free."""
-    graph = problem.graph
-    free = problem.memory_bytes.astype(np.float64)
-    held = np.zeros((len(graph.param_bytes), problem.num_devices), bool)
-    size = np.bincount(graph.group, weights=graph.op_param_bytes)
-    for g in np.argsort(-size, kind="stable"):
-        params = np.unique(graph.param_use[graph.group[graph.param_use_op] == g])
-        new = graph.param_bytes[params] @ ~held[params]
-        left = np.where(np.isfinite(problem.group_compute_s[g]), free - new, -np.inf)
-        d = int(np.argmax(left))
-        if left[d] < 0:
-            return False
-        free[d] = left[d]
-        held[params, d] = True
-    return True
-
-
-def largest_context(decoder: Decoder, cluster: Cluster, serving: Serving) -> int:
-    """The longest context that was found to fit; 0: none."""
+def largest_context(
+    decoder: Decoder, cluster: Cluster, serving: Serving, fits: Callable[[Problem], bool]
+) -> int:
+    """The longest context, at most that of ``serving``, whose problem ``fits``; 0: none."""
 
     def fitting(context: int) -> bool:
         prompt = None if serving.prompt is None else min(serving.prompt, context)
-        return fits(
-            serving_problem(decoder, cluster, replace(serving, context=context, prompt=prompt))
-        )
+        at = replace(serving, context=context, prompt=prompt)
+        problem = serving_problem(decoder, cluster, at)
+        return problem.graph.param_bytes.sum() <= problem.memory_bytes.sum() and fits(problem)
 
     low, high = 0, serving.context
     if fitting(high):

@@ -189,6 +189,7 @@ class CudaBackend:
     def enter(self, stack: ExitStack) -> None:
         gpu = self._gpu
         torch.cuda.set_device(self.torch_device)
+        stack.callback(gpu.finish)
         stack.enter_context(torch.cuda.stream(gpu.compute))
         stack.callback(gpu.courier.flush)
         stack.callback(gpu.porter.flush)
@@ -340,6 +341,11 @@ class _Gpu:
         self.events: deque[Any] = deque()
         # Waiting without sleeping takes a core: only where it has one beside the launcher's.
         self._new = partial(torch.cuda.Event, blocking=len(cores) < 2)
+
+    def finish(self) -> None:
+        """Wait for all that was launched: memory that it reads or writes may go then."""
+        with suppress(RuntimeError):  # the device has failed, as somebody has been told
+            self.compute.synchronize()
 
     def record(self, stream: Any) -> Any:
         """An event, after what was launched on ``stream`` so far."""

@@ -50,12 +50,13 @@ from placement.executor.distributed_world import (
 from placement.executor.loader import InputPipeline
 from placement.executor.runner import Runner, RunnerError
 from placement.executor.share import Share
-from placement.executor.trainer import Trainer
+from placement.executor.trainer import Trainer, synchronize
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
 from placement.tools.files import write_atomic
 
 PINGS = 20
+VALUE, SUM = range(2)  # what comes of a parameter
 MARKER = "checkpoint.json"
 
 
@@ -219,16 +220,10 @@ class DistributedRunner(Runner):
         **options: Any,
     ) -> None:
         super().__init__(graph, cluster, placement, **options)
-        if self.num_phases > 1:
-            raise RunnerError(
-                f"the placement has {self.num_phases} phases, in which micro-batches take turns: "
-                "processes do not; run it in one (placement run without --distributed), or plan "
-                "with --max-phases 1"
-            )
         self.world = world
         self.rank_of = ranks_of(cluster, world.size)
         self.clock_error_s = 0.0
-        self.on_param: Callable[[int, Tensor], None] = lambda q, value: None
+        self.on_param: Callable[[int, int, Tensor], None] = lambda what, q, value: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._own = [d for d in range(cluster.num_devices) if self.rank_of[d] == world.rank]
         self._given: dict[tuple[int, int], dict[int, Tensor]] = {}
@@ -240,8 +235,10 @@ class DistributedRunner(Runner):
         from placement.program import Param
 
         graph = self.graph
-        here = np.isin(self.placement[graph.param_use_op], self._own)
-        found = {p for p in graph.param_use[here].tolist() if p < len(self._program.params)}
+        here = np.isin(np.atleast_2d(self.placement)[:, graph.param_use_op], self._own)
+        found = {
+            p for p in graph.param_use[here.any(axis=0)].tolist() if p < len(self._program.params)
+        }
         if self.world.rank == 0:
             found |= {x.index for x in self._program.output_leaves if isinstance(x, Param)}
         return sorted(found)
@@ -290,7 +287,7 @@ class DistributedRunner(Runner):
         elif kind == DONE:
             self._results.put((batch, -1, device))
         elif kind == PARAM:
-            self.on_param(tensor, value)
+            self.on_param(batch, tensor, value)
         elif kind == PONG:
             self._answers.put((rank, (batch, tensor, time.perf_counter_ns())))
         elif value[0] == "failed":
@@ -427,8 +424,9 @@ class DistributedTrainer(Trainer):
     """A ``Trainer`` over processes; all ranks make it alike.
 
     Rank 0 is used as a ``Trainer``; the others call ``serve``. A parameter is updated on the rank
-    that adds up its gradient, and goes from there to every other rank that reads it (tied
-    parameters). ``sync`` brings everything to the module of rank 0.
+    that adds up its gradient in phase 0: what replicas on other ranks have added up comes there,
+    and the new value goes to every other rank that reads it. ``sync`` brings everything to the
+    module of rank 0.
 
     Args: as for ``Trainer``, and the ``world``.
     """
@@ -449,21 +447,26 @@ class DistributedTrainer(Trainer):
                 "parameters() of the captured module"
             )
         readers: dict[int, set[int]] = {}
-        place = self.runner.placement
+        phases = np.atleast_2d(self.runner.placement)
         for op, q in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True):
             if q in self._home:
-                readers.setdefault(q, set()).add(rank_of[place[op]])
-        home = {q: rank_of[d] for q, d in self._home.items()}
+                readers.setdefault(q, set()).update(rank_of[d] for d in phases[:, op])
+        self._rank_of = home = {q: rank_of[d] for q, d in self._home.items()}
         mine = world.rank
+        self._num_sums_here = sum(
+            rank_of[d] != mine
+            for q, t in self._program.gradients
+            for d in (np.unique(phases[:, graph.tensor_src[t]]) if home[q] == mine else ())
+        )
         self._spread_to = {
             q: sorted(readers.get(q, set()) - {mine}) for q, r in home.items() if r == mine
         }
         self._num_spread_here = sum(
             home[q] != mine and mine in ranks for q, ranks in readers.items()
         )
-        self._came: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._came: tuple[queue.SimpleQueue[Any], ...] = queue.SimpleQueue(), queue.SimpleQueue()
         self.runner.on_param = self._take
-        self.runner.on_failure = functools.partial(self._take, -1)
+        self.runner.on_failure = self._fail
         self._home = {q: d for q, d in self._home.items() if rank_of[d] == mine}
 
     def serve(self) -> None:
@@ -500,17 +503,36 @@ class DistributedTrainer(Trainer):
         super().update()
         for q, ranks in self._spread_to.items():
             for r in ranks:
-                self.world.post(r, PARAM, (0, q), self._trained(q).cpu())
-        for _ in range(self._num_spread_here):
-            q, value = self._came.get()
-            if isinstance(value, BaseException):
-                raise value
+                self.world.post(r, PARAM, (VALUE, q), self._trained(q).cpu())
+        for q, value in self._coming(VALUE, self._num_spread_here):
             for (_, p), here in self.runner.loaded.items():
                 if p == q:
                     here.copy_(value)
 
-    def _take(self, q: int, value: Tensor | BaseException) -> None:
-        self._came.put((q, value))
+    def _add_up(self) -> None:
+        for (_, q), part in self.runner.partial.items():
+            if self._rank_of[q] != self.world.rank:
+                self.world.post(self._rank_of[q], PARAM, (SUM, q), part.clone().cpu())
+                part.zero_()
+        super()._add_up()
+        for q, value in self._coming(SUM, self._num_sums_here):
+            self.runner.gradients[q].add_(value.to(self.runner.gradients[q].device))
+        synchronize(self.runner.gradients.values())
+
+    def _fail(self, error: BaseException) -> None:
+        for what in (VALUE, SUM):
+            self._take(what, -1, error)
+
+    def _take(self, what: int, q: int, value: Tensor | BaseException) -> None:
+        self._came[what].put((q, value))
+
+    def _coming(self, what: int, count: int) -> Iterator[tuple[int, Tensor]]:
+        """So many parameters, by number, and what comes of them from other ranks."""
+        for _ in range(count):
+            q, value = self._came[what].get()
+            if isinstance(value, BaseException):
+                raise value
+            yield q, value
 
     def _split_optimizer(self) -> dict[int, torch.optim.Optimizer]:
         return super()._split_optimizer() if self._has_any & self._home.keys() else {}
@@ -537,7 +559,7 @@ class DistributedTrainer(Trainer):
     def _state(self) -> dict[int, tuple[Tensor, dict[str, Any]]]:
         """Values that this rank changes, and the optimizer's state of them, in host memory."""
         super().sync()
-        params, place = self._program.params, self.runner.placement
+        params, place = self._program.params, np.atleast_2d(self.runner.placement)[0]
         changed = dict.fromkeys(self._home)
         for p, t in self._program.new_buffers:
             if self.runner.rank_of[place[self.graph.tensor_src[t]]] == self.world.rank:

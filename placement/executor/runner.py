@@ -21,6 +21,7 @@ from placement.cluster import Cluster, Device
 from placement.executor import weights
 from placement.executor.awake import cores_awake
 from placement.executor.backend import Carrier, CpuBackend, CudaBackend, backend_for
+from placement.executor.graphs import Graphs
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
 from placement.executor.share import (
     Compiled,
@@ -63,6 +64,11 @@ class Runner:
     Inputs in the memory of a GPU stay there for the operators of that GPU. Parameters are the
     module's own: what is written to them shows in the next call. Of those in other memory a GPU has
     copies, which are made again then (a write through ``parameter.data`` does not show).
+
+    Attributes:
+        cuda_graphs: to be set before the first call: runs of operators on a GPU are replayed as
+            CUDA graphs, where they can be (``not_graphed`` says where not). Off, as only an
+            emulated GPU has shown it so far.
 
     Use it as a context manager, or ``close`` it; a runner that is garbage collected ends its
     threads too. Workers start with the first call and stay for the next.
@@ -136,6 +142,8 @@ class Runner:
         self._record = record
         self._own_buffers = own_buffers
         self._outputs_stay = outputs == "device"
+        self.cuda_graphs = False
+        self._graphs: list[Graphs] = []
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
         self._copies: weights.Copies = {}  # of these, those in other memory than the module
         self.gradients: dict[int, Tensor] = {}  # sums over micro-batches, by parameter
@@ -395,6 +403,7 @@ class Runner:
         if self.workers:
             return
         self._started_ns = time.perf_counter_ns()
+        self._graphs.clear()
         self._results = self._mailbox()
         self.next_batch += -self.next_batch % self.num_phases  # they begin with phase 0
         workers = [
@@ -424,19 +433,26 @@ class Runner:
         order = None
         if self._schedule is not None:
             order = _repeated(self._schedule, d, self.next_batch)
-        # A timeline and a schedule speak of operators; else those between which nothing
-        # arrives or leaves run as one, and the interpreter has less to do.
-        fuse = order is None and not self._record and self._is_topological()
+        # A schedule speaks of operators; else those between which nothing arrives or leaves run
+        # as one, and the interpreter has less to do.
+        fuse = order is None and self._is_topological()
         if len(phases) > 1 and phases[0].carried:  # by the same operator in every phase
             fuse = False
+        marks: list[Any] | None = [] if self._record else None
+        clock = None if marks is None else (marks, backend.mark)
         made: dict[int, tuple[Share, Compiled]] = {}
         for share in phases:
             if id(share) not in made:
                 runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
                 own = share if fuse else None
                 target = backend.torch_device
-                compiled = compile_runs(self._program, runs, own, params, gradients, target)
-                made[id(share)] = fused(share, runs) if fuse else share, compiled
+                compiled = compile_runs(self._program, runs, own, params, gradients, target, clock)
+                whole = fused(share, runs) if fuse else share
+                # Operators of a graph end together: nothing tells when each of them did.
+                if fuse and clock is None and self.cuda_graphs and target.type == "cuda":
+                    self._graphs.append(Graphs(target))
+                    compiled = self._graphs[-1].of(self._program, runs, whole, compiled)
+                made[id(share)] = whole, compiled
         worker = Worker(
             device.name,
             [made[id(share)][0] for share in phases],
@@ -444,13 +460,19 @@ class Runner:
             [made[id(share)][1] for share in phases],
             self._priority,
             self._results,
-            self._record,
+            marks,
             order,
             self.next_batch,
         )
         if isinstance(backend, CudaBackend):
             backend.results_stay = self._outputs_stay
         return worker
+
+    @property
+    def not_graphed(self) -> dict[str, str]:
+        """The first operator of each run that is no CUDA graph, and why not."""
+        names = self.graph.op_name
+        return {names[n]: why for some in self._graphs for n, why in some.eager.items()}
 
     def _is_topological(self) -> bool:
         """Otherwise runs of operators in order of priority could wait for each other."""

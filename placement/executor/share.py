@@ -213,6 +213,7 @@ def compile_runs(
     params: dict[int, Tensor],
     gradients: dict[int, Tensor],
     device: torch.device,
+    marks: tuple[list[Any], Callable[[], Any]] | None = None,
 ) -> Compiled:
     """A Python function per run of operators.
 
@@ -223,6 +224,7 @@ def compile_runs(
     tensor is left in the list. ``params`` are the parameters on this device;
     ``device`` takes the place of every ``torch.device`` constant. An operator that makes the
     gradient of a parameter adds it to ``gradients``; new values of buffers are written back.
+    With ``marks``, a list and a clock, each operator adds its number and the time of its end.
     """
     written: dict[int, list[tuple[Tensor, str]]] = {}
     for p, t in program.gradients:
@@ -232,6 +234,8 @@ def compile_runs(
         if p in params:
             written.setdefault(t, []).append((params[p], "copy_"))
     names: dict[str, Any] = {}
+    if marks is not None:
+        names["marks"], names["mark"] = marks
     local: set[int] = set()
 
     def bind(value: Any) -> str:
@@ -282,6 +286,8 @@ def compile_runs(
                 for kept, how in written.get(tensor, ()):
                     body.append(f"{bind(kept)}.{how}({name(tensor)})")
             body += dropped.get(op, ())
+            if marks is not None:  # a flat list: tuples would keep the garbage collector busy
+                body += [f"marks.append({op})", "marks.append(mark())"]
             if op != run[0]:
                 body.insert(0, f"if not nothing_arrived(): yield {op}")
             lines += [f"    {line}" for line in body]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from placement.capturing.training import flatten_example, optimizer_like
@@ -44,7 +44,7 @@ class Trainer:
         graph: from ``placement.capture(..., mode="training")``.
         cluster: devices of this machine.
         placement: int32 ``[N]`` device of each operator, or ``[K, N]``: replicas take turns, and
-            what they have added up is added before every update.
+            what they have added up is added before every update, where phase 0 adds up.
         optimizer: over the module's parameters; settings (e.g. of a learning-rate scheduler) are
             read at every step, its state is kept up to date by ``sync``. It must treat every
             parameter by itself (SGD, Adam, AdamW, RMSprop, ...; not LBFGS).
@@ -57,8 +57,7 @@ class Trainer:
 
     Raises:
         RunnerError: the graph is not of a training step, colocated operators are on different
-            devices, replicas of an operator that makes a gradient are in different memory, or the
-            optimizer cannot be used.
+            devices, or the optimizer cannot be used.
         ScheduleError: the schedule does not fit, or deadlocks.
     """
 
@@ -106,9 +105,8 @@ class Trainer:
         if schedule is not None:
             _check_buffers(graph, schedule)
         self._program = graph.program
-        phases = np.atleast_2d(p)
-        _check_replicas(graph, cluster, phases)
-        self._home = {q: int(phases[0, graph.tensor_src[t]]) for q, t in graph.program.gradients}
+        first = np.atleast_2d(p)[0]
+        self._home = {q: int(first[graph.tensor_src[t]]) for q, t in graph.program.gradients}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._num_added = 0
 
@@ -198,20 +196,24 @@ class Trainer:
 
     def zero_gradients(self) -> None:
         """Forget what was accumulated."""
-        gpus = {g.device for g in self.runner.gradients.values() if g.is_cuda}
-        for device in gpus:  # what a device that was stopped has begun
-            torch.cuda.synchronize(device)
-        for g in (*self.runner.gradients.values(), *self.runner.partial.values()):
+        sums = (*self.runner.gradients.values(), *self.runner.partial.values())
+        synchronize(sums)  # what a device that was stopped has begun
+        for g in sums:
             g.zero_()
-        for device in gpus:  # devices have streams of their own, which do not wait for this one
-            torch.cuda.synchronize(device)
+        synchronize(sums)
         self._num_added = 0
 
     def _add_up(self) -> None:
         """What replicas have added up, each by itself, to the rest; between runs."""
+        if not self.runner.partial:
+            return
+        sums = (*self.runner.gradients.values(), *self.runner.partial.values())
+        synchronize(sums)
         for (_, q), part in self.runner.partial.items():
-            self.runner.gradients[q].add_(part)
-            part.zero_()
+            if (total := self.runner.gradients.get(q)) is not None:  # else it is added up elsewhere
+                total.add_(part.to(total.device))
+                part.zero_()
+        synchronize(sums)
 
     def update(self) -> None:
         """One optimizer step with the mean of the accumulated gradients.
@@ -270,13 +272,12 @@ class Trainer:
 
     def _spread(self) -> None:
         """Bring new values to other kinds of memory where operators read the parameter too."""
-        copied: set[torch.device] = set()
+        copied: list[Tensor] = []
         for (device, q), value in self.runner.loaded.items():
             if q in self._home and device != self.runner.gradients[q].device:
                 value.copy_(self._trained(q))
-                copied |= {x.device for x in (value, self._trained(q)) if x.is_cuda}
-        for device in copied:
-            torch.cuda.synchronize(device)
+                copied += (value, self._trained(q))
+        synchronize(copied)
 
     def sync(self) -> None:
         """Bring the module and the optimizer's state up to date."""
@@ -330,21 +331,10 @@ class Trainer:
                 raise  # else what has happened before is said, not what follows from it
 
 
-def _check_replicas(graph: OpGraph, cluster: Cluster, phases: NDArray[np.int32]) -> None:
-    """Replicas that make one gradient read and add it in one memory.
-
-    Raises:
-        RunnerError: naming the operator.
-    """
-    is_host = np.array([d.kind == "cpu" for d in cluster.devices])
-    for op in np.unique(graph.tensor_src[[t for _, t in graph.program.gradients]]).tolist():
-        used = np.unique(phases[:, op])
-        if len(used) > 1 and not is_host[used].all():
-            raise RunnerError(
-                f"operator {op} ({graph.op_name[op]!r}) makes a gradient on devices "
-                f"{[cluster.device_names[d] for d in used]} in turns: replicas are trained in the "
-                "memory of the host only. Train with one phase: placement plan ... --max-phases 1"
-            )
+def synchronize(tensors: Iterable[Tensor]) -> None:
+    """Wait for the GPUs that hold them: devices have streams that do not wait for this one."""
+    for device in {x.device for x in tensors if x.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def _check_buffers(graph: OpGraph, schedule: Schedule) -> None:

@@ -147,8 +147,9 @@ class Worker(threading.Thread):
     and a ``Failure`` ends the run.
 
     Attributes:
-        slices: batch, operator, start mark, end mark, and so on, if ``record``.
-        arrivals: batch, tensor, source device, sent and received mark, and so on, if ``record``.
+        slices: batch, operator, start mark, end mark, and so on, if there are ``marks``: the list
+            in which compiled operators leave their numbers and when they ended.
+        arrivals: batch, tensor, source device, sent and received mark, and so on, likewise.
         idle_ns: how long the thread has waited for messages so far.
         idle_since_ns: since when it waits now; 0 while it works.
         takes_from_device: what is sent here may be in the memory of a CUDA device.
@@ -162,7 +163,7 @@ class Worker(threading.Thread):
         compiled: Sequence[Compiled],
         priority: list[int],
         results: queue.SimpleQueue[Any],
-        record: bool,
+        marks: list[Any] | None,
         order: Iterable[tuple[int, int]] | None,
         first_batch: int = 0,
     ) -> None:
@@ -180,7 +181,7 @@ class Worker(threading.Thread):
         self._results = results
         self._compiled = compiled
         self._priority = priority
-        self._record = record
+        self._marks = marks
         self._order = None if order is None else iter(order)
         self._first_batch = first_batch
         self._stopped = False
@@ -243,19 +244,28 @@ class Worker(threading.Thread):
             else:
                 self._running = op
                 rest = calls[batch % len(calls)][op](env, inbox.empty)
-            if rest is not None and (following := next(rest, None)) is not None:
+            following = None if rest is None else next(rest, None)
+            if self._marks:
+                self._keep(batch, self._marks)
+            if rest is not None and following is not None:
                 # Something has arrived, and what it makes ready may come before the rest.
                 suspended[ready.push(batch, following)] = op, rest
                 self._running = None
                 continue
-            if self._record:
-                begin, self._mark = self._mark, backend.mark()
-                # Flat, because a list of tuples would keep the garbage collector busy.
-                self.slices += (batch, op, begin, self._mark)
             self._hand_on(batch, op, env)
             if flights.ran(batch, op):
                 self._return(batch, -1, self.device)
             self._running = None
+
+    def _keep(self, batch: int, marks: list[Any]) -> None:
+        """Note which operators have run, each from the end of the one before it."""
+        begin = self._mark
+        for op, end in zip(marks[::2], marks[1::2], strict=True):
+            # Flat, because a list of tuples would keep the garbage collector busy.
+            self.slices += (batch, op, begin, end)
+            begin = end
+        self._mark = begin
+        marks.clear()
 
     def _receive(self, message: Any) -> bool:
         """Take a message from the inbox; False: the thread is to end."""
@@ -278,7 +288,7 @@ class Worker(threading.Thread):
         for t, v in ((tensor, value),) if tensor >= 0 else tuple(value.items()):
             env[t] = self.backend.receive(v)
             flights.count_down(batch, users[t])
-        if self._record:
+        if self._marks is not None:
             self._mark = self.backend.mark()  # what runs next starts after what arrived
             if tensor >= 0:
                 self.arrivals += (batch, tensor, source, sent, self._mark)

@@ -324,12 +324,14 @@ def layer_chain(
 
 
 def served_format(plan: Plan) -> str | None:
-    """``config.json`` or ``gguf`` where the plan is of a language model without its weights.
+    """What file a plan of a language model without its weights is from; None of other plans.
+
+    ``config.json``, its ``text_config`` where that is a part of a larger model, or ``gguf``.
 
     Operators of layers then end in ``.attention``, ``.router``, ``.feed_forward`` or ``.experts``.
     """
     found = plan.provenance.profile.get("format")
-    return found if found in ("config.json", "gguf") else None
+    return found if found in ("config.json", "text_config", "gguf") else None
 
 
 def gpu_number(name: str) -> int | None:

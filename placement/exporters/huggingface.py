@@ -40,6 +40,11 @@ class Huggingface:
                 f"the plan of {plan.graph.name!r} is of a GGUF file, whose tensors have names of "
                 "their own: plan its config.json, or export with --to llama_cpp"
             )
+        if served_format(plan) == "text_config":
+            raise ExportError(
+                f"the plan of {plan.graph.name!r} is of the text model inside a larger one, whose "
+                "other modules it does not know: plan its text_config as a config.json of its own"
+            )
         if served_format(plan) == "config.json":
             plan = _with_parameters(plan)
         forward = Forward.of(plan, problem)

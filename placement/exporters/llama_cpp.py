@@ -176,9 +176,9 @@ def _arguments(
     # Whose buffers hold tensors alone gets no layers, but has to be named.
     on_gpus += [(d, 0) for d in others if d not in dict(on_gpus)]
     words = [f"-ngl {len(layer) + 1 - first}"]
+    if backends.endpoints:  # first: options are read in order, and -dev names its devices
+        words.insert(0, f"--rpc {','.join(backends.endpoints.values())}")
     if on_gpus:
         words.append(f"-dev {','.join(backends.device(d) for d, _ in on_gpus)}")
         words.append(f"-ts {','.join(str(n) for _, n in on_gpus)}")
-    if backends.endpoints:
-        words.append(f"--rpc {','.join(backends.endpoints.values())}")
     return " ".join(words) + "\n", missing

@@ -30,7 +30,7 @@ class Openvino:
     devices: tuple[str, ...] = ()
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
-        label = self._labels(plan)
+        label = self.labels(plan)
         require_distinct(plan, label, "OpenVINO")
         proto = read_model(plan, self.model)
         try:
@@ -66,7 +66,7 @@ class Openvino:
             f"set node.get_rt_info()['affinity'] of every node, and compile for {target}",
         )
 
-    def _labels(self, plan: Plan) -> dict[str, str]:
+    def labels(self, plan: Plan) -> dict[str, str]:
         """Name of each device in use -> what OpenVINO calls it."""
         given = dict(text.partition("=")[::2] for text in self.devices)
         kinds = {d.name: d.kind for d in plan.cluster.devices}

@@ -15,14 +15,14 @@ from placement.problem import Problem
 class Torchtitan:
     """JSON of ``ParallelismConfig`` fields, ``module_fqns_per_model_part`` first; schedule CSV.
 
-    Format: ``torchtitan/config/configs.py`` (``ParallelismConfig``) and ``pipeline_module_split``
+    Format: ``torchtitan/config/configs.py`` (``ParallelismConfig``) and ``_pipeline_module_split``
     in ``torchtitan/distributed/pipeline_parallel.py``: children of the model are whole, but a
     list of layers is split by its items (``layers.3``). Part ``i`` is on pipeline rank ``i``
     modulo the number of ranks. The CSV, written for training plans with an order, is what
     ``_PipelineScheduleRuntime._load_csv`` of torch reads: a row per rank, actions as ``0F0``.
     Operators that the model runs itself go with the modules around them. Of a language model
     without its weights modules have the names of torchtitan's own
-    (``generate_llm_fqn_per_model_part``): ``tok_embeddings``, ``layers.N``, ``norm``, ``output``.
+    (``_generate_llm_fqn_per_model_part``): ``tok_embeddings``, ``layers.N``, ``norm``, ``lm_head``.
     """
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
@@ -56,13 +56,13 @@ def _own_names(forward: Forward) -> list[str]:
     behind = {
         i: name
         for i, name in zip(
-            (i for i, u in enumerate(unit) if u > num_layers), ("norm", "output"), strict=False
+            (i for i, u in enumerate(unit) if u > num_layers), ("norm", "lm_head"), strict=False
         )
     }
     return [
         "tok_embeddings"
         if u == 0
-        else behind.get(i, "output")
+        else behind.get(i, "lm_head")
         if u > num_layers
         else f"layers.{u - 1}"
         for i, u in enumerate(unit)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import MOST_DEVICES, Cluster, Device, Link
-from placement.graph import OpGraph
+from placement.graph import OpGraph, topological_order
 from placement.problem import Problem, ProblemError
-from placement.profile import Profile
+from placement.profile import Profile, ProfileError
 from placement.tools.files import short
 
 
@@ -150,7 +149,6 @@ def task_problem(path: str, tasks: Tasks, cluster: Cluster, objective: str | Non
         bare.setdefault(u, []).append(v)
     tensors = [*tasks.tensors, *((u, 0, users) for u, users in bare.items())]
     uses = [(t, position[v]) for t, (_, _, users) in enumerate(tensors) for v in users]
-    compute_s = tasks.seconds[order]
     moved = {} if order == sorted(order) else {"file_order": order}
     try:
         graph = OpGraph.build(
@@ -161,29 +159,40 @@ def task_problem(path: str, tasks: Tasks, cluster: Cluster, objective: str | Non
             np.array(uses, np.int32).reshape(-1, 2),
             op_kind=None if tasks.kinds is None else [tasks.kinds[v] for v in order],
         )
-        profile = Profile(
-            device_names=cluster.device_names,
-            compute_s=compute_s,
-            spread_s=np.zeros_like(compute_s),
-            links=cluster.links,
-            provenance={"format": tasks.form, "file": Path(path).name, **moved},
-        )
     except ValueError as error:
         raise FormatError(f"{path}: {error}") from error
-    return problem_of(path, graph, cluster, profile, objective or "latency")
+    goal = objective or "latency"
+    return problem_of(path, tasks.form, graph, cluster, tasks.seconds[order], goal, facts=moved)
 
 
 def problem_of(
-    path: str, graph: OpGraph, cluster: Cluster, profile: Profile, objective: str, **settings: Any
+    path: str,
+    form: str,
+    graph: OpGraph,
+    cluster: Cluster,
+    compute_s: NDArray[np.float64],
+    objective: str,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    costs: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Problem:
-    """``Problem(graph, cluster, profile, objective, **settings)`` of the file ``path``.
+    """The problem of a file of the format ``form``, with the links that the cluster declares.
+
+    ``facts`` are more of the profile's provenance, ``costs`` more of its fields; ``settings`` are
+    the problem's.
 
     Raises:
         FormatError: it is none; the message names the file.
     """
+    provenance = {"format": form, "file": Path(path).name, **(facts or {})}
+    names, spread_s = cluster.device_names, np.zeros_like(compute_s)
     try:
+        profile = Profile(
+            names, compute_s, spread_s, cluster.links, provenance=provenance, **(costs or {})
+        )
         return Problem(graph, cluster, profile, objective, **settings)  # type: ignore[arg-type]
-    except ProblemError as error:
+    except (ProfileError, ProblemError) as error:
         raise FormatError(f"{path}: {error}") from error
 
 
@@ -195,23 +204,10 @@ def topological(
     Raises:
         FormatError: the edges have a cycle; the message names it.
     """
-    n = len(names)
-    after: list[list[int]] = [[] for _ in range(n)]
-    missing = [0] * n
-    for u, v in edges:
-        after[u].append(v)
-        missing[v] += 1
-    ready = [v for v in range(n) if missing[v] == 0]
-    order: list[int] = []
-    while ready:
-        u = heapq.heappop(ready)
-        order.append(u)
-        for v in after[u]:
-            missing[v] -= 1
-            if missing[v] == 0:
-                heapq.heappush(ready, v)
+    n, array = len(names), np.array(sorted(edges), np.int64).reshape(-1, 2)
+    order = topological_order(array, n)
     if len(order) < n:
-        cycle = [names[v] for v in _cycle(after, missing)]
+        cycle = [names[v] for v in _cycle(array, set(range(n)) - set(order))]
         shown = cycle if len(cycle) <= 8 else [*cycle[:7], "..."]
         raise FormatError(f"{path}: edges form a cycle: {' -> '.join([*shown, cycle[0]])}")
     position = [0] * n
@@ -220,10 +216,10 @@ def topological(
     return order, position
 
 
-def _cycle(after: list[list[int]], missing: list[int]) -> list[int]:
+def _cycle(edges: NDArray[np.int64], stuck: set[int]) -> list[int]:
     """Walk backwards among the nodes that never became ready until one repeats."""
-    before = {v: u for u in range(len(after)) if missing[u] for v in after[u]}
-    v = next(u for u in range(len(after)) if missing[u])
+    before = {v: u for u, v in edges.tolist() if u in stuck}
+    v = min(stuck)
     seen: dict[int, int] = {}
     walk: list[int] = []
     while v not in seen:

@@ -51,7 +51,8 @@ class Decoder:
         name: of the model.
         parts: embedding, layers and head.
         hidden: numbers that a token is between layers.
-        widest: numbers that a token is within a layer at most, e.g. all of a feed-forward's.
+        widest: numbers that a token is within a layer at most: five times the hidden ones, and
+            what attention or the feed-forward makes (llama.cpp reserves so much, or 15 % less).
         vocabulary: numbers that the head makes of a token.
         dtype: that it computes in, e.g. ``fp16``.
         format: of the file: ``config.json`` or ``gguf``.

@@ -20,7 +20,6 @@ from placement.importers._read import (
     whole,
 )
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.tools.files import short
 
 _COST_TOLERANCE = 1e-6  # their programs stop above it
@@ -142,16 +141,9 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         tuple(Device(f"acc:{i}", "acc", memory_bytes=holds) for i in range(num_acc))
         + tuple(Device(f"cpu:{i}", "cpu") for i in range(num_cpus)),
     )
-    profile = Profile(
-        device_names=cluster.device_names,
-        compute_s=compute_s,
-        spread_s=np.zeros_like(compute_s),
-        transfer_s=transfer_s,
-        io_s=io_s,
-        provenance={"format": "dnn-partitioning", "file": Path(path).name},
-    )
     meant: Any = {None: "max_load", "latency": "piecewise_latency"}.get(objective, objective)
-    return problem_of(path, graph, cluster, profile, meant)
+    costs = {"transfer_s": transfer_s, "io_s": io_s}
+    return problem_of(path, "dnn-partitioning", graph, cluster, compute_s, meant, costs=costs)
 
 
 def _flag(node: dict[str, Any], name: str, where: str) -> bool:

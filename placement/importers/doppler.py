@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from placement.graph import OpGraph
 from placement.importers._read import FormatError, equal_devices, problem_of, topological
 from placement.problem import Problem
-from placement.profile import Profile
 
 COST_PER_S = 1e10  # its simulator divides costs by this, and so do its tables
 _ROW = re.compile(r"(\d{1,18}),(\d{1,18})(?:,([a-zA-Z_]+))?$")
@@ -89,12 +89,6 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
         op_kind=[kinds[n] for n in order],
     )
     compute_s = np.repeat(table[:, :1] / COST_PER_S, devices, axis=1)
-    profile = Profile(
-        device_names=cluster.device_names,
-        compute_s=compute_s,
-        spread_s=np.zeros_like(compute_s),
-        links=cluster.links,
-        provenance={"format": "doppler", "file": Path(path).name},
-    )
     goal = objective or "latency"
-    return problem_of(path, graph, cluster, profile, goal, contention=False, ready_order="arrival")
+    how: Any = {"contention": False, "ready_order": "arrival"}
+    return problem_of(path, "doppler", graph, cluster, compute_s, goal, **how)

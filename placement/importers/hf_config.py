@@ -11,11 +11,13 @@ from placement.importers._read import FormatError, whole
 from placement.importers.decoder import MOST_EXPERTS, MOST_LAYERS, Decoder, Part
 from placement.tools.files import short
 
+_NORMED = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}  # of queries and keys, all heads
+_ALONE = ("modules_to_not_convert", "ignore", "ignored_layers")  # names of lists
 _MOST = 2**24  # of a size
 _BITS = {"fp16": 16.0, "bf16": 16.0, "fp32": 32.0}
 _NAMES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 # Bits of a weight, and of what goes with a block of them.
-_QUANTISED = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25, "bitsandbytes": 8.0}
+_QUANTISED = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25, "nvfp4": 4.5, "bitsandbytes": 8.0}
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ _WPE = ("transformer.wpe", 0)
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "ministral", "ministral3", "phi3", "helium"), Family()),
     **dict.fromkeys(("granite", "internlm3", "mixtral", "granitemoe", "deepseek_v2"), Family()),
-    **dict.fromkeys(("deepseek_v3", "solar_open", "dots1", "glm4_moe", "llama4_text"), Family()),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "solar_open", "dots1", "glm4_moe"), Family()),
+    "llama4_text": Family(),
     **dict.fromkeys(("gemma", "smollm3", "ernie4_5", "ernie4_5_moe"), Family(tied=True)),
     **dict.fromkeys(("gemma2", "gemma3_text"), Family(norms=4, tied=True)),
     **dict.fromkeys(("qwen2", "qwen2_moe"), Family(bias="q")),
@@ -66,7 +69,7 @@ FAMILIES = {
     "apertus": Family(gated=False, qk="head"),
     "starcoder2": Family(gated=False, bias="QOM", norm_size=2, tied=True),
     "stablelm": Family(norm_size=2),
-    "phimoe": Family(norm_size=2),
+    "phimoe": Family(bias="H", norm_size=2),
     "gpt_oss": Family(bias="QOm"),
     "phi": Family(final="model.final_layernorm", gated=False, bias="qomh", norms=1, norm_size=2),
     "persimmon": Family(final="model.final_layernorm", gated=False, bias="qom", norm_size=2),
@@ -98,10 +101,11 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
     Raises:
         FormatError: an architecture that is not known, or a number that is missing or cannot be.
     """
-    inner = data.get("text_config")
+    inner, inside = data.get("text_config"), False
     if isinstance(inner, dict) and looks_like(inner) and inner["model_type"] in FAMILIES:
-        quantised = {k: data[k] for k in ("quantization_config",) if k in data}
-        data = {**{k: data[k] for k in _DTYPES if k in data}, **inner, **quantised}
+        usual = zip(_USUAL_FIELDS, _USUAL.get(inner["model_type"], ()), strict=False)
+        outer = {k: data[k] for k in (*_DTYPES, "quantization_config") if k in data}
+        data, inside = {**dict(usual), **outer, **inner}, True
     kind = data["model_type"]
     if kind not in FAMILIES:
         near = difflib.get_close_matches(kind, FAMILIES, 3, 0.5)
@@ -112,12 +116,32 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
         )
     config = _Config(data, path, FAMILIES[kind], kind)
     parts = tuple(config.parts())
+    found = "text_config" if inside else "config.json"
     return Decoder(
-        name, parts, config.hidden, config.widest, config.vocabulary, config.dtype, "config.json"
+        name, parts, config.hidden, config.widest, config.vocabulary, config.dtype, found
     )
 
 
 _DTYPES = ("dtype", "torch_dtype")
+_USUAL_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                 "num_key_value_heads", "vocab_size", "head_dim", "sliding_window")  # fmt: skip
+# What transformers takes for what a ``text_config`` leaves out, because it is the type's default.
+_USUAL = {
+    "llama": (4096, 11008, 32, 32, 32, 32000),
+    "mistral": (4096, 14336, 32, 32, 8, 32000, 128, 4096),
+    "mixtral": (4096, 14336, 32, 32, 8, 32000),
+    "ministral3": (4096, 14336, 34, 32, 8, 131072, 128),
+    "qwen2": (4096, 22016, 32, 32, 32, 151936),
+    "qwen3": (4096, 22016, 32, 32, 32, 151936, 128),
+    "gemma": (3072, 24576, 28, 16, 16, 256000, 256),
+    "gemma2": (2304, 9216, 26, 8, 4, 256000, 256, 4096),
+    "gemma3_text": (2304, 9216, 26, 8, 4, 262208, 256, 4096),
+    "phi3": (3072, 8192, 32, 32, 32, 32064),
+    "granite": (4096, 11008, 32, 32, 32, 32000),
+    "cohere2": (8192, 22528, 40, 64, 64, 256000),
+    "gpt_oss": (2880, 2880, 36, 64, 8, 201088, 64, 128),
+    "llama4_text": (5120, 8192, 48, 40, 8, 202048, 128),
+}
 
 
 class _Config:
@@ -125,7 +149,7 @@ class _Config:
 
     def __init__(self, data: Mapping[str, Any], path: str, family: Family, kind: str) -> None:
         self.data, self.path, self.family, self.kind = data, path, family, kind
-        self.hidden = self.size("hidden_size", "n_embd", "d_model")
+        self.hidden = self.size("hidden_size", "n_embed", "n_embd", "d_model")
         most = self.number("num_hidden_layers", "n_layer", "n_layers", "num_layers", low=1)
         if most > MOST_LAYERS:
             raise FormatError(f"{path}: {most} layers, at most {MOST_LAYERS} are possible")
@@ -157,12 +181,11 @@ class _Config:
             )
         self.tied = self.flag("tie_word_embeddings", family.tied)
         self.dtype = self._dtype()
-        self.bits = self._bits()
-        self.latent = kind in ("deepseek_v2", "deepseek_v3")
-        widths = [self.attention_width(), 2 * self.inner if family.gated else self.inner]
-        if self.num_experts:
-            widths.append(2 * self.chosen * self.expert_width)
-        self.widest = self.hidden + max(widths)
+        self.bits, self.left_alone = self._quantised_bits(), self._left_alone()
+        self.latent = kind in ("deepseek_v2", "deepseek_v3", "kimi_k2")
+        width, both = self.expert_width, 3 if family.gated else 2
+        routed = self.chosen * max(both * width, width + self.hidden) if self.num_experts else 0
+        self.widest = 5 * self.hidden + max(self.attention_width(), both * self.inner, routed)
 
     def number(self, *names: str, default: int | None = None, low: int = 0) -> int:
         """The first of these fields that is there.
@@ -208,6 +231,8 @@ class _Config:
                 return self.flag("attention_bias", usual)
         if letter == "q" and self.kind == "stablelm":
             return self.flag("use_qkv_bias", usual)
+        if letter == "h" and self.kind == "phimoe":
+            return self.flag("lm_head_bias", False)
         if letter == "o" and self.kind == "seed_oss":
             return self.flag("attention_out_bias", usual)
         if letter == "m" and self.kind in ("llama", "granite", "arcee", "smollm3", "seed_oss"):
@@ -234,25 +259,58 @@ class _Config:
             )
         return _NAMES[name]
 
-    def _bits(self) -> float:
-        """Of a weight of the layers' matrices."""
+    def _quantised_bits(self) -> float:
+        """Of a weight of the layers' matrices, and what goes with a block of them."""
         found = self.data.get("quantization_config")
         if found is None:
             return _BITS[self.dtype]
-        method = found.get("quant_method") if isinstance(found, dict) else None
+        where = f"{self.path}: quantization_config"
+        known = found if isinstance(found, dict) else {}
+        method = known.get("quant_method")
         method = method if isinstance(method, str) else ""
-        if method in ("gptq", "awq", "auto-round"):
-            bits = whole(found.get("bits"), f"{self.path}: quantization_config: bits", 1, 16)
-            group = whole(found.get("group_size", 128), f"{self.path}: group_size", -1, _MOST)
+        if method == "compressed-tensors":
+            groups = known.get("config_groups")
+            first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+            weights = first.get("weights") if isinstance(first, dict) else None
+            known = weights if isinstance(weights, dict) else {}
+        if method in ("gptq", "awq", "auto-round", "compressed-tensors"):
+            names = ("num_bits", "group_size") if method[0] == "c" else ("bits", "group_size")
+            bits = whole(known.get(names[0]), f"{where}: {names[0]}", 1, 16)
+            default = 0 if method[0] == "c" else 128
+            group = known.get("group_size")
+            group = whole(default if group is None else group, f"{where}: group_size", -1, _MOST)
             return bits + (16 + bits) / group if group > 0 else float(bits)
-        if method == "bitsandbytes" and found.get("load_in_4bit") is True:
+        if method == "bitsandbytes" and known.get("load_in_4bit") is True:
             return 4.5
+        if method == "modelopt":
+            method = str(known.get("quant_algo")).lower()
         if method in _QUANTISED:
             return _QUANTISED[method]
         raise FormatError(
-            f"{self.path}: quantization_config = {short(found)}: bits are known of gptq, awq, "
-            f"auto-round and {', '.join(_QUANTISED)}; a GGUF file says them of every tensor"
+            f"{where} = {short(found)}: bits are known of gptq, awq, auto-round, "
+            f"compressed-tensors and {', '.join(_QUANTISED)}; a GGUF file says them of every tensor"
         )
+
+    def _bits(self, module: str) -> float:
+        """Of a weight of a module's matrix: as they all have, or those that are left alone."""
+        found = self.data.get("quantization_config")
+        method = found.get("quant_method") if isinstance(found, dict) else None
+        if method == "mxfp4" and ".experts." not in module:
+            return _BITS[self.dtype]  # transformers quantises experts alone
+        plain = any(all(piece in module for piece in pieces) for pieces in self.left_alone)
+        return _BITS[self.dtype] if plain else self.bits
+
+    def _left_alone(self) -> list[list[str]]:
+        """Of each pattern of modules that are not quantised what a name of one has in it."""
+        found = self.data.get("quantization_config")
+        named = [found.get(name) for name in _ALONE] if isinstance(found, dict) else []
+        lists = [x for x in named if isinstance(x, list)]
+        patterns = [str(x).replace("language_model.", "") for found in lists for x in found]
+        split = [
+            [piece.strip(".\\") for piece in pattern.removeprefix("re:").split("*")]
+            for pattern in patterns
+        ]
+        return [pieces for pieces in split if any(pieces)]
 
     def attention_width(self) -> int:
         """Numbers of the queries of a token, and of its keys and values."""
@@ -270,30 +328,37 @@ class _Config:
 
     def parts(self) -> Iterator[Part]:
         """Embedding, layers and head."""
-        family, hidden, table = self.family, self.hidden, self.vocabulary * self.hidden
-        plain = _BITS[self.dtype] / 8
-        shared = f"{family.embed}.weight"
-        size = int(table * plain)
-        yield Part(family.embed, "embedding", family.embed, -1, {shared: size})
+        family, hidden, inner = self.family, self.hidden, self.hidden
+        size = _BITS[self.dtype] / 8
+
+        def plain(module: str, kind: str, count: int, numel: float = 0.0) -> Part:
+            layer, weights = -1 if kind == "embedding" else -2, {f"{module}.weight": count * size}
+            return Part(module, kind, module, layer, {k: int(v) for k, v in weights.items()}, numel)
+
+        if self.kind == "opt":  # small ones embed in fewer numbers, and project these
+            inner = self.size("word_embed_proj_dim", default=hidden)
+        project = hidden * inner if inner != hidden else 0
+        yield plain(family.embed, "embedding", self.vocabulary * inner)
+        if project:
+            yield plain("model.decoder.project_in", "embedding", project)
         if family.positions is not None:
             module, more = family.positions
             count = self.size("n_positions", "max_position_embeddings") + more
-            weights = {f"{module}.weight": int(count * hidden * plain)}
-            yield Part(module, "embedding", module, -1, weights)
+            yield plain(module, "embedding", count * hidden)
         if self.kind == "bloom":
-            module = f"{family.embed}_layernorm"
-            weights = {f"{module}.weight": int(2 * hidden * plain)}
-            yield Part(module, "embedding", module, -1, weights)
+            yield plain(f"{family.embed}_layernorm", "embedding", 2 * hidden)
         for i in range(self.num_layers):
             yield from self._layer(i)
-        if family.norms:
-            weights = {f"{family.final}.weight": int(hidden * family.norm_size * plain)}
-            yield Part(family.final, "head", family.final, -2, weights)
-        name = shared if self.tied else f"{family.head}.weight"
-        weights = {name: size}
+        if family.norms and self.flag("do_layer_norm_before", True):
+            yield plain(family.final, "head", hidden * family.norm_size)
+        if project:
+            yield plain("model.decoder.project_out", "head", project, float(project))
+        name = f"{family.embed if self.tied else family.head}.weight"
+        weights = {name: int(self.vocabulary * inner * size)}
         if self.bias("h"):
-            weights[f"{family.head}.bias"] = int(self.vocabulary * plain)
-        yield Part(family.head, "head", family.head, -2, weights, numel=float(table))
+            weights[f"{family.head}.bias"] = int(self.vocabulary * size)
+        numel = float(self.vocabulary * inner)
+        yield Part(family.head, "head", family.head, -2, weights, numel)
 
     def _layer(self, i: int) -> Iterator[Part]:
         path, hidden, plain = f"{self.family.layers}.{i}", self.hidden, _BITS[self.dtype] / 8
@@ -302,17 +367,19 @@ class _Config:
             norms *= 2
         if self.kind == "falcon" and not self.flag("parallel_attn", True):
             norms *= 2
+        if self.kind == "stablelm" and self.flag("use_parallel_residual", False):
+            norms //= 2
         qk = 0
         if self.family.qk == "head":
             qk = 2 * self.head_dim
-        elif self.family.qk == "all":
+        elif self.family.qk == "all" or self.flag(_NORMED.get(self.kind, ""), False):
             qk = (self.heads + self.kv_heads) * self.head_dim
         elif self.kind == "persimmon" and self.flag("qk_layernorm", True):
             qk = 4 * self.head_dim
         elif self.kind == "gemma3_text":
             qk = 2 * self.head_dim
         matrices, biases, kv, width = self._attention()
-        size = matrices * self.bits / 8 + (biases + norms + qk) * plain
+        size = matrices * self._bits(f"{path}.self_attn.q_proj") / 8 + (biases + norms + qk) * plain
         yield Part(
             f"{path}.attention", "attention", path, i, {f"{path}.attention": int(size)},
             float(matrices), 1.0, kv, self._window(i), float(width),
@@ -321,17 +388,20 @@ class _Config:
         bias = self.inner * (2 if self.family.gated else 1) + hidden if self.bias("m") else 0
         if not self._is_sparse(i):
             matrices = one * self.inner
-            weights = {f"{path}.feed_forward": int(matrices * self.bits / 8 + bias * plain)}
+            size = matrices * self._bits(f"{path}.mlp.up_proj") / 8 + bias * plain
+            weights = {f"{path}.feed_forward": int(size)}
             yield Part(f"{path}.feed_forward", "feed_forward", path, i, weights, float(matrices))
             return
-        always = self._shared_width() * one + self.num_experts * hidden
+        shared, gate = self._shared_width() * one, self.num_experts * hidden
         if self.kind == "qwen2_moe":
-            always += hidden
+            gate += hidden
         experts = self.num_experts * one * self.expert_width
         bias = self.num_experts * (2 * self.expert_width + hidden + 1) if self.bias("m") else 0
-        weights = {f"{path}.router": int(always * self.bits / 8)}
-        yield Part(f"{path}.router", "feed_forward", path, i, weights, float(always))
-        weights = {f"{path}.experts": int(experts * self.bits / 8 + bias * plain)}
+        size = shared * self._bits(f"{path}.mlp.shared_experts.up_proj") / 8 + gate * plain
+        weights = {f"{path}.router": int(size)}
+        yield Part(f"{path}.router", "feed_forward", path, i, weights, float(shared + gate))
+        size = experts * self._bits(f"{path}.mlp.experts.0.up_proj") / 8 + bias * plain
+        weights = {f"{path}.experts": int(size)}
         used = self.chosen / self.num_experts
         yield Part(f"{path}.experts", "experts", path, i, weights, float(experts), used)
 
@@ -356,7 +426,7 @@ class _Config:
     def _window(self, i: int) -> int | None:
         """How far back attention of layer ``i`` looks."""
         kinds = self.data.get("layer_types")
-        window = self.number("sliding_window", "window_size", default=0) or None
+        window = self.number(*_WINDOWS, default=8192 if self.kind == "llama4_text" else 0) or None
         if isinstance(kinds, list) and len(kinds) >= self.num_layers:
             local = kinds[i] in ("sliding_attention", "chunked_attention", "local")
             if not local and kinds[i] not in ("full_attention", "attention", "global"):
@@ -372,6 +442,7 @@ class _Config:
             "olmo3": 4,
             "gemma3_text": 6,
             "gpt_oss": 2,
+            "llama4_text": 4,
         }
         if self.kind in every:
             step = self.number("sliding_window_pattern", default=every[self.kind], low=1)
@@ -403,6 +474,7 @@ class _Config:
         return self.number("shared_expert_intermediate_size", default=count * self.expert_width)
 
 
+_WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 _SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "granitemoe",
-           "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "dots1",
-           "solar_open", "llama4_text")  # fmt: skip
+           "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe", "minimax_m2", "ernie4_5_moe",
+           "dots1", "solar_open", "llama4_text")  # fmt: skip

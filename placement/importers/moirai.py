@@ -20,7 +20,6 @@ from placement.importers._read import (
     whole,
 )
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.tools.files import short
 
 
@@ -92,15 +91,8 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     cluster = Cluster(
         "moirai", tuple(Device(f"device:{d}", "accelerator") for d in range(num_devices))
     )
-    compute_s = np.array(times)[order]
-    profile = Profile(
-        device_names=cluster.device_names,
-        compute_s=compute_s,
-        spread_s=np.zeros_like(compute_s),
-        transfer_s=transfer_s,
-        provenance={"format": "moirai", "file": Path(path).name},
-    )
-    return problem_of(path, graph, cluster, profile, objective or "period")
+    goal, costs = objective or "period", {"transfer_s": transfer_s}
+    return problem_of(path, "moirai", graph, cluster, np.array(times)[order], goal, costs=costs)
 
 
 def _matrix(rows: Any, num_devices: int, where: str) -> NDArray[np.float64]:

@@ -25,7 +25,6 @@ from placement.importers._onnx_sizes import (
 )
 from placement.importers._read import FormatError, equal_devices, problem_of, topological
 from placement.problem import Problem
-from placement.profile import Profile
 
 DEVICES, BANDWIDTH, MEMORY = 4, 12e9, 16 * 2**30
 RATES = {"flops": 14e12, "memory_bandwidth": 900e9}
@@ -116,21 +115,9 @@ def read(
         raise FormatError(f"{path}: not a valid ONNX model: {error}") from error
     seconds = np.maximum(work[:, 0] / flops, work[:, 1] / memory_bandwidth)
     compute_s = seconds[:, None] / np.array([d.speed for d in parts.devices])
-    profile = Profile(
-        device_names=parts.device_names,
-        compute_s=compute_s,
-        spread_s=np.zeros_like(compute_s),
-        links=parts.links,
-        predicted=np.ones(compute_s.shape, bool),
-        provenance={
-            "format": "onnx",
-            "file": Path(path).name,
-            "predicted": "roofline",
-            "flops": flops,
-            "memory_bandwidth": memory_bandwidth,
-        },
-    )
-    return problem_of(path, graph, parts, profile, objective or "period")
+    facts = {"predicted": "roofline", "flops": flops, "memory_bandwidth": memory_bandwidth}
+    costs, goal = {"predicted": np.ones(compute_s.shape, bool)}, objective or "period"
+    return problem_of(path, "onnx", graph, parts, compute_s, goal, facts=facts, costs=costs)
 
 
 def _cluster(path: str, options: Options) -> Cluster:

@@ -16,7 +16,6 @@ from placement.importers._read import (
     topological,
 )
 from placement.problem import Problem
-from placement.profile import Profile
 
 # "node7 -- Conv2d(3, 64) -- forward_compute_time=1.0, ... -- stage_id=2"; descriptions may
 # hold anything, so the fields are what follows the last " -- ", but for a stage.
@@ -129,14 +128,8 @@ def read(
         output_tensor=sinks,
     )
     compute_s = np.repeat(seconds[:, None], devices, axis=1)
-    profile = Profile(
-        device_names=cluster.device_names,
-        compute_s=compute_s,
-        spread_s=np.zeros_like(compute_s),
-        links=cluster.links,
-        provenance={"format": "pipedream", "file": Path(path).name, "mode": mode},
-    )
-    return problem_of(path, graph, cluster, profile, objective or "period")
+    goal, facts = objective or "period", {"mode": mode}
+    return problem_of(path, "pipedream", graph, cluster, compute_s, goal, facts=facts)
 
 
 def _fields(text: str, where: str) -> list[float]:

@@ -52,10 +52,10 @@ def table(work: Work) -> NDArray[np.int64]:
         rest = min((work.tail[b] - work.blocks[b].time for b in on), default=0)
         limit = _NO_LIMIT if work.limit is None else work.limit[d]
         rows.append([limit, work.load[d], rest])
-    made = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
     for i, row in enumerate(rows):
-        made[i, : len(row)] = row
-    return made
+        padded[i, : len(row)] = row
+    return padded
 
 
 def sorted_items(key: NDArray[Any]) -> NDArray[np.int64]:
@@ -66,12 +66,12 @@ def sorted_items(key: NDArray[Any]) -> NDArray[np.int64]:
 
 
 @allocating
-def follow(work, order, kept, known, most, word, start, before):  # type: ignore[no-untyped-def]
+def follow(work, order, prefix, prefix_start, most, word, start, before):  # type: ignore[no-untyped-def]
     """Start blocks in ``order`` int64 ``[N n]`` as early as their devices allow; the last end.
 
     What lacks a predecessor, or memory, waits, and is the next as soon as it can be. -1: that
-    never comes, or the end would be later than ``most``. The first ``kept`` of ``order`` are known
-    to start as ``known [N, n]`` says.
+    never comes, or the end would be later than ``most``. The first ``prefix`` of ``order`` start
+    as ``prefix_start [N, n]`` says.
 
     Fills ``word [N n]``, the order of starts, ``start [N, n]`` and ``before [N, devices of all
     blocks]``: what ran on each device of the block before it, or -1.
@@ -79,15 +79,15 @@ def follow(work, order, kept, known, most, word, start, before):  # type: ignore
     num, n = start.shape
     state, count = _nothing_started(work, num, n)
     end = 0
-    for at in range(kept):
+    for at in range(prefix):
         item = order[at]
-        begin = known[item >> _BITS, item & _BLOCK]
+        begin = prefix_start[item >> _BITS, item & _BLOCK]
         word[at] = item
         _place(work, state, count, start, before, item, begin)
         end = max(end, begin + work[item & _BLOCK, _TIME])
     after = np.empty((num, n), np.int64)  # of what waits: a list in the order given
-    first, last, read = -1, -1, kept
-    for at in range(kept, num * n):
+    first, last, read = -1, -1, prefix
+    for at in range(prefix, num * n):
         previous, item, begin = -1, first, -1
         while item >= 0:
             begin = _begin(work, state, count, start, item >> _BITS, item & _BLOCK)
@@ -227,12 +227,12 @@ def anneal(work, word, start, before, best, rounds, seed, target, temperature): 
             break
         for at in range(size):
             key[word[at] >> _BITS, word[at] & _BLOCK] = at
-        found = _critical(work, start, before, length, path)
-        if found < 2:
+        on_path = _critical(work, start, before, length, path)
+        if on_path < 2:
             break
-        late = np.random.randint(found - 1)
+        late = np.random.randint(on_path - 1)
         early = late + 1
-        while early + 1 < found and np.random.random() < _FARTHER:
+        while early + 1 < on_path and np.random.random() < _FARTHER:
             early += 1
         x, y = path[late], path[early]
         span = 1 if np.random.random() < _ALONE else 1 + np.random.randint(num)
@@ -245,10 +245,10 @@ def anneal(work, word, start, before, best, rounds, seed, target, temperature): 
                 _pull(work, key, jx, x & _BLOCK, key[jy, y & _BLOCK] - 0.5)
             else:
                 key[jy, y & _BLOCK] = max(key[jy, y & _BLOCK], key[jx, x & _BLOCK] + 0.5)
-        kept = _sort(word, key, order)
+        prefix = _sort(word, key, order)
         # Up to here it would be taken: no need to know how much longer it is.
         most = length + int(-temperature * np.log(1.0 - np.random.random()))
-        new = follow(work, order, kept, start, most, new_word, new_start, new_before)
+        new = follow(work, order, prefix, start, most, new_word, new_start, new_before)
         if new < 0:
             continue
         length = new
@@ -274,10 +274,10 @@ def _critical(work, start, before, length, path):  # type: ignore[no-untyped-def
             seen += 1
             if np.random.random() * seen < 1:
                 here = (num - 1) << _BITS | b
-    found = 0
+    count = 0
     while here >= 0:
-        path[found] = here
-        found += 1
+        path[count] = here
+        count += 1
         j, b = here >> _BITS, here & _BLOCK
         chosen, seen = -1, 0
         preds = _FIRST + work[b, _DEVICES]
@@ -295,7 +295,7 @@ def _critical(work, start, before, length, path):  # type: ignore[no-untyped-def
             if seen == 1 or np.random.random() * seen < 1:
                 chosen = y
         here = chosen
-    return found
+    return count
 
 
 @allocating
@@ -315,7 +315,7 @@ def _sort(word, key, order):  # type: ignore[no-untyped-def]
 
     By insertion, as it is nearly sorted.
     """
-    kept = len(word)
+    prefix = len(word)
     for at in range(len(word)):
         item, to = word[at], at
         k = key[item >> _BITS, item & _BLOCK]
@@ -324,5 +324,5 @@ def _sort(word, key, order):  # type: ignore[no-untyped-def]
             to -= 1
         order[to] = item
         if to < at:
-            kept = min(kept, to)
-    return kept
+            prefix = min(prefix, to)
+    return prefix

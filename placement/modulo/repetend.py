@@ -73,7 +73,7 @@ class Pattern:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class Outcome:
     """What a search knows when it ends.
 
     Attributes:
@@ -94,7 +94,7 @@ class Found:
         return self.pattern.per_micro_batch <= self.bound
 
 
-def search(work: Work, unroll: int | None, seconds: float) -> Found:
+def search(work: Work, unroll: int | None, seconds: float) -> Outcome:
     """The shortest pattern of ``unroll`` micro-batches, or the best so far after ``seconds``.
 
     ``unroll`` None: of one, then, where it is longer than every schedule has to be, of two,
@@ -104,25 +104,25 @@ def search(work: Work, unroll: int | None, seconds: float) -> Found:
         BlocksError: no micro-batch fits into the memory, or nothing was found in time.
     """
     end = time.perf_counter() + seconds
-    found = _search_one(work, end)
+    best = _search_one(work, end)
     if unroll is not None:
-        return found if unroll == 1 else _search_unrolled(work, unroll, found.pattern, end)
+        return best if unroll == 1 else _search_unrolled(work, unroll, best.pattern, end)
     for k in range(2, MAX_UNROLL + 1):
         left = end - time.perf_counter()
-        if left <= 0 or found.pattern.per_micro_batch <= work.period_bound:
+        if left <= 0 or best.pattern.per_micro_batch <= work.period_bound:
             break
         share = left / (MAX_UNROLL + 1 - k)
-        wide = _search_unrolled(work, k, found.pattern, time.perf_counter() + share)
-        if wide.pattern.per_micro_batch < found.pattern.per_micro_batch:
-            found = replace(wide, others=(*found.others, found.pattern))
-    return found
+        wide = _search_unrolled(work, k, best.pattern, time.perf_counter() + share)
+        if wide.pattern.per_micro_batch < best.pattern.per_micro_batch:
+            best = replace(wide, others=(*best.others, best.pattern))
+    return best
 
 
-def _search_one(work: Work, end: float) -> Found:
+def _search_one(work: Work, end: float) -> Outcome:
     """The shortest pattern of one micro-batch."""
     start = _one_at_a_time(work, end)
     best, bound = _shortest(work, 1, start.period, end)
-    return Found(best or start, Fraction(bound))
+    return Outcome(best or start, Fraction(bound))
 
 
 def _one_at_a_time(work: Work, end: float) -> Pattern:
@@ -166,22 +166,22 @@ def _least_memory(work: Work, period: int) -> int:
     return high
 
 
-def _search_unrolled(work: Work, k: int, known: Pattern, end: float) -> Found:
-    """The shortest pattern of ``k`` micro-batches, or the known one.
+def _search_unrolled(work: Work, k: int, one: Pattern, end: float) -> Outcome:
+    """The shortest pattern of ``k`` micro-batches, or ``one``, that of one.
 
     First those whose micro-batches all look alike: with all times multiplied by ``k`` they are
     patterns of one micro-batch, up to rounding, in a far smaller search.
     """
     now = time.perf_counter()
-    best = known
-    upper = known.per_micro_batch * k
+    best = one
+    upper = one.per_micro_batch * k
     alike, _ = _shortest(work.scaled(k), 1, _below(upper), now + 0.4 * (end - now))
     if alike is not None:
         copy = np.arange(k)[:, None]
         best = Pattern((alike.starts + copy * alike.period) // k, alike.period)
         upper = Fraction(alike.period)
     wide, bound = _shortest(work, k, _below(upper), end)
-    return Found(wide or best, min(Fraction(bound, k), (wide or best).per_micro_batch), k)
+    return Outcome(wide or best, min(Fraction(bound, k), (wide or best).per_micro_batch), k)
 
 
 def _below(period: Fraction) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from placement.modulo import retime
 from placement.modulo.blocks import Ints, Work
-from placement.modulo.repetend import Found, search, solve
+from placement.modulo.repetend import Outcome, search, solve
 
 # Up to so many devices patterns are found and proved in well under a second.
 _FEW_DEVICES = 4
@@ -22,20 +22,20 @@ class Answer:
 
     Attributes:
         starts: int64 ``[N, n]``.
-        found: the pattern it was made from, with its bound.
+        outcome: the pattern it was made from, with its bound.
         makespan: end of the last block.
         seconds: of the search, imports and compilation not counted.
     """
 
     starts: Ints
-    found: Found
+    outcome: Outcome
     makespan: int
     seconds: float
 
     @property
     def period(self) -> Fraction:
         """Time per micro-batch in steady state."""
-        return self.found.pattern.per_micro_batch
+        return self.outcome.pattern.per_micro_batch
 
 
 def default_seconds(work: Work) -> float:
@@ -64,17 +64,19 @@ def search_schedule(
     retime.warm_up()
     budget = default_seconds(work) if seconds is None else seconds
     began = time.perf_counter()
-    found = search(work, unroll, 0.5 * budget)
-    patterns = [found.pattern]
+    outcome = search(work, unroll, 0.5 * budget)
+    patterns = [outcome.pattern]
     for options in ({"shortest_flow": True}, {"seed": 1}, {"seed": 2}, {"seed": 3}):
         left = began + budget - time.perf_counter()
-        similar, _ = solve(work, found.pattern.unroll, found.pattern.period, 0.1 * left, **options)
+        similar, _ = solve(
+            work, outcome.pattern.unroll, outcome.pattern.period, 0.1 * left, **options
+        )
         if similar is not None:
             patterns.append(similar)
-    patterns += found.others
+    patterns += outcome.others
     left = began + budget - time.perf_counter()
     starts = retime.shortest(work, patterns, num_micro_batches, left)
     took = time.perf_counter() - began
     assert not work.errors(starts), work.errors(starts)
     makespan = int((starts + np.array([b.time for b in work.blocks])).max())
-    return Answer(starts, found, makespan, took)
+    return Answer(starts, outcome, makespan, took)

@@ -184,7 +184,7 @@ class BestOf:
         """Who comes first where not all of them may come."""
         loads = problem.objective.is_throughput
         replicas = loads and problem.max_phases > 1
-        first = _SPLITS if loads else _LISTS
+        first: tuple[str, ...] = _SPLITS if loads else _LISTS
         if problem.objective is Objective.PIECEWISE_LATENCY:
             first = ("ideal_dp", "antichain_dp", "contiguous_dp", *_LISTS)
         names = [name for name in self.planners if replicas or name not in _REPLICAS]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 import warnings
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from placement.bounds import balance_prices, lower_bound, priced
 from placement.cluster import Cluster, Device
-from placement.graph import OpGraph
+from placement.graph import OpGraph, topological_order
 from placement.planners import PlannerError, check_least
 from placement.problem import Problem, Solution
 from placement.profile import Profile
@@ -375,25 +374,15 @@ def _merge_trivial(
 
 def _number(item: NDArray[Any], pairs: Edges, first: NDArray[Any]) -> tuple[Ints, Edges]:
     """Items numbered topologically, those whose first operator comes first before others."""
-    used = np.unique(item).tolist()
-    after: dict[int, list[int]] = {x: [] for x in used}
-    missing = dict.fromkeys(used, 0)
-    for x, y in pairs:
-        after[x].append(y)
-        missing[y] += 1
-    ready = [(int(first[x]), x) for x in used if missing[x] == 0]
-    heapq.heapify(ready)
+    used = np.unique(item)
+    used = used[np.argsort(first[used], kind="stable")]
+    at = np.full(len(first), -1)
+    at[used] = np.arange(len(used))
+    edges = np.array(sorted((at[x], at[y]) for x, y in pairs), np.int64).reshape(-1, 2)
+    order = topological_order(edges, len(used))
+    assert len(order) == len(used), "cycles were fused"
     number = np.full(len(first), -1, np.int32)
-    count = 0
-    while ready:
-        _, x = heapq.heappop(ready)
-        number[x] = count
-        count += 1
-        for y in after[x]:
-            missing[y] -= 1
-            if missing[y] == 0:
-                heapq.heappush(ready, (int(first[y]), y))
-    assert count == len(used), "cycles were fused"
+    number[used[order]] = np.arange(len(used))
     return number[item], {(int(number[x]), int(number[y])) for x, y in pairs}
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement import graph
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search
 from placement.search.list_schedule import ListSchedule, first_that_fits
@@ -34,11 +35,7 @@ class LevelBalance:
 
 def levels(problem: Problem) -> NDArray[np.int32]:
     """int32 ``[N]``: number of edges on the longest path from an entry to each operator."""
-    level = np.zeros(problem.num_ops, np.int32)
-    edges = problem.graph.edges
-    for src, dst in edges[np.argsort(edges[:, 1], kind="stable")]:
-        level[dst] = max(level[dst], level[src] + 1)
-    return level
+    return graph.levels(problem.graph.edges, problem.num_ops)
 
 
 def balance(

@@ -30,10 +30,9 @@ class Replicated:
 
     The ``r`` devices of a stage take turns with the micro-batches. Per micro-batch it takes the
     larger of its seconds on a device, of what it receives and of what it sends, each over ``r``;
-    where there is a backward pass, a ring all-reduce of its parameters once per
-    ``num_microbatches`` is added: ``2 (r - 1) (latency + bytes / r / bandwidth)``. The period is
-    that of the slowest stage; the least possible one is found by bisection over a program that
-    needs the fewest devices for a given period.
+    where gradients are added up in different memory, they travel, and new values back, once per
+    ``num_microbatches``. The period is that of the slowest stage; the least possible one is found
+    by bisection over a program that needs the fewest devices for a given period.
 
     The answer is a periodic placement, whose phases are a common multiple of the replicas of all
     stages: every ``K`` up to ``max_phases`` of the problem is tried with its divisors as numbers of
@@ -42,8 +41,8 @@ class Replicated:
     the program counts for them; ``value_s`` is the simulator's.
 
     Deviations: devices count as the slowest of those that are used, which are the fastest, or those
-    and the second fastest, and so on; links count as the slowest too (a ring is no faster); the
-    all-reduce overlaps with nothing, and the simulator does not know it; nodes are not told apart,
+    and the second fastest, and so on; links count as the slowest too; gradients are added up on one
+    device of a stage, as the trainer does, not in a ring; nodes are not told apart,
     devices of one speed are used in the cluster's order; parameters, and the activations
     of the micro-batches in flight, must fit on the smallest device.
 
@@ -166,17 +165,19 @@ def stage_periods(
     need = own + flights * (activation[None, :] - activation[:, None])
     impossible = (highs <= lows) | (need > problem.memory_bytes[devices].min())
 
+    kept = np.append(0, np.cumsum(np.bincount(at[g.carried_op], minlength=size - 1)))
+    stays = kept[None, :] > kept[:, None]  # in one place, as buffers that micro-batches change
     replicas = numbers(min(len(devices), problem.max_phases))
-    latency_s, per_byte_s = _slowest_link(problem)
+    grad = g.gradient_tensor
+    made_in = at[g.tensor_src[grad]]
+    summed_s = 2 * within(made_in, made_in, tensor_s[grad], size) / problem.num_microbatches
+    if problem.objective.is_analytic or all(d.kind == "cpu" for d in problem.cluster.devices):
+        summed_s[:] = 0.0
     period = np.empty((len(replicas), size, size))
     moved = np.maximum(np.maximum(received, sent), 0.0)
     for k, r in enumerate(replicas.tolist()):
-        reduce_s = np.zeros_like(own)
-        if g.is_backward.any() and r > 1:
-            ring = 2 * (r - 1) * (latency_s + own / r * per_byte_s)
-            reduce_s = np.where(own > 0, ring, 0.0) / problem.num_microbatches
-        period[k] = np.maximum(compute / r + reduce_s, moved / r)
-        period[k][impossible] = np.inf
+        period[k] = np.maximum(compute, moved) / r + (summed_s if r > 1 else 0.0)
+        period[k][impossible | (stays & (r > 1))] = np.inf
     return StagePeriods(replicas, period)
 
 
@@ -242,16 +243,11 @@ def _cover(table: StagePeriods, limit_s: float, num_devices: int) -> list[tuple[
     return [(a, b, int(needs[a, b])) for a, b in pairwise(reversed(ends))]
 
 
-def _slowest_link(problem: Problem) -> tuple[float, float]:
-    """Latency and seconds per byte of the slowest link."""
-    return float(problem.link_latency_s.max()), float(problem.link_s_per_byte.max())
-
-
 def _slowest_transfer(problem: Problem) -> Floats:
     """float64 ``[T]`` seconds of each tensor over the slowest link."""
     if problem.profile.transfer_s is not None:
         slowest: Floats = problem.profile.transfer_s.max(axis=(1, 2))
         return slowest
-    latency_s, per_byte_s = _slowest_link(problem)
+    latency_s, per_byte_s = problem.link_latency_s.max(), problem.link_s_per_byte.max()
     seconds: Floats = latency_s + problem.graph.tensor_bytes.astype(np.float64) * per_byte_s
     return seconds

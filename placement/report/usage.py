@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,6 +46,14 @@ def memory_steps(problem: Problem, timeline: Timeline, max_in_flight: int) -> li
     ``peak_bytes``. Of a measured one it says what the graph's tensors take at measured times.
     """
     g = problem.graph
+    # What replicas have added up is added where it arrives: no memory beside the gradients'.
+    rows = ~np.isin(timeline.transfers[:, 0], g.gradient_tensor)
+    timeline = replace(
+        timeline,
+        transfers=timeline.transfers[rows],
+        transfer_start_s=timeline.transfer_start_s[rows],
+        transfer_end_s=timeline.transfer_end_s[rows],
+    )
     home, away = _local_spans(problem, timeline, max_in_flight), _sent_spans(problem, timeline)
     stored, batch, device, begin, until = map(np.concatenate, zip(home, away, strict=True))
     stored, device, begin, until = _union(stored, batch, device, begin, until)

@@ -19,11 +19,23 @@ class SchedulerError(ValueError):
 
 
 class Scheduler(Protocol):
-    """Orders the work of ``placement`` int32 ``[N]`` for so many micro-batches."""
+    """Orders the work of ``placement`` int32 ``[N]`` for so many micro-batches.
+
+    One of ``[K, N]``, in which they take turns, is refused by those that order stages.
+    """
 
     def __call__(
         self, problem: Problem, placement: Placement, num_microbatches: int
     ) -> Schedule: ...
+
+
+def check_one_phase(placement: Placement) -> None:
+    """Raises: SchedulerError, micro-batches take turns: they go through no stages in common."""
+    if placement.ndim > 1:
+        raise SchedulerError(
+            f"the placement has {len(placement)} phases, in which micro-batches take turns; stages "
+            "are ordered in one: use --scheduler list_order, or --max-phases 1"
+        )
 
 
 _SCHEDULERS = Named(__name__, "scheduler", SchedulerError)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.graph import levels, topological_order
 from placement.modulo.blocks import Block, Work
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
-from placement.search.coarsen import topological_order
+from placement.schedulers import check_one_phase
 from placement.simulator import durations
 
 Ints = NDArray[np.int32]
@@ -95,7 +96,11 @@ def cut(
     are more than ``max_blocks``, those of one level are joined, then, of at most 2,000, the
     shortest blocks of a device with no other block on a way between them. Where neither is
     possible there are more.
+
+    Raises:
+        SchedulerError: the placement has several phases.
     """
+    check_one_phase(placement)
     g = problem.graph
     sort = np.asarray(g.is_backward if kind is None else kind, dtype=np.int64)
     place = placement * (1 + int(sort.max())) + sort
@@ -115,12 +120,13 @@ def cut(
     order = _topological(block_level, edges)
     number = np.empty(len(order), np.int32)
     number[order] = np.arange(len(order))
+    renumbered = np.unique(number[edges], axis=0).astype(np.int32).reshape(-1, 2)
     return Cut(
         number[label],
         placement[first][order].astype(np.int32),
-        _levels(number[edges], len(order)),
+        levels(renumbered, len(order)),
         g.is_backward[first][order],
-        np.unique(number[edges], axis=0).astype(np.int32).reshape(-1, 2),
+        renumbered,
         problem.num_devices,
     )
 
@@ -146,14 +152,6 @@ def _topological(level: Ints, edges: NDArray[np.int64]) -> list[int]:
     mine = np.argsort(block)[edges]
     mine = mine[np.argsort(mine[:, 0], kind="stable")]
     return [int(block[n]) for n in topological_order(mine, len(level))]
-
-
-def _levels(edges: Ints, num: int) -> Ints:
-    """int32 ``[n]`` of blocks in topological order."""
-    level = np.zeros(num, np.int32)
-    for u, v in edges[np.argsort(edges[:, 1], kind="stable")]:
-        level[v] = max(level[v], level[u] + 1)
-    return level
 
 
 def _joined(
@@ -205,7 +203,7 @@ def _joined(
 
 
 def work_of(
-    problem: Problem, placement: Placement, made: Cut, num_microbatches: int
+    problem: Problem, placement: Placement, pieces: Cut, num_microbatches: int
 ) -> tuple[Work, float]:
     """The blocks with integer times, and the seconds of a unit; memory is not limited.
 
@@ -214,15 +212,15 @@ def work_of(
     """
     g = problem.graph
     seconds = durations(problem, placement, num_microbatches)
-    busy = np.bincount(made.label, weights=seconds, minlength=made.num_blocks)
-    delay: dict[tuple[int, int], float] = {(int(u), int(v)): 0.0 for u, v in made.edges}
+    busy = np.bincount(pieces.label, weights=seconds, minlength=pieces.num_blocks)
+    delay: dict[tuple[int, int], float] = {(int(u), int(v)): 0.0 for u, v in pieces.edges}
     sent: set[tuple[int, int]] = set()  # (tensor, device)
     arrived: set[tuple[int, int]] = set()  # (tensor, block): several operators of it may wait
     for tensor, op in zip(g.use_tensor.tolist(), g.use_dst.tolist(), strict=True):
         src = int(g.tensor_src[tensor])
         if src < 0 or placement[src] == placement[op]:
             continue
-        u, v = int(made.label[src]), int(made.label[op])
+        u, v = int(pieces.label[src]), int(pieces.label[op])
         takes = problem.transfer_s(tensor, int(placement[src]), int(placement[op]))
         if not problem.link_blocking[placement[src], placement[op]]:
             if (tensor, v) not in arrived:
@@ -231,35 +229,35 @@ def work_of(
         elif (tensor, int(placement[op])) not in sent:
             busy[u] += takes
         sent.add((tensor, int(placement[op])))
-    load = np.bincount(made.device, weights=busy)
+    load = np.bincount(pieces.device, weights=busy)
     unit_s = max(float(load.max()) / _UNITS, 1e-12)
-    preds: list[list[tuple[int, int]]] = [[] for _ in range(made.num_blocks)]
+    preds: list[list[tuple[int, int]]] = [[] for _ in range(pieces.num_blocks)]
     for (u, v), takes in delay.items():
         preds[v].append((u, round(takes / unit_s)))
     blocks = tuple(
-        Block((int(made.device[b]),), max(1, round(busy[b] / unit_s)), 0, tuple(preds[b]))
-        for b in range(made.num_blocks)
+        Block((int(pieces.device[b]),), max(1, round(busy[b] / unit_s)), 0, tuple(preds[b]))
+        for b in range(pieces.num_blocks)
     )
     return Work(blocks, problem.num_devices), unit_s
 
 
-def held_bytes(problem: Problem, placement: Placement, made: Cut) -> list[tuple[int, int, int]]:
-    """(block, later block of the same device, bytes): what is made and last used there.
+def held_bytes(problem: Problem, placement: Placement, pieces: Cut) -> list[tuple[int, int, int]]:
+    """(block, later block of the same device, bytes): what is produced and last used there.
 
     Tensors that share memory count once. What a block sends away or receives is held only
     around it, and is not in the list.
     """
     g = problem.graph
-    kept: dict[int, tuple[int, int]] = {}
+    span: dict[int, tuple[int, int]] = {}
     for tensor, op in zip(g.use_tensor.tolist(), g.use_dst.tolist(), strict=True):
         root = int(g.tensor_root[tensor])
         src = int(g.tensor_src[root])
         if src < 0 or placement[src] != placement[op]:
             continue
-        u, v = int(made.label[src]), int(made.label[op])
-        kept[root] = u, max(v, kept.get(root, (u, u))[1])
+        u, v = int(pieces.label[src]), int(pieces.label[op])
+        span[root] = u, max(v, span.get(root, (u, u))[1])
     total: dict[tuple[int, int], int] = {}
-    for root, (u, v) in kept.items():
+    for root, (u, v) in span.items():
         if v > u:
             total[u, v] = total.get((u, v), 0) + int(g.tensor_bytes[root])
     return [(u, v, size) for (u, v), size in sorted(total.items())]

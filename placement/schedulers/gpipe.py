@@ -27,6 +27,6 @@ class Gpipe:
     """
 
     def __call__(self, problem: Problem, placement: Placement, num_microbatches: int) -> Schedule:
-        made = cut(problem, placement)
+        pieces = cut(problem, placement)
         batch = np.arange(num_microbatches)[:, None]
-        return made.schedule(made.level * num_microbatches + batch)
+        return pieces.schedule(pieces.level * num_microbatches + batch)

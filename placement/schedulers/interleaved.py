@@ -30,9 +30,9 @@ class Interleaved:
 
     def __call__(self, problem: Problem, placement: Placement, num_microbatches: int) -> Schedule:
         """Raises: SchedulerError, devices with unlike numbers of chunks, or M no multiple of D."""
-        made = cut(problem, placement)
-        used = sorted({int(d) for d in made.device}, key=lambda d: made.visits(d, False)[:1])
-        chunks = {d: (made.visits(d, False), made.visits(d, True)) for d in used}
+        pieces = cut(problem, placement)
+        used = sorted({int(d) for d in pieces.device}, key=lambda d: pieces.visits(d, False)[:1])
+        chunks = {d: (pieces.visits(d, False), pieces.visits(d, True)) for d in used}
         counts = {len(f) for f, _ in chunks.values()}
         backs = {len(b) for _, b in chunks.values()}
         if len(counts) != 1 or len(backs) != 1 or not backs <= {0, *counts}:
@@ -49,22 +49,22 @@ class Interleaved:
                 f"interleaved runs groups of {len(used)} micro-batches (one per device), "
                 f"{num_microbatches} are no multiple; use one_f_one_b or searched"
             )
-        key = np.zeros((num_microbatches, made.num_blocks))
+        key = np.zeros((num_microbatches, pieces.num_blocks))
         for s, d in enumerate(used):
             forward, backward = chunks[d]
             order = virtual_order(s, len(used), len(forward), num_microbatches, bool(backward))
             for at, (chunk, batch, back) in enumerate(order):
                 level = backward[chunk] if back else forward[chunk]
-                _put(key, made, d, level, back, batch, at)
-        schedule = made.schedule(key)
+                _put(key, pieces, d, level, back, batch, at)
+        schedule = pieces.schedule(key)
         schedule.check(problem, placement)
         return schedule
 
 
 def _put(
-    key: np.ndarray, made: Cut, device: int, level: int, back: bool, batch: int, at: int
+    key: np.ndarray, pieces: Cut, device: int, level: int, back: bool, batch: int, at: int
 ) -> None:
-    here = (made.device == device) & (made.level == level) & (made.backward == back)
+    here = (pieces.device == device) & (pieces.level == level) & (pieces.backward == back)
     key[batch, here] = at
 
 

@@ -29,6 +29,6 @@ class OneFOneB:
     """
 
     def __call__(self, problem: Problem, placement: Placement, num_microbatches: int) -> Schedule:
-        made = cut(problem, placement)
+        pieces = cut(problem, placement)
         batch = np.arange(num_microbatches)[:, None]
-        return made.schedule(made.most_visits * batch + made.level)
+        return pieces.schedule(pieces.most_visits * batch + pieces.level)

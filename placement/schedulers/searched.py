@@ -51,14 +51,14 @@ class Searched:
     ) -> tuple[Schedule, Answer, float]:
         """The schedule, what is proved about its blocks, and the seconds of their unit of time."""
         p = problem.check_placement(placement)
-        made = cut(problem, p)
-        if made.num_blocks > _MOST_BLOCKS:
+        pieces = cut(problem, p)
+        if pieces.num_blocks > _MOST_BLOCKS:
             raise SchedulerError(
-                f"searched: the placement changes devices so often that {made.num_blocks} blocks "
+                f"searched: the placement changes devices so often that {pieces.num_blocks} blocks "
                 f"remain, more than {_MOST_BLOCKS}; use one_f_one_b, or another placement"
             )
-        free, unit_s = work_of(problem, p, made, num_microbatches)
-        held = held_bytes(problem, p, made)
+        free, unit_s = work_of(problem, p, pieces, num_microbatches)
+        held = held_bytes(problem, p, pieces)
         room = problem.memory_bytes - problem.param_bytes_on(p)
         over = np.zeros(problem.num_devices, np.int64)
         for _ in range(_RETRIES):
@@ -76,7 +76,7 @@ class Searched:
                     "searched needs OR-Tools: pip install 'device-placement-rl[cp]', or use "
                     "list_order or one_f_one_b"
                 ) from error
-            schedule = made.schedule(answer.starts)
+            schedule = pieces.schedule(answer.starts)
             peak = simulate(problem, p, schedule).peak_bytes
             assert peak is not None
             over = peak - problem.memory_bytes

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
-from placement.schedulers import SchedulerError
+from placement.schedulers import SchedulerError, check_one_phase
 from placement.schedulers._cut import cut
 
 
@@ -34,16 +34,17 @@ class ZeroBubble:
 
     def __call__(self, problem: Problem, placement: Placement, num_microbatches: int) -> Schedule:
         """Raises: SchedulerError, the graph does not tell the two gradients apart."""
+        check_one_phase(placement)
         late = weight_gradients(problem, placement)
-        made = cut(problem, placement, kind=problem.graph.is_backward + late.astype(np.int64))
-        is_late = np.zeros(made.num_blocks, bool)
-        is_late[made.label[late]] = True
-        level = made.level.astype(np.float64)
+        pieces = cut(problem, placement, kind=problem.graph.is_backward + late.astype(np.int64))
+        is_late = np.zeros(pieces.num_blocks, bool)
+        is_late[pieces.label[late]] = True
+        level = pieces.level.astype(np.float64)
         depth = level.copy()
         for d in range(problem.num_devices):
-            here = made.device == d
-            forward = level[here & ~made.backward]
-            inputs = level[here & made.backward & ~is_late]
+            here = pieces.device == d
+            forward = level[here & ~pieces.backward]
+            inputs = level[here & pieces.backward & ~is_late]
             if len(forward):
                 # Without input gradients (the first device) they follow at once.
                 base = inputs.max() if len(inputs) else level[here].max()
@@ -52,7 +53,7 @@ class ZeroBubble:
                 after = np.maximum(base + 2 * forward.min() + 0.5, level[mine] - 0.5)
                 depth[mine] = after + 0.25 * level[mine] / (1 + level.max())
         batch = np.arange(num_microbatches)[:, None]
-        schedule = made.schedule(2 * batch + depth)
+        schedule = pieces.schedule(2 * batch + depth)
         schedule.check(problem, placement)
         return schedule
 

@@ -16,14 +16,13 @@ to a ``v`` of an older one. So there is no cycle; the next round computes new le
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.graph import OpGraph
+from placement.graph import OpGraph, levels, topological_order
 from placement.problem import Placement, Problem, ProblemError
 from placement.profile import Profile
 
@@ -121,7 +120,7 @@ class _Merger:
         """Merge disjoint pairs, ``limit_s`` at most each; how many."""
         count = self.count
         edges, weight = self._coarse_edges()
-        level = _levels(edges, count)
+        level = levels(edges, count)
         pairs = edges[level[edges[:, 1]] == level[edges[:, 0]] + 1]
         pairs = pairs[self._ranking(edges, weight, pairs)]
         if side_by_side:
@@ -209,42 +208,12 @@ def edge_seconds(problem: Problem) -> Floats:
     return total
 
 
-def _levels(edges: Ints, count: int) -> Ints:
-    """int32 ``[count]`` longest path to each vertex of an acyclic graph, in any numbering."""
-    first = np.searchsorted(edges[:, 0], np.arange(count + 1)).tolist()
-    users, level = edges[:, 1].tolist(), [0] * count
-    for u in topological_order(edges, count):
-        for v in users[first[u] : first[u + 1]]:
-            level[v] = max(level[v], level[u] + 1)
-    return np.array(level, np.int32)
-
-
-def topological_order(edges: NDArray[np.integer[Any]], count: int) -> list[int]:
-    """Vertices ``0..count-1`` in topological order, of several ready ones the smallest first.
-
-    ``edges`` int ``[E, 2]`` are sorted by their first column, and free of circles.
-    """
-    missing = np.bincount(edges[:, 1], minlength=count).tolist()
-    first = np.searchsorted(edges[:, 0], np.arange(count + 1)).tolist()
-    users = edges[:, 1].tolist()  # lists: a loop over arrays takes long
-    heap = [v for v in range(count) if missing[v] == 0]
-    order = []
-    while heap:
-        u = heapq.heappop(heap)
-        order.append(u)
-        for v in users[first[u] : first[u + 1]]:
-            missing[v] -= 1
-            if missing[v] == 0:
-                heapq.heappush(heap, v)
-    assert len(order) == count, "merging never closes a cycle"
-    return order
-
-
 def _topological(label: Ints, edges: Ints) -> Ints:
     """The same labels, numbered so that every edge leads to a larger one."""
     pairs = label[edges].reshape(-1, 2)
     outer = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
     order = topological_order(outer, int(label.max()) + 1)
+    assert len(order) == label.max() + 1, "merging never closes a cycle"
     number = np.empty(len(order), np.int32)
     number[order] = np.arange(len(order))
     return number[label]

@@ -26,6 +26,9 @@
   begin at the same moment). In a pipelined run it is how much of the time they are busy (their
   mean load over the largest load, and a load the mean over the phases), and operators are
   stretched alike so that all of a micro-batch together take ``batch_s`` longer.
+* In training, what replicas have added up travels after the last operator to the device that
+  makes the gradient in phase 0, from each device of other memory (those of kind ``cpu`` share
+  one); when all is there, new values travel back. Of that the period has the ``M``-th part.
 * Memory: parameters, plus every tensor from when its producer is taken (or its transfer begins)
   until its last consumer or outgoing transfer on that device ended (outputs: until their
   micro-batch finished), plus the workspace of running operators. Tensors that share memory
@@ -123,17 +126,50 @@ def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline
     status = kernels.run(kernels.tables(problem), run)
     assert status == 0, "a topological order cannot deadlock, and schedules were checked"
     sent = run.num_sent
+    sums, begin, finish = summing(problem, phases, m, float(run.end.max()))
     return Timeline(
         device_names=problem.cluster.device_names,
         placement=placement,
         start_s=run.start.copy(),
         end_s=run.end.copy(),
-        transfers=run.transfers[:sent].copy(),
-        transfer_start_s=run.transfer_start[:sent].copy(),
-        transfer_end_s=run.transfer_end[:sent].copy(),
+        transfers=np.concatenate([run.transfers[:sent], sums]),
+        transfer_start_s=np.append(run.transfer_start[:sent], begin),
+        transfer_end_s=np.append(run.transfer_end[:sent], finish),
         peak_bytes=run.peak + problem.param_bytes_on(placement),
         power=problem.power,
     )
+
+
+def summing(
+    problem: Problem, placement: Placement, num_microbatches: int, after_s: float
+) -> tuple[NDArray[np.int32], Floats, Floats]:
+    """Transfers of gradients, and then of new values, after a training step of replicas.
+
+    ``placement`` ``[K, N]``. Returns, as ``Timeline`` has them, int32 ``[X, 4]`` (of the last
+    micro-batch), and when each begins and ends.
+    """
+    g = problem.graph
+    memory = [d.kind == "cpu" or -i for i, d in enumerate(problem.cluster.devices)]
+    there: dict[tuple[int, int, int], None] = {}
+    back: dict[tuple[int, int, int], None] = {}
+    made = placement[:, g.tensor_src[g.gradient_tensor]]
+    for s in np.flatnonzero((made != made[0]).any(axis=0)).tolist():
+        t, home, *others = int(g.gradient_tensor[s]), *dict.fromkeys(made[:, s].tolist())
+        away = [d for d in others if memory[d] != memory[home]]
+        there |= dict.fromkeys((t, d, home) for d in away)
+        back |= dict.fromkeys((t, home, d) for d in {memory[d]: d for d in away}.values())
+    begin: list[float] = []
+    end: list[float] = []
+    for sent in (there, back):
+        free: dict[int, float] = {}
+        first_s = max(end, default=after_s)
+        for t, a, b in sent:
+            channel = int(problem.link_channel[a, b]) if problem.contention else len(end)
+            begin.append(free.get(channel, first_s))
+            end.append(begin[-1] + problem.transfer_s(t, a, b))
+            free[channel] = end[-1]
+    rows = [(t, num_microbatches - 1, a, b) for t, a, b in (*there, *back)]
+    return np.array(rows, np.int32).reshape(-1, 4), np.array(begin), np.array(end)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,13 +258,17 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
     value = np.full(len(rows), np.inf)
     value[ok] = steady_period(finish[ok], busiest[ok])
     run_s = np.where(ok, finish.max(axis=1) / m, np.inf)
+    if rows.shape[1] > 1 and len(problem.graph.gradient_tensor):
+        summing_s = [max(summing(problem, row, m, 0.0)[2], default=0.0) / m for row in rows]
+        value, run_s = value + summing_s, run_s + summing_s
     runs, each = _Runs(value, run_s, busy, None, ok), len(rows) // max(len(p), 1)
     if track:
         for i in np.flatnonzero(ok):
             peak[i] += problem.param_bytes_on(p[i // each])
         fits = ok & (peak <= problem.memory_bytes).all(axis=1)
         runs = _Runs(value, run_s, busy, peak, fits)
-    return runs if each <= 1 else _slowest(runs, each)
+    runs = runs if each <= 1 else _slowest(runs, each)
+    return replace(runs, feasible=runs.feasible & problem.stays(p)) if p.shape[1] > 1 else runs
 
 
 def _slowest(runs: _Runs, each: int) -> _Runs:
@@ -346,14 +386,15 @@ def simulate_reference(
     peak = _peak_bytes_reference(
         problem, p, run.admitted_s, run.start, run.end, rows, begin, finish
     )
+    sums, first, last = summing(problem, run.phases, num_batches, float(run.end.max()))
     return Timeline(
         device_names=problem.cluster.device_names,
         placement=p,
         start_s=run.start,
         end_s=run.end,
-        transfers=rows,
-        transfer_start_s=begin,
-        transfer_end_s=finish,
+        transfers=np.concatenate([rows, sums]),
+        transfer_start_s=np.append(begin, first),
+        transfer_end_s=np.append(finish, last),
         peak_bytes=peak,
         power=problem.power,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -119,7 +120,8 @@ def _function(spec: str) -> Any:
     else:
         families = family_of()
         if spec not in families:
-            near = meant(spec, families) or ";"
+            here = f"; {spec}.py is here: name a function of it, {spec}:function;"
+            near = here if os.path.isfile(f"{spec}.py") else meant(spec, families) or ";"
             raise WorkloadError(
                 f"unknown workload {spec[:80]!r}{near} choose one of "
                 f"{', '.join(sorted(families))}, or give your own as package.module:function"

@@ -18,6 +18,7 @@ from placement.capturing import capture
 from placement.capturing.training import plain_step
 from placement.cluster import Cluster, Device
 from placement.executor import Trainer
+from placement.executor.share import carried_operators
 from placement.program import CaptureError
 from tests.module_grammar import Part, batches, build, draws, kinds_of, parts
 
@@ -55,7 +56,7 @@ def state_of(module: nn.Module) -> dict[str, object]:
 def test_two_steps_equal_plain_pytorch(
     sentence, num_devices, num_microbatches, adaptive, colocate, seed
 ):
-    """Two steps on a random placement; run thousands with TRAINING_EXAMPLES=..."""
+    """Two steps on a random placement, also in turns; run thousands with TRAINING_EXAMPLES=..."""
     check(sentence, num_devices, num_microbatches, adaptive, colocate, seed)
 
 
@@ -107,8 +108,12 @@ def check(
     cluster = Cluster(
         "tests", tuple(Device(f"cpu:{i}", "cpu", (CORE,)) for i in range(num_devices))
     )
-    groups = np.random.default_rng(seed).integers(0, num_devices, graph.num_groups)
-    placement = groups[graph.group].astype(np.int32)
+    groups = np.random.default_rng(seed).integers(0, num_devices, (1 + seed % 3, graph.num_groups))
+    for writer, readers in carried_operators(graph).items() if len(groups) > 1 else ():
+        groups[:, graph.group[[writer, *readers]]] = 0  # where the next micro-batch reads it
+    placement = groups[:, graph.group].astype(np.int32)
+    gradients = {t for _, t in graph.program.gradients}
+    assert set(graph.gradient_tensor.tolist()) == gradients
     with Trainer(graph, cluster, placement, optimizer) as trainer:
         for i, mine in enumerate(steps):
             torch.manual_seed(seed + i)

@@ -18,14 +18,12 @@ import pytest
 
 from placement.__main__ import VERBS, main
 from placement.cli import BAD_INPUT, DEFECT, INTERRUPTED, OK
-from placement.cluster import Cluster, Device
-from placement.graph import OpGraph
 from placement.importers import save
 from placement.plan import make_plan
 from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.heft import Heft
 from placement.problem import Problem, Solution
-from placement.profile import Profile
+from tests.problems import chain, small_problem
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = [
@@ -64,12 +62,8 @@ WITHOUT_A_FILE = {
 def problem(names: list[str] | None = None, num_ops: int = 6) -> Problem:
     """A chain on two devices that can only be simulated."""
     names = names or [f"op{i}" for i in range(num_ops)]
-    n = len(names)
-    edges = [(i, i + 1) for i in range(n - 1)]
-    graph = OpGraph.build("g", names, range(n), [8] * n, edges)
-    cluster = Cluster("two", (Device("a", kind="npu"), Device("b", kind="npu")))
-    seconds = np.full((n, 2), 1e-3)
-    return Problem(graph, cluster, Profile(("a", "b"), seconds, seconds * 0))
+    facts = {"devices": ["a", "b"], "device": {"kind": "npu"}, "graph": {"op_name": names}}
+    return small_problem(np.full((len(names), 2), 1e-3), chain(len(names)), tensor_bytes=8, **facts)
 
 
 @pytest.fixture(scope="module")

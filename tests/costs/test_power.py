@@ -19,17 +19,15 @@ from placement.bounds import lower_bounds
 from placement.cluster import Cluster, ClusterError, Device
 from placement.costs import power
 from placement.costs.power import Meter, PowerError
-from placement.graph import OpGraph
 from placement.importers import problem_file
 from placement.plan import load_plan, make_plan
 from placement.planners import load as planner
 from placement.problem import Problem, ProblemError
-from placement.profile import Profile
 from placement.report import html, table
 from placement.report.pareto import plot_pareto
 from placement.runs.compare import compare, pareto_front
 from placement.simulator import evaluate, score, simulate
-from tests.problems import random_problem
+from tests.problems import random_problem, small_problem
 
 
 def package(folder: Path, number: int, joules: float, wraps_at: float = 1000.0) -> Path:
@@ -208,15 +206,10 @@ UNCHANGED = "95f8817c87de2c24"
 
 def chain(source: str = "declared") -> Problem:
     """Two operators of 3 s and 1 s on fast, of 6 s and 2 s on frugal; transfers are free."""
-    graph = OpGraph.build("chain", ["x", "y"], [0, 1], [4, 4], [(0, 1)])
-    devices = (
-        Device("fast", busy_w=100.0, idle_w=50.0, power_source=source),
-        Device("frugal", busy_w=20.0, idle_w=5.0, power_source=source),
-    )
-    seconds = np.array([[3.0, 6.0], [1.0, 2.0]])
-    profile = Profile(("fast", "frugal"), seconds, seconds * 0)
-    cluster = Cluster("two", devices)
-    return Problem(graph, cluster, profile, "energy", num_microbatches=2, max_in_flight=2)
+    watts = {"busy_w": [100.0, 20.0], "idle_w": [50.0, 5.0], "power_source": source}
+    some = {"objective": "energy", "num_microbatches": 2, "max_in_flight": 2}
+    names = ["fast", "frugal"]
+    return small_problem([[3, 6], [1, 2]], [(0, 1)], devices=names, device=watts, **some)
 
 
 def test_joules_by_hand() -> None:

@@ -45,6 +45,7 @@ from placement.executor.distributed import (
 )
 from placement.executor.distributed_world import Direct, RankError, World, dense
 from placement.executor.executor import measured_timeline
+from placement.executor.share import carried_operators
 from placement.plan import make_plan
 from placement.problem import Problem, Solution
 from placement.profile import Profile
@@ -203,6 +204,8 @@ def equal_results(rank: int, folder: str, direct: Direct | None) -> int:
         for seed in range(6):
             place = scattered(graph, seed, world.size if seed % 2 else 4)
             order = random_schedule(graph, place, 4, seed) if seed > 2 else None
+            if seed in (0, 2):  # micro-batches take turns
+                place = np.stack([place, scattered(graph, 10, 4) if seed == 0 else place])
             used = graph
             if seed == 2:  # every rank reads what is its own, and has nothing else
                 if rank == 0:
@@ -339,10 +342,15 @@ def train(rank: int, folder: str, died_after: int | None) -> list[list[float]]:
     loss = nn.functional.cross_entropy
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     graph = capture(module, batches(1)[0], mode="training", loss=loss, optimizer=optimizer)
-    # The table is read on both ranks: another placement after the restart.
+    # The table is read on both ranks: another placement after the restart, in which replicas
+    # of both ranks take turns.
     seed = 8 if died_after is None else 9
     place = scattered(graph, seed, 4)
     assert len({int(d) // 2 for d in place[graph.param_use_op[graph.param_use == 0]]}) == 2
+    if died_after is None:
+        place = np.stack([place, scattered(graph, 1, 4), scattered(graph, 2, 4)])
+        for writer, readers in carried_operators(graph).items():  # running statistics stay
+            place[:, np.isin(graph.group, graph.group[[writer, *readers]])] = 3
     data = batches(18)
     with World.join(120) as world:
         trainer = DistributedTrainer(graph, CLUSTER, place, optimizer, world=world)
@@ -358,8 +366,11 @@ def train(rank: int, folder: str, died_after: int | None) -> list[list[float]]:
             losses.append(trainer.step(data[3 * step : 3 * step + 3]).tolist())
             if step % 2:
                 trainer.save(folder, step + 1)
-        trainer.close()
+        trainer.sync()
         torch.save(module.state_dict(), Path(folder) / "trained.pt")
+        trainer.accumulate(data[:2])
+        torch.save(trainer.gradients(), Path(folder) / "gradients.pt")
+        trainer.close()
         return losses
 
 
@@ -388,6 +399,11 @@ def test_training_equals_plain_pytorch_also_after_a_restart_with_another_placeme
     trained = torch.load(tmp_path / "trained.pt")
     for name, value in module.state_dict().items():
         torch.testing.assert_close(trained[name], value, msg=name)
+    gradients = torch.load(tmp_path / "gradients.pt")
+    for x, y in batches(2):
+        (nn.functional.cross_entropy(module(x), y) / 2).backward()
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(gradients[name], value.grad, msg=name, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -640,7 +656,7 @@ def test_without_torchrun_the_message_says_how_to_start(monkeypatch):
 # --- the command ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["inference", "inference in order", "training in order"])
+@pytest.mark.parametrize("what", ["inference in turns", "inference in order", "training in order"])
 def test_the_command_starts_torchrun_compares_and_writes_one_trace(what, tmp_path):
     name = "tiny_branches" if "inference" in what else "tiny_mlp"
     if "inference" in what:
@@ -655,6 +671,8 @@ def test_the_command_starts_torchrun_compares_and_writes_one_trace(what, tmp_pat
     problem = Problem(graph, two, Profile(two.device_names, seconds, seconds), num_microbatches=4)
     place = scattered(graph, 0, 2)
     assert set(place.tolist()) == {0, 1}
+    if "turns" in what:
+        place = np.stack([place, scattered(graph, 1, 2), 1 - place])
     order = random_schedule(graph, place, 4, 0) if "order" in what else None
     if order is not None:
         order = Schedule(order.order[:2], 4)

@@ -19,6 +19,7 @@ from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.program import storage_of
+from placement.schedule import Schedule
 from placement.simulator import _peak_bytes_reference, simulate
 from placement.workloads import tiny
 
@@ -122,7 +123,10 @@ def test_workers_hold_no_more_and_no_less_than_that():
 
         return run
 
-    with Runner(graph, CLUSTER, placement, max_in_flight=1, record=True) as runner:
+    order = np.array([(op, batch) for batch in range(3) for op in range(graph.num_ops)], np.int32)
+    nothing = np.empty((0, 2), np.int32)
+    schedule = Schedule((order, nothing, nothing), 3)  # or the operators would run as one
+    with Runner(graph, CLUSTER, placement, max_in_flight=1, schedule=schedule) as runner:
         runner._start()
         calls = runner.workers[0]._compiled[0].calls
         calls.update({op: watched(call) for op, call in calls.items()})

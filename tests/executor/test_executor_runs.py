@@ -198,6 +198,32 @@ def test_a_run_lets_tensors_go_after_their_last_reader() -> None:
     assert [i for i, x in enumerate(env) if x is not None] == [graph.program.steps[4].outputs[0]]
 
 
+def test_each_operator_of_a_run_leaves_its_number_and_when_it_ended() -> None:
+    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(3)]), torch.randn(8))
+    (share, _) = shares(graph, np.zeros(3, np.int32), 2)
+    marks: list[Any] = []
+    times = iter((10, 20, 30))
+    run = compile_runs(
+        graph.program, [(0, 1, 2)], share, {}, {}, torch.device("cpu"), (marks, times.__next__)
+    ).calls[0]
+    env: list[Any] = [None] * graph.num_tensors
+    env[graph.program.input_tensors[0]] = torch.randn(8)
+    rest = run(env, lambda: False)
+    assert rest is not None and next(rest) == 1  # something has arrived
+    assert marks == [0, 10]
+    assert list(rest) == [2] and marks == [0, 10, 1, 20, 2, 30]
+
+
+def test_a_recorded_run_has_no_gap_between_its_operators() -> None:
+    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(4)]), torch.randn(8))
+    with Runner(graph, CLUSTER, [0] * 4, max_in_flight=1, record=True) as runner:
+        list(runner.stream([torch.randn(8)] * 2))
+        rows = np.array(runner.workers[0].slices).reshape(-1, 4)
+    assert rows[:, :2].tolist() == [[b, op] for b in range(2) for op in range(4)]
+    assert (rows[:, 2] < rows[:, 3]).all()
+    assert (rows[[1, 2, 3], 2] == rows[[0, 1, 2], 3]).all()
+
+
 def test_the_operator_of_a_run_that_fails_is_named() -> None:
     graph = diamond()
     bad = graph.program.steps[3]

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import placement.costs.measure as measure_module
+from experiments.runs import two_cores
 from placement.capturing import capture
 from placement.capturing.training import mean_of_outputs, plain_step
 from placement.cli.train import difference as train_difference
@@ -119,6 +120,37 @@ def test_training_equals_plain_pytorch(name, kind):
                 torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
         for key, value in plain.state_dict().items():
             torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("tiny_mlp", "AdamW"), ("dlrm_tiny", "SGD")])
+def test_replicas_in_different_memory_add_up_their_gradients(name, kind):
+    module, inputs = load(name)
+    module.train()
+    plain = copy.deepcopy(module)
+    kind = getattr(torch.optim, kind)
+    mine, other = kind(module.parameters(), lr=1e-2), kind(plain.parameters(), lr=1e-2)
+    graph = capture(module, (inputs, None), mode="training", loss=mean_of_outputs, optimizer=mine)
+    batches = [(others_like(inputs, i), None) for i in range(5)]
+    cluster = Cluster("four", (CPU, GPU, Device("cpu:1"), Device("cuda:1", "cuda")))
+    phases = np.stack([scattered(graph, cluster, seed) for seed in range(3)])
+    with emulated_gpu.emulated(2, copy_s=2e-4):
+        with Trainer(graph, cluster, phases, mine) as trainer:
+            for _ in range(3):
+                losses = trainer.step(batches)
+                expected = plain_step(plain, other, batches, mean_of_outputs)
+                torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
+            trainer.accumulate(batches[:2])
+            found = trainer.gradients()
+            trainer.zero_gradients()
+            assert not any(g.any() for g in trainer.gradients().values())
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-3, atol=1e-3)
+        other.zero_grad()
+        for x, _ in batches[:2]:
+            args, kwargs = split_inputs(x)
+            (mean_of_outputs(plain(*args, **kwargs), None) / 2).backward()
+        for key, value in plain.named_parameters():
+            torch.testing.assert_close(found[key], value.grad, rtol=1e-3, atol=1e-4)
 
 
 def on_gpu(graph):
@@ -496,6 +528,48 @@ def test_workspace_is_measured(briefly):
     assert profile.workspace_bytes.sum() == 12_345
 
 
+def test_what_recording_costs_a_gpu_is_no_time_of_its_operators(briefly, monkeypatch):
+    """A mark takes 2 ms here, and an operator next to nothing: half of it at most is left."""
+    module, inputs = wide()
+    graph = capture(module, inputs)
+    real = CudaBackend.mark
+
+    def mark(self):
+        time.sleep(2e-3)
+        return real(self)
+
+    monkeypatch.setattr(CudaBackend, "mark", mark)
+    monkeypatch.setattr(measure_module, "calibrated", lambda graph, cluster, profile: profile)
+    with emulated_gpu.emulated():
+        profile = measure(graph, BOTH, repeats=2)
+    assert np.median(profile.compute_s[:, 1]) < 1.6e-3
+    assert profile.compute_s[:, 0].sum() < 2e-3 * graph.num_ops
+
+
+def test_links_of_a_gpu_are_measured_with_long_tensors_too(monkeypatch):
+    """Where a copy takes 20 ms from 1 MiB on, sizes up to 64 KiB do not show it."""
+    monkeypatch.setattr(measure_module, "_LINK_BYTES", (2**12, 2**16))
+    monkeypatch.setattr(measure_module, "_LONG_BYTES", 2**20)
+    sizes = []
+    real = measure_module.fit_link
+
+    def fit(src, dst, some, seconds):
+        sizes.append(some)
+        return real(src, dst, some, seconds)
+
+    monkeypatch.setattr(measure_module, "fit_link", fit)
+    with emulated_gpu.emulated():
+        measure_module.measure_links(BOTH, repeats=1)
+    assert sizes == [(2**12, 2**16, 2**20)] * 2
+
+
+def test_two_cores_are_two_cores_beside_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    with emulated_gpu.emulated():
+        assert two_cores().device_names == ("cpu:0", "cpu:1")
+        assert Cluster.detect().device_names == ("cpu:0", "cuda:0")
+
+
 def test_a_fast_device_is_measured_beside_a_slow_one_that_works(monkeypatch):
     """Ten times as fast, it goes on until the other has done its runs, in the middle of them."""
     module, inputs = two_layers()
@@ -590,3 +664,142 @@ def test_each_process_of_a_host_has_a_gpu_of_its_own():
         assert [devices_here(r, 2).name for r in range(2)] == ["cuda:0", "cuda:1"]
         with pytest.raises(ClusterError, match=r"3 processes on a host with 2 GPUs.*--cluster"):
             devices_here(0, 3)
+
+
+# --- CUDA graphs ---------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Runs of several operators, with views, two outputs, and something in between on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, y):
+        x = torch.relu(self.layers[0](x)).view(2, 2, 8).transpose(0, 1) + 1
+        seen = x[:, :1]
+        y = torch.tanh(self.layers[1](y))
+        x = torch.relu(self.layers[2](x + y.view(2, 2, 8))) * 2
+        return self.layers[3](x) + seen, y.sum(), seen
+
+
+def graphed(graph, cluster, placement, **options):
+    runner = Runner(graph, cluster, placement, **options)
+    runner.cuda_graphs = True
+    return runner
+
+
+@pytest.mark.parametrize("placed", ["all", "cut", "scattered", "twice"])
+def test_runs_of_operators_are_replayed_as_cuda_graphs(placed):
+    module = Layers().eval()
+    items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(12)]
+    graph = capture(module, items[0])
+    cluster, place = BOTH, all_on(graph, 1)
+    if placed == "cut":
+        place[graph.num_ops // 2 :][:2] = 0
+    elif placed == "scattered":
+        cluster, place = THREE, scattered(graph, THREE, 3)
+    elif placed == "twice":
+        cluster = Cluster("two", tuple(Device(f"{h}/cuda:0", "cuda") for h in "ab"))
+        place = scattered(graph, cluster, 2)
+    with emulated_gpu.emulated(copy_s=1e-3, kernel_s=2e-4) as gpu:
+        with graphed(graph, cluster, place) as runner:
+            found = [runner(*item) for item in items[:2]]
+            found += runner.stream(items[2:])
+            assert all("fewer than 3" in why for why in runner.not_graphed.values())
+        assert gpu.num_replays >= (9 if placed in ("all", "cut") else 0)
+        assert not any(gpu.open_pools.values()) and gpu.num_races == 0
+    for item, one in zip(items, found, strict=True):
+        torch.testing.assert_close(one, module(*item), rtol=1e-5, atol=1e-5)
+
+
+def test_a_parameter_that_was_written_shows_in_a_replay():
+    module = Layers().eval()
+    x = torch.randn(4, 8), torch.randn(4, 8)
+    graph = capture(module, x)
+    with emulated_gpu.emulated(), graphed(graph, BOTH, all_on(graph, 1)) as runner:
+        for _ in range(4):
+            runner(*x)
+        with torch.no_grad():
+            module.layers[2].weight.mul_(2)
+        torch.testing.assert_close(runner(*x), module(*x))
+
+
+class Waits(nn.Module):
+    """Asks the device for a value in the midst of what could be a graph."""
+
+    def forward(self, x):
+        return torch.relu(x + 1) * 2 - 3
+
+
+def test_what_cannot_be_captured_is_launched_as_before_and_named(monkeypatch):
+    module, x = Waits().eval(), torch.randn(3, 3)
+    graph = capture(module, x)
+    steps = list(graph.program.steps)
+    relu = next(n for n, step in enumerate(steps) if "relu" in str(step.target))
+
+    class Asking(type(steps[relu].target)):
+        def __init__(self, target):
+            self.__dict__.update(target.__dict__)
+            self.target = target
+
+        def __call__(self, value):
+            value.cpu()
+            return self.target(value)
+
+    steps[relu] = replace(steps[relu], target=Asking(steps[relu].target))
+    graph = replace(graph, program=replace(graph.program, steps=tuple(steps)))
+    with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
+        for i in range(6):
+            torch.testing.assert_close(runner(x + i), module(x + i))
+        assert runner.not_graphed == {
+            graph.op_name[0]: "RuntimeError: CUDA error: operation not permitted when stream is "
+            "capturing"
+        }
+        assert not gpu.num_replays and not any(gpu.open_pools.values())
+
+
+def test_what_draws_or_has_another_form_every_time_is_no_graph():
+    class Draws(nn.Module):
+        def forward(self, x):
+            return torch.relu(x + torch.rand_like(x)) * 2
+
+    graph = capture(Draws().eval(), torch.ones(3))
+    with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
+        for _ in range(5):
+            runner(torch.ones(3))
+        assert "random" in "".join(runner.not_graphed.values()) and not gpu.num_replays
+
+
+def test_an_error_in_a_graph_is_traced_to_its_operator():
+    module = Layers().eval()
+    x = torch.randn(4, 8), torch.randn(4, 8)
+    graph = capture(module, x)
+    with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
+        gpu.missing = {"aten.tanh.default"}
+        with pytest.raises(NotImplementedError) as raised:
+            runner(*x)
+        assert "tanh" in raised.value.__notes__[-1]
+
+
+def test_memory_that_is_still_written_when_an_operator_fails_is_not_given_away():
+    module, x = two_layers()
+    graph = capture(module, (x, None), mode="training", loss=mean_of_outputs)
+
+    def fails(*_, **__):
+        raise ArithmeticError("in the last operator")
+
+    *steps, last = graph.program.steps
+    steps.append(replace(last, target=fails))
+    graph = replace(graph, program=replace(graph.program, steps=tuple(steps)))
+    with emulated_gpu.emulated(kernel_s=2e-2) as gpu:
+        with (
+            pytest.raises(ArithmeticError) as raised,
+            Runner(graph, BOTH, all_on(graph, 1), max_in_flight=1) as runner,
+        ):
+            list(runner.stream_tensors([graph.program.timing_inputs()]))
+        del raised
+        gc.collect()
+    assert gpu.num_races == 0

@@ -279,7 +279,6 @@ SMALL = {
     "training": "resnet_tiny --steps 1 --rounds 1 --microbatches 2 --seconds 0.2",
     "peers": "pipelining --tiny --rounds 1 --micro-batches 2 --repeats 1",
     "input_pipeline": "--rounds 1 --count 4 --width 64",
-    "schedules": "executed tiny_mlp --rounds 1 --repeats 1 --microbatches 4",
     "fidelity": "tiny_cnn --placements 9 --rounds 1 --minutes 0 --repeats 1",
     "measured": "tiny_cnn --quick",
     "scale": "devices --devices 2 9 --operators 100 --seconds 0.2",
@@ -294,7 +293,6 @@ SAYS = {
     "training": r"\| resnet_tiny \| \d+ \| .* \| 1 \| [01]\.\de[+-]0\d \| (?s:.*)\| searched \|",
     "peers": r"\| tiny \| 30 \| .* ms \| .*x \(",
     "input_pipeline": r"\| 1 \| Python, in a process \| 200 % \| .* \| – \| – \|",
-    "schedules": r"\| tiny_mlp, searched \| .* \| 1\.00x \|",
     "fidelity": r"\| tiny_cnn \| 9 \| 1 \|(?s:.*)without slowing down of busy neighbours",
     "measured": r"\| tiny_cnn \| measured_search \| 12 \| \d\.\d+ \(\d",
     "scale": r"\| policy \(one shot\) \| [\d.]+ s, (?s:.*)\| replicated \| 100 \| 9 \|",
@@ -464,7 +462,7 @@ def test_what_a_correction_takes_away() -> None:
 # --- public files --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", [(baselines, "moirai/*"), (public, "exact")])
+@pytest.mark.parametrize("run", [(baselines, "moirai/*"), (public, "search")])
 def test_without_the_files_the_message_says_where_they_are(
     run: Any, tmp_path: Path, places: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -580,52 +578,6 @@ def test_the_default_baselines_are_48_problems() -> None:
     objectives = [p.objective for p in every.values()]
     assert len(every) == 10 + 5 + 9 + 2 * 2 + 20
     assert objectives.count("max_load") == 10 and objectives.count("piecewise_latency") == 5
-
-
-def program(folder: Path, body: str) -> Path:
-    path = folder / "dp.exe"
-    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
-    path.chmod(0o755)
-    return folder
-
-
-def test_exact_beside_a_reference(
-    data: Path, tmp_path: Path, places: list[str], no_more_runs: Callable[[], None]
-) -> None:
-    # It reads the file, answers, and fails its own check, as the published one does.
-    cpp = program(tmp_path, "grep -q maxFPGAs && echo '{\"maxLoad\": 5.25} FAIL'; exit 1")
-    words = ["exact", "throughput", "--data", str(data), *places, "--rounds", "2"]
-    words += ["--reference", str(cpp), "--reference-seconds", "60"]
-    assert public.main(words) == 0
-    (row,) = rows_of(tmp_path / "out" / "public_exact.csv")
-    assert float(row["value_s"]) == pytest.approx(5.25e-3) and abs(float(row["error"])) < 1e-12
-    assert float(row["reference_value_s"]) == pytest.approx(5.25e-3)
-    assert row["reference_rounds"] == "2" and row["reference_status"] == "ok"
-    text = (tmp_path / "out" / "public_exact.md").read_text()
-    assert "--reference" in text and str(tmp_path) not in text and str(tmp_path) not in str(row)
-    assert row["is_optimum"] == "True" and float(row["truth_reference_s"]) == 4
-    # Nothing changed: nothing runs.
-    no_more_runs()
-    assert public.main(words) == 0
-
-
-def test_a_reference_that_takes_too_long_or_says_nothing(tmp_path: Path) -> None:
-    source = tmp_path / "file"
-    source.write_text("")
-    slow = public.run_reference(program(tmp_path, "exec sleep 60") / "dp.exe", source, 0.3)
-    assert (slow.status, slow.value_s) == ("out of time", None)
-    mute = public.run_reference(program(tmp_path, "echo nonsense") / "dp.exe", source, 30)
-    assert (mute.status, mute.value_s) == ("no answer", None)
-
-
-def test_a_value_that_is_not_the_recorded_optimum_is_an_error(
-    data: Path, tmp_path: Path, places: list[str]
-) -> None:
-    path = data / "dnn_partitioning" / "truth.json"
-    path.write_text(path.read_text().replace("5.25", "5.2"))
-    assert public.main(["exact", "throughput", "--data", str(data), *places, "--rounds", "1"]) == 1
-    text = (tmp_path / "out" / "public_exact.md").read_text()
-    assert "Not the optimum: dnn_partitioning/throughput/layer/tiny.json" in text
 
 
 def search_words(data: Path, places: list[str]) -> list[str]:

@@ -16,10 +16,12 @@ from placement.cli.audit import llama_cpp_buffers, onnxruntime_nodes
 from placement.cluster import Cluster, Device
 from placement.costs.serving import Serving, serving_problem
 from placement.exporters import ExportError, Inexpressible, load
+from placement.graph import OpGraph
 from placement.importers import load_decoder
 from placement.importers.hf_config import read
 from placement.plan import Plan, make_plan
-from placement.problem import Solution
+from placement.problem import Problem, Solution
+from placement.profile import Profile
 from tests.served import LLAMA, MIXTRAL, gguf_llama
 
 FOUR = {"num_hidden_layers": 4, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
@@ -56,7 +58,7 @@ def test_layers_as_pipelines() -> None:
     assert json.loads(load("deepspeed")(plan).files[""]) == {"num_stages": 2, "parts": [0, 3, 6]}
     assert json.loads(load("torchtitan")(plan).files[""])["module_fqns_per_model_part"] == [
         ["tok_embeddings", "layers.0", "layers.1"],
-        ["layers.2", "layers.3", "norm", "output"],
+        ["layers.2", "layers.3", "norm", "lm_head"],
     ]
     split = plan_of(DENSE, [0, 0, 1, *[1] * 8])  # in the middle of a layer
     for name in ("vllm", "megatron", "deepspeed", "torchtitan"):
@@ -107,6 +109,8 @@ def test_modules_of_a_gguf_file_are_not_those_of_transformers(tmp_path: Path) ->
     assert "=2,2\n" in str(load("vllm")(plan).files[""])
     with pytest.raises(ExportError, match=r"plan its config\.json"):
         load("huggingface")(plan)
+    with pytest.raises(ExportError, match="plan its text_config"):
+        load("huggingface")(plan_of({"model_type": "llava", "text_config": DENSE}, HALVES))
 
 
 # --- llama.cpp -----------------------------------------------------------------------------------
@@ -186,7 +190,7 @@ def test_servers_of_other_hosts() -> None:
     exporter = load("llama_cpp", rpc="attic=10.0.0.2:50052,cellar=cellar.lan:50053")
     exported = exporter(plan_of(DENSE, on, names))
     assert exported.files[".args"] == (
-        "-ngl 5 -dev CUDA0,RPC0,RPC1,RPC2 -ts 1,1,1,2 --rpc 10.0.0.2:50052,cellar.lan:50053\n"
+        "--rpc 10.0.0.2:50052,cellar.lan:50053 -ngl 5 -dev CUDA0,RPC0,RPC1,RPC2 -ts 1,1,1,2\n"
     )
     rules = str(exported.files[""])
     assert first_match(rules, "blk.2.attn_q.weight") == "RPC1[10.0.0.2:50052]"
@@ -233,7 +237,12 @@ def test_audit_of_llama_cpp(tmp_path: Path, capsys: Any) -> None:
     assert main(argv) == OK
     answer = json.loads(capsys.readouterr().out)
     assert answer["elsewhere"] == {} and answer["told"] == answer["operators"] == 15
-    assert answer["memory"] == {"CUDA0": {"model": 403.5, "KV": 28.0}, "CPU": {"model": 82.25}}
+    sizes = answer["memory"]
+    planned = [sizes[name].pop("planned") * 2**20 for name in ("CUDA0", "CPU")]
+    assert plan.predicted.peak_bytes is not None
+    peaks = [plan.predicted.peak_bytes[name] for name in ("cuda:0", "cpu:0")]
+    np.testing.assert_allclose(planned, peaks, atol=2**14)
+    assert sizes == {"CUDA0": {"model": 403.5, "KV": 28.0}, "CPU": {"model": 82.25}}
     lost = "tensor blk.3.ffn_up_exps.weight (12 MiB q4_K) buffer type overridden to CPU\n"
     log.write_text(log_of(plan).replace(lost, ""))
     assert main(argv) == NO
@@ -253,7 +262,8 @@ def test_logs() -> None:
 [I:onnxruntime:] Node(s) placed on [CPUExecutionProvider]. Number of nodes: 1
 {where} Gemm (fc)
 Something else: in brackets"""
-    assert onnxruntime_nodes(text) == {
+    plan = plan_of(DENSE, HALVES)
+    assert onnxruntime_nodes(text, plan) == {
         "conv1": "CUDAExecutionProvider",
         "/net/relu": "CUDAExecutionProvider",
         "fc": "CPUExecutionProvider",
@@ -261,3 +271,77 @@ Something else: in brackets"""
     assert llama_cpp_buffers("x:  RPC0[10.0.0.2:50052] model buffer size =  1.50 MiB") == {
         "RPC0[10.0.0.2:50052]": {"model": 1.5}
     }
+
+
+# What llama.cpp 2026.10 printed of a model of two layers, shortened: it loads twice.
+LLAMA_LOG = """
+0.00.005.176 I cmn  common_init_: fitting params to device memory ...
+0.00.014.542 D load_tensors: layer   0 assigned to device CPU, is_swa = 0
+0.00.014.542 D load_tensors: layer   1 assigned to device CPU, is_swa = 0
+0.00.014.543 D load_tensors: layer   2 assigned to device CPU, is_swa = 0
+0.00.014.650 D tensor blk.0.attn_k.weight (0 MiB f16) buffer type overridden to CPU
+0.00.014.894 I load_tensors:          CPU model buffer size =     0.00 MiB
+0.00.016.118 I sched_reserve:        CPU compute buffer size =     1.01 MiB
+0.00.016.314 I common_fit_params: fitting params to free memory took 0.00 seconds
+0.00.020.519 D load_tensors: layer   0 assigned to device CPU, is_swa = 0
+0.00.020.519 D load_tensors: layer   1 assigned to device CPU, is_swa = 0
+0.00.020.519 D load_tensors: layer   2 assigned to device CPU, is_swa = 0
+0.00.020.875 I load_tensors:   CPU_Mapped model buffer size =     0.74 MiB
+0.00.021.015 I llama_context:        CPU  output buffer size =     0.01 MiB
+0.00.021.046 I llama_kv_cache:        CPU KV buffer size =     0.12 MiB
+0.00.021.834 I sched_reserve:        CPU compute buffer size =     1.01 MiB
+0.00.022.834 D load_tensors: layer   0 assigned to device CUDA0, is_swa = 0
+"""
+
+
+def test_the_load_that_counts_is_the_last_of_the_whole_model(tmp_path: Path, capsys: Any) -> None:
+    plan = plan_of(DENSE | {"num_hidden_layers": 2}, [0] * 7, ("cpu:0",))
+    plan.save(tmp_path / "plan.json")
+    (tmp_path / "llama.log").write_text(LLAMA_LOG)
+    argv = ["audit", str(tmp_path / "plan.json"), "--log", str(tmp_path / "llama.log"), "--json"]
+    assert main(argv) == OK
+    held = json.loads(capsys.readouterr().out)["memory"]["CPU"]
+    assert held.pop("planned") > 0
+    assert held == {"model": 0.74, "output": 0.01, "KV": 0.12, "compute": 1.01}
+
+
+# What OpenVINO 2026.4 wrote of Gemm (fc1), Relu and Gemm (y) on HETERO:CPU,AUTO, shortened.
+HETERO_DOT = r"""digraph
+{
+    Add_41 [shape=box color=black label="y\nAdd_41\nopset1::Add\ndevice=AUTO" style=filled]
+    Multiply_37 [shape=box label="Multiply_16\nMultiply_37\nopset1::Multiply\ndevice=AUTO"]
+    CLONE_1[ shape="box"  style="dashed"  color="black"  label="b2\nConstant_39\nopset1::Constant
+{f32}[3]
+value: [ 0.637424, 3.48264, -0.109109 ]" ]
+    MatMul_35 [shape=box label="y/WithoutBiases\nMatMul_35\nopset1::MatMul\ndevice=AUTO"]
+    Relu_33 [shape=box label="relu1\nRelu_33\nopset1::Relu\ndevice=CPU" fillcolor=antiquewhite4]
+    Add_32 [shape=box label="fc1\nAdd_32\nopset1::Add\ndevice=CPU" fillcolor=antiquewhite4]
+    MatMul_26 [shape=box label="fc1/WithoutBiases\nMatMul_26\nopset1::MatMul\ndevice=CPU"]
+}
+"""
+
+
+def test_audit_of_onnx_runtimes(tmp_path: Path, capsys: Any) -> None:
+    names, where = ("fc1", "relu1", "y"), ("cpu:0", "gpu:0")
+    graph = OpGraph.build("onnx", names, [-1, 0, 1, 2], [1] * 4, [(0, 0), (1, 1), (2, 2)])
+    devices = tuple(Device(d, d[:3], memory_bytes=10**9) for d in where)
+    profile = Profile(where, np.ones((3, 2)), np.zeros((3, 2)))
+    problem = Problem(graph, Cluster("c", devices), profile)
+    plan = make_plan(problem, Solution(np.array([0, 0, 1], np.int32), 1.0), planner="by hand")
+    plan.save(tmp_path / "plan.json")
+    log = tmp_path / "hetero_affinity_m.dot"
+    log.write_text(HETERO_DOT)
+    argv = ["audit", str(tmp_path / "plan.json"), "--log", str(log), "--json"]
+    assert main([*argv, "--devices", "gpu:0=AUTO"]) == OK
+    assert json.loads(capsys.readouterr().out)["told"] == 3
+    log.write_text(HETERO_DOT.replace("MatMul\\ndevice=AUTO", "MatMul\\ndevice=CPU"))
+    assert main([*argv, "--devices", "gpu:0=AUTO"]) == NO
+    assert json.loads(capsys.readouterr().out)["elsewhere"] == {"y": ["AUTO", "AUTO+CPU"]}
+    # ONNX Runtime lists no nodes where it has one provider for all of them.
+    log.write_text(
+        "[V:onnxruntime:, session_state.cc:1601 VerifyEachNodeIsAssignedToAnEp]  All nodes placed "
+        "on [CPUExecutionProvider]. Number of nodes: 3\n"
+    )
+    assert main(argv) == NO
+    found = json.loads(capsys.readouterr().out)
+    assert found["told"] == 3 and set(found["elsewhere"]) == {"y"}

@@ -25,9 +25,9 @@ SMALL = {
     "gemma2": {"head_dim": 16},
     "gemma3_text": {"head_dim": 16},
     "phi": {},
-    "stablelm": {"use_qkv_bias": True},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
     "olmo2": {},
-    "cohere": {},
+    "cohere": {"use_qk_norm": True},
     "glm4": {"head_dim": 8, "pad_token_id": 0},
     "starcoder2": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -39,7 +39,11 @@ SMALL = {
                     "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 50},
     "gpt_neox": {"attention_bias": False},
-    "opt": {"ffn_dim": 96, "max_position_embeddings": 50, "word_embed_proj_dim": 64},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "lm_head_bias": True,
+               "attention_bias": True},
+    "llama4_text": {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 80},
+    "opt": {"ffn_dim": 96, "max_position_embeddings": 50, "word_embed_proj_dim": 24,
+            "do_layer_norm_before": False},
     "bloom": {"n_layer": 3, "n_head": 4},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "mpt": {"d_model": 64, "n_layers": 3, "n_heads": 4},
@@ -101,6 +105,7 @@ def test_windows() -> None:
     assert windows(model_type="qwen2", sliding_window=9, use_sliding_window=False) == [None] * 6
     assert windows(model_type="gemma2", sliding_window=9) == [9, None] * 3
     assert windows(model_type="gemma3_text", sliding_window=9) == [9] * 5 + [None]
+    assert windows(model_type="llama4_text") == [8192] * 3 + [None] + [8192] * 2
     kinds = ["sliding_attention", "full_attention", "full_attention"] * 2
     assert windows(sliding_window=9, layer_types=kinds) == [9, None, None] * 2
     with pytest.raises(FormatError, match=r"layer_types\[0\] = 'linear_attention'"):
@@ -113,6 +118,14 @@ def test_quantised_matrices_have_their_bits() -> None:
     quarter = decoder_of(LLAMA, quantization_config=awq).class_bytes()
     assert quarter["feed_forward"] / plain["feed_forward"] == pytest.approx((4 + 20 / 128) / 16)
     assert quarter["embedding"] == plain["embedding"]
+    group = {"weights": {"num_bits": 8, "type": "float"}, "targets": ["Linear"]}
+    half = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    found = decoder_of(LLAMA, quantization_config=half | {"ignore": ["re:.*self_attn"]})
+    assert found.class_bytes()["feed_forward"] / plain["feed_forward"] == 0.5
+    assert found.class_bytes()["attention"] == plain["attention"]
+    one = awq | {"modules_to_not_convert": ["model.layers.3.mlp", "lm_head"]}
+    sizes = [p.weight_bytes for p in decoder_of(LLAMA, quantization_config=one).parts]
+    assert sizes[8] == 2 * 3 * 4096 * 14336 > sizes[6] == sizes[10]
     with pytest.raises(FormatError, match="quantization_config"):
         decoder_of(LLAMA, quantization_config={"quant_method": "new"})
 
@@ -136,9 +149,33 @@ def test_configs_that_are_wrong(change: dict[str, Any], said: str) -> None:
 
 
 def test_the_text_model_of_a_larger_one() -> None:
-    inner = {**LLAMA, "model_type": "gemma3_text"}
-    decoder = read({"model_type": "gemma3", "text_config": inner}, "c.json", "c")
-    assert decoder.num_layers == 32
+    """Files leave out what is the default of the inner type: Gemma 3 4B has 3.88 B weights."""
+    inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+             "num_hidden_layers": 34, "sliding_window": 1024}  # fmt: skip
+    outer = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": inner}
+    decoder = read(outer, "c.json", "c")
+    assert sum(decoder.class_bytes().values()) == 2 * 3_880_263_168
+    assert decoder.format == "text_config"
+    llava = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}
+    assert sum(read(llava, "c.json", "c").class_bytes().values()) == 2 * 6_738_939_904
+
+
+def test_sizes_as_published() -> None:
+    """gpt-oss-20b's files have 13,761,264,768 bytes; DeepSeek-V3 keeps 70,272 of a token."""
+    oss = {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+           "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 24,
+           "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088,
+           "attention_bias": True, "tie_word_embeddings": False, "sliding_window": 128,
+           "quantization_config": {"quant_method": "mxfp4"}}  # fmt: skip
+    assert sum(read(oss, "c.json", "c").class_bytes().values()) == 13_761_264_768
+    v3 = {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
+          "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+          "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_attention_heads": 128,
+          "first_k_dense_replace": 3, "q_lora_rank": 1536, "vocab_size": 129280,
+          "tie_word_embeddings": False}  # fmt: skip
+    deepseek = read(v3, "c.json", "c")
+    assert sum(part.kv_bytes for part in deepseek.parts) == 70_272
+    assert sum(deepseek.class_bytes().values()) == 2 * 671_026_404_352
 
 
 def test_files_are_told_apart(tmp_path: Path) -> None:
@@ -184,6 +221,27 @@ def test_a_gguf_header(tmp_path: Path) -> None:
     tied = header(tmp_path / "tied.gguf", gguf_llama(tied=True))
     assert tied.parts[-1].weights == {"token_embd.weight": 1024 * 144}
     assert tied.class_bytes()["head"] == 4 * 256
+
+
+def test_layers_that_are_recurrent_keep_one_state(tmp_path: Path) -> None:
+    """``llama_hparams::n_embd_r`` and ``n_embd_s`` of llama.cpp, as for Qwen3-Next 80B-A3B."""
+    values = {
+        "general.architecture": "qwen3next", "qwen3next.block_count": 2,
+        "qwen3next.embedding_length": 64, "qwen3next.attention.head_count": 4,
+        "qwen3next.ssm.inner_size": 4096, "qwen3next.ssm.state_size": 128,
+        "qwen3next.ssm.group_count": 16, "qwen3next.ssm.conv_kernel": 4,
+    }  # fmt: skip
+    tensors = [("token_embd.weight", (64, 10), 1), ("blk.0.ssm_out.weight", (64, 64), 1),
+               ("blk.1.attn_k.weight", (64, 64), 1)]  # fmt: skip
+    linear, full = header(tmp_path / "h.gguf", gguf(values, tensors)).parts[1:3]
+    assert linear.kv_bytes == 4 * (3 * (4096 + 2 * 16 * 128) + 128 * 4096) and linear.window == 1
+    assert full.kv_bytes == 2 * 2 * 64 and full.window is None
+    both = [*tensors, ("blk.0.attn_k.weight", (64, 64), 1)]
+    with pytest.raises(FormatError, match=r"blk\.0 has both attention and a recurrent state"):
+        header(tmp_path / "h.gguf", gguf(values, both))
+    wrong = {k.replace("qwen3next", "rwkv7"): v for k, v in values.items()}
+    with pytest.raises(FormatError, match="not a decoder's: no tokens, or no cache"):
+        header(tmp_path / "r.gguf", gguf(wrong | {"general.architecture": "rwkv7"}, tensors))
 
 
 def test_a_gguf_header_is_read_as_by_its_own_package(tmp_path: Path) -> None:

@@ -23,24 +23,19 @@ from placement.profile import Profile
 from placement.search import ideal_kernels
 from placement.simulator import score
 from placement.simulator.analytic import device_loads
+from tests.problems import small_problem
 
 
 def make(
     edges: list[tuple[int, int]],
     seconds: np.ndarray,
     io_s: np.ndarray,
-    memory_bytes: list[int] | None = None,
+    memory_bytes: list[int] | int = 2**40,
     **graph: object,
 ) -> Problem:
     """Operators with ``seconds [N, D]``; operator ``n`` makes tensor ``n``, with ``io_s[n]``."""
-    n, d = seconds.shape
-    memory = memory_bytes or [2**40] * d
-    devices = tuple(Device(f"d{i}", "acc", memory_bytes=memory[i]) for i in range(d))
-    built = OpGraph.build(
-        "made", [str(i) for i in range(n)], np.arange(n), np.zeros(n), edges, **graph
-    )
-    profile = Profile(tuple(x.name for x in devices), seconds, np.zeros((n, d)), io_s=io_s)
-    return Problem(built, Cluster("made", devices), profile, objective="max_load")
+    facts = {"graph": graph, "profile": {"io_s": io_s}, "device": {"kind": "acc"}}
+    return small_problem(seconds, edges, memory_bytes=memory_bytes, objective="max_load", **facts)
 
 
 def equal(

@@ -9,34 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
 from placement.planners import load
 from placement.planners.level_balance import balance, levels
 from placement.planners.level_pipeline import level_s, stages
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.testing import check_planner
-from tests.problems import random_problem
+from tests.problems import random_problem, small_problem
 
 
 def make(compute_s, edges, send_s: float = 0.0, group=None) -> Problem:
     """Float ``[N, D]`` seconds; every tensor takes ``send_s``."""
-    seconds = np.asarray(compute_s, dtype=np.float64)
-    n, d = seconds.shape
-    graph = OpGraph.build(
-        "small",
-        [f"op{i}" for i in range(n)],
-        range(n),
-        [0] * n,
-        np.asarray(edges, np.int32).reshape(-1, 2),
-        group=group,
-    )
-    cluster = Cluster("c", tuple(Device(f"d{i}") for i in range(d)))
-    links = tuple(
-        Link(a, b, send_s, float("inf")) for a, b in itertools.permutations(cluster.device_names, 2)
-    )
-    return Problem(graph, cluster, Profile(cluster.device_names, seconds, seconds * 0, links))
+    return small_problem(compute_s, edges, link=(send_s,), group=group)
 
 
 @settings(max_examples=60, deadline=None)

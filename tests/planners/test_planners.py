@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from placement import importers
 from placement.bounds import lower_bounds
 from placement.cluster import LONGEST_S, Cluster, Device, Link
-from placement.graph import MOST_BYTES, OpGraph
+from placement.graph import MOST_BYTES
 from placement.objective import Objective
 from placement.planners import PlannerError, load, names
 from placement.planners.contiguous_dp import merge_blocks, stage_costs
 from placement.problem import Problem, ProblemError, host_of
-from placement.profile import Profile
 from placement.search.evaluation import (
     Position,
     Search,
@@ -31,7 +30,7 @@ from placement.search.evaluation import (
 )
 from placement.simulator import score
 from placement.testing import check_planner
-from tests.problems import random_problem
+from tests.problems import chain, random_problem, small_problem
 
 # Not these: they need a file or an optional package, take seconds for each proof, or are for one
 # objective; each has contract tests of its own.
@@ -49,47 +48,12 @@ SEARCHES = (
 
 
 def make(
-    compute_s,
-    edges=(),
-    *,
-    tensor_bytes=0,
-    links=None,
-    latency_s=0.0,
-    bandwidth=1.0,
-    blocking=False,
-    group=None,
-    param_bytes=0,
-    memory_bytes=10**12,
-    objective="period",
-    num_microbatches=32,
-    max_in_flight=8,
+    compute_s, edges=(), *, links=None, latency_s=0.0, bandwidth=1.0, blocking=False, **more
 ) -> Problem:
-    """A problem with one tensor per operator; ``edges`` are (producer, consumer)."""
-    compute_s = np.array(compute_s, dtype=np.float64)
-    n, d = compute_s.shape
-    graph = OpGraph.build(
-        "small",
-        [f"op{i}" for i in range(n)],
-        tensor_src=range(n),
-        tensor_bytes=np.broadcast_to(tensor_bytes, n),
-        uses=np.array(edges, dtype=np.int32).reshape(-1, 2),
-        group=group,
-        param_bytes=np.broadcast_to(param_bytes, n),
-        param_uses=[(i, i) for i in range(n)],
-    )
-    memory = np.broadcast_to(memory_bytes, d)
-    cluster = Cluster("c", tuple(Device(f"d{i}", memory_bytes=int(memory[i])) for i in range(d)))
-    if links is None:
-        links = tuple(
-            Link(a, b, latency_s, bandwidth, blocking)
-            for a, b in itertools.permutations(cluster.device_names, 2)
-        )
-    profile = Profile(cluster.device_names, compute_s, np.zeros_like(compute_s), links)
-    return Problem(graph, cluster, profile, objective, num_microbatches, max_in_flight)
-
-
-def chain(n: int) -> list[tuple[int, int]]:
-    return [(i, i + 1) for i in range(n - 1)]
+    """``edges`` are (producer, consumer); one link between all devices."""
+    link = None if links else (latency_s, bandwidth, blocking)
+    some = {"param_bytes": 0, "memory_bytes": 10**12, "num_microbatches": 32, "max_in_flight": 8}
+    return small_problem(compute_s, edges, links=links or (), link=link, **some | more)
 
 
 def random_small(seed: int, num_ops: int | None = None, **settings) -> Problem:
@@ -155,7 +119,7 @@ def test_nothing_beats_brute_force_and_bounds_hold(seed: int) -> None:
     problem = random_small(seed)
     best = score(problem, every_placement(problem)).min()
     assert lower_bounds(problem)[problem.objective] <= best * (1 + 1e-9)
-    for name in PLANNERS:
+    for name in (*PLANNERS, "coarsened"):
         solution = quick(name)(problem)
         assert solution.value_s >= best * (1 - 1e-9), name
         assert (solution.lower_bound_s or 0.0) <= best * (1 + 1e-9), name
@@ -328,7 +292,7 @@ def test_distinct_pairs_are_numpys_unique_rows(seed: int) -> None:
 def test_nothing_fits_and_the_bytes_are_told() -> None:
     # Three operators with 100 bytes of parameters each; 2 x 90 bytes of memory.
     problem = make([[1, 1]] * 3, chain(3), param_bytes=100, memory_bytes=90)
-    for name in PLANNERS:
+    for name in (*PLANNERS, "coarsened"):
         solution = quick(name)(problem)
         assert solution.value_s == np.inf
         assert "90" in solution.stats["infeasible"], name
@@ -410,18 +374,8 @@ TOPCUOGLU_EDGES = [
 
 
 def topcuoglu() -> Problem:
-    graph = OpGraph.build(
-        "topcuoglu",
-        [f"n{i}" for i in range(1, 11)],
-        tensor_src=[a - 1 for a, _, _ in TOPCUOGLU_EDGES],
-        tensor_bytes=[cost for _, _, cost in TOPCUOGLU_EDGES],
-        uses=[(t, b - 1) for t, (_, b, _) in enumerate(TOPCUOGLU_EDGES)],
-    )
-    cluster = Cluster("three", (Device("P1"), Device("P2"), Device("P3")))
-    links = tuple(Link(a, b, 0.0, 1.0) for a, b in itertools.permutations(cluster.device_names, 2))
-    compute_s = np.array(TOPCUOGLU_COMPUTE, dtype=np.float64)
-    profile = Profile(cluster.device_names, compute_s, np.zeros_like(compute_s), links)
-    return Problem(graph, cluster, profile, "latency")
+    tensors = [(a - 1, cost, [b - 1]) for a, b, cost in TOPCUOGLU_EDGES]
+    return small_problem(TOPCUOGLU_COMPUTE, tensors=tensors, link=(0.0, 1.0), objective="latency")
 
 
 def test_heft_reproduces_the_example_of_its_paper() -> None:

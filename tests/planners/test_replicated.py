@@ -19,7 +19,8 @@ from placement.importers import save
 from placement.planners.replicated import Replicated, StagePeriods, fewest, numbers, stage_periods
 from placement.problem import Problem
 from placement.profile import Profile
-from tests.problems import problems
+from tests.problems import chain as edges
+from tests.problems import problems, small_problem
 
 
 def chain(
@@ -33,22 +34,11 @@ def chain(
 ) -> Problem:
     """A chain; links of 1 byte/s without latency, 4 micro-batches."""
     n = len(seconds)
-    graph = OpGraph.build(
-        "chain",
-        [f"op{i}" for i in range(n)],
-        range(n),
-        [size] * n,
-        [(i, i + 1) for i in range(n - 1)],
-        param_bytes=[params] * n,
-        param_uses=[(i, i) for i in range(n)],
-        is_backward=[training] * n,
-    )
-    names = tuple(f"d{i}" for i in range(num_devices))
-    cluster = Cluster("equal", tuple(Device(x, "npu", memory_bytes=memory) for x in names))
-    links = tuple(Link(a, b, 0.0, 1.0) for a in names for b in names if a != b)
+    facts = {"device": {"kind": "npu"}, "graph": {"is_backward": [training] * n}}
+    sizes = {"tensor_bytes": size, "param_bytes": params, "memory_bytes": memory}
+    settings = {"link": (0.0, 1.0), "num_microbatches": 4, "max_phases": 100}
     table = np.tile(np.array(seconds)[:, None], (1, num_devices))
-    profile = Profile(names, table, 0 * table, links)
-    return Problem(graph, cluster, profile, num_microbatches=4, max_phases=100)
+    return small_problem(table, edges(n), **facts, **sizes, **settings)
 
 
 def stages(problem: Problem) -> tuple[float, list[tuple[int, int]]]:
@@ -69,14 +59,18 @@ def test_one_heavy_operator_is_replicated() -> None:
     assert stages(chain([1, 6, 1], 5)) == (pytest.approx(1.6), [(3, 5)])
 
 
-def test_parameters_are_reduced_once_for_all_micro_batches() -> None:
-    # One operator of 4 s with 2 bytes on 2 devices: 4 / 2 + 2 (2 - 1) (2 / 2) / 4 = 2.5 s.
-    period_s, found = stages(chain([4.0], 2, params=2, training=True))
-    assert (period_s, found) == (pytest.approx(2.5), [(1, 2)])
-    # Where nothing is trained nothing is reduced.
-    assert stages(chain([4.0], 2, params=2))[0] == pytest.approx(2.0)
-    # Large parameters: a pipeline is better than replicas. 2 s each, against 2 + 2 (8 / 2) / 4.
-    assert stages(chain([2.0, 2.0], 2, params=4, training=True)) == (2.0, [(1, 1), (1, 1)])
+def test_gradients_are_added_up_once_for_all_micro_batches() -> None:
+    # One operator of 4 s, a gradient of 1 byte on 2 devices: 4 / 2 + 2 (there and back) / 4 s.
+    problem = chain([4.0], 2, size=1, training=True)
+    assert stages(problem) == (pytest.approx(2.5), [(1, 2)])
+    assert Replicated()(problem).value_s == pytest.approx(2.5)  # as the simulator counts
+    # Where nothing is trained, or in one memory, nothing is sent.
+    assert stages(chain([4.0], 2, size=1))[0] == pytest.approx(2.0)
+    host = tuple(replace(d, kind="cpu") for d in problem.cluster.devices)
+    host_problem = replace(problem, cluster=Cluster("host", host))
+    assert stages(host_problem)[0] == Replicated()(host_problem).value_s == pytest.approx(2.0)
+    # Large gradients: one device is better than replicas.
+    assert stages(chain([4.0], 2, size=9, training=True)) == (4.0, [(1, 1)])
 
 
 def test_what_is_sent_takes_turns_too() -> None:
@@ -183,10 +177,16 @@ def test_the_table_says_what_a_slow_loop_says(problem: Problem) -> None:
                 sent += cost * (src in inside and bool(users - inside))
             params = {p for op, p in zip(g.param_use_op, g.param_use, strict=True) if op in inside}
             own = sum(int(g.param_bytes[p]) for p in params)
+            summed = 0.0
+            if any(d.kind != "cpu" for d in problem.cluster.devices):
+                for t in g.gradient_tensor.tolist():
+                    cost = latency + g.tensor_bytes[t] * per_byte
+                    cost = cost if matrix is None else matrix[t].max()
+                    summed += 2 * cost * (int(g.tensor_src[t]) in inside)
             compute = problem.compute_s.max(axis=1)[a:b].sum()
             for k, r in enumerate(table.replicas.tolist()):
-                ring = 2 * (r - 1) * (latency + own / r * per_byte) if own else 0.0
-                wanted = max(compute / r + ring / problem.num_microbatches, max(received, sent) / r)
+                extra = summed / problem.num_microbatches if r > 1 else 0.0
+                wanted = max(compute, received, sent) / r + extra
                 if np.isfinite(table.period_s[k, a, b]):
                     assert table.period_s[k, a, b] == pytest.approx(wanted, rel=1e-9, abs=1e-9)
                 else:

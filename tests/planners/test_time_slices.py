@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from experiments.time_slices import fused, main
 from placement.capturing import capture
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
@@ -455,28 +451,3 @@ def test_contract_on_grids() -> None:
         problem, cluster=Cluster("c", tuple(Device(f"d{i}", memory_bytes=3000) for i in range(3)))
     )
     check_planner(load("time_slices"), [problem, problem.with_objective("latency"), tight])
-
-
-# --- the study -----------------------------------------------------------------------------------
-
-
-def test_the_fused_stack_is_the_same_function() -> None:
-    module, (x,) = lstm(batch=2, layers=3, steps=4, hidden=5)
-    torch.testing.assert_close(fused(module)(x)[0], module(x))
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_the_study_runs_and_its_report_adds_up(tmp_path: Path) -> None:
-    sizes = ["--batches", "2", "--layers", "2", "--steps", "6", "--hidden", "4"]
-    budget = ["--rounds", "1", "--count", "4", "--repeats", "1", "--search-seconds", "0.1"]
-    assert main([*sizes, *budget, "--out", str(tmp_path), "--work", str(tmp_path)]) == 0
-    told = json.loads((tmp_path / "time_slices.json").read_text())
-    assert [row["batch"] for row in told["rows"]] == [2]
-    for row in told["rows"]:
-        assert row["ratio"]["time_slices"] == 1.0
-        assert min(row["seconds"].values()) > 0
-        assert row["predicted_s"]["time_slices"] <= row["predicted_s"]["one device"] * (1 + 1e-9)
-        guess = row["extrapolation"]
-        assert guess["error"] == pytest.approx(abs(guess["predicted_s"] / guess["measured_s"] - 1))
-    text = (tmp_path / "time_slices.md").read_text()
-    assert "14-19 %" in text and "| nn.LSTM, 2 threads |" in text

@@ -15,11 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
+from placement.cluster import Link
 from placement.planners import PlannerError
 from placement.problem import Problem, Solution
-from placement.profile import Profile
 from placement.runs import compare as module
 from placement.runs.compare import (
     CompareError,
@@ -35,7 +33,8 @@ from placement.search.budget import Budget
 from placement.simulator import simulate
 from placement.timeline import Timeline
 from placement.tools.files import FileError
-from tests.problems import random_problem
+from tests.problems import chain as edges
+from tests.problems import random_problem, small_problem
 
 SPLIT = np.array([0, 0, 1, 1], np.int32)
 
@@ -47,17 +46,11 @@ def chain(**changes: Any) -> Problem:
     0 0 1 1:     period max(1 + 2, 3 + 2) = 5, latency 8.
     Bounds:      period 8 / 2 = 4, latency 8.
     """
-    graph = OpGraph.build("chain", list("abcd"), range(4), [8] * 4, [(0, 1), (1, 2), (2, 3)])
-    names = ("cpu:0", "cpu:1")
-    seconds = np.array([[1.0], [2.0], [3.0], [2.0]]) * np.ones((1, 2))
-    seconds = changes.pop("seconds", seconds)
-    devices = tuple(Device(n, memory_bytes=changes.get("memory", 2**40)) for n in names)
-    changes.pop("memory", None)
-    return Problem(
-        graph,
-        Cluster("two", devices),
-        Profile(names, seconds, 0 * np.ones((4, 2)), (Link(*names),)),
-        **{"num_microbatches": 16, **changes},
+    seconds = changes.pop("seconds", np.repeat([[1.0], [2.0], [3.0], [2.0]], 2, axis=1))
+    graph = {"name": "chain", "op_name": list("abcd")}
+    facts = {"devices": "cpu:{}", "links": (Link("cpu:0", "cpu:1"),), "graph": graph}
+    return small_problem(
+        seconds, edges(4), tensor_bytes=8, **facts, **{"num_microbatches": 16, **changes}
     )
 
 
@@ -228,7 +221,7 @@ def test_what_does_not_fit_is_infeasible_and_never_run(tmp_path: Path) -> None:
     assert row(made, "single:cpu:1").note == "operator 'd' cannot run on it"
     assert {p for p, _ in runs} == {(0, 0, 0, 0)}
 
-    tight = compare({"w": chain(memory=1)}, {}, out_dir=tmp_path, executor=slower(1, runs))
+    tight = compare({"w": chain(memory_bytes=1)}, {}, out_dir=tmp_path, executor=slower(1, runs))
     assert not any(r.feasible for r in tight.rows) and len(runs) == 2
     assert row(tight, "single:cpu:0").note == "does not fit in memory"
     alone = row(tight, "single:cpu:0")
@@ -323,7 +316,7 @@ def test_another_set_of_placements_is_measured_anew(tmp_path: Path) -> None:
         lambda: (chain(num_microbatches=8), Seeded()),
         lambda: (chain(max_in_flight=2), Seeded()),
         lambda: (chain(seconds=np.ones((4, 2))), Seeded()),
-        lambda: (chain(memory=2**41), Seeded()),
+        lambda: (chain(memory_bytes=2**41), Seeded()),
         lambda: (chain(), Seeded(evaluations=1)),
     ],
 )

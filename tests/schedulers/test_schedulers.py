@@ -18,7 +18,7 @@ from placement.schedulers import SchedulerError, load, names
 from placement.schedulers._cut import _joined, cut, work_of
 from placement.schedulers.interleaved import virtual_order
 from placement.simulator import simulate
-from tests.problems import random_problem
+from tests.problems import random_problem, small_problem
 
 # Of a search, which ends as soon as everything is proved.
 SECONDS = 10.0
@@ -65,16 +65,15 @@ def pipeline(
             back.append(True)
             seconds.append(1.0)
     speeds = np.ones(num_devices) if speed is None else np.array(speed)
-    compute_s = np.array(seconds)[:, None] / speeds
-    n = len(op_name)
-    graph = OpGraph.build("pipeline", op_name, range(n), np.ones(n), uses, is_backward=back)
-    devices = tuple(Device(f"d{i}", memory_bytes=memory_bytes) for i in range(num_devices))
-    links = tuple(
-        Link(a.name, b.name, transfer_s, 1e12) for a in devices for b in devices if a != b
+    problem = small_problem(
+        np.array(seconds)[:, None] / speeds,
+        uses,
+        tensor_bytes=1,
+        memory_bytes=memory_bytes,
+        link=(transfer_s, 1e12),
+        graph={"op_name": op_name, "is_backward": back},
+        max_in_flight=2,
     )
-    cluster = Cluster("c", devices)
-    profile = Profile(cluster.device_names, compute_s, np.zeros_like(compute_s), links)
-    problem = Problem(graph, cluster, profile, max_in_flight=2)
     return problem, np.array(place, np.int32)
 
 
@@ -217,7 +216,7 @@ def test_searched_hides_transfers_where_1f1b_waits() -> None:
     scheduler = load("searched", seconds=SECONDS)
     _, answer, unit_s = scheduler.solve(problem, p, 12)
     assert float(answer.period) * unit_s == pytest.approx(2.0, rel=1e-3)
-    assert answer.found.optimal
+    assert answer.outcome.optimal
     searched = simulate(problem, p, scheduler(problem, p, 12)).makespan_s
     assert searched < simulate(problem, p, load("one_f_one_b")(problem, p, 12)).makespan_s
 

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 from placement.bounds import lower_bounds
-from placement.cluster import Cluster, Device
-from placement.graph import OpGraph
+from placement.cluster import Device
 from placement.planners import load, names
 from placement.problem import Problem, Solution
-from placement.profile import Profile
 from placement.report.table import tables
 from placement.runs.compare import compare
 from placement.simulator import evaluate, list_schedule, score, value_of
-from tests.problems import random_problem
+from tests.problems import chain as edges
+from tests.problems import random_problem, small_problem
 
 # They need a file, a package, or a planner, or are for latency.
 ELSEWHERE = ("expert", "metis", "coarsened", "order_search", "data_parallel", "phase_search")
@@ -70,16 +69,9 @@ def test_a_frugal_device_wins_where_energy_counts_and_a_fast_one_where_time_does
 
 def on_two(seconds: list[list[float]], sizes: list[int], objective: Any) -> Problem:
     """A chain on devices a, with room for everything, and b, which holds 150 bytes."""
-    n = len(sizes)
-    graph = OpGraph.build("chain", [f"o{i}" for i in range(n)], range(n), sizes,
-                          [(i, i + 1) for i in range(n - 1)])  # fmt: skip
-    devices = (
-        Device("a", memory_bytes=10**6, busy_w=2.0, idle_w=1.0),
-        Device("b", memory_bytes=150, busy_w=2.0, idle_w=1.0),
-    )
-    table = np.array(seconds)
-    profile = Profile(("a", "b"), table, 0 * table)
-    return Problem(graph, Cluster("two", devices), profile, objective=objective)
+    watts, room = {"busy_w": 2.0, "idle_w": 1.0}, {"memory_bytes": [10**6, 150]}
+    some = {"devices": ["a", "b"], "device": watts, **room, "objective": objective}
+    return small_problem(seconds, edges(len(sizes)), tensor_bytes=sizes, **some)
 
 
 @pytest.mark.parametrize("name", ["pipedream", "contiguous_dp"])

@@ -19,6 +19,7 @@ from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.simulator import analytic
 from placement.simulator.analytic import LoadMoves, device_loads, piecewise_latency
+from tests.problems import small_problem
 
 
 def make(
@@ -29,24 +30,23 @@ def make(
     *,
     num_acc: int = 2,
     num_cpus: int = 1,
+    memory_bytes: int = 2**40,
     objective: str = "max_load",
     **graph: object,
 ) -> Problem:
     """Operators 0, 1, ... on equal accelerators and CPUs; ``cost_s`` to move an output once."""
-    n, d = len(acc_s), num_acc + num_cpus
-    on_acc = np.arange(d) < num_acc
-    memory = graph.pop("memory_bytes", 2**40)
-    devices = [Device(f"acc:{i}", "acc", memory_bytes=memory) for i in range(num_acc)]
-    devices += [Device(f"cpu:{i}", "cpu") for i in range(num_cpus)]
-    profile = Profile(
-        tuple(x.name for x in devices),
+    names = [f"acc:{i}" for i in range(num_acc)] + [f"cpu:{i}" for i in range(num_cpus)]
+    on_acc = np.array([name.startswith("acc") for name in names])
+    return small_problem(
         np.where(on_acc, np.array(acc_s)[:, None], np.array(cpu_s)[:, None]),
-        np.zeros((n, d)),
-        io_s=np.array(cost_s)[:, None] * on_acc,
+        edges,
+        devices=names,
+        device={"kind": [name[:3] for name in names]},
+        memory_bytes=np.where(on_acc, memory_bytes, 2**63 - 1),
+        graph={"op_name": [str(i) for i in range(len(acc_s))], **graph},
+        profile={"io_s": np.array(cost_s)[:, None] * on_acc},
+        objective=objective,
     )
-    names = [str(i) for i in range(n)]
-    built = OpGraph.build("made", names, np.arange(n), np.zeros(n), edges, **graph)
-    return Problem(built, Cluster("made", tuple(devices)), profile, objective=objective)
 
 
 def draw_problem(seed: int, num_ops: int = 9, unlike: bool = True) -> Problem:

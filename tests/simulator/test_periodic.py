@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.bounds import lower_bound, lower_bounds
+from placement.cluster import Cluster, Device, Link
 from placement.exporters import Inexpressible, load, moved
+from placement.graph import OpGraph
 from placement.plan import load_plan, make_plan
 from placement.problem import Placement, Problem, ProblemError, Solution
+from placement.profile import Profile
 from placement.report import gantt, usage
 from placement.report.trace import read_traces, write_trace
 from placement.schedule import ScheduleError
@@ -37,6 +40,9 @@ def periodic(seed: int, **options: bool) -> tuple[Problem, Placement]:
     problem = replace(problem, num_microbatches=int(rng.integers(1, 10)))
     if rng.random() < 0.3:
         problem = replace(problem, profile=replace(problem.profile, batch_s=float(rng.random())))
+    if rng.random() < 0.5:  # a training step: what nobody reads is a gradient
+        backward = rng.random(problem.num_ops) < 0.6
+        problem = replace(problem, graph=replace(problem.graph, is_backward=backward))
     groups = rng.integers(problem.num_devices, size=(rng.integers(2, 6), problem.graph.num_groups))
     return problem, groups[:, problem.graph.group].astype(np.int32)
 
@@ -94,6 +100,30 @@ def test_a_batch_says_what_the_timelines_say(seed: int) -> None:
         assert joules == pytest.approx(line.energy_j)
     if values.peak_bytes is not None and problem.num_microbatches > 1:
         np.testing.assert_array_equal(values.peak_bytes[0], line.peak_bytes)
+
+
+def test_gradients_of_replicas_travel_after_a_step() -> None:
+    #   d0  f b f b . . v       forward 1 s, backward 1 s; the gradient takes 2 s from d1 to d0,
+    #   d1  f b f b g g . v     and the new value 2 s back: 4 s more for 4 micro-batches
+    graph = OpGraph.build(
+        "step", ["f", "b"], [0, 1], [4, 8], [(0, 1)], is_backward=[False, True],
+        param_bytes=[8], param_uses=[(0, 0)], output_tensor=[0],
+    )  # fmt: skip
+    assert graph.gradient_tensor.tolist() == [1]
+    names, links = ("d0", "d1"), (Link("d0", "d1", 0.0, 4.0), Link("d1", "d0", 0.0, 4.0))
+    devices = tuple(Device(x, "npu", memory_bytes=2**40) for x in names)
+    profile = Profile(names, np.ones((2, 2)), np.zeros((2, 2)), links)
+    problem = Problem(graph, Cluster("two", devices), profile, num_microbatches=4, max_in_flight=2)
+    both = [[0, 0], [1, 1]]
+    for timeline in (simulate(problem, both), simulate_reference(problem, both)):
+        assert timeline.transfers.tolist() == [[1, 3, 1, 0], [1, 3, 0, 1]]
+        assert timeline.transfer_end_s.tolist() == [6.0, 8.0]
+        assert (timeline.period_s, timeline.makespan_s) == (1.0 + 4 / 4, 8.0)
+    assert score(problem, [both]) == [2.0]
+    # Devices of one memory have one copy of the parameters, and one phase has no replicas.
+    host = tuple(replace(d, kind="cpu") for d in devices)
+    assert score(replace(problem, cluster=Cluster("host", host)), [both]) == [1.0]
+    assert score(problem, [[0, 0]]) == [2.0]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 4))
@@ -156,6 +186,7 @@ def test_what_is_no_periodic_placement_is_refused() -> None:
         (np.zeros((0, 4), int), r"shape \(0, 4\)"),
         (np.zeros((2, 3), int), r"shape \(3,\), expected \(4,\), or \(K, 4\)"),
         (np.zeros((1025, 4), int), "at most 1024 phases"),
+        ([[0, 0, 0, 0], [0]], "rows of a placement have unequal lengths"),
     ):
         with pytest.raises(ProblemError, match=message):
             problem.check_placement(wrong)

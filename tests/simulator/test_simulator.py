@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from placement.bounds import lower_bounds
 from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.schedule import Schedule, ScheduleError
@@ -27,7 +26,7 @@ from placement.simulator import (
     simulate_reference,
 )
 from placement.timeline import Timeline
-from tests.problems import problems, random_placement, random_problem
+from tests.problems import problems, random_placement, random_problem, small_problem
 
 SIMULATORS = pytest.mark.parametrize("run", [simulate, simulate_reference])
 
@@ -38,42 +37,19 @@ def make(
     *,
     kinds: str = "",
     link_s_per_byte: float = 0.0,
-    latency_s: float = 0.0,
-    blocking: bool = False,
-    channel: str | None = None,
-    wake_s: float = 0.0,
-    send_s: float = 0.0,
-    send_s_per_byte: float = 0.0,
     graph: dict[str, Any] | None = None,
-    profile: dict[str, Any] | None = None,
-    **problem: Any,
+    **more: Any,
 ) -> Problem:
     """``seconds [N][D]``; a tensor is (producer, bytes, consumers); every link is the same."""
-    n, d = len(seconds), len(seconds[0])
-    uses = [(t, user) for t, (_, _, users) in enumerate(tensors) for user in users]
-    g = OpGraph.build(
-        "drawn",
-        [chr(ord("A") + i) for i in range(n)],
-        [src for src, _, _ in tensors],
-        [size for _, size, _ in tensors],
-        uses,
-        **(graph or {}),
-    )
-    names = [f"d{i}" for i in range(d)]
-    kind = {"c": "cpu", "g": "cuda"}
-    cluster = Cluster(
-        "drawn", tuple(Device(x, kind[k]) for x, k in zip(names, kinds or "c" * d, strict=True))
-    )
     speed = 1 / link_s_per_byte if link_s_per_byte else np.inf
-    links = tuple(
-        Link(a, b, latency_s, speed, blocking, channel, wake_s, send_s, send_s_per_byte)
-        for a in names
-        for b in names
-        if a != b
-    )
-    compute = np.array(seconds, float)
-    p = Profile(tuple(names), compute, np.zeros((n, d)), links, **(profile or {}))
-    return Problem(g, cluster, p, **problem)
+    link = {"latency_s": 0.0, "speed": speed, "blocking": False, "channel": None}
+    link |= {"wake_s": 0.0, "send_s": 0.0, "send_s_per_byte": 0.0}
+    link |= {name: more.pop(name) for name in link if name in more}
+    names = [chr(ord("A") + i) for i in range(len(seconds))]
+    on = [{"c": "cpu", "g": "cuda"}[k] for k in kinds or "c" * len(seconds[0])]
+    facts = {"graph": {"op_name": names, **(graph or {})}, "device": {"kind": on}}
+    facts |= {"link": tuple(link.values()), "memory_bytes": 2**63 - 1}
+    return small_problem(seconds, tensors=tensors, **facts, **more)
 
 
 def rows(timeline: Timeline) -> list[tuple[int, int, int, int, float, float]]:
