@@ -1,4 +1,4 @@
-"""The library of devices: what the makers of common hardware state, by ``vendor/model``."""
+"""The library of devices: peak rates, memory and power of common hardware, by ``vendor/model``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Facts:
         call_s: to start an operator.
         link_bytes_per_s: of its slot or socket, one way.
         busy_w, idle_w: watts.
-        source: where these numbers are from.
+        source: pages that state them.
     """
 
     kind: str

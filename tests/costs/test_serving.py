@@ -67,8 +67,12 @@ def test_the_library_says_all_of_every_device() -> None:
 
 def test_the_page_lists_the_library() -> None:
     page = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
-    told = dict(re.findall(r"^\| `([a-z]+/[\w-]+)` \| (\d+) \|", page, re.MULTILINE))
-    assert told == {name: f"{x.memory_bytes / 1e9:.0f}" for name, x in library().items()}
+    told = re.findall(r"^\| (`[a-z]+/[\w-]+` \| \d+ \| .*) \|$", page, re.MULTILINE)
+    assert told == [
+        f"`{name}` | {x.memory_bytes / 1e9:.0f} | {x.bytes_per_s / 1e9:,.0f}"
+        f" | {x.peak('fp32') / 1e12:.4g} | {x.peak('fp16') / 1e12:.4g} | {x.busy_w:.0f}"
+        for name, x in library().items()
+    ]
 
 
 def test_a_device_like_one_of_the_library(tmp_path: Path) -> None:
