@@ -33,13 +33,17 @@ from placement.planners.order_search import NO_NETWORK, WIDTH, why_not
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
-from placement.search.evaluation import INFEASIBLE, Search, can_move, two_operators
+from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_move, two_operators
 from placement.tools.clock import loads
 
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
 Mode = Literal["auto", "zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
 FEW = 8  # evaluations, below which a search does not come to anything
+RULES, RULES_SHARE = 40, 0.6  # evaluations that the baseline gets at least; of few, this share
+# Of limited evaluations that are left after samples, for decodes that draw a part of the best anew.
+# Where these are no more than RULES they get all: moves need hundreds.
+AGAIN = 0.5
 UNTRAINED = "untrained"
 
 
@@ -51,8 +55,8 @@ class PolicyPlanner:
     search finds what they are wrong about: there the baseline's answer stays unless something is
     better by more than that (``margin``). ``stats`` keeps apart what is easily mixed up, each
     with its number of evaluations: ``baseline_value_s``, ``greedy_value_s`` (one decode),
-    ``best_of_k_value_s`` (the best of the greedy and the sampled placements) and
-    ``best_value_s`` (the best of everything, training included).
+    ``best_of_k_value_s`` (the best of the greedy and the sampled placements), ``again_value_s``
+    (with parts drawn anew) and ``best_value_s`` (the best of everything, training included).
 
     Attributes:
         policy: a policy, or the file of one; None is the released policy of this mode and the
@@ -66,12 +70,14 @@ class PolicyPlanner:
             ``zero_shot`` decodes greedily; ``best_of_k`` samples ``k`` placements too;
             ``finetune`` first trains on this very problem for ``steps``, then does the same;
             ``refine`` re-places one group at a time, ``steps`` times, each time evaluated.
-        k: sampled placements; of ``guided_search`` at most half of the evaluations that the
-            baseline left, 0: none.
+        k: sampled placements; of ``guided_search`` at most a quarter of the evaluations that the
+            baseline left, 0: none. Half of what is left then, or all of 40 or less, goes to
+            decodes of a policy that dispatches which draw a part of the best one anew.
         steps: environment steps of ``finetune`` or ``refine``.
-        seconds, evaluations: budget in all, of which the baseline gets a quarter; None is no
-            limit. Without a budget the baseline runs to its end: the answer then is at most the
-            least of all constructive planners and dynamic programs.
+        seconds, evaluations: budget in all, of which the baseline gets a quarter, of evaluations at
+            least 40, or 60 % of fewer; None is no limit. Without a budget the baseline runs to its
+            end: the answer then is at most the least of all constructive planners and dynamic
+            programs.
         seed: of sampling and training.
         baseline: where to start: the name of a planner, or a planner. None: ``best_of``, but a
             policy that dispatches begins at what its own rule makes, and asks ``best_of`` only
@@ -160,7 +166,8 @@ class PolicyPlanner:
     def _start(self, problem: Problem, name: str) -> tuple[Search, Solution, dict[str, Any]]:
         """The budget, what the baseline answers on it, and the first facts about both."""
         search = Search(problem, self.seconds, self.evaluations)
-        start = search.run_start(self.baseline or "best_of", "baseline")
+        share = min(RULES / (self.evaluations or np.inf), RULES_SHARE)
+        start = search.run_start(self.baseline or "best_of", "baseline", max(START_SHARE, share))
         stats: dict[str, Any] = {
             "mode": self.mode,
             "policy": name,
@@ -212,11 +219,19 @@ class PolicyPlanner:
         return self._answer(search, start, stats)
 
     def _decode(
-        self, policy: TrainedPolicy, search: Search, warm: Placement | None, wanted: int
+        self,
+        policy: TrainedPolicy,
+        search: Search,
+        warm: Placement | None,
+        wanted: int,
+        again: float = 0.0,
     ) -> dict[str, Any]:
-        """Evaluate the greedy placement and the ``wanted`` sampled ones; what they are worth."""
+        """Evaluate the greedy placement and the ``wanted`` sampled ones; what they are worth.
+
+        Of a policy that dispatches, also parts of the best that are drawn ``again``.
+        """
         if isinstance(policy.net, DispatchNet):
-            return dispatch.decode(policy.net, search, wanted, self.seed)
+            return dispatch.decode(policy.net, search, wanted, self.seed, again)
         before = search.num_evaluations
         seconds: list[float] = []
         for sampled in range(0, max(wanted, 1), SAMPLES_AT_ONCE):
@@ -266,9 +281,12 @@ class PolicyPlanner:
         search, start, stats = self._start(problem, name)
         stats["chooser"], stats["search"] = chooser, kind
         if seeds is not None and search.left:
-            wanted = int(min(self.k, search.num_left / 2))
+            wanted = int(min(self.k, search.num_left / 4))
+            again = search.num_left - wanted if np.isfinite(search.num_left) else 0.0
+            if again > RULES:
+                again *= AGAIN
             stats["seed_policy"] = seeds[1]
-            stats |= self._decode(seeds[0], search, start.placement, wanted)
+            stats |= self._decode(seeds[0], search, start.placement, wanted, again)
         search.limit(default_budget(problem))
         with one_thread():
             if kind == "order_search":

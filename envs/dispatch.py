@@ -23,6 +23,7 @@ from placement.tools.clock import loads
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 Net = tuple[NDArray[np.float32], ...]
+Past = tuple[Ints, Ints]  # operators int32 [N] as they were chosen, and the device of each
 
 # Weights of the rule, ``dispatch_kernels.Tables.rule``: HEFT itself, and where policies start.
 HEFT = (2.0, 2.0, 0.0, 0.0, 0.0)
@@ -80,11 +81,31 @@ class Dispatcher:
 
         A share ``keep`` of its decisions goes into ``notes``; how many did.
         """
+        self.state.anew, self.state.kept = 0, self.problem.num_ops
+        return self._construct(net, scale, seed, notes, keep)
+
+    def again(self, net: Net, scale: float, seed: int, past: Past, first: int, last: int) -> None:
+        """Play the ``past`` episode, but draw the decisions from ``first`` to ``last`` anew.
+
+        Later operators follow in the past order, on the past devices.
+        """
+        self.state.past[:], self.state.past_at[:] = past
+        self.state.anew, self.state.kept = first, last
+        self._construct(net, scale, seed, _NOTHING, 0.0)
+
+    def _construct(
+        self, net: Net, scale: float, seed: int | None, notes: kernels.Notes, keep: float
+    ) -> int:
         self.state.random[0] = 2 * (seed or 0) + 1
         noted: int = kernels.construct(
             self.tables, self.state, net, scale, seed is None, keep, notes
         )
         return noted
+
+    @property
+    def past(self) -> Past:
+        """What ``again`` needs of the episode that is over."""
+        return self.state.sequence.copy(), self.placement
 
     @property
     def placement(self) -> Placement:
@@ -162,6 +183,11 @@ def _state_of(problem: Problem) -> kernels.State:
         num_placed=0,
         start_s=np.zeros(n),
         sequence=np.zeros(n, np.int32),
+        past=np.zeros(n, np.int32),
+        past_at=np.zeros(n, np.int32),
+        anew=0,
+        kept=n,
+        done=np.zeros(n, bool),
         demand_s=np.zeros(d),
         arrive_s=np.zeros(d),
         able=np.zeros(d, bool),

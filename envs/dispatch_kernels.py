@@ -109,6 +109,11 @@ class State(Struct):
     num_placed: int
     start_s: Array  # float64 [N]
     sequence: Array  # int32 [N] operators as they were chosen
+    past: Array  # int32 [N] the same of an episode that is followed,
+    past_at: Array  # int32 [N] its devices by operator,
+    anew: int  # but in the decisions from here
+    kept: int  # to here
+    done: Array  # bool [N] placed, while it is followed
     demand_s: Array  # float64 [D]
     arrive_s: Array  # float64 [D] room, as are the next
     able: Array  # bool [D]
@@ -572,17 +577,36 @@ def _log_of(s, k):
     return -np.log(total)
 
 
+@kernel
+def _follow(t, s, op):
+    """Place an operator where it was in the past episode; True if it was the last."""
+    home = np.int64(s.placed.choice[t.listed.group[op]])
+    d = home if home >= 0 else np.int64(s.past_at[op])
+    _arrivals(t, s, op, s.arrive_s)
+    s.op[0], s.device[0], s.row[0] = op, d, 0
+    s.begin_s[0, d] = gap(t.listed, s.placed, op, d, s.arrive_s[d])
+    return take(t, s, 0)
+
+
 @allocating
 def construct(t, s, net, scale, greedy, keep, notes):
     """A whole episode; how many decisions were noted, a share ``keep`` of those with a choice.
 
-    They go into ``notes`` until one of its arrays is full.
+    They go into ``notes`` until one of its arrays is full. Decisions before ``anew`` and from
+    ``kept`` on are those of the past episode, as far as their operators are not placed yet.
     """
     begin(t, s)
+    s.done[:] = False
     size = len(net[2])
     first, second = np.empty((PAIRS, size), np.float32), np.empty(size, np.float32)
-    noted, at, over = 0, 0, False
+    noted, at, past, over = 0, 0, 0, False
     while not over:
+        if not s.anew <= s.num_placed < s.kept:
+            while s.done[s.past[past]]:
+                past += 1
+            over = _follow(t, s, np.int64(s.past[past]))
+            s.done[s.sequence[s.num_placed - 1]] = True
+            continue
         offer(t, s)
         judge(s, net, scale, first, second)
         k = choose(s, greedy)
@@ -596,4 +620,5 @@ def construct(t, s, net, scale, greedy, keep, notes):
             at += s.count
             noted += 1
         over = take(t, s, k)
+        s.done[s.sequence[s.num_placed - 1]] = True
     return noted

@@ -87,6 +87,14 @@ ZERO_SHOT = {
     "repeats": Option(10, "of the profiles that have to be measured"),
 }
 
+# 10 evaluations and one for every four groups, on the graphs of the study above.
+FEW = {
+    "seeds": Option(3, "of every planner that draws"),
+    "graphs": Option(1, "seeds HELD_OUT.. of each synthetic family"),
+    "known_seconds": Option(2.0, "of each search for the best known value"),
+    "repeats": Option(10, "of the profiles that have to be measured"),
+}
+
 # GiPH's own distribution, 2 N evaluations.
 GIPH = {
     "graphs": Option(40, "problems drawn"),

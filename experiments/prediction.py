@@ -136,7 +136,7 @@ def place(entry: dataset.Entry, others: Sequence[Sample]) -> dict[str, Any]:
     """
     module, inputs = workloads.load(entry.spec, **entry.options)
     graph = capture(module, inputs, name=entry.name)
-    cluster = Cluster.detect(max_cpu_devices=2)
+    cluster = Cluster.detect(max_cpu_devices=2, gpus=False)
     profile = measure(graph, cluster, repeats=6)
     problem = Problem(graph, cluster, profile, num_microbatches=RUNS)
     profiles, seconds = {"measured": profile}, dict[str, float]()

@@ -211,12 +211,12 @@ def threads(count: int) -> Iterator[None]:
 
 
 def two_cores(name: str = "two") -> Cluster:
-    """The first two devices of this machine.
+    """The first two cores of this machine, each a device.
 
     Raises:
         StudyError: it has one.
     """
-    cluster = Cluster(name, Cluster.detect().devices[:2])
+    cluster = replace(Cluster.detect(max_cpu_devices=2, gpus=False), name=name)
     if cluster.num_devices < 2:
         raise StudyError("this study needs two cores, and this process may use one; see taskset")
     return cluster

@@ -9,11 +9,11 @@ It also reads every plan file that the old recording holds and writes it again. 
 with all their digits, arrays as a hash of shape and values. Where a method cannot answer, the
 error is the row.
 
-What is recorded is reached by name (planners, schedulers, exporters, environments, files), so that
+What is recorded is reached by name (planners, schedulers, exporters, files), so that
 modules may move: all imports of internals are the few below. Left out, as their answers depend on
 the clock or the machine: whatever measures or executes. A method is left out where a problem has
 more operators than ``MOST`` says; the schedule search reads the clock, which counts its readers
-here (``counted_clock``). Networks' rows are of one type of processor.
+here (``counted_clock``).
 """
 
 from __future__ import annotations
@@ -432,103 +432,12 @@ def exported(name: str, plan: Callable[[], placement.Plan], problem: placement.P
     return row | {suffix or "file": digest(text) for suffix, text in output.files.items()}
 
 
-def policy_rows(wanted: Wanted) -> Iterator[Task]:
-    """What the released networks decide, and new ones of a fixed seed."""
-    chosen = {"branches latency", "giph/0", "giph/1", "giph/2", "profile/bert_tiny latency"}
-    chosen |= {
-        "profile/inception_tiny latency",
-        "synthetic/layered latency",
-        "moirai/googlenet latency",
-    }
-    chosen |= {"synthetic/inception latency", "synthetic/butterfly period", "branches max_load"}
-    methods: dict[str, Row] = {
-        "zero_shot": {"mode": "zero_shot"},
-        "best_of_k": {"mode": "best_of_k", "k": 8},
-        "refine": {"mode": "refine", "steps": 40},
-        "finetune": {"mode": "finetune", "steps": 256, "k": 4},
-        "guided": {"order": False, "k": 0},
-        "guided, seeded": {"order": False, "k": 8},
-        "guided, uniform": {"order": False, "chooser": "uniform"},
-        "orders": {"k": 0},
-        "orders, seeded": {"k": 8},
-        "orders, hand": {"chooser": "hand"},
-        "orders, uniform": {"chooser": "uniform"},
-    }
-    fixed = {"baseline": "heft", "evaluations": EVALUATIONS, "seed": 1, "margin": 0.0}
-    for name, problem in problems(lambda x: x in chosen and wanted(x)):
-        for method, options in methods.items():
-            yield name, method, partial(decided, problem, fixed | options)
-
-
-def decided(problem: placement.Problem, options: Row) -> Row:
-    answer = planners.load("policy", **options)(problem)
-    shown = ("baseline_value_s", "greedy_value_s", "best_of_k_value_s", "best_value_s", "steps")
-    return of_solution(answer) | {k: exact(answer.stats[k]) for k in shown if k in answer.stats}
-
-
-def env_rows(wanted: Wanted) -> Iterator[Task]:
-    """Fifty random legal steps in every environment."""
-    import gymnasium
-
-    import envs  # noqa: F401  (registers the names)
-
-    ours = [
-        x for x, spec in gymnasium.registry.items() if str(spec.entry_point).startswith("envs.")
-    ]
-    for kind in ("latency", "max_load"):
-        if wanted(kind):
-            for name in sorted(ours):
-                yield kind, name, partial(walked, name, kind)
-
-
-def walked(name: str, kind: Any) -> Row:
-    import gymnasium
-
-    chosen = ("branches", "synthetic/u_net", "synthetic/inception", "synthetic/reduction_tree")
-    played = [files()[x]().with_objective(kind) for x in chosen]
-    env: Any = gymnasium.make(f"envs:{name}", problems=played, disable_env_checker=True)
-    rng = np.random.default_rng(0)
-    seen, rewards = [env.reset(seed=3)[0]], []
-    for step in range(50):
-        shape = env.action_space.shape or (1,)
-        legal = env.unwrapped.action_masks().reshape(*shape, -1)
-        action = np.array([rng.choice(np.flatnonzero(row)) for row in legal])
-        obs, reward, over, _, _ = env.step(action if env.action_space.shape else int(action[0]))
-        seen.append(obs)
-        rewards.append(float(reward))
-        if over:
-            seen.append(env.reset(seed=step)[0])
-    first = {k: digest(*(x[k] for x in seen)) for k in sorted(seen[0])}
-    return first | {"rewards": digest(np.array(rewards))}
-
-
-def capture_rows(wanted: Wanted) -> Iterator[Task]:
-    """The graph of every shipped workload, as inference and as a training step."""
-    for name in workloads.names():
-        if wanted(name):
-            yield name, "inference", partial(captured, name, False)
-            yield name, "training", partial(captured, name, True)
-
-
-def captured(name: str, training: bool) -> Row:
-    """Its fingerprint, which covers names, shapes, tensors, parameters and colocation."""
-    if training:
-        module, example, loss = workloads.load_training(name)
-        graph = placement.capture(module, example, mode="training", loss=loss)
-    else:
-        graph = placement.capture(*workloads.load(name))
-    return {"operators": graph.num_ops, "fingerprint": graph.fingerprint}
-
-
 PARTS: dict[str, Callable[[Wanted], Iterator[Task]]] = {
     "planners": planner_rows,
     "schedulers": scheduler_rows,
     "simulator": simulator_rows,
     "files": file_rows,
     "plans": plan_rows,
-    "policies": policy_rows,
-    "envs": env_rows,
-    "capture": capture_rows,
 }
 
 

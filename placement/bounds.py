@@ -129,11 +129,14 @@ def _energetic_bound_s(problem: Problem, bound_s: float, grain: float) -> float:
 
     Whenever operators run, those that can begin no earlier and no later than so must do so much
     of their work in an interval; all devices together have its length (Fernandez and Bussell 1973).
+    Before and after an operator there is time for what precedes and follows it.
     """
     own_s, edges = _fastest_s(problem), problem.graph.edges
-    head_s = _heads_s(own_s, edges)
     mirrored = len(own_s) - 1 - edges[:, ::-1]
-    tail_s = _heads_s(own_s[::-1], mirrored)[::-1]
+    devices = problem.num_devices
+    head_s = _packed_heads_s(own_s, edges, devices, grain)
+    tail_s = _packed_heads_s(own_s[::-1], mirrored, devices, grain)[::-1]
+    bound_s = max(bound_s, float((head_s + own_s + tail_s).max()) * (1 - 1e-12))
     for _ in range(_ROUNDS):
         late_s = bound_s - tail_s - own_s  # latest begins
         first = np.unique(np.concatenate([head_s, late_s]))
@@ -151,6 +154,38 @@ def _energetic_bound_s(problem: Problem, bound_s: float, grain: float) -> float:
         # A bound that is more_s larger lets every latest begin be that much later.
         bound_s += float(np.ceil(more_s / grain - 1e-6)) * grain if grain else more_s
     return bound_s
+
+
+def _packed_heads_s(
+    own_s: Floats, edges: NDArray[np.integer], devices: int, grain: float
+) -> Floats:
+    """float64 ``[N]``: before this no operator can begin, in view of all that precedes it.
+
+    Of what an operator waits for, any part that begins no earlier than ``a`` and from whose ends
+    it is no less than ``b`` to the operator lets it begin at ``a + work / devices + b`` or later.
+    """
+    n = len(own_s)
+    producers: list[list[int]] = [[] for _ in range(n)]
+    for src, dst in edges.tolist():
+        producers[dst].append(src)
+    head_s = np.zeros(n)
+    path_s = np.full((n, n), -np.inf)  # the longest from the end of one to another
+    for i in range(n):
+        for src in producers[i]:
+            np.maximum(path_s[:, i], path_s[:, src] + own_s[src], out=path_s[:, i])
+            path_s[src, i] = max(path_s[src, i], 0.0)
+            head_s[i] = max(head_s[i], head_s[src] + own_s[src])
+        before = np.flatnonzero(path_s[:, i] >= 0)
+        late, far = np.argsort(-head_s[before]), np.argsort(-path_s[before, i])
+        part = np.zeros((len(before), len(before)))
+        part[np.argsort(late), np.argsort(far)] = own_s[before]
+        part = part.cumsum(axis=0).cumsum(axis=1) / devices
+        packed = head_s[before[late], None] + part + path_s[before[far], i]
+        least_s = float(packed[part > 0].max(initial=0.0))
+        if grain:
+            least_s = float(np.ceil(least_s / grain - 1e-6)) * grain
+        head_s[i] = max(head_s[i], least_s)
+    return head_s
 
 
 _LP_SIZE, _QUICK_LP = 200_000, 5_000  # variables; a moment for a search that goes on anyway

@@ -318,30 +318,29 @@ class Cluster:
         return hashlib.sha256(text.encode()).hexdigest()
 
     @classmethod
-    def detect(cls, max_cpu_devices: int = 4) -> Cluster:
+    def detect(cls, max_cpu_devices: int = 4, *, gpus: bool = True) -> Cluster:
         """This machine.
 
-        Without a GPU: one single-thread CPU device per usable core, ``max_cpu_devices`` at
-        most. With GPUs: every CUDA device, with two cores of its own where there are eight for
-        each (one launches, one waits for what leaves the device), and one CPU device with all
-        other cores. Only the cores this process may use are counted. A CUDA device is promised
-        what is free there now, less a margin for what is not tensors.
+        Without a GPU, or with ``gpus=False``: one single-thread CPU device per usable core,
+        ``max_cpu_devices`` at most. With GPUs: every CUDA device, with two cores of its own where
+        there are eight for each (one launches, one waits for what leaves the device), and one CPU
+        device with all other cores. Only the cores this process may use are counted. A CUDA device
+        is promised what is free there now, less a margin for what is not tensors.
         """
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
         if cores is None:
             cores = list(range(os.cpu_count() or 1))
         memory, model = _host_memory_bytes(), cpu_model()
-        gpus = _cuda_devices()
-        if gpus:
-            own = min(2, len(cores) // (4 * len(gpus)))
-            left = len(cores) - own * len(gpus)
+        if cards := _cuda_devices() if gpus else ():
+            own = min(2, len(cores) // (4 * len(cards)))
+            left = len(cores) - own * len(cards)
             host = Device("cpu:0", "cpu", tuple(cores[:left]), left, memory, model=model)
-            starts = range(left, len(cores), own) if own else [left] * len(gpus)
-            gpus = tuple(
+            starts = range(left, len(cores), own) if own else [left] * len(cards)
+            cards = tuple(
                 replace(gpu, cores=tuple(cores[at : at + own]))
-                for gpu, at in zip(gpus, starts, strict=True)
+                for gpu, at in zip(cards, starts, strict=True)
             )
-            return cls("this-machine", (host, *gpus))
+            return cls("this-machine", (host, *cards))
         chosen = cores[:max_cpu_devices]
         # CPU devices share one memory: each is promised an equal part of it.
         return cls(

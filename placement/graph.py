@@ -274,6 +274,12 @@ class OpGraph:
         return np.flatnonzero(made).astype(np.int32)
 
     @cached_property
+    def carried_op(self) -> Ints:
+        """int32 ``[C]``: operators whose group changes a buffer that the next micro-batch reads."""
+        buffers = () if self.program is None else self.program.new_buffers
+        return np.unique(self.tensor_src[[t for _, t in buffers]])
+
+    @cached_property
     def edges(self) -> Ints:
         """int32 ``[E', 2]``: distinct (producer, consumer) pairs, sorted; inputs left out."""
         src = self.tensor_src[self.use_tensor]

@@ -379,11 +379,22 @@ class Problem:
 
         Raises:
             ProblemError: wrong length, unknown device, no whole number, unsupported operator or a
-                colocation group that is split; the message names the operator, and the phase.
+                colocation group that is split, or in turns on several devices although it changes a
+                buffer for the next micro-batch; the message names the operator, and the phase.
         """
         p = np.array(_whole(placement))  # of its own, whoever changes the caller's
         if p.ndim == 2 and 1 <= len(p) <= MOST_PHASES:
             checked = [self._check_phase(row, f" in phase {k}") for k, row in enumerate(p)]
+            ops = self.graph.carried_op
+            for k, row in enumerate(checked):
+                if (row[ops] != checked[0][ops]).any():
+                    n = ops[int((row[ops] != checked[0][ops]).argmax())]
+                    names = self.cluster.device_names
+                    raise ProblemError(
+                        f"operator {n} ({self.graph.op_name[n]!r}) changes a buffer for the next "
+                        f"micro-batch (a running statistic): it is on {names[checked[0][n]]!r} in "
+                        f"phase 0, on {names[row[n]]!r} in phase {k}; keep it on one device"
+                    )
             return checked[0] if len(p) == 1 else np.stack(checked)
         return self._check_phase(p)
 
@@ -418,6 +429,12 @@ class Problem:
                 f"{names[first[self.graph.group[n]]]!r}{phase}"
             )
         return p
+
+    def stays(self, placements: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool ``[B]`` of ``[B, K, N]``: what carries buffers on is on one device in all phases."""
+        at = placements[..., self.graph.carried_op]
+        same: NDArray[np.bool_] = (at == at[:, :1]).all(axis=(1, 2))
+        return same
 
     @cached_property
     def one_phase(self) -> Problem:
@@ -476,9 +493,14 @@ def _whole(placements: ArrayLike) -> NDArray[np.int32]:
     """Device numbers as int32.
 
     Raises:
-        ProblemError: one of them is no whole number, or larger than any.
+        ProblemError: rows of unequal length, or one that is no whole number, or larger than any.
     """
-    given = np.asarray(placements)
+    try:
+        given = np.asarray(placements)
+    except ValueError:
+        raise ProblemError(
+            "rows of a placement have unequal lengths: each has the device of every operator"
+        ) from None
     if given.dtype == np.int32:
         return given
     with np.errstate(invalid="ignore"):  # nan and infinity are among what is refused

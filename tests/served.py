@@ -70,37 +70,45 @@ def gguf(
     return b"".join(parts)
 
 
-def gguf_llama(layers: int = 4, experts: int = 0, tied: bool = False) -> bytes:
-    """The header of a small llama, ``Q4_K`` but for ``Q6_K`` values and ``F32`` norms."""
-    q4, q6, f32 = 12, 14, 0
-    hidden, inner, vocabulary = 256, 512, 1024
+def gguf_llama(
+    layers: int = 4,
+    experts: int = 0,
+    tied: bool = False,
+    sizes: tuple[int, ...] = (256, 512, 1024, 8, 2),
+    kinds: tuple[int, int] = (12, 14),
+) -> bytes:
+    """The header of a small llama, ``Q4_K`` but for ``Q6_K`` values and ``F32`` norms.
+
+    ``sizes``: hidden, inner, vocabulary, heads, and heads of keys and values.
+    """
+    (hidden, inner, vocabulary, heads, kept), (q4, q6), f32 = sizes, kinds, 0
     values: dict[str, Any] = {
         "general.architecture": "llama",
         "llama.block_count": layers,
         "llama.embedding_length": hidden,
-        "llama.attention.head_count": 8,
-        "llama.attention.head_count_kv": 2,
+        "llama.attention.head_count": heads,
+        "llama.attention.head_count_kv": kept,
         "tokenizer.ggml.tokens": [f"t{i}" for i in range(50)],
     }
     if experts:
         values |= {"llama.expert_count": experts, "llama.expert_used_count": 2}
     tensors = [("token_embd.weight", (hidden, vocabulary), q4)]
     for i in range(layers):
-        sizes: list[tuple[str, tuple[int, ...], int]] = [
+        parts: list[tuple[str, tuple[int, ...], int]] = [
             ("attn_norm", (hidden,), f32),
             ("attn_q", (hidden, hidden), q4),
-            ("attn_k", (hidden, hidden // 4), q4),
-            ("attn_v", (hidden, hidden // 4), q6),
+            ("attn_k", (hidden, hidden // heads * kept), q4),
+            ("attn_v", (hidden, hidden // heads * kept), q6),
             ("attn_output", (hidden, hidden), q4),
             ("ffn_norm", (hidden,), f32),
         ]
         if experts:
-            sizes.append(("ffn_gate_inp", (hidden, experts), f32))
+            parts.append(("ffn_gate_inp", (hidden, experts), f32))
         for name in ("gate", "up", "down"):
             dims = (inner, hidden) if name == "down" else (hidden, inner)
             many = (*dims, experts) if experts else dims
-            sizes.append((f"ffn_{name}{'_exps' if experts else ''}", many, q4))
-        tensors += [(f"blk.{i}.{name}.weight", dims, kind) for name, dims, kind in sizes]
+            parts.append((f"ffn_{name}{'_exps' if experts else ''}", many, q4))
+        tensors += [(f"blk.{i}.{name}.weight", dims, kind) for name, dims, kind in parts]
     tensors.append(("output_norm.weight", (hidden,), f32))
     if not tied:
         tensors.append(("output.weight", (hidden, vocabulary), q6))

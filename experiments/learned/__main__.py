@@ -4,6 +4,7 @@
     python -m experiments.learned executed                   # placements run for real, quiet
     python -m experiments.learned guided [--also NAME=PATH]  # ablations, searches, equal budgets
     python -m experiments.learned zero_shot                  # trains: one family left out
+    python -m experiments.learned few                        # 10 + G / 4 evaluations
     python -m experiments.learned giph                       # 10-15 operators, 2 N evaluations
     python -m experiments.learned doppler                    # DOPPLER's graphs, equal budgets
     python -m experiments.learned published                  # seven published learners, trained
@@ -30,6 +31,7 @@ from experiments.learned import (
     dispatch,
     doppler,
     executed,
+    few,
     giph,
     goals,
     guided,
@@ -38,7 +40,7 @@ from experiments.learned import (
 )
 from experiments.study import run
 
-MODULES = (against, executed, guided, zero_shot, giph, doppler, published, dispatch)
+MODULES = (against, executed, guided, zero_shot, few, giph, doppler, published, dispatch)
 STUDIES = tuple(module.STUDY for module in MODULES)
 
 

@@ -316,7 +316,7 @@ def _show_and_save(
     if not args.json:
         show_plan(plan)
         if serving.is_served(args):
-            serving.table(problem, solution)
+            serving.table(args, problem, solution)
     if args.out:
         plan.save(args.out)
         # Code of yours is not called on a plan's word: it is named again.

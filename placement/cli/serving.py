@@ -159,12 +159,20 @@ def fits(problem: Problem) -> bool:
     return isfinite(load("layer_dp")(problem).value_s)
 
 
-def table(problem: Problem, solution: Solution) -> None:
-    """Show what the devices hold."""
-    from placement.costs.serving import memory
+def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> None:
+    """Show what the devices hold, how fast that is, and how sure."""
+    from placement.costs import efficiency
+    from placement.costs.serving import memory, terms
 
     rows = [
         [name, *(cli.mebibytes(float(x)) for x in held.values())]
         for name, held in memory(problem, solution.placement).items()
     ]
     cli.print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "of"], rows)
+    decoder, serving = asked(args)
+    found = terms(decoder, problem.cluster, serving, solution.placement)
+    cli.put(
+        f"decode: {serving.batch / found['decode_s']:.1f} tokens/s at a context of "
+        f"{serving.context}; prefill: {found['prefill_s']:.2f} s for {serving.batch} x "
+        f"{serving.tokens} tokens; predicted, whole models err by {efficiency.ERROR * 100:.0f} %"
+    )

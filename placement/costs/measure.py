@@ -33,6 +33,7 @@ from placement.executor.alone import (
     Alone,
     InParts,
     as_it_can,
+    lacks_kernel,
     last_seconds,
     on_one_device,
     placed,
@@ -52,6 +53,7 @@ Floats = NDArray[np.float64]
 Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
+_LONG_BYTES = 2**26  # besides, where a GPU is: its link is not full before
 _CHAIN_OPS, _CHAIN_SIZE = 17, 2**17  # of the chain that tells what waking costs
 _STREAMED, _STREAM_SIZE = 64, 2**6  # micro-batches, and of a chain that tells what each costs
 _CALIBRATION_CUTS, _CUT_SHARE = (1, 3, 7, 15, 31, 63, 127), 0.25  # of operators, at most
@@ -128,6 +130,7 @@ def measure(
                 loaded.append(_run_together(runners, inputs, 3, whole_s))
         say("links", 1.0)
         links = measure_links(cluster, repeats=max(3, repeats // 2))
+        marks_s = np.array([_mark_seconds(r, priority, inputs, min(repeats, 5)) for r in runners])
     finally:
         for runner in runners:
             runner.close()
@@ -140,12 +143,17 @@ def measure(
         lacking[list(r.missing), d] = np.inf
     if in_parts:
         facts["in_parts"] = [cluster.device_names[d] for d in in_parts]
+
+    def unmarked(rounds: list[Floats]) -> Floats:
+        seconds = typical(np.array(rounds))
+        return np.maximum(seconds - marks_s, 0.5 * seconds) + lacking
+
     profile = Profile(
         device_names=cluster.device_names,
-        compute_s=typical(np.array(alone)) + lacking,
+        compute_s=unmarked(alone),
         spread_s=high - low,
         links=links,
-        loaded_s=typical(np.array(loaded)) + lacking if cluster.num_devices > 1 else None,
+        loaded_s=unmarked(loaded) if cluster.num_devices > 1 else None,
         batch_s=batch_s,
         workspace_bytes=workspace if workspace.any() else None,
         graph_fingerprint=graph.fingerprint,
@@ -166,9 +174,37 @@ def _runs(runner: Alone, whole_s: float) -> int:
     """
     if isinstance(runner, InParts):
         return 1
-    on_gpu = any(w.backend.torch_device.type == "cuda" for w in runner.workers if w.shares[0].ops)
-    rising = _RISING_S / whole_s if on_gpu and whole_s else 0.0
+    rising = _RISING_S / whole_s if whole_s and _on_gpu(runner) else 0.0
     return int(np.clip(2 + rising, 2, _MOST_RUNS))
+
+
+def _mark_seconds(
+    runner: Alone, priority: NDArray[np.int32], inputs: Sequence[Tensor], times: int
+) -> float:
+    """By how much recording makes an operator of a GPU longer, on average; 0 on a CPU.
+
+    There a mark is an event, which takes the thread that launches about as long as a kernel. Where
+    kernels are longer than launching them the thread is ahead, and it shows in no run.
+    """
+    if isinstance(runner, InParts) or not _on_gpu(runner):
+        return 0.0
+    graph, cluster, placement = runner.graph, runner.cluster, runner.placement
+    more = []
+    with Runner(graph, cluster, placement, max_in_flight=1, priority=priority) as plain:
+        for _ in range(2 + times):
+            seconds = []
+            for each in (plain, runner):
+                begin = time.perf_counter()
+                for _ in each.stream_tensors([inputs]):
+                    pass
+                seconds.append(time.perf_counter() - begin)
+            more.append(seconds[1] - seconds[0])
+    last_seconds(runner, -1)  # nothing of it is kept
+    return max(0.0, float(np.median(more[2:]))) / graph.num_ops
+
+
+def _on_gpu(runner: Runner) -> bool:
+    return any(w.backend.torch_device.type == "cuda" for w in runner.workers if w.shares[0].ops)
 
 
 def _steady(rounds: Sequence[Floats]) -> bool:
@@ -214,10 +250,15 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
         spans = executor.run(placement, num_microbatches=alone, max_in_flight=1).span_s
         return float(np.median(spans))
 
+    def busy_s(placement: NDArray[np.int32]) -> float:
+        """Of operators alone: to a GPU inputs take a way, which is not its speed."""
+        line = executor.run(placement, num_microbatches=alone, max_in_flight=1)
+        return float(np.median((line.end_s - line.start_s).sum(axis=1)))
+
     for r in range(_CALIBRATION_ROUNDS):
         for d, p in enumerate(singles):
             with room(whole[r], d):
-                whole[r, d] = latency_s(p)
+                whole[r, d] = busy_s(p)
         for i, p in enumerate(placements):
             with room(rounds[r], i):
                 rounds[r, i] = latency_s(p), executor.run(p).period_s
@@ -280,7 +321,11 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
 
 
 def scaled(
-    profile: Profile, transfers: float, waking: float, neighbours: float, sending_s: float = 0.0
+    profile: Profile,
+    transfers: float,
+    waking: float,
+    neighbours: float,
+    sending_s: float = 0.0,
 ) -> Profile:
     """The profile with other costs of transfers, of waking, of busy neighbours and of sending.
 
@@ -404,10 +449,12 @@ def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:
     operator has a quick reader on the other device, or none.
     """
     pairs = [(a, b) for a in range(cluster.num_devices) for b in range(cluster.num_devices)]
+    on_gpu = any(d.kind == "cuda" for d in cluster.devices)
+    sizes = (*_LINK_BYTES, _LONG_BYTES) if on_gpu else _LINK_BYTES
     extra: dict[tuple[int, int], Floats] = {
-        (a, b): np.empty(len(_LINK_BYTES)) for a, b in pairs if a != b
+        (a, b): np.empty(len(sizes)) for a, b in pairs if a != b
     }
-    for i, size in enumerate(_LINK_BYTES):
+    for i, size in enumerate(sizes):
         graph = capture(_Chain(), torch.ones(size // 4), name="link")
         inputs = graph.program.timing_inputs()
         apart = {pair: placed(graph, cluster, list(pair)) for pair in extra}
@@ -426,7 +473,7 @@ def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:
     wake_s = _wake_seconds(cluster, list(extra), repeats)
     return tuple(
         replace(
-            fit_link(cluster.device_names[a], cluster.device_names[b], _LINK_BYTES, seconds),
+            fit_link(cluster.device_names[a], cluster.device_names[b], sizes, seconds),
             wake_s=wake_s[a, b],
         )
         for (a, b), seconds in extra.items()
@@ -571,7 +618,8 @@ def better_order(
     The order decides what the caches hold. An unrolled LSTM run time step by time step, which
     is what upward ranks do, takes up to twice as long as layer by layer, because every step
     reads the weights of all layers. So upward rank, the better order across devices, is left
-    where reading parameters again while they are cached is clearly faster on the first device.
+    where reading parameters again while they are cached is clearly faster on one kind of device,
+    and not clearly slower on another.
     """
     with on_one_device(graph, cluster, 0, range(graph.num_ops)) as runner:
         seconds = run_seconds(runner, inputs, 2)[:, None]
@@ -580,12 +628,34 @@ def better_order(
     if np.bincount(graph.param_use).max(initial=0) < 2:
         return "rank", rank  # nothing is read twice
     reuse = reuse_position(graph)
-    with on_one_device(graph, cluster, 0, rank) as a, on_one_device(graph, cluster, 0, reuse) as b:
-        ratios = [
-            run_seconds(b, inputs, 2).sum() / run_seconds(a, inputs, 2).sum()
-            for _ in range(_ORDER_ROUNDS)
-        ]
-    return ("reuse", reuse) if np.median(ratios) < _CLEARLY else ("rank", rank)
+    first = {device.kind: d for d, device in reversed(list(enumerate(cluster.devices)))}
+    ratios = [_takes_of(graph, cluster, d, reuse, rank, inputs) for d in sorted(first.values())]
+    better = min(ratios) < _CLEARLY and max(ratios) < 1 / _CLEARLY
+    return ("reuse", reuse) if better else ("rank", rank)
+
+
+def _takes_of(
+    graph: OpGraph,
+    cluster: Cluster,
+    d: int,
+    order: NDArray[np.int32],
+    other: NDArray[np.int32],
+    inputs: Sequence[Tensor],
+) -> float:
+    """What share of the time of the other order one takes on a device; 1 where neither can run."""
+    with on_one_device(graph, cluster, d, other) as a, on_one_device(graph, cluster, d, order) as b:
+        try:
+            ratios = [
+                run_seconds(b, inputs, 2).sum() / run_seconds(a, inputs, 2).sum()
+                for _ in range(_ORDER_ROUNDS)
+            ]
+        except torch.OutOfMemoryError:
+            return 1.0
+        except Exception as error:
+            if not lacks_kernel(error, cluster, d):
+                raise
+            return 1.0
+    return float(np.median(ratios))
 
 
 def _run_together(

@@ -224,8 +224,9 @@ class _Model:
             or len(table.dims) != 2
             or empty
             or self.values.get(f"{name}.attention.causal") is False
+            or "wkv" in name
         ):
-            what = f"layer {empty[0]} has no tensors" if empty else "it embeds no tokens to decode"
+            what = f"layer {empty[0]} has no tensors" if empty else "no tokens, or no cache of them"
             raise FormatError(f"{path}: the architecture {name[:60]!r} is not a decoder's: {what}")
         self.table = table
 
@@ -274,10 +275,15 @@ class _Model:
             work = sum(t.numel for t in found if len(t.dims) > 1)
             return {t.name: t.size for t in found}, float(work)
 
-        kv, width = self._attention(i, rest)
-        yield Part(
-            f"{path}.attention", "attention", path, i, *of(rest), 1.0, kv, self._window(i), width
-        )
+        (kv, width), window = self._attention(i, rest), self._window(i)
+        if any(".ssm_" in t.name for t in rest):
+            if kv:
+                raise FormatError(
+                    f"{self.path}: {path} has both attention and a recurrent state: the "
+                    f"architecture {self.name[:60]!r} is not known"
+                )
+            kv, window = self._state_bytes(i), 1  # kept once, whatever the context
+        yield Part(f"{path}.attention", "attention", path, i, *of(rest), 1.0, kv, window, width)
         kind = "router" if experts else "feed_forward"
         if feeds:
             yield Part(f"{path}.{kind}", "feed_forward", path, i, *of(feeds))
@@ -301,6 +307,14 @@ class _Model:
         key = self._optional("attention.key_length", size)
         value = self._optional("attention.value_length", key)
         return 2 * kept * (key + value), heads * (key + value) / 2
+
+    def _state_bytes(self, i: int) -> int:
+        """Of a sequence in a layer that is recurrent (Mamba, linear attention), 4 a number."""
+        inner = self._number("ssm.inner_size", 1, layer=i)
+        state = self._number("ssm.state_size", 1, 2**12, i)
+        groups = self._optional("ssm.group_count", 0, i)
+        before = self._number("ssm.conv_kernel", 1, 2**8, i) - 1
+        return 4 * (before * (inner + 2 * groups * state) + state * inner)
 
     def _window(self, i: int) -> int | None:
         window = self._value("attention.sliding_window", i)

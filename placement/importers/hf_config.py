@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from placement.importers.decoder import MOST_EXPERTS, MOST_LAYERS, Decoder, Part
 from placement.tools.files import short
 
 _NORMED = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}  # of queries and keys, all heads
+_ALONE = ("modules_to_not_convert", "ignore", "ignored_layers")  # names of lists
 _MOST = 2**24  # of a size
 _BITS = {"fp16": 16.0, "bf16": 16.0, "fp32": 32.0}
 _NAMES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
@@ -124,22 +124,22 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
 
 _DTYPES = ("dtype", "torch_dtype")
 _USUAL_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                 "num_key_value_heads", "vocab_size", "head_dim")  # fmt: skip
+                 "num_key_value_heads", "vocab_size", "head_dim", "sliding_window")  # fmt: skip
 # What transformers takes for what a ``text_config`` leaves out, because it is the type's default.
 _USUAL = {
     "llama": (4096, 11008, 32, 32, 32, 32000),
-    "mistral": (4096, 14336, 32, 32, 8, 32000, 128),
+    "mistral": (4096, 14336, 32, 32, 8, 32000, 128, 4096),
     "mixtral": (4096, 14336, 32, 32, 8, 32000),
     "ministral3": (4096, 14336, 34, 32, 8, 131072, 128),
     "qwen2": (4096, 22016, 32, 32, 32, 151936),
     "qwen3": (4096, 22016, 32, 32, 32, 151936, 128),
     "gemma": (3072, 24576, 28, 16, 16, 256000, 256),
-    "gemma2": (2304, 9216, 26, 8, 4, 256000, 256),
-    "gemma3_text": (2304, 9216, 26, 8, 4, 262208, 256),
+    "gemma2": (2304, 9216, 26, 8, 4, 256000, 256, 4096),
+    "gemma3_text": (2304, 9216, 26, 8, 4, 262208, 256, 4096),
     "phi3": (3072, 8192, 32, 32, 32, 32064),
     "granite": (4096, 11008, 32, 32, 32, 32000),
     "cohere2": (8192, 22528, 40, 64, 64, 256000),
-    "gpt_oss": (2880, 2880, 36, 64, 8, 201088, 64),
+    "gpt_oss": (2880, 2880, 36, 64, 8, 201088, 64, 128),
     "llama4_text": (5120, 8192, 48, 40, 8, 202048, 128),
 }
 
@@ -181,7 +181,7 @@ class _Config:
             )
         self.tied = self.flag("tie_word_embeddings", family.tied)
         self.dtype = self._dtype()
-        self.bits = self._quantised_bits()
+        self.bits, self.left_alone = self._quantised_bits(), self._left_alone()
         self.latent = kind in ("deepseek_v2", "deepseek_v3", "kimi_k2")
         width, both = self.expert_width, 3 if family.gated else 2
         routed = self.chosen * max(both * width, width + self.hidden) if self.num_experts else 0
@@ -294,16 +294,23 @@ class _Config:
     def _bits(self, module: str) -> float:
         """Of a weight of a module's matrix: as they all have, or those that are left alone."""
         found = self.data.get("quantization_config")
-        known = found if isinstance(found, dict) else {}
-        if known.get("quant_method") == "mxfp4" and ".experts." not in module:
+        method = found.get("quant_method") if isinstance(found, dict) else None
+        if method == "mxfp4" and ".experts." not in module:
             return _BITS[self.dtype]  # transformers quantises experts alone
-        for name in ("modules_to_not_convert", "ignore", "ignored_layers"):
-            named = known.get(name)
-            for pattern in named if isinstance(named, list) else ():
-                pieces = re.split(r"^re:|[.\\]*\*[.\\]*", str(pattern))
-                if any(pieces) and all(piece in module for piece in pieces):
-                    return _BITS[self.dtype]
-        return self.bits
+        plain = any(all(piece in module for piece in pieces) for pieces in self.left_alone)
+        return _BITS[self.dtype] if plain else self.bits
+
+    def _left_alone(self) -> list[list[str]]:
+        """Of each pattern of modules that are not quantised what a name of one has in it."""
+        found = self.data.get("quantization_config")
+        named = [found.get(name) for name in _ALONE] if isinstance(found, dict) else []
+        lists = [x for x in named if isinstance(x, list)]
+        patterns = [str(x).replace("language_model.", "") for found in lists for x in found]
+        split = [
+            [piece.strip(".\\") for piece in pattern.removeprefix("re:").split("*")]
+            for pattern in patterns
+        ]
+        return [pieces for pieces in split if any(pieces)]
 
     def attention_width(self) -> int:
         """Numbers of the queries of a token, and of its keys and values."""

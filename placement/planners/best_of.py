@@ -37,18 +37,21 @@ _ORDERS = 8  # that contiguous_dp cuts
 # What ideal_dp gets where seconds are not limited: a second or less, and the same on every machine.
 _IDEALS: dict[str, Any] = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}
 # Where the load of devices counts splits come first, where one micro-batch does list schedules.
-_SPLITS = ("single_device", "data_parallel", "ideal_dp", "level_balance", "balanced_split",
-           "pipedream", "contiguous_dp", "level_pipeline", "critical_path_greedy")  # fmt: skip
+_SPLITS = ("single_device", "data_parallel", "ideal_dp", "antichain_dp", "level_balance",
+           "balanced_split", "pipedream", "contiguous_dp", "level_pipeline",
+           "critical_path_greedy")  # fmt: skip
 _LISTS = ("single_device", "heft", "busy_heft", "peft", "critical_path_first", "level_balance",
           "level_pipeline", "m_etf", "m_sct", "critical_path_greedy")  # fmt: skip
 # These take part where micro-batches may take turns, and that helps.
 _REPLICAS = ("data_parallel", "replicated")
-# It walks on as long as it may: of evaluations that are limited it gets this share.
-_WALKS = {"critical_path_greedy": 0.25}
+_WALKS = ("critical_path_greedy",)  # it walks on as long as it may
+# Of evaluations that are limited these get a share of what is left.
+_SHARES = {"critical_path_greedy": 0.25, "contiguous_dp": 0.5}
 _SEARCH_SHARE = 0.75  # of a budget, for a search where nothing fits
 _LATENCY_SHARE = 0.8  # of seconds that are limited: for latency it wins most often
-# These evaluate one placement per device, or several: of few evaluations the others come first.
-_SEVERAL = ("single_device", "busy_heft", "level_pipeline")
+# These evaluate one placement per device, or several: of few evaluations those of the lists above
+# that evaluate one come first.
+_SEVERAL = ("single_device", "busy_heft", "level_pipeline", "contiguous_dp", "critical_path_greedy")
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,9 @@ class BestOf:
             gets half of the seconds that are left (``critical_path_greedy`` four fifths for
             ``latency``, as long as it may still win), the last one all. Once something fits, any
             other is begun only where several times what the slowest without a clock took is left.
-            Of limited evaluations
-            ``critical_path_greedy`` gets a quarter of those left, and planners that evaluate one
-            placement run before those that evaluate several.
+            Of limited evaluations ``critical_path_greedy`` gets a quarter of those left and
+            ``contiguous_dp`` half. The splits or list schedules that suit the objective run first,
+            those that evaluate one placement before those that evaluate several.
     """
 
     planners: tuple[str, ...] = (
@@ -160,7 +163,7 @@ class BestOf:
             try:
                 with warnings.catch_warnings():  # a program that ended early says so: it may lose
                     warnings.simplefilter("ignore", RuntimeWarning)
-                    values[name] = search.run(planner, share, _WALKS.get(name, 1.0)).value_s
+                    values[name] = search.run(planner, share, _SHARES.get(name, 1.0)).value_s
             except PlannerError as error:
                 skipped[name] = str(error)
                 continue
@@ -181,13 +184,15 @@ class BestOf:
         """Who comes first where not all of them may come."""
         loads = problem.objective.is_throughput
         replicas = loads and problem.max_phases > 1
-        first = _SPLITS if loads else _LISTS
+        first: tuple[str, ...] = _SPLITS if loads else _LISTS
+        if problem.objective is Objective.PIECEWISE_LATENCY:
+            first = ("ideal_dp", "antichain_dp", *_LISTS)  # a device's pieces are contiguous
         names = [name for name in self.planners if replicas or name not in _REPLICAS]
         order = sorted(names, key=lambda name: (*first, name).index(name))
         if self.seconds is not None:
             order.sort(key=lambda name: (name in _LATE) - (name in _QUICK))
         if self.evaluations is not None:
-            order.sort(key=_SEVERAL.__contains__)
+            order.sort(key=lambda name: name in _SEVERAL if name in first else 2)
         return order
 
 

@@ -37,7 +37,8 @@ class ContiguousDp:
     where a transfer takes the mean over the other devices: exact where links are alike. Each
     tensor is received once per stage; a blocking send is charged once per tensor, although
     it is repeated for each further stage. Then the best split for each set of devices is
-    simulated and the best of those is the answer, for the period as for the latency.
+    simulated and the best of those is the answer. For the latency those are added whose sum of
+    transfers and compute is least: exact for a chain on alike links, an upper bound for others.
 
     A colocation group is placed whole, at its first operator. Memory: parameters must fit;
     where the simulator finds that activations do not, they are counted too and the program
@@ -110,15 +111,17 @@ def score_splits(
         known = search.best_cost
         if (count is None and known < INFEASIBLE) or (count != times[0] and not search.left):
             break
-        splits = _solve(costs.seconds(count), costs.kind, states)
+        splits = slowest = _solve(costs.seconds(count), costs.kind, states)
         if problem.objective is Objective.LATENCY:
-            splits.sort(key=lambda split: costs.latency_s(split[1]))
+            in_turn = _solve(costs.seconds(count, np.add), costs.kind, states, np.add)
+            distinct = {tuple(split[1]): split for split in in_turn + slowest}.values()
+            splits = sorted(distinct, key=lambda split: costs.latency_s(split[1]))
         rows = [_choice(stages, block, costs.kind) for _, stages in splits[:candidates]]
         if not len(rows):
             continue
         found = search.costs(rows)
         if search.best_cost < known or bottleneck_s is None:
-            bottleneck_s = min(value for value, _ in splits)
+            bottleneck_s = min(value for value, _ in slowest)
         # Whether anything fits says little: one device often does. The best split has to.
         if not len(found) or found[0] < INFEASIBLE:
             break
@@ -208,12 +211,15 @@ class StageCosts:
     activation_bytes: Floats
     memory_bytes: NDArray[np.int64]
 
-    def seconds(self, activations: int | None) -> Floats:
+    def seconds(self, activations: int | None, join: np.ufunc = np.maximum) -> Floats:
         """float64 ``[K, C + 1, C + 1]`` cost of a stage; inf where it is empty or too large.
+
+        ``join`` is ``np.add`` where it receives before it computes, and nothing else waits.
 
         Memory is parameters and ``activations`` times the activations; None: no limit.
         """
-        cost = np.maximum(self.compute + self.blocked, self.received)
+        work = self.compute if join is np.add else self.compute + self.blocked
+        cost: Floats = join(work, self.received)
         cost[:, *np.tril_indices(cost.shape[1])] = np.inf
         if activations is not None:
             need = self.param_bytes + activations * self.activation_bytes
@@ -374,8 +380,10 @@ def _states(problem: Problem, classes: Ints, max_states: int) -> tuple[list[Stat
     return [[], *([(range(i + 1), int(d))] for i, d in enumerate(order))], False
 
 
-def _solve(cost: Floats, kind: Ints, states: list[State]) -> list[tuple[float, list[Stage]]]:
-    """The split with the least slowest stage for every set of devices, best first."""
+def _solve(
+    cost: Floats, kind: Ints, states: list[State], join: np.ufunc = np.maximum
+) -> list[tuple[float, list[Stage]]]:
+    """The split with the least slowest stage for every set of devices, or least sum, best first."""
     size = cost.shape[1]
     best = np.full((len(states), size), np.inf)
     best[0, 0] = 0.0
@@ -383,11 +391,11 @@ def _solve(cost: Floats, kind: Ints, states: list[State]) -> list[tuple[float, l
     came, by, cut = (np.zeros((len(states), size), np.int32) for _ in range(3))
     for s, state in enumerate(states):
         for before, device in state:
-            # max(., .) is monotone: of several states before the best one will do.
+            # ``join`` is monotone: of several states before the best one will do.
             which = before.start + best[before.start : before.stop].argmin(axis=0)
-            slowest = np.maximum(best[which, np.arange(size)][:, None], cost[kind[device]])
-            begin = slowest.argmin(axis=0)
-            value = slowest[begin, np.arange(size)]
+            total = join(best[which, np.arange(size)][:, None], cost[kind[device]])
+            begin = total.argmin(axis=0)
+            value = total[begin, np.arange(size)]
             better = value < best[s]
             best[s, better], by[s, better], cut[s, better] = value[better], device, begin[better]
             came[s, better] = which[begin[better]]

@@ -18,8 +18,9 @@ _LAYER = re.compile(r"(?:.*\.)?[0-9]+(?=\.|$)")
 class EvenLayers:
     """Consecutive layers, the same number on each device in the cluster's order.
 
-    What vLLM and Megatron-LM do unless told otherwise: the first devices get one more where it
-    does not come out even; what runs before and behind the layers is with the first and the last.
+    What vLLM and Megatron-LM do unless told otherwise; what runs before and behind the layers is
+    with the first and the last. Deviation: where it does not come out even the first devices get
+    one more; with vLLM these are the last ones but the very last, and Megatron-LM refuses it.
     Memory is not looked at: where it does not fit, that is the answer.
     """
 

@@ -100,6 +100,7 @@ def unrolled(problem: Problem, count: int) -> Problem:
     """
     g, n, t = problem.graph, problem.num_ops, problem.graph.num_tensors
     copy = np.arange(count)[:, None]
+    stays = np.isin(g.group, g.group[g.carried_op])  # in all phases on one device
     use = np.stack([g.use_tensor, g.use_dst], axis=1)
     uses = (use + copy[:, :, None] * np.array([t, n])).reshape(-1, 2)
     read = np.stack([g.param_use_op, g.param_use], axis=1)
@@ -113,7 +114,7 @@ def unrolled(problem: Problem, count: int) -> Problem:
         uses,
         param_bytes=g.param_bytes,
         param_uses=reads,
-        group=(g.group + copy * g.num_groups).ravel(),
+        group=np.where(stays, g.group, g.group + copy * g.num_groups).ravel(),
     )
     profile = replace(
         problem.profile,
@@ -134,11 +135,13 @@ def unrolled(problem: Problem, count: int) -> Problem:
 def _taking_turns(problem: Problem, choice: Ints) -> Ints:
     """Devices of a class change places from phase to phase: each has the mean of their loads."""
     rows, classes = choice.copy(), device_classes(problem)
+    moves = np.ones(choice.shape[1], bool)
+    moves[problem.graph.group[problem.graph.carried_op]] = False
     for kind in range(int(classes.max()) + 1):
         devices = np.flatnonzero(classes == kind)
         number = np.full(problem.num_devices, -1)
         number[devices] = np.arange(len(devices))
         for k, row in enumerate(choice):
-            mine = number[row] >= 0
+            mine = (number[row] >= 0) & moves
             rows[k, mine] = devices[(number[row[mine]] + k) % len(devices)]
     return rows

@@ -165,6 +165,8 @@ def stage_periods(
     need = own + flights * (activation[None, :] - activation[:, None])
     impossible = (highs <= lows) | (need > problem.memory_bytes[devices].min())
 
+    kept = np.append(0, np.cumsum(np.bincount(at[g.carried_op], minlength=size - 1)))
+    stays = kept[None, :] > kept[:, None]  # in one place, as buffers that micro-batches change
     replicas = numbers(min(len(devices), problem.max_phases))
     grad = g.gradient_tensor
     made_in = at[g.tensor_src[grad]]
@@ -175,7 +177,7 @@ def stage_periods(
     moved = np.maximum(np.maximum(received, sent), 0.0)
     for k, r in enumerate(replicas.tolist()):
         period[k] = np.maximum(compute, moved) / r + (summed_s if r > 1 else 0.0)
-        period[k][impossible] = np.inf
+        period[k][impossible | (stays & (r > 1))] = np.inf
     return StagePeriods(replicas, period)
 
 

@@ -57,10 +57,10 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
             *([_ms(median(rows, "value_s"))] if shown else []),
             _ms(median(rows, "period_s")),
             _ms(median(rows, "latency_s")),
-            _times(median(rows, "speedup")),
-            _percent(median(rows, "gap")),
-            _seconds(median(rows, "plan_s")),
-            _count(median(rows, "evaluations")),
+            _figure(median(rows, "speedup")),
+            _figure(median(rows, "gap"), 1, 100),
+            _figure(median(rows, "plan_s")),
+            _figure(median(rows, "evaluations"), 0),
         )
         for name, rows in by_planner.items()
     ]
@@ -90,10 +90,10 @@ def _measured(workload: str, by_planner: dict[str, list[Row]]) -> Table:
             name,
             _ms(median(rows, "measured_period_s")),
             _ms(median(rows, "measured_period_iqr_s")),
-            _percent(median(rows, "period_error"), sign=True),
+            _figure(median(rows, "period_error"), 1, 100, "+"),
             _ms(median(rows, "measured_latency_s")),
-            _percent(median(rows, "latency_error"), sign=True),
-            _times(median(rows, "measured_speedup")),
+            _figure(median(rows, "latency_error"), 1, 100, "+"),
+            _figure(median(rows, "measured_speedup")),
         )
         for name, rows in by_planner.items()
     ]
@@ -110,7 +110,7 @@ def _overall(comparison: Comparison) -> tuple[Table, ...]:
     how = "measured" if comparison.is_measured else "predicted"
     left_out = comparison.without_single()
     cells = tuple(
-        (g.planner, _times(g.mean), _times(g.low), _times(g.high), str(g.num_cells))
+        (g.planner, _figure(g.mean), _figure(g.low), _figure(g.high), str(g.num_cells))
         for g in comparison.gains()
     )
     if cells:
@@ -129,9 +129,12 @@ def _overall(comparison: Comparison) -> tuple[Table, ...]:
             Table(
                 f"Prediction against measurement, {fidelity.num_placements} placements",
                 ("", "mean abs. error %", "mean Spearman per workload"),
-                (
-                    ("period", _percent(fidelity.period_mape), _two(fidelity.period_spearman)),
-                    ("latency", _percent(fidelity.latency_mape), _two(fidelity.latency_spearman)),
+                tuple(
+                    (what, _figure(mape, 1, 100), _figure(spearman))
+                    for what, mape, spearman in (
+                        ("period", fidelity.period_mape, fidelity.period_spearman),
+                        ("latency", fidelity.latency_mape, fidelity.latency_spearman),
+                    )
                 ),
             )
         )
@@ -235,23 +238,5 @@ def _ms(seconds: float | None) -> str:
     return f"{1e3 * seconds:#.3g}".rstrip(".") if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
-def _seconds(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{seconds:.2f}"
-
-
-def _times(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.2f}"
-
-
-def _percent(share: float | None, sign: bool = False) -> str:
-    if share is None:
-        return "–"
-    return f"{100 * share:+.1f}" if sign else f"{100 * share:.1f}"
-
-
-def _count(number: float | None) -> str:
-    return "–" if number is None else f"{number:.0f}"
-
-
-def _two(value: float) -> str:
-    return "–" if np.isnan(value) else f"{value:.2f}"
+def _figure(value: float | None, digits: int = 2, scale: float = 1.0, sign: str = "") -> str:
+    return "–" if value is None or np.isnan(value) else f"{scale * value:{sign}.{digits}f}"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,11 +21,10 @@ from placement.bounds import lower_bound
 from placement.objective import Objective
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.runs.row import SINGLE, Row
-from placement.runs.trials import LATENCY_RUNS
+from placement.runs.trials import LATENCY_RUNS, Runtime
 from placement.schedule import Schedule
 from placement.search.budget import NO_LIMIT, Budget
 from placement.simulator import as_simulated, evaluate, score, value_of
-from placement.timeline import Timeline
 from placement.tools.clock import clock
 from placement.tools.files import parse_json, short, write_atomic
 from placement.tools.parallel import parallel_map
@@ -36,14 +35,6 @@ Progress = Callable[[str], None]  # told what is being done
 
 class CompareError(ValueError):
     """The comparison as asked for makes no sense; the message says what to change."""
-
-
-class Runtime(Protocol):
-    """What ``compare`` asks of an executor (``placement.executor.Executor`` is one)."""
-
-    def run(
-        self, placement: ArrayLike, *, num_microbatches: int, max_in_flight: int | None = None
-    ) -> Timeline: ...
 
 
 @dataclass(frozen=True)
@@ -558,30 +549,12 @@ def placement_id(placement: Placement) -> str:
 
 def problem_fingerprint(problem: Problem) -> str:
     """SHA-256 (hex) of everything that a planner's answer or a measurement depends on."""
-    profile = problem.profile
-    state = {f.name: getattr(profile, f.name) for f in fields(profile)}
-    del state["provenance"], state["spread_s"]
-    # What is already known of problems without costs that were added later stays known.
-    state["links"] = [
-        {k: v for k, v in asdict(x).items() if not k.startswith("send_s") or v}
-        for x in profile.links
-    ]
-    if not state["batch_s"]:
-        del state["batch_s"]
-    costs = [part for item in state.items() for part in item]
-    return _digest(
-        problem.graph.fingerprint,
-        problem.cluster.fingerprint,
-        *costs,
-        problem.objective,
-        problem.num_microbatches,
-        problem.max_in_flight,
-        # What is already known of problems that are simulated as usual stays known.
-        *(() if problem.contention else ("no contention",)),
-        *(() if problem.ready_order == "priority" else (problem.ready_order,)),
-        *(("second", problem.second_j) if problem.second_j else ()),
-        *(() if problem.max_phases == 1 else ("phases", problem.max_phases)),
-    )
+    costs = {f.name: getattr(problem.profile, f.name) for f in fields(problem.profile)}
+    del costs["provenance"], costs["spread_s"]
+    said = {f.name: getattr(problem, f.name) for f in fields(problem)}
+    del said["graph"], said["cluster"], said["profile"]
+    parts = [part for item in (*costs.items(), *said.items()) for part in item]
+    return _digest(problem.graph.fingerprint, problem.cluster.fingerprint, *parts)
 
 
 def describe(planner: Any) -> Any:

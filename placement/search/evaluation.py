@@ -176,19 +176,23 @@ class Search:
             self._keep(choice, cost, self.num_evaluations, schedule)
         return answer
 
-    def run_start(self, planner: str | Planner, option: str = "start") -> Solution:
-        """Run where a search starts from, with ``START_SHARE`` of what is limited.
+    def run_start(
+        self, planner: str | Planner, option: str = "start", of_evaluations: float = START_SHARE
+    ) -> Solution:
+        """Run where a search starts from, with a share of limited evaluations.
+
+        Of limited seconds it gets ``START_SHARE``.
 
         Raises:
             PlannerError: it cannot be run with its share, which names the ``option`` it is.
         """
         try:
-            return self.run(planner, START_SHARE, START_SHARE, True)  # with one phase
+            return self.run(planner, START_SHARE, of_evaluations, True)  # with one phase
         except PlannerError as error:
             if self._given is None:
                 raise
             raise PlannerError(
-                f"{option} = {planner!r} gets {START_SHARE:.0%} of evaluations = "
+                f"{option} = {planner!r} gets {of_evaluations:.0%} of evaluations = "
                 f"{self._given}, and at least one: {error}"
             ) from error
 

@@ -288,7 +288,7 @@ def _between_rows(s):
 
 
 @inlined
-def _sending_s(t, e, src, dst):
+def sending_s(t, e, src, dst):
     """Seconds of delivery ``e`` when the channel is free; ``src = D``: a model input."""
     num_devices = t.compute_s.shape[1]
     pair = src * num_devices + dst
@@ -458,7 +458,7 @@ def _users_s(t, s, i, d):
             continue
         after = s.from_s[user]
         if s.place[user] != d:
-            after += _sending_s(t, e, d, s.place[user])
+            after += sending_s(t, e, d, s.place[user])
         path = max(path, after)
     return path
 
@@ -472,13 +472,13 @@ def _inputs_s(t, s, i, d):
     for m in range(in_ptr[i], in_ptr[i + 1]):
         e, src = in_edge[m], in_src[m]
         if src == n:
-            arrives = _sending_s(t, e, num_devices, d)
+            arrives = sending_s(t, e, num_devices, d)
         elif s.mark[src]:
             arrives = s.finish_s[src]
         else:
             arrives = s.end_s[src]
             if s.place[src] != d:
-                arrives += _sending_s(t, e, s.place[src], d)
+                arrives += sending_s(t, e, s.place[src], d)
         ready = max(ready, arrives)
     return ready
 

@@ -247,7 +247,7 @@ def _sources(t: Tables) -> NDArray[np.int64]:
 
 
 def _sending_s(t: Tables, e: int, src: int, dst: int) -> float:
-    """As ``order._sending_s``."""
+    """As ``order.sending_s``."""
     num_devices = t.compute_s.shape[1]
     pair = src * num_devices + dst
     if t.channel[pair] == t.local:

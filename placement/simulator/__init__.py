@@ -267,7 +267,8 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
             peak[i] += problem.param_bytes_on(p[i // each])
         fits = ok & (peak <= problem.memory_bytes).all(axis=1)
         runs = _Runs(value, run_s, busy, peak, fits)
-    return runs if each <= 1 else _slowest(runs, each)
+    runs = runs if each <= 1 else _slowest(runs, each)
+    return replace(runs, feasible=runs.feasible & problem.stays(p)) if p.shape[1] > 1 else runs
 
 
 def _slowest(runs: _Runs, each: int) -> _Runs:

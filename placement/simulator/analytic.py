@@ -63,9 +63,12 @@ def evaluate(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[n
 
 
 def score(problem: Problem, placements: ArrayLike) -> Floats:
-    """``evaluate``, with inf where a device would hold more than its memory."""
+    """``evaluate``, with inf where a device would hold more than its memory, or a buffer moves."""
     value, held = evaluate(problem, placements)
-    return np.where((held <= problem.memory_bytes).all(axis=1), value, np.inf)
+    fits = (held <= problem.memory_bytes).all(axis=1)
+    if np.ndim(placements) == 3:
+        fits &= problem.stays(problem.as_batch(placements))
+    return np.where(fits, value, np.inf)
 
 
 def device_loads(problem: Problem, placement: Placement) -> Floats:

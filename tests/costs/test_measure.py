@@ -293,6 +293,29 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
     assert {len(p) for p in runs} == {12}
 
 
+def test_operators_of_a_gpu_are_no_slower_for_the_way_of_its_inputs(monkeypatch):
+    """Half a millisecond from host memory, of a whole graph that takes a third of one."""
+    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(16)]), torch.ones(4))
+    cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
+    names = cluster.device_names
+    links = tuple(Link(a, b, 5e-4, 1e9) for a, b in (names, names[::-1]))
+    seconds = np.repeat([[1e-4, 2e-5]], 16, axis=0)
+    profile = Profile(names, seconds, seconds * 0, links, loaded_s=seconds)
+
+    class Machine:
+        def __init__(self, problem):
+            self.problem = problem
+
+        def run(self, placement, num_microbatches=None, max_in_flight=None):
+            alone = 1 if max_in_flight == 1 else None
+            return simulate(self.problem, placement, num_microbatches=alone)
+
+    monkeypatch.setattr(measure_module, "Executor", Machine)
+    found = calibrated(graph, cluster, profile)
+    assert found.provenance["alone"] == pytest.approx([1.0, 1.0])
+    assert found.error < 0.01 and found.provenance["calibration"]["transfers"] == 1.0
+
+
 def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
     """Every second placement takes 1.4x as long, which no cost of transfers explains."""
     graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(60)]), torch.ones(4))

@@ -142,6 +142,27 @@ def test_the_faster_order_is_measured(
     assert (position.tolist() == by_reuse) == (order == "reuse")
 
 
+@pytest.mark.parametrize(
+    ("on_cpu", "on_gpu", "order"),
+    [(0.5, 1.0, "reuse"), (0.5, 1.5, "rank"), (1.0, 0.5, "reuse"), (1.0, 1.0, "rank")],
+)
+def test_every_kind_of_device_has_a_say_in_the_order(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: float, on_gpu: float, order: str
+) -> None:
+    graph = capture(*lstm(layers=2, steps=3, hidden=4))
+    by_reuse = reuse_position(graph).tolist()
+    takes = {0: on_cpu, 1: 7.0, 2: on_gpu}  # the second CPU is not asked
+
+    def run(runner, inputs, times):
+        slow = takes[int(runner.placement[0])] if runner._priority == by_reuse else 1.0
+        return np.full(graph.num_ops, slow)
+
+    monkeypatch.setattr(measure_module, "run_seconds", run)
+    devices = (Device("cpu:0"), Device("cpu:1"), Device("cuda:0", "cuda"))
+    found, _ = measure_module.better_order(graph, Cluster("c", devices), [])
+    assert found == order
+
+
 def test_parameters_that_are_read_once_leave_nothing_to_measure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

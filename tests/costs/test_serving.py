@@ -27,6 +27,7 @@ from placement.costs.serving import (
     terms,
 )
 from placement.devices import library, nearest
+from placement.importers import load_decoder
 from placement.importers.decoder import Decoder
 from placement.importers.hf_config import read
 from placement.planners import load
@@ -57,7 +58,7 @@ def test_the_library_says_all_of_every_device() -> None:
     )
     for name, facts in library().items():
         assert name == name.lower() and name.count("/") == 1
-        assert facts.kind in ("cuda", "rocm", "metal", "cpu") and facts.source
+        assert facts.kind in ("cuda", "rocm", "metal", "cpu") and "https://" in facts.source
         assert facts.flops_per_s["fp32"] > 1e12 and 5e10 < facts.bytes_per_s < 1e13, name
         assert 4e9 < facts.memory_bytes < 1e12 and facts.idle_w < facts.busy_w
         assert facts.peak("fp8") >= facts.peak("fp16") >= facts.peak("fp32")
@@ -291,7 +292,8 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
     path.write_bytes(gguf_llama(experts=8))
     argv = ["plan", str(path), "--cluster", devices, "--context", "512", "--planner", "layer_dp"]
     assert main([*argv, "--out", str(tmp_path / "plan.json")]) == OK
-    assert "KV cache" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "KV cache" in out and "tokens/s at a context of 512; prefill: " in out
     assert main(["show", str(tmp_path / "plan.json")]) == OK
 
 
@@ -331,3 +333,31 @@ def test_seventy_billion_parameters_are_planned_at_once(tmp_path: Path) -> None:
     held = memory(problem, found.placement)
     assert np.isfinite(found.value_s) and found.stats["all_orders"]
     assert all(h["needed_bytes"] <= h["there_bytes"] for h in held.values())
+
+
+# Tokens per second of llama.cpp, Llama 2 7B in Q4_0 and F16, up to a context of 1,024, as
+# https://github.com/XiongjieDai/GPU-Benchmarks-on-LLM-Inference measured them at the end of 2023.
+PUBLISHED = {
+    "nvidia/rtx-3090": (120.6, 51.85),
+    "nvidia/rtx-4090": (149.37, 60.78),
+    "nvidia/rtx-a6000": (111.57, 44.01),
+    "nvidia/a100-80gb": (136.24, 73.83),
+    "nvidia/h100-pcie": (133.77, 83.32),
+    "apple/m2-ultra": (91.89, 40.68),
+}
+
+
+def test_published_speeds_of_decoding(tmp_path: Path) -> None:
+    """Nothing is fitted to them. The errors are in docs/hardware.md."""
+    plain = decoder(vocab_size=32000, intermediate_size=11008, num_key_value_heads=32)
+    path = tmp_path / "q4_0.gguf"
+    path.write_bytes(gguf_llama(32, sizes=(4096, 11008, 32000, 32, 32), kinds=(2, 2)))
+    errors = []
+    for like, both in PUBLISHED.items():
+        one = Cluster("c", (Device("d", library()[like].kind, like=like, memory_bytes=10**11),))
+        for model, published in zip((load_decoder(path), plain), both, strict=True):
+            problem = serving_problem(model, one, Serving("decode", 512))  # type: ignore[arg-type]
+            errors.append(1 / problem.compute_s.sum() / published - 1)
+    page = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
+    told = [f"{x * 100:.0f} %" for x in (np.median(np.abs(errors)), min(errors), max(errors))]
+    assert f"median error {told[0]} (from {told[1]} to {told[2]})" in page

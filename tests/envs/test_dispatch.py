@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agents.dispatch import DispatchNet, answer
+from agents.dispatch import DispatchNet, answer, decode
 from agents.encoder import NetworkConfig
 from agents.planner import PolicyPlanner
 from agents.store import GraphStore
@@ -23,6 +23,7 @@ from placement.planners import load
 from placement.planners.heft import Heft
 from placement.planners.peft import optimistic_cost
 from placement.problem import Problem
+from placement.search.evaluation import Search
 from placement.simulator import score, value_of
 from placement.workloads.synthetic import families
 from tests.problems import random_problem
@@ -92,6 +93,42 @@ def test_it_is_never_worse_than_its_rule() -> None:
         rule = answer(untrained_net(None, "dispatch"), problem)[1]
         found = PolicyPlanner(TrainedPolicy(net), evaluations=2)(problem)
         assert found.value_s <= rule * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::3])
+def test_a_part_of_an_episode_is_drawn_anew(seed: int) -> None:
+    problem, net = drawn(seed), no_network()
+    episode, n = Dispatcher(problem), problem.num_ops
+    episode.construct(net, 1.0, 7)
+    past, value_s = episode.past, episode.value_s()
+
+    def same(first: int, last: int, seed: int) -> bool:
+        episode.again(net, 1.0, seed, past, first, last)
+        found = episode.past
+        assert sorted(found[0].tolist()) == list(range(n))
+        before = past[0][: max(0, first)]
+        assert np.array_equal(found[0][: len(before)], before)
+        assert np.array_equal(found[1][before], past[1][before])
+        return all(map(np.array_equal, found, past)) and episode.value_s() == value_s
+
+    assert same(0, 0, 1)  # nothing is: what follows is the past
+    assert same(n, n + 5, 2)
+    assert same(0, n, 7)  # everything is, with the same draws
+    assert not all(same(n // 4, n // 2, k) for k in range(3, 9)) or n < 30
+
+
+def test_parts_that_are_drawn_anew_improve_it() -> None:
+    net, gains = untrained_net(None, "dispatch"), []
+    for seed in SEEDS[:12]:
+        search = Search(drawn(seed), None, 120)
+        stats = decode(net, search, 8, seed, 100)
+        assert search.num_evaluations <= 120
+        if search.best_s == np.inf:
+            continue
+        gains.append(np.log(stats["best_of_k_value_s"] / stats["again_value_s"]))
+        assert gains[-1] >= 0.0
+        assert search.best_s == stats["again_value_s"]
+    assert np.mean(gains) > 0.005
 
 
 def test_memory_that_binds_is_kept() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import placement.costs.measure as measure_module
+from experiments.runs import two_cores
 from placement.capturing import capture
 from placement.capturing.training import mean_of_outputs, plain_step
 from placement.cli.train import difference as train_difference
@@ -366,6 +367,42 @@ def test_threads_streams_and_parameters_stay_for_the_next_runner():
             gc.enable()
 
 
+@pytest.mark.parametrize(
+    ("layer", "form"),
+    [
+        (nn.LSTM(6, 5, 2), (4, 6, 2, 5, 0, 2, False, False)),
+        (nn.LSTM(6, 5, 2, bidirectional=True, proj_size=3), (5, 6, 2, 5, 3, 2, False, True)),
+        (nn.GRU(6, 5, bias=False, batch_first=True), (2, 6, 3, 5, 0, 1, True, False)),
+        (nn.RNN(6, 5, nonlinearity="relu"), (4, 6, 0, 5, 0, 1, False, False)),
+    ],
+)
+def test_weights_of_recurrent_layers_are_laid_out_for_cudnn_once(monkeypatch, layer, form):
+    """As ``flatten_parameters`` of PyTorch's own modules does it."""
+    calls = []
+
+    def lay_out(weights, *form):
+        calls.append(form)
+        flat = torch.empty(sum(x.numel() for x in weights), device="cuda:0")
+        parts = flat.split([x.numel() for x in weights])
+        for x, part in zip(weights, parts, strict=True):
+            part.copy_(x.flatten())
+            view = part.view_as(x)
+            x.meta, x.cell, x.memory = view.meta, view.cell, view.memory
+
+    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lay_out)
+    module = layer.eval()
+    x = torch.randn(3, 4, 6)
+    graph = capture(module, x)
+    with emulated_gpu.emulated():
+        for _ in range(2):
+            with Runner(graph, BOTH, all_on(graph, 1)) as runner:
+                torch.testing.assert_close(runner(x), module(x))
+        assert calls == [form]
+        with Runner(on_gpu(graph), BOTH, all_on(graph, 1)) as runner:
+            torch.testing.assert_close(runner(x), module(x))
+        assert calls == [form]  # not what is the module's own
+
+
 # --- memory and cores ----------------------------------------------------------------------------
 
 
@@ -525,6 +562,48 @@ def test_workspace_is_measured(briefly):
     relu = [n for n, name in enumerate(graph.op_name) if "relu" in name]
     assert profile.workspace_bytes[relu].tolist() == [12_345]
     assert profile.workspace_bytes.sum() == 12_345
+
+
+def test_what_recording_costs_a_gpu_is_no_time_of_its_operators(briefly, monkeypatch):
+    """A mark takes 2 ms here, and an operator next to nothing: half of it at most is left."""
+    module, inputs = wide()
+    graph = capture(module, inputs)
+    real = CudaBackend.mark
+
+    def mark(self):
+        time.sleep(2e-3)
+        return real(self)
+
+    monkeypatch.setattr(CudaBackend, "mark", mark)
+    monkeypatch.setattr(measure_module, "calibrated", lambda graph, cluster, profile: profile)
+    with emulated_gpu.emulated():
+        profile = measure(graph, BOTH, repeats=2)
+    assert np.median(profile.compute_s[:, 1]) < 1.6e-3
+    assert profile.compute_s[:, 0].sum() < 2e-3 * graph.num_ops
+
+
+def test_links_of_a_gpu_are_measured_with_long_tensors_too(monkeypatch):
+    """Where a copy takes 20 ms from 1 MiB on, sizes up to 64 KiB do not show it."""
+    monkeypatch.setattr(measure_module, "_LINK_BYTES", (2**12, 2**16))
+    monkeypatch.setattr(measure_module, "_LONG_BYTES", 2**20)
+    sizes = []
+    real = measure_module.fit_link
+
+    def fit(src, dst, some, seconds):
+        sizes.append(some)
+        return real(src, dst, some, seconds)
+
+    monkeypatch.setattr(measure_module, "fit_link", fit)
+    with emulated_gpu.emulated():
+        measure_module.measure_links(BOTH, repeats=1)
+    assert sizes == [(2**12, 2**16, 2**20)] * 2
+
+
+def test_two_cores_are_two_cores_beside_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    with emulated_gpu.emulated():
+        assert two_cores().device_names == ("cpu:0", "cpu:1")
+        assert Cluster.detect().device_names == ("cpu:0", "cuda:0")
 
 
 def test_a_fast_device_is_measured_beside_a_slow_one_that_works(monkeypatch):

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from placement import workloads
+from placement import planners, workloads
 from placement.capturing import capture
 from placement.cluster import Cluster, Device
 from placement.executor import Executor, Runner, RunnerError, Trainer
 from placement.graph import OpGraph
-from placement.problem import Problem
+from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.program import split_inputs
-from placement.simulator import list_schedule
+from placement.simulator import list_schedule, score
 from placement.workloads import tiny
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -177,7 +177,22 @@ def test_running_statistics_stay_on_one_device():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     replicas = np.repeat([[0], [1]], graph.num_ops, axis=1)
     with pytest.raises(RunnerError, match=r"a running statistic\), is on device 0 in phase 0"):
+        Runner(graph, CLUSTER, replicas)
+    with pytest.raises(ProblemError, match="changes a buffer for the next micro-batch"):
         Trainer(graph, CLUSTER, replicas, optimizer)
+    problem = problem_of(graph, max_phases=4)
+    with pytest.raises(ProblemError, match=r"it is on 'cpu:0' in phase 0, on 'cpu:1' in phase 1"):
+        problem.check_placement(replicas)
+    assert np.isinf(score(problem, [replicas])).all()
+    for name in ("data_parallel", "replicated", "phase_search"):
+        options = {"start": "heft", "evaluations": 2000} if name == "phase_search" else {}
+        for objective in ("period", "max_load"):
+            answer = planners.load(name, **options)(replace(problem, objective=objective))
+            assert np.isfinite(answer.value_s)
+            problem.check_placement(answer.placement)
+            Trainer(graph, CLUSTER, answer.placement, optimizer).close()
+        if name == "phase_search":
+            assert answer.placement.ndim == 2  # what is before and behind takes turns
     # The first linear layer takes turns, what belongs to the statistics does not.
     norm = {graph.group[n] for n, path in enumerate(graph.op_module) if path == "1"}
     kept = np.isin(graph.group, list(norm))

@@ -12,15 +12,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
 from placement.importers import FormatError, load
 from placement.planners import load as planner
 from placement.problem import Problem, ProblemError
-from placement.profile import Profile
 from placement.simulator import score, simulate, simulate_reference
 from placement.workloads.synthetic import giph
-from tests.problems import problems, random_placement, random_problem
+from tests.problems import problems, random_placement, random_problem, small_problem
 
 SIMULATORS = pytest.mark.parametrize("run", [simulate, simulate_reference])
 
@@ -29,19 +26,10 @@ def drawn(
     seconds: list[float], tensors: list[tuple[int, int, list[int]]], devices: int, **options: Any
 ) -> Problem:
     """Equal devices; sending takes a second per byte."""
-    names = [f"d{i}" for i in range(devices)]
-    links = tuple(Link(a, b, 0.0, 1.0) for a in names for b in names if a != b)
+    names = [chr(ord("A") + i) for i in range(len(seconds))]
+    some = {"link": (0.0, 1.0), "graph": {"op_name": names}, "num_microbatches": 1}
     compute = np.repeat(np.array(seconds)[:, None], devices, axis=1)
-    graph = OpGraph.build(
-        "drawn",
-        [chr(ord("A") + i) for i in range(len(seconds))],
-        [src for src, _, _ in tensors],
-        [size for _, size, _ in tensors],
-        [(t, user) for t, (_, _, users) in enumerate(tensors) for user in users],
-    )
-    cluster = Cluster("drawn", tuple(Device(x) for x in names), links)
-    profile = Profile(cluster.device_names, compute, np.zeros_like(compute), links)
-    return Problem(graph, cluster, profile, num_microbatches=1, **options)
+    return small_problem(compute, tensors=tensors, **some, **options)
 
 
 @SIMULATORS

@@ -24,13 +24,13 @@ from placement.__main__ import main
 from placement.cluster import Cluster, Device
 from placement.costs import predictors
 from placement.exporters import Exported, ExportError, Inexpressible, moved
-from placement.graph import OpGraph
 from placement.plan import Plan, make_plan
 from placement.problem import Problem, Solution
 from placement.profile import Profile
 from placement.schedulers import load as load_scheduler
 from placement.testing import ContractError, check_exporter
 from tests import consumers
+from tests.problems import chain, small_problem
 
 ROOT = Path(__file__).parents[2]
 GPUS = ("cuda:0", "cuda:1")
@@ -64,25 +64,18 @@ def problem(
     ``heavy`` operators have 6 parts in 10 of a device's memory as parameters.
     """
     n = len(modules)
-    graph = OpGraph.build(
-        "decoder",
-        names or [f"op{i}" for i in range(n)],
-        list(range(n)),
-        [8] * n,
-        [(i, i + 1) for i in range(n - 1)],
-        op_module=modules,
-        is_backward=[i >= n - num_backward for i in range(n)],
-        param_bytes=[600_000] * len(heavy),
-        param_uses=[(op, i) for i, op in enumerate(heavy)],
-    )
-    cluster = Cluster(
-        "two", tuple(Device(d, d.partition(":")[0], memory_bytes=10**6) for d in devices)
-    )
-    seconds = np.ones((n, len(devices)))
-    return Problem(
-        graph,
-        cluster,
-        Profile(cluster.device_names, seconds, np.zeros_like(seconds)),
+    facts = {"op_module": modules, "is_backward": [i >= n - num_backward for i in range(n)]}
+    facts |= {"op_name": names or [f"op{i}" for i in range(n)], "name": "decoder"}
+    facts |= {"param_bytes": [600_000] * len(heavy)}
+    facts["param_uses"] = [(op, i) for i, op in enumerate(heavy)]
+    return small_problem(
+        np.ones((n, len(devices))),
+        chain(n),
+        tensor_bytes=8,
+        devices=devices,
+        device={"kind": [d.partition(":")[0] for d in devices]},
+        memory_bytes=10**6,
+        graph=facts,
         num_microbatches=4,
     )
 

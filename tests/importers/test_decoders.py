@@ -223,6 +223,27 @@ def test_a_gguf_header(tmp_path: Path) -> None:
     assert tied.class_bytes()["head"] == 4 * 256
 
 
+def test_layers_that_are_recurrent_keep_one_state(tmp_path: Path) -> None:
+    """``llama_hparams::n_embd_r`` and ``n_embd_s`` of llama.cpp, as for Qwen3-Next 80B-A3B."""
+    values = {
+        "general.architecture": "qwen3next", "qwen3next.block_count": 2,
+        "qwen3next.embedding_length": 64, "qwen3next.attention.head_count": 4,
+        "qwen3next.ssm.inner_size": 4096, "qwen3next.ssm.state_size": 128,
+        "qwen3next.ssm.group_count": 16, "qwen3next.ssm.conv_kernel": 4,
+    }  # fmt: skip
+    tensors = [("token_embd.weight", (64, 10), 1), ("blk.0.ssm_out.weight", (64, 64), 1),
+               ("blk.1.attn_k.weight", (64, 64), 1)]  # fmt: skip
+    linear, full = header(tmp_path / "h.gguf", gguf(values, tensors)).parts[1:3]
+    assert linear.kv_bytes == 4 * (3 * (4096 + 2 * 16 * 128) + 128 * 4096) and linear.window == 1
+    assert full.kv_bytes == 2 * 2 * 64 and full.window is None
+    both = [*tensors, ("blk.0.attn_k.weight", (64, 64), 1)]
+    with pytest.raises(FormatError, match=r"blk\.0 has both attention and a recurrent state"):
+        header(tmp_path / "h.gguf", gguf(values, both))
+    wrong = {k.replace("qwen3next", "rwkv7"): v for k, v in values.items()}
+    with pytest.raises(FormatError, match="not a decoder's: no tokens, or no cache"):
+        header(tmp_path / "r.gguf", gguf(wrong | {"general.architecture": "rwkv7"}, tensors))
+
+
 def test_a_gguf_header_is_read_as_by_its_own_package(tmp_path: Path) -> None:
     package = pytest.importorskip("gguf")
     path = tmp_path / "small.gguf"

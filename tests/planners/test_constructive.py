@@ -96,22 +96,6 @@ def test_keeps_the_contract(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONSTRUCTIVE)
-def test_never_below_the_best_of_all_placements(name: str) -> None:
-    rng = np.random.default_rng(7)
-    problem = make(rng.random((6, 3)), [(0, 2), (1, 2), (2, 3), (2, 4), (4, 5)], send_s=0.2)
-    every = np.array(list(itertools.product(range(3), repeat=6)))
-    assert load(name)(problem).value_s >= score(problem, every).min() * (1 - 1e-9)
-
-
-@pytest.mark.parametrize("name", CONSTRUCTIVE)
-def test_nothing_fits_and_the_bytes_are_told(name: str) -> None:
-    problem = make([[1, 1]] * 3, chain(3), param_bytes=100, memory_bytes=90)
-    solution = load(name)(problem)
-    assert solution.value_s == np.inf
-    assert "has 90" in solution.stats["infeasible"]
-
-
-@pytest.mark.parametrize("name", CONSTRUCTIVE)
 def test_memory_that_forces_a_split_is_obeyed(name: str) -> None:
     problem = make([[1, 5]] * 4, chain(4), param_bytes=100, memory_bytes=[210, 10**6])
     solution = load(name)(problem)

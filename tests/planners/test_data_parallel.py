@@ -15,35 +15,25 @@ from hypothesis import strategies as st
 
 from placement.__main__ import main
 from placement.bounds import lower_bound
-from placement.cluster import Cluster, Device
-from placement.graph import OpGraph
+from placement.cluster import Cluster
 from placement.importers import save
 from placement.plan import load_plan, make_plan
 from placement.planners import PlannerError, load
 from placement.planners.data_parallel import deal
 from placement.planners.phase_search import unrolled
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.replan import replan
 from placement.runs.compare import compare
 from placement.simulator import score
 from placement.testing import check_planner
-from tests.problems import random_problem
+from tests.problems import chain as edges
+from tests.problems import random_problem, small_problem
 
 
 def chain(seconds: list[list[float]], *, params: int = 0, memory: int = 2**40) -> Problem:
     """A chain on CPU devices of one memory: nothing that is sent takes time."""
-    n, d = len(seconds), len(seconds[0])
-    edges = [(i, i + 1) for i in range(n - 1)]
-    reads = [(i, i) for i in range(n)]
-    graph = OpGraph.build(
-        "chain", [f"op{i}" for i in range(n)], range(n), [8] * n, edges,
-        param_bytes=[params] * n, param_uses=reads,
-    )  # fmt: skip
-    devices = tuple(Device(f"cpu:{i}", memory_bytes=memory) for i in range(d))
-    table = np.array(seconds)
-    profile = Profile(tuple(x.name for x in devices), table, np.zeros_like(table))
-    return Problem(graph, Cluster("host", devices), profile, max_phases=16)
+    sizes = {"tensor_bytes": 8, "param_bytes": params, "memory_bytes": memory}
+    return small_problem(seconds, edges(len(seconds)), devices="cpu:{}", max_phases=16, **sizes)
 
 
 def test_a_device_of_a_third_of_the_speed_takes_every_fourth() -> None:

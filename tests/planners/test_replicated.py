@@ -19,7 +19,8 @@ from placement.importers import save
 from placement.planners.replicated import Replicated, StagePeriods, fewest, numbers, stage_periods
 from placement.problem import Problem
 from placement.profile import Profile
-from tests.problems import problems
+from tests.problems import chain as edges
+from tests.problems import problems, small_problem
 
 
 def chain(
@@ -33,22 +34,11 @@ def chain(
 ) -> Problem:
     """A chain; links of 1 byte/s without latency, 4 micro-batches."""
     n = len(seconds)
-    graph = OpGraph.build(
-        "chain",
-        [f"op{i}" for i in range(n)],
-        range(n),
-        [size] * n,
-        [(i, i + 1) for i in range(n - 1)],
-        param_bytes=[params] * n,
-        param_uses=[(i, i) for i in range(n)],
-        is_backward=[training] * n,
-    )
-    names = tuple(f"d{i}" for i in range(num_devices))
-    cluster = Cluster("equal", tuple(Device(x, "npu", memory_bytes=memory) for x in names))
-    links = tuple(Link(a, b, 0.0, 1.0) for a in names for b in names if a != b)
+    facts = {"device": {"kind": "npu"}, "graph": {"is_backward": [training] * n}}
+    sizes = {"tensor_bytes": size, "param_bytes": params, "memory_bytes": memory}
+    settings = {"link": (0.0, 1.0), "num_microbatches": 4, "max_phases": 100}
     table = np.tile(np.array(seconds)[:, None], (1, num_devices))
-    profile = Profile(names, table, 0 * table, links)
-    return Problem(graph, cluster, profile, num_microbatches=4, max_phases=100)
+    return small_problem(table, edges(n), **facts, **sizes, **settings)
 
 
 def stages(problem: Problem) -> tuple[float, list[tuple[int, int]]]:

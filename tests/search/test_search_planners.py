@@ -11,20 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.bounds import lower_bounds
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
 from placement.importers import load as load_workload
+from placement.objective import Objective
 from placement.planners import PlannerError, load
 from placement.planners.macro_search import _run_ideal_dp
 from placement.problem import Problem, Solution
-from placement.profile import Profile
 from placement.search import macro
 from placement.search.evaluation import Search, neighbours
 from placement.simulator import analytic_kernels as kernels
 from placement.simulator import score
 from placement.simulator.analytic import LoadMoves, device_loads
 from placement.testing import check_planner
-from tests.planners.test_planners import chain, every_placement, make, random_small
+from tests.planners.test_planners import every_placement, make, random_small
+from tests.problems import chain, small_problem
 
 SHARE = np.array([0.2, 0.4, 0.6, 0.8, 1.0])
 
@@ -143,10 +142,9 @@ def test_macro_search_obeys_memory_that_forbids_the_balanced_split() -> None:
 
 def test_macro_search_leaves_a_start_whose_pieces_wait_in_a_circle() -> None:
     # a -> b, c -> d; with a and d on x, b and c on y each piece waits for the other.
-    graph = OpGraph.build("g", list("abcd"), [0, 2], [1, 1], [(0, 1), (1, 3)])
-    cluster = Cluster("c", (Device("x", "acc"), Device("y", "acc")))
-    profile = Profile(("x", "y"), np.ones((4, 2)), np.zeros((4, 2)))
-    problem = Problem(graph, cluster, profile, objective="piecewise_latency")
+    tensors, acc = [(0, 1, [1]), (2, 1, [3])], {"kind": "acc"}
+    goal = Objective.PIECEWISE_LATENCY
+    problem = small_problem(np.ones((4, 2)), tensors=tensors, device=acc, objective=goal)
 
     def circle(problem: Problem) -> Solution:
         return Solution(np.array([0, 1, 1, 0], np.int32), np.inf)
@@ -168,13 +166,9 @@ def test_without_a_limit_of_time_macro_search_begins_with_the_linearised_split()
 def test_the_order_of_an_answer_from_elsewhere_is_kept() -> None:
     """A planner of the user's own that answers with an order: a search from it is no worse."""
     rng = np.random.default_rng(0)
-    n, names = 60, tuple("xyz")
-    uses = [(int(s), i) for i in range(1, n) for s in rng.integers(0, i, 2)]
-    graph = OpGraph.build("g", [str(i) for i in range(n)], range(n), [1] * n, uses)
-    links = tuple(Link(a, b, 0.2) for a in names for b in names if a != b)
-    cluster = Cluster("c", tuple(map(Device, names)))
-    profile = Profile(names, rng.random((n, 3)) + 0.1, np.zeros((n, 3)), links)
-    problem = Problem(graph, cluster, profile, objective="latency")
+    edges = [(int(s), i) for i in range(1, 60) for s in rng.integers(0, i, 2)]
+    seconds, some = rng.random((60, 3)) + 0.1, {"link": (0.2,), "objective": "latency"}
+    problem = small_problem(seconds, edges, tensor_bytes=1, **some)
     mine = load("order_search", evaluations=4000)(problem)
     assert mine.schedule is not None
 

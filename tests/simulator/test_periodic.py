@@ -186,6 +186,7 @@ def test_what_is_no_periodic_placement_is_refused() -> None:
         (np.zeros((0, 4), int), r"shape \(0, 4\)"),
         (np.zeros((2, 3), int), r"shape \(3,\), expected \(4,\), or \(K, 4\)"),
         (np.zeros((1025, 4), int), "at most 1024 phases"),
+        ([[0, 0, 0, 0], [0]], "rows of a placement have unequal lengths"),
     ):
         with pytest.raises(ProblemError, match=message):
             problem.check_placement(wrong)

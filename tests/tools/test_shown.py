@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placement.cluster import Cluster, Device
-from placement.graph import OpGraph
 from placement.plan import make_plan
 from placement.planners.contiguous_dp import ContiguousDp
 from placement.problem import Problem, Solution
-from placement.profile import Profile
 from placement.runs.compare import compare
 from placement.simulator import simulate
 from placement.timeline import Timeline
 from placement.tools.shown import MAX_LANES, MAX_ROWS, count, lanes, mebibytes, seconds, table
+from tests.problems import chain, small_problem
 
 EVIL = '<script>alert("1")</script>'
 NAMES = [f"{EVIL}{i}" for i in range(6)]
@@ -51,11 +49,9 @@ class Tags(HTMLParser):
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    graph = OpGraph.build(EVIL, NAMES, range(6), [8] * 6, [(i, i + 1) for i in range(5)])
-    names = (f"{EVIL}a", f"{EVIL}b")
-    cluster = Cluster("two", tuple(Device(n, kind="npu") for n in names))
-    times = np.full((6, 2), 1e-3)
-    return Problem(graph, cluster, Profile(names, times, times * 0))
+    facts = {"graph": {"name": EVIL, "op_name": NAMES}, "device": {"kind": "npu"}}
+    names = [f"{EVIL}a", f"{EVIL}b"]
+    return small_problem(np.full((6, 2), 1e-3), chain(6), tensor_bytes=8, devices=names, **facts)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,107 @@
+"""At most 10 + G / 4 evaluations: the learned planner, its parts, rules and searches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from experiments.budgets import FEW, HEURISTICS
+from experiments.learned.cells import Cell, Task, best_known, gain, run_tasks, to_known
+from experiments.learned.study import learned_study
+from experiments.learned.zero_shot import problems, unit
+from experiments.study import Options
+from experiments.tables import DASH, Column, geometric, share, table
+from placement.planners import load
+from placement.planners.order_search import why_not
+from placement.problem import Problem
+
+POLICY, UNTRAINED, SEARCH, RULES = "policy", "policy, untrained", "search", "best of seven rules"
+PLANNERS = (POLICY, UNTRAINED, SEARCH, RULES)
+GROUP, KNOWN = "few", "known"
+HEADROOM = 1.01  # contiguous_dp over the best known: from here on there is something to gain
+
+
+def evaluations(problem: Problem) -> int:
+    """The budget."""
+    return 10 + problem.graph.num_groups // 4
+
+
+def untrained(options: Options) -> str:
+    """The file of a dispatcher in whose network nothing was trained."""
+    from agents.trained import TrainedPolicy, untrained_net
+
+    path = options.work / "untrained.safetensors"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        TrainedPolicy(untrained_net(None, "dispatch")).save(path)
+    return str(path)
+
+
+def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
+    few = evaluations(problem)
+    for rule in HEURISTICS:
+        yield Task(GROUP, rule, load(rule), evaluations=few)
+    searcher = "macro_search" if why_not(problem) else "order_search"
+    frozen = {"policy": "untrained", "seed_policy": untrained(options)}
+    for seed in range(options.seeds):
+        yield Task(GROUP, SEARCH, load(searcher), seed, evaluations=few)
+        yield Task(GROUP, POLICY, load("policy"), seed, evaluations=few)
+        yield Task(GROUP, UNTRAINED, load("policy", **frozen), seed, evaluations=few)
+    for searcher in ("macro_search", "policy"):
+        yield Task(KNOWN, f"{searcher}, long", load(searcher), 0, seconds=options.known_seconds)
+
+
+def rows(options: Options, chosen: Mapping[str, Problem]) -> Iterator[Cell]:
+    return run_tasks(tasks, options, chosen)
+
+
+def with_rules(cells: Sequence[Cell]) -> list[Cell]:
+    """All cells, and for each problem one of the best rule."""
+    best: dict[str, Cell] = {}
+    for cell in cells:
+        if cell.planner in HEURISTICS and cell.value_s is not None:
+            before = best.get(cell.problem, cell)
+            best[cell.problem] = min(before, cell, key=lambda c: c.value_s or np.inf)
+    return [*cells, *(replace(cell, planner=RULES) for cell in best.values())]
+
+
+def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
+    cells = with_rules(cells)
+    known = best_known(cells)
+    names = [*dict.fromkeys(unit(n) for n in known), "all"]
+    room = [n for n, r in to_known(cells, "contiguous_dp").items() if r[0] >= HEADROOM]
+
+    def over(planner: str, name: str) -> str:
+        mine = [c for c in cells if name in ("all", unit(c.problem))]
+        return geometric(to_known(mine, planner)).ratio()
+
+    def better(planner: str) -> str:
+        ratios = gain(cells, planner, ["contiguous_dp"])
+        value, low, high = (100 * x for x in share([r < 1 - 1e-9 for n in room for r in ratios[n]]))
+        return f"{value:.0f} % ({low:.0f} to {high:.0f})"
+
+    def worse(planner: str) -> int:
+        ratios = gain(cells, planner, [RULES])
+        return sum(max(r) > 1 + 1e-9 for r in ratios.values())
+
+    return {
+        "known": table(
+            names,
+            Column("family", str),
+            Column("graphs", lambda x: sum(x in ("all", unit(n)) for n in known)),
+            *(Column(p, lambda x, p=p: over(p, x)) for p in PLANNERS),
+        ),
+        "room": len(room),
+        "counts": table(
+            PLANNERS,
+            Column("who", str),
+            Column("better than contiguous_dp", lambda p: better(p) if room else DASH),
+            Column("worse than the best rule on", worse),
+        ),
+    }
+
+
+STUDY = learned_study("few", FEW, problems, rows, unit, row=Cell, parts=parts)
