@@ -205,8 +205,9 @@ def test_a_start_that_needs_more_than_its_share_is_named_with_what_the_user_gave
     told = "start = 'coarsened' gets 25% of evaluations = 7, and at least one: evaluations = 1"
     with pytest.raises(PlannerError, match=told):
         load("local_search", start="coarsened", evaluations=7)(small(0))
-    with pytest.raises(PlannerError, match=told.replace("start", "baseline")):
-        load("policy", baseline="coarsened", evaluations=7)(small(0))
+    told = "baseline = 'coarsened' gets 60% of evaluations = 3, and at least one: evaluations = 1"
+    with pytest.raises(PlannerError, match=told):
+        load("policy", baseline="coarsened", evaluations=3)(small(0))
     found = load("local_search", start="coarsened", evaluations=8)(small(0))
     assert found.stats["evaluations"] <= 8
 
