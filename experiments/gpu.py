@@ -572,7 +572,7 @@ def kernels(b: Bench) -> None:
 def warm_up(emulated: bool = False, training: bool = True) -> None:
     """Compile, or load, all kernels that sections use."""
     warm(("heft",) if emulated else ("best_of", "heft"))
-    if training:
+    if training and not emulated:
         with suppress(ImportError):  # then the section says what is missing
             steps_per_s("cpu", 16, 64)
 
