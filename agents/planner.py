@@ -40,7 +40,8 @@ Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or o
 Mode = Literal["auto", "zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
 FEW = 8  # evaluations, below which a search does not come to anything
-RULES, RULES_SHARE = 40, 0.6  # evaluations that the baseline gets at least; of few, this share
+# Evaluations of the baseline at least, of few this share; for latency decodes are better.
+RULES, RULES_SHARE = 40, 0.6
 # Of limited evaluations that are left after samples, for decodes that draw a part of the best anew.
 # Where these are no more than RULES they get all: moves need hundreds.
 AGAIN = 0.5
@@ -74,10 +75,10 @@ class PolicyPlanner:
             baseline left, 0: none. Half of what is left then, or all of 40 or less, goes to
             decodes of a policy that dispatches which draw a part of the best one anew.
         steps: environment steps of ``finetune`` or ``refine``.
-        seconds, evaluations: budget in all, of which the baseline gets a quarter, of evaluations at
-            least 40, or 60 % of fewer; None is no limit. Without a budget the baseline runs to its
-            end: the answer then is at most the least of all constructive planners and dynamic
-            programs.
+        seconds, evaluations: budget in all, of which the baseline gets a quarter, and, but for
+            ``latency``, at least 40 evaluations, or 60 % of fewer; None is no limit. Without a
+            budget the baseline runs to its end: the answer then is at most the least of all
+            constructive planners and dynamic programs.
         seed: of sampling and training.
         baseline: where to start: the name of a planner, or a planner. None: ``best_of``, but a
             policy that dispatches begins at what its own rule makes, and asks ``best_of`` only
@@ -166,8 +167,10 @@ class PolicyPlanner:
     def _start(self, problem: Problem, name: str) -> tuple[Search, Solution, dict[str, Any]]:
         """The budget, what the baseline answers on it, and the first facts about both."""
         search = Search(problem, self.seconds, self.evaluations)
-        share = min(RULES / (self.evaluations or np.inf), RULES_SHARE)
-        start = search.run_start(self.baseline or "best_of", "baseline", max(START_SHARE, share))
+        share = START_SHARE
+        if self.evaluations and problem.objective is not Objective.LATENCY:
+            share = max(share, min(RULES / self.evaluations, RULES_SHARE))
+        start = search.run_start(self.baseline or "best_of", "baseline", share)
         stats: dict[str, Any] = {
             "mode": self.mode,
             "policy": name,

@@ -514,7 +514,8 @@ def judge(s, net, scale, first, second):
     common = hidden_bias.copy()
     for k in range(s.count if size > 0 else 0):
         x = first[k]
-        x[:] = bias
+        for j in range(size):  # not x[:] = bias: copies of arrays compile for a second
+            x[j] = bias[j]
         for i in range(len(into)):
             a = s.features[k, i]
             for j in range(size):
@@ -533,7 +534,8 @@ def judge(s, net, scale, first, second):
         for i in range(len(linear)):
             value += s.features[k, i] * linear[i]
         if size > 0:
-            second[:] = common
+            for j in range(size):
+                second[j] = common[j]
             for i in range(size):
                 a = first[k, i]
                 if a > 0.0:

@@ -434,11 +434,10 @@ def copies(size: int, gpu: torch.device) -> dict[str, float]:
     return {f"{k}_us": s * 1e6 for k, s in seconds.items()} | rates
 
 
-def correct(b: Bench) -> None:
+def correct(b: Bench, third: int) -> None:
     """Placements compute what the model does in float64; a stream twice gives the same bits."""
-    cluster, (i, n) = b.cluster, b.part
-    names = ("tiny_mlp", "tiny_branches") if b.emulated else CHECKED[i::n]
-    for name in names:
+    cluster = b.cluster
+    for name in (CHECKED[:3] if b.emulated else CHECKED)[third::3]:
         with b.item(name):
             module, inputs, graph = captured(name)
             items = [others_like(inputs, seed) for seed in range(3 if b.emulated else 8)]
@@ -465,7 +464,7 @@ def correct(b: Bench) -> None:
                             not_graphed=len(eager),
                             why=next(iter(eager.values()), ""),
                         )
-    if i == 0:
+    if third == 0:
         with b.item("many micro-batches"):
             module, inputs, graph = captured("tiny_branches")
             items = [others_like(inputs, s) for s in range(10 if b.emulated else 300)]
@@ -819,6 +818,20 @@ def streamed(model: Decoder, x: Tensor, device: torch.device, kept: int) -> Call
     return run
 
 
+def as_many_kept(
+    model: Decoder, x: Tensor, device: torch.device, most: int
+) -> tuple[Callable[[], Tensor], int]:
+    """``streamed`` with as many layers that stay as there is room for, and how many."""
+    for kept in range(most, -1, -1):
+        with suppress(torch.OutOfMemoryError):
+            call = streamed(model, x, device, kept)
+            call()
+            return call, kept
+        call = None  # or what did not fit stays in the way
+        torch.cuda.empty_cache()
+    raise torch.OutOfMemoryError("there is no room for two layers and what they make")
+
+
 def memory(b: Bench) -> None:
     """Models twice as large as the memory that the GPU may use."""
     with b.item("measured in parts"):
@@ -900,18 +913,13 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         torch.cuda.empty_cache()
         if isinstance(module, Decoder):
             most = int(cluster.devices[1].memory_bytes / size * len(module.layers)) - 2
-            run: Any = None
-            for kept in range(most, -1, -1):  # as many as there is room for
-                run = None  # or what did not fit stays in the way
-                with b.item(f"{name}, streamed, {kept} stay", 30), torch.inference_mode():
-                    run = streamed(module, inputs, b.gpu, kept)
-                    ways["streamed_ms"] = timed(run, 3) * 1e3
-                    facts |= {"streamed_error": error(run(), expected[0]), "streamed_kept": kept}
-                    break
-                torch.cuda.empty_cache()
-            del run
+            with b.item(f"{name}, streamed", 30), torch.inference_mode():
+                call, kept = as_many_kept(module, inputs, b.gpu, most)
+                ways["streamed_ms"] = timed(call, 3) * 1e3
+                facts |= {"streamed_error": error(call(), expected[0]), "streamed_kept": kept}
+                del call
         torch.cuda.empty_cache()
-        with b.item(f"{name}, accelerate", 30), torch.inference_mode():
+        with b.item(f"{name}, accelerate", 30), torch.no_grad():
             room = cluster.devices[1].memory_bytes
             ways["accelerate_ms"] = offloaded_seconds(copy.deepcopy(module), inputs, room) * 1e3
     b.emit(
@@ -1094,12 +1102,10 @@ def gpu_meter() -> power.Meter | None:
 Section = Callable[[Bench], None]
 SECTIONS: dict[str, Section] = {
     "facts": facts,
-    "kernels": kernels,
-    "correct": correct,
-    "correct_2": correct,
-    "correct_3": correct,
+    **{f"correct_{i + 1}": partial(correct, third=i) for i in range(3)},
     "train": train,
     "errors": errors,
+    "kernels": kernels,
     "micro": micro,
     "profile": each(tuple(PROFILED), profile),
     "plans": each(tuple(PROFILED), plans),
@@ -1113,7 +1119,7 @@ SECTIONS: dict[str, Section] = {
 # Sections that run beside each other, as nothing is timed in them; and seconds for them.
 ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("facts",), 12),
-    (("correct", "correct_2", "correct_3", "train", "errors", "kernels"), 75),
+    (("correct_1", "correct_2", "correct_3", "train", "errors", "kernels"), 75),
     (("micro",), 18),
     (("profile",), 85),
     (("plans",), 70),
@@ -1138,7 +1144,12 @@ def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any
             import emulated_gpu
 
             stack.enter_context(emulated_gpu.emulated())
-        SECTIONS[name](bench)
+        ended = False
+        with bench.item("outside of items", 2 * limit_s):
+            SECTIONS[name](bench)
+            ended = True
+        if not ended:
+            raise SystemExit(1)
     faulthandler.cancel_dump_traceback_later()
     faulthandler.disable()
     traces.close()
@@ -1204,11 +1215,10 @@ def run(options: argparse.Namespace) -> int:
             for name in names:
                 _emit(options, name, status="no time was left")
             continue
-        many = sum(n not in ("kernels", "errors") for n in names)
-        at, parts = time.perf_counter(), {n: (k, many) for k, n in enumerate(names)}
+        at = time.perf_counter()
         running = {
-            forked(n, limit_s, options, models=models, part=parts[n] if many > 1 else (0, 1)): n
-            for n in names
+            forked(name, limit_s, options, models=models, part=(k, len(names))): name
+            for k, name in enumerate(names)
         }
         if i == 0:
             prepare({}, ("tiny_mlp", "bert_tiny"), options)  # imports, for all to come

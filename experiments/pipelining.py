@@ -3,9 +3,10 @@
     python -m experiments.pipelining [CASE ...] [--rounds 7]
 
 A case is a workload at batch 1, for throughput; ``WORKLOAD:0.6`` lets each device hold that share
-of what the model takes on one device, and ``WORKLOAD:latency`` is of one item alone. Two replicas
-take turns, the best cut runs all items alike; beside them one device, and plain PyTorch with one
-and two threads. All of a case are interleaved in one process; medians of the rounds. Writes
+of what the model takes on one device, ``WORKLOAD:latency`` is of one item alone, and
+``WORKLOAD:unlike`` of a processor and an old one (``experiments.unlike``). Two replicas take turns,
+the best cut runs all items alike, and the best found may do both; beside them one device, and plain
+PyTorch with one and two threads. All of a case are interleaved; medians of the rounds. Writes
 ``experiments/results/pipelining.md``, ``.json`` and ``.png``: the cut of the first case, predicted
 and measured.
 """
@@ -25,6 +26,7 @@ import torch
 from experiments.runs import in_turns, measured_problem, seconds_per_item, timed
 from experiments.study import Option, Options, Study, StudyError, run
 from experiments.tables import Column
+from experiments.unlike import streamed, unlike_problem
 from placement import planners
 from placement.capturing import capture
 from placement.executor import Executor, Runner
@@ -37,9 +39,11 @@ from placement.simulator import evaluate, simulate
 from placement.workloads import load
 
 PLANNED = {"one device": "single_device", "two replicas": "data_parallel", "best cut": "best_of"}
+PLANNED |= {"best found": "phase_search"}
 PLAIN = ("plain, 1 thread", "plain, 2 threads")
 CASES = ("resnet50", "bert_base", "bert_tiny_hidden128", "lstm", "dlrm")
 CASES += ("resnet50:0.6", "bert_base:0.6", "inception:latency")
+CASES += ("resnet50:unlike", "bert_base:unlike")
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
@@ -48,6 +52,12 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
         module, inputs = load(workload)
         problem = measured_problem(capture(module, inputs, name=workload))
         for case, _, limit in (x for x in cases if x[1] == workload):
+            if limit == "unlike":
+                unlike = unlike_problem(workload)
+                plans = planned(unlike)
+                seconds = streamed(workload, unlike, plans, options.rounds, options.count)
+                yield told(case, unlike, plans, seconds)
+                continue
             picture = options.out / "pipelining.png" if case == options.cases[0] else None
             limited = under(problem, limit)
             yield row(case, module, inputs, limited, options.rounds, options.count, picture)
@@ -63,7 +73,7 @@ def under(problem: Problem, limit: str) -> Problem:
     try:
         share = float(limit)
     except ValueError:
-        raise StudyError(f"{limit!r}: give a share of the memory, as 0.6, or latency") from None
+        raise StudyError(f"{limit!r}: give a share of memory (0.6), latency or unlike") from None
     whole = simulate(problem, np.zeros(problem.num_ops, np.int32)).peak_bytes
     assert whole is not None, "a prediction tracks memory"
     memory = int(share * whole.max())
@@ -74,11 +84,18 @@ def under(problem: Problem, limit: str) -> Problem:
 def decided(problem: Problem, planner: str) -> Placement | None:
     """What it answers; None where nothing fits, or micro-batches in turns do not help."""
     try:
-        one = problem if planner == "data_parallel" else problem.one_phase
+        in_turns = planner in ("data_parallel", "phase_search")
+        one = problem if in_turns else problem.one_phase
         answer = planners.load(planner)(one)
     except PlannerError:
         return None
     return answer.placement if np.isfinite(answer.value_s) else None
+
+
+def planned(problem: Problem) -> dict[str, Placement]:
+    """What each way answers, where it does."""
+    found = {way: decided(problem, name) for way, name in PLANNED.items()}
+    return {way: p for way, p in found.items() if p is not None}
 
 
 def row(
@@ -87,8 +104,7 @@ def row(
 ) -> dict[str, Any]:  # fmt: skip
     """One of them; ``picture``: of the cut, predicted and measured."""
     args, kwargs = split_inputs(inputs)
-    found = {way: decided(problem, name) for way, name in PLANNED.items()}
-    plans = {way: p for way, p in found.items() if p is not None}
+    plans = planned(problem)
     runners = {
         way: Runner(
             problem.graph, problem.cluster, plan, priority=problem.priority,
@@ -112,7 +128,15 @@ def row(
         measured = Executor(few).run(plans["best cut"])
         predicted = simulate(few, plans["best cut"])
         gantt.plot_gantt(predicted, measured, picture, f"{case}, cut by best_of")
-    took = {way: float(np.median(seconds[way])) if way in seconds else None for way in streams}
+    return told(case, problem, plans, seconds)
+
+
+def told(
+    case: str, problem: Problem, plans: dict[str, Placement], seconds: dict[str, Any]
+) -> dict[str, Any]:
+    """A row of the table; ``seconds`` float64 ``[rounds]`` of each way that ran."""
+    ways = (*PLANNED, *PLAIN)
+    took = {way: float(np.median(seconds[way])) if way in seconds else None for way in ways}
     values = {way: evaluate(problem, plan[None]) for way, plan in plans.items()}
     alone = problem.objective is Objective.LATENCY
     said = {w: float((v.latency_s if alone else v.period_s)[0]) for w, v in values.items()}
@@ -124,17 +148,18 @@ def row(
     def error(way: str) -> float | None:
         return said[way] / (took[way] or np.nan) - 1 if way in said else None
 
-    ours = min(("two replicas", "best cut"), key=lambda way: took.get(way) or np.inf)
+    alone_s = took[PLAIN[0]] or took["one device"]
+    ours = min(("two replicas", "best cut", "best found"), key=lambda way: took[way] or np.inf)
     return {
         "case": case,
         "ops": problem.num_ops,
-        **{way: took.get(way) for way in (*PLANNED, *PLAIN)},
+        **took,
         "better": ours,
         "against one device": ratio("one device", ours),
         "against plain": ratio(PLAIN[1], ours),
         "error of replicas": error("two replicas"),
         "error of cut": error("best cut"),
-        "dispatch share": _dispatch_s() * problem.num_ops / (took[PLAIN[0]] or np.nan),
+        "dispatch share": _dispatch_s() * problem.num_ops / (alone_s or np.nan),
     }
 
 

@@ -1,4 +1,5 @@
-"""``docs/results.md``, its picture, ``docs/bench.md`` and ``experiments/goals.md``, from results.
+"""``docs/results.md``, its picture, ``docs/bench.md`` and ``experiments/goals.md``, from results;
+and tables of other pages, between ``<!-- figures: ... -->`` and ``<!-- end of figures -->``.
 
     python -m experiments.results            # writes them
     python -m experiments.results --check    # exit code 1 if one of the pages is not up to date
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import baselines, fidelity, leaderboard, pipelining
+from experiments import baselines, fidelity, leaderboard, pipelining, public
 from experiments.learned import dispatch, doppler, giph, goals, guided, zero_shot
 from experiments.learned.cells import best_known, gain, policy_digests, ratios, released_folder
 from experiments.study import RESULTS, ROOT, Study, filled, say
@@ -226,6 +227,103 @@ def second_device(results: Path) -> str:
     )
 
 
+# --- tables of pages that people write -----------------------------------------------------------
+
+MODELS = {
+    "resnet50": "ResNet-50",
+    "bert_base": "BERT-base, 128 tokens",
+    "bert_tiny_hidden128": "BERT, hidden size 128",
+    "lstm": "LSTM",
+    "dlrm": "DLRM",
+}
+PIPELINING = "python -m experiments.pipelining"
+REPLICAS = "python -m experiments.public replicas"
+
+
+def of_models(results: Path) -> dict[str, Any]:
+    """The rows of ``pipelining`` by case."""
+    return {row["case"]: row for row in pipelining.STUDY.read(results)}
+
+
+def first_table(results: Path) -> str:
+    """The README's: plain PyTorch, replicas and cuts on two cores."""
+    rows, ways = of_models(results), ("one device", "two replicas", "best cut")
+    return table(
+        [rows[case] for case in MODELS],
+        Column("model", lambda r: MODELS[r["case"]]),
+        Column("plain PyTorch, 1 core", "plain, 1 thread", 1, 1e3, " ms"),
+        Column("plain, 2 cores", "plain, 2 threads", 1, 1e3, " ms"),
+        *(Column(way, way, 1, 1e3, " ms") for way in ways),
+        Column("median gain over plain, 2 cores", "against plain", 2, 1, "x"),
+    )
+
+
+def what_threads_cost(results: Path) -> str:
+    """In ``docs/concepts.md``."""
+    rows = of_models(results)
+    return table(
+        [rows[case] for case in MODELS],
+        Column("model", lambda r: MODELS[r["case"]]),
+        Column("two one-core devices against one", "against one device", 2, 1, "x"),
+        Column("against plain PyTorch with both cores", "against plain", 2, 1, "x"),
+    )
+
+
+def ten_lines(results: Path) -> str:
+    """In ``docs/replicas.md``: when to replicate, to cut, and to leave one device alone."""
+    measured = of_models(results)
+    (study,) = (s for s in public.STUDIES if s.word == "replicas")
+    analytic = groups(study.read(results), "file")
+
+    def took(case: str) -> str:
+        ways = ("one device", "two replicas", "best cut", "plain, 2 threads")
+        seconds = {way: measured.get(case, {}).get(way) for way in ways}
+        return "; ".join(f"{way} {1e3 * s:.3g} ms" for way, s in seconds.items() if s)
+
+    def loads(name: str) -> str:
+        (rows,) = (rows for file, rows in analytic.items() if name in file)
+        cut_s, replicas_s = (
+            min(r.value_s for r in rows if (r.planner in public.TURNS) == turns and r.value_s)
+            for turns in (False, True)
+        )
+        return f"best cut {1e3 * cut_s:.4g} ms; replicas {1e3 * replicas_s:.4g} ms"
+
+    lines = (
+        ("every device holds the model, and only throughput counts", "replicate", "resnet50"),
+        ("one operator is heavier than a device's share", "replicate", "pipedream/alexnet"),
+        ("a cut sends much (operators of a ResNet-50)", "replicate", "operator/resnet50_inference"),
+        ("many small operators in a row", "replicate", "lstm"),
+        ("a cut is balanced and sends little", "either", "bert_base"),
+        ("memory is short: 0.6 of the model per device", "cut", "resnet50:0.6"),
+        ("memory is short, the cut uneven (BERT, 23 GB)", "cut, and replicate what fits",
+         "operator/bert_L-12_training"),
+        ("one device is slow (BERT's 24 layers, a CPU beside 6 accelerators)",
+         "give it the few operators that it is good at", "layer/bert24_inference"),
+        ("latency counts (Inception-v3)", "cut: replicas end more often, not sooner",
+         "inception:latency"),
+        ("an item takes a fraction of a millisecond", "one device, or plain PyTorch", "dlrm"),
+    )  # fmt: skip
+    figures = {x[2]: loads(x[2]) if "/" in x[2] else took(x[2]) for x in lines}
+    return table(
+        lines,
+        Column("when", lambda x: x[0]),
+        Column("do", lambda x: x[1]),
+        Column("figures", lambda x: figures[x[2]]),
+        Column("command", lambda x: f"`{REPLICAS if '/' in x[2] else PIPELINING}`"),
+    )
+
+
+BEGIN, END = "<!-- figures: experiments.results -->\n", "<!-- end of figures -->"
+TABLES = {"../README.md": first_table, "concepts.md": what_threads_cost, "replicas.md": ten_lines}
+
+
+def with_figures(page: str, figures: str) -> str:
+    """The page with this table between the marks."""
+    (before, rest), (_, after) = page.split(BEGIN), page.split(END)
+    assert END in rest
+    return f"{before}{BEGIN}{figures}{END}{after}"
+
+
 def plot_fidelity(rows: Sequence[fidelity.Row], path: Path) -> None:
     """Predicted over measured periods, a point per placement, a colour per model."""
     figure = gantt.figure_class()(figsize=(7, 4.6), dpi=100)
@@ -314,6 +412,9 @@ def main(argv: list[str] | None = None) -> int:
         options.docs / "bench.md": optima_page(options.results),
         options.goals: goals_page(options.results),
     }
+    for name, figures in TABLES.items():
+        if (path := options.docs / name).is_file():
+            pages[path] = with_figures(path.read_text("utf-8"), figures(options.results))
     if options.check:
         stale = [p for p, text in pages.items() if not p.is_file() or p.read_text("utf-8") != text]
         for path in stale:

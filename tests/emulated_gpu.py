@@ -200,6 +200,15 @@ def stream(chosen: Stream) -> Iterator[None]:
         _here.streams, _here.device = before, device
 
 
+@contextmanager
+def _on(device: Any) -> Iterator[None]:
+    before, _here.device = _number(), _number(device)
+    try:
+        yield
+    finally:
+        _here.device = before
+
+
 def synchronize(device: Any = None) -> None:
     for each in [s for s in _gpu.streams if device is None or s.index == _number(device)]:
         each.synchronize()
@@ -573,6 +582,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         "current_stream": current_stream,
         "default_stream": default_stream,
         "stream": stream,
+        "device": _on,
         "mem_get_info": lambda device=None: (
             gpu.memory_bytes - gpu.allocated[_number(device)],
             memory_bytes,

@@ -256,38 +256,6 @@ def table_after(text: str, heading: str) -> list[list[str]]:
     return [row for row in cells if set("".join(row)) - set("-:")]
 
 
-def agrees(shown: str, exact: str) -> bool:
-    """Whether a figure is the exact one, rounded to the digits that are shown."""
-    if exact == "–":
-        return shown == exact
-    (a,), (b,) = (re.findall(r"-?[\d.]+", x) for x in (shown, exact))
-    return abs(float(a) - float(b)) <= 0.51 * 10.0 ** -len(a.partition(".")[2])
-
-
-def test_figures_of_the_pages_are_those_of_the_committed_files() -> None:
-    results = ROOT / "experiments" / "results"
-    made = {r[0]: r for r in table_after((results / "pipelining.md").read_text(), "#")}
-    column = {name: i for i, name in enumerate(made["case"])}
-    called = {
-        "ResNet-50": "resnet50",
-        "BERT-base": "bert_base",
-        "BERT-base, 128 tokens": "bert_base",
-        "BERT, hidden size 128": "bert_tiny_hidden128",
-    }
-    wanted = [
-        "plain, 1 thread", "plain, 2 threads", "one device", "two replicas", "best cut",
-        "against plain",
-    ]  # fmt: skip
-    readme = (ROOT / "README.md").read_text()
-    for name, *shown in table_after(readme, "medians over rounds in which all ways take turns")[1:]:
-        exact = [made[called[name]][column[c]] for c in wanted]
-        assert [*map(agrees, shown, exact)] == [True] * len(wanted), (name, shown, exact)
-    head, *rows = table_after((ROOT / "docs" / "concepts.md").read_text(), "### Why threads")
-    for (_, *shown), which in zip(rows, ("against one device", "against plain"), strict=True):
-        exact = [made[called[name]][column[which]] for name in head[1:]]
-        assert [*map(agrees, shown, exact)] == [True] * 3, (which, shown, exact)
-
-
 def test_every_picture_is_shown_and_every_shown_picture_is_there() -> None:
     pytest.importorskip("matplotlib")
     drawn = {f"{name}.svg" for name in reference("make_pictures").PICTURES}

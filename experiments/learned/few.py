@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
             names,
             Column("family", str),
             Column("graphs", lambda x: sum(x in ("all", unit(n)) for n in known)),
-            *(Column(p, lambda x, p=p: over(p, x)) for p in PLANNERS),
+            *(Column(p, partial(over, p)) for p in PLANNERS),
         ),
         "room": len(room),
         "counts": table(

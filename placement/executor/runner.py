@@ -505,6 +505,8 @@ class Runner:
                     self._copies[key] = weights.on(device, program, p)
                     self.loaded[key] = self._copies[key][1]
             params[p] = self.loaded[key]
+        if device.type == "cuda" and not program.gradients:
+            weights.flatten(program, ops, params)
         gradients: dict[int, Tensor] = {}
         home = np.atleast_2d(self.placement)[0]
         for p, t in program.gradients:

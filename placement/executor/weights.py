@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from placement.program import Program
+from placement.program import Program, storage_of
 
+# cuDNN's number of a recurrent operator, and by how many its hidden weights are stacked.
+_RECURRENT = {
+    "aten.rnn_relu.input": (0, 1),
+    "aten.rnn_tanh.input": (1, 1),
+    "aten.lstm.input": (2, 4),
+    "aten.gru.input": (3, 3),
+}
 State = tuple[int, int]  # where a parameter is, and how often it was written
 Copies = dict[tuple[torch.device, int], tuple[State, Tensor]]  # by device and parameter
 
@@ -41,6 +50,33 @@ def refresh(program: Program, copies: Copies) -> None:
             with torch.no_grad():
                 copy.copy_(value)
             copies[key] = now, copy
+
+
+def flatten(program: Program, ops: Iterable[int], params: dict[int, Tensor]) -> None:
+    """Put the copied weights of each recurrent operator one after another, as cuDNN reads them.
+
+    Else it copies them together in every call. Parameters in the module's own memory stay as they
+    are.
+    """
+    for op in ops:
+        step = program.steps[op]
+        if str(step.target) not in _RECURRENT or len(step.args) != 9:
+            continue
+        mode, gates = _RECURRENT[str(step.target)]
+        _, _, leaves, _, layers, _, _, both, batch_first = step.args
+        mine = [params[x.index] for x in leaves]
+        is_own = any(
+            params[x.index].data_ptr() == program.params[x.index].data_ptr() for x in leaves
+        )
+        places = {storage_of(x) for x in mine}
+        if is_own or len(places) < len(mine):  # as they are, or done by a runner before
+            continue
+        each = len(mine) // (layers * (2 if both else 1))
+        projected = mine[each - 1].shape[0] if each in (3, 5) else 0
+        form = mine[0].shape[1], mode, mine[0].shape[0] // gates, projected, layers
+        # Where cuDNN is not, or does not do this dtype, they stay as they are too.
+        with torch.no_grad(), torch.cuda.device(mine[0].device), suppress(RuntimeError):
+            torch._cudnn_rnn_flatten_weight(mine, each, *form, batch_first, both)  # type: ignore[arg-type]
 
 
 def forget_others(device: torch.device, program: Program, read: set[int]) -> None:

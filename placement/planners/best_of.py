@@ -186,7 +186,7 @@ class BestOf:
         replicas = loads and problem.max_phases > 1
         first: tuple[str, ...] = _SPLITS if loads else _LISTS
         if problem.objective is Objective.PIECEWISE_LATENCY:
-            first = ("ideal_dp", "antichain_dp", *_LISTS)  # a device's pieces are contiguous
+            first = ("ideal_dp", "antichain_dp", "contiguous_dp", *_LISTS)
         names = [name for name in self.planners if replicas or name not in _REPLICAS]
         order = sorted(names, key=lambda name: (*first, name).index(name))
         if self.seconds is not None:

@@ -69,6 +69,11 @@ class OrderSearch:
     This is the local search of flexible job shops (Mastrolilli and Gambardella 2000), with
     transfers on channels that carry one tensor at a time, annealed where they use tabu lists.
 
+    **Forward-backward improvement** (``placement.search.justification``): first the best start is
+    dealt out anew from its end and from its beginning in turn, within three tenths of the budget
+    and as long as that finds what is no worse; a pass over all operators is an evaluation.
+    What comes out is annealed beside the other starts.
+
     **Windows** (``placement.search.windows``): where OR-Tools is installed and the budget is large
     enough, two parts of it go to CP-SAT, which solves runs of the sequence exactly, the rest
     being fixed in order. A window counts as the evaluations that the annealing would have made

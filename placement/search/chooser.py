@@ -39,7 +39,8 @@ def network(net, search, offered, which, group, device, width, logits):
         logits[k] = -np.inf
         if k > 0 and which[k] < 0:
             continue
-        first[:] = common
+        for j in range(size):  # not first[:] = common: copies of arrays compile for a second
+            first[j] = common[j]
         for i in range(len(by_move)):
             a = offered[k, i]
             if a != 0.0:
@@ -49,7 +50,8 @@ def network(net, search, offered, which, group, device, width, logits):
             g, d = group[k], device[k]
             for j in range(size):
                 first[j] += by_group[g, j] + by_device[d, j]
-        second[:] = hidden_bias
+        for j in range(size):
+            second[j] = hidden_bias[j]
         for i in range(size):
             a = first[i]
             if a > 0.0:

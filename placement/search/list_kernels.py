@@ -357,7 +357,8 @@ def balance_levels(t, s, order, level, team):
             continue
         if level[op] != current:
             load_s[:], current = 0.0, level[op]
-        cost_s[:] = t.group_s[group]
+        for d in range(num_devices):  # copies of arrays would compile for a second
+            cost_s[d] = t.group_s[group, d]
         for i in range(t.in_ptr[op], t.in_ptr[op + 1]):
             tensor = t.in_tensor[i]
             src = t.tensor_src[tensor]

@@ -367,6 +367,42 @@ def test_threads_streams_and_parameters_stay_for_the_next_runner():
             gc.enable()
 
 
+@pytest.mark.parametrize(
+    ("layer", "form"),
+    [
+        (nn.LSTM(6, 5, 2), (4, 6, 2, 5, 0, 2, False, False)),
+        (nn.LSTM(6, 5, 2, bidirectional=True, proj_size=3), (5, 6, 2, 5, 3, 2, False, True)),
+        (nn.GRU(6, 5, bias=False, batch_first=True), (2, 6, 3, 5, 0, 1, True, False)),
+        (nn.RNN(6, 5, nonlinearity="relu"), (4, 6, 0, 5, 0, 1, False, False)),
+    ],
+)
+def test_weights_of_recurrent_layers_are_laid_out_for_cudnn_once(monkeypatch, layer, form):
+    """As ``flatten_parameters`` of PyTorch's own modules does it."""
+    calls = []
+
+    def lay_out(weights, *form):
+        calls.append(form)
+        flat = torch.empty(sum(x.numel() for x in weights), device="cuda:0")
+        parts = flat.split([x.numel() for x in weights])
+        for x, part in zip(weights, parts, strict=True):
+            part.copy_(x.flatten())
+            view = part.view_as(x)
+            x.meta, x.cell, x.memory = view.meta, view.cell, view.memory
+
+    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lay_out)
+    module = layer.eval()
+    x = torch.randn(3, 4, 6)
+    graph = capture(module, x)
+    with emulated_gpu.emulated():
+        for _ in range(2):
+            with Runner(graph, BOTH, all_on(graph, 1)) as runner:
+                torch.testing.assert_close(runner(x), module(x))
+        assert calls == [form]
+        with Runner(on_gpu(graph), BOTH, all_on(graph, 1)) as runner:
+            torch.testing.assert_close(runner(x), module(x))
+        assert calls == [form]  # not what is the module's own
+
+
 # --- memory and cores ----------------------------------------------------------------------------
 
 

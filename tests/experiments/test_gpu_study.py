@@ -72,7 +72,7 @@ def test_a_section_that_hangs_or_dies_costs_no_other(tmp_path: Path) -> None:
     running = {
         forked(lambda: os._exit(0)): "facts",
         forked(lambda: None): "micro",
-        forked(lambda: os.kill(os.getpid(), 11)): "correct",
+        forked(lambda: os.kill(os.getpid(), 9)): "correct",
         forked(lambda: time.sleep(60)): "train",
     }
     began = time.perf_counter()
@@ -80,7 +80,7 @@ def test_a_section_that_hangs_or_dies_costs_no_other(tmp_path: Path) -> None:
     assert {r["section"]: r["status"] for r in rows(tmp_path)} == {
         "facts": "done",
         "micro": "exit code 3",
-        "correct": "exit code -11",
+        "correct": "exit code -9",
         "train": "stopped",
     }
 
@@ -98,6 +98,19 @@ def test_an_item_that_fails_or_takes_too_long_is_a_row(tmp_path: Path) -> None:
     assert right["value"] is None
     assert "unspecified launch failure" in (tmp_path / "traces.txt").read_text()
     assert "| slow |" in gpu.table((tmp_path / "gpu.jsonl").read_text().splitlines())
+
+
+def test_a_section_that_fails_outside_of_its_items_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(bench: gpu.Bench) -> None:
+        raise gpu.StudyError("torch sees no CUDA device here")
+
+    monkeypatch.setitem(gpu.SECTIONS, "facts", fails)
+    with pytest.raises(SystemExit):
+        gpu.section("facts", 20.0, options(tmp_path))
+    (row,) = rows(tmp_path)
+    assert row["failed"] == "StudyError: torch sees no CUDA device here"
 
 
 def test_a_process_that_cannot_use_the_gpu_after_a_fork_is_begun_anew(
@@ -121,4 +134,5 @@ def test_a_process_that_cannot_use_the_gpu_after_a_fork_is_begun_anew(
 def test_all_sections_take_eight_minutes_at_most(tmp_path: Path) -> None:
     assert sum(limit_s for _, limit_s in gpu.ROUNDS) <= gpu.LONGEST_S == 480
     assert [n for names, _ in gpu.ROUNDS for n in names] == list(gpu.SECTIONS)
+    assert len(gpu.CHECKED) == 12 and len(gpu.PROFILED) == 6 and len(gpu.PREDICTED) == 3
     assert gpu.main(["--out", str(tmp_path), "--sections", "nothing"]) == 2

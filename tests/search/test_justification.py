@@ -1,0 +1,91 @@
+"""Forward-backward improvement, and the bound that packs what precedes an operator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.bounds import lower_bound
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.planners import load
+from placement.planners.order_search import OrderSearch
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.schedule import in_sequence
+from placement.search import order
+from placement.search.justification import justify
+from placement.simulator import simulate
+from tests.problems import random_problem
+from tests.search.test_order_search import plain, started
+
+
+def on_equal_machines(seconds: list[float], edges: list[tuple[int, int]], count: int) -> Problem:
+    """Operators on ``count`` equal machines, between which nothing takes time."""
+    names = [str(d) for d in range(count)]
+    ops = range(len(seconds))
+    op_name = [f"op{i}" for i in ops]
+    graph = OpGraph.build("graph", op_name, ops, [0] * len(seconds), edges)
+    compute_s = np.tile(np.array(seconds)[:, None], count)
+    links = tuple(Link(a, b, 0.0, 1e30) for a in names for b in names if a != b)
+    cluster = Cluster("equal", tuple(map(Device, names)))
+    return Problem(
+        graph, cluster, Profile(tuple(names), compute_s, 0 * compute_s, links), "latency"
+    )
+
+
+def random_graph(seed: int, num_ops: int, count: int) -> Problem:
+    rng = np.random.default_rng(seed)
+    edges = [(a, b) for b in range(num_ops) for a in range(b) if rng.random() < 0.15]
+    return on_equal_machines(rng.integers(1, 10, num_ops).astype(float).tolist(), edges, count)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 100_000), contention=st.booleans())
+def test_it_is_never_worse_and_says_what_its_answer_is_worth(seed: int, contention: bool) -> None:
+    problem = replace(plain(random_problem(seed, 14, 3, grouped=True)), contention=contention)
+    tables, state = started(problem, seed)
+    before = float(state.x[order.BEST])
+    assert justify(tables, state, 0, 40, 0.0) <= 40
+    after, place, sequence = float(state.x[order.BEST]), state.best_place, state.best_sequence
+    assert after <= before
+    problem.check_placement(place)
+    at = np.argsort(sequence)
+    assert all(at[a] < at[b] for a, b in problem.graph.edges.tolist())
+    if after < 1e30:
+        run = simulate(problem, place, in_sequence(problem, place, sequence), num_microbatches=1)
+        assert run.latency_s == pytest.approx(after)
+
+
+def test_it_packs_what_list_schedules_leave_open() -> None:
+    """Of random graphs on three machines on which HEFT is above the bound it closes most."""
+    open_, closed = 0, 0
+    for seed in range(60):
+        problem = random_graph(seed, 30, 3)
+        if load("heft")(problem).value_s > lower_bound(problem) * (1 + 1e-9):
+            answer = OrderSearch(evaluations=150, start="heft")(problem)
+            open_ += 1
+            closed += answer.value_s <= lower_bound(problem) * (1 + 1e-9)
+    assert open_ >= 10
+    assert closed >= 0.85 * open_
+
+
+def test_what_precedes_and_follows_an_operator_takes_the_devices() -> None:
+    """Three, one, three operators of 3 on two machines: 6 + 3 + 6, not the load of 10.5."""
+    edges = [(a, 3) for a in range(3)] + [(3, b) for b in range(4, 7)]
+    problem = on_equal_machines([3.0] * 7, edges, 2)
+    assert lower_bound(problem) == pytest.approx(15.0)
+    assert load("heft")(problem).value_s == pytest.approx(15.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 100_000), equal=st.booleans())
+def test_no_answer_is_below_the_bound(seed: int, equal: bool) -> None:
+    problem = plain(random_problem(seed, 12, 3, grouped=True))
+    problem = random_graph(seed, 12, 2 + seed % 3) if equal else problem
+    value = OrderSearch(evaluations=200, start="heft")(problem).value_s
+    assert lower_bound(problem) <= value * (1 + 1e-9)
