@@ -186,7 +186,6 @@ def verdict(runner: OptimizedRunner) -> str:
     devices = devices_of(plan)
     used = " and ".join(devices)
     plain = f"plain PyTorch with {count(torch.get_num_threads(), 'thread')}"
-    plain = f"plain PyTorch with {count(torch.get_num_threads(), 'thread')}"
     ways = {"plan": f"{'in turns ' if plan.phases else ''}on {used}", "plain": plain}
     if "single" in took_s and len(devices) == 1:
         ways |= {"single": f"on {used}", "plan": "by the best plan for several"}

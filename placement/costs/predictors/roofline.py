@@ -44,7 +44,7 @@ class Roofline:
     An operator takes ``call_s`` and the longer of its operations at the peak rate and its bytes
     at the memory's. It needs no measured model: rates are given as data, or measured once on
     this machine by a calibration of a second. Rates that are given hold for every device. Of a
-    device of the library (``like: nvidia/l4``) they are those that its maker states, of which
+    device of the library (``like: nvidia/l4``) they are the published ones, of which
     operators reach fitted shares (``placement.costs.efficiency``).
 
     It is what a static split works with (Wang et al., Computer Engineering and Science 42(9),
