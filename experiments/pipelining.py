@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +47,32 @@ CASES += ("resnet50:unlike", "bert_base:unlike")
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
-    cases = [(case, *case.partition(":")[::2]) for case in options.cases]
-    for workload in dict.fromkeys(workload for _, workload, _ in cases):
-        module, inputs = load(workload)
-        problem = measured_problem(capture(module, inputs, name=workload))
-        for case, _, limit in (x for x in cases if x[1] == workload):
-            if limit == "unlike":
-                unlike = unlike_problem(workload)
-                plans = planned(unlike)
-                seconds = streamed(workload, unlike, plans, options.rounds, options.count)
-                yield told(case, unlike, plans, seconds)
-                continue
-            picture = options.out / "pipelining.png" if case == options.cases[0] else None
-            limited = under(problem, limit)
-            yield row(case, module, inputs, limited, options.rounds, options.count, picture)
+    """Workload after workload; a case that is finished is not measured again."""
+    for workload in dict.fromkeys(case.partition(":")[0] for case in options.cases):
+        for case in options.cases:
+            if case.partition(":")[0] == workload:
+                what = (case, options.rounds, options.count)
+                yield options.finished.row(dict, what, partial(made, options, case), name=case)
+
+
+def made(options: Options, case: str) -> dict[str, Any]:
+    """Its row, measured now."""
+    workload, _, limit = case.partition(":")
+    rounds, count = options.rounds, options.count
+    if limit == "unlike":
+        unlike = unlike_problem(workload)
+        plans = planned(unlike)
+        return told(case, unlike, plans, streamed(workload, unlike, plans, rounds, count))
+    module, inputs, problem = profiled(workload)
+    picture = options.out / "pipelining.png" if case == options.cases[0] else None
+    return row(case, module, inputs, under(problem, limit), rounds, count, picture)
+
+
+@cache
+def profiled(workload: str) -> tuple[Any, Any, Problem]:
+    """The module, its inputs, and the problem that all of its cases share."""
+    module, inputs = load(workload)
+    return module, inputs, measured_problem(capture(module, inputs, name=workload))
 
 
 def under(problem: Problem, limit: str) -> Problem:
