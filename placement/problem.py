@@ -360,7 +360,7 @@ class Problem:
         Raises:
             ProblemError: wrong length, an unknown device, or no whole number.
         """
-        p = np.ascontiguousarray(np.atleast_2d(_whole(placements)))
+        p = np.ascontiguousarray(np.atleast_2d(whole_numbers(placements)))
         if p.ndim > 3 or p.shape[-1] != self.num_ops or 0 in p.shape[1:]:
             raise ProblemError(
                 f"placements have shape {p.shape}, expected (B, {self.num_ops}), or "
@@ -382,7 +382,7 @@ class Problem:
                 colocation group that is split, or in turns on several devices although it changes a
                 buffer for the next micro-batch; the message names the operator, and the phase.
         """
-        p = np.array(_whole(placement))  # of its own, whoever changes the caller's
+        p = np.array(whole_numbers(placement))  # of its own, whoever changes the caller's
         if p.ndim == 2 and 1 <= len(p) <= MOST_PHASES:
             checked = [self._check_phase(row, f" in phase {k}") for k, row in enumerate(p)]
             ops = self.graph.carried_op
@@ -489,7 +489,7 @@ class Planner(Protocol):
     def __call__(self, problem: Problem) -> Solution: ...
 
 
-def _whole(placements: ArrayLike) -> NDArray[np.int32]:
+def whole_numbers(placements: ArrayLike) -> NDArray[np.int32]:
     """Device numbers as int32.
 
     Raises:

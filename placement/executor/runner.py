@@ -34,6 +34,7 @@ from placement.executor.share import (
 )
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
+from placement.problem import whole_numbers
 from placement.program import CaptureError, InputError, Program, fill, split_inputs
 from placement.schedule import Schedule
 
@@ -76,6 +77,7 @@ class Runner:
     Raises:
         RunnerError: the graph has no program, or a placement or priority of another length. At
             the first call: a parameter has no values (device ``meta``).
+        ProblemError: the placement has what is no whole number, or rows of unequal length.
         ScheduleError: the schedule does not fit, or deadlocks.
     """
 
@@ -103,7 +105,7 @@ class Runner:
             raise RunnerError(f"max_in_flight = {max_in_flight}, must be at least 1")
         self.graph = graph
         self.cluster = cluster
-        self.placement = np.asarray(placement, dtype=np.int32)
+        self.placement = whole_numbers(placement)
         phases = np.atleast_2d(self.placement)
         if phases.ndim != 2 or len(phases) == 0 or phases.shape[1] != graph.num_ops:
             raise RunnerError(

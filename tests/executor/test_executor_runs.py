@@ -20,6 +20,7 @@ from placement.cluster import Cluster, Device
 from placement.executor.runner import Runner
 from placement.executor.share import compile_runs, fused, runs_of, shares
 from placement.graph import OpGraph
+from placement.problem import ProblemError
 
 CLUSTER = Cluster("two", (Device("cpu:a", "cpu"), Device("cpu:b", "cpu")))
 
@@ -252,3 +253,9 @@ def test_random_placements_and_priorities_never_wait_for_each_other() -> None:
         with Runner(graph, CLUSTER, placement, priority=orders[i % 2]) as runner:
             for y in runner.stream([x, x, x]):
                 torch.testing.assert_close(y, expected)
+
+
+def test_a_runner_takes_whole_numbers_of_devices_only() -> None:
+    for wrong in ([0.5] * 6, [float("nan")] * 6, [[0] * 6, [0] * 5]):
+        with pytest.raises(ProblemError, match=r"numbers of devices|unequal lengths"):
+            Runner(diamond(), CLUSTER, wrong)
