@@ -270,7 +270,7 @@ def what_threads_cost(results: Path) -> str:
     )
 
 
-def ten_lines(results: Path) -> str:
+def when_to_do_what(results: Path) -> str:
     """In ``docs/replicas.md``: when to replicate, to cut, and to leave one device alone."""
     measured = of_models(results)
     (study,) = (s for s in public.STUDIES if s.word == "replicas")
@@ -300,6 +300,8 @@ def ten_lines(results: Path) -> str:
          "operator/bert_L-12_training"),
         ("one device is slow (BERT's 24 layers, a CPU beside 6 accelerators)",
          "give it the few operators that it is good at", "layer/bert24_inference"),
+        ("devices are unlike per operator (BERT-base; one computes as in 2008)", "cut",
+         "bert_base:unlike"),
         ("latency counts (Inception-v3)", "cut: replicas end more often, not sooner",
          "inception:latency"),
         ("an item takes a fraction of a millisecond", "one device, or plain PyTorch", "dlrm"),
@@ -315,7 +317,11 @@ def ten_lines(results: Path) -> str:
 
 
 BEGIN, END = "<!-- figures: experiments.results -->\n", "<!-- end of figures -->"
-TABLES = {"../README.md": first_table, "concepts.md": what_threads_cost, "replicas.md": ten_lines}
+TABLES = {
+    "../README.md": first_table,
+    "concepts.md": what_threads_cost,
+    "replicas.md": when_to_do_what,
+}
 
 
 def with_figures(page: str, figures: str) -> str:
