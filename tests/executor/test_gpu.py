@@ -565,21 +565,21 @@ def test_workspace_is_measured(briefly):
 
 
 def test_what_recording_costs_a_gpu_is_no_time_of_its_operators(briefly, monkeypatch):
-    """A mark takes 2 ms here, and an operator next to nothing: half of it at most is left."""
+    """A mark takes 10 ms here, and an operator next to nothing: half of it at most is left."""
     module, inputs = wide()
     graph = capture(module, inputs)
     real = CudaBackend.mark
 
     def mark(self):
-        time.sleep(2e-3)
+        time.sleep(1e-2)
         return real(self)
 
     monkeypatch.setattr(CudaBackend, "mark", mark)
     monkeypatch.setattr(measure_module, "calibrated", lambda graph, cluster, profile: profile)
     with emulated_gpu.emulated():
         profile = measure(graph, BOTH, repeats=2)
-    assert np.median(profile.compute_s[:, 1]) < 1.6e-3
-    assert profile.compute_s[:, 0].sum() < 2e-3 * graph.num_ops
+    assert np.median(profile.compute_s[:, 1]) < 8e-3  # on a busy machine too
+    assert profile.compute_s[:, 0].sum() < 1e-2 * graph.num_ops
 
 
 def test_links_of_a_gpu_are_measured_with_long_tensors_too(monkeypatch):
