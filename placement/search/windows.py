@@ -22,6 +22,7 @@ from placement.tools.clock import loads
 
 Ints = NDArray[np.int32]
 
+sending_s: Any = order.sending_s.py_func  # of one delivery at a time: not worth a kernel's call
 _UNITS = 2**20  # integer units of the latency where its seconds are multiples of nothing
 # One unit of CP-SAT's deterministic time takes as long as so many evaluations of the annealing,
 # and to write down an operator as so many.
@@ -194,11 +195,11 @@ class _Program:
             if not self._inside[src]:
                 home = num_devices if src == n else s.place[src]
                 made = 0.0 if src == n else s.end_s[src]
-                ready = max(ready, made + _sending_s(t, t.in_edge[m], home, d))
+                ready = max(ready, made + sending_s(t, t.in_edge[m], home, d))
         for e in range(t.edge_ptr[i], t.edge_ptr[i + 1]):
             user = t.edge_dst[e]
             if not self._inside[user]:
-                tail = max(tail, s.from_s[user] + _sending_s(t, e, d, s.place[user]))
+                tail = max(tail, s.from_s[user] + sending_s(t, e, d, s.place[user]))
         return ready, tail
 
     def _edge(self, i: int, e: int) -> None:
@@ -208,7 +209,7 @@ class _Program:
         groups = int(t.group[i]), int(t.group[user])
         for a in self._able[i]:
             on = self._on.get((groups[0], a), True)
-            costs = {b: self._units(_sending_s(t, e, a, b)) for b in self._able[user] if b != a}
+            costs = {b: self._units(sending_s(t, e, a, b)) for b in self._able[user] if b != a}
             if len(set(costs.values())) == 1 and a in self._able[user] and len(costs) > 1:
                 here = self._on[groups[1], a]
                 pairs = [(costs[next(iter(costs))], here.negated())]
@@ -244,14 +245,3 @@ def _devices(t: Tables, s: State, first: int, beyond: int) -> tuple[Any, Any]:
 def _sources(t: Tables) -> NDArray[np.int64]:
     """int64 ``[E]``: who sends each delivery; N: a model input."""
     return np.repeat(np.arange(len(t.edge_ptr) - 1), np.diff(t.edge_ptr))
-
-
-def _sending_s(t: Tables, e: int, src: int, dst: int) -> float:
-    """As ``order.sending_s``."""
-    num_devices = t.compute_s.shape[1]
-    pair = src * num_devices + dst
-    if t.channel[pair] == t.local:
-        return 0.0
-    if len(t.matrix):
-        return float(t.matrix[(t.edge_tensor[e] * (num_devices + 1) + src) * num_devices + dst])
-    return float(t.latency_s[pair] + t.edge_bytes[e] * t.s_per_byte[pair])
