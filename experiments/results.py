@@ -215,13 +215,9 @@ def in_digits(value: float) -> str:
 
 def second_device(results: Path) -> str:
     """Pipelines over two devices beside plain PyTorch."""
-    rows = of_models(results)
-    return table(
-        [rows[case] for case in MODELS],
-        Column("model", lambda r: MODELS[r["case"]]),
-        Column("one device", "one device", 1, 1e3, " ms"),
-        Column("two replicas", "two replicas", 1, 1e3, " ms"),
-        Column("best cut", "best cut", 1, 1e3, " ms"),
+    return models_table(
+        results,
+        *WAYS,
         Column("plain PyTorch, both cores", "plain, 2 threads", 1, 1e3, " ms"),
         Column("gain over one device", "against one device", 2, 1, "x"),
         Column("gain over plain PyTorch", "against plain", 2, 1, "x"),
@@ -246,25 +242,31 @@ def of_models(results: Path) -> dict[str, Any]:
     return {row["case"]: row for row in pipelining.STUDY.read(results)}
 
 
+WAYS = [Column(way, way, 1, 1e3, " ms") for way in ("one device", "two replicas", "best cut")]
+
+
+def models_table(results: Path, *columns: Column) -> str:
+    """A row for each of ``MODELS``, with its name first."""
+    rows = of_models(results)
+    name = Column("model", lambda r: MODELS[r["case"]])
+    return table([rows[case] for case in MODELS], name, *columns)
+
+
 def first_table(results: Path) -> str:
     """The README's: plain PyTorch, replicas and cuts on two cores."""
-    rows, ways = of_models(results), ("one device", "two replicas", "best cut")
-    return table(
-        [rows[case] for case in MODELS],
-        Column("model", lambda r: MODELS[r["case"]]),
+    return models_table(
+        results,
         Column("plain PyTorch, 1 core", "plain, 1 thread", 1, 1e3, " ms"),
         Column("plain, 2 cores", "plain, 2 threads", 1, 1e3, " ms"),
-        *(Column(way, way, 1, 1e3, " ms") for way in ways),
+        *WAYS,
         Column("median gain over plain, 2 cores", "against plain", 2, 1, "x"),
     )
 
 
 def what_threads_cost(results: Path) -> str:
     """In ``docs/concepts.md``."""
-    rows = of_models(results)
-    return table(
-        [rows[case] for case in MODELS],
-        Column("model", lambda r: MODELS[r["case"]]),
+    return models_table(
+        results,
         Column("two one-core devices against one", "against one device", 2, 1, "x"),
         Column("against plain PyTorch with both cores", "against plain", 2, 1, "x"),
     )

@@ -321,11 +321,7 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
 
 
 def scaled(
-    profile: Profile,
-    transfers: float,
-    waking: float,
-    neighbours: float,
-    sending_s: float = 0.0,
+    profile: Profile, transfers: float, waking: float, neighbours: float, sending_s: float = 0.0
 ) -> Profile:
     """The profile with other costs of transfers, of waking, of busy neighbours and of sending.
 
