@@ -134,7 +134,7 @@ def decode(
             break
         episode.construct(weights, scale, seed + number)
         evaluate()
-    stats |= {"network": "dispatch", "greedy_evaluations": 1, "best_of_k_value_s": best}
+    stats |= {"greedy_evaluations": 1, "best_of_k_value_s": best}
     stats["best_of_k_evaluations"] = search.num_evaluations - begun
     until, rng = search.num_evaluations + again, np.random.default_rng(seed)
     most = max(_SHORT + 1, min(problem.num_ops, _LONG))

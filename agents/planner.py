@@ -58,6 +58,7 @@ class PolicyPlanner:
     with its number of evaluations: ``baseline_value_s``, ``greedy_value_s`` (one decode),
     ``best_of_k_value_s`` (the best of the greedy and the sampled placements), ``again_value_s``
     (with parts drawn anew) and ``best_value_s`` (the best of everything, training included).
+    ``network`` names the files of the networks that were asked, or is ``none``.
 
     Attributes:
         policy: a policy, or the file of one; None is the released policy of this mode and the
@@ -138,9 +139,13 @@ class PolicyPlanner:
             PolicyError: the policy's file cannot be read, or is of another formulation.
             PlannerError: no such baseline, or a budget that is not positive.
         """
-        mode = self._mode()
-        if mode != self.mode:
-            return replace(self, mode=mode)(problem)
+        found = replace(self, mode=self._mode())._solve(problem)
+        asked = (found.stats.get(key, "none") for key in ("seed_policy", "policy"))
+        names = ", ".join(dict.fromkeys(name for name in asked if name != "none"))
+        return replace(found, stats=found.stats | {"network": names or "none"})
+
+    def _solve(self, problem: Problem) -> Solution:
+        mode: Any = self.mode
         if mode == "guided_search":
             return self._guided_search(problem)
         policy, name = self._policy(self.policy, problem, mode)

@@ -37,8 +37,9 @@ an order, value_s is of that order, and order has, for every device, its operato
 with the number of its micro-batch. Where micro-batches take turns (--max-phases) assignment is that
 of the first phase, and phases has what each later one has elsewhere. With --measurements planner is
 measured_search, and there also are measured_s, measured_single_s (of the best single device) and
-measurements; with the planner replicated also stages, each with its devices. For a language model
-there also is memory: of every device weights_bytes, kv_cache_bytes, buffers_bytes, needed_bytes and
+measurements; with the planner replicated also stages, each with its devices; with the planner
+policy also network, the files of the networks that were asked, or none. For a language model there
+also is memory: of every device weights_bytes, kv_cache_bytes, buffers_bytes, needed_bytes and
 there_bytes; and prefill_s, decode_s, weights (how often these count in value_s) and spread (by
 which share they may err), or largest_context where nothing fits.
 """
@@ -165,11 +166,7 @@ def run(args: argparse.Namespace) -> int:
         _say_measured(solution)
     elif found.stats.get("best_value_s", found.value_s) < found.value_s:
         _say_kept(found)
-    if found.stats.get("policy") == "untrained" and "policy=untrained" not in args.options:
-        cli.say(
-            f"no policy is released for {problem.objective} in this mode: the network is "
-            "untrained; policy=FILE takes one that you have trained (placement-train)"
-        )
+    _say_network(args, problem, found)
     if args.out or not args.json:
         _show_and_save(args, planner, problem, solution, measured)
     if args.trace:
@@ -289,6 +286,18 @@ def _say_kept(solution: Solution) -> None:
         f"predictions err by {solution.stats['margin']:.1%}; margin=0 takes it, "
         "--measurements 40 decides by running"
     )
+
+
+def _say_network(args: argparse.Namespace, problem: Problem, solution: Solution) -> None:
+    """Where the learned planner had nothing that was trained."""
+    if solution.stats.get("network") == "none":
+        who = "chance" if solution.stats["chooser"] == "uniform" else "the hand-written score"
+        cli.say(f"no network is involved for {problem.objective}: {who} chose the moves")
+    elif solution.stats.get("policy") == "untrained" and "policy=untrained" not in args.options:
+        cli.say(
+            f"no policy is released for {problem.objective} in this mode: the network is "
+            "untrained; policy=FILE takes one that you have trained (placement-train)"
+        )
 
 
 def _show_and_save(
@@ -477,7 +486,7 @@ def _answer(
 
     feasible = isfinite(solution.value_s)
     devices, phases = problem.cluster.device_names, np.atleast_2d(solution.placement)
-    told = ["measured_s", "measured_single_s", "measurements"]
+    told = ["measured_s", "measured_single_s", "measurements", "network"]
     told += ["replicated_period_s", "stages", "turns"]
     measured = {key: solution.stats[key] for key in told if key in solution.stats}
     if not isfinite(measured.get("measured_single_s", 0.0)):

@@ -44,4 +44,5 @@ def test_latency_is_planned_with_the_released_policies() -> None:
     assert several.value_s <= several.stats["baseline_value_s"]
     # Nothing ships for this objective: the hand-written score chooses, and that is said.
     stats = planner(problem.with_objective("period")).stats
-    assert (stats["policy"], stats["chooser"]) == ("none", "hand")
+    assert (stats["policy"], stats["chooser"], stats["network"]) == ("none", "hand", "none")
+    assert orders["network"] == "dispatch-latency.safetensors, order_search-latency.safetensors"

@@ -206,6 +206,11 @@ def test_plan_says_that_a_network_is_untrained(home: Path, capsys: Any) -> None:
     words = plan_args(home, "policy", "mode=zero_shot", "--json")
     assert main(words) == OK and said in capsys.readouterr().err
     assert main([*words, "policy=untrained"]) == OK and said not in capsys.readouterr().err
+    words = plan_args(home, "policy", "chooser=uniform", "--evaluations", "50", "--json")
+    assert main(words) == OK
+    told = capsys.readouterr()
+    assert "no network is involved for period: chance chose the moves" in told.err
+    assert json.loads(told.out)["network"] == "none"
 
 
 def test_commands_to_type_next_are_quoted(home: Path, tmp_path: Path, capsys: Any) -> None:
