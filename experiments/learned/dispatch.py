@@ -1,19 +1,25 @@
-"""A constructor of orders and devices, trained and untrained, on problems that it never saw."""
+"""A constructor of orders and devices, trained and untrained, on problems that it never saw.
+
+Alone, and in the planner ``policy``.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from experiments.study import Option, Options, Study
-from experiments.tables import Column, geometric, groups, table, to_csv
+from experiments.learned import few
+from experiments.learned.problems import DRAWN, REAL, unseen
+from experiments.study import RESULTS, Option, Options, Study
+from experiments.tables import Column, Mean, geometric, groups, read_csv, table, to_csv
 from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
@@ -28,13 +34,25 @@ FAMILIES = ("layered", "layered_wide", "towers", "lstm_grid", "butterfly", "mixt
 RULES = ("heft", "peft", "critical_path_first", "m_etf")
 UNTRAINED, TRAINED, LINEAR, UNIFORM = "untrained", "trained", "linear, trained", "uniform"
 SAMPLES = (1, 16, 64)  # 1: one greedy decode
+SHOPS = ("mk", "edata", "rdata", "vdata", "other shops")
+# Of these every so-many-th is searched; of the drawn and real graphs all.
+EVERY = {"mk": 1, "edata": 4, "rdata": 4, "vdata": 4, "other shops": 8}
+SEARCHED = {
+    "shops": SHOPS,
+    "graphs of 300 to 1,600 operators": (DRAWN, REAL),
+    "drawn ones": (DRAWN,),
+    "captured and public ones": (REAL,),
+}
+EVALUATIONS = 2000  # of the planner
+PLANNER, FROZEN = "policy", "policy, untrained"  # the planner
 
 
 @dataclass(frozen=True)
 class Row:
     """The best of so many decodes of one problem, in the problem's seconds.
 
-    ``known_s`` is the best value known, proved or not; None where nobody published any.
+    ``samples`` of the planner are its evaluations. ``known_s`` is the best value known, proved or
+    not; None where nobody published any.
     """
 
     suite: str
@@ -81,63 +99,151 @@ def problems(options: Options) -> Iterator[tuple[str, str, Problem, float | None
         yield "stg", f"{case.problem}/{case.devices}", case.load(), case.best_known
 
 
-def rows(options: Options) -> Iterator[Row]:
-    from agents.dispatch import DispatchNet
+class Who(NamedTuple):
+    """Who decodes: a network, and how much the rule counts."""
+
+    name: str
+    seed: int
+    net: Any
+    scale: float
+    digest: str  # of what was trained
+
+
+def decoders(options: Options) -> Iterator[Who]:
+    """Untrained and uniform ones, and the policies."""
     from agents.trained import TrainedPolicy, untrained_net
+
+    new = untrained_net(None, "dispatch")
+    yield Who(UNTRAINED, 0, new, 4.0, "")
+    yield Who(UNIFORM, 0, new, 1e-9, "")
+    for name, files in ((TRAINED, options.policies), (LINEAR, options.linear)):
+        for seed, path in seeds(files).items():
+            net: Any = TrainedPolicy.load(path).net
+            yield Who(name, seed, net, net.config.finish_weight, _file_digest(path))
+
+
+def seeds(policies: Sequence[str]) -> dict[int, str]:
+    """The policies by the seed of their training."""
+    from agents.trained import TrainedPolicy
+
+    return {int(TrainedPolicy.load(p).card["config"]["seed"]): p for p in policies}
+
+
+def _file_digest(path: str | Path) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def searched(options: Options) -> Iterator[tuple[str, str, Problem, float | None]]:
+    """What the planner is run on: some of the shops, and larger graphs."""
+    seen: Counter[str] = Counter()
+    for suite, name, problem, known_s in problems(options):
+        if suite in EVERY:
+            if seen[suite] % EVERY[suite] == 0:
+                yield suite, name, problem, known_s
+            seen[suite] += 1
+    for suite, more in unseen(options.data).items():
+        for name, problem in more.items():
+            yield suite, name, problem, None
+
+
+def finished(options: Options, what: list[Any], make: Callable[[], list[float]]) -> list[float]:
+    """Values of a problem that are decided by ``what``."""
+    name = f"{what[0]}-{what[1]}"
+    row = options.finished.row(dict, what, lambda: {"values": make()}, name)
+    values: list[float] = row["values"]
+    return values
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """Of the planner, then of one decode and more."""
+    yield from planned(options)
+    yield from decoded(options)
+
+
+def planned(options: Options) -> Iterator[Row]:
+    """The planner with every trained constructor, and with the seed of each untrained."""
+    from agents.planner import UNTRAINED as NEW
+
+    def plan(problem: Problem, **given: Any) -> list[float]:
+        return [load("policy", evaluations=EVALUATIONS, **given)(problem).value_s]
+
+    new = few.untrained(options)
+    given = {PLANNER: {}, FROZEN: {"policy": NEW}}
+    for suite, name, problem, known_s in searched(options):
+        for seed, path in seeds(options.policies).items():
+            for planner, file in ((PLANNER, path), (FROZEN, new)):
+                more = {"seed_policy": file, "seed": seed, **given[planner]}
+                what = [suite, name, planner, _file_digest(file), seed]
+                (value,) = finished(options, what, partial(plan, problem, **more))
+                yield Row(suite, name, planner, seed, EVALUATIONS, value, known_s)
+
+
+def decoded(options: Options) -> Iterator[Row]:
+    """Rules, and decodes of all others."""
     from envs.dispatch import Dispatcher
 
-    new: DispatchNet = untrained_net(None, "dispatch")
-    files = [(TRAINED, i, path) for i, path in enumerate(options.policies)]
-    files += [(LINEAR, i, path) for i, path in enumerate(options.linear)]
-    nets = [(UNTRAINED, 0, new, 4.0, ""), (UNIFORM, 0, new, 1e-9, "")]
-    for who, seed, path in files:
-        net = TrainedPolicy.load(path).net
-        digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        nets.append((who, seed, net, net.config.finish_weight, digest))
-
-    def decoded(problem: Problem, net: DispatchNet, scale: float) -> list[float]:
+    def decodes(problem: Problem, who: Who) -> list[float]:
         """The greedy decode, then samples; chance has no greedy one."""
-        episode, weights = Dispatcher(problem), net.weights()
+        episode, weights = Dispatcher(problem), who.net.weights()
         values = []
-        for sample in range(max(SAMPLES)):
-            episode.construct(weights, scale, None if sample == 0 and scale > 1e-6 else sample)
+        for sample in range(SAMPLES[-1]):
+            greedy = sample == 0 and who.name != UNIFORM
+            episode.construct(weights, who.scale, None if greedy else sample)
             values.append(episode.value_s())
         return values
 
     def ruled(problem: Problem) -> list[float]:
         return [value_of(problem, load(rule)(problem)) for rule in RULES]
 
-    def made(what: list[str], make: Callable[[], list[float]]) -> list[float]:
-        name = f"{what[0]}-{what[1]}"
-        row = options.finished.row(dict, what, lambda: {"values": make()}, name)
-        found: list[float] = row["values"]
-        return found
-
+    made = partial(finished, options)
+    deciding = list(decoders(options))
     for suite, name, problem, known_s in problems(options):
         values = made([suite, name, "rules", ""], partial(ruled, problem))
         for rule, value in zip(RULES, values, strict=True):
             yield Row(suite, name, rule, 0, 1, value, known_s)
-        for who, seed, net, scale, digest in nets:
-            values = made([suite, name, who, digest], partial(decoded, problem, net, scale))
+        for who in deciding:
+            values = made([suite, name, who.name, who.digest], partial(decodes, problem, who))
             for samples in SAMPLES:
-                yield Row(suite, name, who, seed, samples, min(values[:samples]), known_s)
+                yield Row(suite, name, who.name, who.seed, samples, min(values[:samples]), known_s)
+    given = {(who.name, who.seed) for who in deciding}
+    # Of trainings whose weights are no longer there the rows stay.
+    for row in STUDY.read(RESULTS):
+        if row.who in (TRAINED, LINEAR) and (row.who, row.seed) not in given:
+            yield row
 
 
 def over(rows: Sequence[Row], who: str, samples: int, base: str | None) -> dict[str, list[float]]:
-    """Values over those of ``base`` with as many samples (None: over the best known)."""
+    """Values over those of ``base`` with as many samples (None: over the best known).
+
+    Over that of the same seed, where ``base`` has several.
+    """
     mine = groups((r for r in rows if r.who == who and r.samples == samples), "problem")
     theirs = groups((r for r in rows if r.who == base and r.samples == samples), "problem")
     ratios: dict[str, list[float]] = {}
     for name, found in mine.items():
-        reference = found[0].known_s if base is None else theirs[name][0].value_s
-        if reference and all(np.isfinite(r.value_s) for r in found) and np.isfinite(reference):
-            ratios[name] = [r.value_s / reference for r in found]
+        others = {r.seed: r.value_s for r in theirs.get(name, ())}
+        first = next(iter(others.values()), None)
+        references = [r.known_s if base is None else others.get(r.seed, first) for r in found]
+        values = [r.value_s for r in found]
+        if all(references) and np.isfinite([*values, *references]).all():
+            ratios[name] = [v / x for v, x in zip(values, references, strict=True)]
     return ratios
 
 
-def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
-    """Both tables."""
-    suites_of = list(groups(rows, "suite").items())
+def searches(rows: Sequence[Row], which: Sequence[str], base: str | None = FROZEN) -> Mean:
+    """The planner over itself untrained (None: over the best known), in these suites."""
+    return geometric(over([r for r in rows if r.suite in which], PLANNER, EVALUATIONS, base))
+
+
+def trainings(rows: Sequence[Row], who: str) -> int:
+    """How many are in the rows."""
+    return len({r.seed for r in rows if r.who == who})
+
+
+def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
+    """All tables."""
+    decodes = [r for r in rows if r.samples in SAMPLES]
+    suites_of = list(groups(decodes, "suite").items())
 
     def lines(base: str | None, who: Sequence[str]) -> list[dict[str, Any]]:
         made = []
@@ -152,7 +258,8 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
 
     known = [suite for suite, mine in suites_of if mine[0].known_s]
     every = [suite for suite, _ in suites_of]
-    field = [w for w in dict.fromkeys(r.who for r in rows)]
+    there = {r.who for r in decodes}
+    field = [w for w in (*RULES, UNTRAINED, UNIFORM, TRAINED, LINEAR) if w in there]
 
     def columns(names: Sequence[str]) -> list[Column]:
         return [Column(x, x) for x in ("who", "decodes", *names)]
@@ -161,6 +268,14 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
         "against": table(lines(UNTRAINED, field), *columns(every)),
         "gaps": table(lines(None, field), *columns(known)),
         "counts": ", ".join(f"{suite} {len(groups(mine, 'problem'))}" for suite, mine in suites_of),
+        "seeds": trainings(rows, TRAINED),
+        "searched": table(
+            list(SEARCHED.items()),
+            Column("problems", lambda x: x[0]),
+            Column("number", lambda x: searches(rows, x[1]).count),
+            Column("trainings", lambda x: trainings(rows, PLANNER)),
+            Column("trained against untrained", lambda x: searches(rows, x[1]).percent()),
+        ),
     }  # fmt: skip
 
 
@@ -200,10 +315,15 @@ def curve(options: Options) -> list[Point]:
 
 
 def files(rows: Sequence[Row], options: Options) -> dict[str, str]:
+    name = f"{NAME}_curve.csv"
     if options.checkpoints is None:
         return {}
-    options.points = curve(options)
-    return {f"{NAME}_curve.csv": to_csv(options.points)}
+    made = curve(options)
+    runs = {p.run for p in made}
+    # The line of a run whose checkpoints are no longer there stays.
+    kept = [p for p in read_csv(Point, RESULTS / name) if p.run not in runs]
+    options.points = sorted(kept + made, key=lambda p: (p.run, p.steps, p.suite))
+    return {name: to_csv(options.points)}
 
 
 def plot(rows: Sequence[Row], path: Path, options: Options) -> None:

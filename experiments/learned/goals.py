@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments import measured
-from experiments.learned import against, giph, guided, zero_shot
+from experiments.learned import against, dispatch, giph, guided, zero_shot
 from experiments.learned.cells import Cell, best_known, gain
 from experiments.study import Options, Study
 from experiments.tables import Column, Mean, geometric, groups, read_csv, share, table
@@ -38,6 +38,7 @@ def goals(results: Path) -> list[Goal]:
     return [
         *_never_worse(results),
         *_guided(results),
+        *_constructor(results),
         *_zero_shot(results),
         _few_evaluations(results),
         *_few_measurements(results),
@@ -102,6 +103,33 @@ def _guided(results: Path) -> list[Goal]:
         attainable = f"{100 * (best.value - 1):+.2f} %" if best.count else "–"
         rows.append(Goal(regime, goal, reached, _below(mean, aim), command, attainable))
     return rows
+
+
+def _constructor(results: Path) -> list[Goal]:
+    """Of the constructor of orders and devices, alone and in the planner."""
+    rows = read_csv(dispatch.Row, results / f"{dispatch.NAME}.csv")
+    seeds = len({r.seed for r in rows if r.who == dispatch.TRAINED})
+    first = f"constructor, {seeds} seeds, against itself untrained"
+
+    def one_decode(suite: str, base: str | None) -> Mean:
+        mine = [r for r in rows if r.suite == suite]
+        return geometric(dispatch.over(mine, dispatch.TRAINED, 1, base))
+
+    def row(regime: str, goal: str, mean: Mean, met: bool | None) -> Goal:
+        reached = mean.percent() if mean.count else NOT_RUN
+        return Goal(regime, goal, reached, met, "python -m experiments.learned dispatch")
+
+    families = one_decode("families", dispatch.UNTRAINED)
+    regime = f"{first}: one decode, families never trained on"
+    found = [row(regime, "-3 %", families, _below(families, 0.97))]
+    for what, suites in list(dispatch.SEARCHED.items())[:2]:
+        mean = dispatch.searches(rows, suites)
+        regime = f"the same in the planner, 2,000 evaluations, {mean.count} {what}"
+        found.append(row(regime, "-1 %", mean, _below(mean, 0.99)))
+    shops = one_decode("mk", None)
+    regime = f"constructor, one decode of {shops.count} of Brandimarte's shops"
+    met = shops.value <= 1.09 if shops.count else None
+    return [*found, row(regime, "<= 9 % above the best known", shops, met)]
 
 
 def _as_if(best_s: Mapping[str, float], cells: Sequence[Cell], planner: str) -> list[Cell]:

@@ -20,6 +20,10 @@ from placement.workloads import synthetic
 
 Problems = dict[str, Problem]
 MICROBATCHES, IN_FLIGHT = 32, 4  # of captured models in a pipeline
+DRAWN, REAL = "drawn", "real"
+MACHINE = "intel-r-xeon-r-processor-b65e2a3b"  # of the data set
+MEASURED = ("lstm-batch1", "t5-batch1", "bert_base-batch1", "small-Jamba-batch2-size32",
+            "small-Mamba-batch2-size32", "small-MobileViT-batch2-size160")  # fmt: skip
 FAMILIES = ("operator graphs", "layer graphs", "pipedream", "moirai", "captured", "synthetic")
 
 
@@ -119,6 +123,39 @@ def large(graphs: int) -> Problems:
         for name, draw in shapes.items()
         for seed in range(HELD_OUT, HELD_OUT + graphs)
     }
+
+
+def unseen(data: Path) -> dict[str, Problems]:
+    """Latency graphs of 300 to 1,600 operators that ``envs.generators:Latency`` never draws.
+
+    Seeds of its held-out families; and public files and measured models, these on twice the two
+    devices that they were measured on.
+    """
+    unlike = (1.0, 2.0, 4.0)
+    shapes = {
+        "layered": synthetic.Family(synthetic.layered(20, 30, 0.1)),
+        "layered_wide": synthetic.families()["layered_wide"],
+        "lstm_grid": synthetic.Family(synthetic.grid(6, 120), 8, ccr=0.2, heterogeneity=0.5),
+        "u_net": synthetic.Family(synthetic.u_net(8, 25), ccr=0.8),
+        "towers": synthetic.Family(synthetic.towers(60, 10), 8, ccr=1.0, speeds=unlike),
+        "mixture_of_experts": synthetic.Family(synthetic.experts(30, 12), 8, ccr=0.4),
+        "butterfly": synthetic.Family(synthetic.butterfly(6), ccr=1.0, heterogeneity=1.0),
+    }
+    drawn = {
+        f"{name}-{seed}": family(seed).with_objective("latency")
+        for name, family in shapes.items()
+        for seed in (HELD_OUT, HELD_OUT + 1)
+    }
+    public_ones = pipedream(data) | family("moirai", data)
+    real = {
+        name: problem
+        for name, problem in public_ones.items()
+        if problem.objective is Objective.LATENCY and 300 <= problem.num_ops <= 1600
+    }
+    for name in MEASURED:
+        file = study.ROOT / "experiments/dataset" / MACHINE / f"{name}.json.gz"
+        real[name] = twice_the_devices(importers.load(file, objective="latency"))
+    return {DRAWN: drawn, REAL: real}
 
 
 def sized(operators: int) -> Problem:

@@ -116,10 +116,10 @@ def families() -> dict[str, Family]:
         "reduction_tree": Family(reduction(256), ccr=0.5, heterogeneity=1.0),
         "transformer": Family(transformer(24, 4), memory=0.6),
         "transformer_training": Family(transformer(6, 2), training=True, memory=0.6),
-        "u_net": Family(_u_net(5, 12), ccr=0.8),
-        "towers": Family(_towers(26, 5), 8, ccr=1.0, speeds=unlike),
-        "mixture_of_experts": Family(_experts(12, 8), 8, ccr=0.4),
-        "butterfly": Family(_butterfly(5), ccr=1.0, heterogeneity=1.0),
+        "u_net": Family(u_net(5, 12), ccr=0.8),
+        "towers": Family(towers(26, 5), 8, ccr=1.0, speeds=unlike),
+        "mixture_of_experts": Family(experts(12, 8), 8, ccr=0.4),
+        "butterfly": Family(butterfly(5), ccr=1.0, heterogeneity=1.0),
     }
 
 
@@ -349,7 +349,7 @@ def transformer(layers: int, heads: int) -> Shape:
     return shape
 
 
-def _u_net(depth: int, length: int) -> Shape:
+def u_net(depth: int, length: int) -> Shape:
     """Chains down, a bottom, and chains up that also need the output of their level."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:
@@ -363,7 +363,7 @@ def _u_net(depth: int, length: int) -> Shape:
     return shape
 
 
-def _towers(towers: int, length: int) -> Shape:
+def towers(towers: int, length: int) -> Shape:
     """Independent chains (embeddings), pairwise interactions of neighbours, one top chain."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:
@@ -383,7 +383,7 @@ def _towers(towers: int, length: int) -> Shape:
     return shape
 
 
-def _experts(layers: int, experts: int) -> Shape:
+def experts(layers: int, experts: int) -> Shape:
     """Blocks of a router, experts of three operators behind it, and their sum with a skip."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:
@@ -402,7 +402,7 @@ def _experts(layers: int, experts: int) -> Shape:
     return shape
 
 
-def _butterfly(stages: int) -> Shape:
+def butterfly(stages: int) -> Shape:
     """The exchanges of a fast Fourier transform of ``2 ** stages`` points."""
 
     def shape(rng: np.random.Generator) -> tuple[int, Edges]:

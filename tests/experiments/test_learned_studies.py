@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 from experiments import budgets, measured, results, study
-from experiments.learned import against, cells, doppler, executed, goals, guided, resched
+from experiments.learned import (
+    against,
+    cells,
+    dispatch,
+    doppler,
+    executed,
+    goals,
+    guided,
+    resched,
+)
 from experiments.learned import problems as made
 from experiments.learned.__main__ import main
 from experiments.learned.cells import Cell, Task, least, ratios
@@ -208,6 +217,15 @@ def test_families_from_files() -> None:
     }
 
 
+@needs_data
+def test_graphs_for_the_constructor_are_none_that_it_was_trained_on() -> None:
+    found = made.unseen(study.DATA)
+    assert {k: len(v) for k, v in found.items()} == {made.DRAWN: 14, made.REAL: 11}
+    for problem in (p for some in found.values() for p in some.values()):
+        assert 300 <= problem.num_ops <= 1600 and problem.objective == "latency"
+    assert {n.rpartition("-")[0] for n in found[made.DRAWN]} == set(dispatch.FAMILIES)
+
+
 # --- reports and goals ---------------------------------------------------------------------------
 
 
@@ -248,6 +266,32 @@ def test_goals_from_files(tmp_path: Path) -> None:
     # The best known, (0.7, 0.75), over (0.7, 1) and over (0.75, 0.75).
     assert "| -13.40 % |" in best and "| -3.39 % |" in soft
     assert "latency, >= 1500" in page and goals.NOT_RUN in page
+
+
+def test_constructors_are_compared_with_the_same_seed_where_there_are_several(
+    tmp_path: Path,
+) -> None:
+    def row(suite: str, who: str, seed: int, samples: int, value_s: float) -> dispatch.Row:
+        return dispatch.Row(suite, f"of {suite}", who, seed, samples, value_s, 1.0)
+
+    many = dispatch.EVALUATIONS
+    rows = [
+        row("families", dispatch.UNTRAINED, 0, 1, 2.0),
+        *(row("families", dispatch.TRAINED, k, 1, 1.8) for k in range(5)),
+        *(row("mk", dispatch.TRAINED, k, 1, 1.1) for k in range(5)),
+        row("mk", dispatch.UNTRAINED, 0, 1, 1.2),
+        row("mk", dispatch.PLANNER, 0, many, 1.0),
+        row("mk", dispatch.FROZEN, 0, many, 1.25),
+        row("mk", dispatch.PLANNER, 1, many, 1.2),
+        row("mk", dispatch.FROZEN, 1, many, 1.5),
+    ]
+    found = dispatch.over(rows, dispatch.PLANNER, many, dispatch.FROZEN)
+    assert found == {"of mk": pytest.approx([0.8, 0.8])}
+    (tmp_path / f"{dispatch.NAME}.csv").write_text(to_csv(rows), encoding="utf-8")
+    told = [r for r in goals.goals(tmp_path) if r.command.endswith(" dispatch")]
+    assert [r.met for r in told] == [True, True, None, False]
+    assert "5 seeds" in told[0].regime and told[1].reached.startswith("-20.0 %")
+    assert told[2].reached == goals.NOT_RUN and told[3].reached.startswith("+10.0 %")
 
 
 def test_every_problem_that_was_measured_is_a_goal_of_its_own(tmp_path: Path) -> None:
