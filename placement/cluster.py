@@ -265,6 +265,10 @@ class Cluster:
                     f"device {short(d.name)}: streams = {short(d.streams)}, must name a device of "
                     f"this cluster with memory of its own: {short(sorted(real))}"
                 )
+            if d.streams is not None and all(x.kind != "cpu" for x in self.devices):
+                raise ClusterError(
+                    f"device {short(d.name)} streams from host memory: declare a device of kind cpu"
+                )
 
     @property
     def num_devices(self) -> int:

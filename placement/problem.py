@@ -147,8 +147,8 @@ class Problem:
         A device that ``streams`` has none of its own: placed there means that an operator runs on
         ``worker``, with parameters from host memory. While one operator runs, those of the next are
         copied into the other of two buffers; so it takes what running or copying takes, whichever
-        is longer. Simulators count it, and its tensors, on ``worker``, the parameters in the memory
-        of the host (``host_of``), and on ``worker`` two buffers for the most that an operator reads.
+        is longer. Simulators count it, and its tensors, on ``worker``, its parameters in the memory
+        of the host (``host_of``), and on ``worker`` two buffers for the most that one reads.
         """
         return self.cluster.worker
 
