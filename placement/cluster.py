@@ -115,8 +115,6 @@ class Device:
     @property
     def measured_as(self) -> str:
         """The device whose measured times are its own, ``speed`` apart: of the library none is."""
-        if self.streams is not None:
-            return self.streams
         return self.name if self.like is None or self.like in library() else self.like
 
 
@@ -309,6 +307,14 @@ class Cluster:
     def streaming(self) -> list[int]:
         """Numbers of the devices whose parameters stay in host memory."""
         return [i for i, d in enumerate(self.devices) if d.streams is not None]
+
+    @property
+    def workers(self) -> Cluster:
+        """Without the devices that stream: those that can be measured."""
+        if not self.streaming:
+            return self
+        devices = tuple(d for d in self.devices if d.streams is None)
+        return replace(self, devices=devices, links=between(self.links, [d.name for d in devices]))
 
     @cached_property
     def power(self) -> Power:

@@ -390,9 +390,11 @@ def load_or_measure(
     that are measured must be on this machine. A profile that cannot be saved (no space, no
     permission) is returned all the same, with a warning.
     """
-    if any(d.like is not None for d in cluster.devices):
+    is_like = any(d.like is not None for d in cluster.devices)
+    if is_like or cluster.streaming:
         options: dict[str, Any] = {"repeats": repeats, "progress": progress, "folder": folder}
-        return load_or_measure(graph, Cluster.detect(), **options).for_cluster(cluster)
+        here = Cluster.detect() if is_like else cluster.workers
+        return load_or_measure(graph, here, **options).for_cluster(cluster)
     path = cached_path(graph, cluster, folder)
     if path.exists():
         profile = Profile.load(path)

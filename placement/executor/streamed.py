@@ -19,7 +19,9 @@ from torch import Tensor
 
 from placement.cluster import Cluster, Device, Link
 from placement.executor import weights
-from placement.executor.backend import Backend, CudaBackend, backend_for
+from placement.executor.backend import Backend, CudaBackend, backend_for, is_cuda_here
+from placement.graph import OpGraph
+from placement.profile import Profile
 from placement.program import Program, storage_of
 
 _ALIGNED = 256  # bytes, as kernels may read several numbers at once
@@ -120,7 +122,7 @@ def with_streaming(cluster: Cluster) -> Cluster:
     first. A cluster without a CPU or without a GPU is returned as it is.
     """
     hosts = [d.name for d in cluster.devices if d.kind == "cpu"]
-    cards = [d for d in cluster.devices if d.kind == "cuda" and d.streams is None]
+    cards = [d for d in cluster.devices if d.streams is d.like is None and is_cuda_here(d.name)]
     if not hosts or not cards or cluster.streaming:
         return cluster
     idle_w = [None if d.idle_w is None else 0.0 for d in cards]  # the card's own are counted there
@@ -130,6 +132,19 @@ def with_streaming(cluster: Cluster) -> Cluster:
     ]
     links = [Link(hosts[0], f"streamed/{d.name}", *_copying(backend_for(d))) for d in cards]
     return replace(cluster, devices=(*cluster.devices, *more), links=(*cluster.links, *links))
+
+
+def streaming_where_short(
+    graph: OpGraph, cluster: Cluster, profile: Profile
+) -> tuple[Cluster, Profile]:
+    """``with_streaming`` if a GPU has no memory for the parameters, and tensors of a micro-batch.
+
+    Otherwise, and for a training step, both as they are.
+    """
+    whole = int(graph.param_bytes.sum() + graph.tensor_bytes.sum())
+    short = any(d.kind == "cuda" and d.memory_bytes < whole for d in cluster.devices)
+    more = with_streaming(cluster) if short and not graph.is_backward.any() else cluster
+    return more, profile if more is cluster else profile.for_cluster(more)
 
 
 def _copying(backend: Backend) -> tuple[float, float]:

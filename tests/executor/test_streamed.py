@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,19 +13,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster, ClusterError, Device, Link
+from placement.costs.measure import cached_path, load_or_measure
 from placement.executor import Executor, Runner
-from placement.executor.streamed import with_streaming
+from placement.executor.streamed import _Slot, streaming_where_short, with_streaming
+from placement.graph import OpGraph
 from placement.objective import Objective
-from placement.plan import load_plan, make_plan
-from placement.problem import Problem, ProblemError, Solution
+from placement.plan import Plan, make_plan
+from placement.problem import Problem, ProblemError
 from placement.profile import Profile
+from placement.program import split_inputs
 from placement.simulator import evaluate, score, simulate, simulate_reference
 from placement.workloads import load
 from tests import emulated_gpu
+from tests.emulated_gpu import Event
+from tests.executor.test_gpu import others_like
 from tests.problems import random_problem
 
 CPU, GPU = Device("cpu:0"), Device("cuda:0", "cuda")
@@ -43,7 +51,9 @@ def chosen(graph, seed, devices=(0, 1, 2)):
 def with_twins(seed: int) -> Problem:
     """A random problem, in which one or two devices with own memory have one that streams."""
     problem, rng = random_problem(seed), np.random.default_rng(seed)
-    devices = [replace(d, kind="gpu" if i else "cpu") for i, d in enumerate(problem.cluster.devices)]
+    devices = [
+        replace(d, kind="gpu" if i else "cpu") for i, d in enumerate(problem.cluster.devices)
+    ]
     cards = [d for d in devices[1:] if rng.random() < 0.7]
     twins = [Device(f"s/{d.name}", d.kind, streams=d.name, busy_w=0.0, idle_w=0.0) for d in cards]
     links = [Link(devices[0].name, t.name, 0.5, 7.0) for t in twins if rng.random() < 0.5]
@@ -75,8 +85,6 @@ def test_kernel_equals_reference_where_devices_stream(seed: int) -> None:
 
 def two_layers(memory_bytes: int = 2**40) -> Problem:
     """Two operators of 1 s on the GPU and 10 s on the CPU, with 40 and 30 bytes that take 4 s."""
-    from placement.graph import OpGraph
-
     graph = OpGraph.build(
         "two", ["a", "b"], [0, 1], [1, 1], [(0, 1)], param_bytes=[40, 30],
         param_uses=[(0, 0), (1, 1)],
@@ -109,7 +117,7 @@ def test_what_cannot_be_streamed_is_refused_by_name() -> None:
         Cluster("c", (GPU, STREAMED))
     problem = two_layers()
     backward = replace(problem.graph, is_backward=np.array([False, True]))
-    with pytest.raises(ProblemError, match="'streamed/cuda:0'.*inference"):
+    with pytest.raises(ProblemError, match=r"'streamed/cuda:0'.*inference"):
         replace(problem, graph=backward)
 
 
@@ -174,36 +182,151 @@ def test_many_tokens_are_worth_a_copy_of_the_weights_and_few_are_not(
         if streams:
             assert (used[0] == 2).any() and values[0] < 0.8 * values[1]
         else:
-            assert values[0] <= 1.05 * values[1] and (used[0] == 0).any()
+            assert values[0] <= 1.1 * values[1] and (used[0] == 0).any()
 
 
 # --- on the emulated GPU -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["layers", "tiny_branches", "tiny_views", "dlrm_tiny", "bert_tiny"])
-def test_results_are_the_modules_and_no_buffer_is_written_while_it_is_read(name: str) -> None:
-    if name == "layers":
-        module, inputs = Layers().eval(), (torch.randn(3, 64),)
-    else:
-        module, inputs = load(name)
-    graph = capture(module, inputs)
-    from tests.executor.test_gpu import others_like, split_inputs
-    from torch.utils import _pytree as pytree
+def stream_all(graph, module, inputs, placements, count=4) -> None:
+    """Streams of other inputs through each placement give what the module does."""
+    items = [others_like(inputs, i) for i in range(count)]
+    for placement in placements:
+        with Runner(graph, THREE, placement) as runner:
+            for item, found in zip(items, runner.stream(items), strict=True):
+                args, kwargs = split_inputs(item)
+                with torch.no_grad():
+                    wanted = pytree.tree_leaves(module(*args, **kwargs))
+                torch.testing.assert_close(pytree.tree_leaves(found), wanted, rtol=1e-4, atol=1e-5)
 
-    items = [others_like(inputs, i) for i in range(4)]
-    expected = []
-    for item in items:
-        args, kwargs = split_inputs(item)
-        with torch.no_grad():
-            expected.append(pytree.tree_leaves(module(*args, **kwargs)))
+
+def layers(count: int = 6) -> tuple[nn.Module, Any, Any]:
+    module, inputs = Layers(count).eval(), (torch.randn(3, 64),)
+    return module, inputs, capture(module, inputs)
+
+
+@pytest.mark.parametrize("name", ["layers", "tiny_branches", "tiny_views", "dlrm_tiny"])
+def test_results_are_the_modules_wherever_operators_and_parameters_are(name: str) -> None:
+    module, inputs = load(name) if name != "layers" else layers()[:2]
+    graph = capture(module, inputs)
     placements = [chosen(graph, 1, (2,)), chosen(graph, 2), chosen(graph, 3, (1, 2))]
     placements.append(np.stack([chosen(graph, 4, (1, 2)), chosen(graph, 5, (1, 2))]))
-    slow = 1 if name == "layers" else 0.2
-    for copy_s, kernel_s in ((2e-3 * slow, 0.0), (0.0, 1e-3 * slow), (1e-4, 1e-4)):
+    for copy_s, kernel_s in ((1e-3, 0.0), (0.0, 5e-4)):
         with emulated_gpu.emulated(copy_s=copy_s, kernel_s=kernel_s) as gpu:
-            for placement in placements:
-                with Runner(graph, THREE, placement) as runner:
-                    for found, wanted in zip(runner.stream(items), expected, strict=True):
-                        found = pytree.tree_leaves(found)
-                        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-            assert gpu.num_races == 0 and not gpu.copies["pageable"] * (name == "layers")
+            stream_all(graph, module, inputs, placements)
+        assert gpu.num_races == 0
+
+
+@pytest.mark.parametrize("forgotten", ["read", "arrived"])
+def test_the_emulated_gpu_notices_a_buffer_that_is_written_or_read_too_early(
+    forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the test before says little."""
+    made = _Slot.__init__
+
+    def without(slot: _Slot, *args: Any) -> None:
+        made(slot, *args)
+        setattr(slot, forgotten, SimpleNamespace(record=lambda stream: None, done=Event().done))
+
+    module, inputs, graph = layers()
+    slow = {"kernel_s": 2e-3} if forgotten == "read" else {"copy_s": 2e-3}
+    with emulated_gpu.emulated(**slow), pytest.raises((AssertionError, RuntimeError)):
+        monkeypatch.setattr(_Slot, "__init__", without)
+        stream_all(graph, module, inputs, [chosen(graph, 1, (2,))])
+
+
+def test_parameters_are_copied_while_operators_run() -> None:
+    """Six layers, whose weight takes 10 ms to come, and two kernels of 5 ms."""
+    _, inputs, graph = layers()
+    with emulated_gpu.emulated(kernel_s=5e-3, copy_s=5e-3, poison=False) as gpu:
+        placement = chosen(graph, 0, (2,))
+        with Runner(graph, THREE, placement, max_in_flight=2) as runner:
+            list(runner.stream([inputs] * 2))
+            gpu.copies.clear()
+            list(runner.stream([inputs] * 3))
+    # A weight and a bias of every linear layer, and of the norm: for each of three micro-batches.
+    assert gpu.copies["pinned"] >= 3 * 2 * 12 and not gpu.copies["pageable"]
+
+
+def test_what_was_written_since_shows_in_the_next_call() -> None:
+    module, (x,), graph = layers()
+    with (
+        emulated_gpu.emulated(copy_s=1e-3),
+        Runner(graph, THREE, chosen(graph, 0, (2,))) as runner,
+    ):
+        for _ in range(3):
+            torch.testing.assert_close(runner(x), module(x))
+            with torch.no_grad():
+                module.layers[0].weight.mul_(1.5)  # which was copied ahead
+                module.layers[-1].bias.add_(1.0)
+
+
+def test_runs_that_copy_parameters_are_no_cuda_graphs_and_others_are() -> None:
+    module, (x,), graph = layers(8)
+    placement = chosen(graph, 0, (1,))
+    placement[:4] = 2
+    with emulated_gpu.emulated() as gpu, Runner(graph, THREE, placement) as runner:
+        runner.cuda_graphs = True
+        for i in range(5):
+            torch.testing.assert_close(runner(x + i), module(x + i))
+        assert set(runner.not_graphed.values()) == {
+            "parameters are copied from host memory meanwhile"
+        }
+    assert gpu.num_races == 0
+
+
+def test_a_model_twice_as_large_as_the_gpu_stays_within_its_memory_as_predicted() -> None:
+    module, x = Layers(16, 128).eval(), torch.randn(8, 128)
+    problem, _ = half_of(module, x, 0.02)
+    answer = planners.load("macro_search", evaluations=600)(problem)
+    room = int(problem.memory_bytes[1])
+    assert (answer.placement == 2).any() and (answer.placement == 1).any()
+    plan = make_plan(problem, answer, planner="macro_search")
+    with emulated_gpu.emulated(memory_bytes=room, copy_s=1e-4) as gpu:
+        line = Executor(problem).run(answer.placement)
+        assert line.peak_bytes is not None and line.peak_bytes[1] == gpu.peak[0] <= room
+        predicted = simulate(problem, answer.placement).peak_bytes
+        assert predicted is not None and 0.8 < gpu.peak[0] / predicted[1] <= 1.05
+        with load_plan_text(plan).bind(module) as runner:
+            torch.testing.assert_close(runner(x), module(x), rtol=1e-4, atol=1e-5)
+        with pytest.raises(torch.OutOfMemoryError), Runner(problem.graph, THREE, chosen(
+            problem.graph, 0, (1,)
+        )) as runner:  # fmt: skip
+            runner(x)
+
+
+def load_plan_text(plan: Plan) -> Plan:
+    return Plan.model_validate_json(plan.model_dump_json())
+
+
+def test_gpus_get_a_device_that_streams_and_others_do_not() -> None:
+    with emulated_gpu.emulated(num_devices=2):
+        cards = (replace(GPU, idle_w=50.0, busy_w=300.0), Device("cuda:1", "cuda"))
+        more = with_streaming(Cluster("c", (CPU, *cards)))
+        assert more.device_names[3:] == ("streamed/cuda:0", "streamed/cuda:1")
+        assert more.worker.tolist() == [0, 1, 2, 1, 2] and more.streaming == [3, 4]
+        assert [(x.src, x.dst) for x in more.links] == [
+            ("cpu:0", "streamed/cuda:0"), ("cpu:0", "streamed/cuda:1"),
+        ]  # fmt: skip
+        assert all(1e6 < x.bandwidth_bytes_per_s < 1e13 for x in more.links)
+        assert with_streaming(more) is more
+    two = Cluster("two", (CPU, Device("cpu:1")))
+    assert with_streaming(two) is two
+
+
+def test_a_gpu_that_is_too_small_for_the_model_streams_and_is_measured_without(
+    tmp_path: Path,
+) -> None:
+    graph = layers()[2]
+    seconds = np.random.default_rng(0).random((graph.num_ops, 2))
+    half = Cluster("half", (CPU, replace(GPU, memory_bytes=int(graph.param_bytes.sum()) // 2)))
+    profile = Profile(half.device_names, seconds, 0 * seconds)
+    with emulated_gpu.emulated():
+        cluster, wider = streaming_where_short(graph, half, profile)
+        assert cluster.device_names == ("cpu:0", "cuda:0", "streamed/cuda:0")
+        assert (wider.compute_s == seconds[:, [0, 1, 1]]).all()
+        profile.save(cached_path(graph, half, tmp_path))
+        loaded = load_or_measure(graph, cluster, folder=tmp_path)
+        assert loaded.device_names == cluster.device_names
+        large = Cluster("large", (CPU, replace(GPU, memory_bytes=2**40)))
+        assert streaming_where_short(graph, large, profile) == (large, profile)
