@@ -13,12 +13,13 @@ import platform
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,9 @@ from placement.tools.files import FileError, cache_folder
 
 Floats = NDArray[np.float64]
 Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
+Way = frozenset[tuple[str, str]]  # pairs of devices, by name
+Ways = Mapping[Way, tuple[float, float]]  # of each a factor of transfers, and seconds of sending
+Costs = tuple[float, float, float, float, Ways]  # as ``scaled`` takes them
 
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
 _LONG_BYTES = 2**26  # besides, where a GPU is: its link is not full before
@@ -65,11 +69,13 @@ _CALIBRATION_PRIOR_S = 4e-5  # of sending, what a factor of e is of the others
 _CALIBRATION_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _CALIBRATION_SENDING_S = (0.0, 1e-5, 2e-5, 4e-5)
 _CALIBRATION_BETWEEN = (2**-0.5, 1.0, 2**0.5)  # then in whole pipelines, not in short ones
+_CALIBRATION_WAY_S = (0.0, 2e-5, 5e-5, 1e-4, 2e-4)  # more of sending, of one kind of link; its
+_CALIBRATION_WAY_PRIOR_S = 2e-4  # launching thread is asked for more than a queue
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
 _DISTURBED = 0.9  # of its measured seconds, in which a device later runs the whole graph
-_RULES = 8  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_RULES = 9  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _RISING_S, _MOST_RUNS = 0.03, 50  # in which a GPU's clock rises, and runs meanwhile at most
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
 _CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
@@ -223,10 +229,11 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     they cost in the middle of a model: caches, the interpreter and the sleep of idle cores take
     part. So a few placements run, and a factor for each of the three, and the processor time of
     handing over a tensor, are chosen with which their latencies and periods are predicted best,
-    by devices of the speed that they have meanwhile: single devices run too. One that is clearly
-    faster then was disturbed when it was measured, as others only ever slow it down. By how much
-    they are still missed then is the profile's ``error``. A placement that a GPU has no memory for
-    tells nothing; where that are all, the profile stays as it is.
+    by devices of the speed that they have meanwhile: single devices run too. Between unlike kinds
+    of devices each way (to a GPU, from it) has a factor and seconds of sending of its own. One that
+    is clearly faster then was disturbed when it was measured, as others only ever slow it down.
+    By how much they are still missed then is the profile's ``error``. A placement that a GPU has no
+    memory for tells nothing; where that are all, the profile stays as it is.
     """
     least = np.where(np.isfinite(profile.compute_s), profile.compute_s, 0.0)
     short = int(np.clip(_CALIBRATION_S / least.sum(axis=0).mean(), 1, 8))
@@ -270,27 +277,36 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     times = np.where(np.isfinite(times), times, 1.0)
     meanwhile = at_speed(profile, times)
 
-    def missed(costs: tuple[float, ...], num_microbatches: int) -> Floats:
+    def missed(costs: Costs, num_microbatches: int) -> Floats:
         guess = replace(problem, profile=scaled(meanwhile, *costs))
         values = evaluate(replace(guess, num_microbatches=num_microbatches), placements)
         return np.log(np.stack([values.latency_s, values.period_s], axis=1) / measured)
 
-    def error(costs: tuple[float, ...], num_microbatches: int) -> float:
+    def error(costs: Costs, num_microbatches: int) -> float:
         # What makes no clear difference stays as it was measured.
-        *factors, sending_s = costs
+        *factors, sending_s, ways = costs
+        factors += [factor for factor, _ in ways.values()]
         change = np.abs(np.log(factors)).sum() + sending_s / _CALIBRATION_PRIOR_S
+        change += sum(more_s for _, more_s in ways.values()) / _CALIBRATION_WAY_PRIOR_S
         return float(np.abs(missed(costs, num_microbatches)).mean() + _CALIBRATION_PRIOR * change)
 
     # All combinations: what one factor takes away another can give, so one at a time gets stuck.
-    every = itertools.product(*[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S)
+    every = itertools.product(*[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S, [{}])
     nearly = min(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
-    between = itertools.product(*[sorted({c * x for x in _CALIBRATION_BETWEEN}) for c in nearly])
-    chosen = min(between, key=lambda costs: error(costs, many))
+    steps = [sorted({c * x for x in _CALIBRATION_BETWEEN}) for c in nearly[:-1]]
+    chosen = min(itertools.product(*steps, [{}]), key=lambda costs: error(costs, many))
+    factors = sorted({c * x for x in _CALIBRATION_BETWEEN for c in _CALIBRATION_FACTORS})
+    for way in 2 * _ways(cluster):  # what one has in excess of its own another may lack
+        chosen = (1.0, *chosen[1:3], 0.0, chosen[-1])
+        own = itertools.product(factors, _CALIBRATION_WAY_S)
+        some = [(*chosen[:-1], {**chosen[-1], way: costs}) for costs in own]
+        chosen = min(some, key=lambda costs: error(costs, many))
     names = ("transfers", "waking", "neighbours", "sending_s")
     # What all placements have in common does not make one look better than another.
     left = missed(chosen, many)
     facts = {
-        "calibration": dict(zip(names, chosen, strict=True)),
+        "calibration": dict(zip(names, chosen, strict=False)),
+        "ways": [[*sorted(way)[0], *own] for way, own in chosen[-1].items()],
         "alone": times.tolist(),
         "error": float(np.abs(left - np.median(left, axis=0)).mean()),
     }
@@ -302,7 +318,8 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
     """Placements int32 ``[B, N]`` of pieces of the order that runs.
 
     Plans cut at some places only. Where nearly all is cut, all devices are busy too, and what
-    crossing costs cannot be told from what neighbours do.
+    crossing costs cannot be told from what neighbours do. Each begins on the next device: what
+    sending costs one shows where it has more to do than others.
     """
     graph, devices = problem.graph, problem.num_devices
     rng = np.random.default_rng(_CALIBRATION_SEED)
@@ -310,42 +327,59 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
     np.minimum.at(first, graph.group, problem.priority)
     most = max(1, int(_CUT_SHARE * graph.num_ops))
     choices = []
-    for cuts in _CALIBRATION_CUTS:
+    for i, cuts in enumerate(_CALIBRATION_CUTS):
         if cuts <= most:
             at = rng.choice(max(1, graph.num_ops - 1), cuts, replace=False)
-            choices.append(np.searchsorted(np.sort(at), first) % devices)
+            choices.append((np.searchsorted(np.sort(at), first) + i) % devices)
     chosen = np.stack(choices)
     seconds = problem.group_compute_s
     able = np.isfinite(seconds)[np.arange(graph.num_groups), chosen]
     return np.where(able, chosen, seconds.argmin(axis=1))[:, graph.group].astype(np.int32)
 
 
+def _ways(cluster: Cluster) -> list[Way]:
+    """Pairs of devices by kinds of both; none where all are of one kind."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for a, b in itertools.permutations(cluster.devices, 2):
+        found.setdefault((a.kind, b.kind), []).append((a.name, b.name))
+    return [frozenset(pairs) for pairs in found.values()] if len(found) > 1 else []
+
+
 def scaled(
-    profile: Profile, transfers: float, waking: float, neighbours: float, sending_s: float = 0.0
+    profile: Profile,
+    transfers: float,
+    waking: float,
+    neighbours: float,
+    sending_s: float = 0.0,
+    ways: Ways = MappingProxyType({}),
 ) -> Profile:
     """The profile with other costs of transfers, of waking, of busy neighbours and of sending.
 
     The first three are factors; ``sending_s`` is how long handing over a tensor keeps the sender.
+    ``ways``: another factor of transfers, and more seconds of sending, between some devices.
     """
-    links = tuple(
-        replace(
-            x,
-            latency_s=x.latency_s * transfers,
-            bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / transfers,
-            wake_s=x.wake_s * waking,
-            send_s=x.send_s + sending_s,
+    links = []
+    for x in profile.links:
+        own = (own for way, own in ways.items() if (x.src, x.dst) in way)
+        factor, more_s = next(own, (1.0, 0.0))
+        links.append(
+            replace(
+                x,
+                latency_s=x.latency_s * transfers * factor,
+                bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / (transfers * factor),
+                wake_s=x.wake_s * waking,
+                send_s=x.send_s + sending_s + more_s,
+            )
         )
-        for x in profile.links
-    )
     if profile.loaded_s is None:
-        return replace(profile, links=links)
+        return replace(profile, links=tuple(links))
     able = np.isfinite(profile.compute_s)
     more = np.subtract(
         profile.loaded_s, profile.compute_s, out=np.zeros_like(profile.compute_s), where=able
     )
     loaded = profile.compute_s + neighbours * more
     # An operator that was measured, by chance, faster beside busy neighbours still takes time.
-    return replace(profile, links=links, loaded_s=np.maximum(loaded, 0.1 * profile.loaded_s))
+    return replace(profile, links=tuple(links), loaded_s=np.maximum(loaded, 0.1 * profile.loaded_s))
 
 
 def at_speed(profile: Profile, times: Floats) -> Profile:

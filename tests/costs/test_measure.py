@@ -293,6 +293,42 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
     assert {len(p) for p in runs} == {12}
 
 
+def test_each_way_between_unlike_devices_has_costs_of_its_own(monkeypatch):
+    """To a GPU tensors take three times as long as measured; to send one off takes it 100 us."""
+    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(48)]), torch.ones(4))
+    cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
+    names = cluster.device_names
+    links = tuple(Link(a, b, 3e-5, 1e9) for a, b in (names, names[::-1]))
+    seconds = np.full((48, 2), 1e-4)
+    profile = Profile(names, seconds, seconds * 0, links)
+    to, back = links
+    there = replace(to, latency_s=9e-5, bandwidth_bytes_per_s=1e9 / 3)
+    truth = replace(profile, links=(there, replace(back, send_s=1e-4)))
+
+    class Machine:
+        def __init__(self, problem):
+            self.problem = replace(problem, profile=truth)
+
+        def run(self, placement, num_microbatches=None, max_in_flight=None):
+            alone = 1 if max_in_flight == 1 else None
+            return simulate(self.problem, placement, num_microbatches=alone)
+
+    monkeypatch.setattr(measure_module, "Executor", Machine)
+    found = calibrated(graph, cluster, profile)
+    others = np.random.default_rng(0).integers(0, 2, (20, 48)).astype(np.int32)
+
+    def errors(guess):
+        problems = [Problem(graph, cluster, p, num_microbatches=8) for p in (guess, truth)]
+        said, true = (evaluate(problem, others) for problem in problems)
+        ratios = said.latency_s / true.latency_s, said.period_s / true.period_s
+        return [np.abs(ratio - 1).mean() for ratio in ratios]
+
+    before, after = errors(profile), errors(found)
+    assert min(before) > 0.1 and max(after) < 0.04, (before, after)
+    assert [way[:2] for way in found.provenance["ways"]] == [list(names), list(names[::-1])]
+    assert found.links[1].send_s == pytest.approx(1e-4, rel=0.3) and found.links[0].send_s < 3e-5
+
+
 def test_operators_of_a_gpu_are_no_slower_for_the_way_of_its_inputs(monkeypatch):
     """Half a millisecond from host memory, of a whole graph that takes a third of one."""
     graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(16)]), torch.ones(4))
