@@ -19,14 +19,14 @@ from torch import Tensor
 
 from placement.cluster import Cluster, Device, Link
 from placement.executor import weights
-from placement.executor.backend import Backend, CudaBackend, backend_for, is_cuda_here
+from placement.executor.backend import CudaBackend, backend_for, is_cuda_here
 from placement.graph import OpGraph
 from placement.profile import Profile
 from placement.program import Program, storage_of
 
 _ALIGNED = 256  # bytes, as kernels may read several numbers at once
 _HOST = torch.device("cpu")
-_LINK_BYTES = (2**16, 2**26)  # of pinned memory, copied to find out how long that takes
+_LINK_BYTES = 2**25  # of pinned memory, and a 512th of it, copied to find out how long that takes
 _TRIES = 5
 
 
@@ -130,7 +130,7 @@ def with_streaming(cluster: Cluster) -> Cluster:
         Device(f"streamed/{d.name}", "cuda", streams=d.name, model=d.model, busy_w=w, idle_w=w)
         for d, w in zip(cards, idle_w, strict=True)
     ]
-    links = [Link(hosts[0], f"streamed/{d.name}", *_copying(backend_for(d))) for d in cards]
+    links = [Link(hosts[0], f"streamed/{d.name}", *_copying(d)) for d in cards]
     return replace(cluster, devices=(*cluster.devices, *more), links=(*cluster.links, *links))
 
 
@@ -147,20 +147,21 @@ def streaming_where_short(
     return more, profile if more is cluster else profile.for_cluster(more)
 
 
-def _copying(backend: Backend) -> tuple[float, float]:
+def _copying(card: Device) -> tuple[float, float]:
     """Seconds to begin a copy from pinned memory, and its bytes per second."""
-    took = []
-    for size in _LINK_BYTES:
+    gpu, took = backend_for(card).torch_device, []
+    large = min(_LINK_BYTES, max(card.memory_bytes // 4, 512))
+    for size in (small := large // 512, large):
         source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(size, dtype=torch.uint8, device=backend.torch_device)
+        there = torch.empty(size, dtype=torch.uint8, device=gpu)
         spans = []
         for _ in range(_TRIES):
-            torch.cuda.synchronize(backend.torch_device)
+            torch.cuda.synchronize(gpu)
             began = time.perf_counter()
             there.copy_(source, non_blocking=True)
-            torch.cuda.synchronize(backend.torch_device)
+            torch.cuda.synchronize(gpu)
             spans.append(time.perf_counter() - began)
         took.append(min(spans))
-    (small, large), (short_s, long_s) = _LINK_BYTES, took
+    short_s, long_s = took
     rate = (large - small) / max(long_s - short_s, 1e-9)
     return max(short_s - small / rate, 0.0), rate
