@@ -901,6 +901,7 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         problem = Problem(graph, more, profile.for_cluster(more), **alike)
         planner = planners.load("best_of", seconds=b.planning_s)
         placed = {"cpu": all_on(graph, 0), "plan": planner(problem).placement}
+        placed["stream"] = all_on(graph, 2)
         # The best without the third choice: what stays on the CPU is computed there.
         placed["cut"] = planner(Problem(graph, cluster, profile, **alike)).placement
         for way, placement in placed.items():

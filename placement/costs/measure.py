@@ -54,7 +54,7 @@ Floats = NDArray[np.float64]
 Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 Way = frozenset[tuple[str, str]]  # pairs of devices, by name
 Ways = Mapping[Way, tuple[float, float]]  # of each a factor of transfers, and seconds of sending
-Costs = tuple[float, float, float, float, Ways]  # as ``scaled`` takes them
+Costs = tuple[Any, ...]  # as ``scaled`` takes them
 
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
 _LONG_BYTES = 2**26  # besides, where a GPU is: its link is not full before
@@ -291,10 +291,12 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
         return float(np.abs(missed(costs, num_microbatches)).mean() + _CALIBRATION_PRIOR * change)
 
     # All combinations: what one factor takes away another can give, so one at a time gets stuck.
-    every = itertools.product(*[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S, [{}])
+    every: Iterator[Costs] = itertools.product(
+        *[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S, [{}]
+    )
     nearly = min(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
     steps = [sorted({c * x for x in _CALIBRATION_BETWEEN}) for c in nearly[:-1]]
-    chosen = min(itertools.product(*steps, [{}]), key=lambda costs: error(costs, many))
+    chosen: Costs = min(itertools.product(*steps, [{}]), key=lambda costs: error(costs, many))
     factors = sorted({c * x for x in _CALIBRATION_BETWEEN for c in _CALIBRATION_FACTORS})
     for way in 2 * _ways(cluster):  # what one has in excess of its own another may lack
         chosen = (1.0, *chosen[1:3], 0.0, chosen[-1])
