@@ -297,7 +297,7 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     nearly = min(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
     steps = [sorted({c * x for x in _CALIBRATION_BETWEEN}) for c in nearly[:-1]]
     chosen: Costs = min(itertools.product(*steps, [{}]), key=lambda costs: error(costs, many))
-    factors = sorted({c * x for x in _CALIBRATION_BETWEEN for c in _CALIBRATION_FACTORS})
+    factors = sorted({round(c * x, 4) for x in _CALIBRATION_BETWEEN for c in _CALIBRATION_FACTORS})
     for way in 2 * _ways(cluster):  # what one has in excess of its own another may lack
         chosen = (1.0, *chosen[1:3], 0.0, chosen[-1])
         own = itertools.product(factors, _CALIBRATION_WAY_S)
