@@ -901,7 +901,8 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         problem = Problem(graph, more, profile.for_cluster(more), **alike)
         planner = planners.load("best_of", seconds=b.planning_s)
         placed = {"cpu": all_on(graph, 0), "plan": planner(problem).placement}
-        placed["stream"] = all_on(graph, 2)
+        if evaluate(problem, all_on(graph, 2)[None]).feasible.all():  # two buffers have room
+            placed["stream"] = all_on(graph, 2)
         # The best without the third choice: what stays on the CPU is computed there.
         placed["cut"] = planner(Problem(graph, cluster, profile, **alike)).placement
         for way, placement in placed.items():
@@ -960,7 +961,8 @@ def offloaded_seconds(module: nn.Module, inputs: Any, limits: dict[Any, int]) ->
     whole = ["Layer", "EmbeddingBag"]
     where = accelerate.infer_auto_device_map(module, limits, no_split_module_classes=whole)
     with tempfile.TemporaryDirectory() as folder:
-        accelerate.dispatch_model(module, where, main_device=next(iter(limits)), offload_dir=folder)
+        disk = folder if "disk" in where.values() else None
+        accelerate.dispatch_model(module, where, main_device=next(iter(limits)), offload_dir=disk)
         return timed(
             lambda: pytree.tree_map(Tensor.cpu, pytree.tree_leaves(module(*args, **kwargs))), 3
         )
