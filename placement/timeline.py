@@ -306,13 +306,15 @@ def steady_period(finish_s: Floats, busiest_s: ArrayLike = 0.0, num_phases: int 
     ``finish_s`` float64 ``[..., M]``: when each micro-batch finished, from the begin of the
     run. ``busiest_s`` float64 ``[...]``: seconds per micro-batch of the busiest device (0:
     unknown). It bounds every steady state from below, but not the slope of a short run, which
-    may end in a burst of micro-batches that were started long before. With ``num_phases`` the slope
-    is of whole rounds of them: parts of a round are of other devices than the rest.
+    may end in a burst of micro-batches that were started long before. With several phases the
+    slope is of whole rounds of them: parts of a round are of other devices than the rest.
 
     Exact where the gaps of the last half repeat with some pattern of ``k <= M // 4`` and at most
     ``MOST_PATTERN`` micro-batches (to 1e-9); otherwise the slope over the last half.
     """
-    finish = np.sort(np.asarray(finish_s, dtype=np.float64), axis=-1)
+    finish = np.asarray(finish_s, dtype=np.float64)
+    # Of several phases some overtake others, and wait to be handed out: results leave in order.
+    finish = np.maximum.accumulate(finish, axis=-1) if num_phases > 1 else np.sort(finish, axis=-1)
     m = finish.shape[-1]
     if m == 1:
         return np.maximum(finish[..., 0], busiest_s)
