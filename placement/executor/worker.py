@@ -4,7 +4,7 @@ All state of a device belongs to its thread; devices talk only through inboxes, 
 no locks to take and none to forget. A worker follows the same rule as the simulator's list
 scheduler: of what is ready, the smallest micro-batch, then the highest rank; or it follows a
 given ``Schedule``. Operators may run as one function (``share.runs_of``), which stops when a
-message comes: what that makes ready may come first.
+message comes: what that makes ready may come first. Runs of short operators take turns.
 
 Consecutive operators share their time marks (the end of one is the start of the next, unless
 something arrived in between), so the cost of dispatching an operator is part of the operator,

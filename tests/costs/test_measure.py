@@ -127,6 +127,14 @@ def test_one_device_has_no_load_and_no_links():
     assert profile.loaded_s is None and profile.links == ()
 
 
+def test_the_chain_beside_which_waking_is_seen_is_of_the_same_operators():
+    watched, silent = (capture(measure_module._Watched(w), torch.ones(8)) for w in (True, False))
+    assert (
+        set(silent.op_kind) == {"aten.add.Tensor"} and silent.num_ops == measure_module._CHAIN_OPS
+    )
+    assert watched.op_kind.count("aten.add.Tensor") == silent.num_ops
+
+
 def test_measured_links_are_links():
     for link in measure_links(CLUSTER, repeats=1):
         assert 0 <= link.latency_s < 1
