@@ -132,7 +132,7 @@ def test_however_a_run_ends_we_go_on(call: Callable[[], Any], status: str, note:
     assert run.status == status and note in run.note and run.value is None
 
 
-@pytest.mark.parametrize(("count", "items"), [(12, 4 + 9), (24, 7 + 18), (1, 1 + 9)])
+@pytest.mark.parametrize(("count", "items"), [(12, 4 + 9), (24, 7 + 18), (2, 1 + 9)])
 def test_items_of_a_study_are_whole_rounds_of_the_phases(
     monkeypatch: pytest.MonkeyPatch, count: int, items: int
 ) -> None:
