@@ -194,10 +194,12 @@ class Compiled:
             run of several returns is iterated to its end: it stops before an operator, and gives
             its number, where its second argument (whether nothing has arrived) says no.
         op_at: which operator a line of the generated source belongs to.
+        num_ops: of each run, by its first.
     """
 
     calls: dict[int, Call]
     op_at: list[int]
+    num_ops: dict[int, int]
 
     def failed_op(self, error: BaseException, op: int) -> int:
         """Which operator of the run that begins with ``op`` raised ``error``."""
@@ -308,7 +310,8 @@ def compile_runs(
             op_at += [op] * len(body)
     exec(compile("\n".join(lines), "<operators>", "exec"), names)
     # A function that its own globals name would keep the parameters until cycles are collected.
-    return Compiled({run[0]: names.pop(f"op{run[0]}") for run in runs}, op_at)
+    calls = {run[0]: names.pop(f"op{run[0]}") for run in runs}
+    return Compiled(calls, op_at, {run[0]: len(run) for run in runs})
 
 
 def _source(template: Any, leaf: Callable[[Any], str]) -> str:

@@ -259,7 +259,7 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
         kernels.run_batch(tables, state, flat, finish, busiest, busy, peak)
     ok = np.isfinite(busiest)
     value = np.full(len(rows), np.inf)
-    value[ok] = steady_period(finish[ok], busiest[ok])
+    value[ok] = steady_period(finish[ok], busiest[ok], p.shape[1])
     run_s = np.where(ok, finish.max(axis=1) / m, np.inf)
     if rows.shape[1] > 1 and len(problem.graph.gradient_tensor):
         summing_s = [max(summing(problem, row, m, 0.0)[2], default=0.0) / m for row in rows]
