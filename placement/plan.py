@@ -927,7 +927,9 @@ def _awake(path: Path, data: dict[str, Any], text: str) -> str:
 
 def schema_text() -> str:
     """The JSON schema of the file, as published in ``docs/plan.schema.json``."""
-    return json.dumps(Plan.model_json_schema(), indent=1) + "\n"
+    schema = Plan.model_json_schema()
+    schema["required"].insert(0, "schema_version")  # as the reader demands
+    return json.dumps(schema, indent=1) + "\n"
 
 
 def graph_parts(graph: OpGraph) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,12 +99,24 @@ def run(args: argparse.Namespace) -> int:
                 return cli.NO
         exported = exporter(nearest, problem)
     paths = _write(exported, args.out, read=[args.plan, getattr(exporter, "model", None)])
+    note = _filled_in(exported.note, plan.graph.workload, args.out)
     if args.json:
-        _answer(args, paths, moved, predicted, exported.note)
+        _answer(args, paths, moved, predicted, note)
     elif predicted is not None:
         cli.print_table(title, ["predicted", "the plan", "the nearest", "change"], rows)
-    cli.say(f"written: {', '.join(paths)}; {exported.note}")
+    cli.say(f"written: {', '.join(paths)}; {note}")
     return cli.OK
+
+
+def _filled_in(note: str, workload: str | None, out: str) -> str:
+    """``note`` with the names of this export, to be typed as it stands."""
+    from placement.workloads import family_of
+
+    family = family_of().get(workload or "")
+    function = f"placement.workloads.{family}:{workload}" if family else workload or ""
+    if ":" in function:
+        note = note.replace("package.module:function", shlex.quote(function))
+    return note.replace("FILE", shlex.quote(out))
 
 
 def _answer(

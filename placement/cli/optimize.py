@@ -84,14 +84,15 @@ def _show(runner: OptimizedRunner) -> None:
     from placement.optimizing import devices_of
 
     plan = runner.plan
-    used = " and ".join(devices_of(plan))
-    plain = f"plain PyTorch, {cli.count(torch.get_num_threads(), 'thread')}"
     single = plan.fallback.device if plan.fallback else ""
-    names = {"plan": "best plan", "single": f"{single} alone", "plain": plain}
+    names = {
+        "plan": "the plan" if runner.kept != "plan" else f"on {' and '.join(devices_of(plan))}",
+        "single": f"{single} alone",
+        "plain": f"plain PyTorch, {cli.count(torch.get_num_threads(), 'thread')}",
+    }
     rows = []
     for way, measured in runner.measured.items():
         spreads = (measured.period_s, measured.latency_s)
         rows.append([names[way], *(cli.seconds(s.median_s) for s in spreads if s)])
     columns = ["measured in turns", "between two results", "of a call"]
-    fastest = plain if runner.kept == "plain" else used
-    cli.print_table(f"{plan.graph.name}: the fastest is {fastest}", columns, rows)
+    cli.print_table(f"{plan.graph.name}: the fastest is {names[runner.kept]}", columns, rows)
