@@ -856,7 +856,7 @@ def load_plan(path: str | Path) -> Plan:
     if wrong:
         raise PlanError(
             f"{path}: {_some(wrong, sep='; ')}. Was it edited by hand? "
-            f"Make it again: placement plan MODEL --planner best_of --out {path}"
+            "Make it again: placement plan MODEL --out plan.json"
         )
     return plan
 
@@ -881,7 +881,7 @@ def read_plan(path: str | Path) -> Plan:
             raise PlanError(f"{path}: not a plan: {what}") from error
         raise PlanError(
             f"{path}: not valid JSON ({error}): truncated, or edited by hand? "
-            f"Make it again: placement plan MODEL --planner best_of --out {path}"
+            "Make it again: placement plan MODEL --out plan.json"
         ) from error
     if _holds_target(data):
         raise PlanError(

@@ -29,7 +29,11 @@ Exit code 1: the program cannot express the plan; the message says which operato
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="plan.json", nargs="?")
     parser.add_argument(
-        "options", nargs="*", default=[], metavar="option=value", help="of the exporter"
+        "options",
+        nargs="*",
+        default=[],
+        metavar="option=value",
+        help="an option of the exporter",
     )
     parser.add_argument("--list", action="store_true", help="the exporters, their options")
     parser.add_argument("--to", metavar="NAME", help="an exporter, e.g. huggingface")
@@ -44,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the workload or problem file of the plan, for predictions; default: a shipped one's",
     )
-    parser.add_argument("--profile", metavar="FILE", help="measured before; default: the cache")
+    parser.add_argument("--profile", metavar="FILE", help="measured times; default: the saved ones")
 
 
 def run(args: argparse.Namespace) -> int:

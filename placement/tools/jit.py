@@ -10,8 +10,8 @@ numba passes a tuple of arrays as seven words for each, to every function that i
 that is most of the time that compiling takes, and much of a call's. A ``Struct`` is one word.
 
 What is compiled is kept beside the source, or in the user's folder for caches where that cannot be
-written (``$NUMBA_CACHE_DIR`` is another folder), and used as long as the source is the same. Kernels
-beside the source are used also by those who cannot write there.
+written (``$NUMBA_CACHE_DIR`` is another folder), and used as long as the source is the same.
+Kernels beside the source are used also by those who cannot write there.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             filename_base=self._impl.filename_base,
             source_stamp=self._impl.locator.get_source_stamp(),
         )
+
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (*super()._index_key(sig, codegen), _of_this_file(), _digest(self._py_func))
 
