@@ -23,7 +23,7 @@ from rich.text import Text
 SCREEN = Path(__file__).with_name("first_minute.svg")
 COLUMNS = 100
 COMMANDS = (
-    "placement optimize bert_tiny_hidden128 --seconds 5 --out plan.json",
+    "placement optimize bert_base --seconds 5 --out plan.json",
     "placement run plan.json --against-single-device --batches 16",
     "placement export plan.json --to torch_pipelining --out pipeline.py --nearest",
 )
