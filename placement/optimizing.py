@@ -202,7 +202,7 @@ def verdict(runner: OptimizedRunner) -> str:
     else:
         than_plain, than_one = (took_s[way] / took_s["plan"] for way in ("plain", "single"))
         begin = (
-            f"{len(devices)} devices, {than_plain:.2f} times as fast as {plain}, "
+            f"{len(devices)} devices are {than_plain:.2f} times as fast as {plain}, and "
             f"{than_one:.2f} times as fast as one device"
         )
     what = "a call" if plan.objective == "latency" else "between two results"

@@ -462,7 +462,8 @@ def load_or_measure(
             "PLACEMENT_HOME to another folder",
             stacklevel=2,
         )
-    remember(graph, cluster, profile, folder)
+    else:
+        remember(graph, cluster, profile, folder)
     return profile.for_cluster(cluster)
 
 
