@@ -29,7 +29,7 @@ from envs.refine import RefineRules
 from placement.bounds import lower_bound
 from placement.cli import search_here
 from placement.objective import Objective
-from placement.planners.order_search import NO_NETWORK, WIDTH, why_not
+from placement.planners.order_search import NO_NETWORK, too_few, why_not
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
@@ -276,7 +276,8 @@ class PolicyPlanner:
                 why = why_not(problem) or "order = False says not to"
                 raise PolicyError(f"this policy searches orders, and {why}")
             net, kind = found, found.formulation  # type: ignore[assignment]
-            width = width or policy.width
+            if kind != "order_search":
+                width = width or policy.width
         if kind == "order_search":
             load_order_kernel()
         else:
@@ -286,7 +287,9 @@ class PolicyPlanner:
         if seeds is not None and search.left:
             wanted = int(min(self.k, search.num_left / 4))
             again = search.num_left - wanted if np.isfinite(search.num_left) else 0.0
-            if again > RULES:
+            if kind == "order_search" and too_few(search):
+                again = 0.0
+            elif again > RULES:
                 again *= AGAIN
             stats["seed_policy"] = seeds[1]
             stats |= self._decode(seeds[0], search, start.placement, wanted, again)
@@ -299,9 +302,7 @@ class PolicyPlanner:
                     embed = net.config.embed  # features of the graph take a while
                     store = GraphStore([problem], [search.best[group]]) if embed else None
                     weights = net.weights(store)
-                stats |= anneal_orders(
-                    search, weights, CHOOSERS[chooser], width or WIDTH, self.seed
-                )
+                stats |= anneal_orders(search, weights, CHOOSERS[chooser], width, self.seed)
             else:
                 stats["steps"] = anneal(search, net, chooser, self.rounds, width, self.seed)
         return self._answer(search, start, stats)
