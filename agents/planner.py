@@ -43,7 +43,8 @@ FEW = 8  # evaluations, below which a search does not come to anything
 # Evaluations of the baseline at least, of few this share; for latency decodes are better.
 RULES, RULES_SHARE = 40, 0.6
 # Of limited evaluations that are left after samples, for decodes that draw a part of the best anew.
-# Where these are no more than RULES they get all: moves need hundreds.
+# Where these are no more than RULES they get all: moves need hundreds. Orders need fewer, and get
+# all where half the operators are more.
 AGAIN = 0.5
 UNTRAINED = "untrained"
 
@@ -73,7 +74,8 @@ class PolicyPlanner:
             ``refine`` re-places one group at a time, ``steps`` times, each time evaluated.
         k: sampled placements; of ``guided_search`` at most a quarter of the evaluations that the
             baseline left, 0: none. Half of what is left then, or all of 40 or less, goes to
-            decodes of a policy that dispatches which draw a part of the best one anew.
+            decodes of a policy that dispatches which draw a part of the best one anew; none where
+            orders are searched and it is less than half the operators.
         steps: environment steps of ``finetune`` or ``refine``.
         seconds, evaluations: budget in all, of which the baseline gets a quarter, and, but for
             ``latency``, at least 40 evaluations, or 60 % of fewer; None is no limit. Without a
@@ -92,7 +94,8 @@ class PolicyPlanner:
             ``schedule``. False, and wherever a policy for moves of placements alone is given: the
             list scheduler's order.
         rounds: of ``guided_search`` without orders: how often it is heated up.
-        width: of ``guided_search``: moves offered at each step; None: as in the training.
+        width: of ``guided_search``: moves offered at each step; None: as in the training, and as
+            ``order_search`` does where orders are searched.
         allow: names of code that is not ours, an encoder or a formulation, that the policy's file
             may ask for, as ``package.module:name`` (``TrainedPolicy.load``).
         seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
