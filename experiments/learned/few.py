@@ -45,9 +45,10 @@ def earlier() -> dict[str, Cell]:
     """The best cell of each public file in the study of equal seconds, five seeds each, by file."""
     best: dict[str, Cell] = {}
     for cell in read_csv(Cell, RESULTS / "learned_against.csv"):
-        value_s = best[cell.problem].value_s if cell.problem in best else np.inf
-        if not cell.problem.startswith("captured") and (cell.value_s or np.inf) < value_s:
-            best[cell.problem] = cell
+        if cell.value_s is not None and not cell.problem.startswith("captured"):
+            best[cell.problem] = min(
+                best.get(cell.problem, cell), cell, key=lambda c: c.value_s or np.inf
+            )
     return best
 
 
