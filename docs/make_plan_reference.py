@@ -99,6 +99,7 @@ MEANINGS = {
     "DeviceInfo.flops_per_s": "Peak rate for predictions, where it is stated.",
     "DeviceInfo.bytes_per_s": "Of its memory, likewise.",
     "DeviceInfo.call_s": "To start an operator, likewise.",
+    "DeviceInfo.streams": "It runs what is placed here, with parameters from host memory.",
     "DeviceInfo.like": "The measured device that this one is described by.",
     "DeviceInfo.speed": "It is this many times as fast as `like`.",
     "DeviceInfo.model": "Model of the hardware, for people.",

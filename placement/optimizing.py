@@ -16,6 +16,7 @@ from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.costs.measure import check_here, load_or_measure
 from placement.executor import Runner
+from placement.executor.streamed import streaming_where_short
 from placement.objective import Objective
 from placement.plan import make_plan, parameters_of
 from placement.problem import Problem
@@ -136,6 +137,7 @@ def optimize(
         report("capturing", None)
         graph = capture(module, inputs, name=workload)
         profile = load_or_measure(graph, cluster, progress=report)
+        cluster, profile = streaming_where_short(graph, cluster, profile)
         goal = Objective(objective)
         phases = MAX_PHASES if goal.is_throughput else 1
         problem = Problem(graph, cluster, profile, objective=goal, max_phases=phases)

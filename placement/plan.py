@@ -132,6 +132,7 @@ class DeviceInfo(_Strict):
     flops_per_s: FiniteFloat | None = None
     bytes_per_s: FiniteFloat | None = None
     call_s: Seconds | None = None
+    streams: Name | None = None
 
 
 class LinkInfo(_Strict):

@@ -416,13 +416,23 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         from placement.costs.measure_within import predict_here
 
         report(f"predicting with {args.predict}", None)
-        profile = predict_here(graph, cluster, method)
+        profile = predict_here(graph, cluster.workers, method)
+        profile = profile.for_cluster(cluster) if cluster.streaming else profile
         cli.say_if_predicted(args.workload, Problem(graph, cluster, profile))
+    objective = Objective(args.objective or Objective.PERIOD)
     if profile is None:
         from placement.costs.measure import load_or_measure
+        from placement.executor.streamed import streaming_where_short
 
         profile = load_or_measure(graph, cluster, progress=report)
-    objective = Objective(args.objective or Objective.PERIOD)
+        if not objective.is_analytic:
+            cluster, profile = streaming_where_short(graph, cluster, profile)
+    if objective.is_analytic and cluster.streaming:
+        raise cli.UsageError(
+            f"--objective {objective} is a formula of devices that work by themselves, "
+            f"{cluster.device_names[cluster.streaming[0]]!r} has no time of its own: leave that "
+            "device out, or use --objective period"
+        )
     return Problem(graph, cluster, profile, objective=objective, **changes)
 
 
