@@ -47,6 +47,7 @@ STUDIES = {
     "learned_executed": Study("Are its placements faster for real?", 63),
     "learned_giph": Study("Few evaluations, on GiPH's own distribution", 12),
     "learned_doppler": Study("DOPPLER's own graphs, equal budgets", 20, True),
+    "learned_few": Study("Ten evaluations and one for every four groups", 6, True),
     "learned_published": Study("Published learners, rules and searches: equal budgets", 45, True),
     "learned_zero_shot": Study("One forward pass on kinds of graphs never seen", 100, True),
     "measured": Study("How good is a plan after 100 measurements?", 38),
