@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from agents.encoder import ILLEGAL, NetworkConfig, Observations
 from agents.store import Graphs
-from envs.dispatch import Dispatcher, Net, no_network
+from envs.dispatch import Dispatcher, Net, Past, no_network
 from envs.dispatch_kernels import NUM_PAIR_FEATURES
 from envs.problems import choice_of
 from placement.problem import Problem
@@ -93,19 +93,21 @@ def decode(
 ) -> dict[str, Any]:
     """Evaluate the greedy decode, what the rule alone makes, then ``samples``; what each is worth.
 
-    As far as the budget goes, and each in its own order, where orders can be timed. Where the
-    greedy one does not fit in memory, the next count what groups produce, too. Then ``again``
-    evaluations draw a part of the best anew, 5 to 100 decisions in a row: a result that is not
-    worse is what the next begins with.
+    As far as the budget goes, and each in its own order, where orders can be timed: there greedy
+    decodes and samples are made from the last operator to the first, too. Where the greedy one does
+    not fit in memory, the next count what groups produce, too. Then ``again`` evaluations draw a
+    part of the best anew, 5 to 100 decisions in a row: a result that is not worse is what the next
+    begins with.
     """
     weights, scale = net.weights(), net.config.finish_weight
     problem = search.problem
-    episode = Dispatcher(problem)
-    stats: dict[str, Any] = {}
-    begun, best, past = search.num_evaluations, np.inf, episode.past
+    ways = [Dispatcher(problem)]
+    counted, stats = 0, dict[str, Any]()
+    begun, best = search.num_evaluations, np.inf
+    found: tuple[Dispatcher, Past] | None = None
 
-    def evaluate() -> float:
-        nonlocal best, past
+    def evaluate(episode: Dispatcher) -> float:
+        nonlocal best, found
         if episode.ordered:
             cost = episode.value_s()
             search.num_evaluations += 1
@@ -113,36 +115,43 @@ def decode(
         else:
             cost = search.cost(choice_of(problem, episode.placement))
         if cost <= best * (1 + 1e-12):
-            best, past = cost, episode.past
+            best, found = cost, (episode, episode.past)
         return cost
 
     for what, activations, network in (
         ("greedy", 0, weights),
         ("greedy", 1, weights),
+        ("backward", 0, weights),
         ("rule", 0, no_network()),
         ("rule", 1, no_network()),
     ):
         if activations and (best < INFEASIBLE or not problem.memory_may_bind):
             continue
-        if search.left:
-            if stats:  # a new one counts otherwise
-                episode = Dispatcher(problem, activations=activations)
-            episode.construct(network, scale)
-            stats[f"{what}_value_s"] = evaluate()
+        if not search.left or (what == "backward" and not ways[0].ordered):
+            continue
+        if what == "backward":
+            ways.append(Dispatcher(problem, backward=True))
+        elif activations != counted:
+            ways[0], counted = Dispatcher(problem, activations=activations), activations
+        episode = ways[what == "backward"]
+        episode.construct(network, scale)
+        stats[f"{what}_value_s"] = evaluate(episode)
     for number in range(samples):
         if not search.left:
             break
+        episode = ways[number % len(ways)]
         episode.construct(weights, scale, seed + number)
-        evaluate()
+        evaluate(episode)
     stats |= {"greedy_evaluations": 1, "best_of_k_value_s": best}
     stats["best_of_k_evaluations"] = search.num_evaluations - begun
     until, rng = search.num_evaluations + again, np.random.default_rng(seed)
     most = max(_SHORT + 1, min(problem.num_ops, _LONG))
-    while search.left and search.num_evaluations + 1 <= until:
+    while found and search.left and search.num_evaluations + 1 <= until:
         width = int(np.exp(rng.uniform(np.log(_SHORT), np.log(most))))
         first = int(rng.integers(-width // 2, problem.num_ops - width // 2))
+        episode, past = found
         episode.again(weights, scale, int(rng.integers(2**62)), past, first, first + width)
-        evaluate()
+        evaluate(episode)
     if again:
         stats["again_value_s"] = best
     return {k: np.inf if k.endswith("value_s") and v >= INFEASIBLE else v for k, v in stats.items()}

@@ -29,7 +29,7 @@ from envs.refine import RefineRules
 from placement.bounds import lower_bound
 from placement.cli import search_here
 from placement.objective import Objective
-from placement.planners.order_search import NO_NETWORK, WIDTH, why_not
+from placement.planners.order_search import NO_NETWORK, too_few, why_not
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
@@ -43,7 +43,8 @@ FEW = 8  # evaluations, below which a search does not come to anything
 # Evaluations of the baseline at least, of few this share; for latency decodes are better.
 RULES, RULES_SHARE = 40, 0.6
 # Of limited evaluations that are left after samples, for decodes that draw a part of the best anew.
-# Where these are no more than RULES they get all: moves need hundreds.
+# Where these are no more than RULES they get all: moves need hundreds. Orders need fewer, and get
+# all where half the operators are more.
 AGAIN = 0.5
 UNTRAINED = "untrained"
 
@@ -74,7 +75,8 @@ class PolicyPlanner:
             ``refine`` re-places one group at a time, ``steps`` times, each time evaluated.
         k: sampled placements; of ``guided_search`` at most a quarter of the evaluations that the
             baseline left, 0: none. Half of what is left then, or all of 40 or less, goes to
-            decodes of a policy that dispatches which draw a part of the best one anew.
+            decodes of a policy that dispatches which draw a part of the best one anew; none where
+            orders are searched and it is less than half the operators.
         steps: environment steps of ``finetune`` or ``refine``.
         seconds, evaluations: budget in all, of which the baseline gets a quarter, and, but for
             ``latency``, at least 40 evaluations, or 60 % of fewer; None is no limit. Without a
@@ -93,7 +95,8 @@ class PolicyPlanner:
             ``schedule``. False, and wherever a policy for moves of placements alone is given: the
             list scheduler's order.
         rounds: of ``guided_search`` without orders: how often it is heated up.
-        width: of ``guided_search``: moves offered at each step; None: as in the training.
+        width: of ``guided_search``: moves offered at each step; None: as in the training, and as
+            ``order_search`` does where orders are searched.
         allow: names of code that is not ours, an encoder or a formulation, that the policy's file
             may ask for, as ``package.module:name`` (``TrainedPolicy.load``).
         seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
@@ -281,7 +284,8 @@ class PolicyPlanner:
                 why = why_not(problem) or "order = False says not to"
                 raise PolicyError(f"this policy searches orders, and {why}")
             net, kind = found, found.formulation  # type: ignore[assignment]
-            width = width or policy.width
+            if kind != "order_search":
+                width = width or policy.width
         if kind == "order_search":
             load_order_kernel()
         else:
@@ -291,7 +295,9 @@ class PolicyPlanner:
         if seeds is not None and search.left:
             wanted = int(min(self.k, search.num_left / 4))
             again = search.num_left - wanted if np.isfinite(search.num_left) else 0.0
-            if again > RULES:
+            if kind == "order_search" and too_few(search):
+                again = 0.0
+            elif again > RULES:
                 again *= AGAIN
             stats["seed_policy"] = seeds[1]
             stats |= self._decode(seeds[0], search, start.placement, wanted, again)
@@ -304,9 +310,7 @@ class PolicyPlanner:
                     embed = net.config.embed  # features of the graph take a while
                     store = GraphStore([problem], [search.best[group]]) if embed else None
                     weights = net.weights(store)
-                stats |= anneal_orders(
-                    search, weights, CHOOSERS[chooser], width or WIDTH, self.seed
-                )
+                stats |= anneal_orders(search, weights, CHOOSERS[chooser], width, self.seed)
             else:
                 stats["steps"] = anneal(search, net, chooser, self.rounds, width, self.seed)
         return self._answer(search, start, stats)

@@ -32,19 +32,19 @@ OBJECTS = {
     "Provenance": "`provenance`: where the plan comes from",
 }
 MEANINGS = {
-    "Plan.schema_version": "Version of this format. Always written: a file without it, or with "
-    "another version, is refused.",
+    "Plan.schema_version": "Version of this format. A file with another version is refused.",
     "Plan.planner": "Who decided.",
     "Plan.graph": "The model that the plan is for.",
     "Plan.cluster": "The devices that the plan is for.",
     "Plan.objective": "What the planner minimised.",
     "Plan.num_microbatches": "Micro-batches of the pipelined run that `predicted` is about.",
-    "Plan.max_in_flight": "At most this many micro-batches are between first operator and last.",
-    "Plan.second_j": "Joules that a second was worth to the objective `energy`.",
+    "Plan.max_in_flight": "At most so many micro-batches are begun and not yet finished.",
+    "Plan.second_j": "The objective `energy` minimised joules + `second_j` × seconds.",
     "Plan.assignment": "The decision: operator name → device name, by operator number.",
-    "Plan.phases": "Of a periodic plan, for phases 1 to K - 1: operator name → device name where "
-    "it differs from `assignment`, which is phase 0. Micro-batch m runs as phase m mod K says. "
-    "Left out where all micro-batches run alike; a file with phases has version 2.",
+    "Plan.phases": "Only where micro-batches take turns between K placements: micro-batch m runs "
+    "as phase m mod K. `assignment` is phase 0. The list has one map for each of the phases 1 to "
+    "K - 1: operator name → device name, for operators that are elsewhere than in `assignment`. A "
+    "file with phases has version 2.",
     "Plan.priority": "Rank of each operator, by operator number. Of several ready operators of "
     "one micro-batch, a device takes the one with the smallest rank. Each of 0..N-1 once.",
     "Plan.order": "For every device, the (operator, micro-batch) in the order they run. Without "
@@ -55,32 +55,34 @@ MEANINGS = {
     "Plan.predicted": "What the simulator says.",
     "Plan.measured": "What a run on real devices gave. `placement run --out` fills it, and so does "
     "`placement plan --measurements`.",
-    "Plan.lower_bound_s": "Objective → seconds. Proved: no placement is better in the simulator, "
-    "of a plan without `phases` none with one phase.",
+    "Plan.lower_bound_s": "Objective → seconds: in the simulator no placement is faster, which is "
+    "proved. Without `phases` the bound speaks of plans without `phases` only.",
     "Plan.limits": "Memory of the devices.",
     "Plan.fallback": "The best single device that can run everything, if one can.",
     "Plan.provenance": "Where the plan comes from.",
-    "PlannerInfo.name": "As `--planner` takes it, e.g. `heft`; `measured_search` where placements "
-    "ran to be chosen (`--measurements`), `replan` after `placement replan`.",
+    "PlannerInfo.name": "The planner's name, e.g. `heft`; `measured_search` after "
+    "`placement plan --measurements`, `replan` after `placement replan`.",
     "PlannerInfo.parameters": "Its fields and their values.",
     "GraphInfo.name": "For people.",
     "GraphInfo.fingerprint": "Hash of names, shapes, dtypes, structure and colocation. Weights "
     "are not part of it.",
     "GraphInfo.num_ops": "Number of operators, N.",
-    "GraphInfo.parts": "A short hash of each part of the fingerprint, so that a difference has a "
-    "name: `names`, `operators`, `structure`, `tensors`, `parameters`, `colocation`, `backward`.",
+    "GraphInfo.parts": "A short hash of each part of the fingerprint, so that a message can name "
+    "what differs: `names`, `operators`, `structure`, `tensors`, `parameters`, `colocation`, "
+    "`backward`.",
     "GraphInfo.workload": "How the model is found: a shipped name, or `package.module:function`. "
     "A function of yours is not called because a file names it; give it with `--model`.",
-    "GraphInfo.input_spec": "Shapes, dtypes and constants of the inputs; in training with a loss "
-    "function, `target` among the keyword arguments is what it compares with.",
+    "GraphInfo.input_spec": "Shapes, dtypes and constants of the inputs. In training with a loss "
+    "function, the keyword argument `target` is the target of the loss.",
     "GraphInfo.mode": "`inference`, or `training`: forward, backward and gradients of a "
     "micro-batch.",
     "GraphInfo.optimizer": "In training: the class of `torch.optim` whose state counts as memory.",
     "GraphInfo.modules": 'Path of each operator\'s module, by operator number; `""` is the model '
     "itself. Empty: not known.",
     "GraphInfo.sources": "Numbers of the operators whose tensors each operator reads, by operator "
-    "number; -1 is an input of the model. Written for exporters; without it, some refuse.",
-    "GraphInfo.outputs": "Numbers of the operators whose tensors leave the model; -1 is an input.",
+    "number; -1 is an input of the model. Some exporters refuse a plan without it.",
+    "GraphInfo.outputs": "Numbers of the operators whose tensors the model returns; -1 is an "
+    "input.",
     "GraphInfo.parameters": "Name of a parameter or buffer → numbers of the operators that "
     "read it.",
     "GraphInfo.backward": "Numbers of the backward operators.",
@@ -97,8 +99,9 @@ MEANINGS = {
     "DeviceInfo.idle_w": "Watts while waiting, if known.",
     "DeviceInfo.power_source": "Whether a meter measured the watts, or somebody declared them.",
     "DeviceInfo.flops_per_s": "Peak rate for predictions, where it is stated.",
-    "DeviceInfo.bytes_per_s": "Of its memory, likewise.",
-    "DeviceInfo.call_s": "To start an operator, likewise.",
+    "DeviceInfo.bytes_per_s": "Peak rate of its memory for predictions, where it is stated.",
+    "DeviceInfo.call_s": "Seconds to start an operator, for predictions, where it is stated.",
+    "DeviceInfo.streams": "It runs what is placed here, with parameters from host memory.",
     "DeviceInfo.like": "The measured device that this one is described by.",
     "DeviceInfo.speed": "It is this many times as fast as `like`.",
     "DeviceInfo.model": "Model of the hardware, for people.",
@@ -108,15 +111,15 @@ MEANINGS = {
     "LinkInfo.bandwidth_bytes_per_s": "Null: unlimited.",
     "LinkInfo.blocking": "The sender's worker is busy during the transfer.",
     "LinkInfo.channel": "Links with the same channel share it. Null: a channel of its own.",
-    "LinkInfo.wake_s": "Waking an idle receiver keeps the sender's worker busy so long.",
-    "LinkInfo.send_s": "Handing over any tensor keeps the sender's worker busy so long.",
-    "LinkInfo.send_s_per_byte": "And each of its bytes so much longer.",
+    "LinkInfo.wake_s": "Seconds that the sender's worker spends on waking an idle receiver.",
+    "LinkInfo.send_s": "Seconds that the sender's worker spends on handing over a tensor.",
+    "LinkInfo.send_s_per_byte": "Further seconds of that for each byte of the tensor.",
     "LinkInfo.declared": "True: from the cluster's description. False: measured.",
     "Stage.device": "Name of the device.",
     "Stage.first": "Name of the first operator.",
     "Stage.last": "Name of the last operator, included.",
     "Stage.num_ops": "Number of operators.",
-    "Predicted.value_s": "The objective; joules if that is `energy`.",
+    "Predicted.value_s": "Value of the objective: seconds, for `energy` joules.",
     "Predicted.latency_s": "One micro-batch alone.",
     "Predicted.period_s": "Per micro-batch in the steady state of a pipelined run.",
     "Predicted.energy_j": "Joules per micro-batch in a pipelined run. Null: the power of a "
@@ -129,13 +132,13 @@ MEANINGS = {
     "Measured.n": "Number of repeats.",
     "Measured.when": "Date and time, ISO 8601.",
     "Measured.machine": "Host name.",
-    "Spread.median_s": "Median of the repeats. Of `measured_search`: what it concludes from all "
-    "runs, without drift of the machine.",
+    "Spread.median_s": "Median of the repeats. After `placement plan --measurements`: an estimate "
+    "from all runs, corrected for drift of the machine.",
     "Spread.iqr_s": "Interquartile range of the repeats.",
     "Limits.memory_bytes": "Device → capacity.",
     "Limits.headroom_bytes": "Device → capacity less the predicted peak.",
     "Fallback.device": "Name of the device.",
-    "Fallback.value_s": "The objective there, predicted.",
+    "Fallback.value_s": "Predicted value of the objective.",
     "Fallback.latency_s": "Predicted.",
     "Fallback.period_s": "Predicted.",
     "Provenance.version": "Version of the package that wrote the plan.",

@@ -23,7 +23,7 @@ from placement.tools.clock import loads
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 Net = tuple[NDArray[np.float32], ...]
-Past = tuple[Ints, Ints]  # operators int32 [N] as they were chosen, and the device of each
+Past = tuple[Ints, Ints]  # what was chosen in turn int32 [N], and the device of each operator
 
 # Weights of the rule, ``dispatch_kernels.Tables.rule``: HEFT itself, and where policies start.
 HEFT = (2.0, 2.0, 0.0, 0.0, 0.0)
@@ -59,14 +59,22 @@ class Dispatcher:
         rule: what is best without a network.
         activations: how often a device must hold what its groups produce
             (``placement.search.list_schedule.first_that_fits``).
+        backward: operators are dealt out from the last to the first (``order_search.turned``), and
+            run in the order that this gives; only where orders can be timed.
     """
 
     def __init__(
-        self, problem: Problem, rule: tuple[float, ...] = MIXED, activations: int = 0
+        self,
+        problem: Problem,
+        rule: tuple[float, ...] = MIXED,
+        activations: int = 0,
+        backward: bool = False,
     ) -> None:
-        self.problem = problem
-        self.tables, self.state = _tables_of(problem, rule, activations), _state_of(problem)
+        self.problem, self.backward = problem, backward
         self.ordered = not order_search.why_not(problem)
+        played = order_search.turned(problem) if backward else problem
+        self._group = played.graph.group
+        self.tables, self.state = _tables_of(played, rule, activations), _state_of(played)
         self._timed: Any = None
 
     def construct(
@@ -105,18 +113,22 @@ class Dispatcher:
     @property
     def past(self) -> Past:
         """What ``again`` needs of the episode that is over."""
-        return self.state.sequence.copy(), self.placement
+        return self.state.sequence.copy(), self.state.placed.choice[self._group]
 
     @property
     def placement(self) -> Placement:
         """int32 ``[N]`` of the episode that is over."""
-        return self.state.placed.choice[self.problem.graph.group]
+        found: Placement = self.state.placed.choice[self._group]
+        return found[::-1].copy() if self.backward else found
 
     @property
     def sequence(self) -> Ints:
         """int32 ``[N]`` all operators by when they begin in it."""
         s, chosen = self.state, np.empty(self.problem.num_ops, np.int64)
         chosen[s.sequence] = np.arange(len(chosen))
+        if self.backward:  # what ends there begins here, and operators are numbered from the end
+            order = np.lexsort((chosen, s.start_s, s.placed.finish_s))
+            return (len(chosen) - 1 - order[::-1]).astype(np.int32)
         return np.lexsort((chosen, s.placed.finish_s, s.start_s)).astype(np.int32)
 
     def value_s(self) -> float:

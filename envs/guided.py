@@ -16,7 +16,7 @@ from envs.guided_kernels import BOUND, NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, S
 from envs.problems import MAX_ID, EnvError, Floats, ProblemSet, choice_of
 from envs.rewards import log_speedup
 from envs.rules import Observation, Rules, id_space
-from placement.planners import load
+from placement.planners import PlannerError, load
 from placement.problem import Placement, Problem
 from placement.search.chooser import no_network
 from placement.search.evaluation import INFEASIBLE, can_move, neighbours
@@ -35,7 +35,17 @@ NO_NETWORK = no_network(NUM_SEARCH_FEATURES, NUM_MOVE_FEATURES)
 
 
 def tables_of(problem: Problem) -> Tables:
-    """What the kernels need of a problem."""
+    """What the kernels need of a problem.
+
+    Raises:
+        PlannerError: a device streams, whose memory these kernels would count wrongly.
+    """
+    if problem.cluster.streaming:
+        name = problem.cluster.device_names[problem.cluster.streaming[0]]
+        raise PlannerError(
+            f"guided search does not know where device {name!r} keeps parameters: use best_of or "
+            "macro_search, or leave that device out of the cluster"
+        )
     g = problem.graph
     objective = problem.objective
     kind = {

@@ -57,6 +57,7 @@ from placement.costs import power
 from placement.costs.measure import measure
 from placement.executor import Executor, Runner, Trainer, weights
 from placement.executor.equality import Tolerance, error
+from placement.executor.streamed import with_streaming
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
@@ -599,9 +600,8 @@ def profile(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) 
     measured = b.measured(key, graph, cluster)
     cpu, gpu = measured.compute_s.T
     busy_s = math.nan
-    if not b.emulated:
-        with b.item(f"{key}, kernels alone"):
-            busy_s = kernel_seconds(graph, cluster, inputs)
+    with b.item(f"{key}, kernels alone"):
+        busy_s = kernel_seconds(graph, cluster, inputs, "CPU" if b.emulated else "CUDA")
     gpu_s = float(gpu[np.isfinite(gpu)].sum())
     b.emit(
         key,
@@ -616,16 +616,17 @@ def profile(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) 
     )
 
 
-def kernel_seconds(graph: OpGraph, cluster: Cluster, inputs: Any) -> float:
-    """Seconds of the kernels alone, of a run on the GPU."""
+def kernel_seconds(graph: OpGraph, cluster: Cluster, inputs: Any, where: str) -> float:
+    """Seconds of the kernels alone that run on ``where``, of a run on the GPU."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     with Runner(graph, cluster, all_on(graph, 1)) as runner:
         list(runner.stream([inputs] * 3))
-        with record(activities=[ProfilerActivity.CUDA]) as run:
+        with record(activities=[getattr(ProfilerActivity, where)]) as run:
             list(runner.stream([inputs] * 5))
-    return sum(e.self_device_time_total for e in run.key_averages()) * 1e-6 / 5
+    what = {"CUDA": "self_device_time_total", "CPU": "self_cpu_time_total"}[where]
+    return sum(getattr(e, what) for e in run.key_averages()) * 1e-6 / 5
 
 
 def fidelity(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
@@ -895,12 +896,19 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
     facts: dict[str, Any] = {}
     weights.forget_others(b.gpu, graph.program, set())
     with memory_of(b, 0.5 * size) as cluster:
-        problem = Problem(graph, cluster, profile, objective="latency", num_microbatches=1)
-        solution = planners.load("best_of", seconds=b.planning_s)(problem)
-        for way, placement in {"cpu": all_on(graph, 0), "plan": solution.placement}.items():
+        more = with_streaming(cluster)
+        alike = {"objective": "latency", "num_microbatches": 1}
+        problem = Problem(graph, more, profile.for_cluster(more), **alike)
+        planner = planners.load("best_of", seconds=b.planning_s)
+        placed = {"cpu": all_on(graph, 0), "plan": planner(problem).placement}
+        if evaluate(problem, all_on(graph, 2)[None]).feasible.all():  # two buffers have room
+            placed["stream"] = all_on(graph, 2)
+        # The best without the third choice: what stays on the CPU is computed there.
+        placed["cut"] = planner(Problem(graph, cluster, profile, **alike)).placement
+        for way, placement in placed.items():
             with (
                 b.item(f"{name}, {way}", 30),
-                Runner(graph, cluster, placement, priority=problem.priority) as runner,
+                Runner(graph, more, placement, priority=problem.priority) as runner,
             ):
                 ways[f"{way}_ms"] = call_seconds(runner, inputs, 3) * 1e3
                 args, kwargs = split_inputs(inputs)
@@ -908,7 +916,7 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
                 off = max(error(x, y) for x, y in zip(got, expected, strict=True))
                 facts[f"{way}_error"] = off
         with b.item(f"{name}, peak"):
-            facts |= peaks(problem, solution.placement)
+            facts |= peaks(problem, placed["plan"])
         weights.forget_others(b.gpu, graph.program, set())
         torch.cuda.empty_cache()
         if isinstance(module, Decoder):
@@ -921,15 +929,19 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         torch.cuda.empty_cache()
         with b.item(f"{name}, accelerate", 30), torch.no_grad():
             room = cluster.devices[1].memory_bytes
-            ways["accelerate_ms"] = offloaded_seconds(copy.deepcopy(module), inputs, room) * 1e3
+            limits = {"cpu": 2**40} if b.emulated else {0: room, "cpu": 2**40}
+            offloaded = offloaded_seconds(copy.deepcopy(module), inputs, limits)
+            ways["accelerate_ms"] = offloaded * 1e3
     b.emit(
         name,
         model_mib=size / 2**20,
         **ways,
         plan_over_accelerate=_ratio(ways.get("accelerate_ms"), ways.get("plan_ms")),
         plan_over_streamed=_ratio(ways.get("streamed_ms"), ways.get("plan_ms")),
-        predicted_ms=float(evaluate(problem, solution.placement[None]).latency_s[0]) * 1e3,
-        on_gpu=float((solution.placement == 1).mean()),
+        plan_over_cut=_ratio(ways.get("cut_ms"), ways.get("plan_ms")),
+        predicted_ms=float(evaluate(problem, placed["plan"][None]).latency_s[0]) * 1e3,
+        on_gpu=float((problem.worker[placed["plan"]] == 1).mean()),
+        from_host_mib=float(problem.param_bytes_on(placed["plan"])[0]) / 2**20,
         **facts,
         ok=all(v <= 3e-3 for k, v in facts.items() if k.endswith("_error")),
     )
@@ -941,15 +953,14 @@ def _tensors_of(module: nn.Module, inputs: Any) -> list[Tensor]:
         return [x for x in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(x, Tensor)]
 
 
-def offloaded_seconds(module: nn.Module, inputs: Any, room: int) -> float:
-    """Seconds with accelerate, which keeps what fits and copies the rest for every call."""
+def offloaded_seconds(module: nn.Module, inputs: Any, limits: dict[Any, int]) -> float:
+    """Seconds with accelerate, which keeps what fits first and copies the rest for every call."""
     import accelerate
 
     args, kwargs = split_inputs(inputs)
-    limits = {0: room, "cpu": 2**40}
     whole = ["Layer", "EmbeddingBag"]
     where = accelerate.infer_auto_device_map(module, limits, no_split_module_classes=whole)
-    accelerate.dispatch_model(module, where, main_device=0)
+    accelerate.dispatch_model(module, where, main_device=next(iter(limits)))
     return timed(
         lambda: pytree.tree_map(Tensor.cpu, pytree.tree_leaves(module(*args, **kwargs))), 3
     )
@@ -994,13 +1005,13 @@ def training(b: Bench) -> None:
             ok=not wrong,
             difference=wrong,
         )
-    if not b.emulated:  # whose tensors autograd does not know
-        with b.item("eager"):
-            plain.to(b.gpu)
-            mine = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-            given = [moved(example, b.gpu)] * 2
-            step_s = timed(lambda: plain_step(plain, mine, given, mean_of_outputs).cpu(), 3)
-            b.emit("eager", step_ms=step_s * 1e3)
+    with b.item("eager"):
+        gpu = torch.device("cpu") if b.emulated else b.gpu  # whose tensors autograd does not know
+        plain.to(gpu)
+        mine = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+        given = [moved(example, gpu)] * 2
+        step_s = timed(lambda: plain_step(plain, mine, given, mean_of_outputs).cpu(), 3)
+        b.emit("eager", step_ms=step_s * 1e3)
 
 
 def policy(b: Bench) -> None:
@@ -1055,7 +1066,7 @@ def energy(b: Bench) -> None:
     if meter is None:
         b.emit("no meter", ok=False)
         return
-    cluster, key = b.cluster, "resnet50"
+    cluster, key = b.cluster, "tiny_mlp" if b.emulated else "resnet50"
     _, inputs, graph = b.model(key)
     profile = b.measured(key, graph, cluster, repeats=1)
     problem = Problem(graph, cluster, profile, objective="period", num_microbatches=16)

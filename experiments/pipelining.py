@@ -14,7 +14,7 @@ and measured.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -44,6 +44,7 @@ PLAIN = ("plain, 1 thread", "plain, 2 threads")
 CASES = ("resnet50", "bert_base", "bert_tiny_hidden128", "lstm", "dlrm")
 CASES += ("resnet50:0.6", "bert_base:0.6", "inception:latency")
 CASES += ("resnet50:unlike", "bert_base:unlike")
+ROUND_S = 0.1  # of a round: of items of less than a millisecond a few are only the beginning
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
@@ -125,16 +126,23 @@ def row(
         for way, plan in plans.items()
     }  # fmt: skip
 
-    def plain(threads: int) -> Iterator[Any]:
+    def plain(threads: int, items: int) -> Iterator[Any]:
         torch.set_num_threads(threads)
         with torch.inference_mode():
-            for _ in range(count):
+            for _ in range(items):
                 yield module(*args, **kwargs)
 
-    streams: dict[str, Callable[[], Any]] = {
-        way: partial(runner.stream, [inputs] * count) for way, runner in runners.items()
-    } | {way: partial(plain, k) for k, way in enumerate(PLAIN, 1)}
-    seconds = in_turns({w: partial(seconds_per_item, s, count) for w, s in streams.items()}, rounds)
+    def planned_s(runner: Runner, count: int) -> float:
+        def streamed(items: int) -> Iterator[Any]:
+            return runner.stream([inputs] * items)
+
+        return seconds_per_item(streamed, count, runner.num_phases)
+
+    count = max(count, int(ROUND_S / problem.compute_s.sum(axis=0).min()))
+    streams = {way: partial(planned_s, runner, count) for way, runner in runners.items()}
+    for k, way in enumerate(PLAIN, 1):
+        streams[way] = partial(seconds_per_item, partial(plain, k), count)
+    seconds = in_turns(streams, rounds)
     if picture is not None:
         few = replace(problem, num_microbatches=8)
         measured = Executor(few).run(plans["best cut"])
@@ -188,7 +196,7 @@ STUDY = Study(
     options={
         "cases": Option(CASES, word=True, metavar="CASE"),
         "rounds": 7,
-        "count": Option(16, "items of a round"),
+        "count": Option(16, "items of a round; more of short ones"),
     },
     columns=(
         Column("case", "case"),

@@ -190,11 +190,15 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def seconds_per_item(run: Callable[[], Any], count: int) -> float:
-    """Steady seconds per item of a stream: the first quarter is not counted."""
-    ends = [time.perf_counter() for _ in run()]
+def seconds_per_item(run: Callable[[int], Any], count: int, num_phases: int = 1) -> float:
+    """Steady seconds per item of a stream ``run(items)``, whose first quarter does not count.
+
+    Whole rounds of the phases do, at least ``count`` items with that quarter.
+    """
     skip = count // 4
-    return (ends[-1] - ends[skip]) / (count - 1 - skip)
+    counted = -(-(count - 1 - skip) // num_phases) * num_phases
+    ends = [time.perf_counter() for _ in run(skip + 1 + counted)]
+    return (ends[-1] - ends[skip]) / counted
 
 
 @contextmanager

@@ -102,9 +102,10 @@ def rank(folder: Path) -> None:
                 runner.serve()
                 return 0.0
             with runner:
-                count = job["count"]
                 list(runner.stream([inputs] * 4))  # it starts
-                return seconds_per_item(lambda: runner.stream([inputs] * count), count)
+                return seconds_per_item(
+                    lambda items: runner.stream([inputs] * items), job["count"], runner.num_phases
+                )
 
         ways = {way: partial(run, way) for way in job["plans"]}
         seconds = in_turns(ways, job["rounds"])

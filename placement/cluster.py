@@ -57,6 +57,9 @@ class Device:
         flops_per_s, bytes_per_s, call_s: peak rates of any type, of its memory, and seconds to
             start an operator, for predictions; None: those of the library, or as measured here.
         model: of the processor or accelerator, as the machine calls it.
+        streams: the device whose memory and time it shares: an operator that is placed here runs
+            there, but its parameters stay in host memory, and are copied while those before it run
+            (see ``Problem.worker``). None: a device of its own.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Device:
     flops_per_s: float | None = None
     bytes_per_s: float | None = None
     call_s: float | None = None
+    streams: str | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads <= MOST_THREADS:
@@ -252,6 +256,17 @@ class Cluster:
             )
         for _ in pairs_of(self.links, self.device_names):
             pass  # says which end is no device
+        real = {d.name for d in self.devices if d.kind != "cpu" and d.streams is None}
+        for d in self.devices:
+            if d.streams is not None and (d.streams not in real or d.kind == "cpu"):
+                raise ClusterError(
+                    f"device {short(d.name)}: streams = {short(d.streams)}, must name a device of "
+                    f"this cluster with memory of its own: {short(sorted(real))}"
+                )
+            if d.streams is not None and all(x.kind != "cpu" for x in self.devices):
+                raise ClusterError(
+                    f"device {short(d.name)} streams from host memory: declare a device of kind cpu"
+                )
 
     @property
     def num_devices(self) -> int:
@@ -284,6 +299,24 @@ class Cluster:
         return found
 
     @cached_property
+    def worker(self) -> NDArray[np.int32]:
+        """int32 ``[D]``: the device that runs what is placed on each; itself, unless it streams."""
+        return np.array([self.index(d.streams or d.name) for d in self.devices], np.int32)
+
+    @property
+    def streaming(self) -> list[int]:
+        """Numbers of the devices whose parameters stay in host memory."""
+        return [i for i, d in enumerate(self.devices) if d.streams is not None]
+
+    @property
+    def workers(self) -> Cluster:
+        """Without the devices that stream: those that can be measured."""
+        if not self.streaming:
+            return self
+        devices = tuple(d for d in self.devices if d.streams is None)
+        return replace(self, devices=devices, links=between(self.links, [d.name for d in devices]))
+
+    @cached_property
     def power(self) -> Power:
         """What the devices draw; watts that are not known are nan."""
         return Power.of(self.devices)
@@ -306,7 +339,7 @@ class Cluster:
         for device in devices:
             if device["power_source"] == "declared":
                 del device["power_source"]  # as it was before there was one
-            for rate in ("flops_per_s", "bytes_per_s", "call_s"):
+            for rate in ("flops_per_s", "bytes_per_s", "call_s", "streams"):
                 if device[rate] is None:
                     del device[rate]
         links = [asdict(x) for x in self.links]

@@ -16,6 +16,7 @@ from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.costs.measure import check_here, load_or_measure
 from placement.executor import Runner
+from placement.executor.streamed import streaming_where_short
 from placement.objective import Objective
 from placement.plan import make_plan, parameters_of
 from placement.problem import Problem
@@ -136,6 +137,7 @@ def optimize(
         report("capturing", None)
         graph = capture(module, inputs, name=workload)
         profile = load_or_measure(graph, cluster, progress=report)
+        cluster, profile = streaming_where_short(graph, cluster, profile)
         goal = Objective(objective)
         phases = MAX_PHASES if goal.is_throughput else 1
         problem = Problem(graph, cluster, profile, objective=goal, max_phases=phases)
@@ -200,7 +202,7 @@ def verdict(runner: OptimizedRunner) -> str:
     else:
         than_plain, than_one = (took_s[way] / took_s["plan"] for way in ("plain", "single"))
         begin = (
-            f"{len(devices)} devices, {than_plain:.2f} times as fast as {plain}, "
+            f"{len(devices)} devices are {than_plain:.2f} times as fast as {plain}, and "
             f"{than_one:.2f} times as fast as one device"
         )
     what = "a call" if plan.objective == "latency" else "between two results"

@@ -132,6 +132,7 @@ class DeviceInfo(_Strict):
     flops_per_s: FiniteFloat | None = None
     bytes_per_s: FiniteFloat | None = None
     call_s: Seconds | None = None
+    streams: Name | None = None
 
 
 class LinkInfo(_Strict):
@@ -856,7 +857,7 @@ def load_plan(path: str | Path) -> Plan:
     if wrong:
         raise PlanError(
             f"{path}: {_some(wrong, sep='; ')}. Was it edited by hand? "
-            f"Make it again: placement plan MODEL --planner best_of --out {path}"
+            "Make it again: placement plan MODEL --out plan.json"
         )
     return plan
 
@@ -881,7 +882,7 @@ def read_plan(path: str | Path) -> Plan:
             raise PlanError(f"{path}: not a plan: {what}") from error
         raise PlanError(
             f"{path}: not valid JSON ({error}): truncated, or edited by hand? "
-            f"Make it again: placement plan MODEL --planner best_of --out {path}"
+            "Make it again: placement plan MODEL --out plan.json"
         ) from error
     if _holds_target(data):
         raise PlanError(
@@ -927,7 +928,9 @@ def _awake(path: Path, data: dict[str, Any], text: str) -> str:
 
 def schema_text() -> str:
     """The JSON schema of the file, as published in ``docs/plan.schema.json``."""
-    return json.dumps(Plan.model_json_schema(), indent=1) + "\n"
+    schema = Plan.model_json_schema()
+    schema["required"].insert(0, "schema_version")  # as the reader demands
+    return json.dumps(schema, indent=1) + "\n"
 
 
 def graph_parts(graph: OpGraph) -> dict[str, str]:

@@ -107,6 +107,12 @@ class Problem:
                 f"objective 'energy' needs the power of every device, unknown for {silent}; "
                 "state busy_w and idle_w (watts) in the cluster's YAML file"
             )
+        if self.cluster.streaming and self.graph.is_backward.any():
+            name = self.cluster.device_names[self.cluster.streaming[0]]
+            raise ProblemError(
+                f"device {name!r} copies parameters from host memory for each operator, which is "
+                f"for inference: a training step changes them; leave {name!r} out of the cluster"
+            )
         if not np.isfinite(self.group_compute_s).any(axis=1).all():
             g = int(np.flatnonzero(~np.isfinite(self.group_compute_s).any(axis=1))[0])
             ops = np.flatnonzero(self.graph.group == g)
@@ -135,15 +141,52 @@ class Problem:
         return self.cluster.num_devices
 
     @property
+    def worker(self) -> NDArray[np.int32]:
+        """int32 ``[D]``: the device whose time and memory what is placed on each one takes.
+
+        A device that ``streams`` has none of its own: placed there means that an operator runs on
+        ``worker``, with parameters from host memory. While one operator runs, those of the next are
+        copied into the other of two buffers; so it takes what running or copying takes, whichever
+        is longer. Simulators count it, and its tensors, on ``worker``, its parameters in the memory
+        of the host (``host_of``), and on ``worker`` two buffers for the most that one reads.
+        """
+        return self.cluster.worker
+
+    @cached_property
+    def num_workers(self) -> int:
+        """Devices with time of their own."""
+        return self.num_devices - len(self.cluster.streaming)
+
+    @cached_property
     def compute_s(self) -> Floats:
         """float64 ``[N, D]`` seconds alone; inf = cannot run there."""
-        return self.profile.compute_s
+        return self._with_copies(self.profile.compute_s)
 
     @cached_property
     def loaded_s(self) -> Floats:
         """float64 ``[N, D]`` seconds while other devices are busy (``compute_s`` if unknown)."""
         loaded = self.profile.loaded_s
         return self.compute_s if loaded is None else np.maximum(loaded, self.compute_s)
+
+    def _with_copies(self, seconds: Floats) -> Floats:
+        """``seconds [N, D]``, where parameters are copied at least for as long as that takes."""
+        if not self.cluster.streaming:
+            return seconds
+        seconds, size = seconds.copy(), self.read_bytes.astype(np.float64)
+        for d, (latency_s, s_per_byte) in self._links[4].items():
+            copied_s = np.where(size > 0, latency_s + size * s_per_byte, 0.0)
+            seconds[:, d] = np.maximum(seconds[:, d], copied_s)
+            seconds[self.graph.carried_op, d] = np.inf  # it writes where nobody reads it
+        return seconds
+
+    @cached_property
+    def read_bytes(self) -> NDArray[np.int64]:
+        """int64 ``[N]`` bytes of the parameters that each operator reads."""
+        g = self.graph
+        op, param = np.unique(np.stack([g.param_use_op, g.param_use]), axis=1)
+        found = np.zeros(self.num_ops, np.int64)
+        np.add.at(found, op, g.param_bytes[param])
+        return found
 
     @cached_property
     def group_compute_s(self) -> Floats:
@@ -192,7 +235,11 @@ class Problem:
         for a, b, link in self._ends:
             found[a, b] = getattr(link, what)
         np.fill_diagonal(found, 0.0)
-        return found
+        return self._of_workers(found)
+
+    def _of_workers(self, pairs: NDArray[Any]) -> NDArray[Any]:
+        """``[D, D]`` between the devices that run what is placed on others."""
+        return pairs[np.ix_(self.worker, self.worker)] if self.cluster.streaming else pairs
 
     @cached_property
     def link_channel(self) -> NDArray[np.int32]:
@@ -209,7 +256,10 @@ class Problem:
         return tuple(pairs_of(self.profile.links, self.cluster.device_names))
 
     @cached_property
-    def _links(self) -> tuple[Floats, Floats, NDArray[np.bool_], NDArray[np.int32]]:
+    def _links(
+        self,
+    ) -> tuple[Floats, Floats, NDArray[np.bool_], NDArray[np.int32], dict[int, tuple[Any, Any]]]:
+        """What links are like, and of each device that streams how parameters come."""
         d = self.num_devices
         latency, per_byte = np.zeros((d, d)), np.zeros((d, d))
         blocking = np.zeros((d, d), bool)
@@ -227,11 +277,17 @@ class Problem:
         for found, value in ((latency, 0.0), (per_byte, 0.0), (blocking, False)):
             np.fill_diagonal(found, value)
         np.fill_diagonal(channel, own.diagonal())
+        host, _ = host_of(self)
+        come = {x: (latency[host, x], per_byte[host, x]) for x in self.cluster.streaming}
+        latency, per_byte, blocking, channel = map(
+            self._of_workers, (latency, per_byte, blocking, channel)
+        )
         _, dense = np.unique(channel, return_inverse=True)
-        return latency, per_byte, blocking, dense.reshape(d, d).astype(np.int32)
+        return latency, per_byte, blocking, dense.reshape(d, d).astype(np.int32), come
 
     def transfer_s(self, tensor: int, src: int, dst: int) -> float:
         """Seconds to move ``tensor`` from device ``src`` to ``dst`` (0 when equal)."""
+        src, dst = int(self.worker[src]), int(self.worker[dst])
         if src == dst:
             return 0.0
         if self.profile.transfer_s is not None:
@@ -340,17 +396,24 @@ class Problem:
         everything = int(g.param_bytes.sum()) + flights * int(g.tensor_bytes.sum())
         if self.profile.workspace_bytes is not None:
             everything += int(self.profile.workspace_bytes.max())
-        return everything > int(self.memory_bytes.min())
+        return everything > int(self.memory_bytes.min()) or bool(self.cluster.streaming)
 
     def param_bytes_on(self, placement: Placement) -> NDArray[np.int64]:
         """int64 ``[D]`` parameter bytes each device holds, of all phases.
 
-        Tied parameters, and those of several phases, are held once per device.
+        Tied parameters, and those of several phases, are held once per device. Of a device that
+        streams the host holds them, and the device where they are read has two buffers.
         """
         g = self.graph
         held = np.zeros((len(g.param_bytes), self.num_devices), bool)
         held[g.param_use, placement[..., g.param_use_op]] = True
-        return g.param_bytes @ held
+        found: NDArray[np.int64] = g.param_bytes @ held
+        for d in self.cluster.streaming:
+            read = np.where(placement == d, self.read_bytes, 0)
+            found[self.worker[d]] += 2 * int(read.max(initial=0))
+            found[host_of(self)[0]] += found[d]
+            found[d] = 0
+        return found
 
     def as_batch(self, placements: ArrayLike) -> NDArray[np.int32]:
         """One or more placements as int32 ``[B, N]``, for kernels that read without looking.

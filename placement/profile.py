@@ -141,6 +141,7 @@ class Profile:
     def for_cluster(self, cluster: Cluster) -> Profile:
         """This profile with the columns of ``cluster``, in its order.
 
+        A device that ``streams`` has the column of the one that it shares.
         A device with ``like``/``speed`` is scaled from the measured device it names, and has
         its links; links that the cluster declares replace measured ones. Two devices like the
         same one have no measured link: it costs nothing unless it is declared.
@@ -149,7 +150,8 @@ class Profile:
             ProfileError: a device of the cluster was not measured.
         """
         columns, factors = [], []
-        for device in cluster.devices:
+        workers = [cluster.devices[w] for w in cluster.worker]
+        for device in workers:
             source = device.measured_as
             if source not in self.device_names:
                 raise ProfileError(
@@ -171,7 +173,8 @@ class Profile:
             replace(measured[pair], src=a.name, dst=b.name)
             for i, a in enumerate(cluster.devices if measured else ())
             for j, b in enumerate(cluster.devices)
-            if (pair := (a.measured_as, b.measured_as)) in measured and not cluster.joins[i, j]
+            if (pair := (workers[i].measured_as, workers[j].measured_as)) in measured
+            and not cluster.joins[i, j]
         ]
         compute, spread = take(self.compute_s), take(self.spread_s)
         assert compute is not None and spread is not None

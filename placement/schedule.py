@@ -28,7 +28,7 @@ class Schedule:
         Raises:
             ScheduleError: naming the device and the operator.
         """
-        self.check_order(problem.graph, problem.num_devices, placement)
+        self.check_order(problem.graph, problem.num_devices, problem.worker[placement])
 
     def check_order(self, graph: OpGraph, num_devices: int, placement: Placement) -> None:
         """``check`` of what a graph and its placement decide."""

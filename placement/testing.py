@@ -233,12 +233,12 @@ def check_cluster(cluster: Cluster) -> None:
 
     * Every ordered pair of devices has one link, or none has (they are measured then): a pair
       without a link costs nothing, which is hardly ever meant.
-    * Every device states its memory.
+    * Every device states its memory; one that streams has none.
 
     Raises:
         ContractError: the first promise that is broken.
     """
-    where = f"cluster {cluster.name!r}"
+    where, cluster = f"cluster {cluster.name!r}", cluster.workers
     pairs = [(link.src, link.dst) for link in cluster.links]
     names = cluster.device_names
     missing = [(names[a], names[b]) for a, b in np.argwhere(~cluster.joins).tolist() if a != b]

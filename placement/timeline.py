@@ -168,7 +168,8 @@ class Timeline:
             mine = took[first + (k - first) % len(phases) :: len(phases)]
             load += np.bincount(phase, mine.mean(axis=0), len(load))
         busiest = load.max() / min(m, len(phases))
-        steady_s = float(steady_period(self.end_s.max(axis=1) - self.begin_s, busiest))
+        finish_s = self.end_s.max(axis=1) - self.begin_s
+        steady_s = float(steady_period(finish_s, busiest, len(phases)))
         return steady_s + self.summing_s / m
 
     @cached_property
@@ -299,22 +300,28 @@ def _slice(name: str, tid: int, start: float, end: float, args: dict[str, int]) 
     }
 
 
-def steady_period(finish_s: Floats, busiest_s: ArrayLike = 0.0) -> Floats:
+def steady_period(finish_s: Floats, busiest_s: ArrayLike = 0.0, num_phases: int = 1) -> Floats:
     """Seconds per micro-batch in steady state, float64 ``[...]``.
 
     ``finish_s`` float64 ``[..., M]``: when each micro-batch finished, from the begin of the
     run. ``busiest_s`` float64 ``[...]``: seconds per micro-batch of the busiest device (0:
     unknown). It bounds every steady state from below, but not the slope of a short run, which
-    may end in a burst of micro-batches that were started long before.
+    may end in a burst of micro-batches that were started long before. With several phases the
+    slope is of whole rounds of them: parts of a round are of other devices than the rest.
 
     Exact where the gaps of the last half repeat with some pattern of ``k <= M // 4`` and at most
     ``MOST_PATTERN`` micro-batches (to 1e-9); otherwise the slope over the last half.
     """
-    finish = np.sort(np.asarray(finish_s, dtype=np.float64), axis=-1)
+    finish = np.asarray(finish_s, dtype=np.float64)
+    # Of several phases some overtake others, and wait to be handed out: results leave in order.
+    finish = np.maximum.accumulate(finish, axis=-1) if num_phases > 1 else np.sort(finish, axis=-1)
     m = finish.shape[-1]
     if m == 1:
         return np.maximum(finish[..., 0], busiest_s)
     first = (m - 1) // 2
+    if m > num_phases:
+        first = min(first, m - 1 - num_phases)
+        first += (m - 1 - first) % num_phases
     tail = np.diff(finish[..., first:], axis=-1)
     period = (finish[..., -1] - finish[..., first]) / (m - 1 - first)
     tolerance = 1e-9 * np.maximum(finish[..., -1] / m, 1e-300)

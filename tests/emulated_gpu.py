@@ -4,7 +4,8 @@ Real are: asynchrony (a thread per stream runs kernels in order, after the launc
 on), events, the order in which memory becomes free (poisoned with NaN by the stream that allocated
 it, as soon as Python has dropped it, unless ``record_stream`` says who still uses it; that another
 stream uses it then is counted), memory that is full, pinned and pageable host memory (a copy from
-the latter waits for the stream, and for the copy), CUDA graphs and what may not be captured.
+the latter waits for the stream, and for the copy), CUDA graphs and what may not be captured, and
+NVML's counters.
 Kernels are the CPU's.
 
     with emulated_gpu.emulated(memory_bytes=2**30) as gpu:
@@ -14,6 +15,7 @@ Kernels are the CPU's.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -532,6 +534,28 @@ def _properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(total_memory=_gpu.memory_bytes, name="Emulated GPU", uuid="none")
 
 
+def nvml(count: int, tells_energy: bool = True) -> Any:
+    """The module ``pynvml`` of GPUs that draw 100 W each, whether it counts joules or not."""
+
+    class NVMLError(Exception):
+        pass
+
+    def millijoules(handle: int) -> int:
+        if not tells_energy:
+            raise NVMLError("Not Supported")
+        return int(1e5 * time.perf_counter())
+
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: count,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda handle: "GPU-none",
+        nvmlDeviceGetTotalEnergyConsumption=millijoules,
+        nvmlDeviceGetPowerUsage=lambda handle: 100_000,
+    )
+
+
 def _reset_peak(device: Any = None) -> None:
     _gpu.peak[_number(device)] = _gpu.allocated[_number(device)]
 
@@ -602,6 +626,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
             patch.object(torch._C, "_cuda_endAllocateToPool", _end_allocate, create=True)
         )
         stack.enter_context(patch.object(threading.Thread, "start", start_in_mode))
+        stack.enter_context(patch.dict(sys.modules, {"pynvml": nvml(num_devices)}))
         # Threads and streams that are kept for the next runner.
         stack.enter_context(patch.object(backend, "_IDLE", defaultdict(list)))
         stack.enter_context(Mode())

@@ -139,6 +139,22 @@ def test_steady_period(finish: list[float], period: float) -> None:
     assert steady_period(np.array(finish, float)) == pytest.approx(period, rel=1e-12)
 
 
+def test_a_period_of_phases_is_of_whole_rounds_in_the_order_of_results() -> None:
+    """Nine turns of 5 and 4 s: 16 results of them are no whole rounds. A fast one overtakes."""
+    turns = np.array([0, 1, 0, 1, 0, 1, 0, 1, 0])
+    seconds = np.where(np.resize(turns, 32) == 0, 4.0, 5.0)
+    done = np.empty(32)
+    for device in (0, 1):
+        mine = np.resize(turns, 32) == device
+        done[mine] = np.cumsum(seconds[mine])
+    assert steady_period(done, num_phases=9) == pytest.approx(20 / 9)
+    assert steady_period(done) != pytest.approx(20 / 9, rel=0.01)
+    # One of five times the speed: the slow one says when results leave, every 5 s two of them.
+    unlike = np.where(np.arange(32) % 2, 5.0 * (1 + np.arange(32) // 2), 1 + np.arange(32) // 2)
+    assert steady_period(unlike, num_phases=2) == 2.5
+    assert steady_period(unlike[:2], num_phases=2) == 4  # no whole round is left
+
+
 def test_steady_period_of_many_runs_at_once_and_not_below_the_busiest_device() -> None:
     finish = np.array([[4, 5, 8, 9, 12, 13, 16, 17.0], [1, 2, 3, 4, 6, 9, 9, 12]])
     assert steady_period(finish).tolist() == [2, 2]

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ class Row:
     kind: str
     problem: str
     who: str
+    known: float
     value: float
     seconds: float  # of one processor
-    known: float
 
 
 def shops(checkout: Path) -> Iterator[tuple[str, str, Problem, float]]:
@@ -136,14 +137,16 @@ def rows(options: Options) -> Iterator[Row]:
         for who, decode in deciders.items():
             if number == 0:
                 decode(problem)  # kernels are loaded outside of what is timed
-            yield Row(kind, name, who, *timed(decode, problem), known)
+            make = partial(timed, decode, problem)
+            result = options.finished.row(dict, [name, who], make, f"{name}-{who}")
+            yield Row(kind, name, who, known=known, **result)
 
 
-def timed(decode: Callable[[Problem], float], problem: Problem) -> tuple[float, float]:
+def timed(decode: Callable[[Problem], float], problem: Problem) -> dict[str, float]:
     """The value, and processor seconds."""
     began = time.process_time()
     value = decode(problem)
-    return value, time.process_time() - began
+    return {"value": value, "seconds": time.process_time() - began}
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:

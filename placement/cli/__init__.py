@@ -192,7 +192,7 @@ def print_table(
         def on_broken_pipe(self) -> None:  # rich would exit, and files are still to be written
             close_output()
 
-    table = Table(title=printable(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(
             printable(column),
@@ -205,6 +205,7 @@ def print_table(
     # Names come from files: no markup, no emoji.
     out = Output(markup=False, emoji=False, highlight=False)
     out.width = min(out.width, WIDTH)
+    out.print(printable(title), style="italic")
     out.print(table)
 
 
@@ -292,7 +293,7 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
         "--mode", metavar="NAME", help="inference or training; default: inference, or the file's"
     )
     parser.add_argument(
-        "--optimizer", metavar="NAME", help=f"of torch.optim, for training ({OPTIMIZER})"
+        "--optimizer", metavar="NAME", help=f"a class of torch.optim, for training ({OPTIMIZER})"
     )
 
 

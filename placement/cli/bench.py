@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="keep the rows; the same command continues")
     parser.add_argument(
-        "options", nargs="*", default=[], metavar="option=value", help="of the planner"
+        "options", nargs="*", default=[], metavar="option=value", help="an option of the planner"
     )
 
 

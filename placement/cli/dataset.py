@@ -26,10 +26,10 @@ NOISY = 0.1  # spread of whole runs
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["build", "show", "load"])
-    parser.add_argument("source", help="of build: a list of models, or default; else: the folder")
+    parser.add_argument("source", help="build: a list of models, or default; else the folder")
     parser.add_argument("--out", metavar="PATH", help="folder to build, or CSV file to load into")
     parser.add_argument("--cluster", metavar="FILE", help="devices to measure (YAML), all here")
-    parser.add_argument("--seconds", type=float, help="of build: begin no graph after these")
+    parser.add_argument("--seconds", type=float, help="build: begin no graph after so long")
     parser.add_argument("--repeats", type=int, default=10, help="rounds (default %(default)s)")
 
 

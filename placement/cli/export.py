@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,11 @@ Exit code 1: the program cannot express the plan; the message says which operato
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="plan.json", nargs="?")
     parser.add_argument(
-        "options", nargs="*", default=[], metavar="option=value", help="of the exporter"
+        "options",
+        nargs="*",
+        default=[],
+        metavar="option=value",
+        help="an option of the exporter",
     )
     parser.add_argument("--list", action="store_true", help="the exporters, their options")
     parser.add_argument("--to", metavar="NAME", help="an exporter, e.g. huggingface")
@@ -43,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the workload or problem file of the plan, for predictions; default: a shipped one's",
     )
-    parser.add_argument("--profile", metavar="FILE", help="measured before; default: the cache")
+    parser.add_argument("--profile", metavar="FILE", help="measured times; default: the saved ones")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,12 +103,24 @@ def run(args: argparse.Namespace) -> int:
                 return cli.NO
         exported = exporter(nearest, problem)
     paths = _write(exported, args.out, read=[args.plan, getattr(exporter, "model", None)])
+    note = _filled_in(exported.note, plan.graph.workload, args.out)
     if args.json:
-        _answer(args, paths, moved, predicted, exported.note)
+        _answer(args, paths, moved, predicted, note)
     elif predicted is not None:
         cli.print_table(title, ["predicted", "the plan", "the nearest", "change"], rows)
-    cli.say(f"written: {', '.join(paths)}; {exported.note}")
+    cli.say(f"written: {', '.join(paths)}; {note}")
     return cli.OK
+
+
+def _filled_in(note: str, workload: str | None, out: str) -> str:
+    """``note`` with the names of this export, to be typed as it stands."""
+    from placement.workloads import family_of
+
+    family = family_of().get(workload or "")
+    function = f"placement.workloads.{family}:{workload}" if family else workload or ""
+    if ":" in function:
+        note = note.replace("package.module:function", shlex.quote(function))
+    return note.replace("FILE", shlex.quote(out))
 
 
 def _answer(

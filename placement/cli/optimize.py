@@ -15,12 +15,12 @@ EXAMPLE = """examples:
   placement optimize my_package.my_module:my_function --out plan.json
   placement optimize resnet50 --objective latency --seconds 30
 
-It runs the best plan, the best device alone and plain PyTorch with its threads in turns, and says
-which is the fastest. The plan that --out writes is the faster of the first two.
+It measures three ways in turns: the best plan, the best device alone, and plain PyTorch with its
+threads. It says which is the fastest. The plan that --out writes is the faster of the first two.
 
 The machine-readable result (--json) has the keys kept (the fastest: plan, single or plain),
-objective, planner, assignments (one for each turn of replicas, mostly one), predicted, measured (of
-plan, plain and, where the plan uses several devices, single: the best device alone).
+objective, planner, assignments (one, or one for each turn of replicas), predicted, and measured
+(of plan, plain and, if the plan uses several devices, single).
 """
 
 
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="most that planning takes (%(default)g)"
     )
-    parser.add_argument("--out", metavar="FILE", help="write the plan")
+    parser.add_argument("--out", metavar="FILE", help="write the plan there")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,14 +84,15 @@ def _show(runner: OptimizedRunner) -> None:
     from placement.optimizing import devices_of
 
     plan = runner.plan
-    used = " and ".join(devices_of(plan))
-    plain = f"plain PyTorch, {cli.count(torch.get_num_threads(), 'thread')}"
     single = plan.fallback.device if plan.fallback else ""
-    names = {"plan": "best plan", "single": f"{single} alone", "plain": plain}
+    names = {
+        "plan": "the plan" if runner.kept != "plan" else f"on {' and '.join(devices_of(plan))}",
+        "single": f"{single} alone",
+        "plain": f"plain PyTorch, {cli.count(torch.get_num_threads(), 'thread')}",
+    }
     rows = []
     for way, measured in runner.measured.items():
         spreads = (measured.period_s, measured.latency_s)
         rows.append([names[way], *(cli.seconds(s.median_s) for s in spreads if s)])
     columns = ["measured in turns", "between two results", "of a call"]
-    fastest = plain if runner.kept == "plain" else used
-    cli.print_table(f"{plan.graph.name}: the fastest is {fastest}", columns, rows)
+    cli.print_table(f"{plan.graph.name}: the fastest is {names[runner.kept]}", columns, rows)

@@ -46,30 +46,34 @@ which share they may err), or largest_context where nothing fits.
 
 
 _FILE_OPTIONS = (
-    ("devices", int, "K", "where a file does not say"),
-    ("bandwidth", float, "BYTES_PER_S", "between those devices"),
-    ("memory", int, "BYTES", "of each of those devices"),
-    ("flops", float, "FLOP_PER_S", "of a device, for an ONNX file, which has no times"),
-    ("memory-bandwidth", float, "BYTES_PER_S", "within a device, for an ONNX file"),
+    ("devices", int, "K", "number of devices, for a file that names none"),
+    ("bandwidth", float, "BYTES_PER_S", "of the links between those devices"),
+    ("memory", int, "BYTES", "memory of each of those devices"),
+    ("flops", float, "FLOP_PER_S", "peak rate of a device, for an ONNX file, which has no times"),
+    ("memory-bandwidth", float, "BYTES_PER_S", "of a device's memory, for an ONNX file"),
 )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--planner", metavar="NAME", help="e.g. heft (best_of; of a language model layer_dp)"
+        "--planner",
+        metavar="NAME",
+        help="e.g. heft (best_of; for language models layer_dp)",
     )
     configure_problem(parser)
     parser.add_argument("--seconds", type=float, help="budget of the planner")
     parser.add_argument("--evaluations", type=int, help="budget of the planner")
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seed", type=int, help="of the planner's random numbers")
     parser.add_argument(
         "--measurements",
         type=int,
         metavar="K",
-        help="then run placements K times for real, beginning with the planner's; the fastest wins",
+        help="run K placements for real, the planner's first; the fastest is the plan",
     )
     parser.add_argument(
-        "--trials", metavar="FILE", help="keep what ran; after Ctrl-C the same command continues"
+        "--trials",
+        metavar="FILE",
+        help="keep these runs; after Ctrl-C the same command continues them",
     )
     parser.add_argument(
         "--scheduler",
@@ -79,7 +83,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write the plan")
     parser.add_argument("--trace", metavar="FILE", help="write the predicted timeline")
     parser.add_argument(
-        "options", nargs="*", default=[], metavar="option=value", help="of the planner"
+        "options",
+        nargs="*",
+        default=[],
+        metavar="option=value",
+        help="an option of the planner, e.g. patience=2; a wrong one lists all",
     )
 
 
@@ -91,29 +99,35 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--objective",
         metavar="NAME",
-        help="period, latency, energy, max_load, piecewise_latency; of a language model prefill, "
+        help="period, latency, energy, max_load, piecewise_latency; for a language model prefill, "
         "decode, serve; default: period, or the file's",
     )
     parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
-    parser.add_argument("--profile", metavar="FILE", help="measured before; default: the cache")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="measured times; default: the saved ones, or measure now"
+    )
     parser.add_argument(
         "--predict",
         metavar="KIND",
         help="predict times instead of measuring: roofline, polynomial or trees",
     )
-    parser.add_argument("--microbatches", type=int, metavar="M", help="of a pipelined run (32)")
-    parser.add_argument("--in-flight", type=int, metavar="W", help="micro-batches at a time (4)")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="M", help="micro-batches of a pipelined run (32)"
+    )
+    parser.add_argument(
+        "--in-flight", type=int, metavar="W", help="so many micro-batches at a time (4)"
+    )
     parser.add_argument(
         "--max-phases",
         type=int,
         metavar="K",
-        help="micro-batches may take turns, with up to K placements: replicas; default: 1",
+        help="let micro-batches take turns between up to K placements, as replicas do (1)",
     )
     parser.add_argument(
         "--second-j",
         type=float,
         metavar="J",
-        help="of the objective energy: joules that a second per micro-batch is worth (0)",
+        help="the objective energy minimises joules + J x seconds per micro-batch (0)",
     )
     cli.add_mode(parser)
     serving.configure(parser)
@@ -425,13 +439,23 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         from placement.costs.measure_within import predict_here
 
         report(f"predicting with {args.predict}", None)
-        profile = predict_here(graph, cluster, method)
+        profile = predict_here(graph, cluster.workers, method)
+        profile = profile.for_cluster(cluster) if cluster.streaming else profile
         cli.say_if_predicted(args.workload, Problem(graph, cluster, profile))
+    objective = Objective(args.objective or Objective.PERIOD)
     if profile is None:
         from placement.costs.measure import load_or_measure
+        from placement.executor.streamed import streaming_where_short
 
         profile = load_or_measure(graph, cluster, progress=report)
-    objective = Objective(args.objective or Objective.PERIOD)
+        if not objective.is_analytic:
+            cluster, profile = streaming_where_short(graph, cluster, profile)
+    if objective.is_analytic and cluster.streaming:
+        raise cli.UsageError(
+            f"--objective {objective} is a formula of devices that work by themselves, "
+            f"{cluster.device_names[cluster.streaming[0]]!r} has no time of its own: leave that "
+            "device out, or use --objective period"
+        )
     return Problem(graph, cluster, profile, objective=objective, **changes)
 
 

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=float,
         metavar="S",
-        help="measure only so long: the operators whose times are hardest to predict",
+        help="measure so long, first operators that are hard to predict; predict the others",
     )
     parser.add_argument(
         "--distributed",
@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster-out",
         metavar="FILE",
-        help="of --distributed: devices and links (default cluster.yaml, if there is none)",
+        help="with --distributed: where to write devices and links (default: cluster.yaml)",
     )
 
 

@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="what was planned, unless a shipped model: package.module:function or a problem file",
     )
-    parser.add_argument("--profile", metavar="FILE", help="of that model; default: the cache")
+    parser.add_argument("--profile", metavar="FILE", help="measured times; default: the saved ones")
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="budget of the search (default 0.5)"
     )

@@ -19,7 +19,7 @@ path, num_bytes, num_workloads, num_planners, num_predicted, num_measured, unrea
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", metavar="RUN_DIR", help="of a comparison, a training or plans; or a plan"
+        "folder", metavar="RUN_DIR", help="folder of a comparison, a training or plans; or a plan"
     )
     parser.add_argument("--out", metavar="FILE", help="default: report.html in the folder")
 

@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--distributed", action="store_true", help="spread the devices over processes (torchrun)"
     )
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="how many; default: one per device"
+        "--processes", type=int, metavar="N", help="number of processes (one per device)"
     )
     parser.add_argument(
         "--weights", metavar="FILE", help="a safetensors file: each process reads its own part"

@@ -19,18 +19,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Options of what is served."""
     group = parser.add_argument_group(
         "a language model without weights (config.json, or a GGUF file's header)",
-        "objectives: prefill (seconds for a prompt), decode (seconds for a token of each sequence, "
-        "the context being full), serve (a prompt and its answer until the context is full)",
+        "objectives: prefill (seconds for a prompt), decode (seconds for a token of each sequence "
+        "when the context is full), serve (a prompt, and its answer until the context is full)",
     )
-    group.add_argument("--context", type=int, metavar="TOKENS", help="there is room for, needed")
+    group.add_argument(
+        "--context", type=int, metavar="TOKENS", help="longest sequence to make room for; needed"
+    )
     group.add_argument("--batch", type=int, metavar="B", help="sequences at a time (1)")
     group.add_argument(
-        "--prompt", type=int, metavar="TOKENS", help="of a prompt (prefill: all; else half)"
+        "--prompt",
+        type=int,
+        metavar="TOKENS",
+        help="length of the prompt; default: half the context, for prefill all of it",
     )
     group.add_argument(
         "--split",
         choices=("layers", "tensors"),
-        help="whole layers (default without experts), or feed-forward or experts apart",
+        help="place whole layers, or feed-forwards and experts by themselves; default: layers, "
+        "for models with experts tensors",
     )
 
 

@@ -237,7 +237,9 @@ def _order_failures(plan: Plan, graph: OpGraph) -> list[str]:
         return []
     cluster = plan.cluster.build()
     try:
-        schedule.check_order(graph, cluster.num_devices, plan.placement(graph, cluster))
+        schedule.check_order(
+            graph, cluster.num_devices, cluster.worker[plan.placement(graph, cluster)]
+        )
     except ValueError as error:
         return [f"order: {error}"]
     return []

@@ -13,12 +13,13 @@ import platform
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -47,30 +48,38 @@ from placement.graph import OpGraph, reuse_position
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate
+from placement.timeline import steady_period
 from placement.tools.files import FileError, cache_folder
 
 Floats = NDArray[np.float64]
 Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
+Way = frozenset[tuple[str, str]]  # pairs of devices, by name
+Ways = Mapping[Way, tuple[float, float]]  # of each a factor of transfers, and seconds of sending
+Costs = tuple[Any, ...]  # as ``scaled`` takes them
 
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
 _LONG_BYTES = 2**26  # besides, where a GPU is: its link is not full before
 _CHAIN_OPS, _CHAIN_SIZE = 17, 2**17  # of the chain that tells what waking costs
 _STREAMED, _STREAM_SIZE = 64, 2**6  # micro-batches, and of a chain that tells what each costs
 _CALIBRATION_CUTS, _CUT_SHARE = (1, 3, 7, 15, 31, 63, 127), 0.25  # of operators, at most
-_CALIBRATION_RUNS, _CALIBRATION_S = (3, 8), 0.1  # alone and in a pipeline; many of short ones
+_CALIBRATION_RUNS, _CALIBRATION_S = (3, 8), 0.05  # alone and in a pipeline; many of short ones
+_CALIBRATION_MOST, _CALIBRATION_SIMULATED = 32, 64  # times as many; micro-batches
 _CALIBRATION_ROUNDS = 2  # of which the faster counts: others disturb one of them
 _CALIBRATION_SEED = 20
 _CALIBRATION_PRIOR = 0.01  # error that a factor of e must take away to be believed
 _CALIBRATION_PRIOR_S = 4e-5  # of sending, what a factor of e is of the others
 _CALIBRATION_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _CALIBRATION_SENDING_S = (0.0, 1e-5, 2e-5, 4e-5)
-_CALIBRATION_BETWEEN = (2**-0.5, 1.0, 2**0.5)  # then in whole pipelines, not in short ones
+_CALIBRATION_BETWEEN = (2**0.5, 2**0.25)  # then in longer pipelines
+_CALIBRATION_WAY_S = (0.0, 2e-5, 5e-5, 1e-4, 2e-4)  # more of sending, of one kind of link; its
+_CALIBRATION_WAY_PRIOR_S = 2e-4  # launching thread is asked for more than a queue
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
 _DISTURBED = 0.9  # of its measured seconds, in which a device later runs the whole graph
-_RULES = 8  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_RULES = 9  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _RISING_S, _MOST_RUNS = 0.03, 50  # in which a GPU's clock rises, and runs meanwhile at most
+_TOGETHER_S = 0.02  # at least, in which devices run the graph beside each other
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
 _CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
 
@@ -127,7 +136,7 @@ def measure(
             runs = [_runs(r, s.sum()) for r, s in zip(runners, each, strict=True)]
             if cluster.num_devices > 1:
                 whole_s = float(alone[-1].sum(axis=0).mean())
-                loaded.append(_run_together(runners, inputs, 3, whole_s))
+                loaded.append(_run_together(runners, inputs, whole_s))
         say("links", 1.0)
         links = measure_links(cluster, repeats=max(3, repeats // 2))
         marks_s = np.array([_mark_seconds(r, priority, inputs, min(repeats, 5)) for r in runners])
@@ -199,7 +208,7 @@ def _mark_seconds(
                     pass
                 seconds.append(time.perf_counter() - begin)
             more.append(seconds[1] - seconds[0])
-    last_seconds(runner, -1)  # nothing of it is kept
+    last_seconds(runner, range(0))  # nothing of it is kept
     return max(0.0, float(np.median(more[2:]))) / graph.num_ops
 
 
@@ -223,18 +232,22 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     they cost in the middle of a model: caches, the interpreter and the sleep of idle cores take
     part. So a few placements run, and a factor for each of the three, and the processor time of
     handing over a tensor, are chosen with which their latencies and periods are predicted best,
-    by devices of the speed that they have meanwhile: single devices run too. One that is clearly
-    faster then was disturbed when it was measured, as others only ever slow it down. By how much
-    they are still missed then is the profile's ``error``. A placement that a GPU has no memory for
-    tells nothing; where that are all, the profile stays as it is.
+    by devices of the speed that they have meanwhile: single devices run too. Between unlike kinds
+    of devices each way (to a GPU, from it) has a factor and seconds of sending of its own. One that
+    is clearly faster then was disturbed when it was measured, as others only ever slow it down.
+    Replicas run as well: they send nothing, so only neighbours make their period longer. By how
+    much they are still missed then is the profile's ``error``. A placement that a GPU has no memory
+    for tells nothing; where that are all, the profile stays as it is.
     """
     least = np.where(np.isfinite(profile.compute_s), profile.compute_s, 0.0)
-    short = int(np.clip(_CALIBRATION_S / least.sum(axis=0).mean(), 1, 8))
+    short = int(np.clip(_CALIBRATION_S / least.sum(axis=0).mean(), 1, _CALIBRATION_MOST))
     alone, many = (runs * short for runs in _CALIBRATION_RUNS)
+    simulated = min(many, _CALIBRATION_SIMULATED)
     problem = Problem(graph, cluster, profile, num_microbatches=many)
     executor = Executor(problem)
-    placements = _from_few_cuts_to_many(problem)
     singles = np.repeat(np.arange(cluster.num_devices, dtype=np.int32)[:, None], graph.num_ops, 1)
+    replicas = [singles] if problem.stays(singles[None])[0] else []
+    placements = [*_from_few_cuts_to_many(problem), *replicas]
     rounds = np.empty((_CALIBRATION_ROUNDS, len(placements), 2))
     whole = np.empty((_CALIBRATION_ROUNDS, len(singles)))
 
@@ -261,36 +274,57 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
                 whole[r, d] = busy_s(p)
         for i, p in enumerate(placements):
             with room(rounds[r], i):
-                rounds[r, i] = latency_s(p), executor.run(p).period_s
+                # Turns of unlike devices have no one latency.
+                rounds[r, i] = period_s = executor.run(p).period_s
+                rounds[r, i, 0] = latency_s(p) if p.ndim == 1 else period_s
     fits = np.isfinite(rounds).all(axis=(0, 2))
     if not fits.any():
         return profile
-    placements, measured = placements[fits], rounds.min(axis=0)[fits]
+    ran = [placements[i] for i in np.flatnonzero(fits)]
+    measured = rounds.min(axis=0)[fits]
+    batches = [np.stack(some) for k in (1, 2) if (some := [p for p in ran if p.ndim == k])]
     times = whole.min(axis=0) / profile.compute_s.sum(axis=0)
     times = np.where(np.isfinite(times), times, 1.0)
     meanwhile = at_speed(profile, times)
 
-    def missed(costs: tuple[float, ...], num_microbatches: int) -> Floats:
+    def missed(costs: Costs, num_microbatches: int) -> Floats:
         guess = replace(problem, profile=scaled(meanwhile, *costs))
-        values = evaluate(replace(guess, num_microbatches=num_microbatches), placements)
-        return np.log(np.stack([values.latency_s, values.period_s], axis=1) / measured)
+        guess = replace(guess, num_microbatches=num_microbatches)
+        said = []
+        for batch in batches:
+            v = evaluate(guess, batch)
+            said.append((v.latency_s if batch.ndim == 2 else v.period_s, v.period_s))
+        return np.log(np.concatenate(said, axis=1).T / measured)
 
-    def error(costs: tuple[float, ...], num_microbatches: int) -> float:
+    def error(costs: Costs, num_microbatches: int) -> float:
         # What makes no clear difference stays as it was measured.
-        *factors, sending_s = costs
+        *factors, sending_s, ways = costs
+        factors += [factor for factor, _ in ways.values()]
         change = np.abs(np.log(factors)).sum() + sending_s / _CALIBRATION_PRIOR_S
+        change += sum(more_s for _, more_s in ways.values()) / _CALIBRATION_WAY_PRIOR_S
         return float(np.abs(missed(costs, num_microbatches)).mean() + _CALIBRATION_PRIOR * change)
 
     # All combinations: what one factor takes away another can give, so one at a time gets stuck.
-    every = itertools.product(*[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S)
-    nearly = min(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
-    between = itertools.product(*[sorted({c * x for x in _CALIBRATION_BETWEEN}) for c in nearly])
-    chosen = min(between, key=lambda costs: error(costs, many))
+    every: Iterator[Costs] = itertools.product(
+        *[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S, [{}]
+    )
+    chosen = min(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
+    for factor in _CALIBRATION_BETWEEN:
+        steps = [sorted({c / factor, c, c * factor}) for c in chosen[:-1]]
+        between: Iterator[Costs] = itertools.product(*steps, [{}])
+        chosen = min(between, key=lambda costs: error(costs, simulated))
+    factors = sorted({round(c * 2**x, 4) for x in (-0.5, 0, 0.5) for c in _CALIBRATION_FACTORS})
+    for way in 2 * _ways(cluster):  # what one has in excess of its own another may lack
+        chosen = (1.0, *chosen[1:3], 0.0, chosen[-1])
+        own = itertools.product(factors, _CALIBRATION_WAY_S)
+        some = [(*chosen[:-1], {**chosen[-1], way: costs}) for costs in own]
+        chosen = min(some, key=lambda costs: error(costs, simulated))
     names = ("transfers", "waking", "neighbours", "sending_s")
     # What all placements have in common does not make one look better than another.
-    left = missed(chosen, many)
+    left = missed(chosen, simulated)
     facts = {
-        "calibration": dict(zip(names, chosen, strict=True)),
+        "calibration": dict(zip(names, chosen, strict=False)),
+        "ways": [[*sorted(way)[0], *own] for way, own in chosen[-1].items()],
         "alone": times.tolist(),
         "error": float(np.abs(left - np.median(left, axis=0)).mean()),
     }
@@ -302,7 +336,8 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
     """Placements int32 ``[B, N]`` of pieces of the order that runs.
 
     Plans cut at some places only. Where nearly all is cut, all devices are busy too, and what
-    crossing costs cannot be told from what neighbours do.
+    crossing costs cannot be told from what neighbours do. Each begins on the next device: what
+    sending costs one shows where it has more to do than others.
     """
     graph, devices = problem.graph, problem.num_devices
     rng = np.random.default_rng(_CALIBRATION_SEED)
@@ -310,42 +345,59 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
     np.minimum.at(first, graph.group, problem.priority)
     most = max(1, int(_CUT_SHARE * graph.num_ops))
     choices = []
-    for cuts in _CALIBRATION_CUTS:
+    for i, cuts in enumerate(_CALIBRATION_CUTS):
         if cuts <= most:
             at = rng.choice(max(1, graph.num_ops - 1), cuts, replace=False)
-            choices.append(np.searchsorted(np.sort(at), first) % devices)
+            choices.append((np.searchsorted(np.sort(at), first) + i) % devices)
     chosen = np.stack(choices)
     seconds = problem.group_compute_s
     able = np.isfinite(seconds)[np.arange(graph.num_groups), chosen]
     return np.where(able, chosen, seconds.argmin(axis=1))[:, graph.group].astype(np.int32)
 
 
+def _ways(cluster: Cluster) -> list[Way]:
+    """Pairs of devices by kinds of both; none where all are of one kind."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for a, b in itertools.permutations(cluster.devices, 2):
+        found.setdefault((a.kind, b.kind), []).append((a.name, b.name))
+    return [frozenset(pairs) for pairs in found.values()] if len(found) > 1 else []
+
+
 def scaled(
-    profile: Profile, transfers: float, waking: float, neighbours: float, sending_s: float = 0.0
+    profile: Profile,
+    transfers: float,
+    waking: float,
+    neighbours: float,
+    sending_s: float = 0.0,
+    ways: Ways = MappingProxyType({}),
 ) -> Profile:
     """The profile with other costs of transfers, of waking, of busy neighbours and of sending.
 
     The first three are factors; ``sending_s`` is how long handing over a tensor keeps the sender.
+    ``ways``: another factor of transfers, and more seconds of sending, between some devices.
     """
-    links = tuple(
-        replace(
-            x,
-            latency_s=x.latency_s * transfers,
-            bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / transfers,
-            wake_s=x.wake_s * waking,
-            send_s=x.send_s + sending_s,
+    links = []
+    for x in profile.links:
+        own = (own for way, own in ways.items() if (x.src, x.dst) in way)
+        factor, more_s = next(own, (1.0, 0.0))
+        links.append(
+            replace(
+                x,
+                latency_s=x.latency_s * transfers * factor,
+                bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / (transfers * factor),
+                wake_s=x.wake_s * waking,
+                send_s=x.send_s + sending_s + more_s,
+            )
         )
-        for x in profile.links
-    )
     if profile.loaded_s is None:
-        return replace(profile, links=links)
+        return replace(profile, links=tuple(links))
     able = np.isfinite(profile.compute_s)
     more = np.subtract(
         profile.loaded_s, profile.compute_s, out=np.zeros_like(profile.compute_s), where=able
     )
     loaded = profile.compute_s + neighbours * more
     # An operator that was measured, by chance, faster beside busy neighbours still takes time.
-    return replace(profile, links=links, loaded_s=np.maximum(loaded, 0.1 * profile.loaded_s))
+    return replace(profile, links=tuple(links), loaded_s=np.maximum(loaded, 0.1 * profile.loaded_s))
 
 
 def at_speed(profile: Profile, times: Floats) -> Profile:
@@ -390,9 +442,11 @@ def load_or_measure(
     that are measured must be on this machine. A profile that cannot be saved (no space, no
     permission) is returned all the same, with a warning.
     """
-    if any(d.like is not None for d in cluster.devices):
+    is_like = any(d.like is not None for d in cluster.devices)
+    if is_like or cluster.streaming:
         options: dict[str, Any] = {"repeats": repeats, "progress": progress, "folder": folder}
-        return load_or_measure(graph, Cluster.detect(), **options).for_cluster(cluster)
+        here = Cluster.detect() if is_like else cluster.workers
+        return load_or_measure(graph, here, **options).for_cluster(cluster)
     path = cached_path(graph, cluster, folder)
     if path.exists():
         profile = Profile.load(path)
@@ -408,7 +462,8 @@ def load_or_measure(
             "PLACEMENT_HOME to another folder",
             stacklevel=2,
         )
-    remember(graph, cluster, profile, folder)
+    else:
+        remember(graph, cluster, profile, folder)
     return profile.for_cluster(cluster)
 
 
@@ -506,24 +561,29 @@ def _wake_seconds(
 
 
 def _batch_seconds(cluster: Cluster, repeats: int) -> float:
-    """By how much the period of a tiny model on one device exceeds its latency.
+    """By how much the period of a stream of a tiny model on one device exceeds its operators.
 
     Whoever lets micro-batches in and hands results out competes for the interpreter's lock. Of
     unlike kinds of devices the one that this costs most counts: what a GPU is asked to do it does
     later, and its period hides what the threads cost.
     """
-    graph = capture(_Watched(False), torch.ones(_STREAM_SIZE), name="chain")
-    shape = graph.num_ops, cluster.num_devices
-    nothing = Profile(cluster.device_names, np.zeros(shape), np.zeros(shape))
-    executor = Executor(Problem(graph, cluster, nothing, num_microbatches=_STREAMED))
-    more: dict[str, list[float]] = {}
-    for _ in range(3 * repeats):
-        for d, device in enumerate(cluster.devices):
-            one = np.full(graph.num_ops, d, np.int32)
-            alone = executor.run(one, num_microbatches=_STREAMED // 4, max_in_flight=1).span_s
-            excess = executor.run(one).period_s - float(np.median(alone))
-            more.setdefault(device.kind, []).append(excess)
-    return max(0.0, *(float(np.median(of_kind)) for of_kind in more.values()))
+    x = torch.ones(_STREAM_SIZE)
+    graph = capture(_Watched(False), x, name="chain")
+    inputs, more = graph.program.timing_inputs(), dict[str, list[float]]()
+    for d, device in enumerate(cluster.devices):
+        with (
+            on_one_device(graph, cluster, d, range(graph.num_ops)) as alone,
+            Runner(graph, cluster, [d] * graph.num_ops) as streaming,
+        ):
+            for r in range(3 * repeats + 1):
+                began = time.perf_counter()
+                ends = [time.perf_counter() - began for _ in streaming.stream([x] * _STREAMED)]
+                operators_s = run_seconds(alone, inputs, _STREAMED // 4).sum()
+                if r:
+                    excess = float(steady_period(np.array(ends))) - operators_s
+                    more.setdefault(device.kind, []).append(excess)
+    # Others only ever make a stream longer.
+    return max(0.0, *(float(np.percentile(of_kind, 25)) for of_kind in more.values()))
 
 
 def fit_link(src: str, dst: str, sizes: Sequence[int], seconds: Floats) -> Link:
@@ -571,7 +631,8 @@ class _Watched(nn.Module):
         seen = []
         for _ in range(_CHAIN_OPS):
             x = x + 1.0
-            seen.append(x[:1])
+            if self.watched:
+                seen.append(x[:1])
         return torch.cat(seen) if self.watched else x
 
 
@@ -654,18 +715,17 @@ def _takes_of(
     return float(np.median(ratios))
 
 
-def _run_together(
-    runners: Sequence[Alone], inputs: Sequence[Tensor], times: int, whole_s: float
-) -> Floats:
-    """float64 ``[N, D]`` seconds in the middle of the runs that all devices do at once.
+def _run_together(runners: Sequence[Alone], inputs: Sequence[Tensor], whole_s: float) -> Floats:
+    """float64 ``[N, D]`` mean seconds of the middle third of runs that all devices do at once.
 
-    Each does ``times`` at least, and goes on until the others have too: a fast one that ended
-    early would be measured, and measure others, beside nobody. Each is at another place of the
-    graph, which takes ``whole_s``, as in a pipeline. In step they would read the same parameters
-    at the same time, and one would find in the cache that they share what the other has just
-    fetched.
+    Each does three at least, more of short ones, as threads do not begin at the same moment, and
+    goes on until the others have too: a fast one that ended early would be measured, and measure
+    others, beside nobody. Each is at another place of the graph, which takes ``whole_s``, as in a
+    pipeline. In step they would read the same parameters at the same time, and one would find in
+    the cache that they share what the other has just fetched.
     """
-    medians = np.empty((runners[0].graph.num_ops, len(runners)))
+    means = np.empty((runners[0].graph.num_ops, len(runners)))
+    times = max(3, int(_TOGETHER_S / max(whole_s, 1e-4)))
     gate = threading.Barrier(len(runners))
     busy = set(range(len(runners)))
 
@@ -684,7 +744,8 @@ def _run_together(
             count = sum(1 for _ in runners[d].stream_tensors(runs(d)))
         finally:
             busy.discard(d)
-        medians[:, d] = last_seconds(runners[d], runners[d].next_batch - 1 - count // 2)
+        end, third = runners[d].next_batch, count // 3
+        means[:, d] = last_seconds(runners[d], range(end - count + third, end - third))
 
     with ThreadPoolExecutor(len(runners)) as pool:
         try:
@@ -696,7 +757,7 @@ def _run_together(
             for runner in runners:
                 runner.close()
             raise
-    return medians
+    return means
 
 
 def _span(runner: Runner, inputs: Sequence[Tensor]) -> float:

@@ -41,24 +41,30 @@ def run_seconds(runner: Alone, inputs: Sequence[Tensor], times: int) -> Floats:
     """float64 ``[N]`` seconds of each operator in the last of ``times`` runs."""
     for _ in runner.stream_tensors(inputs for _ in range(times)):
         pass
-    return last_seconds(runner, runner.next_batch - 1)
+    return last_seconds(runner, range(runner.next_batch - 1, runner.next_batch))
 
 
-def last_seconds(runner: Alone, batch: int) -> Floats:
-    """float64 ``[N]`` seconds of each operator in a micro-batch; what is recorded is forgotten."""
+def last_seconds(runner: Alone, batches: range) -> Floats:
+    """float64 ``[N]`` mean seconds of each operator in these; what is recorded is forgotten.
+
+    Operators that wait for their turn are all slower by that.
+    """
     if isinstance(runner, InParts):
-        seconds = runner.runs[batch]
+        seconds = np.mean([runner.runs[b] for b in batches], axis=0)
         runner.runs.clear()
         return seconds
-    seconds = np.zeros(runner.graph.num_ops)
+    seconds, waited_s = np.zeros(runner.graph.num_ops), 0.0
     for worker in runner.workers:
         clock = worker.backend.resolve_ns
         for b, op, begin, end in batched(worker.slices, 4):
-            if b == batch:
-                seconds[op] = (clock(end) - clock(begin)) * 1e-9
-        worker.slices.clear()
-        worker.arrivals.clear()
-    return seconds
+            if b in batches:
+                seconds[op] += (clock(end) - clock(begin)) * 1e-9
+        waited_s += sum(ns for b, ns in batched(worker.waits, 2) if b in batches) * 1e-9
+        for recorded in (worker.slices, worker.arrivals, worker.waits):
+            recorded.clear()
+    if waited_s:
+        seconds *= 1 + waited_s / seconds.sum()
+    return seconds / max(len(batches), 1)
 
 
 class InParts:

@@ -5,7 +5,8 @@ device a tensor is handed over by reference. A CUDA device runs behind its launc
 whatever leaves it goes through a *courier*: a thread that waits until the device has produced
 the value, and its copy in host memory is complete, and then delivers it. What comes in goes through
 a *porter*: a thread that copies it into pinned memory, and from there to the device, before the
-launching thread sees it. Computing, leaving and arriving have a stream each.
+launching thread sees it. Computing, leaving and arriving have a stream each, and so have parameters
+that come from host memory (``streamed``).
 
 Streams and threads of a CUDA device stay when a runner ends, for the next one: libraries keep what
 they have planned by thread, and memory by stream.
@@ -182,6 +183,11 @@ class CudaBackend:
         """Whether the tensor is in this device's memory."""
         return value.device == self.torch_device
 
+    @property
+    def parameters(self) -> Any:
+        """The stream that copies parameters which stay in host memory."""
+        return self._gpu.parameters
+
     def callers_mark(self) -> Any:
         """After what the calling thread has launched on this device so far."""
         return self._gpu.record(torch.cuda.current_stream(self.torch_device))
@@ -333,7 +339,9 @@ class _Gpu:
     """Streams and threads of a CUDA device, used by one worker at a time."""
 
     def __init__(self, device: torch.device, cores: tuple[int, ...]) -> None:
-        self.compute, self.arrivals, self.copies = (torch.cuda.Stream(device) for _ in range(3))
+        self.compute, self.arrivals, self.copies, self.parameters = (
+            torch.cuda.Stream(device) for _ in range(4)
+        )
         self.launcher, self.porter, self.courier = (
             Carrier(f"placement-{device}-{what}", cores) for what in ("launch", "port", "courier")
         )
@@ -346,6 +354,7 @@ class _Gpu:
         """Wait for all that was launched: memory that it reads or writes may go then."""
         with suppress(RuntimeError):  # the device has failed, as somebody has been told
             self.compute.synchronize()
+            self.parameters.synchronize()
 
     def record(self, stream: Any) -> Any:
         """An event, after what was launched on ``stream`` so far."""

@@ -220,6 +220,12 @@ class DistributedRunner(Runner):
         **options: Any,
     ) -> None:
         super().__init__(graph, cluster, placement, **options)
+        if (self._placed != self.placement).any():
+            raise RunnerError(
+                "the placement has operators whose parameters stay in host memory (device "
+                f"{cluster.device_names[cluster.streaming[0]]!r}), which runs in one process only: "
+                "leave --distributed out, or plan for a cluster without that device"
+            )
         self.world = world
         self.rank_of = ranks_of(cluster, world.size)
         self.clock_error_s = 0.0

@@ -83,7 +83,8 @@ class Executor:
             if schedule is None:
                 _warm_up(runner, inputs)
             first = runner.next_batch
-            gpus = self._gpus(p)
+            on = problem.worker[p]
+            gpus = self._gpus(on)
             for gpu in gpus.values():
                 torch.cuda.reset_peak_memory_stats(gpu)
             if loader is None:
@@ -93,7 +94,7 @@ class Executor:
             m = runner.next_batch - first
             if m == 0:
                 raise LoaderError("the loader gave no items: a timeline needs at least one")
-            if len(gpus) == len(np.unique(p)):  # nothing else to be known about memory
+            if len(gpus) == len(np.unique(on)):  # nothing else to be known about memory
                 line = measured_timeline(problem, runner, first, m)
                 peak = np.zeros(problem.num_devices, np.int64)
             else:
@@ -106,7 +107,8 @@ class Executor:
 
     def _gpus(self, placement: Placement) -> dict[int, torch.device]:
         """CUDA devices that the placement uses, by number; not one that is there twice."""
-        names = [d.name.rpartition("/")[2] for d in self.problem.cluster.devices]
+        devices = self.problem.cluster.devices
+        names = ["" if d.streams else d.name.rpartition("/")[2] for d in devices]
         return {
             d: torch.device(names[d])
             for d in np.unique(placement).tolist()

@@ -42,12 +42,22 @@ class Graphs:
         self.pool: Any = None  # memory of all graphs: one runs at a time
 
     def of(
-        self, program: Program, runs: Sequence[tuple[int, ...]], share: Share, compiled: Compiled
+        self,
+        program: Program,
+        runs: Sequence[tuple[int, ...]],
+        share: Share,
+        compiled: Compiled,
+        streamed: frozenset[int],
     ) -> Compiled:
-        """The compiled runs of a ``fused`` share, replayed where that can be."""
+        """The compiled runs of a ``fused`` share, replayed where that can be.
+
+        Operators that are ``streamed`` read their parameters where they are this time.
+        """
         calls = dict(compiled.calls)
         for run in runs:
-            if why := _obstacle(program, run):
+            if not streamed.isdisjoint(run):
+                self.eager[run[0]] = "parameters are copied from host memory meanwhile"
+            elif why := _obstacle(program, run):
                 self.eager[run[0]] = why
             else:
                 reads, makes = share.inputs[run[0]], share.outputs[run[0]]

@@ -20,7 +20,7 @@ from torch import Tensor
 from placement.cluster import Cluster, Device
 from placement.executor import weights
 from placement.executor.awake import cores_awake
-from placement.executor.backend import Carrier, CpuBackend, CudaBackend, backend_for
+from placement.executor.backend import Backend, Carrier, CpuBackend, CudaBackend, backend_for
 from placement.executor.graphs import Graphs
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
 from placement.executor.share import (
@@ -32,6 +32,7 @@ from placement.executor.share import (
     runs_of,
     shares,
 )
+from placement.executor.streamed import Streamed
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
 from placement.problem import whole_numbers
@@ -105,11 +106,11 @@ class Runner:
             raise RunnerError(f"max_in_flight = {max_in_flight}, must be at least 1")
         self.graph = graph
         self.cluster = cluster
-        self.placement = whole_numbers(placement)
-        phases = np.atleast_2d(self.placement)
+        placed = whole_numbers(placement)
+        phases = np.atleast_2d(placed)
         if phases.ndim != 2 or len(phases) == 0 or phases.shape[1] != graph.num_ops:
             raise RunnerError(
-                f"placement has shape {self.placement.shape}, expected ({graph.num_ops},), or "
+                f"placement has shape {placed.shape}, expected ({graph.num_ops},), or "
                 f"(K, {graph.num_ops}) of a periodic one"
             )
         unknown = np.argwhere((phases < 0) | (phases >= cluster.num_devices))
@@ -120,6 +121,8 @@ class Runner:
                 f"are 0..{cluster.num_devices - 1}"
             )
         self.num_phases = len(phases)
+        self.placement = cluster.worker[placed]
+        self._placed, phases = phases, np.atleast_2d(self.placement)
         # An order may begin all of its micro-batches before it ends one.
         least = 1 if schedule is None else schedule.num_microbatches
         self.max_in_flight = max(max_in_flight, least)
@@ -148,13 +151,15 @@ class Runner:
         self._graphs: list[Graphs] = []
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
         self._copies: weights.Copies = {}  # of these, those in other memory than the module
+        self._streamed: list[Streamed] = []
         self.gradients: dict[int, Tensor] = {}  # sums over micro-batches, by parameter
         self.partial: dict[tuple[int, int], Tensor] = {}  # of replicas, by device and parameter
         known: dict[bytes, list[Share]] = {}  # phases that are alike have their shares together
-        for phase in phases:
-            if phase.tobytes() not in known:
-                known[phase.tobytes()] = shares(graph, phase, cluster.num_devices)
-        self._shares = [known[phase.tobytes()] for phase in phases]  # [K][D]
+        names = [phase.tobytes() for phase in self._placed]
+        for name, phase in zip(names, phases, strict=True):
+            if name not in known:
+                known[name] = shares(graph, phase, cluster.num_devices)
+        self._shares = [known[name] for name in names]  # [K][D]
         self._active = [[s.device for s in phase if s.ops] for phase in self._shares]
         self._fed = [[s.device for s in x if s.model_inputs or s.sources] for x in self._shares]
         self._used = sorted({d for active in self._active for d in active})
@@ -352,6 +357,8 @@ class Runner:
     def _follow_caller(self) -> None:
         """GPUs read parameters as they are now, and wait for what the calling thread launched."""
         weights.refresh(self._program, self._copies)
+        for streamed in self._streamed:
+            streamed.refresh()
         for worker in (self.workers[d] for d in self._used):
             if isinstance(worker.backend, CudaBackend):
                 worker.inbox.put((-1, -1, worker.backend.callers_mark(), -1, None))
@@ -406,6 +413,7 @@ class Runner:
             return
         self._started_ns = time.perf_counter_ns()
         self._graphs.clear()
+        self._streamed.clear()
         self._results = self._mailbox()
         self.next_batch += -self.next_batch % self.num_phases  # they begin with phase 0
         workers = [
@@ -431,7 +439,13 @@ class Runner:
         d, ops = phases[0].device, sorted({op for share in phases for op in share.ops})
         # A device that is not used may be one that can only be simulated.
         backend = backend_for(device) if ops else CpuBackend(device)
-        params, gradients = self._load(d, ops, backend.torch_device)
+        away = [
+            {op for op in share.ops if on[op] != d}
+            for share, on in zip(phases, self._placed, strict=True)
+        ]
+        kept = {op for i, share in enumerate(phases) for op in share.ops if op not in away[i]}
+        params, gradients = self._load(d, sorted(kept), backend.torch_device)
+        come = self._from_host(backend, set().union(*away))
         order = None
         if self._schedule is not None:
             order = _repeated(self._schedule, d, self.next_batch)
@@ -443,17 +457,22 @@ class Runner:
         marks: list[Any] | None = [] if self._record else None
         clock = None if marks is None else (marks, backend.mark)
         made: dict[int, tuple[Share, Compiled]] = {}
-        for share in phases:
+        for share, some in zip(phases, away, strict=True):
             if id(share) not in made:
+                streamed = {op: come[op] for op in some if op in come}
                 runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
                 own = share if fuse else None
                 target = backend.torch_device
-                compiled = compile_runs(self._program, runs, own, params, gradients, target, clock)
+                compiled = compile_runs(
+                    self._program, runs, own, params, gradients, target, clock, streamed
+                )
                 whole = fused(share, runs) if fuse else share
                 # Operators of a graph end together: nothing tells when each of them did.
                 if fuse and clock is None and self.cuda_graphs and target.type == "cuda":
                     self._graphs.append(Graphs(target))
-                    compiled = self._graphs[-1].of(self._program, runs, whole, compiled)
+                    compiled = self._graphs[-1].of(
+                        self._program, runs, whole, compiled, frozenset(streamed)
+                    )
                 made[id(share)] = whole, compiled
         worker = Worker(
             device.name,
@@ -469,6 +488,30 @@ class Runner:
         if isinstance(backend, CudaBackend):
             backend.results_stay = self._outputs_stay
         return worker
+
+    def _from_host(self, backend: Backend, ops: set[int]) -> dict[int, Streamed]:
+        """Where those of the operators that read parameters in host memory get them."""
+        reads: dict[int, list[int]] = {op: [] for op in sorted(ops, key=self._priority.__getitem__)}
+        uses = self.graph.param_use_op.tolist(), self.graph.param_use.tolist()
+        for op, p in zip(*uses, strict=True):
+            if op in reads and p not in reads[op]:
+                self._check_values(p)
+                reads[op].append(p)
+        reads = {op: read for op, read in reads.items() if read}
+        if not reads:
+            return {}
+        assert isinstance(backend, CudaBackend), "no other device streams"
+        self._streamed.append(Streamed(backend, self._program, reads))
+        return dict.fromkeys(reads, self._streamed[-1])
+
+    def _check_values(self, p: int) -> None:
+        if self._program.params[p].is_meta:
+            raise RunnerError(
+                f"parameter {self._program.param_names[p]!r} has no values (it is on the device "
+                "'meta'): load them into the module first; or use what needs none: "
+                "placement plan MODEL --planner heft --predict roofline, and "
+                "placement run plan.json --distributed --weights FILE"
+            )
 
     @property
     def not_graphed(self) -> dict[str, str]:
@@ -493,14 +536,8 @@ class Runner:
                 continue  # gradients and optimizer state: bytes, not something to read
             key = (device, p)
             if key not in self.loaded:
+                self._check_values(p)
                 value = program.params[p].detach()
-                if value.is_meta:
-                    raise RunnerError(
-                        f"parameter {program.param_names[p]!r} has no values (it is on the device "
-                        "'meta'): load them into the module first; or use what needs none: "
-                        "placement plan MODEL --planner heft --predict roofline, and "
-                        "placement run plan.json --distributed --weights FILE"
-                    )
                 if device == value.device or p in changed or program.gradients:
                     self.loaded[key] = value.to(device, copy=p in changed)
                 else:
@@ -557,6 +594,7 @@ class Runner:
         self.stop()
         self.loaded.clear()
         self._copies.clear()
+        self._streamed.clear()
         self.gradients.clear()
         self.partial.clear()
 

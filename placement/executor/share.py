@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from placement.graph import OpGraph
 from placement.program import Param, Program, Ref, leaves_of
+
+if TYPE_CHECKING:
+    from placement.executor.streamed import Streamed
 
 Call = Callable[[list[Any], Callable[[], bool]], Iterator[int] | None]
 
@@ -191,10 +194,12 @@ class Compiled:
             run of several returns is iterated to its end: it stops before an operator, and gives
             its number, where its second argument (whether nothing has arrived) says no.
         op_at: which operator a line of the generated source belongs to.
+        num_ops: of each run, by its first.
     """
 
     calls: dict[int, Call]
     op_at: list[int]
+    num_ops: dict[int, int]
 
     def failed_op(self, error: BaseException, op: int) -> int:
         """Which operator of the run that begins with ``op`` raised ``error``."""
@@ -214,6 +219,7 @@ def compile_runs(
     gradients: dict[int, Tensor],
     device: torch.device,
     marks: tuple[list[Any], Callable[[], Any]] | None = None,
+    streamed: Mapping[int, Streamed] | None = None,
 ) -> Compiled:
     """A Python function per run of operators.
 
@@ -225,6 +231,7 @@ def compile_runs(
     ``device`` takes the place of every ``torch.device`` constant. An operator that makes the
     gradient of a parameter adds it to ``gradients``; new values of buffers are written back.
     With ``marks``, a list and a clock, each operator adds its number and the time of its end.
+    Operators of ``streamed`` get their parameters from there.
     """
     written: dict[int, list[tuple[Tensor, str]]] = {}
     for p, t in program.gradients:
@@ -234,6 +241,8 @@ def compile_runs(
         if p in params:
             written.setdefault(t, []).append((params[p], "copy_"))
     names: dict[str, Any] = {}
+    streamed = streamed or {}
+    come: Sequence[int] = ()  # parameters of the operator that is written, by their place
     if marks is not None:
         names["marks"], names["mark"] = marks
     local: set[int] = set()
@@ -248,6 +257,8 @@ def compile_runs(
     def leaf(template: Any) -> str:
         if isinstance(template, Ref):
             return name(template.tensor)
+        if isinstance(template, Param) and template.index in come:
+            return f"p[{come.index(template.index)}]"
         if isinstance(template, Param):
             return bind(params[template.index])
         return bind(device if isinstance(template, torch.device) else template)
@@ -269,10 +280,13 @@ def compile_runs(
         lines.append(f"def op{run[0]}(e, nothing_arrived):")
         op_at.append(run[0])
         for op in run:
-            step = program.steps[op]
+            step, source = program.steps[op], streamed.get(op)
+            come = () if source is None else source.reads[op]
             arguments = [_source(x, leaf) for x in step.args]
             arguments += [f"{k}={_source(x, leaf)}" for k, x in step.kwargs.items()]
             call = f"{bind(step.target)}({', '.join(arguments)})"
+            if source is not None:
+                call = f"{bind(source.own)}({call})"
             if not step.outputs:
                 body = [call]
             elif not step.multi:
@@ -282,6 +296,8 @@ def compile_runs(
                 for tensor, index in zip(step.outputs, step.output_index, strict=True):
                     body.append(f"{name(tensor)} = v[{index}]")
                 body.append("del v")
+            if source is not None:
+                body = [f"p = {bind(source.take)}({op})", *body, f"{bind(source.give_back)}()"]
             for tensor in step.outputs:
                 for kept, how in written.get(tensor, ()):
                     body.append(f"{bind(kept)}.{how}({name(tensor)})")
@@ -294,7 +310,8 @@ def compile_runs(
             op_at += [op] * len(body)
     exec(compile("\n".join(lines), "<operators>", "exec"), names)
     # A function that its own globals name would keep the parameters until cycles are collected.
-    return Compiled({run[0]: names.pop(f"op{run[0]}") for run in runs}, op_at)
+    calls = {run[0]: names.pop(f"op{run[0]}") for run in runs}
+    return Compiled(calls, op_at, {run[0]: len(run) for run in runs})
 
 
 def _source(template: Any, leaf: Callable[[Any], str]) -> str:

@@ -33,7 +33,7 @@ def on(device: torch.device, program: Program, p: int) -> tuple[State, Tensor]:
     through ``parameter.data`` does not show).
     """
     value = program.params[p].detach()
-    state = _state(value)
+    state = state_of(value)
     kept = _kept.get(device)
     if kept is not None and kept[0]() is program:
         known, copy = kept[1].get((device, p), (None, None))
@@ -42,14 +42,16 @@ def on(device: torch.device, program: Program, p: int) -> tuple[State, Tensor]:
     return state, value.to(device)
 
 
-def refresh(program: Program, copies: Copies) -> None:
-    """Copy what was written since again, on the calling thread's stream."""
+def refresh(program: Program, copies: Copies) -> bool:
+    """Copy what was written since again, on the calling thread's stream; whether any was."""
+    written = False
     for key, (state, copy) in copies.items():
         value = program.params[key[1]].detach()
-        if state != (now := _state(value)):
+        if state != (now := state_of(value)):
             with torch.no_grad():
                 copy.copy_(value)
-            copies[key] = now, copy
+            copies[key], written = (now, copy), True
+    return written
 
 
 def flatten(program: Program, ops: Iterable[int], params: dict[int, Tensor]) -> None:
@@ -103,6 +105,7 @@ def keep(program: Program, copies: Copies) -> None:
         _kept[device] = weakref.ref(program, forget), mine
 
 
-def _state(value: Tensor) -> State:
+def state_of(value: Tensor) -> State:
+    """Where a parameter is, and how often it was written."""
     # Nobody counts how often an inference tensor is written.
     return value.data_ptr(), -1 if value.is_inference() else value._version

@@ -4,7 +4,7 @@ All state of a device belongs to its thread; devices talk only through inboxes, 
 no locks to take and none to forget. A worker follows the same rule as the simulator's list
 scheduler: of what is ready, the smallest micro-batch, then the highest rank; or it follows a
 given ``Schedule``. Operators may run as one function (``share.runs_of``), which stops when a
-message comes: what that makes ready may come first.
+message comes: what that makes ready may come first. Runs of short operators take turns.
 
 Consecutive operators share their time marks (the end of one is the start of the next, unless
 something arrived in between), so the cost of dispatching an operator is part of the operator,
@@ -14,6 +14,7 @@ in the profile as in the pipeline.
 from __future__ import annotations
 
 import heapq
+import math
 import queue
 import threading
 import time
@@ -28,6 +29,10 @@ from torch import Tensor
 from placement.executor.awake import wait_exactly
 from placement.executor.backend import Backend, CudaBackend
 from placement.executor.share import Compiled, Share
+
+_TURN = threading.Lock()  # of all runners of this process: they share its interpreter
+_SHORT_NS = 5000  # on average, of which most is the interpreter's: two threads gain nothing
+_TRIES, _AGAIN, _LONGEST_TURN_S = 10, 64, 0.01
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,41 @@ class _Flights(dict[int, _Flight]):
         return flight.left == 0
 
 
+class _Turns:
+    """Runs of short operators on a CPU, one thread's at a time.
+
+    Every operator lets go of the interpreter's lock while it computes. Where two threads run short
+    ones it changes hands after each, and whoever waits must be woken: together they take two to
+    five times as long as one after the other, and never the same. A run counts as short in its
+    first ten times, and every 64th, and for good once it was. Nobody waits long.
+    """
+
+    def __init__(self, num_ops: dict[int, int]) -> None:
+        self._num_ops = num_ops
+        self._times: dict[int, float] = dict.fromkeys(num_ops, 0)  # -inf: short
+
+    def go_on(self, op: int, rest: Iterator[int], whole: bool) -> tuple[int | None, int]:
+        """Go on with run ``op``, or begin it (``whole``).
+
+        Returns before which operator it stopped, and the nanoseconds waited for the turn.
+        """
+        self._times[op] += 1
+        if self._times[op] > _TRIES and self._times[op] % _AGAIN:
+            return next(rest, None), 0
+        asked_ns = time.perf_counter_ns()
+        mine = _TURN.acquire(timeout=_LONGEST_TURN_S)
+        try:
+            began_ns = time.perf_counter_ns()
+            following = next(rest, None)
+            took_ns = time.perf_counter_ns() - began_ns
+        finally:
+            if mine:
+                _TURN.release()
+        if whole and following is None and took_ns < _SHORT_NS * self._num_ops[op]:
+            self._times[op] = -math.inf
+        return following, began_ns - asked_ns
+
+
 class Worker(threading.Thread):
     """Runs the operators of one device, of micro-batch ``m`` those of share ``m % K``.
 
@@ -150,6 +190,7 @@ class Worker(threading.Thread):
         slices: batch, operator, start mark, end mark, and so on, if there are ``marks``: the list
             in which compiled operators leave their numbers and when they ended.
         arrivals: batch, tensor, source device, sent and received mark, and so on, likewise.
+        waits: batch, nanoseconds that it waited for its turn, and so on, likewise.
         idle_ns: how long the thread has waited for messages so far.
         idle_since_ns: since when it waits now; 0 while it works.
         takes_from_device: what is sent here may be in the memory of a CUDA device.
@@ -176,6 +217,7 @@ class Worker(threading.Thread):
         self.workers: list[Worker] = []
         self.slices: list[Any] = []
         self.arrivals: list[Any] = []
+        self.waits: list[int] = []
         self.idle_ns = 0
         self.idle_since_ns = 0
         self._results = results
@@ -217,6 +259,8 @@ class Worker(threading.Thread):
     def _loop(self) -> None:
         backend, inbox = self.backend, self.inbox
         calls = [compiled.calls for compiled in self._compiled]
+        turns = [_Turns(compiled.num_ops) for compiled in self._compiled]
+        take_turns = backend.torch_device.type == "cpu"
         self._ready = ready = _Ready(self._priority, self._order)
         self._flights = flights = _Flights(self.shares, ready, self._first_batch)
         suspended: dict[int, tuple[int, Iterator[int]]] = {}  # by key: a run, and the rest of it
@@ -238,13 +282,21 @@ class Worker(threading.Thread):
             batch, op = ready.at(key)
             self._batch, env = batch, flights[batch].env
             rest: Iterator[int] | None
-            if key in suspended:
+            resumed = key in suspended
+            if resumed:
                 op, rest = suspended.pop(key)
                 self._running = op
             else:
                 self._running = op
                 rest = calls[batch % len(calls)][op](env, inbox.empty)
-            following = None if rest is None else next(rest, None)
+            following = None
+            if rest is not None and not take_turns:
+                following = next(rest, None)
+            elif rest is not None:
+                following, waited_ns = turns[batch % len(turns)].go_on(op, rest, not resumed)
+                if waited_ns and self._marks is not None:
+                    self._mark += waited_ns
+                    self.waits += (batch, waited_ns)
             if self._marks:
                 self._keep(batch, self._marks)
             if rest is not None and following is not None:

@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.bounds import grain_s, lower_bound
+from placement.graph import MOST_BYTES, OpGraph
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least
 from placement.planners.heft import Heft
 from placement.problem import Placement, Planner, Problem, Solution
+from placement.profile import Profile
 from placement.schedule import Schedule
 from placement.search import order, windows
 from placement.search.chooser import no_network
@@ -34,9 +36,12 @@ STARTS: tuple[tuple[str | Planner, float], ...] = (
     ("critical_path_first", 0.1),
     ("critical_path_greedy", 0.15),
 )
+_BACKWARD = Heft(look_ahead=0.25, busy=True)  # from the end
 # Searches that go on, the share of the budget of each, and how far they cool down meanwhile.
 _STAGES = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
-WIDTH = 16  # moves offered at each step
+# Moves offered at each step, and with few evaluations for each operator: an estimate costs none.
+WIDTH, WIDE = 16, 64
+_TOO_FEW, _FEW_FOR_WIDTH = 0.5, 20.0  # evaluations for each operator: for a race of starts, for 16
 # Windows get so much of the budget before the last search, and what is left when it has used so
 # much.
 _FIRST_WINDOWS, _LAST = 0.15, 0.75
@@ -80,19 +85,23 @@ class OrderSearch:
     meanwhile, so it is no cheaper than that. ``stats`` has how many ``windows`` were solved, how
     many of them were ``better_windows``, and ``closed_windows``, in which nothing better is.
 
+    With fewer evaluations left than half the operators there is neither a race of starts nor
+    forward-backward improvement: the best start is improved.
+
     It ends where the latency is at a proved bound; ``lower_bound_s`` is that bound.
 
     Attributes:
         seconds, evaluations: budget in all, the start included; 20,000 evaluations if neither is
             given.
-        width: moves offered at each step.
+        width: moves offered at each step; None: 16, and 64 where fewer than 20 evaluations are left
+            for each operator.
         seed: of the draws.
         start: a planner or its name; it gets a quarter of what is limited.
     """
 
     seconds: float | None = None
     evaluations: int | None = None
-    width: int = WIDTH
+    width: int | None = None
     seed: int = 0
     start: str | Planner = "best_of"
 
@@ -140,6 +149,40 @@ def why_not(problem: Problem) -> str:
     if problem.contention and (sender[channel] != src).any():
         return "devices share a channel"
     return ""
+
+
+def turned(problem: Problem) -> Problem:
+    """The same work from its end: operators and links are turned round, for orders alone.
+
+    Each use of a tensor is a transfer of its own there, memory and model inputs are left out.
+    """
+    g, n, profile = problem.graph, problem.num_ops, problem.profile
+    cluster = problem.cluster
+    roomy = tuple(replace(d, memory_bytes=2**63 - 1) for d in cluster.devices)
+    inner = np.flatnonzero(g.tensor_src[g.use_tensor] >= 0)
+    inner = inner[np.argsort(-g.use_dst[inner], kind="stable")]
+    tensor = g.use_tensor[inner]
+    uses = np.stack([np.arange(len(inner)), n - 1 - g.tensor_src[tensor]], axis=1)
+    pairs = profile.transfer_s
+    return replace(
+        problem,
+        cluster=replace(cluster, devices=roomy),
+        graph=OpGraph.build(
+            g.name,
+            g.op_name[::-1],
+            n - 1 - g.use_dst[inner],
+            np.minimum(g.tensor_bytes[tensor], MOST_BYTES // max(len(tensor), 1)),
+            uses,
+            group=g.group[::-1],
+        ),
+        profile=Profile(
+            profile.device_names,
+            profile.compute_s[::-1].copy(),
+            profile.spread_s[::-1].copy(),
+            tuple(replace(x, src=x.dst, dst=x.src) for x in profile.links),
+            transfer_s=None if pairs is None else pairs[tensor].swapaxes(1, 2).copy(),
+        ),
+    )
 
 
 def tables_of(problem: Problem) -> Tables:
@@ -266,39 +309,44 @@ def anneal(
     search: Search,
     network: tuple[NDArray[np.float32], ...],
     chooser: int,
-    width: int,
+    width: int | None,
     seed: int,
 ) -> dict[str, Any]:
     """Spend what is left of ``search``'s budget; what was done, for ``Solution.stats``.
 
-    Which start leads furthest its own value does not tell: all of ``STARTS`` and the best so far
-    are tried for a while, the best three for longer, and the best of those to the end.
+    Which start leads furthest its own value does not tell: all of ``STARTS``, a list schedule from
+    the end and the best so far are tried for a while, the best three for longer, and the best of
+    those to the end.
     """
-    problem = search.problem
+    problem, few = search.problem, too_few(search)
     assert search.best is not None
+    if width is None:
+        width = WIDE if search.num_left < _FEW_FOR_WIDTH * problem.num_ops else WIDTH
     # One device is busy from its beginning to its end, unless model inputs come from elsewhere.
     if problem.num_ops < 2 or (problem.num_devices < 2 and not problem.io_s.any()):
         return {"steps": 0}
-    places = [search.best[problem.graph.group]]
-    first = sequence_of(problem, places[0], search.schedule)
-    for name, share in STARTS:
+    place = search.best[problem.graph.group]
+    starts = [(place, sequence_of(problem, place, search.schedule))]
+    for name, share in () if few else STARTS:
         if search.left:
-            found = search.run(name, share, share).placement
-            if not any(np.array_equal(found, other) for other in places):
-                places.append(found)
+            place = search.run(name, share, share).placement
+            if not any(np.array_equal(place, other) for other, _ in starts):
+                starts.append((place, sequence_of(problem, place)))
+    if not few:
+        starts.append(_from_end(problem))
     tables, rng = tables_of(problem), np.random.default_rng(seed)
     runs = []
-    for place in places:
+    for place, sequence in starts:
         if not search.left:
             break
         runs.append(state_of(problem, width))
-        sequence = sequence_of(problem, place) if len(runs) > 1 else first
         start(tables, runs[-1], place, sequence, rng)
         search.num_evaluations += 1
-    if search.left:
+        search.consider_order(place, runs[-1].best_sequence, _best_s(runs[-1]))
+    if search.left and not few:
         runs.append(_justified(search, tables, min(runs, key=_best_s), rng, width))
     made, begun, told = 0, search.used, {"windows": 0}
-    for kept, share, cool, cooled in _STAGES:
+    for kept, share, cool, cooled in _STAGES[-1:] if few else _STAGES:
         runs = sorted(runs, key=_best_s)[:kept]
         if kept == 1 and runs:
             solved = partial(_solve_windows, search, tables, runs[0], rng, told)
@@ -310,6 +358,20 @@ def anneal(
             until = min(1.0, search.used + share * (1.0 - begun))
             made += _spend(search, tables, run, network, chooser, until, (cool, cooled))
     return {"steps": made, **told}
+
+
+def _from_end(problem: Problem) -> tuple[Placement, NDArray[np.int32]]:
+    """The list schedule of the problem ``turned`` round: devices, and operators in order."""
+    other = turned(problem)
+    place = _BACKWARD(other).placement
+    run = simulate(other, place, num_microbatches=1)
+    order = np.lexsort((run.start_s[0], run.end_s[0]))  # what ends there begins here
+    return place[::-1].copy(), (problem.num_ops - 1 - order[::-1]).astype(np.int32)
+
+
+def too_few(search: Search) -> bool:
+    """Whether the evaluations that are left do for one descent alone."""
+    return search.num_left < _TOO_FEW * search.problem.num_ops
 
 
 def _best_s(state: State) -> float:

@@ -373,7 +373,8 @@ def _timeline(
     )
     edges = begin + np.linspace(0.0, timeline.makespan_s, NUM_BINS + 1)
     memory = None
-    if problem is not None:
+    # Timelines do not say which operators of a device have parameters in host memory.
+    if problem is not None and not problem.cluster.streaming:
         steps = usage.memory_steps(problem, timeline, window)
         memory = [usage.largest(s, edges).tolist() for s in steps]
     busy = usage.busy_share(timeline, NUM_BINS)

@@ -97,7 +97,7 @@ def calls(one: Runner, many: Runner, inputs: Any, batches: int) -> Way:
     def often() -> float:
         began = time.perf_counter()
         ends = [time.perf_counter() - began for _ in many.stream([inputs] * batches)]
-        return float(steady_period(np.array(ends)))
+        return float(steady_period(np.array(ends), num_phases=many.num_phases))
 
     return lambda: one(*args, **kwargs), often
 

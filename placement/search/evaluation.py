@@ -466,6 +466,9 @@ def device_classes(problem: Problem) -> NDArray[np.int32]:
     by_device = [problem.compute_s, problem.loaded_s, problem.memory_bytes, kinds]
     if problem.profile.io_s is not None:
         by_device.append(problem.profile.io_s)
+    if problem.cluster.streaming:  # each goes with the one that runs what is placed there
+        shared = np.bincount(problem.worker, minlength=count)[problem.worker] > 1
+        by_device.append(np.where(shared, np.arange(count), -1))
     # Of those that share host memory only the first sends model inputs to those that do not.
     simulated = not problem.objective.is_analytic
     if simulated and not kinds.all() and (problem.graph.tensor_src < 0).any():

@@ -19,6 +19,8 @@
 * At equal times all ends come first, then admissions, then starts, each in device order.
 * At most ``max_in_flight`` micro-batches are between first operator and last; the next is
   admitted when one finishes. A given ``Schedule`` limits itself and all are admitted at 0.
+* What is placed on a device that ``streams`` runs on its ``Problem.worker``, which alone counts
+  from there on.
 * Model inputs are present for every device that shares host memory (kind ``cpu``) at
   admission, and are sent to the others from the first CPU device.
 * Operators take ``compute_s + share * (loaded_s - compute_s)``. In a run of one micro-batch
@@ -67,12 +69,13 @@ def durations(problem: Problem, placement: Placement, num_microbatches: int) -> 
     if num_microbatches == 1:
         return alone
     phases = placement.size // problem.num_ops
-    load = np.bincount(placement.ravel(), alone.ravel(), problem.num_devices) / phases
+    worker = problem.worker[placement]
+    load = np.bincount(worker.ravel(), alone.ravel(), problem.num_devices) / phases
     if not np.isfinite(load).all() or load.max() == 0:
         return alone
     # One device has no neighbours.
-    share = (load.sum() - load) / load.max() / max(problem.num_devices - 1, 1)
-    seconds = alone + share[placement] * (problem.loaded_s[rows, placement] - alone)
+    share = (load.sum() - load) / load.max() / max(problem.num_workers - 1, 1)
+    seconds = alone + share[worker] * (problem.loaded_s[rows, placement] - alone)
     whole = seconds.sum(axis=-1, keepdims=True)
     stretched: Floats = seconds * (1.0 + problem.profile.batch_s / np.where(whole > 0, whole, 1.0))
     return stretched
@@ -85,7 +88,7 @@ def beside(problem: Problem, placement: Placement, num_microbatches: int) -> Flo
     if num_microbatches > 1 or not np.isfinite(alone).all():
         return np.zeros(problem.num_ops)
     slower: Floats = problem.loaded_s[rows, placement] - alone
-    return slower / max(problem.num_devices - 1, 1)
+    return slower / max(problem.num_workers - 1, 1)
 
 
 def simulate(
@@ -129,7 +132,7 @@ def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline
     sums, begin, finish = summing(problem, phases, m, float(run.end.max()))
     return Timeline(
         device_names=problem.cluster.device_names,
-        placement=placement,
+        placement=problem.worker[placement],
         start_s=run.start.copy(),
         end_s=run.end.copy(),
         transfers=np.concatenate([run.transfers[:sent], sums]),
@@ -152,7 +155,7 @@ def summing(
     memory = [d.kind == "cpu" or -i for i, d in enumerate(problem.cluster.devices)]
     there: dict[tuple[int, int, int], None] = {}
     back: dict[tuple[int, int, int], None] = {}
-    made = placement[:, g.tensor_src[g.gradient_tensor]]
+    made = problem.worker[placement][:, g.tensor_src[g.gradient_tensor]]
     for s in np.flatnonzero((made != made[0]).any(axis=0)).tolist():
         t, home, *others = int(g.gradient_tensor[s]), *dict.fromkeys(made[:, s].tolist())
         away = [d for d in others if memory[d] != memory[home]]
@@ -256,7 +259,7 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
         kernels.run_batch(tables, state, flat, finish, busiest, busy, peak)
     ok = np.isfinite(busiest)
     value = np.full(len(rows), np.inf)
-    value[ok] = steady_period(finish[ok], busiest[ok])
+    value[ok] = steady_period(finish[ok], busiest[ok], p.shape[1])
     run_s = np.where(ok, finish.max(axis=1) / m, np.inf)
     if rows.shape[1] > 1 and len(problem.graph.gradient_tensor):
         summing_s = [max(summing(problem, row, m, 0.0)[2], default=0.0) / m for row in rows]
@@ -389,7 +392,7 @@ def simulate_reference(
     sums, first, last = summing(problem, run.phases, num_batches, float(run.end.max()))
     return Timeline(
         device_names=problem.cluster.device_names,
-        placement=p,
+        placement=problem.worker[p],
         start_s=run.start,
         end_s=run.end,
         transfers=np.concatenate([rows, sums]),
@@ -408,10 +411,11 @@ class _Reference:
     ) -> None:
         g, n, d = problem.graph, problem.num_ops, problem.num_devices
         self.problem, self.schedule, self.num_batches = problem, schedule, num_batches
-        self.phases = np.atleast_2d(placement)[:num_batches]
+        placed = np.atleast_2d(placement)[:num_batches]
+        self.phases = problem.worker[placed]
         self.window = num_batches if schedule is not None else problem.max_in_flight
-        self.seconds = durations(problem, self.phases, num_batches)
-        self.beside_s = beside(problem, self.phases[0], num_batches)
+        self.seconds = durations(problem, placed, num_batches)
+        self.beside_s = beside(problem, placed[0], num_batches)
         self.host, self.shares_host = host_of(problem)
         self.consumers = [g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]] for t in range(g.num_tensors)]
         self.produced = [g.out_tensor[g.out_ptr[i] : g.out_ptr[i + 1]] for i in range(n)]
@@ -565,7 +569,7 @@ def _peak_bytes_reference(
     copy sent elsewhere is its own.
     """
     g, m = problem.graph, start.shape[0]
-    phases = np.atleast_2d(placement)
+    phases = problem.worker[np.atleast_2d(placement)]
     at = phases[np.arange(m) % len(phases)]  # [M, N]
     _, shares_host = host_of(problem)
     spans: dict[tuple[int, int, int], list[tuple[float, float]]] = {}

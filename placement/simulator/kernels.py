@@ -56,6 +56,8 @@ class Tables(Struct):
     contention: bool
     by_arrival: bool  # operators run in the order in which they become ready
     host: int  # the device that model inputs come from
+    worker: Array  # int32 [D] the device that runs what is placed on each
+    num_workers: int
     out_ptr: Array  # int32 [N + 1]
     out_tensor: Array  # int32
     in_ptr: Array  # int32 [N + 1]
@@ -122,6 +124,8 @@ def tables(problem: Problem) -> Tables:
         contention=problem.contention,
         by_arrival=problem.ready_order == "arrival",
         host=host,
+        worker=problem.worker,
+        num_workers=problem.num_workers,
         out_ptr=g.out_ptr,
         out_tensor=g.out_tensor,
         in_ptr=g.in_ptr,
@@ -534,6 +538,7 @@ def _begin(t, s):
     # Device d queues at most its operators in every flight, in [base[d], base[d + 1]).
     s.base[:] = 0
     for i in range(len(s.placement)):
+        s.placement[i] = t.worker[s.placement[i]]  # seconds are known
         s.base[s.placement[i] + 1] += 2 * s.window
     for d in range(num_devices):
         s.base[d + 1] += s.base[d]
@@ -889,14 +894,14 @@ def durations(t, s):
     largest load, inf where an operator cannot run on its device: then there is nothing to run.
     """
     placement, seconds, load = s.placement, s.seconds, s.load
-    compute_s, loaded_s = t.compute_s, t.loaded_s
+    compute_s, loaded_s, worker = t.compute_s, t.loaded_s, t.worker
     num_devices, n = len(load), len(t.priority)
     num_phases = len(placement) // n
     load[:] = 0.0
     for row in range(0, len(placement), n):
         for i in range(n):
             seconds[row + i] = compute_s[i, placement[row + i]]
-            load[placement[row + i]] += seconds[row + i]
+            load[worker[placement[row + i]]] += seconds[row + i]
     total, most = 0.0, load[0] / num_phases
     for d in range(num_devices):
         load[d] /= num_phases
@@ -907,7 +912,7 @@ def durations(t, s):
     if s.num_batches == 1:
         for i in range(n):
             slower = loaded_s[i, placement[i]] - seconds[i]
-            s.beside_s[i] = slower / max(num_devices - 1, 1)
+            s.beside_s[i] = slower / max(t.num_workers - 1, 1)
         return most
     if most == 0.0:
         return most
@@ -915,7 +920,7 @@ def durations(t, s):
         whole = 0.0
         for i in range(row, row + n):
             d = placement[i]
-            share = (total - load[d]) / most / max(num_devices - 1, 1)
+            share = (total - load[worker[d]]) / most / max(t.num_workers - 1, 1)
             seconds[i] += share * (loaded_s[i - row, d] - seconds[i])
             whole += seconds[i]
         stretch = 1.0 + t.batch_s / whole if whole > 0.0 else 1.0
@@ -923,7 +928,7 @@ def durations(t, s):
             seconds[i] *= stretch
     load[:] = 0.0
     for i in range(len(placement)):
-        load[placement[i]] += seconds[i]
+        load[worker[placement[i]]] += seconds[i]
     most = 0.0
     for d in range(num_devices):
         load[d] /= num_phases

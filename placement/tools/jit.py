@@ -11,12 +11,14 @@ that is most of the time that compiling takes, and much of a call's. A ``Struct`
 
 What is compiled is kept beside the source, or in the user's folder for caches where that cannot be
 written (``$NUMBA_CACHE_DIR`` is another folder), and used as long as the source is the same.
+Kernels beside the source are used also by those who cannot write there.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -28,7 +30,7 @@ import numba as nb
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.core.caching import FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 from numba.core.options import DefaultOptions
 from numba.core.typing.templates import AttributeTemplate
 from numba.extending import (
@@ -55,24 +57,52 @@ def _compiled(function: Any = None, *, cache: bool = True, **options: Any) -> An
         return partial(_compiled, cache=cache, **options)
     found = nb.njit(function, nogil=True, **options)
     if cache:
-        with suppress(RuntimeError):  # no folder can be written: compiled by every process
+        with suppress(RuntimeError):  # no source file: compiled by every process
             found._cache = _Cache(function)
     return found
+
+
+_IN_TREE: Any = CompileResultCacheImpl._locator_classes[1]  # its name changes between versions
+
+
+class _BesideSource(_IN_TREE):  # type: ignore[misc]
+    """The folder beside the source, also where it cannot be written, which numba's own asks."""
+
+    def ensure_cache_path(self) -> None: ...
+
+
+class _Folders(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes: ClassVar = [*CompileResultCacheImpl._locator_classes, _BesideSource]
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
     """numba's, where a kernel is also compiled again if another file changes that it stands on.
 
     numba asks for the kernel's own file alone. What cannot be read is compiled again; what cannot
-    be written is not kept.
+    be written is not kept. Where the source cannot be written, kernels beside it are read.
     """
+
+    _impl_class = _Folders
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        beside = _BesideSource(function, function.__code__.co_filename)
+        self._beside_source = IndexDataCacheFile(
+            cache_path=beside.get_cache_path(),
+            filename_base=self._impl.filename_base,
+            source_stamp=self._impl.locator.get_source_stamp(),
+        )
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (*super()._index_key(sig, codegen), _of_this_file(), _digest(self._py_func))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
+            if found is None:
+                data = self._beside_source.load(self._index_key(sig, target_context.codegen()))
+                found = None if data is None else self._impl.rebuild(target_context, data)
+            return found
         except Exception:  # pickle raises anything for a file that is cut off
             with suppress(OSError):
                 self.flush()
@@ -120,7 +150,7 @@ allocating: Any = partial(_compiled, **_counting(True))
 def kernel_folder() -> Path | None:
     """Where kernels of this package are kept; None: nowhere."""
     path = copy._cache.cache_path
-    return None if path is None else Path(path)
+    return Path(path) if path is not None and os.access(path, os.W_OK) else None
 
 
 class Struct:

@@ -102,7 +102,7 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
     def tell() -> None:  # of its own: who works long may report nothing for long
         while not ended.wait(LIFE_SIGN_S):
             if doing:
-                say(f"{doing}, {round((time.monotonic() - began) / 60)} min since the begin")
+                say(f"{doing}, after {round((time.monotonic() - began) / 60)} min")
 
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()

@@ -271,8 +271,8 @@ def test_a_log_has_a_sign_of_life_though_nothing_is_reported(
         report("measuring", 0.5)
         time.sleep(0.2)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "placement: planning with slow, 0 min since the begin" and len(lines) >= 3
-    assert lines[-1] == "placement: measuring (50%), 0 min since the begin"
+    assert lines[0] == "placement: planning with slow, after 0 min" and len(lines) >= 3
+    assert lines[-1] == "placement: measuring (50%), after 0 min"
     assert threading.active_count() == threads
 
 

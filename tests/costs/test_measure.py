@@ -95,7 +95,7 @@ def test_rounds_go_on_while_somebody_else_uses_a_core(monkeypatch):
     assert measure(branches(), one, repeats=1).provenance["rounds"] == 3
 
 
-def test_ctrl_c_while_all_devices_measure_leaves_nobody_waiting():
+def test_ctrl_c_while_all_devices_measure_leaves_nobody_waiting(monkeypatch):
     """Threads that wait for results of stopped workers would keep the process for ever."""
     graph = branches()
     flat = graph.program.timing_inputs()
@@ -105,7 +105,8 @@ def test_ctrl_c_while_all_devices_measure_leaves_nobody_waiting():
         main = threading.main_thread().ident
         timer = threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT))
         timer.start()
-        measure_module._run_together(runners, flat, 10**9, 1e-3)
+        monkeypatch.setattr(measure_module, "_TOGETHER_S", 1e6)
+        measure_module._run_together(runners, flat, 1e-3)
     timer.join()
     assert threading.active_count() == before
 
@@ -116,7 +117,7 @@ def test_busy_neighbours_are_at_other_places_of_the_graph(monkeypatch):
     monkeypatch.setattr(measure_module.time, "sleep", delays.append)
     runners = [Runner(graph, CLUSTER, np.full(graph.num_ops, d), record=True) for d in range(2)]
     with runners[0], runners[1]:
-        seconds = measure_module._run_together(runners, graph.program.timing_inputs(), 3, 0.3)
+        seconds = measure_module._run_together(runners, graph.program.timing_inputs(), 0.3)
     assert sorted(delays) == [0.0, 0.15] and (seconds > 0).all()
 
 
@@ -124,6 +125,14 @@ def test_one_device_has_no_load_and_no_links():
     one = Cluster("one", CLUSTER.devices[:1])
     profile = measure(branches(), one, repeats=1)
     assert profile.loaded_s is None and profile.links == ()
+
+
+def test_the_chain_beside_which_waking_is_seen_is_of_the_same_operators():
+    watched, silent = (capture(measure_module._Watched(w), torch.ones(8)) for w in (True, False))
+    assert (
+        set(silent.op_kind) == {"aten.add.Tensor"} and silent.num_ops == measure_module._CHAIN_OPS
+    )
+    assert watched.op_kind.count("aten.add.Tensor") == silent.num_ops
 
 
 def test_measured_links_are_links():
@@ -255,7 +264,7 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
             self.problem = replace(problem, profile=truth)
 
         def run(self, placement, num_microbatches=None, max_in_flight=None):
-            if (placement == placement[0]).all():
+            if placement.ndim == 1 and (placement == placement[0]).all():
                 return simulate(self.problem, placement, num_microbatches=1)
             runs.append(placement)
             if 5 < len(runs) < 12:  # somebody else uses a core for some time
@@ -279,6 +288,11 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
         ratios = said.latency_s / true.latency_s, said.period_s / true.period_s
         return [np.abs(ratio - 1).mean() for ratio in ratios]
 
+    # Replicas send nothing: of what neighbours cost they tell most, and are told best.
+    turns = np.array([[[0] * 12, [1] * 12]], np.int32)
+    said, true = (evaluate(Problem(graph, CLUSTER, p), turns) for p in (found, truth))
+    np.testing.assert_allclose(said.period_s, true.period_s, rtol=0.03)
+
     before, after = errors(profile), errors(found)
     assert min(before) > 0.07 and max(after) < 0.04, (before, after)
     # Devices that are slower while placements run than when they were measured change nothing.
@@ -287,10 +301,47 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
         # What handing over takes and what waking adds to it can hardly be told apart.
         assert abs(learned.provenance["calibration"]["sending_s"] - sending_s) < 1e-5
         assert learned.error < 0.02
-    # Twice each, alone and in a pipeline: cut at 1 and 3 places, a quarter of all.
-    assert len(runs) == 2 * 4 * 2  # of two profiles
+    # Twice each, in a pipeline and alone: cut at 1 and 3 places, a quarter of all; and replicas.
+    assert len(runs) == 2 * (4 + 1) * 2  # of two profiles
     assert [int((np.diff(p) != 0).sum()) for p in runs[:4:2]] == [1, 3]
-    assert {len(p) for p in runs} == {12}
+    assert [p.tolist() for p in runs if p.ndim == 2] == 4 * turns.tolist()
+    assert {p.shape[-1] for p in runs} == {12}
+
+
+def test_each_way_between_unlike_devices_has_costs_of_its_own(monkeypatch):
+    """To a GPU tensors take three times as long as measured; to send one off takes it 100 us."""
+    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(48)]), torch.ones(4))
+    cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
+    names = cluster.device_names
+    links = tuple(Link(a, b, 3e-5, 1e9) for a, b in (names, names[::-1]))
+    seconds = np.full((48, 2), 1e-4)
+    profile = Profile(names, seconds, seconds * 0, links)
+    to, back = links
+    there = replace(to, latency_s=9e-5, bandwidth_bytes_per_s=1e9 / 3)
+    truth = replace(profile, links=(there, replace(back, send_s=1e-4)))
+
+    class Machine:
+        def __init__(self, problem):
+            self.problem = replace(problem, profile=truth)
+
+        def run(self, placement, num_microbatches=None, max_in_flight=None):
+            alone = 1 if max_in_flight == 1 else None
+            return simulate(self.problem, placement, num_microbatches=alone)
+
+    monkeypatch.setattr(measure_module, "Executor", Machine)
+    found = calibrated(graph, cluster, profile)
+    others = np.random.default_rng(0).integers(0, 2, (20, 48)).astype(np.int32)
+
+    def errors(guess):
+        problems = [Problem(graph, cluster, p, num_microbatches=8) for p in (guess, truth)]
+        said, true = (evaluate(problem, others) for problem in problems)
+        ratios = said.latency_s / true.latency_s, said.period_s / true.period_s
+        return [np.abs(ratio - 1).mean() for ratio in ratios]
+
+    before, after = errors(profile), errors(found)
+    assert min(before) > 0.1 and max(after) < 0.04, (before, after)
+    assert [way[:2] for way in found.provenance["ways"]] == [list(names), list(names[::-1])]
+    assert found.links[1].send_s == pytest.approx(1e-4, rel=0.3) and found.links[0].send_s < 3e-5
 
 
 def test_operators_of_a_gpu_are_no_slower_for_the_way_of_its_inputs(monkeypatch):

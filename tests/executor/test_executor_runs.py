@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from placement.capturing import capture
 from placement.cluster import Cluster, Device
+from placement.executor import worker as worker_module
+from placement.executor.alone import last_seconds, on_one_device, run_seconds
+from placement.executor.executor import batched
 from placement.executor.runner import Runner
 from placement.executor.share import compile_runs, fused, runs_of, shares
+from placement.executor.worker import _Turns as Turns
 from placement.graph import OpGraph
 from placement.problem import ProblemError
 
@@ -259,3 +264,95 @@ def test_a_runner_takes_whole_numbers_of_devices_only() -> None:
     for wrong in ([0.5] * 6, [float("nan")] * 6, [[0] * 6, [0] * 5]):
         with pytest.raises(ProblemError, match=r"numbers of devices|unequal lengths"):
             Runner(diamond(), CLUSTER, wrong)
+
+
+# --- turns ---------------------------------------------------------------------------------------
+
+
+def in_two_threads(turns: Turns, step: Callable[[], None], times: int) -> list[BaseException]:
+    """Run 0, of two operators, so often in two threads at once; what they raised."""
+    raised: list[BaseException] = []
+
+    def rest() -> Iterator[int]:
+        step()
+        yield from ()
+
+    def work() -> None:
+        try:
+            for _ in range(times):
+                turns.go_on(0, rest(), True)
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_short_operators_are_one_threads_at_a_time_and_long_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "_LONGEST_TURN_S", 60.0)
+    monkeypatch.setattr(worker_module, "_SHORT_NS", 10**11)
+    inside: list[int] = []
+    seen: list[int] = []
+
+    def step() -> None:
+        inside.append(0)
+        time.sleep(0.001)
+        seen.append(len(inside))
+        inside.pop()
+
+    turns = Turns({0: 2})
+    assert in_two_threads(turns, step, 40) == [] and seen == [1] * 80
+    # Once short, for good. And only a whole run tells: its last operator may be done at once.
+    monkeypatch.setattr(worker_module, "_SHORT_NS", 0)
+    assert in_two_threads(turns, step, 40) == [] and set(seen) == {1}
+    turns = Turns({0: 2})
+    for _ in range(10):
+        monkeypatch.setattr(worker_module, "_SHORT_NS", 0)
+        turns.go_on(0, iter(()), True)
+        monkeypatch.setattr(worker_module, "_SHORT_NS", 10**11)
+        assert turns.go_on(0, iter((1,)), True)[0] == 1
+        turns.go_on(0, iter(()), False)
+    both = threading.Barrier(2)
+    assert in_two_threads(turns, lambda: both.wait(60.0) and None, 3) == []
+
+
+def test_nobody_waits_long_for_a_turn_and_an_error_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns({0: 2})
+    with worker_module._TURN:
+        following, waited_ns = turns.go_on(0, iter((1,)), True)
+        assert following == 1 and waited_ns >= 10**7
+        assert worker_module._TURN.locked()  # whose turn it is keeps it
+
+    def fails() -> Iterator[int]:
+        raise ValueError("in an operator")
+        yield 0
+
+    with pytest.raises(ValueError, match="in an operator"):
+        turns.go_on(0, fails(), True)
+    assert not worker_module._TURN.locked()
+
+
+def test_waiting_for_a_turn_makes_all_operators_slower_beside_others_and_no_slice_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "_LONGEST_TURN_S", 0.2)
+    graph = diamond()
+    inputs = [torch.randn(4, 3)]
+    with on_one_device(graph, CLUSTER, 0, range(6)) as runner:
+        run_seconds(runner, inputs, 1)
+        with worker_module._TURN:
+            list(runner.stream_tensors([inputs]))
+        (worker,) = [w for w in runner.workers if w.slices]
+        took = np.array([end - begin for _, _, begin, end in batched(worker.slices, 4)]) * 1e-9
+        (waited,) = list(batched(worker.waits, 2))
+        assert waited[0] == 1 and waited[1] >= 2 * 10**8
+        assert worker.slices[2] - runner.admitted_ns[1] >= 2 * 10**8  # the first begins after it
+        seconds = last_seconds(runner, range(1, 2))
+        np.testing.assert_allclose(seconds, took * (1 + waited[1] * 1e-9 / took.sum()))
+        assert not worker.waits

@@ -10,7 +10,7 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from experiments import baselines, bench, public, runs, scale, study
-from experiments.runs import GIB, in_turns, limited
+from experiments.runs import GIB, in_turns, limited, seconds_per_item
 from experiments.study import Finished, Option, Study, StudyError
 from experiments.tables import Column, read_csv, table, to_csv
 from placement.cluster import Cluster
@@ -130,6 +130,23 @@ def raises(error: BaseException) -> None:
 def test_however_a_run_ends_we_go_on(call: Callable[[], Any], status: str, note: str) -> None:
     run = limited(call, 0.5 if status == "out of time" else 30, 64 * GIB)
     assert run.status == status and note in run.note and run.value is None
+
+
+@pytest.mark.parametrize(("count", "items"), [(12, 4 + 9), (24, 7 + 18), (2, 1 + 9)])
+def test_items_of_a_study_are_whole_rounds_of_the_phases(
+    monkeypatch: pytest.MonkeyPatch, count: int, items: int
+) -> None:
+    """Of nine turns eight take 1 s and one 10: 18 s a round, wherever it begins."""
+    now, asked = [0.0], list[int]()
+    monkeypatch.setattr(runs.time, "perf_counter", lambda: now[0])
+
+    def stream(some: int) -> Iterator[None]:
+        asked.append(some)
+        for i in range(some):
+            now[0] += 10.0 if i % 9 == 5 else 1.0
+            yield
+
+    assert seconds_per_item(stream, count, 9) == 2.0 and asked == [items]
 
 
 def test_ways_take_turns() -> None:

@@ -155,10 +155,11 @@ with event.install_listener("numba:compile", count):
 """
 
 
-def asked(folder: Path) -> subprocess.Popen[str]:
+def asked(folder: Path, kept_in: str = "cache") -> subprocess.Popen[str]:
     """A process that calls the kernel: what it returns, and how many kernels were compiled."""
     path = os.pathsep.join([str(folder), *sys.path])
-    env = os.environ | {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(folder / "cache")}
+    cache = str(folder / kept_in) if kept_in else ""
+    env = os.environ | {"PYTHONPATH": path, "NUMBA_CACHE_DIR": cache}
     words = [sys.executable, "-c", ASK]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env, cwd=folder)
 
@@ -182,6 +183,15 @@ def test_a_kernel_is_compiled_again_when_what_it_uses_has_changed(folder: Path) 
     (folder / "used.py").write_text(USED.replace("FIRST = 10", "FIRST = 20"))
     assert answers(asked(folder))[0][0] == 22
     assert answers(asked(folder)) == [(22, 0)]
+
+
+def test_kernels_beside_the_source_serve_those_who_keep_theirs_elsewhere(folder: Path) -> None:
+    """As users of a read-only installation do."""
+    assert answers(asked(folder, "")) == [(12, 2)]
+    assert answers(asked(folder)) == [(12, 0)]
+    (folder / "used.py").write_text(USED.replace("x + 1", "x + 2"))
+    assert answers(asked(folder)) == [(13, 2)]
+    assert answers(asked(folder)) == [(13, 0)]
 
 
 def test_two_processes_at_once_and_files_that_are_cut_off(folder: Path) -> None:

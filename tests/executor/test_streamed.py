@@ -1,0 +1,332 @@
+"""Parameters in host memory, operators on a GPU: planned, predicted, and run on an emulated one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from placement import planners
+from placement.capturing import capture
+from placement.cluster import Cluster, ClusterError, Device, Link
+from placement.costs.measure import cached_path, load_or_measure
+from placement.executor import Executor, Runner
+from placement.executor.streamed import _Slot, streaming_where_short, with_streaming
+from placement.graph import OpGraph
+from placement.objective import Objective
+from placement.plan import Plan, make_plan
+from placement.problem import Problem, ProblemError
+from placement.profile import Profile
+from placement.program import split_inputs
+from placement.simulator import evaluate, score, simulate, simulate_reference
+from placement.workloads import load
+from tests import emulated_gpu
+from tests.emulated_gpu import Event
+from tests.executor.test_gpu import others_like
+from tests.problems import random_problem
+
+CPU, GPU = Device("cpu:0"), Device("cuda:0", "cuda")
+STREAMED = Device("streamed/cuda:0", "cuda", streams="cuda:0")
+THREE = Cluster("three", (CPU, GPU, STREAMED))
+FIELDS = ("start_s", "end_s", "transfer_start_s", "transfer_end_s", "peak_bytes")
+
+
+def chosen(graph, seed, devices=(0, 1, 2)):
+    groups = np.random.default_rng(seed).choice(devices, size=graph.num_groups)
+    return groups[graph.group].astype(np.int32)
+
+
+# --- the simulator -------------------------------------------------------------------------------
+
+
+def with_twins(seed: int) -> Problem:
+    """A random problem, in which one or two devices with own memory have one that streams."""
+    problem, rng = random_problem(seed), np.random.default_rng(seed)
+    devices = [
+        replace(d, kind="gpu" if i else "cpu") for i, d in enumerate(problem.cluster.devices)
+    ]
+    cards = [d for d in devices[1:] if rng.random() < 0.7]
+    twins = [Device(f"s/{d.name}", d.kind, streams=d.name, busy_w=0.0, idle_w=0.0) for d in cards]
+    links = [Link(devices[0].name, t.name, 0.5, 7.0) for t in twins if rng.random() < 0.5]
+    cluster = Cluster("twins", (*devices, *twins), (*problem.cluster.links, *links))
+    profile = problem.profile.for_cluster(cluster)
+    return replace(problem, cluster=cluster, profile=profile, objective=Objective.PERIOD)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6))
+def test_kernel_equals_reference_where_devices_stream(seed: int) -> None:
+    problem = with_twins(seed)
+    rng = np.random.default_rng(seed + 1)
+    for phases in (1, 1, 2):
+        p = rng.integers(problem.num_devices, size=(phases, problem.graph.num_groups))
+        p = p[:, problem.graph.group].astype(np.int32)
+        p = np.where(problem.supported[np.arange(problem.num_ops), p], p, 0)
+        p = p[0] if phases == 1 else p
+        if not problem.supported[:, 0].all():
+            continue
+        fast, slow = simulate(problem, p), simulate_reference(problem, p)
+        for what in FIELDS:
+            np.testing.assert_allclose(getattr(fast, what), getattr(slow, what), rtol=1e-9)
+        if phases == 1:
+            value = evaluate(problem, p[None])
+            np.testing.assert_allclose(value.period_s, fast.period_s, rtol=1e-9)
+            assert value.peak_bytes is None or (value.peak_bytes[0] == fast.peak_bytes).all()
+
+
+def two_layers(memory_bytes: int = 2**40) -> Problem:
+    """Two operators of 1 s on the GPU and 10 s on the CPU, with 40 and 30 bytes that take 4 s."""
+    graph = OpGraph.build(
+        "two", ["a", "b"], [0, 1], [1, 1], [(0, 1)], param_bytes=[40, 30],
+        param_uses=[(0, 0), (1, 1)],
+    )  # fmt: skip
+    links = (Link("cpu:0", "streamed/cuda:0", 0.0, 10.0),)
+    cluster = Cluster("c", (CPU, replace(GPU, memory_bytes=memory_bytes), STREAMED), links)
+    seconds = np.array([[10.0, 1.0], [10.0, 1.0]])
+    profile = Profile(("cpu:0", "cuda:0"), seconds, 0 * seconds).for_cluster(cluster)
+    return Problem(graph, cluster, profile, num_microbatches=4)
+
+
+def test_an_operator_takes_as_long_as_its_parameters_and_the_gpu_has_two_buffers() -> None:
+    problem = two_layers()
+    assert problem.compute_s.tolist() == [[10, 1, 4], [10, 1, 3]]
+    assert problem.transfer_s(0, 1, 2) == 0.0
+    line = simulate(problem, [2, 1])
+    assert line.end_s[0].tolist() == [4, 5]
+    assert line.period_s == 5.0  # the two are one after another: there is one GPU
+    assert line.busy_s.tolist() == [0, 20, 0]
+    assert problem.param_bytes_on(np.array([2, 1])).tolist() == [40, 30 + 80, 0]
+    assert problem.param_bytes_on(np.array([2, 2])).tolist() == [70, 80, 0]
+    assert line.peak_bytes.tolist() == [40, 110 + 2, 0]
+    assert np.isinf(score(two_layers(111), [[2, 1]])[0])
+
+
+def test_what_cannot_be_streamed_is_refused_by_name() -> None:
+    with pytest.raises(ClusterError, match=r"streams = 'cpu:0', must name a device.*cuda:0"):
+        Cluster("c", (CPU, GPU, replace(STREAMED, streams="cpu:0")))
+    with pytest.raises(ClusterError, match="host memory"):
+        Cluster("c", (GPU, STREAMED))
+    problem = two_layers()
+    backward = replace(problem.graph, is_backward=np.array([False, True]))
+    with pytest.raises(ProblemError, match=r"'streamed/cuda:0'.*inference"):
+        replace(problem, graph=backward)
+
+
+# --- planners ------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int = 6, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(self.norm(layer(x)))
+        return x
+
+
+def half_of(module: nn.Module, inputs: Any, flops_per_byte: float) -> tuple[Problem, Problem]:
+    """A GPU with half of the memory that the model takes; with the choice to stream, and without.
+
+    A multiplication with a weight of ``B`` bytes takes ``flops_per_byte * B`` ns on the GPU, 30
+    times that on the CPU, and at least what reading it takes (as 30 GB/s, or nothing).
+    """
+    graph = capture(module, inputs)
+    cluster = Cluster(
+        "half", (CPU, replace(GPU, memory_bytes=int(graph.param_bytes.sum()) // 2)),
+        (Link("cpu:0", "cuda:0", 1e-6, 25e9), Link("cuda:0", "cpu:0", 1e-6, 25e9)),
+    )  # fmt: skip
+    size = np.zeros(graph.num_ops)
+    np.add.at(size, graph.param_use_op, graph.param_bytes[graph.param_use])
+    gpu = 1e-6 + flops_per_byte * 1e-9 * size
+    cpu = 1e-6 + np.maximum(30 * flops_per_byte, 1 / 30) * 1e-9 * size
+    seconds = np.stack([cpu, gpu], axis=1)
+    profile = Profile(cluster.device_names, seconds, 0 * seconds)
+    more = replace(
+        cluster, devices=(*cluster.devices, STREAMED),
+        links=(*cluster.links, Link("cpu:0", "streamed/cuda:0", 1e-6, 25e9)),
+    )  # fmt: skip
+    facts: dict[str, Any] = {"num_microbatches": 8, "max_in_flight": 2}
+    return (
+        Problem(graph, more, profile.for_cluster(more), **facts),
+        Problem(graph, cluster, profile.for_cluster(cluster), **facts),
+    )
+
+
+@pytest.mark.parametrize("name", ["best_of", "macro_search"])
+@pytest.mark.parametrize("objective", ["latency", "period"])
+def test_many_tokens_are_worth_a_copy_of_the_weights_and_few_are_not(
+    name: str, objective: str
+) -> None:
+    for flops_per_byte, streams in ((0.02, True), (0.0, False)):
+        both = half_of(Layers(12, 256).eval(), torch.randn(2, 256), flops_per_byte)
+        values, used = [], []
+        for problem in both:
+            problem = replace(problem, objective=Objective(objective))
+            answer = planners.load(name, evaluations=1500)(problem)
+            values.append(answer.value_s)
+            used.append(answer.placement)
+            assert score(problem, answer.placement[None])[0] == pytest.approx(answer.value_s)
+        if streams:
+            assert (used[0] == 2).any() and values[0] < 0.8 * values[1]
+        else:
+            assert values[0] <= 1.1 * values[1] and (used[0] == 0).any()
+
+
+# --- on the emulated GPU -------------------------------------------------------------------------
+
+
+def stream_all(graph, module, inputs, placements, count=4) -> None:
+    """Streams of other inputs through each placement give what the module does."""
+    items = [others_like(inputs, i) for i in range(count)]
+    for placement in placements:
+        with Runner(graph, THREE, placement) as runner:
+            for item, found in zip(items, runner.stream(items), strict=True):
+                args, kwargs = split_inputs(item)
+                with torch.no_grad():
+                    wanted = pytree.tree_leaves(module(*args, **kwargs))
+                torch.testing.assert_close(pytree.tree_leaves(found), wanted, rtol=1e-4, atol=1e-5)
+
+
+def layers(count: int = 6) -> tuple[nn.Module, Any, Any]:
+    module, inputs = Layers(count).eval(), (torch.randn(3, 64),)
+    return module, inputs, capture(module, inputs)
+
+
+@pytest.mark.parametrize("name", ["layers", "tiny_branches", "tiny_views", "dlrm_tiny"])
+def test_results_are_the_modules_wherever_operators_and_parameters_are(name: str) -> None:
+    module, inputs = load(name) if name != "layers" else layers()[:2]
+    graph = capture(module, inputs)
+    placements = [chosen(graph, 1, (2,)), chosen(graph, 2), chosen(graph, 3, (1, 2))]
+    placements.append(np.stack([chosen(graph, 4, (1, 2)), chosen(graph, 5, (1, 2))]))
+    for copy_s, kernel_s in ((1e-3, 0.0), (0.0, 5e-4)):
+        with emulated_gpu.emulated(copy_s=copy_s, kernel_s=kernel_s) as gpu:
+            stream_all(graph, module, inputs, placements)
+        assert gpu.num_races == 0
+
+
+@pytest.mark.parametrize("forgotten", ["read", "arrived"])
+def test_the_emulated_gpu_notices_a_buffer_that_is_written_or_read_too_early(
+    forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the test before says little."""
+    made = _Slot.__init__
+
+    def without(slot: _Slot, *args: Any) -> None:
+        made(slot, *args)
+        setattr(slot, forgotten, SimpleNamespace(record=lambda stream: None, done=Event().done))
+
+    module, inputs, graph = layers()
+    slow = {"kernel_s": 2e-3} if forgotten == "read" else {"copy_s": 2e-3}
+    with emulated_gpu.emulated(**slow), pytest.raises((AssertionError, RuntimeError)):
+        monkeypatch.setattr(_Slot, "__init__", without)
+        stream_all(graph, module, inputs, [chosen(graph, 1, (2,))])
+
+
+def test_parameters_are_copied_while_operators_run() -> None:
+    """Six layers, whose weight takes 10 ms to come, and two kernels of 5 ms."""
+    _, inputs, graph = layers()
+    with emulated_gpu.emulated(kernel_s=5e-3, copy_s=5e-3, poison=False) as gpu:
+        placement = chosen(graph, 0, (2,))
+        with Runner(graph, THREE, placement, max_in_flight=2) as runner:
+            list(runner.stream([inputs] * 2))
+            gpu.copies.clear()
+            list(runner.stream([inputs] * 3))
+    # A weight and a bias of every linear layer, and of the norm: for each of three micro-batches.
+    assert gpu.copies["pinned"] >= 3 * 2 * 12 and not gpu.copies["pageable"]
+
+
+def test_what_was_written_since_shows_in_the_next_call() -> None:
+    module, (x,), graph = layers()
+    with (
+        emulated_gpu.emulated(copy_s=1e-3),
+        Runner(graph, THREE, chosen(graph, 0, (2,))) as runner,
+    ):
+        for _ in range(3):
+            torch.testing.assert_close(runner(x), module(x))
+            with torch.no_grad():
+                module.layers[0].weight.mul_(1.5)  # which was copied ahead
+                module.layers[-1].bias.add_(1.0)
+
+
+def test_runs_that_copy_parameters_are_no_cuda_graphs_and_others_are() -> None:
+    module, (x,), graph = layers(8)
+    placement = chosen(graph, 0, (1,))
+    placement[:4] = 2
+    with emulated_gpu.emulated() as gpu, Runner(graph, THREE, placement) as runner:
+        runner.cuda_graphs = True
+        for i in range(5):
+            torch.testing.assert_close(runner(x + i), module(x + i))
+        assert set(runner.not_graphed.values()) == {
+            "parameters are copied from host memory meanwhile"
+        }
+    assert gpu.num_races == 0
+
+
+def test_a_model_twice_as_large_as_the_gpu_stays_within_its_memory_as_predicted() -> None:
+    module, x = Layers(16, 128).eval(), torch.randn(8, 128)
+    problem, _ = half_of(module, x, 0.02)
+    answer = planners.load("macro_search", evaluations=600)(problem)
+    room = int(problem.memory_bytes[1])
+    assert (answer.placement == 2).any() and (answer.placement == 1).any()
+    plan = make_plan(problem, answer, planner="macro_search")
+    with emulated_gpu.emulated(memory_bytes=room, copy_s=1e-4) as gpu:
+        line = Executor(problem).run(answer.placement)
+        assert line.peak_bytes is not None and line.peak_bytes[1] == gpu.peak[0] <= room
+        predicted = simulate(problem, answer.placement).peak_bytes
+        assert predicted is not None and 0.8 < gpu.peak[0] / predicted[1] <= 1.05
+        with load_plan_text(plan).bind(module) as runner:
+            torch.testing.assert_close(runner(x), module(x), rtol=1e-4, atol=1e-5)
+        with pytest.raises(torch.OutOfMemoryError), Runner(problem.graph, THREE, chosen(
+            problem.graph, 0, (1,)
+        )) as runner:  # fmt: skip
+            runner(x)
+
+
+def load_plan_text(plan: Plan) -> Plan:
+    return Plan.model_validate_json(plan.model_dump_json())
+
+
+def test_gpus_get_a_device_that_streams_and_others_do_not() -> None:
+    with emulated_gpu.emulated(num_devices=2):
+        cards = (replace(GPU, idle_w=50.0, busy_w=300.0), Device("cuda:1", "cuda"))
+        more = with_streaming(Cluster("c", (CPU, *cards)))
+        assert more.device_names[3:] == ("streamed/cuda:0", "streamed/cuda:1")
+        assert more.worker.tolist() == [0, 1, 2, 1, 2] and more.streaming == [3, 4]
+        assert [(x.src, x.dst) for x in more.links] == [
+            ("cpu:0", "streamed/cuda:0"), ("cpu:0", "streamed/cuda:1"),
+        ]  # fmt: skip
+        assert all(1e6 < x.bandwidth_bytes_per_s < 1e13 for x in more.links)
+        assert with_streaming(more) is more
+    two = Cluster("two", (CPU, Device("cpu:1")))
+    assert with_streaming(two) is two
+
+
+def test_a_gpu_that_is_too_small_for_the_model_streams_and_is_measured_without(
+    tmp_path: Path,
+) -> None:
+    graph = layers()[2]
+    seconds = np.random.default_rng(0).random((graph.num_ops, 2))
+    half = Cluster("half", (CPU, replace(GPU, memory_bytes=int(graph.param_bytes.sum()) // 2)))
+    profile = Profile(half.device_names, seconds, 0 * seconds)
+    with emulated_gpu.emulated():
+        cluster, wider = streaming_where_short(graph, half, profile)
+        assert cluster.device_names == ("cpu:0", "cuda:0", "streamed/cuda:0")
+        assert (wider.compute_s == seconds[:, [0, 1, 1]]).all()
+        profile.save(cached_path(graph, half, tmp_path))
+        loaded = load_or_measure(graph, cluster, folder=tmp_path)
+        assert loaded.device_names == cluster.device_names
+        large = Cluster("large", (CPU, replace(GPU, memory_bytes=2**40)))
+        assert streaming_where_short(graph, large, profile) == (large, profile)
