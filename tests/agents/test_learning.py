@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,22 +137,6 @@ def test_reasons_to_stop() -> None:
     assert steps(max_seconds=1e-6) < 500
     # Learning rate 0 never gets better.
     assert steps(patience=2, learning_rate=0.0, last_learning_rate=0.0) < 2000
-
-
-def test_an_error_ends_the_progress_bar() -> None:
-    started: set[threading.Thread] = set()
-
-    def fail(row: Row) -> bool:
-        started.update(set(threading.enumerate()) - before)
-        raise KeyboardInterrupt
-
-    before = set(threading.enumerate())
-    with pytest.raises(KeyboardInterrupt):
-        train([chain([[1, 2]])], config=TrainConfig(network=SMALL), callback=fail, progress=True)
-    assert started
-    for thread in started:  # rich tells its thread to end and does not wait for it
-        thread.join(timeout=10.0)
-        assert not thread.is_alive()
 
 
 def test_going_on_from_a_policy() -> None:
