@@ -21,6 +21,7 @@ from placement.problem import Problem
 from placement.profile import Profile
 from placement.search.evaluation import Search
 from placement.simulator import score
+from tests.problems import small_problem
 from tests.served import LLAMA, MIXTRAL
 
 BASELINES = ("even_layers", "by_memory", "llama_cpp_split")
@@ -107,14 +108,8 @@ def test_devices_in_one_order_where_there_are_many_sets() -> None:
 def test_other_problems_get_the_best_single_device() -> None:
     problem = replace(chain(1), objective="period")
     assert "period, not latency" in load("layer_dp")(problem).stats["no_chain"]
-    graph = OpGraph.build("skip", "abc", range(3), [1] * 3, [(0, 1), (0, 2), (1, 2)])
-    seconds = np.ones((3, 1))
-    skip = Problem(
-        graph,
-        Cluster("c", (Device("d"),)),
-        Profile(("d",), seconds, seconds * 0),
-        "latency",  # type: ignore[arg-type]
-    )
+    edges = [(0, 1), (0, 2), (1, 2)]
+    skip = small_problem(np.ones((3, 1)), edges, graph={"op_name": "abc"}, objective="latency")
     assert (
         load("layer_dp")(skip).stats["no_chain"]
         == "'c' reads from 'a', which is not just before it"
@@ -191,17 +186,10 @@ def layers(counts: list[int], memory_bytes: list[int], kinds: list[str] | None =
     """Layers of so many bytes on devices of so much memory."""
     n, d = len(counts), len(memory_bytes)
     names = [f"layers.{i}.mlp" for i in range(n)]
-    graph = OpGraph.build(
-        "layers", names, range(n), [0] * n, [(i, i + 1) for i in range(n - 1)],
-        op_module=names, param_bytes=counts, param_uses=[(i, i) for i in range(n)],
-    )  # fmt: skip
-    devices = tuple(
-        Device(f"d{i}", (kinds or ["npu"] * d)[i], memory_bytes=m)
-        for i, m in enumerate(memory_bytes)
-    )
-    cluster = Cluster("c", devices)
-    seconds = np.ones((n, d))
-    return Problem(graph, cluster, Profile(cluster.device_names, seconds, seconds * 0), "latency")  # type: ignore[arg-type]
+    facts = {"op_name": names, "op_module": names}
+    edges, alike = [(i, i + 1) for i in range(n - 1)], kinds or ["npu"] * d
+    some = {"param_bytes": counts, "memory_bytes": memory_bytes, "objective": "latency"}
+    return small_problem(np.ones((n, d)), edges, graph=facts, device={"kind": alike}, **some)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +221,7 @@ def test_an_even_split_does_not_look_at_memory() -> None:
 
 def test_layers_are_items_of_lists() -> None:
     names = ["model.embed", "model.layers.0.a", "model.layers.0.b", "model.layers.1", "head"]
-    graph = OpGraph.build("m", "abcde", range(5), [0] * 5, [], op_module=names)
-    seconds = np.ones((5, 1))
-    problem = Problem(graph, Cluster("c", (Device("d"),)), Profile(("d",), seconds, seconds * 0))
+    problem = small_problem(np.ones((5, 1)), graph={"op_module": names})
     assert layer_units(problem).tolist() == [0, 0, 0, 1, 1]
     assert layer_units(chain(0)).tolist() == [0, 1, 2, 3, 4]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from placement.capturing import capture
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.planners import load
 from placement.planners.time_slices import MAX_BLOCKS, blocks
@@ -23,6 +23,7 @@ from placement.search.grid import NoGrid, extrapolate, recognise
 from placement.testing import check_planner
 from placement.workloads import load as workload
 from placement.workloads.lstm import lstm
+from tests.problems import problem_on
 
 
 def unrolled(
@@ -92,17 +93,12 @@ def unrolled(
     )
 
 
-def problem_of(graph: OpGraph, compute_s, send_s: float = 0.0, **options) -> Problem:
+def problem_of(graph: OpGraph, compute_s, send_s: float = 0.0) -> Problem:
     """``compute_s`` float ``[N]`` or ``[N, D]`` (two equal devices)."""
     seconds = np.asarray(compute_s, dtype=np.float64)
     if seconds.ndim == 1:
         seconds = np.stack([seconds, seconds], axis=1)
-    cluster = Cluster("c", tuple(Device(f"d{i}") for i in range(seconds.shape[1])))
-    links = tuple(
-        Link(a, b, send_s, float("inf")) for a, b in itertools.permutations(cluster.device_names, 2)
-    )
-    profile = Profile(cluster.device_names, seconds, np.zeros_like(seconds), links)
-    return Problem(graph, cluster, profile)
+    return problem_on(graph, seconds, link=(send_s,))
 
 
 # --- grids -------------------------------------------------------------------------------------
