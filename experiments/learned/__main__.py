@@ -9,6 +9,7 @@
     python -m experiments.learned doppler                    # DOPPLER's graphs, equal budgets
     python -m experiments.learned published                  # seven published learners, trained
     python -m experiments.learned dispatch                   # one decode, and the best of many
+    python -m experiments.learned resched --checkout FOLDER  # beside a published network
     python -m experiments.learned goals                      # the table of goals, from the CSVs
 
 Policies are the released ones, or ``--policy PATH``; ``--also`` names further ones, for example one
@@ -36,11 +37,12 @@ from experiments.learned import (
     goals,
     guided,
     published,
+    resched,
     zero_shot,
 )
 from experiments.study import run
 
-MODULES = (against, executed, guided, zero_shot, few, giph, doppler, published, dispatch)
+MODULES = (against, executed, guided, zero_shot, few, giph, doppler, published, dispatch, resched)
 STUDIES = tuple(module.STUDY for module in MODULES)
 
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from experiments import budgets, measured, results, study
-from experiments.learned import against, cells, doppler, executed, goals, guided
+from experiments.learned import against, cells, doppler, executed, goals, guided, resched
 from experiments.learned import problems as made
 from experiments.learned.__main__ import main
 from experiments.learned.cells import Cell, Task, least, ratios
 from experiments.study import Finished
 from experiments.tables import geometric, share, to_csv
+from placement import importers
 from placement.problem import Problem, Solution
 from placement.simulator import score
 from placement.workloads.synthetic import Family, giph, layered
@@ -386,3 +387,18 @@ def test_a_cell_of_the_released_policy_is_run_again_when_that_is_another(
         run(tmp_path, Task("group", "policy", Learned()))
         run(tmp_path, Task("group", "mine", Learned("mine.safetensors")))
     assert sorted(f.name.split("-")[1] for f in tmp_path.iterdir()) == ["mine", "policy", "policy"]
+
+
+def test_resched_gets_the_operations_of_a_shop_job_by_job(tmp_path: Path) -> None:
+    """Two jobs of two and one operations: 3 s on machine 1 or 5 s on 2, then 2 s on 2; 4 s on 1."""
+    path = tmp_path / "two.fjs"
+    path.write_text("2 2 1\n2 2 1 3 2 5 1 2 2\n1 1 1 4\n", encoding="utf-8")
+    job, position, seconds, direct, later = resched.their_arrays(importers.load(path))
+    assert job.tolist() == [[0, 0, 1]] and position.tolist() == [[0, 1, 0]]
+    assert seconds.tolist() == [[[3, 5], [0, 2], [4, 0]]]  # 0: that machine may not
+    assert np.argwhere(direct[0]).tolist() == np.argwhere(later[0]).tolist() == [[0, 1]]
+
+
+def test_a_folder_without_resched_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(study.StudyError, match="git clone"):
+        list(resched.shops(tmp_path))
