@@ -30,7 +30,7 @@ from envs.generators import Generator
 from envs.vec import PlacementVecEnv
 from placement.problem import Solution
 from placement.simulator import score
-from placement.tools.files import csv_text, write_atomic
+from placement.tools.files import csv_text, write_arrays, write_atomic
 
 Row = dict[str, float]
 Report = Callable[[Row], bool | None]
@@ -137,10 +137,9 @@ class Training:
             return
         if policy:
             self.trained().save(self.out_dir / "policy.safetensors")
-        best, file = self.best(), io.BytesIO()
+        best = self.best()
         arrays: dict[str, Any] = {f"placement_{i}": s.placement for i, s in enumerate(best)}
-        np.savez_compressed(file, value_s=[s.value_s for s in best], **arrays)
-        write_atomic(self.out_dir / "best.npz", file.getvalue())
+        write_arrays(self.out_dir / "best.npz", value_s=[s.value_s for s in best], **arrays)
 
 
 class _Part(BaseCallback):

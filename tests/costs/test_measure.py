@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from placement.capturing import capture
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster, Device
 from placement.costs import measure as measure_module
 from placement.costs.measure import (
     _LINK_BYTES,
@@ -33,13 +33,31 @@ from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate, simulate
 from placement.tools.files import FileError
 from placement.workloads import tiny
-from tests.machine import TWO
+from tests.machine import TWO, problem_of
+from tests.problems import every_link
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def branches() -> OpGraph:
     return capture(*tiny.tiny_branches())
+
+
+def relus(count: int) -> OpGraph:
+    return capture(nn.Sequential(*[nn.ReLU() for _ in range(count)]), torch.ones(4))
+
+
+class Machine:
+    """An executor that takes what a simulator says of its own seconds."""
+
+    def __init__(self, problem):
+        self.problem = problem
+
+    def run(self, placement, num_microbatches=None, max_in_flight=None):
+        return self.simulated(placement, 1 if max_in_flight == 1 else None)
+
+    def simulated(self, placement, num_microbatches):
+        return simulate(self.problem, placement, num_microbatches=num_microbatches)
 
 
 def test_every_operator_is_measured_on_every_device_and_nothing_is_left_running():
@@ -232,9 +250,8 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
 
     Other placements than those that ran are predicted better for it.
     """
-    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(12)]), torch.ones(4))
-    ends = (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))
-    links = tuple(Link(a, b, 3e-5, 1e9, wake_s=wake_s) for a, b in ends)
+    graph = relus(12)
+    links = tuple(replace(x, wake_s=wake_s) for x in every_link(TWO.device_names, 3e-5, 1e9))
     seconds = np.full((12, 2), 1e-4)
     profile = Profile(("cpu:0", "cpu:1"), seconds, seconds * 0, links, loaded_s=1.5 * seconds)
     truth = scaled(profile, 2.0, 0.5, 1.4, sending_s)
@@ -245,21 +262,18 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
 
     runs = []
 
-    class Machine:
-        def __init__(self, problem):
-            self.problem = replace(problem, profile=truth)
-
+    class Disturbed(Machine):
         def run(self, placement, num_microbatches=None, max_in_flight=None):
+            self.problem = replace(self.problem, profile=truth)
             if (placement == placement[0]).all():
-                return simulate(self.problem, placement, num_microbatches=1)
+                return self.simulated(placement, 1)
             runs.append(placement)
             if 5 < len(runs) < 12:  # somebody else uses a core for some time
                 slow = at_speed(truth, np.array([2.0, 2.0]))
                 return simulate(replace(self.problem, profile=slow), placement, None, 1)
-            alone = 1 if max_in_flight == 1 else None
-            return simulate(self.problem, placement, num_microbatches=alone)
+            return super().run(placement, num_microbatches, max_in_flight)
 
-    monkeypatch.setattr(measure_module, "Executor", Machine)
+    monkeypatch.setattr(measure_module, "Executor", Disturbed)
     # While cpu:1 was measured somebody else used it, so its operators look slower than they are.
     found = calibrated(graph, TWO, at_speed(profile, np.array([1.0, 1.4])))
     np.testing.assert_allclose(found.compute_s, truth.compute_s)
@@ -290,20 +304,12 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
 
 def test_operators_of_a_gpu_are_no_slower_for_the_way_of_its_inputs(monkeypatch):
     """Half a millisecond from host memory, of a whole graph that takes a third of one."""
-    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(16)]), torch.ones(4))
+    graph = relus(16)
     cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
     names = cluster.device_names
-    links = tuple(Link(a, b, 5e-4, 1e9) for a, b in (names, names[::-1]))
+    links = every_link(names, 5e-4, 1e9)
     seconds = np.repeat([[1e-4, 2e-5]], 16, axis=0)
     profile = Profile(names, seconds, seconds * 0, links, loaded_s=seconds)
-
-    class Machine:
-        def __init__(self, problem):
-            self.problem = problem
-
-        def run(self, placement, num_microbatches=None, max_in_flight=None):
-            alone = 1 if max_in_flight == 1 else None
-            return simulate(self.problem, placement, num_microbatches=alone)
 
     monkeypatch.setattr(measure_module, "Executor", Machine)
     found = calibrated(graph, cluster, profile)
@@ -313,21 +319,18 @@ def test_operators_of_a_gpu_are_no_slower_for_the_way_of_its_inputs(monkeypatch)
 
 def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
     """Every second placement takes 1.4x as long, which no cost of transfers explains."""
-    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(60)]), torch.ones(4))
+    graph = relus(60)
     seconds = np.full((60, 2), 1e-4)
     profile = Profile(TWO.device_names, seconds, 0 * seconds, loaded_s=1.5 * seconds)
 
-    class Machine:
-        def __init__(self, problem):
-            self.problem = problem
-
+    class Slower(Machine):
         def run(self, placement, num_microbatches=None, max_in_flight=None):
             slower = {3: 1.4, 15: 1.4}.get(int((np.diff(placement) != 0).sum()), 1.0)
             there = at_speed(profile, np.array([slower, slower]))
-            alone = 1 if max_in_flight == 1 else None
-            return simulate(replace(self.problem, profile=there), placement, None, alone)
+            self.problem = replace(self.problem, profile=there)
+            return super().run(placement, num_microbatches, max_in_flight)
 
-    monkeypatch.setattr(measure_module, "Executor", Machine)
+    monkeypatch.setattr(measure_module, "Executor", Slower)
     found = calibrated(graph, TWO, profile)
     # Cuts at 1, 3, 7 and 15 places: half of log(1.4) from the median each.
     assert found.error == pytest.approx(0.5 * np.log(1.4), abs=0.04)
@@ -339,9 +342,6 @@ def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
 
 
 def test_placements_for_calibration_are_cut_at_few_places_to_a_quarter_of_all():
-    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(60)]), torch.ones(4))
-    nothing = np.zeros((60, 2))
-    problem = Problem(graph, TWO, Profile(TWO.device_names, nothing, nothing))
-    placements = measure_module._from_few_cuts_to_many(problem)
+    placements = measure_module._from_few_cuts_to_many(problem_of(relus(60), TWO))
     assert (np.diff(placements, axis=1) != 0).sum(axis=1).tolist() == [1, 3, 7, 15]
     assert placements.shape == (4, 60) and placements.dtype == np.int32

@@ -13,7 +13,6 @@ import threading
 import time
 import tracemalloc
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,11 +20,9 @@ from torch import nn
 from placement.capturing import capture
 from placement.executor import Executor, Runner, RunnerError
 from placement.executor.loader import LoaderError
-from placement.problem import Problem
-from placement.profile import Profile
 from placement.program import InputError
 from placement.workloads import tiny
-from tests.machine import TWO, alive
+from tests.machine import TWO, alive, problem_of
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left_running")]
 
@@ -239,8 +236,7 @@ def test_a_torch_data_loader_streams():
 
 
 def test_a_loader_is_a_track_of_the_measured_timeline():
-    seconds = np.full((3, 2), 1e-5)
-    problem = Problem(GRAPH, TWO, Profile(TWO.device_names, seconds, 0 * seconds))
+    problem = problem_of(GRAPH, TWO)
 
     class Data:
         def __len__(self) -> int:
