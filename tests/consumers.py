@@ -51,11 +51,11 @@ def problem_of(graph: OpGraph, devices: tuple[str, ...] = ("cuda:0", "cuda:1")) 
     return problem_on(graph, seconds, cluster=cluster, links=links, num_microbatches=4)
 
 
-def placed(problem: Problem, on: Any) -> Plan:
+def placed(problem: Problem, on: Any, **facts: Any) -> Plan:
     """The plan with operators ``on`` these devices; a colocation group is where its first is."""
     first = np.unique(problem.graph.group, return_index=True)[1]
     where = np.asarray(on, np.int32)[first][problem.graph.group]
-    return make_plan(problem, Solution(where, 1.0), planner="by hand")
+    return make_plan(problem, Solution(where, 1.0), planner="by hand", **facts)
 
 
 def cuts(problem: Problem, some: Any) -> Iterator[Plan]:

@@ -10,7 +10,6 @@ import operator
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
@@ -271,7 +270,7 @@ def captured(name: str, cut: str | None) -> tuple[Any, Any, Problem, Plan]:
     at = [m == cut or m.startswith(f"{cut}.") for m in graph.op_module]
     first = at.index(True) if cut else graph.num_ops
     on = [int(i >= first) for i in range(graph.num_ops)]
-    return module, inputs, p, replace(consumers.placed(p, on), workload=name)
+    return module, inputs, p, consumers.placed(p, on, workload=name)
 
 
 @pytest.mark.parametrize(
