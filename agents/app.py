@@ -13,12 +13,11 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from hydra import version
+from hydra import version as hydra_version
 from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -32,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 import conf
 from agents.sweeps import is_best_of_sweep
 from placement import cli
-from placement.tools.ownership import DISTRIBUTION
+from placement.tools.ownership import DISTRIBUTION, version
 
 if TYPE_CHECKING:
     from placement.problem import Planner, Problem
@@ -74,7 +73,7 @@ def launch(
                 if args.experimental_rerun:
                     raise AppError("--experimental-rerun: give the same words instead")
                 # As hydra.main does, which reads its words from sys.argv.
-                version.setbase("1.3")
+                hydra_version.setbase("1.3")
                 _run_hydra(args, parser, task, "pkg://conf", config)
             except SystemExit as error:  # of Hydra, for what it is asked and cannot do
                 return cli.BAD_INPUT if error.code else cli.OK
@@ -289,11 +288,7 @@ def _tracker(cfg: DictConfig) -> Tracker:
 
 def _versions() -> str:
     versions = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in (DISTRIBUTION, *_VERSIONS_OF):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+    versions |= {name: version(name) for name in (DISTRIBUTION, *_VERSIONS_OF)}
     return json.dumps(versions, indent=1)
 
 

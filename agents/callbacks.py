@@ -5,7 +5,6 @@ Each is a stable-baselines3 callback on one ``Training``; ``callbacks`` lists th
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import platform
@@ -31,7 +30,7 @@ from envs.generators import Generator
 from envs.vec import PlacementVecEnv
 from placement.problem import Solution
 from placement.simulator import score
-from placement.tools.files import write_atomic
+from placement.tools.files import csv_text, write_arrays, write_atomic
 
 Row = dict[str, float]
 Report = Callable[[Row], bool | None]
@@ -138,10 +137,9 @@ class Training:
             return
         if policy:
             self.trained().save(self.out_dir / "policy.safetensors")
-        best, file = self.best(), io.BytesIO()
+        best = self.best()
         arrays: dict[str, Any] = {f"placement_{i}": s.placement for i, s in enumerate(best)}
-        np.savez_compressed(file, value_s=[s.value_s for s in best], **arrays)
-        write_atomic(self.out_dir / "best.npz", file.getvalue())
+        write_arrays(self.out_dir / "best.npz", value_s=[s.value_s for s in best], **arrays)
 
 
 class _Part(BaseCallback):
@@ -220,21 +218,12 @@ class Evaluation(_Part):
 
 
 class Metrics(_Part):
-    """A row per update: ``metrics.csv``, ``report`` and a bar. ``report`` returns False to stop."""
+    """A row per update: ``metrics.csv`` and ``report``, which returns False to stop."""
 
-    def __init__(self, training: Training, report: Report | None = None, bar: bool = False) -> None:
+    def __init__(self, training: Training, report: Report | None = None) -> None:
         super().__init__(training)
-        self.report, self.wants_bar, self.bar = report, bar, None
+        self.report = report
         self.rewards: list[float] = []
-
-    def _on_training_start(self) -> None:
-        if self.wants_bar:
-            from rich.progress import Progress
-
-            bar: Any = Progress(transient=True)
-            self.bar = bar
-            bar.start()
-            self.task = bar.add_task("training", total=self.training.config.total_steps)
 
     def _on_step(self) -> bool:
         self.rewards += [i["episode"]["r"] for i in self.locals["infos"] if "episode" in i]
@@ -270,26 +259,11 @@ class Metrics(_Part):
         row |= {f"best_s_{i}": float(v) for i, v in enumerate(rules.best_s)}
         self.rewards = []
         training.rows.append(row)
-        self._write()
-        if self.bar is not None:
-            text = f"training  greedy {row['greedy_speedup']:.3f}x  best {row['best_speedup']:.3f}x"
-            self.bar.update(self.task, completed=self.num_timesteps, description=text)
+        if training.out_dir is not None:
+            lines = (map(str, line.values()) for line in training.rows)  # nan stays nan
+            write_atomic(training.out_dir / "metrics.csv", csv_text(row, lines))
         if self.report is not None and self.report(row) is False:
             training.stop = True
-
-    def close(self) -> None:
-        """End the bar: it has a thread."""
-        if self.bar is not None:
-            self.bar.stop()
-
-    def _write(self) -> None:
-        training = self.training
-        if training.out_dir is not None:
-            text = io.StringIO()
-            writer = csv.DictWriter(text, list(training.rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(training.rows)
-            write_atomic(training.out_dir / "metrics.csv", text.getvalue())
 
 
 class Checkpoint(_Part):
@@ -421,13 +395,13 @@ class Budget(_Part):
 
 
 def callbacks(
-    training: Training, report: Report | None = None, bar: bool = False
+    training: Training, report: Report | None = None
 ) -> tuple[Schedule, Evaluation, Metrics, Checkpoint, Budget]:
     """All of them, in the order in which they act before a rollout."""
     return (
         Schedule(training),
         Evaluation(training),
-        Metrics(training, report, bar),
+        Metrics(training, report),
         Checkpoint(training),
         Budget(training),
     )

@@ -8,7 +8,6 @@ gives searches better starts, and their solutions are imitated in turn (Anthony,
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,7 @@ from envs.formulations import FORMULATIONS, formulation_of
 from envs.problems import ProblemSet, canonical, choice_of
 from placement.problem import Placement, Planner, Problem, ProblemError
 from placement.simulator import score
-from placement.tools.files import write_atomic
+from placement.tools.files import write_arrays
 from placement.tools.parallel import parallel_map
 
 _KEY = "solution of "  # before names in files: numpy would take the name "file" for itself
@@ -77,10 +76,7 @@ def save_solutions(solutions: Mapping[str, Placement], path: str | Path) -> None
     Raises:
         FileError: it cannot be written there.
     """
-    file = io.BytesIO()
-    arrays: dict[str, Any] = {_KEY + name: found for name, found in solutions.items()}
-    np.savez_compressed(file, **arrays)
-    write_atomic(path, file.getvalue())
+    write_arrays(path, **{_KEY + name: placement for name, placement in solutions.items()})
 
 
 def load_solutions(path: str | Path) -> dict[str, Placement]:

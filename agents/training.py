@@ -60,7 +60,6 @@ def train(
     resume: bool = False,
     out_dir: str | Path | None = None,
     callback: Report | None = None,
-    progress: bool = False,
     parallel: str = "serial",
     **start: Any,
 ) -> TrainedPolicy:
@@ -86,7 +85,6 @@ def train(
         out_dir: ``metrics.csv``, ``policy.safetensors`` (every better check), ``best.npz`` and
             ``checkpoint.pt`` (every check) go there.
         callback: called with every row of the metrics; return False to stop.
-        progress: show a progress bar.
         parallel: where the episodes of ``config.workers`` workers are played: ``serial`` (in this
             process) or ``processes``. The policy that results is the same. Not for measured values.
         start: ``baseline``, ``warm``, ``reference_s``, ``solutions`` and ``evaluator``, the fields
@@ -129,7 +127,7 @@ def train(
                 None if out_dir is None else Path(out_dir),
                 generator,
             )
-            _learn(training, agent, begins.solutions, resume, callback, progress)
+            _learn(training, agent, begins.solutions, resume, callback)
     return training.trained()
 
 
@@ -146,12 +144,11 @@ def _learn(
     solutions: Sequence[Placement] | None,
     resume: bool,
     report: Report | None,
-    bar: bool,
 ) -> None:
     """All steps that are left, watched by the callbacks; imitation before the first of them."""
     config = training.config
-    watching = callbacks(training, report, bar)
-    schedule, _, metrics, checkpoint, _ = watching
+    watching = callbacks(training, report)
+    schedule, _, _, checkpoint, _ = watching
     went_on = resume and checkpoint.load(agent)
     if solutions is not None and not went_on:
         imitate(
@@ -174,7 +171,6 @@ def _learn(
         training.write()
     finally:
         training.steps = agent.num_timesteps
-        metrics.close()
 
 
 def make_policy(config: TrainConfig) -> Net:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from envs.base import PlacementEnv
 from envs.problems import MAX_ID, ProblemSet, group_order
-from envs.rules import BuildingRules, Observation, id_space
+from envs.rules import BuildingRules, Numbers, Observation, Rng, id_space
 from placement.problem import Problem
 
 
@@ -39,12 +39,7 @@ class GroupPlaceRules(BuildingRules):
         )
         self.action_space = spaces.MultiDiscrete([self._width] * groups)
 
-    def start(
-        self,
-        rows: NDArray[np.integer[Any]],
-        ids: NDArray[np.integer[Any]],
-        rng: np.random.Generator | None = None,
-    ) -> None:
+    def start(self, rows: Numbers, ids: Numbers, rng: Rng | None = None) -> None:
         self.ids[rows] = ids
         self._cluster[rows] = self.choices[rows] = -1
 

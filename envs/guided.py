@@ -15,7 +15,7 @@ from envs.base import PlacementEnv
 from envs.guided_kernels import BOUND, NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State, Tables, Tried
 from envs.problems import MAX_ID, EnvError, Floats, ProblemSet, choice_of
 from envs.rewards import log_speedup
-from envs.rules import Observation, Rules, id_space
+from envs.rules import Numbers, Observation, Rng, Rules, id_space
 from placement.planners import PlannerError, load
 from placement.problem import Placement, Problem
 from placement.search.chooser import no_network
@@ -206,8 +206,48 @@ class OfferingRules(Rules):
         self.action_space = spaces.Discrete(rows)
 
     @abstractmethod
+    def _new_state(self, p: int) -> Any:
+        """Room for an episode of problem ``p``."""
+
+    @abstractmethod
+    def _begin(self, b: int, p: int, at_best: bool, step: int, rng: Rng) -> None:
+        """Begin episode ``b``, at the best met of problem ``p``; ``step`` steps count as made."""
+
+    @abstractmethod
+    def _take(self, b: int, p: int, action: int) -> tuple[float, float]:
+        """Try a move: the kernel's gain, and the share of the moves that is made."""
+
+    @abstractmethod
     def _best_of(self, b: int) -> tuple[float, Choice]:
         """The best of episode ``b`` so far: seconds, and the device of each group, ``[G]``."""
+
+    def start(self, rows: Numbers, ids: Numbers, rng: Rng | None = None) -> None:
+        rng = np.random.default_rng(0) if rng is None else rng
+        for b, p in zip(rows.tolist(), ids.tolist(), strict=True):
+            self.ids[b] = p
+            if p not in self._states[b]:
+                self._states[b][p] = self._new_state(p)
+            again = rng.random() < self.again
+            step = int(rng.integers(self.moves)) if again else 0
+            self._begin(b, p, again and bool(np.isfinite(self.best_s[p])), step, rng)
+            self._earned(b, 0.0)
+            self.num_evaluations += 1
+
+    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
+        rewards, done = np.zeros(len(self.ids)), np.zeros(len(self.ids), bool)
+        for b, (p, action) in enumerate(zip(self.ids.tolist(), actions.tolist(), strict=True)):
+            gain, used = self._take(b, p, action)
+            rewards[b] = self._earned(b, gain)
+            if used >= 1.0:
+                done[b] = True
+                self._finish(b)
+        return rewards, done
+
+    def _finish(self, b: int) -> None:
+        self.value_s[b], best = self._best_of(b)
+        self.choices[b] = -1
+        self.choices[b, : len(best)] = best
+        self.keep(self.ids[b : b + 1], self.choices[b : b + 1], self.value_s[b : b + 1])
 
     def _earned(self, b: int, gain: float) -> float:
         """What a step earns: the kernel's ``gain``, or what the reward makes of it."""
@@ -284,27 +324,14 @@ class GuidedSearchRules(OfferingRules):
         self._starts = start_choices(problems, starts)
         self._tables = [tables_of(p) for p in problems.problems]
 
-    def start(
-        self,
-        rows: NDArray[np.integer[Any]],
-        ids: NDArray[np.integer[Any]],
-        rng: np.random.Generator | None = None,
-    ) -> None:
-        rng = np.random.default_rng(0) if rng is None else rng
-        for b, p in zip(rows.tolist(), ids.tolist(), strict=True):
-            self.ids[b] = p
-            tables = self._tables[p]
-            if p not in self._states[b]:
-                self._states[b][p] = state_of(tables, self.width)
-            state = self._states[b][p]
-            choice, step = self._starts[p], 0
-            if rng.random() < self.again:
-                step = int(rng.integers(self.moves))
-                if np.isfinite(self.best_s[p]):
-                    choice = self.best_choices[p, : len(choice)]
-            begin(tables, state, choice, int(rng.integers(12)), rng, step, step / self.moves)
-            self._earned(b, 0.0)
-            self.num_evaluations += 1
+    def _new_state(self, p: int) -> State:
+        return state_of(self._tables[p], self.width)
+
+    def _begin(self, b: int, p: int, at_best: bool, step: int, rng: Rng) -> None:
+        choice, used = self._starts[p], step / self.moves
+        if at_best:
+            choice = self.best_choices[p, : len(choice)]
+        begin(self._tables[p], self._state(b), choice, int(rng.integers(12)), rng, step, used)
 
     def _offered(self, b: int) -> tuple[NDArray[np.bool_], Choice, Choice]:
         state = self._state(b)
@@ -317,30 +344,17 @@ class GuidedSearchRules(OfferingRules):
             mask[b, 0] = self._tables[p].kind == guided_kernels.LOAD or not mask[b].any()
         return mask
 
-    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
-        rewards = np.zeros(len(self.ids))
-        done = np.zeros(len(self.ids), bool)
-        for b, (p, action) in enumerate(zip(self.ids.tolist(), actions.tolist(), strict=True)):
-            tables, state = self._tables[p], self._state(b)
-            exact = tables.kind == guided_kernels.LOAD
-            self.num_evaluations += self.width if exact else int(state.count[action] > 0)
-            used = (state.step + 1.0) / self.moves
-            rewards[b] = self._earned(b, take(tables, state, action, used))
-            if used >= 1.0:
-                done[b] = True
-                self._finish(b)
-        return rewards, done
+    def _take(self, b: int, p: int, action: int) -> tuple[float, float]:
+        tables, state = self._tables[p], self._state(b)
+        exact = tables.kind == guided_kernels.LOAD
+        self.num_evaluations += self.width if exact else int(state.count[action] > 0)
+        used = (state.step + 1.0) / self.moves
+        return take(tables, state, action, used), used
 
     def _best_of(self, b: int) -> tuple[float, Choice]:
         state = self._state(b)
         cost = float(state.best_cost)
         return cost if cost < INFEASIBLE else np.inf, state.best
-
-    def _finish(self, b: int) -> None:
-        self.value_s[b], best = self._best_of(b)
-        self.choices[b] = -1
-        self.choices[b, : len(best)] = best
-        self.keep(self.ids[b : b + 1], self.choices[b : b + 1], self.value_s[b : b + 1])
 
 
 class GuidedSearchEnv(PlacementEnv):

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from envs.base import PlacementEnv
 from envs.guided import Choice, OfferingRules, start_choices
-from envs.problems import EnvError, Floats, ProblemSet, choice_of
+from envs.problems import EnvError, ProblemSet, choice_of
+from envs.rules import Rng
 from placement.planners.order_search import (
     NO_NETWORK,
     sequence_of,
@@ -40,10 +41,7 @@ class OrderSearchRules(OfferingRules):
         num_envs: ``B``.
         starts: placement int32 ``[N]`` per problem that searches begin at, in the list
             scheduler's order; None: ``best_of``.
-        moves: steps of an episode.
-        width: ``C``, moves offered at each step.
-        again: share of the episodes that begin at the best met so far instead, and anywhere in
-            the cooling: that is where most of a long search happens.
+        moves, width, again: as in ``GuidedSearchRules``.
 
     Raises:
         EnvError: values do not come from the simulator, or orders of a problem cannot be
@@ -78,27 +76,12 @@ class OrderSearchRules(OfferingRules):
         self.sequence_s = np.full(len(problems.problems), np.inf)
         self._tables = [tables_of(p) for p in problems.problems]
 
-    def start(
-        self,
-        rows: NDArray[np.integer[Any]],
-        ids: NDArray[np.integer[Any]],
-        rng: np.random.Generator | None = None,
-    ) -> None:
-        rng = np.random.default_rng(0) if rng is None else rng
-        for b, p in zip(rows.tolist(), ids.tolist(), strict=True):
-            self.ids[b] = p
-            if p not in self._states[b]:
-                self._states[b][p] = state_of(self.problems.problems[p], self.width)
-            place, sequence = self._starts[p]
-            step = 0
-            if rng.random() < self.again:
-                step = int(rng.integers(self.moves))
-                if np.isfinite(self.best_s[p]):
-                    place, sequence = self._best(p)
-            state = self._states[b][p]
-            start(self._tables[p], state, place, sequence, rng, step, step / self.moves)
-            self._earned(b, 0.0)
-            self.num_evaluations += 1
+    def _new_state(self, p: int) -> State:
+        return state_of(self.problems.problems[p], self.width)
+
+    def _begin(self, b: int, p: int, at_best: bool, step: int, rng: Rng) -> None:
+        place, sequence = self._best(p) if at_best else self._starts[p]
+        start(self._tables[p], self._state(b), place, sequence, rng, step, step / self.moves)
 
     def _offered(self, b: int) -> tuple[NDArray[np.bool_], Choice, Choice]:
         state = self._state(b)
@@ -109,34 +92,22 @@ class OrderSearchRules(OfferingRules):
         mask[:, 0] = ~mask.any(axis=1)
         return mask
 
-    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
-        rewards = np.zeros(len(self.ids))
-        done = np.zeros(len(self.ids), bool)
-        for b, (p, action) in enumerate(zip(self.ids.tolist(), actions.tolist(), strict=True)):
-            state = self._state(b)
-            self.num_evaluations += int(state.which[action] >= 0)
-            used = (state.x[order.STEP] + 1.0) / self.moves
-            gain = order.play(self._tables[p], state, order.TAKE, action, NO_NETWORK, used, used)
-            rewards[b] = self._earned(b, gain)
-            if used >= 1.0:
-                done[b] = True
-                self._finish(b, p, state)
-        return rewards, done
+    def _take(self, b: int, p: int, action: int) -> tuple[float, float]:
+        state = self._state(b)
+        self.num_evaluations += int(state.which[action] >= 0)
+        used = float(state.x[order.STEP] + 1.0) / self.moves
+        return order.play(self._tables[p], state, order.TAKE, action, NO_NETWORK, used, used), used
 
     def _best_of(self, b: int) -> tuple[float, Choice]:
         state, problem = self._state(b), self.problems.problems[int(self.ids[b])]
         return float(state.x[order.BEST]), choice_of(problem, state.best_place)
 
-    def _finish(self, b: int, p: int, state: State) -> None:
-        group = self.problems.problems[p].graph.group
-        value_s, best = self._best_of(b)
-        self.value_s[b] = value_s
-        self.choices[b] = -1
-        self.choices[b, : len(best)] = best
-        if value_s < self.best_s[p]:
-            self.sequence_s[p] = value_s
-            self.best_sequence[p, : len(group)] = state.best_sequence
-        self.keep(self.ids[b : b + 1], self.choices[b : b + 1], self.value_s[b : b + 1])
+    def _finish(self, b: int) -> None:
+        p, state = int(self.ids[b]), self._state(b)
+        if state.x[order.BEST] < self.best_s[p]:
+            self.sequence_s[p] = state.x[order.BEST]
+            self.best_sequence[p, : self.problems.problems[p].num_ops] = state.best_sequence
+        super()._finish(b)
 
     def state(self) -> dict[str, Any]:
         return {"orders": self.best_sequence.tolist(), "seconds": self.sequence_s.tolist()}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from envs.base import PlacementEnv
 from envs.problems import MAX_ID, ProblemSet
-from envs.rules import BuildingRules, Observation, id_space
+from envs.rules import BuildingRules, Numbers, Observation, Rng, id_space
 
 
 class OneShotRules(BuildingRules):
@@ -21,12 +21,7 @@ class OneShotRules(BuildingRules):
         self.observation_space = spaces.Dict({"problem": id_space(MAX_ID)})
         self.action_space = spaces.MultiDiscrete([problems.max_devices] * problems.max_groups)
 
-    def start(
-        self,
-        rows: NDArray[np.integer[Any]],
-        ids: NDArray[np.integer[Any]],
-        rng: np.random.Generator | None = None,
-    ) -> None:
+    def start(self, rows: Numbers, ids: Numbers, rng: Rng | None = None) -> None:
         self.ids[rows] = ids
         self.choices[rows] = -1
 

@@ -15,7 +15,7 @@ from envs.base import PlacementEnv
 from envs.guided import begin, resume, start_choices, state_of, tables_of
 from envs.guided_kernels import BOUND, State
 from envs.problems import MAX_ID, Floats, ProblemSet, group_order
-from envs.rules import Observation, Rules, id_space
+from envs.rules import Numbers, Observation, Rng, Rules, id_space
 from placement.problem import Placement
 from placement.search.evaluation import INFEASIBLE, random_choice
 from placement.simulator import score
@@ -129,12 +129,7 @@ class RefineRules(Rules):
         )
         self.action_space = spaces.Discrete(groups * devices)
 
-    def start(
-        self,
-        rows: NDArray[np.integer[Any]],
-        ids: NDArray[np.integer[Any]],
-        rng: np.random.Generator | None = None,
-    ) -> None:
+    def start(self, rows: Numbers, ids: Numbers, rng: Rng | None = None) -> None:
         for b, p in zip(rows.tolist(), ids.tolist(), strict=True):
             self.ids[b] = p
             if p not in self._states[b]:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from envs.problems import Floats, ProblemSet
 
 Observation = dict[str, NDArray[Any]]
+Numbers = NDArray[np.integer[Any]]
+Rng = np.random.Generator
 
 
 class Rules(ABC):
@@ -48,12 +50,7 @@ class Rules(ABC):
         self.num_evaluations = 0
 
     @abstractmethod
-    def start(
-        self,
-        rows: NDArray[np.integer[Any]],
-        ids: NDArray[np.integer[Any]],
-        rng: np.random.Generator | None = None,
-    ) -> None:
+    def start(self, rows: Numbers, ids: Numbers, rng: Rng | None = None) -> None:
         """Begin new episodes in ``rows`` with problems ``ids``; ``rng`` is for their draws."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from envs.base import PlacementEnv
 from envs.problems import MAX_ID, ProblemSet
-from envs.rules import BuildingRules, Observation, id_space
+from envs.rules import BuildingRules, Numbers, Observation, Rng, id_space
 from envs.sequential_kernels import (
     FEATURE_BOUND,
     NUM_DEVICE_FEATURES,
@@ -112,12 +112,7 @@ class SelectPlaceRules(BuildingRules):
         )
         self.action_space = spaces.Discrete(window * width)
 
-    def start(
-        self,
-        rows: NDArray[np.integer[Any]],
-        ids: NDArray[np.integer[Any]],
-        rng: np.random.Generator | None = None,
-    ) -> None:
+    def start(self, rows: Numbers, ids: Numbers, rng: Rng | None = None) -> None:
         begin(self._tables, self._state, np.asarray(rows, np.int64), np.asarray(ids, np.int64))
         for b, p in zip(rows.tolist(), ids.tolist(), strict=True):
             self._waits[b] = self._num_before[p]

@@ -49,6 +49,7 @@ from typing import Any, TypeVar
 from experiments.tables import Column, read_csv, table, to_csv
 from placement import cli
 from placement.tools.files import write_atomic
+from placement.tools.ownership import version
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -310,16 +311,9 @@ def public(data: Path, *patterns: str) -> dict[str, Path]:
 
 def provenance(**facts: Any) -> dict[str, Any]:
     """When, where and with which versions."""
-    from importlib import metadata
-
     from placement.costs.measure import provenance
 
-    versions = {}
-    for name in ("numpy", "numba", "scipy", "ortools"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+    versions = {name: version(name) for name in ("numpy", "numba", "scipy", "ortools")}
     return provenance(**versions, **facts)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import csv
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
+
+from placement.report.table import markdown
+from placement.tools.files import csv_text
 
 R = TypeVar("R")
 DASH = "–"
@@ -46,11 +48,7 @@ def table(rows: Iterable[Any], *columns: Column) -> str:
 
 
 def to_table(header: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
-    def line(words: Sequence[str]) -> str:
-        return "| " + " | ".join(w.replace("|", "\\|").replace("\n", " ") for w in words) + " |"
-
-    rule = "|---|" + "---:|" * (len(header) - 1)
-    return "\n".join([line(header), rule, *map(line, cells)]) + "\n"
+    return markdown(header, cells) + "\n"
 
 
 def number(value: float | None, digits: int = 3, scale: float = 1.0, unit: str = "") -> str:
@@ -77,12 +75,9 @@ def to_csv(rows: Sequence[Any]) -> str:
 
     A field with ``metadata={"csv": False}`` is left out.
     """
-    text = io.StringIO()
     names = [f.name for f in fields(rows[0]) if f.metadata.get("csv", True)]
-    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(map(asdict, rows))
-    return text.getvalue()
+    shown = ([asdict(row)[name] for name in names] for row in rows)
+    return csv_text(names, ([str(v) if v != v else v for v in row] for row in shown))
 
 
 def read_csv(kind: type[R], path: Path) -> list[R]:

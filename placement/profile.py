@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from placement.cluster import LONGEST_S, Cluster, Link, from_record
 from placement.graph import MOST_BYTES, OpGraph
-from placement.tools.files import parse_json, read_arrays, short, write_atomic
+from placement.tools.files import parse_json, read_arrays, short, write_arrays
 
 Floats = NDArray[np.float64]
 
@@ -230,9 +229,7 @@ class Profile:
                 "provenance": self.provenance,
             }
         )
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, head=np.array(head), **arrays)
-        write_atomic(path, buffer.getvalue())
+        write_arrays(path, head=np.array(head), **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

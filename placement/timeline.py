@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement.cluster import LONGEST_S, Power
-from placement.tools.files import parse_json, read_arrays, write_atomic
+from placement.tools.files import parse_json, read_arrays, write_arrays
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -246,9 +245,7 @@ class Timeline:
         arrays: dict[str, Any] = {k: v for k, v in values.items() if isinstance(v, np.ndarray)}
         arrays |= {} if self.power is None else vars(self.power)
         head = json.dumps({"device_names": self.device_names, "measured": self.measured})
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, head=np.array(head), **arrays)
-        write_atomic(path, buffer.getvalue())
+        write_arrays(path, head=np.array(head), **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.plan import Plan, make_plan
 from placement.problem import Problem, Solution
-from placement.profile import Profile
+from tests.problems import every_link, problem_on
 
 FAMILIES = ("llama", "gpt2", "bert", "vit")
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 16}
@@ -44,18 +44,18 @@ def family(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 def problem_of(graph: OpGraph, devices: tuple[str, ...] = ("cuda:0", "cuda:1")) -> Problem:
     """Operators of equal seconds on devices that need not be there."""
     kinds = [d.partition(":")[0] for d in devices]
+    links = every_link(devices, 1e-6, 1e10)
     described = [Device(d, k, memory_bytes=10**9) for d, k in zip(devices, kinds, strict=True)]
-    links = tuple(Link(a, b, 1e-6, 1e10) for a in devices for b in devices if a != b)
+    cluster = Cluster("any", tuple(described), links)
     seconds = np.full((graph.num_ops, len(devices)), 1e-4)
-    profile = Profile(devices, seconds, 0 * seconds, links)
-    return Problem(graph, Cluster("any", tuple(described), links), profile, num_microbatches=4)
+    return problem_on(graph, seconds, cluster=cluster, links=links, num_microbatches=4)
 
 
-def placed(problem: Problem, on: Any) -> Plan:
+def placed(problem: Problem, on: Any, **facts: Any) -> Plan:
     """The plan with operators ``on`` these devices; a colocation group is where its first is."""
     first = np.unique(problem.graph.group, return_index=True)[1]
     where = np.asarray(on, np.int32)[first][problem.graph.group]
-    return make_plan(problem, Solution(where, 1.0), planner="by hand")
+    return make_plan(problem, Solution(where, 1.0), planner="by hand", **facts)
 
 
 def cuts(problem: Problem, some: Any) -> Iterator[Plan]:

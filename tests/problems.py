@@ -27,6 +27,39 @@ def every_link(names: Sequence[str], *costs: Any) -> tuple[Link, ...]:
     return tuple(Link(a, b, *costs) for a, b in permutations(names, 2))
 
 
+def problem_on(
+    graph: OpGraph,
+    seconds: ArrayLike,
+    *,
+    cluster: Cluster | None = None,
+    devices: Sequence[str] | str = "d{}",
+    device: Mapping[str, Any] | None = None,
+    memory_bytes: ArrayLike = 2**40,
+    links: tuple[Link, ...] = (),
+    link: Sequence[Any] | None = None,
+    profile: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Problem:
+    """A graph whose operators take ``seconds [N, D]``, on a ``cluster`` or on ``devices``.
+
+    ``device``: further fields of the devices, a value or a list with one per device. ``link``:
+    costs of a link between any two devices. ``profile`` has further facts, ``settings`` are the
+    problem's.
+    """
+    table = np.array(seconds, np.float64)
+    d = table.shape[1]
+    if cluster is None:
+        names = [devices.format(i) for i in range(d)] if isinstance(devices, str) else devices
+        memory = np.broadcast_to(memory_bytes, d).tolist()
+        each = {k: v if isinstance(v, list) else [v] * d for k, v in (device or {}).items()}
+        facts = [{k: v[i] for k, v in each.items()} for i in range(d)]
+        made = zip(names, memory, facts, strict=True)
+        cluster = Cluster("small", tuple(Device(x, memory_bytes=m, **f) for x, m, f in made))
+    links = links if link is None else every_link(cluster.device_names, *link)
+    costs = Profile(cluster.device_names, table, np.zeros_like(table), links, **(profile or {}))
+    return Problem(graph, cluster, costs, **settings)
+
+
 def small_problem(
     seconds: ArrayLike,
     edges: Sequence[tuple[int, int]] = (),
@@ -34,24 +67,16 @@ def small_problem(
     tensor_bytes: ArrayLike = 0,
     tensors: Sequence[tuple[int, int, Sequence[int]]] | None = None,
     param_bytes: ArrayLike | None = None,
-    memory_bytes: ArrayLike = 2**40,
-    devices: Sequence[str] | str = "d{}",
-    device: Mapping[str, Any] | None = None,
-    links: tuple[Link, ...] = (),
-    link: Sequence[Any] | None = None,
     graph: Mapping[str, Any] | None = None,
-    profile: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Problem:
     """Operators ``op0``, ``op1``, ... that take ``seconds [N, D]``, with a tensor each.
 
     ``tensors``: (producer, bytes, consumers) instead of those. ``param_bytes``: of a parameter
-    that each operator has for itself. ``device``: further fields of the devices, a value or a list
-    with one per device. ``link``: costs of a link between any two devices. ``graph`` and
-    ``profile`` are further facts of these two, ``settings`` (and ``group``) are the problem's.
+    that each operator has for itself. ``graph``: further facts, as is ``group``; ``settings`` are
+    those of ``problem_on``.
     """
-    table = np.array(seconds, np.float64)
-    n, d = table.shape
+    n = len(np.array(seconds))
     facts: dict[str, Any] = {"group": settings.pop("group", None), **(graph or {})}
     if param_bytes is not None:
         facts |= {"param_bytes": np.broadcast_to(param_bytes, n)}
@@ -67,16 +92,7 @@ def small_problem(
         [(t, user) for t, (_, _, users) in enumerate(tensors) for user in users],
         **facts,
     )
-    names = [devices.format(i) for i in range(d)] if isinstance(devices, str) else list(devices)
-    memory = np.broadcast_to(memory_bytes, d).tolist()
-    each = {k: v if isinstance(v, list) else [v] * d for k, v in (device or {}).items()}
-    made = [
-        Device(name, memory_bytes=memory[i], **{k: v[i] for k, v in each.items()})
-        for i, name in enumerate(names)
-    ]
-    links = links if link is None else every_link(names, *link)
-    costs = Profile(tuple(names), table, np.zeros_like(table), links, **(profile or {}))
-    return Problem(built, Cluster("small", tuple(made)), costs, **settings)
+    return problem_on(built, seconds, **settings)
 
 
 def random_graph(rng: np.random.Generator, num_ops: int, views: bool = True) -> OpGraph:

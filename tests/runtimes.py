@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.simulator import simulate
 from placement.timeline import Timeline
+from tests.problems import problem_on
 
 
 def layered(num_ops: int, seed: int = 0, objective: Objective = "period") -> Problem:
@@ -31,10 +30,8 @@ def layered(num_ops: int, seed: int = 0, objective: Objective = "period") -> Pro
     )
     seconds = np.repeat(1e-3 * rng.lognormal(0, 1, num_ops)[:, None], 2, axis=1)
     seconds *= rng.uniform(0.95, 1.05, seconds.shape)
-    links = (Link("a", "b", 20e-6, 2e9), Link("b", "a", 20e-6, 2e9))
-    cluster = Cluster("two", (Device("a"), Device("b")))
-    profile = Profile(("a", "b"), seconds, 0 * seconds, links)
-    return Problem(graph, cluster, profile, objective, num_microbatches=8)
+    link, more = (20e-6, 2e9), {"objective": objective, "num_microbatches": 8}
+    return problem_on(graph, seconds, link=link, **more)
 
 
 class Biased:

@@ -23,10 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from placement import (
     Cluster,
     Device,
-    Link,
     OpGraph,
     Problem,
-    Profile,
     Runner,
     Trainer,
     capture,
@@ -42,7 +40,7 @@ from placement.search.evaluation import cannot_fit
 from placement.simulator import score, simulate
 from tests import consumers
 from tests.module_grammar import WIDTH, Part, batches, build, leaf, parts
-from tests.problems import random_problem
+from tests.problems import chain, problem_on, random_problem, small_problem
 
 TWO = Cluster("two", (Device("cpu:0"), Device("cpu:1")))
 
@@ -632,12 +630,9 @@ class Turned(nn.Linear):
 
 def layered_problem(num_layers: int, memory: tuple[int, ...] = (10**9,) * 3) -> Problem:
     graph = capture(Decoder(num_layers).eval(), torch.randint(20, (1, 4)))
-    names = tuple(f"cuda:{i}" for i in range(len(memory)))
-    links = tuple(Link(a, b, 2e-5, 1e10) for a in names for b in names if a != b)
-    devices = tuple(Device(n, "cuda", memory_bytes=m) for n, m in zip(names, memory, strict=True))
-    seconds = np.full((graph.num_ops, len(names)), 1e-3)
-    profile = Profile(names, seconds, 0 * seconds, links)
-    return Problem(graph, Cluster("gpus", devices, links), profile, num_microbatches=8)
+    seconds, gpus = np.full((graph.num_ops, len(memory)), 1e-3), {"device": {"kind": "cuda"}}
+    some = {"memory_bytes": memory, "link": (2e-5, 1e10), "num_microbatches": 8}
+    return problem_on(graph, seconds, devices="cuda:{}", **gpus, **some)
 
 
 @pytest.mark.parametrize("name", ["vllm", "megatron", "torchtitan", "huggingface", "llama_cpp"])
@@ -757,16 +752,8 @@ def test_an_output_that_nothing_reads_needs_no_size(tmp_path: Path) -> None:
 
 def _packing(sizes: list[int], memory_bytes: int) -> Problem:
     """A chain of operators with parameters of these sizes, on three devices."""
-    n = len(sizes)
-    names, edges = [f"op{i}" for i in range(n)], [(i, i + 1) for i in range(n - 1)]
-    uses = [(i, i) for i in range(n)]
-    graph = OpGraph.build(
-        "packing", names, range(n), [0] * n, edges, param_bytes=sizes, param_uses=uses
-    )
-    cluster = Cluster("three", tuple(Device(f"d{i}", memory_bytes=memory_bytes) for i in range(3)))
-    names, zeros = cluster.device_names, np.zeros((n, 3))
-    links = tuple(Link(a, b, 1e-6, 1e9) for a in names for b in names if a != b)
-    return Problem(graph, cluster, Profile(names, zeros + 1, zeros, links))
+    some = {"param_bytes": sizes, "memory_bytes": memory_bytes, "link": (1e-6, 1e9)}
+    return small_problem(np.ones((len(sizes), 3)), chain(len(sizes)), **some)
 
 
 @pytest.mark.parametrize("objective", ["period", "latency", "max_load"])

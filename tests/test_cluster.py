@@ -12,8 +12,7 @@ import pytest
 from placement import cluster as module
 from placement.cluster import Cluster, ClusterError, Device, Link, between
 from placement.graph import OpGraph
-from placement.problem import Problem
-from placement.profile import Profile
+from tests.problems import problem_on
 
 GOOD = """\
 name: office
@@ -153,8 +152,7 @@ def test_links_of_many_devices() -> None:
     cluster = Cluster("two nodes", tuple(Device(name) for name in names), links)
     assert cluster.joins.all()
     graph = OpGraph.build("one", ["a"], [0], [8], [])
-    seconds = np.ones((1, 4))
-    problem = Problem(graph, cluster, Profile(names, seconds, 0 * seconds, links))
+    problem = problem_on(graph, np.ones((1, 4)), cluster=cluster, links=links)
     assert problem.link_latency_s.tolist() == [
         [0, 1, 9, 9],
         [1, 0, 9, 9],

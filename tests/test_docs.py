@@ -214,7 +214,7 @@ def test_plan_reference_wants_a_meaning_for_every_key() -> None:
         "$defs": {},
     }
     with pytest.raises(KeyError, match=r"Plan\.colour"):
-        script.tables(schema)
+        script.tables(schema, {"Plan.schema_version": "Its version."})
 
 
 def test_the_table_of_results_is_up_to_date() -> None:

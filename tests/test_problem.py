@@ -16,19 +16,13 @@ from placement.bounds import _equal_columns, balance_bound, lower_bound, lower_b
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError
-from placement.profile import Profile, ProfileError
+from placement.profile import ProfileError
 from placement.simulator import evaluate, simulate
-from tests.problems import problems, random_placement, random_problem
-
-NAMES = ("d0", "d1")
-CLUSTER = Cluster("two", tuple(Device(x, memory_bytes=100) for x in NAMES))
+from tests.problems import problem_on, problems, random_placement, random_problem
 
 
 def make(graph: OpGraph, compute_s: Any, links: tuple[Link, ...] = (), **problem: Any) -> Problem:
-    compute = np.array(compute_s, float)
-    return Problem(
-        graph, CLUSTER, Profile(NAMES, compute, np.zeros_like(compute), links), **problem
-    )
+    return problem_on(graph, compute_s, memory_bytes=100, links=links, **problem)
 
 
 CHAIN = OpGraph.build("chain", ["A", "B"], [0], [4], [(0, 1)])

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 
 from placement.__main__ import main
 from placement.cli import BAD_INPUT, NO, OK
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Link
 from placement.graph import OpGraph
 from placement.importers import save
 from placement.plan import load_plan, make_plan
 from placement.planners import PlannerError, load
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.replan import ReplanError, first_choices, remaining, replan
 from placement.simulator import score
 from tests import problems as by_hand
-from tests.problems import problems, random_placement
+from tests.problems import problem_on, problems, random_placement
 
 
 def chain(num_ops: int = 6, devices: str = "abc", memory: int = 1000) -> Problem:
@@ -296,15 +295,13 @@ def test_a_model_without_its_profile(tmp_path: Path, capsys: Any, monkeypatch: A
 
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "empty"))
     graph = capture_workload("tiny_mlp", lambda what, share: None)
-    cluster = Cluster("two", (Device("a"), Device("b")))
-    seconds = np.full((graph.num_ops, 2), 1e-3)
-    profile = Profile(("a", "b"), seconds, 0 * seconds, graph_fingerprint=graph.fingerprint)
-    whole = Problem(graph, cluster, profile)
+    facts = {"graph_fingerprint": graph.fingerprint}
+    whole = problem_on(graph, np.full((graph.num_ops, 2), 1e-3), devices=("a", "b"), profile=facts)
     plan = make_plan(whole, load("contiguous_dp")(whole), planner="x", workload="tiny_mlp")
     plan.save(tmp_path / "plan.json")
     assert command(tmp_path / "plan.json", "--without", "b") == BAD_INPUT
     assert "no profile of tiny_mlp with the plan's devices" in capsys.readouterr().err
-    profile.save(tmp_path / "profile.npz")
+    whole.profile.save(tmp_path / "profile.npz")
     given_profile = ("--profile", tmp_path / "profile.npz", "--json")
     assert command(tmp_path / "plan.json", "--without", "b", *given_profile) == OK
     assert set(json.loads(capsys.readouterr().out)["assignment"].values()) == {"a"}

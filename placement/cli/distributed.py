@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.ways import keep, model_of, show
+from placement.cli.ways import answered, differs, model_of, trace_of
 from placement.runs.ways import alone, calls, difference, measure
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def _infer(
     args: argparse.Namespace, plan: Plan, batches: int, world: World, report: cli.Progress
 ) -> int:
     from placement.executor.distributed import DistributedRunner
+    from placement.executor.distributed_world import RankError
 
     report("loading and capturing the model", None)
     graph, module, inputs = _model(args, plan)
@@ -151,7 +153,7 @@ def _infer(
         runners.enter_context(runner)
         compared = module is not None and not graph.program.is_random
         if compared and (wrong := difference(runner, module, inputs)):
-            raise _differ(args, "the plain module", wrong)
+            raise RankError(differs(args, "the plain module", wrong))
         ways = {"plan": calls(runner, runner, inputs, batches)}
         if args.against_single_device and single:
             other = runners.enter_context(alone(plan, runner, single))
@@ -167,24 +169,8 @@ def _infer(
     if args.trace:
         report("recording a trace", None)
         with make(in_order=True, record=True) as recorded:
-            for _ in recorded.stream([inputs] * batches):
-                pass
-            first = recorded.next_batch
-            for _ in recorded.stream([inputs] * batches):
-                pass
-            trace = _trace(recorded, first, batches)
-    show(plan, measured, single, as_json=args.json, compared=compared)
-    keep(args, plan, measured["plan"], trace)
-    return cli.OK
-
-
-def _differ(args: argparse.Namespace, whose: str, wrong: str) -> Exception:
-    """The error that ends all ranks; that results are not equal is an answer for machines too."""
-    from placement.executor.distributed_world import RankError
-
-    if args.json:
-        cli.print_json({"numerics_equal": False, "difference": wrong})
-    return RankError(f"the results differ from those of {whose}: {wrong}")
+            trace = trace_of(recorded, lambda: list(recorded.stream([inputs] * batches)), batches)
+    return answered(args, plan, measured, trace, compared=compared)
 
 
 def _model(args: argparse.Namespace, plan: Plan) -> tuple[Any, Any, Any]:
@@ -213,6 +199,7 @@ def _train(
     from placement.capturing import capture
     from placement.cli import train
     from placement.executor.distributed import DistributedTrainer
+    from placement.executor.distributed_world import RankError
 
     report("loading and capturing the model", None)
     module, example, loss, optimizer = cli.load_training(
@@ -237,32 +224,18 @@ def _train(
     with trainer:
         compared = not graph.program.is_random
         if compared and (wrong := train.difference(trainer, module, example, loss, batches)):
-            raise _differ(args, "plain PyTorch", wrong)
+            raise RankError(differs(args, "plain PyTorch", wrong))
         once, often = train.steps(trainer, trainer, example, batches)
         way = (once if plan.order is None else lambda: None, often)
         measured = measure({"plan": way}, report)
         trace = None
         if args.trace:
-            first = trainer.runner.next_batch
-            trainer.step([example] * batches)
-            trace = _trace(trainer.runner, first, batches)
+            step = partial(trainer.step, [example] * batches)
+            trace = trace_of(trainer.runner, step, batches)
     if plan.order is not None:  # one micro-batch alone has no order to follow
         with make(in_order=False) as free:
             once, _ = train.steps(free, free, example, batches)
             again = measure({"plan": (once, lambda: 0.0)}, report)
         alone_s = {"latency_s": again["plan"].latency_s}
         measured["plan"] = measured["plan"].model_copy(update=alone_s)
-    show(plan, measured, None, as_json=args.json, compared=compared)
-    keep(args, plan, measured["plan"], trace)
-    return cli.OK
-
-
-def _trace(runner: Any, first: int, batches: int) -> dict[str, Any]:
-    """The timeline of all ranks on the clock of rank 0."""
-    from placement.cli.show import costless_problem
-    from placement.executor.executor import measured_timeline
-
-    runner.collect(first)
-    cli.say(f"clocks of the ranks agree to {1e6 * runner.clock_error_s:.0f} us or better")
-    problem = costless_problem(runner.graph, runner.cluster)
-    return measured_timeline(problem, runner, first, batches).to_trace(runner.graph.op_name)
+    return answered(args, plan, measured, trace, compared=compared)

@@ -6,7 +6,7 @@ import argparse
 from contextlib import ExitStack
 
 from placement import cli
-from placement.cli.ways import keep, model_of, recorded_trace, show
+from placement.cli.ways import answered, differs, model_of, recorded_trace
 from placement.runs.ways import alone, calls, difference, first_difference, measure
 
 EXAMPLE = """examples:
@@ -84,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
             wrong = difference(runner, module, inputs) if compared else ""
             if wrong:
                 wrong += first_difference(runner, inputs)
-                if args.json:
-                    cli.print_json({"numerics_equal": False, "difference": wrong})
-                cli.say(f"the results differ from those of the plain module: {wrong}")
+                cli.say(differs(args, "the plain module", wrong))
                 return cli.NO
             single = plan.fallback.device if plan.fallback else None
             with ExitStack() as others:
@@ -102,6 +100,4 @@ def run(args: argparse.Namespace) -> int:
         if args.trace:
             report("recording a trace", None)
             trace = recorded_trace(plan, module, inputs, batches)
-    show(plan, measured, single, as_json=args.json, compared=compared)
-    keep(args, plan, measured["plan"], trace)
-    return cli.OK
+    return answered(args, plan, measured, trace, compared=compared)

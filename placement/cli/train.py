@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.ways import keep, model_of, show
+from placement.cli.ways import answered, differs, model_of, trace_of
 from placement.runs.ways import Way, measure, timed
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
             if compared:
                 wrong = difference(trainer, module, example, loss, batches)
                 if wrong:
-                    if args.json:
-                        cli.print_json({"numerics_equal": False, "difference": wrong})
-                    cli.say(f"the results differ from those of plain PyTorch: {wrong}")
+                    cli.say(differs(args, "plain PyTorch", wrong))
                     return cli.NO
             single = plan.fallback.device if plan.fallback else None
             if args.against_single_device and single:
@@ -56,10 +55,10 @@ def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
         trace = None
         if args.trace:
             report("recording a trace", None)
-            trace = recorded_trace(plan, module, optimizer, example, loss, batches)
-    show(plan, measured, single, as_json=args.json, compared=compared)
-    keep(args, plan, measured["plan"], trace)
-    return cli.OK
+            with plan.bind_training(module, optimizer, example, loss=loss, record=True) as other:
+                step = partial(other.step, [example] * batches)
+                trace = trace_of(other.runner, step, batches)
+    return answered(args, plan, measured, trace, compared=compared)
 
 
 def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: int) -> str:
@@ -144,19 +143,3 @@ def steps(one: Trainer, many: Trainer, example: Any, batches: int) -> Way:
         lambda: one.accumulate([example]),
         lambda: timed(lambda: many.step([example] * batches)) / batches,
     )
-
-
-def recorded_trace(
-    plan: Plan, module: Any, optimizer: Any, example: Any, loss: Any, batches: int
-) -> dict[str, Any]:
-    """The measured timeline of one more step, with everything recorded."""
-    from placement.cli.show import costless_problem
-    from placement.executor.executor import measured_timeline
-
-    with plan.bind_training(module, optimizer, example, loss=loss, record=True) as trainer:
-        trainer.step([example] * batches)
-        first = trainer.runner.next_batch
-        trainer.step([example] * batches)
-        problem = costless_problem(trainer.graph, trainer.runner.cluster)
-        timeline = measured_timeline(problem, trainer.runner, first, batches)
-        return timeline.to_trace(trainer.graph.op_name)

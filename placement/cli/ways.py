@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,20 @@ if TYPE_CHECKING:
     from placement.plan import Measured, Plan, Spread
 
 
-def keep(
-    args: argparse.Namespace, plan: Plan, measured: Measured, trace: dict[str, Any] | None
-) -> None:
-    """What ``--out``, ``--wandb`` and ``--trace`` ask for: the plan as measured, the trace."""
-    plan = plan.model_copy(update={"measured": measured})
+def answered(
+    args: argparse.Namespace,
+    plan: Plan,
+    measured: dict[str, Measured],
+    trace: dict[str, Any] | None,
+    *,
+    compared: bool,
+) -> int:
+    """Show what was measured, and write what ``--out``, ``--wandb`` and ``--trace`` ask for.
+
+    ``compared``: results were found equal to the plain module's. The exit code: 0.
+    """
+    show(plan, measured, as_json=args.json, compared=compared)
+    plan = plan.model_copy(update={"measured": measured["plan"]})
     if args.out:
         plan.save(args.out)
         cli.say(f"plan written to {args.out}")
@@ -25,6 +35,14 @@ def keep(
         mirror(args.wandb, Path(args.plan).parent, plan)
     if trace is not None:
         cli.write_trace(args.trace, trace)
+    return cli.OK
+
+
+def differs(args: argparse.Namespace, whose: str, wrong: str) -> str:
+    """What to say where results are not equal, which is an answer for machines too."""
+    if args.json:
+        cli.print_json({"numerics_equal": False, "difference": wrong})
+    return f"the results differ from those of {whose}: {wrong}"
 
 
 def mirror(project: str, folder: Path, plan: Plan) -> None:
@@ -67,30 +85,35 @@ def model_of(plan: Plan, model: str | None) -> str:
 
 def recorded_trace(plan: Plan, module: Any, inputs: Any, batches: int) -> dict[str, Any]:
     """The measured timeline of one more run, with everything recorded."""
+    with plan.bind(module, inputs, in_order=True, record=True) as runner:
+        return trace_of(runner, lambda: list(runner.stream([inputs] * batches)), batches)
+
+
+def trace_of(runner: Any, run: Callable[[], Any], batches: int) -> dict[str, Any]:
+    """The timeline that a runner recorded of the second of two runs of so many micro-batches."""
     from placement.cli.show import costless_problem
     from placement.executor.executor import measured_timeline
 
-    with plan.bind(module, inputs, in_order=True, record=True) as runner:
-        for _ in runner.stream([inputs] * batches):
-            pass
-        first = runner.next_batch
-        for _ in runner.stream([inputs] * batches):
-            pass
-        problem = costless_problem(runner.graph, runner.cluster)
-        timeline = measured_timeline(problem, runner, first, batches)
-        return timeline.to_trace(runner.graph.op_name)
+    run()
+    first = runner.next_batch
+    run()
+    if hasattr(runner, "collect"):  # from other ranks
+        runner.collect(first)
+        cli.say(f"clocks of the ranks agree to {1e6 * runner.clock_error_s:.0f} us or better")
+    problem = costless_problem(runner.graph, runner.cluster)
+    return measured_timeline(problem, runner, first, batches).to_trace(runner.graph.op_name)
 
 
 def show(
     plan: Plan,
     measured: dict[str, Measured],
-    single: str | None,
     *,
     as_json: bool,
     compared: bool = True,
 ) -> None:
     """What was measured; ``compared``: and found equal to the plain module's results."""
     mine, other = measured["plan"], measured.get("single")
+    single = plan.fallback.device if plan.fallback else None
     predicted = {"latency": plan.predicted.latency_s, "period": plan.predicted.period_s}
     spreads: dict[str, Spread] = {what: getattr(mine, f"{what}_s") for what in predicted}
     alone_s: dict[str, float] = {}

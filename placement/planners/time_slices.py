@@ -22,8 +22,7 @@ class TimeSlices:
 
     The grid of the unrolled model is recognised (``placement.search.grid``), its cells are timed by
     the profile, and the grid is cut along the time slices into one sub-graph per device, of
-    equal time; many sequences flow through them as a pipeline. ``grid.extrapolate``
-    makes the profile of any number of steps from that of one slice.
+    equal time; many sequences flow through them as a pipeline.
 
     Where to cut: cells are put in order, and the order is cut where the slowest sub-graph is
     fastest (the dynamic program of ``contiguous_dp``, for unlike devices, with transfers and

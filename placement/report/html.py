@@ -245,7 +245,6 @@ def _workload(
         "decisions": [_decision(problem, d, batches) for d in decisions],
         "graph": _graph(workload),
         "curves": [] if comparison is None else _curves(rows, comparison),
-        "stages": [] if plan is None else [s.model_dump() for s in plan.stages],
     }
 
 
@@ -275,8 +274,6 @@ def _planner(name: str, rows: Sequence[Row], index: dict[str, int]) -> dict[str,
         "name": name,
         "single": name.startswith(SINGLE),
         "seeds": len(rows),
-        "feasible": all(row.feasible for row in rows),
-        "rounds": max(row.num_rounds for row in rows),
         "note": next((row.note for row in rows if row.note), ""),
         "pareto": any(row.pareto for row in rows),
         "decision": index.get(name),
@@ -293,7 +290,7 @@ def _planned(workload: Workload, index: dict[str, int]) -> dict[str, Any]:
     what = "latency" if "latency" in plan.objective else "period"
     line: dict[str, Any] = dict.fromkeys(_MEDIANS)
     line |= {name: getattr(said, name) for name in ("value_s", "latency_s", "period_s", "energy_j")}
-    line |= {"single": False, "seeds": 1, "feasible": True, "rounds": 0, "note": ""}
+    line |= {"single": False, "seeds": 1, "note": ""}
     line |= {
         "name": plan.planner.name,
         "pareto": False,
@@ -309,8 +306,7 @@ def _planned(workload: Workload, index: dict[str, int]) -> dict[str, Any]:
             if spread is None:
                 continue
             predicted_s, measured_s = getattr(said, f"{name}_s"), spread.median_s
-            line |= {"rounds": plan.measured.n, f"measured_{name}_s": measured_s}
-            line[f"measured_{name}_iqr_s"] = spread.iqr_s
+            line |= {f"measured_{name}_s": measured_s, f"measured_{name}_iqr_s": spread.iqr_s}
             line[f"{name}_error"] = predicted_s / measured_s - 1 if measured_s else None
     return line
 
@@ -417,7 +413,6 @@ def _graph(workload: Workload) -> dict[str, Any] | None:
             "module": module,
             "kinds": kinds,
             "kind": kind,
-            "backward": np.flatnonzero(g.is_backward).tolist(),
             "param_bytes": g.op_param_bytes.tolist(),
             "compute_s": [[_short(x) for x in row] for row in problem.compute_s.tolist()],
             "edges": [x for (a, b), n in size.items() for x in (a, b, n)],
@@ -433,7 +428,6 @@ def _graph(workload: Workload) -> dict[str, Any] | None:
         "modules": modules,
         "module": module,
         "kinds": [],
-        "backward": list(plan.graph.backward),
     }
 
 

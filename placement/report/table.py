@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -176,13 +176,19 @@ def to_markdown(comparison: Comparison) -> str:
 def as_markdown(table: Table) -> str:
     """``table`` as GitHub-flavoured Markdown."""
 
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
-
-    rule = "|" + "---|" + "---:|" * (len(table.header) - 1)
-    lines = [f"**{table.title}**", "", line(table.header), rule, *map(line, table.cells)]
-    lines += ["", *(note.replace("\n", " ") + "\n" for note in table.notes)]
+    lines = [f"**{table.title}**", "", markdown(table.header, table.cells), ""]
+    lines += [note.replace("\n", " ") + "\n" for note in table.notes]
     return "\n".join(lines)
+
+
+def markdown(header: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is a name, the others are figures."""
+
+    def line(words: Sequence[str]) -> str:
+        return "| " + " | ".join(w.replace("|", "\\|").replace("\n", " ") for w in words) + " |"
+
+    rule = "|---|" + "---:|" * (len(header) - 1)
+    return "\n".join([line(header), rule, *map(line, cells)])
 
 
 def to_csv(comparison: Comparison) -> str:

@@ -15,14 +15,12 @@ by operators of one kind, each of which depends on the one before::
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.graph import OpGraph
-from placement.profile import Profile
 
 Ints = NDArray[np.int32]
 
@@ -57,60 +55,6 @@ class Grid:
     def num_steps(self) -> int:
         """``T``."""
         return int(self.step.max()) + 1
-
-
-def extrapolate(profile: Profile, graph: OpGraph, longer: OpGraph) -> Profile:
-    """Predicted profile of the same model unrolled over more steps, from one time slice.
-
-    Inner steps of ``longer`` take what the middle one of ``graph`` does, the first and the last
-    what they do there: a model of three steps is enough to time one of any length. The slice
-    in the middle of a longer one is a better guess, as the caches are in their steady state.
-
-    Args:
-        profile: of ``graph``.
-
-    Raises:
-        NoGrid: one of the graphs is no grid, or they are not of one model.
-    """
-    profile.check(graph)
-    short, long = recognise(graph), recognise(longer)
-    there = {key: op for op, key in enumerate(_keys(graph, short, short.num_steps // 2))}
-    like = [there.get(key, -1) for key in _keys(longer, long, None)]
-    if -1 in like:
-        raise NoGrid(
-            f"{longer.op_name[like.index(-1)]!r} of graph {longer.name!r} is not in graph "
-            f"{graph.name!r}: capture the same module with sequences of two lengths"
-        )
-
-    def rows(values: Any) -> Any:
-        return None if values is None else values[like]
-
-    return replace(
-        profile,
-        compute_s=rows(profile.compute_s),
-        spread_s=rows(profile.spread_s),
-        loaded_s=rows(profile.loaded_s),
-        workspace_bytes=rows(profile.workspace_bytes),
-        predicted=np.ones((longer.num_ops, len(profile.device_names)), bool),
-        graph_fingerprint=longer.fingerprint,
-        provenance=profile.provenance | {"extrapolated_from_steps": short.num_steps},
-    )
-
-
-def _keys(graph: OpGraph, grid: Grid, middle: int | None) -> list[tuple[int, str, str, int]]:
-    """``[N]`` layer, part of the sequence, kind, and how many of them the cell has before.
-
-    Inner steps are all alike; with ``middle`` only that one counts.
-    """
-    seen: Counter[tuple[int, int, str]] = Counter()
-    keys = []
-    for kind, layer, step in zip(graph.op_kind, grid.layer, grid.step, strict=True):
-        part = {0: "first", grid.num_steps - 1: "last"}.get(int(step), "inner")
-        if part == "inner" and middle is not None and step != middle:
-            part = f"step {step}"
-        keys.append((int(layer), part, kind, seen[int(layer), int(step), kind]))
-        seen[int(layer), int(step), kind] += 1
-    return keys
 
 
 def recognise(graph: OpGraph) -> Grid:

@@ -161,6 +161,19 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"not YAML: {error}") from error
 
 
+def write_arrays(path: str | Path, **arrays: Any) -> Path:
+    """Write an ``.npz`` file of arrays and texts, whole or not at all (no pickle).
+
+    Raises:
+        FileError: it cannot be written there.
+    """
+    import numpy as np
+
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    return write_atomic(path, buffer.getvalue())
+
+
 def read_arrays(path: str | Path) -> dict[str, Any]:
     """The arrays of an ``.npz`` file by name; nothing in it is executed.
 

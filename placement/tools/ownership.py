@@ -22,10 +22,10 @@ _ADVICE = f"""Install {DISTRIBUTION} into a virtual environment of its own; from
 _RECORDED = re.compile(rf'^"?({"|".join(PACKAGES)})/', re.MULTILINE)
 
 
-def version() -> str:
-    """The installed version of this distribution, or that there is none."""
+def version(name: str = DISTRIBUTION) -> str:
+    """The installed version of a distribution, or that there is none; default: of this one."""
     try:
-        return metadata.version(DISTRIBUTION)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
 

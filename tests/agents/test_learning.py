@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,13 +24,11 @@ from agents.trained import TrainedPolicy
 from agents.training import PerGraphBuffer, Row, TrainConfig, train
 from envs.problems import Measured, ProblemSet, canonical
 from envs.sequential import SequentialRules
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
 from placement.planners import load
 from placement.problem import Problem, ProblemError
-from placement.profile import Profile
 from placement.simulator import score, simulate
 from tests.envs.test_envs import chain
+from tests.problems import small_problem
 
 FILES = ["best.npz", "checkpoint.pt", "metrics.csv", "policy.safetensors"]
 SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from list scheduling
@@ -49,12 +46,8 @@ def layered(seed: int, width: int, depth: int, devices: int) -> Problem:
         for b in range(width)
         if rng.random() < 0.25
     ]
-    graph = OpGraph.build("layered", [f"op{i}" for i in range(n)], range(n), [100] * n, uses)
-    cluster = Cluster("c", tuple(Device(f"d{i}") for i in range(devices)))
-    names = cluster.device_names
-    links = tuple(Link(a, b, 0.1, 400.0) for a in names for b in names if a != b)
-    profile = Profile(names, seconds, np.zeros((n, devices)), links)
-    return Problem(graph, cluster, profile, "period", num_microbatches=8)
+    link = {"link": (0.1, 400.0), "num_microbatches": 8}
+    return small_problem(seconds, uses, tensor_bytes=100, **link)
 
 
 def test_learning_beats_the_frozen_policy() -> None:
@@ -138,22 +131,6 @@ def test_reasons_to_stop() -> None:
     assert steps(max_seconds=1e-6) < 500
     # Learning rate 0 never gets better.
     assert steps(patience=2, learning_rate=0.0, last_learning_rate=0.0) < 2000
-
-
-def test_an_error_ends_the_progress_bar() -> None:
-    started: set[threading.Thread] = set()
-
-    def fail(row: Row) -> bool:
-        started.update(set(threading.enumerate()) - before)
-        raise KeyboardInterrupt
-
-    before = set(threading.enumerate())
-    with pytest.raises(KeyboardInterrupt):
-        train([chain([[1, 2]])], config=TrainConfig(network=SMALL), callback=fail, progress=True)
-    assert started
-    for thread in started:  # rich tells its thread to end and does not wait for it
-        thread.join(timeout=10.0)
-        assert not thread.is_alive()
 
 
 def test_going_on_from_a_policy() -> None:

@@ -31,14 +31,13 @@ from envs.refine import RefineRules
 from envs.rewards import INFEASIBLE_REWARD, log_speedups
 from envs.select_place import SelectPlaceRules
 from envs.vec import PlacementVecEnv
-from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.planners import load as planner
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.search.coarsen import grouped
 from placement.simulator import score
 from placement.workloads.synthetic import families, giph
+from tests.problems import small_problem
 
 METHODS = ("placeto", "gdp", "post", "giph", "hsdag", "doppler", "hdp")
 CONF = Path(__file__).parents[2] / "conf"
@@ -49,13 +48,8 @@ def drawn(
     compute_s: Any, edges: list[tuple[int, int]], *, latency_s: float = 0.0, size: int = 10
 ) -> Problem:
     """Every operator has one tensor; a byte takes 10 ms."""
-    seconds = np.array(compute_s, np.float64)
-    n, d = seconds.shape
-    graph = OpGraph.build("drawn", [f"op{i}" for i in range(n)], range(n), [size] * n, edges)
-    names = tuple(f"d{i}" for i in range(d))
-    links = tuple(Link(a, b, latency_s, 100.0) for a in names for b in names if a != b)
-    cluster = Cluster("drawn", tuple(Device(x) for x in names), links)
-    return Problem(graph, cluster, Profile(names, seconds, np.zeros((n, d)), links), "latency")
+    link = {"link": (latency_s, 100.0), "objective": "latency"}
+    return small_problem(compute_s, edges, tensor_bytes=size, **link)
 
 
 def identity() -> Problem:

@@ -15,10 +15,9 @@ import pytest
 from agents.encoder import NetworkConfig
 from agents.training import Row, TrainConfig, train
 from envs.formulations import FORMULATIONS
-from placement.cluster import Cluster, Device, Link
 from placement.problem import Problem
-from placement.profile import Profile
 from tests.envs.test_envs import chain
+from tests.problems import problem_on
 
 SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from list scheduling
 
@@ -81,15 +80,11 @@ def captured() -> Problem:
     graph = capture(*workloads.load("inception_tiny"), name="inception_tiny")
     rng = np.random.default_rng(0)
     kind, size = np.unique([n.rstrip("_0123456789") for n in graph.op_name], return_inverse=True)
-    cluster = Cluster("unlike", tuple(Device(f"d{i}") for i in range(3)))
     # Convolutions cost most, and each kind of operator has a device that suits it.
     base = np.where(np.char.startswith(kind, "conv"), 1e-3, 1e-4)
     seconds = (base[:, None] * rng.uniform(0.5, 2.0, (len(kind), 3)))[size]
     seconds *= rng.lognormal(0.0, 0.5, (graph.num_ops, 1))
-    names = cluster.device_names
-    links = tuple(Link(a, b, 2e-5, 1e9) for a in names for b in names if a != b)
-    profile = Profile(names, seconds, np.zeros_like(seconds), links)
-    return Problem(graph, cluster, profile, "latency")
+    return problem_on(graph, seconds, link=(2e-5, 1e9), objective="latency")
 
 
 # Untrained, a dispatcher is a list scheduler: what it learns needs more than 1,200 steps.

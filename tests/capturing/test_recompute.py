@@ -12,16 +12,13 @@ from torch import Tensor, nn
 
 from placement.capturing import capture
 from placement.capturing.training import plain_step
-from placement.cluster import Cluster, Device
 from placement.executor import Trainer
 from placement.graph import OpGraph
-from placement.problem import Problem
-from placement.profile import Profile
 from placement.program import CaptureError
 from placement.simulator import simulate
+from tests.machine import TWO, problem_of
 
 pytestmark = pytest.mark.timeout(60)
-CLUSTER = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
 
 
 class Block(nn.Module):
@@ -50,12 +47,6 @@ def step_of(module: nn.Module, optimizer: Any = None, **options: Any) -> OpGraph
     return capture(module, data()[0], mode="training", loss=loss, optimizer=optimizer, **options)
 
 
-def problem_of(graph: OpGraph) -> Problem:
-    seconds = np.ones((graph.num_ops, 2))
-    profile = Profile(CLUSTER.device_names, seconds, seconds * 0)
-    return Problem(graph, CLUSTER, profile, num_microbatches=1)
-
-
 def test_where_the_copies_are() -> None:
     plain, again = step_of(model()), step_of(model(), recompute=["1"])
     new = [n for n in again.op_name if n.endswith("_again")]
@@ -79,7 +70,8 @@ def test_where_the_copies_are() -> None:
 
 def test_less_memory_more_work() -> None:
     def peak(graph: OpGraph) -> int:
-        found = simulate(problem_of(graph), np.zeros(graph.num_ops, np.int32)).peak_bytes
+        problem = problem_of(graph, TWO, num_microbatches=1)
+        found = simulate(problem, np.zeros(graph.num_ops, np.int32)).peak_bytes
         assert found is not None
         return int(found[0])
 
@@ -103,7 +95,7 @@ def test_losses_and_parameters_are_those_of_plain_pytorch(norm: bool, across: bo
     if across:  # block 1 and the last on the other device
         rows = [i for i, m in enumerate(graph.op_module) if m.startswith(("1", "3"))]
         placement[np.isin(graph.group, graph.group[rows])] = 1
-    with Trainer(graph, CLUSTER, placement, optimizer) as trainer:
+    with Trainer(graph, TWO, placement, optimizer) as trainer:
         for _ in range(3):
             losses = trainer.step(data())
             expected = plain_step(theirs, plain, data(), nn.functional.mse_loss)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import numpy as np
 import pytest
@@ -14,21 +13,16 @@ from torch.nn import functional as F
 from agents.trained import one_thread
 from placement.capturing import capture
 from placement.capturing.training import plain_step as plain_pytorch_step
-from placement.cluster import Cluster, Device
 from placement.costs.measure import measure
 from placement.executor import Executor, RunnerError, Trainer
 from placement.plan import PlanMismatch, load_plan, make_plan
 from placement.problem import Problem, Solution
-from placement.profile import Profile
 from placement.program import CaptureError, InputError
 from placement.schedule import Schedule, ScheduleError
 from placement.simulator import list_schedule, simulate
 from tests.capturing.running import values_of
+from tests.machine import TWO, problem_of, random_placement
 
-CORES = sorted(os.sched_getaffinity(0))
-CLUSTER = Cluster(
-    "tests", tuple(Device(f"cpu:{i}", "cpu", (CORES[i % len(CORES)],)) for i in range(2))
-)
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -97,18 +91,13 @@ def assert_equal_states(module, plain):
         torch.testing.assert_close(a, b, msg=key)
 
 
-def random_placement(graph, seed):
-    groups = np.random.default_rng(seed).integers(0, 2, graph.num_groups)
-    return groups[graph.group].astype(np.int32)
-
-
 @pytest.mark.parametrize("colocate", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_equal_plain_pytorch(name, colocate):
     module, plain, optimizer, expected, batches, graph = beside_plain(
         12, name, colocate_backward=colocate
     )
-    with Trainer(graph, CLUSTER, random_placement(graph, 3), optimizer) as trainer:
+    with Trainer(graph, TWO, random_placement(graph, 3, 2), optimizer) as trainer:
         for i in range(3):
             mine = batches[4 * i : 4 * i + 4]
             losses = trainer.accumulate(mine)
@@ -290,7 +279,7 @@ def check_steps(module, examples, loss=None, *, seed=0, make=OPTIMIZERS["sgd"], 
     optimizer, expected = make(module.parameters()), make(plain.parameters())
     graph = capture(module, examples[0], mode="training", loss=loss, optimizer=optimizer)
     count = len(examples) // steps
-    with Trainer(graph, CLUSTER, random_placement(graph, seed), optimizer, **options) as trainer:
+    with Trainer(graph, TWO, random_placement(graph, seed, 2), optimizer, **options) as trainer:
         for i in range(steps):
             mine = examples[i * count : (i + 1) * count]
             torch.testing.assert_close(trainer.step(mine), plain_step(plain, expected, mine, loss))
@@ -350,7 +339,7 @@ def test_buffers_change_in_the_order_of_micro_batches(seed):
     plain = copy.deepcopy(module)
     optimizer, expected = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, plain))
     graph = capture(module, batches[0], mode="training")
-    with Trainer(graph, CLUSTER, random_placement(graph, seed), optimizer) as trainer:
+    with Trainer(graph, TWO, random_placement(graph, seed, 2), optimizer) as trainer:
         for mine in (batches[:8], batches[8:]):
             torch.testing.assert_close(trainer.step(mine), plain_step(plain, expected, mine))
     assert_equal_states(module, plain)
@@ -365,7 +354,7 @@ def test_dropout_uses_one_mask_for_forward_and_backward():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     graph = capture(module, (torch.eye(64), None), mode="training", loss=lambda y, _: y.sum())
     assert graph.program.is_random
-    with Trainer(graph, CLUSTER, random_placement(graph, 1), optimizer) as trainer:
+    with Trainer(graph, TWO, random_placement(graph, 1, 2), optimizer) as trainer:
         losses = trainer.accumulate([(torch.eye(64), None)] * 2)
         gradient = trainer.gradients()["0.weight"] * 2
     # Each micro-batch gives every weight a gradient of 0 or 2, and its loss is their product.
@@ -393,11 +382,6 @@ def test_the_module_may_return_its_loss(result):
 # ---------------------------------------------------------------- schedules and steps
 
 
-def problem_of(graph, **options):
-    seconds = np.full((graph.num_ops, 2), 1e-5)
-    return Problem(graph, CLUSTER, Profile(CLUSTER.device_names, seconds, seconds * 0), **options)
-
-
 def gpipe(graph, placement, count):
     """All forwards in order, then all backwards in reverse order of the micro-batches."""
     forward = [(n, b) for b in range(count) for n in np.flatnonzero(~graph.is_backward)]
@@ -408,9 +392,9 @@ def gpipe(graph, placement, count):
 
 def test_a_schedule_is_followed_step_after_step():
     module, plain, optimizer, expected, batches, graph = beside_plain(9)
-    placement = random_placement(graph, 5)
+    placement = random_placement(graph, 5, 2)
     schedule = gpipe(graph, placement, 3)
-    with Trainer(graph, CLUSTER, placement, optimizer, schedule=schedule, record=True) as trainer:
+    with Trainer(graph, TWO, placement, optimizer, schedule=schedule, record=True) as trainer:
         for i in range(3):
             mine = batches[3 * i : 3 * i + 3]
             plain_step(plain, expected, mine)
@@ -433,13 +417,13 @@ def test_a_schedule_that_changes_buffers_out_of_order_is_refused():
     schedule = Schedule((rows, rows[:0]), 2)
     optimizer = torch.optim.SGD(module.parameters())
     with pytest.raises(ScheduleError, match=r"micro-batch 1 is scheduled before .* changes"):
-        Trainer(graph, CLUSTER, placement, optimizer, schedule=schedule)
+        Trainer(graph, TWO, placement, optimizer, schedule=schedule)
 
 
 def test_settings_are_read_at_every_step_and_training_goes_on_where_it_stopped():
     module, plain, optimizer, expected, batches, graph = beside_plain(8, "adamw")
     for i in range(2):
-        with Trainer(graph, CLUSTER, random_placement(graph, i), optimizer) as trainer:
+        with Trainer(graph, TWO, random_placement(graph, i, 2), optimizer) as trainer:
             for j in range(2):
                 mine = batches[4 * i + 2 * j : 4 * i + 2 * j + 2]
                 for o in (optimizer, expected):
@@ -457,16 +441,16 @@ def test_settings_are_read_at_every_step_and_training_goes_on_where_it_stopped()
 
 def test_a_loader_is_read_step_by_step():
     _, plain, optimizer, expected, batches, graph = beside_plain(7)
-    placement = random_placement(graph, 2)
+    placement = random_placement(graph, 2, 2)
     loader = [list(x) for x in batches]  # as torch.utils.data.DataLoader gives them
-    with Trainer(graph, CLUSTER, placement, optimizer) as trainer:
+    with Trainer(graph, TWO, placement, optimizer) as trainer:
         losses = list(trainer.train(loader, 3))
     assert [len(x) for x in losses] == [3, 3, 1]
     for i, got in enumerate(losses):
         mine = batches[3 * i : 3 * i + 3]
         torch.testing.assert_close(got, plain_step(plain, expected, mine))
     schedule = gpipe(graph, placement, 3)
-    with Trainer(graph, CLUSTER, placement, optimizer, schedule=schedule) as trainer:
+    with Trainer(graph, TWO, placement, optimizer, schedule=schedule) as trainer:
         assert len(list(trainer.train(iter(loader), 3))) == 2
 
 
@@ -478,7 +462,7 @@ def test_failures_leave_the_module_as_after_the_last_step():
         raise OSError("no more data")
 
     x, y = batches[1]
-    with Trainer(graph, CLUSTER, random_placement(graph, 4), optimizer) as trainer:
+    with Trainer(graph, TWO, random_placement(graph, 4, 2), optimizer) as trainer:
         trainer.step(batches[:2])
         plain_step(plain, expected, batches[:2])
         buffers = {k: v.clone() for k, v in module.named_buffers()}
@@ -506,8 +490,8 @@ def test_failures_leave_the_module_as_after_the_last_step():
 def test_measuring_and_executing_leave_the_module_alone():
     module, *_, graph = beside_plain(1, "adamw")
     before = copy.deepcopy(module.state_dict())
-    problem = Problem(graph, CLUSTER, measure(graph, CLUSTER, repeats=1), num_microbatches=4)
-    placement = random_placement(graph, 1)
+    problem = Problem(graph, TWO, measure(graph, TWO, repeats=1), num_microbatches=4)
+    placement = random_placement(graph, 1, 2)
     timeline = Executor(problem).run(placement, list_schedule(problem, placement, 4))
     assert timeline.num_microbatches == 4
     predicted = simulate(problem, placement)
@@ -522,9 +506,9 @@ def test_stored_activations_bound_the_micro_batches_in_flight():
     example = (torch.randn(4, 16), torch.randn(4, 16))
     graph = capture(nn.Sequential(*layers), example, mode="training", loss=F.mse_loss)
     placement = np.zeros(graph.num_ops, np.int32)
-    one_by_one = list_schedule(problem_of(graph), placement, 4)
+    one_by_one = list_schedule(problem_of(graph, TWO), placement, 4)
     peaks = [
-        int(simulate(problem_of(graph), placement, schedule).peak_bytes[0])
+        int(simulate(problem_of(graph, TWO), placement, schedule).peak_bytes[0])
         for schedule in (one_by_one, gpipe(graph, placement, 4))
     ]
     # The results of the 6 tanh are stored for backward, of 3 more micro-batches.
@@ -533,8 +517,8 @@ def test_stored_activations_bound_the_micro_batches_in_flight():
 
 def test_a_plan_of_a_training_step(tmp_path):
     module, plain, optimizer, expected, batches, graph = beside_plain(4)
-    problem = problem_of(graph, num_microbatches=2)
-    placement = random_placement(graph, 6)
+    problem = problem_of(graph, TWO, num_microbatches=2)
+    placement = random_placement(graph, 6, 2)
     schedule = list_schedule(problem, placement, 2)
     solution = Solution(placement, 1.0)
     plan = make_plan(problem, solution, planner="mine", schedule=schedule)
@@ -603,11 +587,11 @@ def test_misuse_is_explained():
     place = np.zeros(graph.num_ops, np.int32)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(RunnerError, match="LBFGS"):
-        Trainer(graph, CLUSTER, place, torch.optim.LBFGS(module.parameters()))
+        Trainer(graph, TWO, place, torch.optim.LBFGS(module.parameters()))
     with pytest.raises(RunnerError, match="no training step"):
-        Trainer(capture(module, x), CLUSTER, [0], other)
+        Trainer(capture(module, x), TWO, [0], other)
     with (
-        Trainer(graph, CLUSTER, place, other) as trainer,
+        Trainer(graph, TWO, place, other) as trainer,
         pytest.raises(RunnerError, match=r"parameters\(\) of the captured module"),
     ):
         trainer.step([(x, x)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from placement.capturing import capture
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster, Device
 from placement.costs import measure as measure_module
 from placement.costs.measure import (
     _LINK_BYTES,
@@ -34,22 +33,36 @@ from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate, simulate
 from placement.tools.files import FileError
 from placement.workloads import tiny
+from tests.machine import TWO, problem_of
+from tests.problems import every_link
 
 pytestmark = pytest.mark.timeout(60)
-
-CORES = sorted(os.sched_getaffinity(0))
-CLUSTER = Cluster(
-    "tests", tuple(Device(f"cpu:{i}", "cpu", (CORES[i % len(CORES)],)) for i in range(2))
-)
 
 
 def branches() -> OpGraph:
     return capture(*tiny.tiny_branches())
 
 
+def relus(count: int) -> OpGraph:
+    return capture(nn.Sequential(*[nn.ReLU() for _ in range(count)]), torch.ones(4))
+
+
+class Machine:
+    """An executor that takes what a simulator says of its own seconds."""
+
+    def __init__(self, problem):
+        self.problem = problem
+
+    def run(self, placement, num_microbatches=None, max_in_flight=None):
+        return self.simulated(placement, 1 if max_in_flight == 1 else None)
+
+    def simulated(self, placement, num_microbatches):
+        return simulate(self.problem, placement, num_microbatches=num_microbatches)
+
+
 def test_every_operator_is_measured_on_every_device_and_nothing_is_left_running():
     graph, shares = branches(), []
-    profile = measure(graph, CLUSTER, repeats=2, progress=lambda _, share: shares.append(share))
+    profile = measure(graph, TWO, repeats=2, progress=lambda _, share: shares.append(share))
     assert profile.compute_s.shape == (graph.num_ops, 2)
     assert (profile.compute_s > 0).all() and (profile.spread_s >= 0).all()
     assert profile.loaded_s is not None and (profile.loaded_s > 0).all()
@@ -87,7 +100,7 @@ def test_rounds_go_on_while_somebody_else_uses_a_core(monkeypatch):
     assert not measure_module._steady(rounds(2, 3, 3, 2, 2))
     steady = iter([False, False, True, True])
     monkeypatch.setattr(measure_module, "_steady", lambda found: next(steady))
-    one = Cluster("one", CLUSTER.devices[:1])
+    one = Cluster("one", TWO.devices[:1])
     # Two rounds, not steady; a third, not steady; a fourth, steady both alone and loaded.
     profile = measure(branches(), one, repeats=2)
     assert profile.provenance["rounds"] == 4 and profile.provenance["repeats"] == 2
@@ -100,7 +113,7 @@ def test_ctrl_c_while_all_devices_measure_leaves_nobody_waiting(monkeypatch):
     graph = branches()
     flat = graph.program.timing_inputs()
     before = threading.active_count()
-    runners = [Runner(graph, CLUSTER, np.full(graph.num_ops, d), record=True) for d in range(2)]
+    runners = [Runner(graph, TWO, np.full(graph.num_ops, d), record=True) for d in range(2)]
     with pytest.raises(KeyboardInterrupt), runners[0], runners[1]:
         main = threading.main_thread().ident
         timer = threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT))
@@ -115,14 +128,14 @@ def test_busy_neighbours_are_at_other_places_of_the_graph(monkeypatch):
     """In step they would read the same parameters at once, and share what one has fetched."""
     graph, delays = branches(), []
     monkeypatch.setattr(measure_module.time, "sleep", delays.append)
-    runners = [Runner(graph, CLUSTER, np.full(graph.num_ops, d), record=True) for d in range(2)]
+    runners = [Runner(graph, TWO, np.full(graph.num_ops, d), record=True) for d in range(2)]
     with runners[0], runners[1]:
         seconds = measure_module._run_together(runners, graph.program.timing_inputs(), 0.3)
     assert sorted(delays) == [0.0, 0.15] and (seconds > 0).all()
 
 
 def test_one_device_has_no_load_and_no_links():
-    one = Cluster("one", CLUSTER.devices[:1])
+    one = Cluster("one", TWO.devices[:1])
     profile = measure(branches(), one, repeats=1)
     assert profile.loaded_s is None and profile.links == ()
 
@@ -136,7 +149,7 @@ def test_the_chain_beside_which_waking_is_seen_is_of_the_same_operators():
 
 
 def test_measured_links_are_links():
-    for link in measure_links(CLUSTER, repeats=1):
+    for link in measure_links(TWO, repeats=1):
         assert 0 <= link.latency_s < 1
         assert link.bandwidth_bytes_per_s > 0
 
@@ -166,27 +179,27 @@ def test_nothing_measurable_is_a_free_link():
 
 def test_a_saved_profile_is_reused_by_fingerprint(tmp_path, monkeypatch):
     graph = branches()
-    first = load_or_measure(graph, CLUSTER, repeats=1, folder=tmp_path)
-    assert cached_path(graph, CLUSTER, tmp_path).exists()
+    first = load_or_measure(graph, TWO, repeats=1, folder=tmp_path)
+    assert cached_path(graph, TWO, tmp_path).exists()
     monkeypatch.setattr(measure_module, "measure", None)  # calling it would fail
-    again = load_or_measure(branches(), CLUSTER, folder=tmp_path)
+    again = load_or_measure(branches(), TWO, folder=tmp_path)
     np.testing.assert_array_equal(again.compute_s, first.compute_s)
 
 
 def test_another_shape_or_cluster_is_measured_anew(tmp_path):
     small, large = branches(), capture(*tiny.tiny_branches(batch=3))
-    pairs = ((small, CLUSTER), (large, CLUSTER), (small, Cluster("one", CLUSTER.devices[:1])))
+    pairs = ((small, TWO), (large, TWO), (small, Cluster("one", TWO.devices[:1])))
     assert len({cached_path(*pair, tmp_path) for pair in pairs}) == 3
 
 
 def test_described_devices_are_scaled_from_measured_ones(tmp_path, monkeypatch):
     graph = branches()
     seconds = np.full((graph.num_ops, 2), 1e-4)
-    fake = Profile(CLUSTER.device_names, seconds, seconds * 0, provenance={})
+    fake = Profile(TWO.device_names, seconds, seconds * 0, provenance={})
     monkeypatch.setattr(measure_module, "measure", lambda *a, **k: fake)
-    monkeypatch.setattr(Cluster, "detect", lambda *a: CLUSTER)
+    monkeypatch.setattr(Cluster, "detect", lambda *a: TWO)
     fast = Device("fast:0", "fast", like="cpu:1", speed=4.0)
-    described = Cluster("described", (CLUSTER.devices[0], fast))
+    described = Cluster("described", (TWO.devices[0], fast))
     profile = load_or_measure(graph, described, folder=tmp_path)
     np.testing.assert_allclose(profile.compute_s[0], [1e-4, 2.5e-5])
 
@@ -197,7 +210,7 @@ def test_no_space_left_gives_the_profile_and_a_warning(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Profile, "save", full)
     with pytest.warns(UserWarning, match=r"no space left.*PLACEMENT_HOME"):
-        profile = load_or_measure(branches(), CLUSTER, repeats=1, folder=tmp_path)
+        profile = load_or_measure(branches(), TWO, repeats=1, folder=tmp_path)
     assert profile.compute_s.min() > 0
 
 
@@ -230,13 +243,13 @@ def test_a_profile_of_fewer_rounds_than_asked_for_is_measured_again(tmp_path, mo
 
     def fake(graph, cluster, *, repeats, progress):
         asked.append(repeats)
-        return Profile(CLUSTER.device_names, seconds, seconds * 0, provenance={"repeats": repeats})
+        return Profile(TWO.device_names, seconds, seconds * 0, provenance={"repeats": repeats})
 
     monkeypatch.setattr(measure_module, "measure", fake)
     for repeats in (2, 2, None, 1, 5, None, 3):
-        load_or_measure(graph, CLUSTER, repeats=repeats, folder=tmp_path)
+        load_or_measure(graph, TWO, repeats=repeats, folder=tmp_path)
     assert asked == [2, 5]
-    load_or_measure(graph, CLUSTER, folder=tmp_path / "none")
+    load_or_measure(graph, TWO, folder=tmp_path / "none")
     assert asked[2:] == [10]
 
 
@@ -246,9 +259,8 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
 
     Other placements than those that ran are predicted better for it.
     """
-    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(12)]), torch.ones(4))
-    ends = (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))
-    links = tuple(Link(a, b, 3e-5, 1e9, wake_s=wake_s) for a, b in ends)
+    graph = relus(12)
+    links = tuple(replace(x, wake_s=wake_s) for x in every_link(TWO.device_names, 3e-5, 1e9))
     seconds = np.full((12, 2), 1e-4)
     profile = Profile(("cpu:0", "cpu:1"), seconds, seconds * 0, links, loaded_s=1.5 * seconds)
     truth = scaled(profile, 2.0, 0.5, 1.4, sending_s)
@@ -259,31 +271,28 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
 
     runs = []
 
-    class Machine:
-        def __init__(self, problem):
-            self.problem = replace(problem, profile=truth)
-
+    class Disturbed(Machine):
         def run(self, placement, num_microbatches=None, max_in_flight=None):
+            self.problem = replace(self.problem, profile=truth)
             if placement.ndim == 1 and (placement == placement[0]).all():
-                return simulate(self.problem, placement, num_microbatches=1)
+                return self.simulated(placement, 1)
             runs.append(placement)
             if 5 < len(runs) < 12:  # somebody else uses a core for some time
                 slow = at_speed(truth, np.array([2.0, 2.0]))
                 return simulate(replace(self.problem, profile=slow), placement, None, 1)
-            alone = 1 if max_in_flight == 1 else None
-            return simulate(self.problem, placement, num_microbatches=alone)
+            return super().run(placement, num_microbatches, max_in_flight)
 
-    monkeypatch.setattr(measure_module, "Executor", Machine)
+    monkeypatch.setattr(measure_module, "Executor", Disturbed)
     # While cpu:1 was measured somebody else used it, so its operators look slower than they are.
-    found = calibrated(graph, CLUSTER, at_speed(profile, np.array([1.0, 1.4])))
+    found = calibrated(graph, TWO, at_speed(profile, np.array([1.0, 1.4])))
     np.testing.assert_allclose(found.compute_s, truth.compute_s)
     assert found.provenance["alone"] == pytest.approx([1.0, 1 / 1.4])
-    slower = calibrated(graph, CLUSTER, at_speed(profile, np.array([1.0, 0.8])))
+    slower = calibrated(graph, TWO, at_speed(profile, np.array([1.0, 0.8])))
     np.testing.assert_allclose(slower.compute_s[:, 1], 0.8 * truth.compute_s[:, 1])
     others = np.random.default_rng(0).integers(0, 2, (20, 12)).astype(np.int32)
 
     def errors(guess):
-        problems = [Problem(graph, CLUSTER, p, num_microbatches=8) for p in (guess, truth)]
+        problems = [Problem(graph, TWO, p, num_microbatches=8) for p in (guess, truth)]
         said, true = (evaluate(problem, others) for problem in problems)
         ratios = said.latency_s / true.latency_s, said.period_s / true.period_s
         return [np.abs(ratio - 1).mean() for ratio in ratios]
@@ -346,20 +355,12 @@ def test_each_way_between_unlike_devices_has_costs_of_its_own(monkeypatch):
 
 def test_operators_of_a_gpu_are_no_slower_for_the_way_of_its_inputs(monkeypatch):
     """Half a millisecond from host memory, of a whole graph that takes a third of one."""
-    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(16)]), torch.ones(4))
+    graph = relus(16)
     cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
     names = cluster.device_names
-    links = tuple(Link(a, b, 5e-4, 1e9) for a, b in (names, names[::-1]))
+    links = every_link(names, 5e-4, 1e9)
     seconds = np.repeat([[1e-4, 2e-5]], 16, axis=0)
     profile = Profile(names, seconds, seconds * 0, links, loaded_s=seconds)
-
-    class Machine:
-        def __init__(self, problem):
-            self.problem = problem
-
-        def run(self, placement, num_microbatches=None, max_in_flight=None):
-            alone = 1 if max_in_flight == 1 else None
-            return simulate(self.problem, placement, num_microbatches=alone)
 
     monkeypatch.setattr(measure_module, "Executor", Machine)
     found = calibrated(graph, cluster, profile)
@@ -369,35 +370,29 @@ def test_operators_of_a_gpu_are_no_slower_for_the_way_of_its_inputs(monkeypatch)
 
 def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
     """Every second placement takes 1.4x as long, which no cost of transfers explains."""
-    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(60)]), torch.ones(4))
+    graph = relus(60)
     seconds = np.full((60, 2), 1e-4)
-    profile = Profile(CLUSTER.device_names, seconds, 0 * seconds, loaded_s=1.5 * seconds)
+    profile = Profile(TWO.device_names, seconds, 0 * seconds, loaded_s=1.5 * seconds)
 
-    class Machine:
-        def __init__(self, problem):
-            self.problem = problem
-
+    class Slower(Machine):
         def run(self, placement, num_microbatches=None, max_in_flight=None):
             slower = {3: 1.4, 15: 1.4}.get(int((np.diff(placement) != 0).sum()), 1.0)
             there = at_speed(profile, np.array([slower, slower]))
-            alone = 1 if max_in_flight == 1 else None
-            return simulate(replace(self.problem, profile=there), placement, None, alone)
+            self.problem = replace(self.problem, profile=there)
+            return super().run(placement, num_microbatches, max_in_flight)
 
-    monkeypatch.setattr(measure_module, "Executor", Machine)
-    found = calibrated(graph, CLUSTER, profile)
+    monkeypatch.setattr(measure_module, "Executor", Slower)
+    found = calibrated(graph, TWO, profile)
     # Cuts at 1, 3, 7 and 15 places: half of log(1.4) from the median each.
     assert found.error == pytest.approx(0.5 * np.log(1.4), abs=0.04)
     assert profile.error == 0.0
     found.save(tmp_path / "profile.npz")
-    assert Profile.load(tmp_path / "profile.npz").for_cluster(CLUSTER).error == found.error
+    assert Profile.load(tmp_path / "profile.npz").for_cluster(TWO).error == found.error
     for nonsense in ("much", -1.0, np.nan, np.inf, None):
         assert replace(profile, provenance={"error": nonsense}).error == 0.0
 
 
 def test_placements_for_calibration_are_cut_at_few_places_to_a_quarter_of_all():
-    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(60)]), torch.ones(4))
-    nothing = np.zeros((60, 2))
-    problem = Problem(graph, CLUSTER, Profile(CLUSTER.device_names, nothing, nothing))
-    placements = measure_module._from_few_cuts_to_many(problem)
+    placements = measure_module._from_few_cuts_to_many(problem_of(relus(60), TWO))
     assert (np.diff(placements, axis=1) != 0).sum(axis=1).tolist() == [1, 3, 7, 15]
     assert placements.shape == (4, 60) and placements.dtype == np.int32

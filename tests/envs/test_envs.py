@@ -30,16 +30,15 @@ from envs.select_place import SelectPlaceDevicePlacementEnv
 from envs.sequential import SequentialDevicePlacementEnv, SequentialRules
 from envs.sequential_kernels import DEVICE_FEATURES
 from envs.vec import PlacementVecEnv
-from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.runs.trials import TrialError
 from placement.search.evaluation import can_move
 from placement.simulator import score, simulate
-from tests.problems import random_problem
+from tests.problems import chain as edges_of
+from tests.problems import random_problem, small_problem
 
 BUILDING = (
     "envs:DevicePlacement-v0",
@@ -55,32 +54,11 @@ IDS = (
 )
 
 
-def chain(
-    compute_s: Any,
-    *,
-    memory_bytes: int = 10**9,
-    group: list[int] | None = None,
-    objective: Objective = "latency",
-    latency_s: float = 0.5,
-) -> Problem:
+def chain(compute_s: Any, *, latency_s: float = 0.5, **settings: Any) -> Problem:
     """A chain; every link takes half a second, every operator has 100 bytes of parameters."""
-    seconds = np.array(compute_s, dtype=np.float64)
-    n, d = seconds.shape
-    graph = OpGraph.build(
-        "chain",
-        [f"op{i}" for i in range(n)],
-        range(n),
-        [10] * n,
-        [(i, i + 1) for i in range(n - 1)],
-        param_bytes=[100] * n,
-        param_uses=[(i, i) for i in range(n)],
-        group=group,
-    )
-    cluster = Cluster("c", tuple(Device(f"cpu:{i}", memory_bytes=memory_bytes) for i in range(d)))
-    names = cluster.device_names
-    links = tuple(Link(a, b, latency_s) for a in names for b in names if a != b)
-    profile = Profile(names, seconds, np.zeros((n, d)), links)
-    return Problem(graph, cluster, profile, objective, num_microbatches=4)
+    facts = {"tensor_bytes": 10, "param_bytes": 100, "memory_bytes": 10**9, "devices": "cpu:{}"}
+    some = {"link": (latency_s,), "objective": "latency", "num_microbatches": 4}
+    return small_problem(compute_s, edges_of(len(compute_s)), **facts | some | settings)
 
 
 def mixed() -> list[Problem]:

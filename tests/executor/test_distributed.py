@@ -47,9 +47,9 @@ from placement.executor.distributed_world import Direct, RankError, World, dense
 from placement.executor.executor import measured_timeline
 from placement.executor.share import carried_operators
 from placement.plan import make_plan
-from placement.problem import Problem, Solution
-from placement.profile import Profile
+from placement.problem import Solution
 from placement.schedule import Schedule
+from tests.machine import problem_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -667,8 +667,7 @@ def test_the_command_starts_torchrun_compares_and_writes_one_trace(what, tmp_pat
         options = {"mode": "training", "loss": loss, "optimizer": optimizer}
         graph = capture(module, example, name=name, **options)
     two = Cluster("two", CLUSTER.devices[:2])
-    seconds = np.full((graph.num_ops, 2), 1e-5)
-    problem = Problem(graph, two, Profile(two.device_names, seconds, seconds), num_microbatches=4)
+    problem = problem_of(graph, two, num_microbatches=4)
     place = scattered(graph, 0, 2)
     assert set(place.tolist()) == {0, 1}
     if "turns" in what:

@@ -23,40 +23,19 @@ from placement.capturing import capture
 from placement.cluster import Cluster, Device
 from placement.executor import Executor, Runner, RunnerError
 from placement.executor.backend import Carrier, CpuBackend, backend_for
-from placement.graph import OpGraph
-from placement.problem import Problem
-from placement.profile import Profile
 from placement.program import InputError, run_program, split_inputs
 from placement.schedule import Schedule, ScheduleError
 from placement.simulator import list_schedule, simulate
 from placement.workloads import tiny
-
-CORES = sorted(os.sched_getaffinity(0))
-# Three devices even where there are fewer cores: what they compute must not depend on it.
-CLUSTER = Cluster(
-    "tests", tuple(Device(f"cpu:{i}", "cpu", (CORES[i % len(CORES)],)) for i in range(3))
+from tests.machine import (
+    CORES,
+    THREE,
+    alive,
+    problem_of,
+    random_placement,
 )
 
-
-def problem_of(graph: OpGraph, cluster: Cluster = CLUSTER, **options: int) -> Problem:
-    seconds = np.full((graph.num_ops, cluster.num_devices), 1e-5)
-    return Problem(graph, cluster, Profile(cluster.device_names, seconds, seconds * 0), **options)
-
-
-def random_placement(graph: OpGraph, seed: int, num_devices: int = 3) -> np.ndarray:
-    groups = np.random.default_rng(seed).integers(0, num_devices, graph.num_groups)
-    return groups[graph.group].astype(np.int32)
-
-
-def alive() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("placement-")]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_running():
-    yield
-    gc.collect()
-    assert alive() == []
+pytestmark = pytest.mark.usefixtures("nothing_left_running")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +48,7 @@ def test_random_placements_compute_what_the_module_computes(make):
         expected = module(*args, **kwargs)
     graph = capture(module, inputs)
     for seed in range(4):
-        with Runner(graph, CLUSTER, random_placement(graph, seed)) as runner:
+        with Runner(graph, THREE, random_placement(graph, seed)) as runner:
             torch.testing.assert_close(runner(*args, **kwargs), expected)
             for outputs in runner.stream([inputs] * 5):
                 torch.testing.assert_close(outputs, expected)
@@ -86,7 +65,7 @@ def test_results_come_in_order_and_inputs_are_taken_as_there_is_room():
             taken.append(i)
             yield x
 
-    with Runner(graph, CLUSTER, random_placement(graph, 0), max_in_flight=3) as runner:
+    with Runner(graph, THREE, random_placement(graph, 0), max_in_flight=3) as runner:
         # Loading in this thread, however slow the machine makes it look.
         for i, y in enumerate(runner.stream(source(), workers=0)):
             torch.testing.assert_close(y, module(items[i]).detach())
@@ -106,7 +85,7 @@ def test_the_process_of_a_data_loader_ends_with_the_stream():
         options = {"num_workers": 1, "multiprocessing_context": "forkserver"}
         return DataLoader(data, batch_size=None, sampler=indices, **options)
 
-    with Runner(graph, CLUSTER, random_placement(graph, 0)) as runner:
+    with Runner(graph, THREE, random_placement(graph, 0)) as runner:
         results = list(runner.stream(loader(range(20))))
         torch.testing.assert_close(results, [module(x).detach() for (x,) in data])
         assert multiprocessing.active_children() == []
@@ -152,7 +131,7 @@ class Fails(nn.Module):
 def test_an_operator_that_raises_ends_the_stream_with_its_own_error_and_name():
     graph = capture(Fails(), torch.zeros(2, dtype=torch.long))
     good, bad = torch.tensor([0, 3]), torch.tensor([0, 9])
-    with Runner(graph, CLUSTER, [0, 1, 2]) as runner:
+    with Runner(graph, THREE, [0, 1, 2]) as runner:
         stream = runner.stream([good, good, bad, good])
         with pytest.raises(IndexError) as caught:
             list(stream)
@@ -171,7 +150,7 @@ def test_a_source_that_raises_passes_its_error_on():
         yield inputs
         raise OSError("disk on fire")
 
-    with Runner(graph, CLUSTER, random_placement(graph, 0)) as runner:
+    with Runner(graph, THREE, random_placement(graph, 0)) as runner:
         with pytest.raises(OSError, match="disk on fire"):
             list(runner.stream(source()))
         assert alive() == []
@@ -179,7 +158,7 @@ def test_a_source_that_raises_passes_its_error_on():
 
 def test_inputs_of_another_shape_are_refused_and_leave_the_runner_usable():
     module, inputs = tiny.tiny_mlp()
-    with Runner(capture(module, inputs), CLUSTER, np.zeros(6, int)) as runner:
+    with Runner(capture(module, inputs), THREE, np.zeros(6, int)) as runner:
         with pytest.raises(InputError, match=r"f32\[3,16\]"):
             runner(torch.zeros(3, 16))
         with pytest.raises(InputError):
@@ -190,7 +169,7 @@ def test_inputs_of_another_shape_are_refused_and_leave_the_runner_usable():
 def test_a_closed_stream_stops_the_workers():
     module, inputs = tiny.tiny_mlp()
     graph = capture(module, inputs)
-    runner = Runner(graph, CLUSTER, random_placement(graph, 2))
+    runner = Runner(graph, THREE, random_placement(graph, 2))
     stream = runner.stream(inputs for _ in range(10**9))
     next(stream)
     assert alive()
@@ -204,7 +183,7 @@ def test_a_closed_stream_stops_the_workers():
 def test_a_slow_consumer_only_slows_the_stream():
     module, inputs = tiny.tiny_mlp()
     graph = capture(module, inputs)
-    with Runner(graph, CLUSTER, random_placement(graph, 0), max_in_flight=2) as runner:
+    with Runner(graph, THREE, random_placement(graph, 0), max_in_flight=2) as runner:
         seen = 0
         for _ in runner.stream([inputs] * 6):
             time.sleep(0.01)
@@ -214,7 +193,7 @@ def test_a_slow_consumer_only_slows_the_stream():
 
 def test_one_user_at_a_time():
     module, inputs = tiny.tiny_mlp()
-    with Runner(capture(module, inputs), CLUSTER, np.zeros(6, int)) as runner:
+    with Runner(capture(module, inputs), THREE, np.zeros(6, int)) as runner:
         stream = runner.stream([inputs, inputs])
         next(stream)
         with pytest.raises(RunnerError, match="in use"):
@@ -224,7 +203,7 @@ def test_one_user_at_a_time():
 
 def test_workers_stay_for_the_next_call():
     module, inputs = tiny.tiny_mlp()
-    with Runner(capture(module, inputs), CLUSTER, [0, 1, 2, 0, 1, 2]) as runner:
+    with Runner(capture(module, inputs), THREE, [0, 1, 2, 0, 1, 2]) as runner:
         runner(*inputs)
         workers = list(runner.workers)
         assert len(alive()) == 3
@@ -241,7 +220,7 @@ def test_workers_whose_start_is_interrupted_end(monkeypatch):
         raise KeyboardInterrupt
 
     module, inputs = tiny.tiny_mlp()
-    with Runner(capture(module, inputs), CLUSTER, [0, 1, 2, 0, 1, 2]) as runner:
+    with Runner(capture(module, inputs), THREE, [0, 1, 2, 0, 1, 2]) as runner:
         monkeypatch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runner(*inputs)
@@ -259,7 +238,7 @@ def test_a_second_interrupt_while_the_workers_end_leaves_the_runner_usable(monke
 
     graph = capture(*tiny.tiny_mlp(layers=2))
     (x,) = graph.program.example_tensors
-    with Runner(graph, CLUSTER, random_placement(graph, 0)) as runner:
+    with Runner(graph, THREE, random_placement(graph, 0)) as runner:
         monkeypatch.setattr(runner_module, "_stop_workers", interrupted)
         stream = runner.stream([x] * 10)
         next(stream)
@@ -274,7 +253,7 @@ def test_a_parameter_without_values_is_named():
         module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
     graph = capture(module, x)
     with (
-        Runner(graph, CLUSTER, np.zeros(graph.num_ops)) as runner,
+        Runner(graph, THREE, np.zeros(graph.num_ops)) as runner,
         pytest.raises(RunnerError, match=r"parameter '0\.weight' has no values .*--predict"),
     ):
         runner(x)
@@ -282,7 +261,7 @@ def test_a_parameter_without_values_is_named():
 
 def test_an_idle_worker_holds_no_tensor():
     module, inputs = tiny.tiny_mlp()
-    with Runner(capture(module, inputs), CLUSTER, [0, 1, 2, 0, 1, 2]) as runner:
+    with Runner(capture(module, inputs), THREE, [0, 1, 2, 0, 1, 2]) as runner:
         x = inputs[0].clone()
         gone = weakref.ref(x)
         runner(x)
@@ -297,7 +276,7 @@ def test_a_call_between_operators_that_fails_later_reaches_the_caller(monkeypatc
 
     monkeypatch.setattr(runner_module, "backend_for", Broken)
     module, inputs = tiny.tiny_mlp()
-    with Runner(capture(module, inputs), CLUSTER, np.zeros(6, int)) as runner:
+    with Runner(capture(module, inputs), THREE, np.zeros(6, int)) as runner:
         with pytest.raises(RuntimeError, match="device-side assert"):
             runner.call_on({0: lambda: None})
         assert alive() == []
@@ -305,7 +284,7 @@ def test_a_call_between_operators_that_fails_later_reaches_the_caller(monkeypatc
 
 def test_a_forgotten_runner_ends_its_threads():
     module, inputs = tiny.tiny_mlp()
-    runner = Runner(capture(module, inputs), CLUSTER, np.zeros(6, int))
+    runner = Runner(capture(module, inputs), THREE, np.zeros(6, int))
     runner(*inputs)
     gone = weakref.ref(runner)
     del runner
@@ -318,7 +297,7 @@ def test_tensors_are_freed_after_their_last_use():
     """Memory stays flat over many micro-batches: nothing of an old one is kept anywhere."""
     module, inputs = tiny.tiny_branches()
     graph = capture(module, inputs)
-    with Runner(graph, CLUSTER, random_placement(graph, 3)) as runner:
+    with Runner(graph, THREE, random_placement(graph, 3)) as runner:
 
         def count() -> int:
             for _ in runner.stream([inputs] * 50):
@@ -428,7 +407,7 @@ def test_devices_that_run_behind_their_thread_use_the_same_path(monkeypatch):
     with torch.no_grad():
         expected = module(*args, **kwargs)
     for seed in range(3):
-        with Runner(graph, CLUSTER, random_placement(graph, seed)) as runner:
+        with Runner(graph, THREE, random_placement(graph, seed)) as runner:
             for outputs in runner.stream([inputs] * 4):
                 torch.testing.assert_close(outputs, expected)
 
@@ -449,7 +428,7 @@ def test_an_error_that_shows_only_later_reaches_the_caller(monkeypatch):
     graph = capture(module, inputs)
     for placement in ([0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 0, 1]):  # on the way, and at the end
         with (
-            Runner(graph, CLUSTER, placement) as runner,
+            Runner(graph, THREE, placement) as runner,
             pytest.raises(RuntimeError, match="device-side assert"),
         ):
             runner(*inputs)
@@ -459,7 +438,7 @@ def test_a_runner_that_another_thread_closes_ends_its_stream():
     """The thread waits for results that do not come."""
     module, inputs = tiny.tiny_mlp()
     graph = capture(module, inputs)
-    runner = Runner(graph, CLUSTER, random_placement(graph, 2))
+    runner = Runner(graph, THREE, random_placement(graph, 2))
     ended = []
 
     def run() -> None:
@@ -484,7 +463,7 @@ def test_an_order_that_deadlocks_is_refused():
     with pytest.raises(ScheduleError, match="deadlocks"):
         Runner(
             graph,
-            CLUSTER,
+            THREE,
             np.zeros(graph.num_ops, int),
             schedule=Schedule((rows[::-1], nothing, nothing), 1),
         )
@@ -496,7 +475,7 @@ def test_an_order_has_room_for_all_its_micro_batches():
     graph = capture(module, inputs)
     rows = np.array([(op, m) for op in range(graph.num_ops) for m in range(8)], np.int32)
     order = Schedule((rows, rows[:0], rows[:0]), 8)
-    with Runner(graph, CLUSTER, np.zeros(graph.num_ops, int), schedule=order) as runner:
+    with Runner(graph, THREE, np.zeros(graph.num_ops, int), schedule=order) as runner:
         found = list(runner.stream([inputs] * 8))
     assert len(found) == 8
     torch.testing.assert_close(found[0], module(*inputs))
@@ -508,26 +487,26 @@ def test_any_order_of_preference_gives_the_results():
     graph = capture(module, inputs)
     placement = np.array([0, 1, 0, 0, 1, 0])[: graph.num_ops]
     order = np.arange(graph.num_ops)[::-1]
-    with Runner(graph, CLUSTER, placement, priority=order) as runner:
+    with Runner(graph, THREE, placement, priority=order) as runner:
         torch.testing.assert_close(runner(*inputs), module(*inputs))
     with pytest.raises(RunnerError, match=r"each of 0\.\.5 once"):
-        Runner(graph, CLUSTER, placement, priority=[0] * 6)
+        Runner(graph, THREE, placement, priority=[0] * 6)
 
 
 def test_what_cannot_run_says_so():
     module, inputs = tiny.tiny_mlp()
     graph = capture(module, inputs)
     with pytest.raises(RunnerError, match="no program"):
-        Runner(graph.without_program(), CLUSTER, np.zeros(6, int))
+        Runner(graph.without_program(), THREE, np.zeros(6, int))
     with pytest.raises(RunnerError, match=r"expected \(6,\)"):
-        Runner(graph, CLUSTER, [0, 1])
+        Runner(graph, THREE, [0, 1])
     with pytest.raises(RunnerError, match="max_in_flight = 0"):
-        Runner(graph, CLUSTER, np.zeros(6, int), max_in_flight=0)
+        Runner(graph, THREE, np.zeros(6, int), max_in_flight=0)
     for device in (-1, 3):
         with pytest.raises(
             RunnerError, match=rf"operator 2 .* on device {device}; devices are 0\.\.2"
         ):
-            Runner(graph, CLUSTER, [0, 1, device, 0, 0, 0])
+            Runner(graph, THREE, [0, 1, device, 0, 0, 0])
     with pytest.raises(ValueError, match="simulated, not run"):
         backend_for(Device("tpu:0", "tpu"))
 
@@ -559,7 +538,7 @@ def test_new_threads_of_the_process_get_the_callers_thread_count():
     torch.set_num_threads(3)
     try:
         module, inputs = tiny.tiny_mlp()
-        with Runner(capture(module, inputs), CLUSTER, [0, 1, 2, 0, 1, 2]) as runner:
+        with Runner(capture(module, inputs), THREE, [0, 1, 2, 0, 1, 2]) as runner:
             runner(*inputs)
         seen: list[int] = []
         new = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -573,7 +552,7 @@ def test_new_threads_of_the_process_get_the_callers_thread_count():
 def test_the_runner_keeps_the_modules_own_parameters():
     """No copies on a CPU: a changed weight shows in the next call."""
     module, inputs = tiny.tiny_mlp()
-    with Runner(capture(module, inputs), CLUSTER, [0, 1, 2, 0, 1, 2]) as runner:
+    with Runner(capture(module, inputs), THREE, [0, 1, 2, 0, 1, 2]) as runner:
         before = runner(*inputs)
         with torch.no_grad():
             module[0].weight.zero_()
@@ -585,6 +564,6 @@ def test_memory_limits_do_not_matter_to_the_executor():
     """It runs what it is told; refusing is the planner's and the plan's business."""
     module, inputs = tiny.tiny_mlp()
     graph = capture(module, inputs)
-    small = Cluster("small", tuple(replace(d, memory_bytes=1) for d in CLUSTER.devices))
+    small = Cluster("small", tuple(replace(d, memory_bytes=1) for d in THREE.devices))
     timeline = Executor(problem_of(graph, small)).run(np.zeros(6, int), num_microbatches=1)
     assert timeline.num_microbatches == 1

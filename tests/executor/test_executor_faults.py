@@ -7,39 +7,27 @@ time limit is what turns a deadlock into a failure.
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import signal
 import threading
 import time
 import tracemalloc
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from placement.capturing import capture
-from placement.cluster import Cluster, Device
 from placement.executor import Executor, Runner, RunnerError
 from placement.executor.loader import LoaderError
-from placement.problem import Problem
-from placement.profile import Profile
 from placement.program import InputError
 from placement.workloads import tiny
+from tests.machine import TWO, alive, problem_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left_running")]
 
-CORES = sorted(os.sched_getaffinity(0))
-CLUSTER = Cluster(
-    "tests", tuple(Device(f"cpu:{i}", "cpu", (CORES[i % len(CORES)],)) for i in range(2))
-)
 PAUSE_S = 0.001
 WORKERS = pytest.mark.parametrize("workers", [None, 0, 1, 3])
-
-
-def alive() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("placement-")]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,13 +37,6 @@ def only_our_garbage():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_running():
-    yield
-    gc.collect()
-    assert alive() == []
 
 
 class Picky(nn.Module):
@@ -76,7 +57,7 @@ GOOD, BAD = torch.tensor([0, 3]), torch.tensor([0, 9])
 
 
 def runner(**options: int) -> Runner:
-    return Runner(GRAPH, CLUSTER, SPLIT, **options)
+    return Runner(GRAPH, TWO, SPLIT, **options)
 
 
 def slowly(item: torch.Tensor) -> torch.Tensor:
@@ -255,8 +236,7 @@ def test_a_torch_data_loader_streams():
 
 
 def test_a_loader_is_a_track_of_the_measured_timeline():
-    seconds = np.full((3, 2), 1e-5)
-    problem = Problem(GRAPH, CLUSTER, Profile(CLUSTER.device_names, seconds, 0 * seconds))
+    problem = problem_of(GRAPH, TWO)
 
     class Data:
         def __len__(self) -> int:
@@ -290,7 +270,7 @@ def resident_bytes() -> int:
 def test_memory_is_flat_over_many_micro_batches(placement, workers, count):
     graph = capture(*tiny.tiny_mlp(batch=1, width=4, layers=1))
     item = torch.zeros(1, 4)
-    with Runner(graph, CLUSTER, placement, max_in_flight=64) as r:
+    with Runner(graph, TWO, placement, max_in_flight=64) as r:
 
         def stream(count: int) -> None:
             done = sum(1 for _ in r.stream((item for _ in range(count)), workers=workers))

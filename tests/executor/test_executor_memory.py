@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -11,34 +10,16 @@ import torch
 from torch import nn
 
 from placement.capturing import capture
-from placement.cluster import Cluster, Device
 from placement.executor import Executor, Runner
 from placement.executor.executor import measured_timeline
 from placement.executor.memory import Storages
-from placement.graph import OpGraph
-from placement.problem import Problem
-from placement.profile import Profile
 from placement.program import storage_of
 from placement.schedule import Schedule
 from placement.simulator import _peak_bytes_reference, simulate
 from placement.workloads import tiny
+from tests.machine import THREE, problem_of, random_placement
 
-CORES = sorted(os.sched_getaffinity(0))
-CLUSTER = Cluster(
-    "tests", tuple(Device(f"cpu:{i}", "cpu", (CORES[i % len(CORES)],)) for i in range(3))
-)
 MAKERS = [tiny.tiny_mlp, tiny.tiny_cnn, tiny.tiny_branches, tiny.tiny_views]
-
-
-def problem_of(graph: OpGraph, **options: int) -> Problem:
-    seconds = np.full((graph.num_ops, CLUSTER.num_devices), 1e-5)
-    profile = Profile(CLUSTER.device_names, seconds, seconds * 0)
-    return Problem(graph, CLUSTER, profile, **options)
-
-
-def random_placement(graph: OpGraph, seed: int) -> np.ndarray:
-    groups = np.random.default_rng(seed).integers(0, 3, graph.num_groups)
-    return groups[graph.group].astype(np.int32)
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -126,7 +107,7 @@ def test_workers_hold_no_more_and_no_less_than_that():
     order = np.array([(op, batch) for batch in range(3) for op in range(graph.num_ops)], np.int32)
     nothing = np.empty((0, 2), np.int32)
     schedule = Schedule((order, nothing, nothing), 3)  # or the operators would run as one
-    with Runner(graph, CLUSTER, placement, max_in_flight=1, schedule=schedule) as runner:
+    with Runner(graph, THREE, placement, max_in_flight=1, schedule=schedule) as runner:
         runner._start()
         calls = runner.workers[0]._compiled[0].calls
         calls.update({op: watched(call) for op, call in calls.items()})

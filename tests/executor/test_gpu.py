@@ -29,11 +29,11 @@ from placement.executor import backend as backend_module
 from placement.executor.backend import CudaBackend
 from placement.planners.heft import Heft
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.program import split_inputs
 from placement.workloads import load
 from tests import emulated_gpu
 from tests.emulated_gpu import CudaTensor
+from tests.machine import problem_of
 
 CPU, GPU = Device("cpu:0"), Device("cuda:0", "cuda")
 BOTH = Cluster("both", (CPU, GPU))
@@ -315,15 +315,10 @@ def test_a_pipeline_copies_while_it_computes():
     module, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).eval(), torch.randn(4, 64)
     graph = capture(module, x)
     with emulated_gpu.emulated(kernel_s=5e-3, copy_s=5e-3, poison=False):
-        problem = problem_of(graph, num_microbatches=12)
+        problem = problem_of(graph, BOTH, num_microbatches=12)
         line = Executor(problem).run(all_on(graph, 1))
     begin, end = line.start_s.min(axis=1), line.end_s.max(axis=1)
     assert np.median(begin[6:] - end[5:-1]) < 4e-3  # the copy has come while others computed
-
-
-def problem_of(graph, cluster=BOTH, **options):
-    seconds = np.full((graph.num_ops, cluster.num_devices), 1e-5)
-    return Problem(graph, cluster, Profile(cluster.device_names, seconds, 0 * seconds), **options)
 
 
 def test_a_forked_process_does_not_wait_for_threads_that_it_lacks():
@@ -411,10 +406,10 @@ def test_the_peak_that_is_reported_is_the_allocators():
     graph = capture(module.eval(), x)
     with emulated_gpu.emulated() as gpu:
         gpu.scratch = {"aten.linear.default": 10**6, "aten.addmm.default": 10**6}
-        line = Executor(problem_of(graph)).run(all_on(graph, 1), num_microbatches=2)
+        line = Executor(problem_of(graph, BOTH)).run(all_on(graph, 1), num_microbatches=2)
         assert line.peak_bytes[0] == 0
         assert 10**6 < line.peak_bytes[1] < 10**6 + 10**4
-        mixed = Executor(problem_of(graph)).run([0, 1], num_microbatches=2).peak_bytes
+        mixed = Executor(problem_of(graph, BOTH)).run([0, 1], num_microbatches=2).peak_bytes
         assert 0 < mixed[0] < 10**4 and mixed[1] > 10**6
 
 

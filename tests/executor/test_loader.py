@@ -22,20 +22,11 @@ from placement.executor.loader import (
     is_dataset,
     num_bytes,
 )
+from tests.machine import alive
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left_running")]
 
 PAUSE_S = 0.002  # of a loader that is worth a thread
-
-
-def alive() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("placement-")]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_running():
-    yield
-    assert alive() == []
 
 
 class Squares:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import os
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -15,36 +12,20 @@ from torch import nn
 
 from placement import planners, workloads
 from placement.capturing import capture
-from placement.cluster import Cluster, Device
 from placement.executor import Executor, Runner, RunnerError, Trainer
 from placement.graph import OpGraph
-from placement.problem import Problem, ProblemError
-from placement.profile import Profile
+from placement.problem import ProblemError
 from placement.program import split_inputs
 from placement.simulator import list_schedule, score
 from placement.workloads import tiny
+from tests.machine import THREE, problem_of
 
-CORES = sorted(os.sched_getaffinity(0))
-CLUSTER = Cluster(
-    "tests", tuple(Device(f"cpu:{i}", "cpu", (CORES[i % len(CORES)],)) for i in range(3))
-)
-
-
-def problem_of(graph: OpGraph, **options: int) -> Problem:
-    seconds = np.full((graph.num_ops, CLUSTER.num_devices), 1e-5)
-    return Problem(graph, CLUSTER, Profile(CLUSTER.device_names, seconds, seconds * 0), **options)
+pytestmark = pytest.mark.usefixtures("nothing_left_running")
 
 
 def periodic(graph: OpGraph, seed: int, phases: int = 3) -> np.ndarray:
     groups = np.random.default_rng(seed).integers(0, 3, (phases, graph.num_groups))
     return groups[:, graph.group].astype(np.int32)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_running():
-    yield
-    gc.collect()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("placement-")] == []
 
 
 @pytest.mark.parametrize(
@@ -58,7 +39,7 @@ def test_random_phases_compute_what_the_module_computes(name):
     graph = capture(module, inputs)
     for seed in range(2):
         priority = problem_of(graph).priority if seed else None  # runs of operators are fused
-        with Runner(graph, CLUSTER, periodic(graph, seed), priority=priority) as runner:
+        with Runner(graph, THREE, periodic(graph, seed), priority=priority) as runner:
             for _ in range(2):  # calls go on where those before have ended
                 torch.testing.assert_close(runner(*args, **kwargs), expected)
             for outputs in runner.stream([inputs] * 7):
@@ -79,7 +60,7 @@ def test_every_micro_batch_has_its_own_values_in_order_and_few_are_in_flight():
             yield x
 
     replicas = np.repeat([[0], [1], [0], [2]], graph.num_ops, axis=1)
-    with Runner(graph, CLUSTER, replicas, max_in_flight=3) as runner:
+    with Runner(graph, THREE, replicas, max_in_flight=3) as runner:
         for i, y in enumerate(runner.stream(source(), workers=0)):
             torch.testing.assert_close(y, expected[i])
             # Three in flight, and those that wait for one before them: at most K for each.
@@ -99,7 +80,7 @@ def test_an_error_names_the_device_of_its_phase():
     graph = capture(Fails(), (good, good))
     replicas = np.repeat([[0], [1]], graph.num_ops, axis=1)
     for priority in (None, problem_of(graph).priority):
-        with Runner(graph, CLUSTER, replicas, priority=priority) as runner:
+        with Runner(graph, THREE, replicas, priority=priority) as runner:
             with pytest.raises(torch.linalg.LinAlgError) as caught:
                 for _ in runner.stream([(good, good), (bad, good), (good, good)], workers=0):
                     pass
@@ -143,7 +124,7 @@ def test_replicas_train_as_plain_pytorch_does(own_loss):
     graph = capture(net, batches[0], mode="training", optimizer=optimizer, **options)
     p = periodic(graph, 1 + own_loss, 2 + own_loss)
     reference = torch.optim.Adam(plain.parameters(), lr=1e-2)
-    with Trainer(graph, CLUSTER, p, optimizer) as trainer:
+    with Trainer(graph, THREE, p, optimizer) as trainer:
         for _ in range(3):
             losses = trainer.step(batches)
             reference.zero_grad()
@@ -177,9 +158,9 @@ def test_running_statistics_stay_on_one_device():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     replicas = np.repeat([[0], [1]], graph.num_ops, axis=1)
     with pytest.raises(RunnerError, match=r"a running statistic\), is on device 0 in phase 0"):
-        Runner(graph, CLUSTER, replicas)
+        Runner(graph, THREE, replicas)
     with pytest.raises(ProblemError, match="changes a buffer for the next micro-batch"):
-        Trainer(graph, CLUSTER, replicas, optimizer)
+        Trainer(graph, THREE, replicas, optimizer)
     problem = problem_of(graph, max_phases=4)
     with pytest.raises(ProblemError, match=r"it is on 'cpu:0' in phase 0, on 'cpu:1' in phase 1"):
         problem.check_placement(replicas)
@@ -190,14 +171,14 @@ def test_running_statistics_stay_on_one_device():
             answer = planners.load(name, **options)(replace(problem, objective=objective))
             assert np.isfinite(answer.value_s)
             problem.check_placement(answer.placement)
-            Trainer(graph, CLUSTER, answer.placement, optimizer).close()
+            Trainer(graph, THREE, answer.placement, optimizer).close()
         if name == "phase_search":
             assert answer.placement.ndim == 2  # what is before and behind takes turns
     # The first linear layer takes turns, what belongs to the statistics does not.
     norm = {graph.group[n] for n, path in enumerate(graph.op_module) if path == "1"}
     kept = np.isin(graph.group, list(norm))
     replicas[:, kept] = 2
-    with Trainer(graph, CLUSTER, replicas, optimizer) as trainer:
+    with Trainer(graph, THREE, replicas, optimizer) as trainer:
         losses = trainer.step(batches)
     step = torch.optim.SGD(plain.parameters(), lr=0.1)
     expected = [loss(plain(x), y) for x, y in batches]

@@ -26,7 +26,6 @@ from placement.costs import predictors
 from placement.exporters import Exported, ExportError, Inexpressible, moved
 from placement.plan import Plan, make_plan
 from placement.problem import Problem, Solution
-from placement.profile import Profile
 from placement.schedulers import load as load_scheduler
 from placement.testing import ContractError, check_exporter
 from tests import consumers
@@ -267,14 +266,11 @@ def captured(name: str, cut: str | None) -> tuple[Any, Any, Problem, Plan]:
 
     module, inputs = load(name)
     graph = capture(module, inputs, name=name)
-    cluster = Cluster("two", tuple(Device(d, "cuda", memory_bytes=10**9) for d in GPUS))
-    seconds = np.ones((graph.num_ops, 2))
-    p = Problem(graph, cluster, Profile(GPUS, seconds, np.zeros_like(seconds)), num_microbatches=4)
+    p = consumers.problem_of(graph)
     at = [m == cut or m.startswith(f"{cut}.") for m in graph.op_module]
     first = at.index(True) if cut else graph.num_ops
-    on = np.array([int(i >= first) for i in range(graph.num_ops)], np.int32)
-    on = on[np.unique(graph.group, return_index=True)[1]][graph.group]  # as a group's first
-    return module, inputs, p, make_plan(p, Solution(on, 1.0), planner="by hand", workload=name)
+    on = [int(i >= first) for i in range(graph.num_ops)]
+    return module, inputs, p, consumers.placed(p, on, workload=name)
 
 
 @pytest.mark.parametrize(
@@ -556,13 +552,9 @@ def cores_plan(mode: str) -> Plan:
         graph = capture(module, example, mode="training", loss=loss)
     else:
         graph = capture(module, example[0])
-    cores = tuple(Device(f"cpu:{i}", "cpu", memory_bytes=10**9) for i in range(2))
-    zeros = np.zeros((graph.num_ops, 2))
-    profile = Profile(("cpu:0", "cpu:1"), zeros + 1.0, zeros)
-    p = Problem(graph, Cluster("cores", cores), profile, num_microbatches=4)
+    p = consumers.problem_of(graph, ("cpu:0", "cpu:1"))
     first = {"0", "1", "4"} if mode == "inference" else {"0", "1", "2"}
-    on = np.array([int(m not in first) for m in graph.op_module], np.int32)
-    return make_plan(p, Solution(on, 1.0), planner="by hand")
+    return consumers.placed(p, [int(m not in first) for m in graph.op_module])
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from placement.graph import OpGraph
 from placement.importers import load_decoder
 from placement.importers.hf_config import read
 from placement.plan import Plan, make_plan
-from placement.problem import Problem, Solution
-from placement.profile import Profile
+from placement.problem import Solution
+from tests.consumers import placed, problem_of
 from tests.served import LLAMA, MIXTRAL, gguf_llama
 
 FOUR = {"num_hidden_layers": 4, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
@@ -324,11 +324,7 @@ value: [ 0.637424, 3.48264, -0.109109 ]" ]
 def test_audit_of_onnx_runtimes(tmp_path: Path, capsys: Any) -> None:
     names, where = ("fc1", "relu1", "y"), ("cpu:0", "gpu:0")
     graph = OpGraph.build("onnx", names, [-1, 0, 1, 2], [1] * 4, [(0, 0), (1, 1), (2, 2)])
-    devices = tuple(Device(d, d[:3], memory_bytes=10**9) for d in where)
-    profile = Profile(where, np.ones((3, 2)), np.zeros((3, 2)))
-    problem = Problem(graph, Cluster("c", devices), profile)
-    plan = make_plan(problem, Solution(np.array([0, 0, 1], np.int32), 1.0), planner="by hand")
-    plan.save(tmp_path / "plan.json")
+    placed(problem_of(graph, where), [0, 0, 1]).save(tmp_path / "plan.json")
     log = tmp_path / "hetero_affinity_m.dot"
     log.write_text(HETERO_DOT)
     argv = ["audit", str(tmp_path / "plan.json"), "--log", str(log), "--json"]

@@ -15,8 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.cluster import Cluster, Device
-from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.planners import PlannerError, load
 from placement.planners.antichain_dp import enumerate_ideals
@@ -27,7 +25,6 @@ from placement.planners.level_balance import balance, levels
 from placement.planners.m_sct import favourite_children
 from placement.planners.peft import optimistic_cost
 from placement.problem import Problem, ProblemError
-from placement.profile import Profile
 from placement.search import list_kernels
 from placement.search.coarsen import coarsen, expand
 from placement.search.evaluation import Search
@@ -664,9 +661,7 @@ def test_a_star_is_merged_in_few_rounds(inwards: bool, monkeypatch: pytest.Monke
         if inwards
         else (0, [(0, i) for i in range(1, n)])
     )
-    graph = OpGraph.build("star", [str(i) for i in range(n)], [0] * n, [0] * n, edges)
-    cluster = Cluster("two", (Device("a"), Device("b")))
-    problem = Problem(graph, cluster, Profile(("a", "b"), np.ones((n, 2)), np.zeros((n, 2))))
+    problem = small_problem(np.ones((n, 2)), edges)
     one = module._Merger.round
     monkeypatch.setattr(
         module._Merger,

@@ -117,28 +117,10 @@ def test_what_takes_no_time(name: str, objective: Objective) -> None:
 def test_memory_and_tied_parameters(name: str) -> None:
     # Three equal operators of 1 s; two of them share one parameter of 60 bytes, the third has
     # its own of 60: with 100 bytes a device the sharers stay together, 2 s against 1 s.
-    from placement.cluster import Cluster, Device
-    from placement.graph import OpGraph
-    from placement.profile import Profile
-
-    graph = OpGraph.build(
-        "tied",
-        ["a", "b", "c"],
-        [],
-        [],
-        [],
-        param_bytes=[60, 60],
-        param_uses=[(0, 0), (1, 0), (2, 1)],
-    )
+    tied = {"param_bytes": [60, 60], "param_uses": [(0, 0), (1, 0), (2, 1)]}
     for capacity, best in ((100, 2.0), (120, 2.0), (59, np.inf)):
-        cluster = Cluster("two", tuple(Device(f"d{i}", memory_bytes=capacity) for i in range(2)))
-        profile = Profile(
-            cluster.device_names,
-            np.ones((3, 2)),
-            np.zeros((3, 2)),
-            make(np.ones((3, 2))).profile.links,
-        )
-        problem = Problem(graph, cluster, profile, "max_load")
+        facts = {"param_bytes": None, "graph": tied, "objective": "max_load"}
+        problem = make(np.ones((3, 2)), memory_bytes=capacity, **facts)
         assert exact(name)(problem).value_s == best
 
 

@@ -14,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import importers
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
+from placement.cluster import Cluster, Link
 from placement.planners import PlannerError, load
 from placement.planners.ideal_dp import IdealDp, contract
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.search import ideal_kernels
 from placement.simulator import score
 from placement.simulator.analytic import device_loads
@@ -267,12 +265,10 @@ def test_operators_that_cost_nothing_are_joined_only_where_that_loses_nothing() 
     pair = {"param_bytes": [40, 40], "param_uses": [(0, 0), (1, 1)]}
     assert IdealDp()(make([(0, 1)], table, np.zeros((2, 2)), [50, 1000], **pair)).value_s == 1
     # The first reads a model input of 10 s on device n; the second takes 1000 s on c, 10 on n.
-    graph = OpGraph.build("fed", ["a", "b"], [-1, 0], [100, 1], [(0, 0), (1, 1)])
-    cluster = Cluster("two", (Device("c"), Device("n", "npu")))
-    links = (Link("c", "n", 0.0, 10.0), Link("n", "c", 0.0, 10.0))
-    table = np.array([[0.0, 0.0], [1000.0, 10.0]])
-    profile = Profile(("c", "n"), table, 0 * table, links)
-    fed = Problem(graph, cluster, profile, objective="max_load")
+    fed = small_problem(
+        [[0, 0], [1000, 10]], tensors=[(-1, 100, [0]), (0, 1, [1])], link=(0.0, 10.0),
+        device={"kind": ["cpu", "npu"]}, objective="max_load",
+    )  # fmt: skip
     assert IdealDp()(fed).value_s == pytest.approx(10.1)
 
 
@@ -281,12 +277,9 @@ def test_a_split_that_is_too_large_for_one_micro_batch_alone_says_so() -> None:
     away = np.inf
     seconds = np.array([[1, away], [1, away], [away, 2], [away, 2]])
     loaded = np.array([[10, away], [10, away], [away, 2], [away, 2]])
-    devices = (Device("a", memory_bytes=10**6), Device("b", memory_bytes=15))
-    graph = OpGraph.build("g", list("abcd"), range(4), [10, 10, 0, 0], [(0, 2), (1, 3)])
-    link = Link("a", "b", 0.5)
-    profile = Profile(("a", "b"), seconds, np.zeros((4, 2)), (link,), loaded_s=loaded)
-    problem = Problem(
-        graph, Cluster("two", devices), profile,
+    problem = small_problem(
+        seconds, [(0, 2), (1, 3)], tensor_bytes=[10, 10, 0, 0], devices=("a", "b"),
+        memory_bytes=[10**6, 15], links=(Link("a", "b", 0.5),), profile={"loaded_s": loaded},
         objective="latency", max_in_flight=1, num_microbatches=8,
     )  # fmt: skip
     for name in ("ideal_dp", "best_of"):

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.homes import home
 from placement.cluster import Cluster, Device, Link
 from placement.costs.serving import Serving, memory, serving_problem
-from placement.devices import library
 from placement.graph import OpGraph
 from placement.importers.hf_config import read
 from placement.planners import load
 from placement.planners.even_layers import layer_units
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.search.evaluation import Search
 from placement.simulator import score
-from tests.served import LLAMA, MIXTRAL
+from tests.problems import problem_on, small_problem
+from tests.served import MIXTRAL
 
 BASELINES = ("even_layers", "by_memory", "llama_cpp_split")
 
@@ -32,16 +32,10 @@ def chain(
     """A chain on unlike devices and links, memory tight, one parameter shared by all operators."""
     rng = np.random.default_rng(seed)
     names = [f"d{i}" for i in range(num_devices)]
-    kinds = ["cpu", "npu", "npu"]
     memory = [60] * num_devices if alike else rng.integers(30, 80, num_devices).tolist()
-    devices = tuple(
-        Device(n, k, memory_bytes=m) for n, k, m in zip(names, kinds, memory, strict=False)
-    )
     links = tuple(
         Link(a, b, 0.1 if alike else float(rng.random()), float(rng.integers(20, 200)))
-        for a in names
-        for b in names
-        if a != b
+        for a, b in permutations(names, 2)
     )
     sizes = [*rng.integers(5, 25, num_ops).tolist(), 7]
     uses = [(i, i) for i in range(num_ops)] + [(i, num_ops) for i in range(num_ops)]
@@ -65,8 +59,10 @@ def chain(
     if alike:
         pairs[:] = 0.1
     given = None if heavy else pairs * (1 - np.eye(num_devices))
-    profile = Profile(tuple(names), seconds, np.zeros_like(seconds), links, transfer_s=given)
-    return Problem(graph, Cluster("c", devices, links), profile, "latency", 1, 1)  # type: ignore[arg-type]
+    return problem_on(
+        graph, seconds, device={"kind": ["cpu", "npu", "npu"]}, memory_bytes=memory, links=links,
+        profile={"transfer_s": given}, objective="latency", num_microbatches=1, max_in_flight=1,
+    )  # fmt: skip
 
 
 def best_contiguous(problem: Problem) -> float:
@@ -107,51 +103,18 @@ def test_devices_in_one_order_where_there_are_many_sets() -> None:
 def test_other_problems_get_the_best_single_device() -> None:
     problem = replace(chain(1), objective="period")
     assert "period, not latency" in load("layer_dp")(problem).stats["no_chain"]
-    graph = OpGraph.build("skip", "abc", range(3), [1] * 3, [(0, 1), (0, 2), (1, 2)])
-    seconds = np.ones((3, 1))
-    skip = Problem(
-        graph,
-        Cluster("c", (Device("d"),)),
-        Profile(("d",), seconds, seconds * 0),
-        "latency",  # type: ignore[arg-type]
-    )
+    edges = [(0, 1), (0, 2), (1, 2)]
+    skip = small_problem(np.ones((3, 1)), edges, graph={"op_name": "abc"}, objective="latency")
     assert (
         load("layer_dp")(skip).stats["no_chain"]
         == "'c' reads from 'a', which is not just before it"
     )
 
 
-def home(seed: int, config: dict[str, object] = LLAMA, *, whole: bool = True) -> Problem:
-    """A model on two to six unlike devices, of whose memory 60 to 95 % is needed."""
-    rng = np.random.default_rng(seed)
-    likes = rng.choice(sorted(library()), int(rng.integers(2, 7)), replace=False).tolist()
-    hosts = rng.integers(0, 3, len(likes))
-    share = rng.uniform(0.3, 1.0, len(likes))
-    decoder = read(dict(config), "c.json", "c")
-    serving = Serving("decode", 8192, whole_layers=whole)  # type: ignore[arg-type]
-
-    def problem(factor: float) -> Problem:
-        devices = [
-            Device(f"{x}/{i}", library()[x].kind, like=x, model=x,
-                   memory_bytes=int(factor * share[i] * library()[x].memory_bytes))
-            for i, x in enumerate(likes)
-        ]  # fmt: skip
-        links = [
-            Link(a.name, b.name, 15e-6, 2e10) if hosts[i] == hosts[j]
-            else Link(a.name, b.name, 1e-4, 1.2e8)
-            for i, a in enumerate(devices) for j, b in enumerate(devices) if i != j
-        ]  # fmt: skip
-        return serving_problem(decoder, Cluster("home", tuple(devices), tuple(links)), serving)
-
-    first = problem(1.0)
-    needed = float(first.graph.param_bytes.sum()) / rng.uniform(0.6, 0.95)
-    return problem(needed / float(first.memory_bytes.sum()))
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_home_clusters(seed: int) -> None:
     """Never over memory; never slower than what is done today, nor than the contiguous split."""
-    problem = home(seed, MIXTRAL if seed % 3 == 0 else LLAMA, whole=seed % 3 != 0)
+    problem = home(seed, "Llama 3.1 8B" if seed % 3 else "Mixtral 8x7B")
     found = load("layer_dp")(problem)
     held = memory(problem, found.placement)
     assert found.value_s == np.inf or all(
@@ -191,17 +154,10 @@ def layers(counts: list[int], memory_bytes: list[int], kinds: list[str] | None =
     """Layers of so many bytes on devices of so much memory."""
     n, d = len(counts), len(memory_bytes)
     names = [f"layers.{i}.mlp" for i in range(n)]
-    graph = OpGraph.build(
-        "layers", names, range(n), [0] * n, [(i, i + 1) for i in range(n - 1)],
-        op_module=names, param_bytes=counts, param_uses=[(i, i) for i in range(n)],
-    )  # fmt: skip
-    devices = tuple(
-        Device(f"d{i}", (kinds or ["npu"] * d)[i], memory_bytes=m)
-        for i, m in enumerate(memory_bytes)
-    )
-    cluster = Cluster("c", devices)
-    seconds = np.ones((n, d))
-    return Problem(graph, cluster, Profile(cluster.device_names, seconds, seconds * 0), "latency")  # type: ignore[arg-type]
+    facts = {"op_name": names, "op_module": names}
+    edges, alike = [(i, i + 1) for i in range(n - 1)], kinds or ["npu"] * d
+    some = {"param_bytes": counts, "memory_bytes": memory_bytes, "objective": "latency"}
+    return small_problem(np.ones((n, d)), edges, graph=facts, device={"kind": alike}, **some)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +189,7 @@ def test_an_even_split_does_not_look_at_memory() -> None:
 
 def test_layers_are_items_of_lists() -> None:
     names = ["model.embed", "model.layers.0.a", "model.layers.0.b", "model.layers.1", "head"]
-    graph = OpGraph.build("m", "abcde", range(5), [0] * 5, [], op_module=names)
-    seconds = np.ones((5, 1))
-    problem = Problem(graph, Cluster("c", (Device("d"),)), Profile(("d",), seconds, seconds * 0))
+    problem = small_problem(np.ones((5, 1)), graph={"op_module": names})
     assert layer_units(problem).tolist() == [0, 0, 0, 1, 1]
     assert layer_units(chain(0)).tolist() == [0, 1, 2, 3, 4]
 

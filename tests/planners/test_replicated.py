@@ -13,12 +13,10 @@ import pytest
 from hypothesis import given, settings
 
 from placement.__main__ import main
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
+from placement.cluster import Cluster
 from placement.importers import save
 from placement.planners.replicated import Replicated, StagePeriods, fewest, numbers, stage_periods
 from placement.problem import Problem
-from placement.profile import Profile
 from tests.problems import chain as edges
 from tests.problems import problems, small_problem
 
@@ -84,16 +82,11 @@ def test_gradients_are_sent_too() -> None:
     stage 0: f0 ----9----> f1      stage 1
              b0 <---9---- b1
     """
-    devices = tuple(Device(x, "npu", memory_bytes=2**40) for x in "ab")
-    graph = OpGraph.build(
-        "training", ["f0", "f1", "b1", "b0"], range(4), [9, 0, 9, 0], [(0, 1), (1, 2), (2, 3)],
-        group=[0, 1, 1, 0], is_backward=[False, False, True, True],
-        param_bytes=[100, 100], param_uses=[(0, 0), (1, 1)],
-    )  # fmt: skip
-    links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
-    seconds = np.ones((4, 2))
-    profile = Profile(("a", "b"), seconds, 0 * seconds, links)
-    problem = Problem(graph, Cluster("two", devices), profile, num_microbatches=4)
+    facts = {"is_backward": [False, False, True, True], "param_bytes": [100, 100]}
+    facts |= {"param_uses": [(0, 0), (1, 1)], "group": [0, 1, 1, 0]}
+    some = {"tensor_bytes": [9, 0, 9, 0], "link": (0.0, 1.0), "num_microbatches": 4}
+    kind = {"kind": "npu"}
+    problem = small_problem(np.ones((4, 2)), edges(4), graph=facts, device=kind, **some)
     table = stage_periods(problem, np.arange(2, dtype=np.int32))
     # Each stage computes for 2 s, sends 9 s and receives 9 s; both together send nothing.
     assert table.period_s[0, 0, 1] == table.period_s[0, 1, 2] == 9

@@ -1,4 +1,4 @@
-"""Recurrent grids: recognised from structure, extrapolated, cut along time, layers, diagonals."""
+"""Recurrent grids: recognised from structure, cut along time, layers, diagonals."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from placement.capturing import capture
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.planners import load
 from placement.planners.time_slices import MAX_BLOCKS, blocks
 from placement.problem import Problem
-from placement.profile import Profile
-from placement.search.grid import NoGrid, extrapolate, recognise
+from placement.search.grid import NoGrid, recognise
 from placement.testing import check_planner
 from placement.workloads import load as workload
 from placement.workloads.lstm import lstm
+from tests.problems import problem_on
 
 
 def unrolled(
@@ -92,17 +92,12 @@ def unrolled(
     )
 
 
-def problem_of(graph: OpGraph, compute_s, send_s: float = 0.0, **options) -> Problem:
+def problem_of(graph: OpGraph, compute_s, send_s: float = 0.0) -> Problem:
     """``compute_s`` float ``[N]`` or ``[N, D]`` (two equal devices)."""
     seconds = np.asarray(compute_s, dtype=np.float64)
     if seconds.ndim == 1:
         seconds = np.stack([seconds, seconds], axis=1)
-    cluster = Cluster("c", tuple(Device(f"d{i}") for i in range(seconds.shape[1])))
-    links = tuple(
-        Link(a, b, send_s, float("inf")) for a, b in itertools.permutations(cluster.device_names, 2)
-    )
-    profile = Profile(cluster.device_names, seconds, np.zeros_like(seconds), links)
-    return Problem(graph, cluster, profile)
+    return problem_on(graph, seconds, link=(send_s,))
 
 
 # --- grids -------------------------------------------------------------------------------------
@@ -300,51 +295,6 @@ def test_a_norm_shared_by_three_unlike_blocks_is_no_grid() -> None:
 
     with pytest.raises(NoGrid, match="reads a parameter that other steps do not"):
         recognise(capture(Shared().eval(), (torch.randn(1, 4),)))
-
-
-# --- extrapolation -----------------------------------------------------------------------------
-
-
-def profile_of(graph: OpGraph, cell_s: float, edge_s: float) -> Profile:
-    """Every operator of a cell takes ``cell_s``, ``split`` and ``join`` take ``edge_s``."""
-    ends = np.isin(graph.op_name, ("split", "join"))
-    seconds = np.where(ends, edge_s, cell_s)[:, None]
-    return Profile(("d0",), seconds, seconds / 10, graph_fingerprint=graph.fingerprint)
-
-
-@settings(max_examples=20, deadline=None)
-@given(layers=st.integers(1, 4), short=st.integers(3, 6), long=st.integers(3, 12))
-def test_one_slice_times_a_model_of_any_length(layers: int, short: int, long: int) -> None:
-    graph, longer = unrolled(layers, short), unrolled(layers, long, step_major=True)
-    profile = profile_of(graph, cell_s=2.0, edge_s=7.0)
-    found = extrapolate(profile, graph, longer)
-    assert found.compute_s.tolist() == profile_of(longer, 2.0, 7.0).compute_s.tolist()
-    assert found.predicted is not None and found.predicted.all()
-    assert found.provenance["extrapolated_from_steps"] == short
-    found.check(longer)
-
-
-def test_the_slice_in_the_middle_counts() -> None:
-    #   step          0   1   2   3   4
-    #   measured      5   4   3   9   6
-    #   of 7 steps    5   3   3   3   3   3   6
-    graph, longer = unrolled(1, 5), unrolled(1, 7)
-    profile = profile_of(graph, 1.0, 0.0)
-    slices = np.array([5, 4, 3, 9, 6])
-    names = [name[0] for name in graph.op_name]
-    seconds = np.where(np.array(names) == "f", slices[recognise(graph).step], 0.0)[:, None]
-    profile = replace(profile, compute_s=seconds)
-    found = extrapolate(profile, graph, longer).compute_s[:, 0]
-    assert np.bincount(recognise(longer).step, found).tolist() == [5, 3, 3, 3, 3, 3, 6]
-
-
-def test_extrapolation_is_for_the_same_model() -> None:
-    graph = unrolled(2, 3)
-    profile = profile_of(graph, 1.0, 1.0)
-    with pytest.raises(NoGrid, match="'w2,0' of graph 'unrolled' is not in graph"):
-        extrapolate(profile, graph, unrolled(3, 5))
-    with pytest.raises(NoGrid, match="capture the same module"):
-        extrapolate(profile, graph, unrolled(2, 5, hoisted=True))
 
 
 # --- the planner ---------------------------------------------------------------------------------

@@ -9,10 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.__main__ import main
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
 from placement.problem import Placement, Problem
-from placement.profile import Profile
 from placement.schedule import Schedule
 from placement.schedulers import SchedulerError, load, names
 from placement.schedulers._cut import _joined, cut, work_of
@@ -268,26 +265,17 @@ def test_zero_bubble_orders_pieces_in_several_turns_and_shared_weights() -> None
     load("zero_bubble")(problem, place, 8).check(problem, place)
     # f0 f1 f2 | b2 | b1b w1b b1a w1a acc | b0 | w2, where acc adds the gradients of two pieces.
     uses = [(0, 1), (1, 2), (2, 3), (3, 4), (3, 5), (4, 6), (4, 7), (5, 8), (7, 8), (6, 9), (3, 10)]
-    graph = OpGraph.build(
-        "tied", [f"o{i}" for i in range(11)], range(11), [1] * 11, uses,
-        is_backward=[False] * 3 + [True] * 8,
-    )  # fmt: skip
-    cluster = Cluster("three", tuple(Device(x) for x in "abc"))
-    seconds = np.ones((11, 3))
-    tied = Problem(graph, cluster, Profile(("a", "b", "c"), seconds, 0 * seconds))
+    backward = {"is_backward": [False] * 3 + [True] * 8}
+    tied = small_problem(np.ones((11, 3)), uses, tensor_bytes=1, graph=backward)
     place = np.array([0, 1, 2, 2, 1, 1, 1, 1, 1, 0, 2], np.int32)
     load("zero_bubble")(tied, place, 4).check(tied, place)
 
 
 def test_what_several_operators_of_a_block_wait_for_is_sent_once() -> None:
     # a | b c d, which all read what a makes; a transfer takes 1 s.
-    graph = OpGraph.build(
-        "fan", list("abcd"), range(4), [1] * 4, [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
-    )
-    cluster = Cluster("two", (Device("x"), Device("y")))
-    seconds = np.ones((4, 2))
-    profile = Profile(("x", "y"), seconds, 0 * seconds, (Link("x", "y", 1.0),))
-    problem, place = Problem(graph, cluster, profile), np.array([0, 1, 1, 1], np.int32)
+    edges = [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
+    problem = small_problem(np.ones((4, 2)), edges, tensor_bytes=1, link=(1.0,))
+    place = np.array([0, 1, 1, 1], np.int32)
     work, unit_s = work_of(problem, place, cut(problem, place), 4)
     ((_, delay),) = work.blocks[1].preds
     assert delay * unit_s == pytest.approx(1.0, rel=1e-3)  # in whole units

@@ -36,7 +36,7 @@ from placement.simulator import score
 from placement.simulator.analytic import device_loads
 from placement.timeline import steady_period
 from tests.envs.test_envs import chain
-from tests.problems import random_placement, random_problem
+from tests.problems import random_placement, random_problem, small_problem
 
 RNG = np.random.default_rng
 
@@ -156,11 +156,8 @@ def test_times_are_sorted_and_equal_ones_stand_as_they_were(
 
 def test_the_critical_chain_by_hand() -> None:
     # a (4 s) and b (1 s) on two devices feed c: c waits for a; b is not critical.
-    from placement.graph import OpGraph
-
-    graph = OpGraph.build("v", list("abc"), [0, 1, 2], [1, 1, 1], [(0, 2), (1, 2)])
-    lone = chain([[4, 4], [1, 1], [1, 1]])
-    problem = Problem(graph, lone.cluster, lone.profile, "latency")
+    facts = {"tensor_bytes": 1, "link": (0.5,), "objective": "latency"}
+    problem = small_problem([[4, 4], [1, 1], [1, 1]], [(0, 2), (1, 2)], **facts)
     tables = tables_of(problem)
     state = state_of(tables, 4)
     begin(tables, state, np.array([0, 1, 1], np.int32), 0, RNG(0))

@@ -10,32 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.bounds import lower_bound
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
 from placement.planners import load
 from placement.planners.order_search import OrderSearch
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.schedule import in_sequence
 from placement.search import order
 from placement.search.justification import justify
 from placement.simulator import simulate
-from tests.problems import random_problem
+from tests.problems import random_problem, small_problem
 from tests.search.test_order_search import plain, started
 
 
 def on_equal_machines(seconds: list[float], edges: list[tuple[int, int]], count: int) -> Problem:
     """Operators on ``count`` equal machines, between which nothing takes time."""
-    names = [str(d) for d in range(count)]
-    ops = range(len(seconds))
-    op_name = [f"op{i}" for i in ops]
-    graph = OpGraph.build("graph", op_name, ops, [0] * len(seconds), edges)
     compute_s = np.tile(np.array(seconds)[:, None], count)
-    links = tuple(Link(a, b, 0.0, 1e30) for a in names for b in names if a != b)
-    cluster = Cluster("equal", tuple(map(Device, names)))
-    return Problem(
-        graph, cluster, Profile(tuple(names), compute_s, 0 * compute_s, links), "latency"
-    )
+    return small_problem(compute_s, edges, link=(0.0, 1e30), objective="latency")
 
 
 def random_graph(seed: int, num_ops: int, count: int) -> Problem:

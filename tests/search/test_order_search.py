@@ -21,7 +21,6 @@ from agents.training import TrainConfig, train
 from envs.order_search import OrderSearchEnv
 from envs.problems import EnvError
 from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
 from placement.plan import load_plan, make_plan
 from placement.planners import PlannerError, load
 from placement.planners.order_search import (
@@ -35,7 +34,6 @@ from placement.planners.order_search import (
     why_not,
 )
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.report.run_folder import read_run
 from placement.runs.compare import compare
 from placement.schedule import in_sequence
@@ -44,7 +42,7 @@ from placement.search.evaluation import Search
 from placement.simulator import score, simulate, simulate_reference, value_of
 from placement.testing import check_planner
 from tests.envs.test_envs import chain
-from tests.problems import random_placement, random_problem
+from tests.problems import random_placement, random_problem, small_problem
 
 RNG = np.random.default_rng
 
@@ -163,13 +161,9 @@ def two_lanes() -> Problem:
         0  aaaa cc e        a 4, c 2, e 1
         1  b ddd            b 1, d 3
     """
-    graph = OpGraph.build(
-        "lanes", list("abcde"), [0, 1, 2, 3, 4], [0] * 5, [(0, 2), (1, 3), (2, 4)]
-    )
-    cluster = Cluster("two", (Device("0"), Device("1")))
     seconds = np.tile(np.array([[4.0], [1.0], [2.0], [3.0], [1.0]]), (1, 2))
-    links = (Link("0", "1", 1.0, 1.0), Link("1", "0", 1.0, 1.0))
-    return Problem(graph, cluster, Profile(("0", "1"), seconds, seconds * 0, links), "latency")
+    edges = [(0, 2), (1, 3), (2, 4)]
+    return small_problem(seconds, edges, link=(1.0, 1.0), objective="latency")
 
 
 def test_heads_tails_and_estimates_by_hand() -> None:
@@ -501,10 +495,7 @@ def test_a_comparison_keeps_the_order(tmp_path: Path) -> None:
 
 
 def test_nothing_to_search() -> None:
-    graph = OpGraph.build("one", ["a"], [0], [1], [])
-    cluster = Cluster("two", (Device("0"), Device("1")))
-    ones = np.ones((1, 2))
-    problem = Problem(graph, cluster, Profile(("0", "1"), ones, 0 * ones), "latency")
+    problem = small_problem(np.ones((1, 2)), tensor_bytes=1, objective="latency")
     assert OrderSearch(evaluations=10)(problem).value_s == 1.0
     search = Search(problem, evaluations=10)
     search.cost(np.zeros(1, np.int32))

@@ -11,16 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.bounds import grain_s, lower_bound, lower_bounds
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
 from placement.planners import load
 from placement.planners.order_search import start, state_of, tables_of
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.schedule import in_sequence
 from placement.search import order, windows
 from placement.simulator import simulate
-from tests.problems import random_placement, random_problem
+from tests.problems import random_placement, random_problem, small_problem
 from tests.search.test_order_search import plain, random_sequence
 
 RNG = np.random.default_rng
@@ -39,16 +36,10 @@ def shop(
     rng = RNG(seed)
     n = jobs * length
     edges = [(i, i + 1) for i in range(n) if (i + 1) % length]
-    graph = OpGraph.build("shop", [f"op{i}" for i in range(n)], range(n), [0] * n, edges)
     seconds = unit * rng.integers(1, 10, (n, machines)).astype(float)
     seconds[rng.random(seconds.shape) < refused] = np.inf
     seconds[np.arange(n), rng.integers(machines, size=n)] = unit * 5.0
-    names = tuple(f"machine {d}" for d in range(machines))
-    links = tuple(Link(a, b, 0.0, 1e30) for a in names for b in names if a != b)
-    cluster = Cluster("shop", tuple(Device(name) for name in names))
-    return Problem(
-        graph, cluster, Profile(names, seconds, np.zeros_like(seconds), links), "latency"
-    )
+    return small_problem(seconds, edges, link=(0.0, 1e30), objective="latency")
 
 
 def optimum(problem: Problem) -> float:
@@ -119,16 +110,13 @@ def test_without_a_solver_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) ->
 def test_bounds_of_equal_machines_are_rounded_up() -> None:
     """Three operators of 3 on two machines: 6, not 4.5; of any unit, unless something is sent."""
     for unit in (1.0, 1e-3, 0.1):
-        graph = OpGraph.build("three", list("abc"), [0, 1, 2], [0, 0, 0], [])
         seconds = np.full((3, 2), 3.0 * unit)
-        cluster = Cluster("two", (Device("0"), Device("1")))
-        links = (Link("0", "1", 0.0, 1e30), Link("1", "0", 0.0, 1e30))
-        problem = Problem(
-            graph, cluster, Profile(("0", "1"), seconds, 0 * seconds, links), "latency"
-        )
+        problem = small_problem(seconds, link=(0.0, 1e30), objective="latency")
         assert grain_s(problem) == pytest.approx(3 * unit)
         assert lower_bound(problem) == pytest.approx(6 * unit)
-        slow = replace(problem.profile, links=tuple(replace(x, latency_s=unit) for x in links))
+        slow = replace(
+            problem.profile, links=tuple(replace(x, latency_s=unit) for x in problem.profile.links)
+        )
         assert grain_s(replace(problem, profile=slow)) == 0.0
         # Not rounded: what must be done in every interval comes close to 6 all the same.
         assert 4.5 * unit <= lower_bound(replace(problem, profile=slow)) <= 6 * unit

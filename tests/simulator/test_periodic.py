@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.bounds import lower_bound, lower_bounds
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster
 from placement.exporters import Inexpressible, load, moved
 from placement.graph import OpGraph
 from placement.plan import load_plan, make_plan
 from placement.problem import Placement, Problem, ProblemError, Solution
-from placement.profile import Profile
 from placement.report import gantt, usage
 from placement.report.trace import read_traces, write_trace
 from placement.schedule import ScheduleError
@@ -29,7 +28,7 @@ from placement.simulator import (
     simulate_reference,
     value_of,
 )
-from tests.problems import random_problem
+from tests.problems import problem_on, random_problem
 
 FIELDS = ("start_s", "end_s", "transfer_start_s", "transfer_end_s", "peak_bytes")
 
@@ -110,10 +109,10 @@ def test_gradients_of_replicas_travel_after_a_step() -> None:
         param_bytes=[8], param_uses=[(0, 0)], output_tensor=[0],
     )  # fmt: skip
     assert graph.gradient_tensor.tolist() == [1]
-    names, links = ("d0", "d1"), (Link("d0", "d1", 0.0, 4.0), Link("d1", "d0", 0.0, 4.0))
-    devices = tuple(Device(x, "npu", memory_bytes=2**40) for x in names)
-    profile = Profile(names, np.ones((2, 2)), np.zeros((2, 2)), links)
-    problem = Problem(graph, Cluster("two", devices), profile, num_microbatches=4, max_in_flight=2)
+    problem = problem_on(
+        graph, np.ones((2, 2)), device={"kind": "npu"}, link=(0.0, 4.0),
+        num_microbatches=4, max_in_flight=2,
+    )  # fmt: skip
     both = [[0, 0], [1, 1]]
     for timeline in (simulate(problem, both), simulate_reference(problem, both)):
         assert timeline.transfers.tolist() == [[1, 3, 1, 0], [1, 3, 0, 1]]
@@ -121,7 +120,7 @@ def test_gradients_of_replicas_travel_after_a_step() -> None:
         assert (timeline.period_s, timeline.makespan_s) == (1.0 + 4 / 4, 8.0)
     assert score(problem, [both]) == [2.0]
     # Devices of one memory have one copy of the parameters, and one phase has no replicas.
-    host = tuple(replace(d, kind="cpu") for d in devices)
+    host = tuple(replace(d, kind="cpu") for d in problem.cluster.devices)
     assert score(replace(problem, cluster=Cluster("host", host)), [both]) == [1.0]
     assert score(problem, [[0, 0]]) == [2.0]
 

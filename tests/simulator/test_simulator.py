@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.bounds import lower_bounds
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Device
 from placement.problem import Problem, ProblemError
-from placement.profile import Profile
 from placement.schedule import Schedule, ScheduleError
 from placement.simulator import (
     beside,
@@ -26,7 +25,7 @@ from placement.simulator import (
     simulate_reference,
 )
 from placement.timeline import Timeline
-from tests.problems import problems, random_placement, random_problem, small_problem
+from tests.problems import problem_on, problems, random_placement, random_problem, small_problem
 
 SIMULATORS = pytest.mark.parametrize("run", [simulate, simulate_reference])
 
@@ -597,18 +596,9 @@ def test_a_batch_is_its_placements_one_by_one(problem: Problem, seed: int) -> No
 def test_equal_devices_may_change_their_names(seed: int, order: list[int]) -> None:
     rng = np.random.default_rng(seed)
     base = random_problem(seed, num_devices=3)
-    names = base.cluster.device_names
-    links = tuple(Link(a, b, 0.3, 400.0) for a in names for b in names if a != b)
-    equal = replace(
-        base,
-        cluster=Cluster("equal", tuple(Device(x) for x in names)),
-        profile=Profile(
-            names,
-            np.repeat(base.compute_s[:, :1], 3, axis=1),
-            np.zeros((base.num_ops, 3)),
-            links,
-        ),
-    )
+    seconds = np.repeat(base.compute_s[:, :1], 3, axis=1)
+    same = {"num_microbatches": base.num_microbatches, "max_in_flight": base.max_in_flight}
+    equal = problem_on(base.graph, seconds, link=(0.3, 400.0), **same)
     p = rng.integers(0, 3, base.num_ops)
     a, b = evaluate(equal, p), evaluate(equal, np.array(order)[p])
     np.testing.assert_allclose(a.latency_s, b.latency_s, rtol=1e-12)

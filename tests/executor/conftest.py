@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from tests.machine import alive
+
+
+@pytest.fixture
+def nothing_left_running() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert alive() == []
