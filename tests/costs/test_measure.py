@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from placement.capturing import capture
-from placement.cluster import Cluster, Device
+from placement.cluster import Cluster, Device, Link
 from placement.costs import measure as measure_module
 from placement.costs.measure import (
     _LINK_BYTES,
@@ -299,7 +299,7 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
 
     # Replicas send nothing: of what neighbours cost they tell most, and are told best.
     turns = np.array([[[0] * 12, [1] * 12]], np.int32)
-    said, true = (evaluate(Problem(graph, CLUSTER, p), turns) for p in (found, truth))
+    said, true = (evaluate(Problem(graph, TWO, p), turns) for p in (found, truth))
     np.testing.assert_allclose(said.period_s, true.period_s, rtol=0.03)
 
     before, after = errors(profile), errors(found)
