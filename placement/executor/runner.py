@@ -349,10 +349,11 @@ class Runner:
         if self._record:
             self.admitted_ns[batch] = time.perf_counter_ns()
         phase = batch % self.num_phases
-        for d in self._fed[phase]:
-            admit = self.workers[d].backend.admit
+        workers = self.workers  # none any more, once another thread has closed the runner
+        for d in self._fed[phase] if workers else ():
+            admit = workers[d].backend.admit
             mine = {t: admit(given[t]) for t in self._shares[phase][d].model_inputs}
-            self.workers[d].inbox.put((batch, -1, mine, -1, None))
+            workers[d].inbox.put((batch, -1, mine, -1, None))
 
     def _follow_caller(self) -> None:
         """GPUs read parameters as they are now, and wait for what the calling thread launched."""
