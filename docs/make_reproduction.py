@@ -49,6 +49,7 @@ STUDIES = {
     "learned_doppler": Study("DOPPLER's own graphs, equal budgets", 20, True),
     "learned_few": Study("Ten evaluations and one for every four groups", 6, True),
     "learned_published": Study("Published learners, rules and searches: equal budgets", 45, True),
+    "learned_resched": Study("Flexible job shops beside a published network, one decode", 8),
     "learned_zero_shot": Study("One forward pass on kinds of graphs never seen", 100, True),
     "measured": Study("How good is a plan after 100 measurements?", 38),
     "prediction": Study("How well are times of unseen models predicted?", 22),

@@ -21,6 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from agents.dispatch import DispatchNet, answer
+from agents.planner import released
+from agents.trained import TrainedPolicy, untrained_net
+from envs.dispatch import Dispatcher
 from experiments.study import Option, Options, Study, StudyError
 from experiments.tables import Column, geometric, groups, table
 from placement import importers
@@ -32,6 +36,7 @@ from placement.simulator import value_of
 NAME = "learned_resched"
 SHOPS = ("Brandimarte", "Hurink_edata", "Hurink_rdata", "Hurink_vdata")
 NETWORKS = ("SD1-10x05", "SD1-20x05", "SD1-15x10", "SD1-20x10")  # by the shops they learned on
+PUBLISHED = f"ReSched {NETWORKS[0]}"  # the network of the paper's table
 SIZES = {"embedding_dim": 128, "block_num": 2, "head_num": 8, "qkv_dim": 16, "ff_hidden_dim": 512}
 TRAINED, UNTRAINED, HEFT = "dispatcher, trained", "dispatcher, untrained", "heft (hand-written)"
 
@@ -118,10 +123,6 @@ def theirs(checkout: Path, network: str) -> Callable[[Problem], float]:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    from agents.dispatch import answer
-    from agents.planner import released
-    from agents.trained import TrainedPolicy, untrained_net
-
     torch.set_num_threads(1)
     checkout = Path(options.checkout).resolve()
     ours = TrainedPolicy.load(released("zero_shot", Objective.LATENCY)).net
@@ -129,7 +130,9 @@ def rows(options: Options) -> Iterator[Row]:
     heft = load("heft")
     deciders: dict[str, Callable[[Problem], float]] = {
         TRAINED: lambda problem: answer(ours, problem)[1],
+        f"{TRAINED}, from the end": lambda problem: from_the_end(ours, problem),
         UNTRAINED: lambda problem: answer(untrained, problem)[1],
+        f"{UNTRAINED}, from the end": lambda problem: from_the_end(untrained, problem),
         HEFT: lambda problem: value_of(problem, heft(problem)),
     }
     deciders |= {f"ReSched {network}": theirs(checkout, network) for network in NETWORKS}
@@ -140,6 +143,13 @@ def rows(options: Options) -> Iterator[Row]:
             make = partial(timed, decode, problem)
             result = options.finished.row(dict, [name, who], make, f"{name}-{who}")
             yield Row(kind, name, who, known=known, **result)
+
+
+def from_the_end(net: DispatchNet, problem: Problem) -> float:
+    """Of one greedy decode that places the last operations first."""
+    episode = Dispatcher(problem, backward=True)
+    episode.construct(net.weights(), net.config.finish_weight)
+    return episode.value_s()
 
 
 def timed(decode: Callable[[Problem], float], problem: Problem) -> dict[str, float]:
