@@ -146,12 +146,13 @@ class _Turns:
     Every operator lets go of the interpreter's lock while it computes. Where two threads run short
     ones it changes hands after each, and whoever waits must be woken: together they take two to
     five times as long as one after the other, and never the same. A run counts as short in its
-    first ten times, and every 64th, and for good once it was. Nobody waits long.
+    first ten times, and every 64th, and for good once it was; not any more once it took ten times
+    as long, which no neighbour explains. Nobody waits long.
     """
 
     def __init__(self, num_ops: dict[int, int]) -> None:
         self._num_ops = num_ops
-        self._times: dict[int, float] = dict.fromkeys(num_ops, 0)  # -inf: short
+        self._times: dict[int, float] = dict.fromkeys(num_ops, 0)  # -inf: short, inf: long
 
     def go_on(self, op: int, rest: Iterator[int], whole: bool) -> tuple[int | None, int]:
         """Go on with run ``op``, or begin it (``whole``).
@@ -159,7 +160,7 @@ class _Turns:
         Returns before which operator it stopped, and the nanoseconds waited for the turn.
         """
         self._times[op] += 1
-        if self._times[op] > _TRIES and self._times[op] % _AGAIN:
+        if self._times[op] > _TRIES and self._times[op] % _AGAIN:  # (inf % 64 is nan, so true)
             return next(rest, None), 0
         asked_ns = time.perf_counter_ns()
         mine = _TURN.acquire(timeout=_LONGEST_TURN_S)
@@ -170,8 +171,11 @@ class _Turns:
         finally:
             if mine:
                 _TURN.release()
-        if whole and following is None and took_ns < _SHORT_NS * self._num_ops[op]:
+        short_ns = _SHORT_NS * self._num_ops[op]
+        if whole and following is None and took_ns < short_ns:
             self._times[op] = -math.inf
+        elif took_ns > 10 * short_ns:
+            self._times[op] = math.inf
         return following, began_ns - asked_ns
 
 

@@ -322,6 +322,19 @@ def test_short_operators_are_one_threads_at_a_time_and_long_ones_are_not(
     assert in_two_threads(turns, lambda: both.wait(60.0) and None, 3) == []
 
 
+def test_a_run_that_took_ten_times_as_long_as_a_short_one_waits_for_no_turn_any_more() -> None:
+    """Two operators, 5 us each count as short: more than 100 us are long."""
+
+    def rest() -> Iterator[int]:
+        time.sleep(0.001)
+        yield from ()
+
+    turns = Turns({0: 2})
+    turns.go_on(0, rest(), True)
+    with worker_module._TURN:
+        assert all(turns.go_on(0, rest(), True) == (None, 0) for _ in range(130))
+
+
 def test_nobody_waits_long_for_a_turn_and_an_error_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Turns({0: 2})
     with worker_module._TURN:
