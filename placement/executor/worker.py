@@ -174,7 +174,7 @@ class _Turns:
         short_ns = _SHORT_NS * self._num_ops[op]
         if whole and following is None and took_ns < short_ns:
             self._times[op] = -math.inf
-        elif took_ns > 10 * short_ns:
+        elif self._times[op] > 0 and took_ns > 10 * short_ns:
             self._times[op] = math.inf
         return following, began_ns - asked_ns
 
