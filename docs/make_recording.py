@@ -59,7 +59,7 @@ def main() -> None:
     screen = Console(record=True, width=COLUMNS, file=io.StringIO(), highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         record(screen, folder)
-    drawn = screen.export_svg(title="the first minute", unique_id="first-minute")
+    drawn = screen.export_svg(title="the first minutes", unique_id="first-minute")
     # Whatever monospaced font there is: nothing is fetched to show it.
     SCREEN.write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
     print(f"written: {SCREEN}")
