@@ -81,9 +81,14 @@ class DispatchNet(nn.Module):
         return tuple(np.ascontiguousarray(x.detach().numpy(), dtype=np.float32) for x in parts)
 
 
-def answer(net: DispatchNet, problem: Problem) -> tuple[NDArray[np.int32], float]:
-    """One greedy decode: the device of each group int32 ``[G]``, and its seconds."""
-    episode = Dispatcher(problem)
+def answer(
+    net: DispatchNet, problem: Problem, backward: bool = False
+) -> tuple[NDArray[np.int32], float]:
+    """One greedy decode: the device of each group int32 ``[G]``, and its seconds.
+
+    ``backward``: from the last operator to the first (see ``Dispatcher``).
+    """
+    episode = Dispatcher(problem, backward=backward)
     episode.construct(net.weights(), net.config.finish_weight)
     return choice_of(problem, episode.placement), episode.value_s()
 

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from agents.dispatch import DispatchNet, answer
+from agents.dispatch import answer
 from agents.planner import released
 from agents.trained import TrainedPolicy, untrained_net
-from envs.dispatch import Dispatcher
 from experiments.study import Option, Options, Study, StudyError
 from experiments.tables import Column, geometric, groups, table
 from placement import importers
@@ -130,9 +129,9 @@ def rows(options: Options) -> Iterator[Row]:
     heft = load("heft")
     deciders: dict[str, Callable[[Problem], float]] = {
         TRAINED: lambda problem: answer(ours, problem)[1],
-        f"{TRAINED}, from the end": lambda problem: from_the_end(ours, problem),
+        f"{TRAINED}, from the end": lambda problem: answer(ours, problem, backward=True)[1],
         UNTRAINED: lambda problem: answer(untrained, problem)[1],
-        f"{UNTRAINED}, from the end": lambda problem: from_the_end(untrained, problem),
+        f"{UNTRAINED}, from the end": lambda problem: answer(untrained, problem, backward=True)[1],
         HEFT: lambda problem: value_of(problem, heft(problem)),
     }
     deciders |= {f"ReSched {network}": theirs(checkout, network) for network in NETWORKS}
@@ -143,13 +142,6 @@ def rows(options: Options) -> Iterator[Row]:
             make = partial(timed, decode, problem)
             result = options.finished.row(dict, [name, who], make, f"{name}-{who}")
             yield Row(kind, name, who, known=known, **result)
-
-
-def from_the_end(net: DispatchNet, problem: Problem) -> float:
-    """Of one greedy decode that places the last operations first."""
-    episode = Dispatcher(problem, backward=True)
-    episode.construct(net.weights(), net.config.finish_weight)
-    return episode.value_s()
 
 
 def timed(decode: Callable[[Problem], float], problem: Problem) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from placement.capturing import capture
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster, Device
 from placement.costs import measure as measure_module
 from placement.costs.measure import (
     _LINK_BYTES,
@@ -58,6 +58,15 @@ class Machine:
 
     def simulated(self, placement, num_microbatches):
         return simulate(self.problem, placement, num_microbatches=num_microbatches)
+
+
+def errors(graph: OpGraph, cluster: Cluster, guess: Profile, truth: Profile) -> list[float]:
+    """How far latencies and periods of 20 placements are off, on average."""
+    others = np.random.default_rng(0).integers(0, 2, (20, graph.num_ops)).astype(np.int32)
+    problems = [Problem(graph, cluster, p, num_microbatches=8) for p in (guess, truth)]
+    said, true = (evaluate(problem, others) for problem in problems)
+    ratios = said.latency_s / true.latency_s, said.period_s / true.period_s
+    return [float(np.abs(ratio - 1).mean()) for ratio in ratios]
 
 
 def test_every_operator_is_measured_on_every_device_and_nothing_is_left_running():
@@ -289,20 +298,12 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
     assert found.provenance["alone"] == pytest.approx([1.0, 1 / 1.4])
     slower = calibrated(graph, TWO, at_speed(profile, np.array([1.0, 0.8])))
     np.testing.assert_allclose(slower.compute_s[:, 1], 0.8 * truth.compute_s[:, 1])
-    others = np.random.default_rng(0).integers(0, 2, (20, 12)).astype(np.int32)
-
-    def errors(guess):
-        problems = [Problem(graph, TWO, p, num_microbatches=8) for p in (guess, truth)]
-        said, true = (evaluate(problem, others) for problem in problems)
-        ratios = said.latency_s / true.latency_s, said.period_s / true.period_s
-        return [np.abs(ratio - 1).mean() for ratio in ratios]
-
     # Replicas send nothing: of what neighbours cost they tell most, and are told best.
     turns = np.array([[[0] * 12, [1] * 12]], np.int32)
     said, true = (evaluate(Problem(graph, TWO, p), turns) for p in (found, truth))
     np.testing.assert_allclose(said.period_s, true.period_s, rtol=0.03)
 
-    before, after = errors(profile), errors(found)
+    before, after = (errors(graph, TWO, guess, truth) for guess in (profile, found))
     assert min(before) > 0.07 and max(after) < 0.04, (before, after)
     # Devices that are slower while placements run than when they were measured change nothing.
     for learned in (found, slower):
@@ -319,35 +320,21 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
 
 def test_each_way_between_unlike_devices_has_costs_of_its_own(monkeypatch):
     """To a GPU tensors take three times as long as measured; to send one off takes it 100 us."""
-    graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(48)]), torch.ones(4))
+    graph = relus(48)
     cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
     names = cluster.device_names
-    links = tuple(Link(a, b, 3e-5, 1e9) for a, b in (names, names[::-1]))
+    links = every_link(names, 3e-5, 1e9)
     seconds = np.full((48, 2), 1e-4)
     profile = Profile(names, seconds, seconds * 0, links)
     to, back = links
     there = replace(to, latency_s=9e-5, bandwidth_bytes_per_s=1e9 / 3)
     truth = replace(profile, links=(there, replace(back, send_s=1e-4)))
 
-    class Machine:
-        def __init__(self, problem):
-            self.problem = replace(problem, profile=truth)
-
-        def run(self, placement, num_microbatches=None, max_in_flight=None):
-            alone = 1 if max_in_flight == 1 else None
-            return simulate(self.problem, placement, num_microbatches=alone)
-
-    monkeypatch.setattr(measure_module, "Executor", Machine)
+    monkeypatch.setattr(
+        measure_module, "Executor", lambda problem: Machine(replace(problem, profile=truth))
+    )
     found = calibrated(graph, cluster, profile)
-    others = np.random.default_rng(0).integers(0, 2, (20, 48)).astype(np.int32)
-
-    def errors(guess):
-        problems = [Problem(graph, cluster, p, num_microbatches=8) for p in (guess, truth)]
-        said, true = (evaluate(problem, others) for problem in problems)
-        ratios = said.latency_s / true.latency_s, said.period_s / true.period_s
-        return [np.abs(ratio - 1).mean() for ratio in ratios]
-
-    before, after = errors(profile), errors(found)
+    before, after = (errors(graph, cluster, guess, truth) for guess in (profile, found))
     assert min(before) > 0.1 and max(after) < 0.04, (before, after)
     assert [way[:2] for way in found.provenance["ways"]] == [list(names), list(names[::-1])]
     assert found.links[1].send_s == pytest.approx(1e-4, rel=0.3) and found.links[0].send_s < 3e-5
