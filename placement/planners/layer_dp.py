@@ -38,16 +38,18 @@ class LayerDp:
     Attributes:
         max_states: sets of devices.
         helpers: whether to run the second program.
+        evaluations: budget; None is no limit.
     """
 
     max_states: int = 4096
     helpers: bool = True
+    evaluations: int | None = None
 
     def __post_init__(self) -> None:
         check_least(self, 1, "max_states")
 
     def __call__(self, problem: Problem) -> Solution:
-        search = Search(problem)
+        search = Search(problem, evaluations=self.evaluations)
         search.costs(single_devices(problem))
         why = _no_chain(problem)
         if why:
@@ -61,7 +63,7 @@ class LayerDp:
         for block, helper in tries:
             for activations in (False, True):
                 found = _solve(problem, block, helper, activations, self.max_states)
-                if found is None or search.costs(found)[0] < INFEASIBLE:
+                if found is None or search.cost(found) < INFEASIBLE:
                     break  # the best without them, and it fits with them too
         return search.solution(all_orders=all_orders)
 
