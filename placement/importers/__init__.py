@@ -6,7 +6,8 @@
 * ``pipedream``: ``graph.txt`` of github.com/msr-fiddle/pipedream
 * ``doppler``: ``compute_graph/*.txt`` of github.com/xinyuyao/Doppler
 * ``moirai``: JSON with times on several devices and a transfer matrix per tensor
-* ``shop``: flexible job shops, the JSON of github.com/ScheduleOpt/benchmarks and ``.fjs`` texts
+* ``shop``: flexible job shops, the JSON of github.com/ScheduleOpt/benchmarks and of
+  github.com/SchedulingLab/fjsp-instances, ``.fjs`` texts, and texts of classical job shops
 * ``stg``: standard task graphs, ``.stg``
 * ``neusight``: operators measured on a GPU, the CSV files of github.com/sitar-lab/NeuSight
 * ``wfformat``: workflows, the JSON of github.com/wfcommons
@@ -60,8 +61,8 @@ _TEXTS: tuple[tuple[Any, str], ...] = (
     (pipedream, "PipeDream files"),
     (doppler, "DOPPLER graphs"),
     (neusight, "NeuSight's files"),
-    (shop, "shops"),
     (stg, "standard task graphs"),
+    (shop, "shops"),
 )
 _OBJECTS: tuple[tuple[Any, str], ...] = (
     (dnn_partitioning, "dnn-partitioning files"),
@@ -114,7 +115,7 @@ def load(
         _check_options(given, onnx_model.Options.__annotations__, path, "ONNX files")
         return onnx_model.read(content, str(path), objective=objective, **given)
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         what = model_file(path, content) or f"not UTF-8 text ({error}); {KNOWN}"
         raise FormatError(f"{path}: {what}") from error

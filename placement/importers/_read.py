@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,14 @@ def whole(value: Any, what: str, low: int = 0, most: int = 2**63 - 1) -> int:
     if int(value) > most:  # as a float, a large one would be another
         raise FormatError(f"{what} = {short(value)} is too large: at most {most} is possible")
     return int(value)
+
+
+def numbered(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Lines that have words, by their numbers; what follows a ``#`` is a comment."""
+    for i, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if words:
+            yield i, words
 
 
 def check_table(path: str, num_tensors: int, num_devices: int) -> None:
@@ -136,9 +144,6 @@ class Tasks:
 def task_problem(path: str, tasks: Tasks, cluster: Cluster, objective: str | None) -> Problem:
     """The problem of ``tasks``, by default for ``latency``.
 
-    Where operators are not in the file's order, the profile's provenance has the ``file_order``:
-    the position in the file of each.
-
     Raises:
         FormatError: the pairs have a cycle, or a number is out of range.
     """
@@ -149,7 +154,6 @@ def task_problem(path: str, tasks: Tasks, cluster: Cluster, objective: str | Non
         bare.setdefault(u, []).append(v)
     tensors = [*tasks.tensors, *((u, 0, users) for u, users in bare.items())]
     uses = [(t, position[v]) for t, (_, _, users) in enumerate(tensors) for v in users]
-    moved = {} if order == sorted(order) else {"file_order": order}
     try:
         graph = OpGraph.build(
             tasks.name,
@@ -162,7 +166,7 @@ def task_problem(path: str, tasks: Tasks, cluster: Cluster, objective: str | Non
     except ValueError as error:
         raise FormatError(f"{path}: {error}") from error
     goal = objective or "latency"
-    return problem_of(path, tasks.form, graph, cluster, tasks.seconds[order], goal, facts=moved)
+    return problem_of(path, tasks.form, graph, cluster, tasks.seconds[order], goal, order=order)
 
 
 def problem_of(
@@ -173,19 +177,23 @@ def problem_of(
     compute_s: NDArray[np.float64],
     objective: str,
     *,
+    order: Sequence[int] = (),
     facts: Mapping[str, Any] | None = None,
     costs: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Problem:
     """The problem of a file of the format ``form``, with the links that the cluster declares.
 
+    ``order`` is the position in the file of each operator: where it is not that of the graph, the
+    profile's provenance has it as ``file_order``.
     ``facts`` are more of the profile's provenance, ``costs`` more of its fields; ``settings`` are
     the problem's.
 
     Raises:
         FormatError: it is none; the message names the file.
     """
-    provenance = {"format": form, "file": Path(path).name, **(facts or {})}
+    moved = {} if list(order) == sorted(order) else {"file_order": list(order)}
+    provenance = {"format": form, "file": Path(path).name, **moved, **(facts or {})}
     names, spread_s = cluster.device_names, np.zeros_like(compute_s)
     try:
         profile = Profile(

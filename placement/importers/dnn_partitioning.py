@@ -143,7 +143,8 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     )
     meant: Any = {None: "max_load", "latency": "piecewise_latency"}.get(objective, objective)
     costs = {"transfer_s": transfer_s, "io_s": io_s}
-    return problem_of(path, "dnn-partitioning", graph, cluster, compute_s, meant, costs=costs)
+    form = "dnn-partitioning"
+    return problem_of(path, form, graph, cluster, compute_s, meant, order=order, costs=costs)
 
 
 def _flag(node: dict[str, Any], name: str, where: str) -> bool:

@@ -91,4 +91,4 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
     compute_s = np.repeat(table[:, :1] / COST_PER_S, devices, axis=1)
     goal = objective or "latency"
     how: Any = {"contention": False, "ready_order": "arrival"}
-    return problem_of(path, "doppler", graph, cluster, compute_s, goal, **how)
+    return problem_of(path, "doppler", graph, cluster, compute_s, goal, order=order, **how)

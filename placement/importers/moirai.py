@@ -91,8 +91,8 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     cluster = Cluster(
         "moirai", tuple(Device(f"device:{d}", "accelerator") for d in range(num_devices))
     )
-    goal, costs = objective or "period", {"transfer_s": transfer_s}
-    return problem_of(path, "moirai", graph, cluster, np.array(times)[order], goal, costs=costs)
+    goal, seconds, costs = objective or "period", np.array(times)[order], {"transfer_s": transfer_s}
+    return problem_of(path, "moirai", graph, cluster, seconds, goal, order=order, costs=costs)
 
 
 def _matrix(rows: Any, num_devices: int, where: str) -> NDArray[np.float64]:

@@ -110,6 +110,7 @@ def read(
         size = np.append(size, [size[u] for u, _ in pairs])
         seconds = np.append(seconds, table[::-1, 1] / 1e3)
         group = np.append(group, group[::-1])
+        order = [*order, *(2 * n - 1 - v for v in order[::-1])]  # theirs follow those of the file
         backward = np.append(backward, np.ones(n, bool))
         param_uses += [(int(back[op]), k) for k, op in enumerate(stored)]
     sinks = sorted(set(range(n)) - {u for u, _ in pairs})
@@ -129,7 +130,7 @@ def read(
     )
     compute_s = np.repeat(seconds[:, None], devices, axis=1)
     goal, facts = objective or "period", {"mode": mode}
-    return problem_of(path, "pipedream", graph, cluster, compute_s, goal, facts=facts)
+    return problem_of(path, "pipedream", graph, cluster, compute_s, goal, order=order, facts=facts)
 
 
 def _fields(text: str, where: str) -> list[float]:
