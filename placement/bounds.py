@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from placement.objective import Objective
 from placement.problem import Floats, Problem
+from placement.tools.clock import loads
 
 
 def lower_bounds(problem: Problem) -> dict[str, float]:
@@ -265,8 +266,16 @@ def _two_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
     return np.array([ratio[best], 1.0]) / (ratio[best] * count[0] + count[1])
 
 
+@loads
+def _load_solver() -> None:
+    """SciPy takes longer to import than a small program to solve."""
+    import scipy.optimize
+    import scipy.sparse  # noqa: F401
+
+
 def _lp_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
     """Prices of several kinds of device, float64 ``[K]``, from the LP's marginals."""
+    _load_solver()
     from scipy.optimize import linprog
     from scipy.sparse import coo_matrix
 

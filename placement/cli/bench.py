@@ -30,8 +30,9 @@ evaluations, seconds, feasible, device (index of the machine, per operation of t
 order) and start (in the file's unit of time, per operation; null for objectives without a
 timetable). A row's gap is over the lower bound where no best is known; such rows count in the mean
 only in a suite of which nothing better is known. Rows without an answer do not count; unsolved says
-how many. A value below a proved bound ends the command with exit code
-70. The same object is kept in --out FILE after every problem, and the same command continues it.
+how many. A value below a proved bound or the best known ends the command with exit code 70; a file
+that cannot be read is a row without an answer, and in the end exit code 2. The same object is kept
+in --out FILE after every problem, and the same command continues it.
 """
 WIDE = 18  # of a problem's name; of longer ones the end says more
 
@@ -91,7 +92,8 @@ def _budgets(args: argparse.Namespace) -> list[int | None]:
 
 def _one(args: argparse.Namespace, planner: Any, cases: Sequence[Case]) -> int:
     """All cases with one budget; what is finished is shown whatever ends it."""
-    from placement.runs.bench import answer, measure
+    from placement.importers import FormatError
+    from placement.runs.bench import answer, measure, unread
     from placement.tools.files import write_atomic
 
     facts = {
@@ -106,7 +108,10 @@ def _one(args: argparse.Namespace, planner: Any, cases: Sequence[Case]) -> int:
             for k, case in enumerate(cases):
                 report(f"{args.suite}: {case.problem}", k / len(cases))
                 key = (case.problem, case.devices)
-                rows.append(done[key] if key in done else measure(case, planner))
+                try:
+                    rows.append(done[key] if key in done else measure(case, planner))
+                except FormatError as error:
+                    rows.append(unread(case, str(error)))
                 if args.out and key not in done:
                     object_ = answer(args.suite, args.planner, rows, **facts)
                     write_atomic(args.out, json.dumps(object_, indent=1, allow_nan=False) + "\n")
@@ -116,14 +121,21 @@ def _one(args: argparse.Namespace, planner: Any, cases: Sequence[Case]) -> int:
                 cli.print_json(answer(args.suite, args.planner, rows, **facts))
             else:
                 _show(args, rows)
+    unsolved = sorted((row for row in rows if not row.feasible), key=lambda row: not row.unread)
+    for row in unsolved[:3]:
+        cli.say(f"{row.problem}: no answer: {cli.one_line(row.note)}")
+    if len(unsolved) > 3:
+        cli.say(f"and {len(unsolved) - 3} more of {len(rows)} without an answer")
     wrong = [row for row in rows if row.impossible]
     for row in wrong:
         cli.say(
-            f"{row.problem} on {row.devices} devices: {row.value} is below the proved bound "
-            f"{row.lower_bound}: the bound is wrong, or the simulator"
+            f"{row.problem} on {row.devices} devices: {row.value} is below {row.impossible}: that "
+            "is wrong, or the simulator is"
         )
     if wrong:
         return cli.DEFECT
+    if any(row.unread for row in rows):
+        return cli.BAD_INPUT
     return cli.OK if any(row.feasible for row in rows) else cli.NO
 
 
@@ -151,7 +163,9 @@ def _finished(
             f"--out {args.out} cannot be continued ({error}); name another file, or remove it"
         ) from error
     # A case whose file describes its devices asks for none.
-    return {(row.problem, count): row for row in rows for count in (row.devices, None)}
+    return {
+        (row.problem, count): row for row in rows if not row.unread for count in (row.devices, None)
+    }
 
 
 def _show(args: argparse.Namespace, rows: Sequence[BenchRow]) -> None:
@@ -177,11 +191,6 @@ def _show(args: argparse.Namespace, rows: Sequence[BenchRow]) -> None:
             f"gap {mean.gap:.2%} (95 % interval {mean.low:.2%} to {mean.high:.2%}), geometric mean "
             f"of {cli.count(mean.count, 'problem')}; * proved optimal: {mean.optimal:.1%}"
         )
-    unsolved = [row for row in rows if not row.feasible]
-    for row in unsolved[:3]:
-        cli.say(f"{row.problem}: no answer: {cli.one_line(row.note)}")
-    if len(unsolved) > 3:
-        cli.say(f"and {len(unsolved) - 3} more of {len(rows)} without an answer")
 
 
 def _gap(row: BenchRow) -> str:

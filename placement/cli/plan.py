@@ -378,8 +378,10 @@ def check_budget(args: argparse.Namespace) -> None:
     """Raises: UsageError, ``--seconds``, ``--evaluations`` or ``--seed`` out of range."""
     for key in ("seconds", "evaluations"):
         value = getattr(args, key)
-        if value is not None and not value > 0:
-            raise cli.UsageError(f"--{key} {value} must be positive; leave it out for no limit")
+        if value is not None and not (value > 0 and isfinite(value)):
+            raise cli.UsageError(
+                f"--{key} {value} must be positive and finite; leave it out for no limit"
+            )
     if args.seed is not None and args.seed < 0:
         raise cli.UsageError(f"--seed {args.seed} must be at least 0")
 

@@ -6,6 +6,7 @@ below what is proved to be possible is an error of ours, or of the bound, and is
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -56,13 +57,22 @@ class BenchRow:
         )
 
     @property
-    def impossible(self) -> bool:
-        """Whether the value is below what is proved: a defect."""
-        return (
-            self.value is not None
-            and self.lower_bound is not None
-            and self.value < self.lower_bound * (1 - _TOLERANCE)
-        )
+    def unread(self) -> bool:
+        """Whether there is no answer because its file is damaged."""
+        return not self.objective
+
+    @property
+    def impossible(self) -> str:
+        """What the value should not be below; empty if it is not.
+
+        Below a proved bound is a defect, of the bound or of ours. So it is below the best known,
+        unless somebody has found a better schedule.
+        """
+        floors = {"proved bound": self.lower_bound, "best known": self.best_known}
+        for what, floor in floors.items():
+            if self.value is not None and self.value < (floor or 0.0) * (1 - _TOLERANCE):
+                return f"the {what}, {floor}"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,22 @@ class BenchMean:
     unsolved: int
 
 
+def unread(case: Case, why: str) -> BenchRow:
+    """The row of a case whose file is damaged."""
+    nothing: dict[str, Any] = dict.fromkeys(("value", "gap", "evaluations", "device", "start"))
+    bounds = {"lower_bound": _plain(case.lower_bound), "best_known": _plain(case.best_known)}
+    return BenchRow(
+        case.problem,
+        case.devices or 0,
+        **nothing,
+        **bounds,
+        seconds=0.0,
+        feasible=False,
+        objective="",
+        note=why,
+    )
+
+
 def measure(case: Case, planner: Planner) -> BenchRow:
     """The row of ``planner`` on a case.
 
@@ -97,6 +123,8 @@ def measure(case: Case, planner: Planner) -> BenchRow:
         "objective": str(problem.objective),
         "best_known": _plain(case.best_known),
     }
+    # Going through all that was imported takes longer than a decode: no collection is to do it.
+    gc.freeze()
     began = time.perf_counter()
     try:
         solution = planner(problem)
@@ -106,6 +134,8 @@ def measure(case: Case, planner: Planner) -> BenchRow:
         note = "" if np.isfinite(value) else str(solution.stats.get("infeasible", "does not fit"))
     except ValueError as error:  # not for this problem
         value, took_s, solution, note = np.inf, time.perf_counter() - began, None, str(error)
+    finally:
+        gc.unfreeze()
     if solution is None or not np.isfinite(value):
         keys = ("value", "gap", "evaluations", "device", "start")
         nothing: dict[str, Any] = dict.fromkeys(keys)

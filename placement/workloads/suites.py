@@ -7,6 +7,7 @@ file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from placement import importers
-from placement.importers import neusight
+from placement.importers import neusight, shop
 from placement.objective import Objective
 from placement.problem import Problem
 from placement.tools.files import parse_json, short
 from placement.workloads import synthetic
+
+_ENDING = re.compile(r"\.(json|fjs|txt|stg|csv)(\.gz)?$", re.IGNORECASE)
 
 
 class SuiteError(ValueError):
@@ -56,7 +59,7 @@ class Suite:
         about: what its problems are.
         source: who publishes it; empty for what needs no file.
         licence: of the files.
-        files: what lies in the folder, as a pattern.
+        files: what lies in the folder, or in folders in it, as patterns; also compressed (.gz).
         read: the cases of a folder, with as many devices as are asked for (None: its own).
         takes_devices: whether that can be asked for.
     """
@@ -93,12 +96,15 @@ def cases(
         if data is None:
             raise SuiteError(f"suite {suite} needs the folder of its files. {_where(suite)}")
         folder = Path(data) / suite if (Path(data) / suite).is_dir() else Path(data)
-        if not any(True for pattern in known.files for _ in folder.glob(pattern)):
-            raise SuiteError(f"no {' or '.join(known.files)} in {folder}. {_where(suite)}")
     every = list(known.read(folder, devices))
-    for ending in {Path(pattern).suffix for pattern in known.files}:
-        only = only.removesuffix(ending)
-    found = [case for case in every if fnmatch(case.problem, only)]
+    if not every:
+        raise SuiteError(f"no {' or '.join(known.files)} in {folder}. {_where(suite)}")
+    only = _ENDING.sub("", only)
+    found = [
+        case
+        for case in every
+        if fnmatch(case.problem, only) or fnmatch(case.problem.rpartition("/")[2], only)
+    ]
     if not found:
         names = short([case.problem for case in every], 200)
         raise SuiteError(f"suite {suite} has no problem {only!r}; it has {names}")
@@ -114,25 +120,39 @@ def _where(suite: str) -> str:
     )
 
 
+def _files(folder: Path, *endings: str) -> Iterator[tuple[str, Path]]:
+    """Files of these endings, also compressed, by their path in the folder without it."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        ending = _ENDING.search(name)
+        if ending and ending[1].lower() in endings and path.is_file():
+            yield name[: ending.start()], path
+
+
 def _shops(folder: Path, devices: int | None) -> Iterator[Case]:
-    known = _object(folder / "best_known.json")
-    files = [path for ending in ("json", "fjs") for path in folder.glob(f"*.{ending}")]
-    for path in sorted(files):
-        if path.name != "best_known.json":
-            record = known.get(path.stem, {})
-            where = f"{folder / 'best_known.json'}: {path.stem}"
-            bounds = (_bound(record, key, where) for key in ("lower_bound", "upper_bound"))
-            yield Case(path.stem, partial(importers.load, path), None, 1.0, *bounds)
+    where = folder / "best_known.json"
+    known = _records(where)
+    for name, path in _files(folder, "json", "fjs", "txt"):
+        text = path.suffix == ".txt"  # which may be about anything
+        if path.name != where.name and not (text and not shop.looks_like(_text(path))):
+            record = _of(known, name, path)
+            low, most = (
+                _bound(record, key, f"{where}: {name}") for key in ("lower_bound", "upper_bound")
+            )
+            if low is not None and most is not None and low > most:
+                raise SuiteError(f"{where}: {name}: lower_bound {low} > upper_bound {most}")
+            yield Case(name, partial(importers.load, path), None, 1.0, low, most)
 
 
 def _stg(folder: Path, devices: int | None) -> Iterator[Case]:
-    known = _object(folder / "optimal.json")
-    for path in sorted(folder.glob("*.stg")):
-        record = known.get(path.name, {})
+    where = folder / "optimal.json"
+    known = _records(where)
+    for name, path in _files(folder, "stg"):
+        record = _of(known, name, path)
         for count in (2, 4, 8, 16) if devices is None else (devices,):
-            best = _bound(record, str(count), f"{folder / 'optimal.json'}: {path.name}")
+            best = _bound(record, str(count), f"{where}: {name}")
             load = partial(importers.load, path, devices=count)
-            yield Case(path.stem, load, count, 1.0, best, best)
+            yield Case(name, load, count, 1.0, best, best)
 
 
 def _neusight(folder: Path, devices: int | None) -> Iterator[Case]:
@@ -148,8 +168,7 @@ def _neusight(folder: Path, devices: int | None) -> Iterator[Case]:
 
 def _wfformat(folder: Path, devices: int | None) -> Iterator[Case]:
     count = 4 if devices is None else devices
-    for path in sorted(folder.rglob("*.json")):
-        name = path.relative_to(folder).with_suffix("").as_posix()
+    for name, path in _files(folder, "json"):
         yield Case(name, partial(importers.load, path, devices=count), count)
 
 
@@ -200,34 +219,48 @@ def _synthetic(folder: Path, devices: int | None) -> Iterator[Case]:
         yield Case(name, partial(made, 0), made.num_devices)
 
 
-def _object(path: Path) -> Mapping[str, Any]:
-    """A file of bounds; empty where there is none."""
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _records(path: Path) -> Mapping[str, Any]:
+    """A file of bounds, by the name of the problem; empty where there is none."""
     if not path.is_file():
         return {}
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        found = parse_json(_text(path))
     except ValueError as error:
         raise SuiteError(f"{path}: not valid JSON: {error}") from error
+    if isinstance(found, list):  # as ScheduleOpt/benchmarks has them
+        found = {r["instance"]: r for r in found if isinstance(r, dict) and "instance" in r}
     if not isinstance(found, dict):
         raise SuiteError(f"{path}: must be an object, by the name of the problem")
     return found
 
 
+def _of(known: Mapping[str, Any], name: str, path: Path) -> Any:
+    """What is said of a problem: by its path, or by its name with or without the ending."""
+    names = (name, path.name, name.rpartition("/")[2])
+    return next((known[key] for key in names if key in known), {})
+
+
 def _bound(record: Any, key: str, where: str) -> float | None:
+    """A time; None where it is not told, or says nothing (0)."""
     value = record.get(key) if isinstance(record, dict) else record
     if value is None:
         return None
-    if type(value) not in (int, float) or not (value > 0 and isfinite(value)):
-        raise SuiteError(f"{where}: {key} = {short(value)} is not a time above 0")
-    return float(value)
+    if type(value) not in (int, float) or not (value >= 0 and isfinite(value)):
+        raise SuiteError(f"{where}: {key} = {short(value)} is not a time")
+    return float(value) or None
 
 
 SUITES: dict[str, Suite] = {
     "shops": Suite(
         "flexible job shops: which machine, and in which order",
-        "github.com/ScheduleOpt/benchmarks (with best_known.json: lower and upper bounds by name)",
+        "github.com/ScheduleOpt/benchmarks (with best_known.json: its flexible-jobshop/solutions/"
+        "bks.json, or lower_bound and upper_bound by name)",
         "CC BY-SA 4.0",
-        ("*.json", "*.fjs"),
+        ("*.json", "*.fjs", "*.txt"),
         _shops,
         takes_devices=False,
     ),
@@ -250,7 +283,7 @@ SUITES: dict[str, Suite] = {
         "workflows of scientific applications on equal machines",
         "github.com/wfcommons/WfInstances",
         "LGPL-3.0",
-        ("**/*.json",),
+        ("*.json",),
         _wfformat,
     ),
     "public": Suite(

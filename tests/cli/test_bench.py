@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from placement import importers
 from placement.__main__ import main
 from placement.cli import BAD_INPUT, DEFECT, INTERRUPTED, NO, OK
+from placement.planners.best_of import BestOf
 from placement.planners.heft import Heft
 from placement.planners.order_search import OrderSearch
 from placement.problem import Planner, Problem, Solution
@@ -196,6 +198,36 @@ def test_devices_and_names(data: Path, capsys: Any) -> None:
     assert [c.problem for c in cases("shops", data / "shops")] == ["a", "b"], "or the folder itself"
 
 
+def test_files_as_they_are_passed_on(tmp_path: Path) -> None:
+    """In folders, compressed, of several formats; bounds as a list, or by the file's name."""
+    text = "1 2\n2 1 1 3 1 2 4\n"
+    write(tmp_path / "shops/mk/Mk1.fjs", text)
+    write(tmp_path / "shops/mk/mk2.txt", text)
+    write(tmp_path / "shops/README.txt", "read me")
+    (tmp_path / "shops/mk3.FJS.gz").write_bytes(gzip.compress(text.encode()))
+    bounds = [{"instance": "Mk1", "lower_bound": 7, "upper_bound": 7}, {"instance": "none"}]
+    write(tmp_path / "shops/best_known.json", json.dumps(bounds))
+    found = cases("shops", tmp_path)
+    assert [case.problem for case in found] == ["mk/Mk1", "mk/mk2", "mk3"]
+    assert [case.best_known for case in found] == [7, None, None]
+    assert [bench.measure(case, Heft()).value for case in found] == [7, 7, 7]
+    for only in ("mk/Mk1", "Mk*", "Mk1.fjs"):
+        assert [case.problem for case in cases("shops", tmp_path, only=only)] == ["mk/Mk1"]
+    write(tmp_path / "shops/best_known.json", '{"mk2.txt": {"lower_bound": 0}, "mk3": 7}')
+    found = cases("shops", tmp_path)
+    assert [case.lower_bound for case in found] == [None, None, 7], "0 says nothing"
+
+
+def test_devices_are_in_the_order_of_the_file(tmp_path: Path, capsys: Any) -> None:
+    nodes = [{"id": name, "time": [a, b]} for name, a, b in (("c", 1, 9), ("a", 9, 2), ("b", 4, 4))]
+    ends = [("a", "b", [[0, 5], [5, 0]]), ("b", "c", [[0, 1], [1, 0]])]
+    edges = [{"src": a, "dst": b, "transfer": c} for a, b, c in ends]
+    text = json.dumps({"num_devices": 2, "nodes": nodes, "edges": edges})
+    write(tmp_path / "moirai/m.json", text)
+    (row,) = answer(capsys, "public", "--data", str(tmp_path), "--planner", "heft")["rows"]
+    assert row["device"] == [0, 1, 1] and row["start"] == pytest.approx([7, 0, 2])
+
+
 def test_problems_that_need_no_file(capsys: Any) -> None:
     got = answer(capsys, "synthetic", "--planner", "m_topo", "--only", "layered*")
     assert [row["problem"] for row in got["rows"]] == ["layered", "layered_wide"]
@@ -236,15 +268,25 @@ def test_what_a_planner_says_of_itself_does_not_count(data: Path) -> None:
 
 
 def test_a_value_below_a_proved_bound_fails_the_run(data: Path, capsys: Any) -> None:
-    write(data / "shops/best_known.json", json.dumps({"b": {"lower_bound": 1000}}))
-    assert main(["bench", "shops", "--data", str(data), "--planner", "heft"]) == DEFECT
-    err = capsys.readouterr().err
-    assert "b on 3 devices" in err and "is below the proved bound 1000" in err
+    for key, said in (("lower_bound", "the proved bound"), ("upper_bound", "the best known")):
+        write(data / "shops/best_known.json", json.dumps({"b": {key: 1000}}))
+        assert main(["bench", "shops", "--data", str(data), "--planner", "heft"]) == DEFECT
+        err = capsys.readouterr().err
+        assert "b on 3 devices" in err and f"is below {said}, 1000" in err
 
 
 def test_a_suite_without_any_answer(data: Path, capsys: Any) -> None:
     got = answer(capsys, "shops", "--data", str(data), "--planner", f"{__name__}:_refuses", code=NO)
     assert got["gap"] is None and got["unsolved"] == 2
+
+
+def test_a_budget_of_evaluations_is_kept(tmp_path: Path) -> None:
+    """Also by planners that run others: some of these try every device."""
+    text = shop(*drawn(np.random.default_rng(0), 20, 12))
+    write(tmp_path / "s.json", text)
+    (case,) = cases("shops", tmp_path)
+    for most in (1, 15, 20):
+        assert (bench.measure(case, BestOf(evaluations=most)).evaluations or 0) <= most
 
 
 # -- what people read ------------------------------------------------------------------------------
@@ -296,11 +338,26 @@ def test_errors_say_what_to_do(data: Path, capsys: Any, tmp_path: Path) -> None:
     assert "--evaluations many" in said("shops", "--data", str(data), "--evaluations", "many")
     write(data / "shops/best_known.json", '{"a": {"lower_bound": "none"}}')
     assert "lower_bound = 'none' is not a time" in said("shops", "--data", str(data))
-    write(data / "shops/c.json", '{"operations": []')
-    write(data / "shops/best_known.json", "{}")
-    assert "c.json: not valid JSON" in said("shops", "--data", str(data), "--only", "c")
+    write(data / "shops/best_known.json", '{"a": {"lower_bound": 9, "upper_bound": 8}}')
+    assert "a: lower_bound 9.0 > upper_bound 8.0" in said("shops", "--data", str(data))
+    assert "must be positive and finite" in said("synthetic", "--seconds", "inf")
     with pytest.raises(SuiteError):
         cases("synthetic", only="nothing")
+
+
+def test_the_others_are_run_where_a_file_is_damaged(
+    data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    write(data / "shops/aa.json", '{"operations": []')
+    out = str(tmp_path / "rows.json")
+    argv = ["shops", "--data", str(data), "--planner", "heft"]
+    for _ in range(2):  # it is read again
+        assert main(["bench", *argv, "--json", "--out", out]) == BAD_INPUT
+        text, err = capsys.readouterr()
+        got = json.loads(text)
+        assert [row["feasible"] for row in got["rows"]] == [True, False, True]
+        assert got["unsolved"] == 1 and "aa.json: not valid JSON" in got["rows"][1]["note"]
+        assert "aa: no answer" in err and err.count("\n") == 1
 
 
 def test_every_suite_says_where_it_is_from() -> None:
