@@ -131,7 +131,8 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if timers:  # what a callback did not finish, e.g. a kernel that is half compiled
+        # What a callback did not finish, e.g. a kernel that is half compiled, or a kernel's result.
+        if timers or isinstance(error.__cause__, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         raise
     finally:

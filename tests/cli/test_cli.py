@@ -742,6 +742,8 @@ def test_ctrl_c_in_a_callback_of_c_comes_again(capsys: Any) -> None:
     with pytest.raises(KeyboardInterrupt), interruptible():
         callback()
         raise RuntimeError("what the callback left half done")
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        raise SystemError("a kernel returned a result") from KeyboardInterrupt()
     with interruptible():
         callback()
     time.sleep(0.1)  # what has ended goes on
