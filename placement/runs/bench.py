@@ -144,6 +144,8 @@ def measure(case: Case, planner: Planner) -> BenchRow:
         )
     if solution.lower_bound_s is not None and solution.lower_bound_s <= value * case.unit_s:
         bound = max(bound, solution.lower_bound_s / case.unit_s)
+    if abs(bound - round(bound)) <= _TOLERANCE * bound:  # proved in seconds, to rounding
+        bound = round(bound)
     best = bound if case.best_known is None else case.best_known
     count = solution.stats.get("evaluations")
     device, start = _in_file_order(problem, solution, case.unit_s)

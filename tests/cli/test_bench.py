@@ -261,6 +261,17 @@ def test_no_answer_is_a_row(planner: Planner, said: str, data: Path) -> None:
     assert mean.gap is None and mean.unsolved == 2 and mean.optimal == 0
 
 
+def _proves(problem: Problem) -> Solution:
+    found = Heft()(problem)
+    return replace(found, lower_bound_s=found.value_s * (1 - 1e-12))
+
+
+def test_a_bound_is_whole_where_times_are(data: Path) -> None:
+    for case in cases("shops", data):
+        row = bench.measure(case, _proves)
+        assert isinstance(row.lower_bound, int) and row.lower_bound == row.value and row.optimal
+
+
 def test_what_a_planner_says_of_itself_does_not_count(data: Path) -> None:
     case = cases("shops", data)[0]
     assert bench.measure(case, _lies).value == bench.measure(case, Heft()).value
