@@ -33,6 +33,7 @@ from placement.planners.order_search import NO_NETWORK, too_few, why_not
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
+from placement.search.descent import descend
 from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_move, two_operators
 from placement.tools.clock import loads
 
@@ -46,6 +47,9 @@ RULES, RULES_SHARE = 40, 0.6
 # Where these are no more than RULES they get all: moves need hundreds. Orders need fewer, and get
 # all where half the operators are more.
 AGAIN = 0.5
+DESCENT = (
+    1.0  # of the budget, for periods: what a descent on their estimate may use, start included
+)
 UNTRAINED = "untrained"
 
 
@@ -312,6 +316,7 @@ class PolicyPlanner:
                     weights = net.weights(store)
                 stats |= anneal_orders(search, weights, CHOOSERS[chooser], width, self.seed)
             else:
+                descend(search, self.seed)
                 stats["steps"] = anneal(search, net, chooser, self.rounds, width, self.seed)
         return self._answer(search, start, stats)
 
