@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 
 from agents.encoder import ILLEGAL
 from envs.dispatch import Dispatcher, Net, notes_of
-from envs.dispatch_kernels import PAIRS
+from envs.dispatch_kernels import NUM_PAIR_FEATURES, PAIRS
 from placement.problem import Problem
 
 _ENOUGH = 4  # independent samples for a mean of advantages
@@ -109,6 +110,7 @@ class EpisodesPPO(PPO):
         keep: share of the decisions that are learned from.
         imitate: instead, the best episode of each problem is imitated (self-labelling: Corsini et
             al., NeurIPS 2024).
+        without: numbers of the ``dispatch_kernels.PAIR_FEATURES`` that the network does not see.
         others: as of stable-baselines3.
     """
 
@@ -118,9 +120,10 @@ class EpisodesPPO(PPO):
         episodes: int = 16,
         keep: float = 0.3,
         imitate: bool = False,
+        without: Sequence[int] = (),
         **others: Any,
     ) -> None:
-        self.episodes, self.keep, self.imitate = episodes, keep, imitate
+        self.episodes, self.keep, self.imitate, self.without = episodes, keep, imitate, without
         self._played: list[_Noted] = []
         super().__init__(*args, **others)
 
@@ -130,6 +133,12 @@ class EpisodesPPO(PPO):
         self.n_steps = steps
         for group in self.policy.optimizer.param_groups:
             group["eps"] = 1e-8  # means over thousands of decisions have small gradients
+        if self.without:
+            net: Any = self.policy.net
+            seen = torch.ones(NUM_PAIR_FEATURES).index_fill(0, torch.tensor(self.without), 0.0)
+            for layer in (net.linear, net.pair):  # weights are 0 and stay so
+                layer.weight.data.mul_(seen)
+                layer.weight.register_hook(seen.mul)
 
     def collect_rollouts(
         self, env: Any, callback: Any, rollout_buffer: Any, n_rollout_steps: int
