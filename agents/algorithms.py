@@ -14,7 +14,7 @@ from torch import nn
 
 from agents.encoder import ILLEGAL
 from envs.dispatch import Dispatcher, Net, notes_of
-from envs.dispatch_kernels import NUM_PAIR_FEATURES, PAIRS
+from envs.dispatch_kernels import PAIRS
 from placement.problem import Problem
 
 _ENOUGH = 4  # independent samples for a mean of advantages
@@ -135,7 +135,8 @@ class EpisodesPPO(PPO):
             group["eps"] = 1e-8  # means over thousands of decisions have small gradients
         if self.without:
             net: Any = self.policy.net
-            seen = torch.ones(NUM_PAIR_FEATURES).index_fill(0, torch.tensor(self.without), 0.0)
+            seen = torch.ones_like(net.linear.weight[0])
+            seen[list(self.without)] = 0.0
             for layer in (net.linear, net.pair):  # weights are 0 and stay so
                 layer.weight.data.mul_(seen)
                 layer.weight.register_hook(seen.mul)
