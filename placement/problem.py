@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,6 +28,18 @@ ReadyOrder = Literal["priority", "arrival"]
 
 class ProblemError(ValueError):
     """The problem, or a placement for it, is not valid; the message has the numbers."""
+
+
+class _Links(NamedTuple):
+    """Arrays ``[D, D]`` of ordered pairs; ``copying`` of each device that streams: the seconds
+    that the host takes to begin to send parameters, and those per byte.
+    """
+
+    latency_s: Floats
+    s_per_byte: Floats
+    blocking: NDArray[np.bool_]
+    channel: NDArray[np.int32]
+    copying: dict[int, tuple[float, float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +185,7 @@ class Problem:
         if not self.cluster.streaming:
             return seconds
         seconds, size = seconds.copy(), self.read_bytes.astype(np.float64)
-        for d, (latency_s, s_per_byte) in self._links[4].items():
+        for d, (latency_s, s_per_byte) in self._links.copying.items():
             copied_s = np.where(size > 0, latency_s + size * s_per_byte, 0.0)
             seconds[:, d] = np.maximum(seconds[:, d], copied_s)
             seconds[self.graph.carried_op, d] = np.inf  # it writes where nobody reads it
@@ -203,17 +215,17 @@ class Problem:
     @cached_property
     def link_latency_s(self) -> Floats:
         """float64 ``[D, D]``; 0 on the diagonal."""
-        return self._links[0]
+        return self._links.latency_s
 
     @cached_property
     def link_s_per_byte(self) -> Floats:
         """float64 ``[D, D]``; 0 on the diagonal."""
-        return self._links[1]
+        return self._links.s_per_byte
 
     @cached_property
     def link_blocking(self) -> NDArray[np.bool_]:
         """bool ``[D, D]``: the sender's worker is busy during the transfer."""
-        return self._links[2]
+        return self._links.blocking
 
     @cached_property
     def link_wake_s(self) -> Floats:
@@ -244,7 +256,7 @@ class Problem:
     @cached_property
     def link_channel(self) -> NDArray[np.int32]:
         """int32 ``[D, D]``: the serial channel of each ordered pair, 0..num_channels-1."""
-        return self._links[3]
+        return self._links.channel
 
     @cached_property
     def num_channels(self) -> int:
@@ -256,10 +268,7 @@ class Problem:
         return tuple(pairs_of(self.profile.links, self.cluster.device_names))
 
     @cached_property
-    def _links(
-        self,
-    ) -> tuple[Floats, Floats, NDArray[np.bool_], NDArray[np.int32], dict[int, tuple[Any, Any]]]:
-        """What links are like, and of each device that streams how parameters come."""
+    def _links(self) -> _Links:
         d = self.num_devices
         latency, per_byte = np.zeros((d, d)), np.zeros((d, d))
         blocking = np.zeros((d, d), bool)
@@ -278,12 +287,13 @@ class Problem:
             np.fill_diagonal(found, value)
         np.fill_diagonal(channel, own.diagonal())
         host, _ = host_of(self)
-        come = {x: (latency[host, x], per_byte[host, x]) for x in self.cluster.streaming}
+        copying = {x: (latency[host, x], per_byte[host, x]) for x in self.cluster.streaming}
         latency, per_byte, blocking, channel = map(
             self._of_workers, (latency, per_byte, blocking, channel)
         )
         _, dense = np.unique(channel, return_inverse=True)
-        return latency, per_byte, blocking, dense.reshape(d, d).astype(np.int32), come
+        channel = dense.reshape(d, d).astype(np.int32)
+        return _Links(latency, per_byte, blocking, channel, copying)
 
     def transfer_s(self, tensor: int, src: int, dst: int) -> float:
         """Seconds to move ``tensor`` from device ``src`` to ``dst`` (0 when equal)."""
