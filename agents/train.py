@@ -131,9 +131,12 @@ def _train(cfg: DictConfig) -> float:
         mine = [row for row in comparison.rows if row.planner == "policy"]
         best = ["best"] if all(is_best_of_sweep(run.folder, row) for row in mine) else []
         run.mirror.artifact("policy", "policy", file, card, aliases=best)
-        save_best(run, comparison, problems, planners)
-        save_report(run)
-    show(run, comparison, "policy.safetensors, metrics.csv, compare.csv, compare.md and plans")
+        said = "policy.safetensors, metrics.csv, compare.csv, compare.md"
+        if config.generator is None:  # of drawn samples nobody runs a plan: the table says it all
+            save_best(run, comparison, problems, planners)
+            save_report(run)
+            said += ", report.html and plans"
+    show(run, comparison, said)
     return metric_s(comparison)
 
 
