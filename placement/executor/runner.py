@@ -571,9 +571,10 @@ class Runner:
                 message = self._results.get()
                 if isinstance(message, Failure):
                     self._raise(message)
-                if isinstance(message[2], Exception):
-                    raise message[2]
-                left.discard(message[2])
+                _, _, device = message
+                if isinstance(device, Exception):  # what its function raised
+                    raise device
+                left.discard(device)
         except BaseException:  # what is left must not answer to a later call
             self.stop()
             raise

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +47,21 @@ _LIKE_FIRST = {
     "Sub", "Sum", "Tanh",
 }  # fmt: skip
 _RENAMED = {"GreaterOrEqual": "Greater", "LessOrEqual": "Less"}
-# onnxruntime's own operators: the standard one that computes the same, its inputs, and the
-# input whose type the output has.
+
+
+class Standard(NamedTuple):
+    """The standard operator that computes what another does.
+
+    ``inputs``: which of the other's it takes. ``typed_as``: the input whose type the output has,
+    if it is not onnx that says it.
+    """
+
+    op_type: str
+    inputs: Sequence[int]
+    typed_as: int | None
+
+
+# onnxruntime's own operators.
 _MICROSOFT: dict[str, tuple[str, tuple[int, ...], int | None]] = {
     "BiasGelu": ("Add", (0, 1), 0),
     "DequantizeLinear": ("DequantizeLinear", (0, 1, 2), None),
@@ -71,15 +84,13 @@ _MICROSOFT: dict[str, tuple[str, tuple[int, ...], int | None]] = {
 }
 
 
-def standard(node: Any) -> tuple[str, Sequence[int], int | None] | None:
-    """The standard operator that computes what ``node`` does, and which inputs it takes.
-
-    Third: the input whose type the output has, if it is not onnx that says it. None: unknown.
-    """
+def standard(node: Any) -> Standard | None:
+    """The standard operator that computes what ``node`` does; None: unknown."""
     if node.domain == "com.microsoft":
         batched = attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0)
-        return None if batched else _MICROSOFT.get(node.op_type)
-    return node.op_type, range(len(node.input)), None
+        known = None if batched else _MICROSOFT.get(node.op_type)
+        return None if known is None else Standard(*known)
+    return Standard(node.op_type, range(len(node.input)), None)
 
 
 def graphs(graph: Any) -> Iterator[Any]:
@@ -372,7 +383,7 @@ class Sizes:
         try:
             if like is None or version is None:
                 raise defs.SchemaError
-            schema = defs.get_schema(_RENAMED.get(like[0], like[0]), version, domain)
+            schema = defs.get_schema(_RENAMED.get(like.op_type, like.op_type), version, domain)
         except defs.SchemaError:
             if node.domain in ("", "ai.onnx") and node.op_type in _LIKE_FIRST:
                 return [scope.type_of(node.input[0])]
@@ -385,7 +396,7 @@ class Sizes:
             if node.op_type in _LIKE_FIRST and node.input:
                 return [scope.type_of(node.input[0])]
             return self._outputs_as_later(scope, node, where)
-        if like[2] is not None:
+        if like.typed_as is not None:
             return self._outputs_alike(scope, node, like, schema, where)
         if node.op_type == "Einsum" and not _is_equation(attribute(node, "equation", b"")):
             # onnx's rule would look for the end of such a one for ever.
@@ -398,14 +409,14 @@ class Sizes:
         return found
 
     def _outputs_alike(
-        self, scope: Scope, node: Any, like: Any, schema: Any, where: str
+        self, scope: Scope, node: Any, like: Standard, schema: Any, where: str
     ) -> list[Any]:
         """By the rule of the standard operator; for which all inputs are floats."""
         from onnx import TensorProto
 
         written = _written(node, like)
         kinds: dict[str, Any] = {}
-        for name, i in zip(written.input, like[1], strict=False):
+        for name, i in zip(written.input, like.inputs, strict=False):
             sizes = _sizes(scope.type_of(node.input[i])) if node.input[i] else None
             if not name or sizes is None:
                 kinds[name] = None
@@ -415,7 +426,7 @@ class Sizes:
             kinds[name] = _type(TensorProto.FLOAT, sizes)
         kinds.pop("", None)
         found = self._ask(scope, written, schema, where, kinds)
-        like_type = scope.type_of(node.input[like[2]])
+        like_type = scope.type_of(node.input[like.typed_as])
         if found[0] is not None and like_type is not None:
             found[0].tensor_type.elem_type = like_type.tensor_type.elem_type
         return found
@@ -612,9 +623,9 @@ def kind_of(node: Any) -> str:
     return f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
 
 
-def _written(node: Any, like: tuple[str, Sequence[int], int | None]) -> Any:
+def _written(node: Any, like: Standard) -> Any:
     """``node`` as the standard operator that it is like."""
-    name = _RENAMED.get(like[0], like[0])
+    name = _RENAMED.get(like.op_type, like.op_type)
     if name == node.op_type and node.domain not in ("ai.onnx", "com.microsoft"):
         return node
     written = _copy(node)
@@ -623,8 +634,10 @@ def _written(node: Any, like: tuple[str, Sequence[int], int | None]) -> Any:
         from onnx import defs
 
         schema = defs.get_schema(name)
-        inputs = [node.input[i] for i in like[1] if i < len(node.input)]
-        if like[2] is not None:  # by position: one tensor may be two inputs, of which one turned
+        inputs = [node.input[i] for i in like.inputs if i < len(node.input)]
+        if (
+            like.typed_as is not None
+        ):  # by position: one tensor may be two inputs, of which one turned
             inputs = [str(i) if x else "" for i, x in enumerate(inputs)]
         written.ClearField("input")
         written.input.extend(inputs)

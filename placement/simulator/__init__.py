@@ -384,8 +384,8 @@ def simulate_reference(
             run.end_on(device, now)
         run.admit(now)
         run.begin(now)
-    rows = np.array([s[:4] for s in run.sent], np.int32).reshape(-1, 4)
-    begin, finish = np.array([s[4] for s in run.sent]), np.array([s[5] for s in run.sent])
+    sent = np.reshape(np.array(run.sent, float), (-1, 6))
+    rows, begin, finish = sent[:, :4].astype(np.int32), sent[:, 4], sent[:, 5]
     peak = _peak_bytes_reference(
         problem, p, run.admitted_s, run.start, run.end, rows, begin, finish
     )
