@@ -86,7 +86,7 @@ class Training:
         """The best placement ever evaluated of each problem."""
         rules, problems = self.env.rules, self.tasks.problems
         stats = {"evaluations": rules.num_evaluations}
-        found = [
+        solutions = [
             Solution(
                 problems.placements(i, rules.best_choices[i : i + 1])[0],
                 float(rules.best_s[i]),
@@ -99,15 +99,15 @@ class Training:
             "order_search",
             "dispatch",
         ):  # an order is no part of what is returned
-            found = [
+            solutions = [
                 replace(s, value_s=float(score(p, s.placement)[0]))
-                for s, p in zip(found, problems.problems, strict=True)
+                for s, p in zip(solutions, problems.problems, strict=True)
             ]
         # The environment may not know one: it splits groups, or an order was better meanwhile.
         for i, start in self.tasks.known.items():
-            if start.value_s < found[i].value_s:
-                found[i] = replace(start, stats=stats)
-        return tuple(found)
+            if start.value_s < solutions[i].value_s:
+                solutions[i] = replace(start, stats=stats)
+        return tuple(solutions)
 
     def trained(self) -> TrainedPolicy:
         """The policy of the best check."""

@@ -123,8 +123,8 @@ class PlacementPolicy(BasePolicy):
     def _evaluate(self, obs: Observations) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logits ``[B, ..., A]``, values ``[B]``, and which groups are real (None: all)."""
         graphs, ids, encoded, row = self._encode(obs)
-        found: Any = self.net.evaluate(graphs, ids, encoded, row, obs)  # type: ignore[arg-type]
-        return found
+        answer: Any = self.net.evaluate(graphs, ids, encoded, row, obs)  # type: ignore[arg-type]
+        return answer
 
     def _encode(self, obs: Observations) -> tuple[Graphs, Tensor, Any, Tensor]:
         """Each distinct graph encoded once: their numbers ``[U]``, and ``[B]`` rows among them.

@@ -208,19 +208,19 @@ def small_problems(count: int = 8) -> list[Problem]:
     return [draw(rng) for _ in range(count)]
 
 
-def generator_of(given: str | Generator) -> Generator:
+def generator_of(source: str | Generator) -> Generator:
     """A generator, or what ``package.module:name`` names: one, or a class of them.
 
     Raises:
         EnvError: it cannot be imported, or is none.
     """
-    found: Any = find(given, "generator") if isinstance(given, str) else given
-    found = found() if isinstance(found, type) else found
-    if not callable(found):
+    candidate: Any = find(source, "generator") if isinstance(source, str) else source
+    candidate = candidate() if isinstance(candidate, type) else candidate
+    if not callable(candidate):
         raise EnvError(
-            f"generator {given!r} must be a function of a numpy Generator: rng -> Problem"
+            f"generator {source!r} must be a function of a numpy Generator: rng -> Problem"
         )
-    generator: Generator = found
+    generator: Generator = candidate
     return generator
 
 

@@ -407,26 +407,28 @@ class Plan(_Strict):
 
     def cluster_differences(self, cluster: Cluster) -> list[str]:
         """In which devices and links ``cluster`` is not the one of the plan; empty if it is."""
-        planned, found = self.cluster.build(), []
+        planned, differences = self.cluster.build(), []
         here = {d.name: d for d in cluster.devices}
         for device in planned.devices:
             if device.name not in here:
-                found.append(f"there is no device {device.name!r}, only {list(here)}")
+                differences.append(f"there is no device {device.name!r}, only {list(here)}")
                 continue
             for f in fields(Device):
                 was, now = getattr(device, f.name), getattr(here[device.name], f.name)
                 if f.name == "memory_bytes" and now >= _SAME_MEMORY * was:
                     continue  # what is free, or the machine has, is never quite the same
                 if was != now:
-                    found.append(f"device {device.name!r} has {f.name} {now!r}, planned {was!r}")
+                    differences.append(
+                        f"device {device.name!r} has {f.name} {now!r}, planned {was!r}"
+                    )
         added = [name for name in here if name not in planned.device_names]
         if added:
-            found.append(f"device {added[0]!r} is new")
-        if not found and planned.device_names != cluster.device_names:
-            found.append(f"devices are in the order {list(here)}")
+            differences.append(f"device {added[0]!r} is new")
+        if not differences and planned.device_names != cluster.device_names:
+            differences.append(f"devices are in the order {list(here)}")
         if set(planned.links) != set(cluster.links):
-            found.append("declared links differ")
-        return found
+            differences.append("declared links differ")
+        return differences
 
     def missing_devices(self) -> list[str]:
         """Why this machine cannot run the plan: one line per device in use that it lacks."""
@@ -537,7 +539,7 @@ class Plan(_Strict):
             **self.run_options(graph, in_order=True),
         )
 
-    def _example(self, given: Any, from_spec: Callable[[Any], Any]) -> Any:
+    def _example(self, example: Any, from_spec: Callable[[Any], Any]) -> Any:
         """Inputs to capture with, on a machine that can run the plan."""
         missing = self.missing_devices()
         if missing:
@@ -545,9 +547,9 @@ class Plan(_Strict):
                 f"this machine cannot run the plan: {'; '.join(missing)}. Plan for this machine: "
                 f"placement plan {self.graph.workload or 'MODEL'} --planner best_of --out plan.json"
             )
-        if given is None and self.graph.input_spec is None:
+        if example is None and self.graph.input_spec is None:
             raise PlanError("the plan has no input shapes: give bind(module, example_inputs)")
-        return from_spec(self.graph.input_spec) if given is None else given
+        return from_spec(self.graph.input_spec) if example is None else example
 
     def run_options(self, graph: OpGraph, *, in_order: bool) -> dict[str, Any]:
         """What ``Runner`` and ``Trainer`` are to be told; ``in_order`` as for ``bind``."""
@@ -587,28 +589,28 @@ class Plan(_Strict):
 
     def inconsistencies(self) -> list[str]:
         """What contradicts itself in the file: one line each, with key and value."""
-        found = []
+        wrong = []
         devices = [d.name for d in self.cluster.devices]
         try:
             built = self.cluster.build()
         except ValueError as error:
             return [f"cluster: {error}"]
         if built.fingerprint != self.cluster.fingerprint:
-            found.append(
+            wrong.append(
                 f"cluster.fingerprint = {self.cluster.fingerprint[:12]}..., but the devices listed "
                 f"give {built.fingerprint[:12]}..."
             )
         for key, phase in (("assignment", self.assignment), *self._named_phases()):
-            found += [
+            wrong += [
                 f"{key}[{op!r}] = {device!r}: no such device, there are {devices}"
                 for op, device in phase.items()
                 if device not in devices
             ]
             unknown = [op for op in phase if op not in self.assignment]
             if unknown:
-                found.append(f"{key}: no operator {_some(unknown)} in assignment")
+                wrong.append(f"{key}: no operator {_some(unknown)} in assignment")
         if (self.schema_version == 2) != bool(self.phases):
-            found.append(
+            wrong.append(
                 f"schema_version = {self.schema_version}, but there are {len(self.phases)} phases: "
                 "a plan with phases has version 2, one without has 1"
             )
@@ -617,32 +619,32 @@ class Plan(_Strict):
             ("order", self.order or ()),
             ("fallback.device", [self.fallback.device] if self.fallback else ()),
         ):
-            found += [
+            wrong += [
                 f"{key}: no device {d!r}, there are {devices}" for d in set(named) - {*devices}
             ]
         n = self.graph.num_ops
         if len(self.assignment) != n:
-            found.append(f"assignment has {len(self.assignment)} operators, graph.num_ops = {n}")
+            wrong.append(f"assignment has {len(self.assignment)} operators, graph.num_ops = {n}")
         elif sorted(self.priority) != list(range(n)):
-            found.append(f"priority must hold each of 0..{n - 1} once")
+            wrong.append(f"priority must hold each of 0..{n - 1} once")
         if self.graph.modules and len(self.graph.modules) != n:
-            found.append(f"graph.modules has {len(self.graph.modules)} paths, num_ops = {n}")
+            wrong.append(f"graph.modules has {len(self.graph.modules)} paths, num_ops = {n}")
         sources = self.graph.sources
         if sources and len(sources) != n:
-            found.append(f"graph.sources is about {len(sources)} operators, num_ops = {n}")
+            wrong.append(f"graph.sources is about {len(sources)} operators, num_ops = {n}")
         for i, read in enumerate(sources):
             if max(read, default=-1) >= i:
-                found.append(f"graph.sources: operator {i} reads from operator {max(read)}")
+                wrong.append(f"graph.sources: operator {i} reads from operator {max(read)}")
         numbered = {"backward": self.graph.backward, "outputs": self.graph.outputs}
         for key, numbers in (self.graph.parameters | numbered).items():
             if max(numbers, default=0) >= n:
-                found.append(f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}")
+                wrong.append(f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}")
         on = list(self.assignment.values())
         if self.stages != _stages(list(self.assignment), on):
-            found.append("stages do not follow from assignment")
+            wrong.append("stages do not follow from assignment")
         modules = self.graph.modules
         if len(modules) == len(on) and self.device_map != whole_modules(modules, on):
-            found.append("device_map does not follow from assignment and graph.modules")
+            wrong.append("device_map does not follow from assignment and graph.modules")
         for key, table in (
             ("predicted.busy_s", self.predicted.busy_s),
             ("predicted.peak_bytes", self.predicted.peak_bytes),
@@ -650,21 +652,21 @@ class Plan(_Strict):
             ("limits.headroom_bytes", self.limits.headroom_bytes),
         ):
             if set(table) != set(devices):
-                found.append(f"{key} is about {sorted(table)}, devices are {devices}")
-                return found
+                wrong.append(f"{key} is about {sorted(table)}, devices are {devices}")
+                return wrong
         for d in self.cluster.devices:
             peak, limit = self.predicted.peak_bytes[d.name], self.limits.memory_bytes[d.name]
             free = self.limits.headroom_bytes[d.name]
             if limit != d.memory_bytes:
-                found.append(f"limits.memory_bytes[{d.name!r}] = {limit}, it has {d.memory_bytes}")
+                wrong.append(f"limits.memory_bytes[{d.name!r}] = {limit}, it has {d.memory_bytes}")
             if peak > limit:
-                found.append(f"device {d.name!r} needs {peak} bytes, its limit is {limit}")
+                wrong.append(f"device {d.name!r} needs {peak} bytes, its limit is {limit}")
             elif free != limit - peak:
-                found.append(
+                wrong.append(
                     f"limits.headroom_bytes[{d.name!r}] = {free}, but {limit} less the peak {peak} "
                     f"is {limit - peak}"
                 )
-        return found + self._value_inconsistencies() + self._order_inconsistencies()
+        return wrong + self._value_inconsistencies() + self._order_inconsistencies()
 
     def _named_phases(self) -> list[tuple[str, dict[str, str]]]:
         return [(f"phases[{i}]", on) for i, on in enumerate(self.phases)]
@@ -674,48 +676,48 @@ class Plan(_Strict):
         twins = {"latency": "latency_s", "period": "period_s"}
         if not self.second_j:
             twins["energy"] = "energy_j"
-        found = []
+        wrong = []
         for key, said in (("predicted", self.predicted), ("fallback", self.fallback)):
             twin = twins.get(self.objective, "value_s")
             again = getattr(said, twin, None)  # a fallback has no energy_j
             if said is None:
                 continue
             if again is not None and not isclose(said.value_s, again, rel_tol=ROUNDING):
-                found.append(f"{key}.value_s = {said.value_s}, but {key}.{twin} = {again}")
+                wrong.append(f"{key}.value_s = {said.value_s}, but {key}.{twin} = {again}")
             values = {"latency": said.latency_s, "period": said.period_s}
             for what, value in (values | {self.objective: said.value_s}).items():
                 bound = self.lower_bound_s.get(what, 0.0)
                 if value < bound * (1 - ROUNDING):
-                    found.append(f"{key}: {what} {value} is below lower_bound_s.{what} = {bound}")
-        return found
+                    wrong.append(f"{key}: {what} {value} is below lower_bound_s.{what} = {bound}")
+        return wrong
 
     def _order_inconsistencies(self) -> list[str]:
         if self.order is None:
             return []
-        given = sum(map(len, self.order.values()))
+        num_entries = sum(map(len, self.order.values()))
         expected = len(self.assignment) * self.num_microbatches
-        if expected > 2 * given:  # too many to name each
+        if expected > 2 * num_entries:  # too many to name each
             return [
-                f"order has {given} entries, {len(self.assignment)} operators x "
+                f"order has {num_entries} entries, {len(self.assignment)} operators x "
                 f"{self.num_microbatches} micro-batches are {expected}"
             ]
-        found, phases = [], self.assignments
+        wrong, phases = [], self.assignments
         times: Counter[tuple[str, int]] = Counter()
         for device, rows in self.order.items():
             times.update(rows)
             for op, batch in rows:
                 planned = phases[batch % len(phases)].get(op)
                 if planned != device or batch >= self.num_microbatches:
-                    found.append(
+                    wrong.append(
                         f"order[{device!r}] runs {op!r}, micro-batch {batch}: not its work"
                     )
         for op in self.assignment:
             for batch in range(self.num_microbatches):
                 if times[op, batch] != 1:
-                    found.append(
+                    wrong.append(
                         f"order runs {op!r}, micro-batch {batch}, {times[op, batch]} times"
                     )
-        return found
+        return wrong
 
 
 def make_plan(

@@ -196,9 +196,9 @@ class Problem:
         """int64 ``[N]`` bytes of the parameters that each operator reads."""
         g = self.graph
         op, param = np.unique(np.stack([g.param_use_op, g.param_use]), axis=1)
-        found = np.zeros(self.num_ops, np.int64)
-        np.add.at(found, op, g.param_bytes[param])
-        return found
+        total = np.zeros(self.num_ops, np.int64)
+        np.add.at(total, op, g.param_bytes[param])
+        return total
 
     @cached_property
     def group_compute_s(self) -> Floats:
@@ -243,11 +243,11 @@ class Problem:
         return self._of_links("send_s_per_byte")
 
     def _of_links(self, what: str) -> Floats:
-        found = np.zeros((self.num_devices, self.num_devices))
+        values = np.zeros((self.num_devices, self.num_devices))
         for a, b, link in self._ends:
-            found[a, b] = getattr(link, what)
-        np.fill_diagonal(found, 0.0)
-        return self._of_workers(found)
+            values[a, b] = getattr(link, what)
+        np.fill_diagonal(values, 0.0)
+        return self._of_workers(values)
 
     def _of_workers(self, pairs: NDArray[Any]) -> NDArray[Any]:
         """``[D, D]`` between the devices that run what is placed on others."""
@@ -283,8 +283,8 @@ class Problem:
                 channel[a, b] = own[a, b]
             else:
                 channel[a, b] = named.setdefault(link.channel, d * d + len(named))
-        for found, value in ((latency, 0.0), (per_byte, 0.0), (blocking, False)):
-            np.fill_diagonal(found, value)
+        for matrix, value in ((latency, 0.0), (per_byte, 0.0), (blocking, False)):
+            np.fill_diagonal(matrix, value)
         np.fill_diagonal(channel, own.diagonal())
         host, _ = host_of(self)
         copying = {x: (latency[host, x], per_byte[host, x]) for x in self.cluster.streaming}
@@ -417,13 +417,13 @@ class Problem:
         g = self.graph
         held = np.zeros((len(g.param_bytes), self.num_devices), bool)
         held[g.param_use, placement[..., g.param_use_op]] = True
-        found: NDArray[np.int64] = g.param_bytes @ held
+        held_bytes: NDArray[np.int64] = g.param_bytes @ held
         for d in self.cluster.streaming:
             read = np.where(placement == d, self.read_bytes, 0)
-            found[self.worker[d]] += 2 * int(read.max(initial=0))
-            found[host_of(self)[0]] += found[d]
-            found[d] = 0
-        return found
+            held_bytes[self.worker[d]] += 2 * int(read.max(initial=0))
+            held_bytes[host_of(self)[0]] += held_bytes[d]
+            held_bytes[d] = 0
+        return held_bytes
 
     def as_batch(self, placements: ArrayLike) -> NDArray[np.int32]:
         """One or more placements as int32 ``[B, N]``, for kernels that read without looking.
@@ -569,19 +569,19 @@ def whole_numbers(placements: ArrayLike) -> NDArray[np.int32]:
         ProblemError: rows of unequal length, or one that is no whole number, or larger than any.
     """
     try:
-        given = np.asarray(placements)
+        values = np.asarray(placements)
     except ValueError:
         raise ProblemError(
             "rows of a placement have unequal lengths: each has the device of every operator"
         ) from None
-    if given.dtype == np.int32:
-        return given
+    if values.dtype == np.int32:
+        return values
     with np.errstate(invalid="ignore"):  # nan and infinity are among what is refused
-        p = given.astype(np.int32)
-    wrong = p != given
+        p = values.astype(np.int32)
+    wrong = p != values
     if wrong.any():
         raise ProblemError(
-            f"a placement holds the numbers of devices, 0, 1, ...: {given[wrong][0]} is none"
+            f"a placement holds the numbers of devices, 0, 1, ...: {values[wrong][0]} is none"
         )
     return p
 

@@ -378,10 +378,10 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
 
 def _ways(cluster: Cluster) -> list[Way]:
     """Pairs of devices by kinds of both; none where all are of one kind."""
-    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    by_kinds: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for a, b in itertools.permutations(cluster.devices, 2):
-        found.setdefault((a.kind, b.kind), []).append((a.name, b.name))
-    return [frozenset(pairs) for pairs in found.values()] if len(found) > 1 else []
+        by_kinds.setdefault((a.kind, b.kind), []).append((a.name, b.name))
+    return [frozenset(pairs) for pairs in by_kinds.values()] if len(by_kinds) > 1 else []
 
 
 def scaled(

@@ -110,8 +110,8 @@ def attribute(node: Any, name: str, default: Any) -> Any:
     """Value of an attribute, ``default`` where it is not given."""
     from onnx import helper
 
-    found = [a for a in node.attribute if a.name == name]
-    return helper.get_attribute_value(found[0]) if found else default
+    matches = [a for a in node.attribute if a.name == name]
+    return helper.get_attribute_value(matches[0]) if matches else default
 
 
 @dataclass(frozen=True)
@@ -222,9 +222,9 @@ class Scope:
 
 def _copy(message: Any) -> Any:
     """Of a protobuf message."""
-    made = type(message)()
-    made.CopyFrom(message)
-    return made
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy
 
 
 def _sizes(kind: Any) -> list[int | None] | None:
@@ -330,15 +330,15 @@ class Sizes:
 
     def _settle(self, scope: Scope, name: str, kind: Any, declared: Mapping[str, Any]) -> None:
         """Keep what is known of a name: what was inferred, else ``dims``, else the file's word."""
-        told = declared.get(name)
-        said = told.tensor_type.shape.dim if told is not None else ()
-        if _sizes(kind) is None and told is not None and _sizes(told) is not None:
-            kind = _type(told.tensor_type.elem_type, [None] * len(said))
+        declaration = declared.get(name)
+        said = declaration.tensor_type.shape.dim if declaration is not None else ()
+        if _sizes(kind) is None and declaration is not None and _sizes(declaration) is not None:
+            kind = _type(declaration.tensor_type.elem_type, [None] * len(said))
         elif _sizes(kind) is None and kind is not None and f"{name}.0" in self.dims:
             rank = len(list(takewhile(lambda i: f"{name}.{i}" in self.dims, count())))
             kind = _type(kind.tensor_type.elem_type, [None] * rank)
         if kind is None:
-            kind = told
+            kind = declaration
         if kind is None:
             return
         kind = _copy(kind)
@@ -401,12 +401,14 @@ class Sizes:
         if node.op_type == "Einsum" and not _is_equation(attribute(node, "equation", b"")):
             # onnx's rule would look for the end of such a one for ever.
             raise FormatError(f"{where}: {attribute(node, 'equation', b'')!r:.60} is no equation")
-        found = self._ask(scope, _written(node, like), schema, where)
-        if node.op_type == "Dropout" and len(found) > 1 and _sizes(found[1]) is None:
-            found[1] = found[0]  # the mask
-        if node.op_type == "STFT" and _sizes(found[0]) is not None:
-            found[0] = _type(found[0].tensor_type.elem_type, _stft(scope, node, _sizes(found[0])))
-        return found
+        outputs = self._ask(scope, _written(node, like), schema, where)
+        if node.op_type == "Dropout" and len(outputs) > 1 and _sizes(outputs[1]) is None:
+            outputs[1] = outputs[0]  # the mask
+        if node.op_type == "STFT" and _sizes(outputs[0]) is not None:
+            outputs[0] = _type(
+                outputs[0].tensor_type.elem_type, _stft(scope, node, _sizes(outputs[0]))
+            )
+        return outputs
 
     def _outputs_alike(
         self, scope: Scope, node: Any, like: Standard, schema: Any, where: str
@@ -425,11 +427,11 @@ class Sizes:
                 sizes[-2:] = sizes[:-3:-1]
             kinds[name] = _type(TensorProto.FLOAT, sizes)
         kinds.pop("", None)
-        found = self._ask(scope, written, schema, where, kinds)
+        outputs = self._ask(scope, written, schema, where, kinds)
         like_type = scope.type_of(node.input[like.typed_as])
-        if found[0] is not None and like_type is not None:
-            found[0].tensor_type.elem_type = like_type.tensor_type.elem_type
-        return found
+        if outputs[0] is not None and like_type is not None:
+            outputs[0].tensor_type.elem_type = like_type.tensor_type.elem_type
+        return outputs
 
     def _outputs_as_later(self, scope: Scope, node: Any, where: str) -> list[Any]:
         """By the rule of the next version that has one, its attributes written as there."""
@@ -489,7 +491,7 @@ class Sizes:
         kinds |= {x: _type(data[x].data_type, data[x].dims) for x in extra or {}}
         imports = [o for o in self.model.opset_import if o.domain != "ai.onnx"]
         try:
-            found = infer_node_outputs(schema, node, kinds, data, opset_imports=imports)
+            types = infer_node_outputs(schema, node, kinds, data, opset_imports=imports)
         except Exception as error:
             shapes = ", ".join(f"{x} {_sizes(kind)}" for x, kind in kinds.items())
             said = str(error).removeprefix("[ShapeInferenceError] ").strip()
@@ -497,12 +499,12 @@ class Sizes:
                 f"{where}: shape inference failed: {said.rstrip('.')}; inputs are "
                 f"{shapes or 'none'}{self._of_dims()}"
             ) from error
-        return [found.get(x) for x in node.output]
+        return [types.get(x) for x in node.output]
 
     def _of_dims(self) -> str:
         """What of a message says that ``dims`` may be wrong."""
-        given = ", ".join(f"{name}={size}" for name, size in self.dims.items())
-        return f"; the sizes that were set, {given}, may not suit the model" if given else ""
+        settings = ", ".join(f"{name}={size}" for name, size in self.dims.items())
+        return f"; the sizes that were set, {settings}, may not suit the model" if settings else ""
 
     def _values(self, scope: Scope, v: int, node: Any) -> dict[str, NDArray[Any]]:
         """Values of the outputs, where they follow from constants and sizes and are few."""
@@ -522,23 +524,23 @@ class Sizes:
                 return {node.output[0]: np.array(math.prod(filter(None, sizes)) * (0 not in sizes))}
             part = slice(attribute(node, "start", 0), attribute(node, "end", None))
             return {node.output[0]: np.array(sizes[part], np.int64)}
-        given = {x: scope.value(x) for x in node.input if x}
-        if node.op_type not in _ARITHMETIC or any(a is None for a in given.values()):
+        inputs = {x: scope.value(x) for x in node.input if x}
+        if node.op_type not in _ARITHMETIC or any(a is None for a in inputs.values()):
             return {}
         kinds = {x: scope.type_of(x) for x in node.output if x}
         if node.op_type not in _AT_MOST_ITS_INPUTS:
             sizes_of = [_sizes(kind) for kind in kinds.values()]
             if any(s is None or None in s or math.prod(s) > MANY for s in sizes_of):  # type: ignore[arg-type]
                 return {}
-        found = {}
-        for name, array in _computed(node, given, self.model).items():
+        outputs = {}
+        for name, array in _computed(node, inputs, self.model).items():
             sizes = _sizes(kinds[name])
             if sizes is None or len(sizes) != array.ndim:
                 continue
             if all(s in (None, n) for s, n in zip(sizes, array.shape, strict=True)):
                 scope.types[name] = _type(kinds[name].tensor_type.elem_type, array.shape)
-                found[name] = array
-        return found
+                outputs[name] = array
+        return outputs
 
     def _body(self, scope: Scope, v: int, node: Any, name: str, kinds: Sequence[Any]) -> Scope:
         """A subgraph whose inputs have these types, as yet without its nodes."""
@@ -692,10 +694,10 @@ def _array(tensor: Any, name: str) -> dict[str, NDArray[Any]]:
     if tensor.data_location == TensorProto.EXTERNAL or math.prod(tensor.dims) > MANY:
         return {}
     try:
-        found = numpy_helper.to_array(tensor)
+        array = numpy_helper.to_array(tensor)
     except (TypeError, ValueError):  # its size does not depend on them
         return {}
-    return {} if found.dtype.kind in "OUS" else {name: found}
+    return {} if array.dtype.kind in "OUS" else {name: array}
 
 
 def _constant(node: Any) -> dict[str, NDArray[Any]]:
@@ -710,7 +712,7 @@ def _constant(node: Any) -> dict[str, NDArray[Any]]:
     return {}
 
 
-def _computed(node: Any, given: Mapping[str, Any], model: Any) -> dict[str, NDArray[Any]]:
+def _computed(node: Any, inputs: Mapping[str, Any], model: Any) -> dict[str, NDArray[Any]]:
     """What onnx's reference computes; nothing where it cannot."""
     from onnx import helper
     from onnx.reference import ReferenceEvaluator
@@ -719,7 +721,7 @@ def _computed(node: Any, given: Mapping[str, Any], model: Any) -> dict[str, NDAr
     graph = helper.make_graph(
         [node],
         "one",
-        [helper.make_empty_tensor_value_info(x) for x in given],
+        [helper.make_empty_tensor_value_info(x) for x in inputs],
         [helper.make_empty_tensor_value_info(x) for x in names],
     )
     imports = [o for o in model.opset_import if o.domain != "ai.onnx"]
@@ -727,8 +729,8 @@ def _computed(node: Any, given: Mapping[str, Any], model: Any) -> dict[str, NDAr
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            arrays = ReferenceEvaluator(one).run(None, dict(given))
+            arrays = ReferenceEvaluator(one).run(None, dict(inputs))
     except Exception:  # whatever an operator of numpy raises: then it is not known
         return {}
-    found = {x: np.asarray(a) for x, a in zip(names, arrays, strict=False)}
-    return {x: a for x, a in found.items() if a.dtype.kind not in "OUS"}
+    values = {x: np.asarray(a) for x, a in zip(names, arrays, strict=False)}
+    return {x: a for x, a in values.items() if a.dtype.kind not in "OUS"}

@@ -103,11 +103,11 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
                 )
             ends.append(at[key])
         where = f"{path}: edge {names[ends[0]]} -> {names[ends[1]]}"
-        given = number(field(edge, "cost", where), f"{where}: cost")
-        first = cost.setdefault(ends[0], given)
-        if abs(first - given) > _COST_TOLERANCE:
+        edge_cost = number(field(edge, "cost", where), f"{where}: cost")
+        first = cost.setdefault(ends[0], edge_cost)
+        if abs(first - edge_cost) > _COST_TOLERANCE:
             raise FormatError(
-                f"{where}: cost = {given}, but another edge out of node {names[ends[0]]} has "
+                f"{where}: cost = {edge_cost}, but another edge out of node {names[ends[0]]} has "
                 f"cost = {first}; all out-edges of a node carry its one output"
             )
         pairs.append((ends[0], ends[1]))

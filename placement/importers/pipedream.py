@@ -134,15 +134,15 @@ def read(
 
 def _fields(text: str, where: str) -> list[float]:
     """The four numbers of a node; a list ``[a; b]`` of several activations is added up."""
-    found = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    by_name = dict(part.strip().partition("=")[::2] for part in text.split(","))
     values = []
     for name in FIELDS:
-        if name not in found:
-            raise FormatError(f"{where}: field {name!r} is missing; it has {sorted(found)}")
+        if name not in by_name:
+            raise FormatError(f"{where}: field {name!r} is missing; it has {sorted(by_name)}")
         try:
-            numbers = [float(x) for x in found[name].strip("[]").split(";")]
+            numbers = [float(x) for x in by_name[name].strip("[]").split(";")]
         except ValueError:
-            raise FormatError(f"{where}: {name} = {found[name]!r} is not a number") from None
+            raise FormatError(f"{where}: {name} = {by_name[name]!r} is not a number") from None
         total = sum(number(x, f"{where}: {name}") for x in numbers)
         values.append(number(total, f"{where}: {name}"))
     return values

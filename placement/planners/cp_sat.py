@@ -280,8 +280,8 @@ def _latency(planner: CpSat, cp_model: Any, search: Search, check: Callable[[], 
             model.add_hint(variable, int(device == d))
     solver, status = _solve(planner, cp_model, model, search)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found = [next(d for d, v in row.items() if solver.value(v)) for row in x]
-        search.consider(np.array(found, np.int32), 1)
+        choice = [next(d for d, v in row.items() if solver.value(v)) for row in x]
+        search.consider(np.array(choice, np.int32), 1)
     path_s = lower_bound(problem)
     bound_s = max(path_s, solver.best_objective_bound * unit_s)
     return search.solution(

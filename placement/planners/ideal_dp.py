@@ -240,10 +240,10 @@ class _Reduced:
     def without_joined(self, problem: Problem) -> Problem:
         """The same problem where operators that were ``joined`` read no parameters."""
         g = problem.graph
-        kept = ~self.joined[g.param_use_op]
+        stays = ~self.joined[g.param_use_op]
         return replace(
             problem,
-            graph=replace(g, param_use_op=g.param_use_op[kept], param_use=g.param_use[kept]),
+            graph=replace(g, param_use_op=g.param_use_op[stays], param_use=g.param_use[stays]),
         )
 
 
@@ -314,7 +314,7 @@ def _components(n: int, edges: NDArray[Any]) -> NDArray[np.intp]:
         after[a].append(b)
     index, low, label = [-1] * n, [0] * n, [-1] * n
     stack: list[int] = []
-    seen = found = 0
+    seen = count = 0
     for root in range(n):
         if index[root] >= 0:
             continue
@@ -332,10 +332,10 @@ def _components(n: int, edges: NDArray[Any]) -> NDArray[np.intp]:
                 if low[v] == index[v]:
                     while True:
                         w = stack.pop()
-                        label[w] = found
+                        label[w] = count
                         if w == v:
                             break
-                    found += 1
+                    count += 1
             elif index[w] < 0:
                 index[w] = low[w] = seen
                 seen += 1
@@ -641,9 +641,9 @@ def _solve(
     )
     at = sets = 0
     while at < ideals.count and left:
-        at, met, made = ideal_kernels.extend(program, at, int(min(_STEPS, left.steps)))
+        at, met, steps = ideal_kernels.extend(program, at, int(min(_STEPS, left.steps)))
         sets += met
-        left.steps -= made
+        left.steps -= steps
     complete = at >= ideals.count
     state = int(value[-1].argmin())
     if not value[-1, state] < below_s:

@@ -155,9 +155,9 @@ def summing(
     memory = [d.kind == "cpu" or -i for i, d in enumerate(problem.cluster.devices)]
     there: dict[tuple[int, int, int], None] = {}
     back: dict[tuple[int, int, int], None] = {}
-    made = problem.worker[placement][:, g.tensor_src[g.gradient_tensor]]
-    for s in np.flatnonzero((made != made[0]).any(axis=0)).tolist():
-        t, home, *others = int(g.gradient_tensor[s]), *dict.fromkeys(made[:, s].tolist())
+    sources = problem.worker[placement][:, g.tensor_src[g.gradient_tensor]]
+    for s in np.flatnonzero((sources != sources[0]).any(axis=0)).tolist():
+        t, home, *others = int(g.gradient_tensor[s]), *dict.fromkeys(sources[:, s].tolist())
         away = [d for d in others if memory[d] != memory[home]]
         there |= dict.fromkeys((t, d, home) for d in away)
         back |= dict.fromkeys((t, home, d) for d in {memory[d]: d for d in away}.values())
