@@ -35,6 +35,18 @@ def field(record: Any, name: str, where: str) -> Any:
     return record[name]
 
 
+def nodes_and_edges(data: Any, path: str) -> tuple[list[Any], list[Any]]:
+    """The lists ``nodes`` and ``edges`` of a file.
+
+    Raises:
+        FormatError: one is absent or no list, or there are no nodes.
+    """
+    nodes, edges = field(data, "nodes", path), field(data, "edges", path)
+    if not isinstance(nodes, list) or not isinstance(edges, list) or not nodes:
+        raise FormatError(f"{path}: 'nodes' must be a non-empty list and 'edges' a list")
+    return nodes, edges
+
+
 def number(value: Any, what: str, low: float = 0.0) -> float:
     """``value`` as a finite float of at least ``low``; ``what`` names file, node and field.
 
