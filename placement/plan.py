@@ -114,6 +114,30 @@ class GraphInfo(_Strict):
     parameters: dict[Name, tuple[Count, ...]] = {}
     backward: tuple[Count, ...] = ()
 
+    @classmethod
+    def of(
+        cls, graph: OpGraph, workload: str | None, input_spec: dict[str, Any] | None
+    ) -> GraphInfo:
+        """From a graph; ``input_spec`` that of its program if not given."""
+        program = graph.program
+        if input_spec is None and program is not None:
+            input_spec = program.input_spec
+        return cls(
+            name=graph.name,
+            fingerprint=graph.fingerprint,
+            num_ops=graph.num_ops,
+            parts=graph_parts(graph),
+            workload=workload,
+            input_spec=input_spec,
+            mode="training" if graph.is_backward.any() else "inference",
+            optimizer=None if program is None else program.optimizer,
+            modules=graph.op_module,
+            sources=_sources(graph),
+            outputs=tuple(sorted({*graph.tensor_src[graph.output_tensor].tolist()})),
+            parameters=_readers(graph),
+            backward=tuple(np.flatnonzero(graph.is_backward).tolist()),
+        )
+
 
 class DeviceInfo(_Strict):
     """As ``placement.cluster.Device``."""
@@ -162,15 +186,16 @@ class ClusterInfo(_Strict):
     def of(cls, problem: Problem) -> ClusterInfo:
         """From a problem: its devices, and its profile's links."""
         declared = set(problem.cluster.links)
+        unlimited = {"bandwidth_bytes_per_s": None}
         info = cls.model_construct(
             name=problem.cluster.name,
-            fingerprint="",
+            fingerprint="",  # of the cluster that is built from the rest
             devices=tuple(DeviceInfo(**asdict(d)) for d in problem.cluster.devices),
             links=tuple(
                 LinkInfo(
                     **asdict(x)
                     | {"declared": x in declared}
-                    | ({} if np.isfinite(x.bandwidth_bytes_per_s) else _UNLIMITED)
+                    | ({} if np.isfinite(x.bandwidth_bytes_per_s) else unlimited)
                 )
                 for x in problem.profile.links
             ),
@@ -183,19 +208,12 @@ class ClusterInfo(_Strict):
         Raises:
             ClusterError: the description is not a valid cluster.
         """
-        links = []
-        for link in self.links:
-            values = link.model_dump(exclude={"declared"})
-            if values["bandwidth_bytes_per_s"] is None:
-                values["bandwidth_bytes_per_s"] = float("inf")
-            if link.declared:
-                links.append(Link(**values))
-        return Cluster(
-            self.name, tuple(Device(**d.model_dump()) for d in self.devices), tuple(links)
-        )
-
-
-_UNLIMITED = {"bandwidth_bytes_per_s": None}
+        devices = tuple(Device(**d.model_dump()) for d in self.devices)
+        links = [x.model_dump(exclude={"declared"}) for x in self.links if x.declared]
+        for link in links:
+            if link["bandwidth_bytes_per_s"] is None:
+                link["bandwidth_bytes_per_s"] = float("inf")
+        return Cluster(self.name, devices, tuple(Link(**link) for link in links))
 
 
 class Stage(_Strict):
@@ -343,13 +361,9 @@ class Plan(_Strict):
         counts = {d.name: " / ".join(f"{x[d.name]:,}" for x in on) for d in self.cluster.devices}
         peak, limit = self.predicted.peak_bytes, self.limits.memory_bytes
         devices = [
-            [
-                d.name,
-                counts[d.name],
-                shown(self.predicted.busy_s.get(d.name)),
-            ]
-            + [mebibytes(x.get(d.name, 0)) for x in (peak, limit)]
-            for d in self.cluster.devices
+            [name, number, shown(self.predicted.busy_s.get(name))]
+            + [mebibytes(x.get(name, 0)) for x in (peak, limit)]
+            for name, number in counts.items()
         ]
         stages = [[s.device, s.first, s.last, f"{s.num_ops:,}"] for s in self.stages]
         title = f"Plan of {self.graph.name} by {self.planner.name}, for {self.objective}"
@@ -600,7 +614,8 @@ class Plan(_Strict):
                 f"cluster.fingerprint = {self.cluster.fingerprint[:12]}..., but the devices listed "
                 f"give {built.fingerprint[:12]}..."
             )
-        for key, phase in (("assignment", self.assignment), *self._named_phases()):
+        phases = {f"phases[{i}]": on for i, on in enumerate(self.phases)}
+        for key, phase in {"assignment": self.assignment, **phases}.items():
             wrong += [
                 f"{key}[{op!r}] = {device!r}: no such device, there are {devices}"
                 for op, device in phase.items()
@@ -668,24 +683,21 @@ class Plan(_Strict):
                 )
         return wrong + self._value_inconsistencies() + self._order_inconsistencies()
 
-    def _named_phases(self) -> list[tuple[str, dict[str, str]]]:
-        return [(f"phases[{i}]", on) for i, on in enumerate(self.phases)]
-
     def _value_inconsistencies(self) -> list[str]:
         """Values that say the objective twice must agree, and none is below a proved bound."""
         twins = {"latency": "latency_s", "period": "period_s"}
         if not self.second_j:
             twins["energy"] = "energy_j"
         wrong = []
-        for key, said in (("predicted", self.predicted), ("fallback", self.fallback)):
-            twin = twins.get(self.objective, "value_s")
-            again = getattr(said, twin, None)  # a fallback has no energy_j
-            if said is None:
+        twin = twins.get(self.objective, "value_s")
+        for key, part in (("predicted", self.predicted), ("fallback", self.fallback)):
+            if part is None:
                 continue
-            if again is not None and not isclose(said.value_s, again, rel_tol=ROUNDING):
-                wrong.append(f"{key}.value_s = {said.value_s}, but {key}.{twin} = {again}")
-            values = {"latency": said.latency_s, "period": said.period_s}
-            for what, value in (values | {self.objective: said.value_s}).items():
+            again = getattr(part, twin, None)  # a fallback has no energy_j
+            if again is not None and not isclose(part.value_s, again, rel_tol=ROUNDING):
+                wrong.append(f"{key}.value_s = {part.value_s}, but {key}.{twin} = {again}")
+            values = {"latency": part.latency_s, "period": part.period_s}
+            for what, value in (values | {self.objective: part.value_s}).items():
                 bound = self.lower_bound_s.get(what, 0.0)
                 if value < bound * (1 - ROUNDING):
                     wrong.append(f"{key}: {what} {value} is below lower_bound_s.{what} = {bound}")
@@ -765,27 +777,11 @@ def make_plan(
     if excess:
         raise PlanError(f"the placement does not fit: {'; '.join(excess)}")
     on, *others = ([devices[d] for d in row] for row in np.atleast_2d(p))
-    if input_spec is None and graph.program is not None:
-        input_spec = graph.program.input_spec
     try:
         return Plan(
             schema_version=2 if others else 1,
             planner=PlannerInfo(name=planner, parameters=dict(parameters or {})),
-            graph=GraphInfo(
-                name=graph.name,
-                fingerprint=graph.fingerprint,
-                num_ops=graph.num_ops,
-                parts=graph_parts(graph),
-                workload=workload,
-                input_spec=input_spec,
-                mode="training" if graph.is_backward.any() else "inference",
-                optimizer=None if graph.program is None else graph.program.optimizer,
-                modules=graph.op_module,
-                sources=_sources(graph),
-                outputs=tuple(sorted({*graph.tensor_src[graph.output_tensor].tolist()})),
-                parameters=_readers(graph),
-                backward=tuple(np.flatnonzero(graph.is_backward).tolist()),
-            ),
+            graph=GraphInfo.of(graph, workload, input_spec),
             cluster=ClusterInfo.of(problem),
             objective=problem.objective.value,
             num_microbatches=many.num_microbatches,
