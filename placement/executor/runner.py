@@ -107,22 +107,10 @@ class Runner:
         self.graph = graph
         self.cluster = cluster
         placed = whole_numbers(placement)
-        phases = np.atleast_2d(placed)
-        if phases.ndim != 2 or len(phases) == 0 or phases.shape[1] != graph.num_ops:
-            raise RunnerError(
-                f"placement has shape {placed.shape}, expected ({graph.num_ops},), or "
-                f"(K, {graph.num_ops}) of a periodic one"
-            )
-        unknown = np.argwhere((phases < 0) | (phases >= cluster.num_devices))
-        if len(unknown):
-            k, op = map(int, unknown[0])
-            raise RunnerError(
-                f"operator {op} ({graph.op_name[op]!r}) is on device {phases[k, op]}; devices "
-                f"are 0..{cluster.num_devices - 1}"
-            )
-        self.num_phases = len(phases)
+        self._placed = _phases(placed, graph, cluster)
+        self.num_phases = len(self._placed)
         self.placement = cluster.worker[placed]
-        self._placed, phases = phases, np.atleast_2d(self.placement)
+        phases = np.atleast_2d(self.placement)
         # An order may begin all of its micro-batches before it ends one.
         least = 1 if schedule is None else schedule.num_microbatches
         self.max_in_flight = max(max_in_flight, least)
@@ -605,6 +593,28 @@ class Runner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _phases(placed: NDArray[np.int32], graph: OpGraph, cluster: Cluster) -> NDArray[np.int32]:
+    """A placement as ``[K, N]``.
+
+    Raises:
+        RunnerError: another shape, or an unknown device.
+    """
+    phases = np.atleast_2d(placed)
+    if phases.ndim != 2 or len(phases) == 0 or phases.shape[1] != graph.num_ops:
+        raise RunnerError(
+            f"placement has shape {placed.shape}, expected ({graph.num_ops},), or "
+            f"(K, {graph.num_ops}) of a periodic one"
+        )
+    unknown = np.argwhere((phases < 0) | (phases >= cluster.num_devices))
+    if len(unknown):
+        k, op = map(int, unknown[0])
+        raise RunnerError(
+            f"operator {op} ({graph.op_name[op]!r}) is on device {phases[k, op]}; devices "
+            f"are 0..{cluster.num_devices - 1}"
+        )
+    return phases
 
 
 def _check_carried(graph: OpGraph, phases: NDArray[np.int32]) -> None:
