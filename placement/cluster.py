@@ -335,10 +335,11 @@ class Cluster:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of all fields of the devices (names and watts too) and declared links."""
+        # Fields that not every version has count only where they say something.
         devices = [asdict(d) for d in self.devices]
         for device in devices:
             if device["power_source"] == "declared":
-                del device["power_source"]  # as it was before there was one
+                del device["power_source"]
             for rate in ("flops_per_s", "bytes_per_s", "call_s", "streams"):
                 if device[rate] is None:
                     del device[rate]
@@ -346,7 +347,7 @@ class Cluster:
         for link in links:
             for new in ("wake_s", "send_s", "send_s_per_byte"):
                 if not link[new]:
-                    del link[new]  # as it was before there was one
+                    del link[new]
         text = json.dumps([devices, links])
         return hashlib.sha256(text.encode()).hexdigest()
 
