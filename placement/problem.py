@@ -184,21 +184,12 @@ class Problem:
         """``seconds [N, D]``, where parameters are copied at least for as long as that takes."""
         if not self.cluster.streaming:
             return seconds
-        seconds, size = seconds.copy(), self.read_bytes.astype(np.float64)
+        seconds, size = seconds.copy(), self.graph.op_param_bytes.astype(np.float64)
         for d, (latency_s, s_per_byte) in self._links.copying.items():
             copied_s = np.where(size > 0, latency_s + size * s_per_byte, 0.0)
             seconds[:, d] = np.maximum(seconds[:, d], copied_s)
             seconds[self.graph.carried_op, d] = np.inf  # it writes where nobody reads it
         return seconds
-
-    @cached_property
-    def read_bytes(self) -> NDArray[np.int64]:
-        """int64 ``[N]`` bytes of the parameters that each operator reads."""
-        g = self.graph
-        op, param = np.unique(np.stack([g.param_use_op, g.param_use]), axis=1)
-        total = np.zeros(self.num_ops, np.int64)
-        np.add.at(total, op, g.param_bytes[param])
-        return total
 
     @cached_property
     def group_compute_s(self) -> Floats:
@@ -419,7 +410,7 @@ class Problem:
         held[g.param_use, placement[..., g.param_use_op]] = True
         held_bytes: NDArray[np.int64] = g.param_bytes @ held
         for d in self.cluster.streaming:
-            read = np.where(placement == d, self.read_bytes, 0)
+            read = np.where(placement == d, g.op_param_bytes, 0)
             held_bytes[self.worker[d]] += 2 * int(read.max(initial=0))
             held_bytes[host_of(self)[0]] += held_bytes[d]
             held_bytes[d] = 0

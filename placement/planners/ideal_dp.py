@@ -307,43 +307,14 @@ def _reduced(problem: Problem, join_holders: bool) -> _Reduced:
     return _Reduced(number, order, moved[item[group]], bool(moved[holders].any()))
 
 
-def _components(n: int, edges: NDArray[Any]) -> NDArray[np.intp]:
-    """Strongly connected component of each of ``n`` nodes, numbered from 0 (Tarjan)."""
-    after: list[list[int]] = [[] for _ in range(n)]
-    for a, b in edges.tolist():
-        after[a].append(b)
-    index, low, label = [-1] * n, [0] * n, [-1] * n
-    stack: list[int] = []
-    seen = count = 0
-    for root in range(n):
-        if index[root] >= 0:
-            continue
-        walk = [(root, iter(after[root]))]
-        index[root] = low[root] = seen
-        seen += 1
-        stack.append(root)
-        while walk:
-            v, rest = walk[-1]
-            w = next(rest, None)
-            if w is None:
-                walk.pop()
-                if walk:
-                    low[walk[-1][0]] = min(low[walk[-1][0]], low[v])
-                if low[v] == index[v]:
-                    while True:
-                        w = stack.pop()
-                        label[w] = count
-                        if w == v:
-                            break
-                    count += 1
-            elif index[w] < 0:
-                index[w] = low[w] = seen
-                seen += 1
-                stack.append(w)
-                walk.append((w, iter(after[w])))
-            elif label[w] < 0:
-                low[v] = min(low[v], index[w])
-    return np.array(label, np.intp)
+def _components(n: int, edges: NDArray[Any]) -> NDArray[np.int32]:
+    """Strongly connected component of each of ``n`` nodes, numbered from 0."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    table = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(n, n))
+    label: NDArray[np.int32] = connected_components(table, connection="strong")[1]
+    return label
 
 
 def _merge_trivial(
@@ -683,6 +654,7 @@ def load_kernels() -> None:
     graph = OpGraph.build("two", ["a", "b"], [0], [0], [(0, 1)])
     zeros = np.zeros((2, 1))
     one = Problem(graph, Cluster("one", (Device("one"),)), Profile(("one",), zeros, zeros))
+    contract(one)  # SciPy too is imported outside of budgets
     b = blocks(one, np.arange(2, dtype=np.int32))
     kinds = _kinds(one, b, 2)
     ideals = _enumerate(2, {(0, 1)}, kinds, 2**20, np.inf)
