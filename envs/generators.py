@@ -202,10 +202,10 @@ def _without_transfers(name: str, seconds: Any, edges: Edges) -> Problem:
     return Problem(graph, cluster, profile, Objective.LATENCY)
 
 
-def small_problems(count: int = 8) -> list[Problem]:
-    """What environments play where nobody says what: the same problems every time."""
+def small_problems() -> list[Problem]:
+    """What environments play where nobody says what: the same eight problems every time."""
     draw, rng = Layered(), np.random.default_rng(0)
-    return [draw(rng) for _ in range(count)]
+    return [draw(rng) for _ in range(8)]
 
 
 def generator_of(source: str | Generator) -> Generator:

@@ -1143,6 +1143,6 @@ def _explain_one(e: dict[str, Any]) -> str:
 _ALL_KEYS = sorted({key for kind in [*_Strict.__subclasses__()] for key in kind.model_fields})
 
 
-def _some(items: Sequence[str], sep: str = ", ", limit: int = 5) -> str:
-    more = len(items) - limit
-    return sep.join(items[:limit]) + (f"{sep}and {more} more" if more > 0 else "")
+def _some(items: Sequence[str], sep: str = ", ") -> str:
+    more = len(items) - 5
+    return sep.join(items[:5]) + (f"{sep}and {more} more" if more > 0 else "")

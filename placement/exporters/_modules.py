@@ -394,5 +394,5 @@ def _nearest(count: Sequence[Counter[str]], order: Sequence[str]) -> list[str]:
     return on[::-1]
 
 
-def _some(items: Sequence[str], limit: int = 6) -> str:
-    return ", ".join(items[:limit]) + (", ..." if len(items) > limit else "")
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:6]) + (", ..." if len(items) > 6 else "")
