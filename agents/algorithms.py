@@ -199,10 +199,10 @@ class EpisodesPPO(PPO):
     def _update(self, part: list[_Noted], clip: float) -> tuple[float, ...]:
         """One step of the optimizer."""
         pairs, score, counts, taken, before, advantage = (
-            torch.from_numpy(np.concatenate(x)) for x in zip(*part, strict=True)
+            torch.from_numpy(np.concatenate(x)).to(self.device) for x in zip(*part, strict=True)
         )
         count = counts.long()
-        which = torch.repeat_interleave(torch.arange(len(count)), count)
+        which = torch.repeat_interleave(count)
         net: Any = self.policy.net
         logits = net.logits(pairs, score, which, count)
         most = logits.detach().new_full((len(count),), ILLEGAL)
