@@ -281,7 +281,7 @@ class _Config:
             group = whole(default if group is None else group, f"{where}: group_size", -1, _MOST)
             return bits + (16 + bits) / group if group > 0 else float(bits)
         if method == "bitsandbytes" and known.get("load_in_4bit") is True:
-            return 4.5
+            return 4.5  # and a scale of 32 bits for each 64 numbers
         if method == "modelopt":
             method = str(known.get("quant_algo")).lower()
         if method in _QUANTISED:

@@ -70,7 +70,7 @@ class CpSat:
                 "cp_sat needs OR-Tools: pip install 'device-placement-rl[cp]', or use mip"
             ) from error
         search = Search(problem, self.seconds)
-        exact.begin(search, self.start, self.contiguous, min(5.0, 0.1 * self.seconds))
+        exact.begin(search, self.start, self.contiguous, self.seconds)
         if problem.objective is Objective.PIECEWISE_LATENCY:
             try:
                 return _latency(self, cp_model, search, exact.writing(search, _READING))

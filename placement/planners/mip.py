@@ -51,7 +51,7 @@ class Mip:
         from scipy.sparse import csr_array
 
         search = Search(problem, self.seconds)
-        exact.begin(search, self.start, self.contiguous, min(5.0, 0.1 * self.seconds))
+        exact.begin(search, self.start, self.contiguous, self.seconds)
         stages = exact.stages(problem, self.contiguous, search)
         known = stages.start is not None and stages.upper_s > 0
         unit_s = stages.upper_s if known else exact.largest_s(stages)
