@@ -97,13 +97,13 @@ class GraphStore(Graphs):
         """The last combinations of graphs are kept."""
         from torch_geometric.data import Batch
 
-        return _kept(
+        return _cached(
             self._batches, ids, lambda: Batch.from_data_list([self._graphs[i] for i in ids])
         )
 
     def waves(self, ids: tuple[int, ...]) -> Waves:
         """Kept as the batches are."""
-        return _kept(self._all_waves, ids, lambda: _waves(self.batch(ids)))
+        return _cached(self._all_waves, ids, lambda: _waves(self.batch(ids)))
 
     def to(self, device: torch.device) -> GraphStore:
         """These graphs on another device."""
@@ -191,7 +191,7 @@ def _distinct(obs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return key, row, first
 
 
-def _kept(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+def _cached(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
     """``make()``, or what it made for ``key``; the last ``_KEPT`` are kept."""
     value = known.pop(key, None)
     if value is None:

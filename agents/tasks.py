@@ -50,7 +50,7 @@ class Tasks:
     Attributes:
         problems: as they are placed: with operators merged into ``config.groups``.
         store: their graphs.
-        given: the warm starts, int32 ``[N]`` per problem, as they were given.
+        warm_starts: int32 ``[N]`` per problem, as they were given.
         starts: the same with whole groups, devices renamed; None: no start.
         start_s: float64 ``[P]``, inf: no start.
         known: the warm starts as they were given, with their values: no answer may be worse.
@@ -59,7 +59,7 @@ class Tasks:
 
     problems: ProblemSet
     store: GraphStore
-    given: Sequence[Placement | None]
+    warm_starts: Sequence[Placement | None]
     starts: Sequence[Placement | None]
     start_s: NDArray[np.float64]
     known: dict[int, Solution]
@@ -73,7 +73,7 @@ class Tasks:
             EnvError, PolicyError: wrong problems, references or warm starts.
         """
         problems = [grouped(p, config.groups) for p in whole] if config.groups else whole
-        warm_starts = _given(whole, problems, config, start)
+        warm_starts = _warm_starts(whole, problems, config, start)
         starts = [
             None if w is None else canonical(p, _unsplit(p, w))
             for p, w in zip(problems, warm_starts, strict=True)
@@ -152,7 +152,7 @@ def moving_options(config: TrainConfig) -> dict[str, Any]:
     return {"moves": config.moves or 256, "width": config.width, "again": config.again}
 
 
-def _given(
+def _warm_starts(
     whole: Sequence[Problem], problems: Sequence[Problem], config: TrainConfig, start: Start
 ) -> list[Placement | None]:
     """The warm starts of all problems, int32 ``[N]`` each, as they are given."""

@@ -310,7 +310,7 @@ def _origin(
     facts = {
         "configuration": asdict(config),
         "problems": [problem_fingerprint(p) for p in tasks.problems.problems],
-        "warm starts": ids(tasks.given),
+        "warm starts": ids(tasks.warm_starts),
         # Those that follow from the problems may be measured: they differ each time.
         "reference_s": None if reference_s is None else [float(s) for s in reference_s],
         "held-out problems": [problem_fingerprint(p) for p in held],

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             text = file.read(MOST_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise cli.UsageError(f"{args.log}: cannot be read: {error.strerror}") from error
-    names, nodes, memory = _told(text, plan, args)
+    names, nodes, memory = _read(text, plan, args)
     planned = {op: names[device] for op, device in plan.assignment.items()}
     known = {op: where for op, where in nodes.items() if op in planned}
     elsewhere = {op: [planned[op], where] for op, where in known.items() if where != planned[op]}
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
-def _told(
+def _read(
     text: str, plan: Plan, args: argparse.Namespace
 ) -> tuple[dict[str, str], dict[str, str], dict[str, dict[str, float]]]:
     """The runtime's name of each device, where operators are, and MiB of each of its devices."""

@@ -232,7 +232,7 @@ class DistributedRunner(Runner):
         self.on_param: Callable[[int, int, Tensor], None] = lambda what, q, value: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._own = [d for d in range(cluster.num_devices) if self.rank_of[d] == world.rank]
-        self._given: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._arriving: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended = False
 
@@ -284,9 +284,9 @@ class DistributedRunner(Runner):
         if kind == TENSOR:
             workers[device].inbox.put((batch, tensor, value, source, sent_ns))
         elif kind == INPUT:
-            self._given.setdefault((batch, device), {})[tensor] = value
+            self._arriving.setdefault((batch, device), {})[tensor] = value
         elif kind == ADMIT:
-            inputs = self._given.pop((batch, device), {})
+            inputs = self._arriving.pop((batch, device), {})
             workers[device].inbox.put((batch, -1, inputs, -1, None))
         elif kind == RESULT:
             self._results.put((batch, tensor, value))

@@ -231,7 +231,7 @@ class InputPipeline(Iterator[Any]):
         self._loaded: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
         self._ready: dict[int, _Loaded] = {}
         self._ready_bytes = 0
-        self._given = 0  # items handed out
+        self._num_taken = 0  # items handed out
         self._permitted = 0  # items that threads have loaded or may load
         self._num_slow = 0  # of the last items loaded in the calling thread
         self._threads: list[threading.Thread] = []
@@ -257,7 +257,7 @@ class InputPipeline(Iterator[Any]):
                 raise RuntimeError("the loader raised StopIteration") from item.error
             raise item.error
         self.span_ns = (item.start_ns, item.end_ns)
-        self._given += 1
+        self._num_taken += 1
         if self._threads:
             self._observe(item)
             self._direct()
@@ -298,21 +298,21 @@ class InputPipeline(Iterator[Any]):
 
     def _next_loaded(self) -> _Loaded:
         if not self._threads:
-            self._permitted = self._given
+            self._permitted = self._num_taken
             self._direct()
             self._open_window()
-        while not self._loaded.empty() or self._given not in self._ready:
+        while not self._loaded.empty() or self._num_taken not in self._ready:
             item = self._loaded.get()
             self._ready[item.index] = item
             self._ready_bytes += item.num_bytes
         self.peak_bytes = max(self.peak_bytes, self._ready_bytes)
-        item = self._ready.pop(self._given)
+        item = self._ready.pop(self._num_taken)
         self._ready_bytes -= item.num_bytes
         return item
 
     def _direct(self) -> None:
         """Give permits, start and end threads as ``tuning`` says."""
-        for _ in range(self._permitted, self._given + self.tuning.ahead):
+        for _ in range(self._permitted, self._num_taken + self.tuning.ahead):
             self._permits.put(True)
             self._permitted += 1
         for _ in range(self.tuning.workers, self._num_working):

@@ -259,10 +259,14 @@ def _document(problem: Problem) -> dict[str, Any]:
         "provenance": profile.provenance,
         "cluster": {
             "name": cluster.name,
-            "devices": [_given(d) for d in cluster.devices],
-            "links": [_given(x) for x in cluster.links],
+            "devices": [_changed_fields(d) for d in cluster.devices],
+            "links": [_changed_fields(x) for x in cluster.links],
         },
-        **({} if profile.links == cluster.links else {"links": [_given(x) for x in profile.links]}),
+        **(
+            {}
+            if profile.links == cluster.links
+            else {"links": [_changed_fields(x) for x in profile.links]}
+        ),
         "param_bytes": g.param_bytes.tolist(),
         "outputs": g.output_tensor.tolist(),
         "operators": operators,
@@ -274,7 +278,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, default=str)
 
 
-def _given(item: Device | Link) -> dict[str, Any]:
+def _changed_fields(item: Device | Link) -> dict[str, Any]:
     """The fields that are not at their defaults."""
     values = asdict(item)
     defaults = {f.name: f.default for f in fields(item)}

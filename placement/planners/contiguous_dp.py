@@ -164,14 +164,14 @@ def topological_orders(problem: Problem, count: int, seed: int = 0) -> Iterator[
         position = np.full(g.num_groups, -1, np.int32)
         placed = 0
 
-        def kept(n: int, left: list[int] = left, factor: list[float] = factor) -> float:
+        def growth(n: int, left: list[int] = left, factor: list[float] = factor) -> float:
             freed = sum(size[t] for t in inner[n] if left[t] == 1)
             return factor[n] * (sum(size[t] for t in outputs[n]) - freed)
 
         while ready:
             k = len(ready) - 1
             if rule % 3 == 0:
-                k = min(range(max(0, k - _LOOK), k + 1), key=lambda k: kept(ready[k]))
+                k = min(range(max(0, k - _LOOK), k + 1), key=lambda k: growth(ready[k]))
             elif rule % 3 == 1:
                 k = int(rng.integers(k + 1))
             n = ready.pop(k)

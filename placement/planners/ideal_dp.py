@@ -95,9 +95,9 @@ class IdealDp:
         )
         reduced = _reduced(problem, True)
         dp_started = time.perf_counter()
-        first = last = self._found(problem, reduced, _FAR, left)
+        first = last = self._best(problem, reduced, _FAR, left)
         if not first.proved and (first.load_s == _FAR or not first.message):
-            last = self._found(problem, _reduced(problem, False), first.load_s, left)
+            last = self._best(problem, _reduced(problem, False), first.load_s, left)
         best = min(first, last, key=lambda found: found.load_s)
         ended = time.perf_counter()
         linear_s = min(first.linear_s, last.linear_s)
@@ -127,7 +127,7 @@ class IdealDp:
             stats["infeasible"] = why_infinite(problem.one_run, best.placement)
         return Solution(best.placement, value, bound, stats)
 
-    def _found(self, problem: Problem, reduced: _Reduced, below_s: float, left: _Left) -> _Found:
+    def _best(self, problem: Problem, reduced: _Reduced, below_s: float, left: _Left) -> _Best:
         """The best split of these items, if its load is below ``below_s``."""
         item, edges = reduced.item, reduced.edges
         b = blocks(problem, item)
@@ -168,7 +168,7 @@ class IdealDp:
                     proved = False
                     message = f"{left.over(self)} were over before all stages were seen"
         best = min(linear, exact, key=_load)
-        return _Found(
+        return _Best(
             load_s=best.load_s,
             placement=_placement(item, kinds, best.stages) if best.load_s < _FAR else None,
             linear_s=linear.load_s,
@@ -180,7 +180,7 @@ class IdealDp:
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
+class _Best:
     """The best split of one sort of items.
 
     Attributes:
